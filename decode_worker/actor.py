@@ -1,4 +1,4 @@
-"""A rank of a decode replica: what this role brings to it."""
+"""Decode role of a rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.role_parts import LeaderParts, RoleParts
 
 
 def make_rank(launch: Launch, **arguments: Any) -> RankProcess[DecodeWorker]:
-    """What the controller starts: one rank of a decode replica."""
+    """Create one rank of a decode replica. Called by the controller."""
     parts = RoleParts(
         role=Role.DECODE,
         servicer=decode_servicer(),

@@ -1,4 +1,4 @@
-"""The gRPC face of a decode replica towards routers: all that it answers is its worker's."""
+"""gRPC service of a decode replica for routers."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from worker.answer_server import AnswerServicer
 
 
 def decode_servicer() -> AnswerServicer[DecodeWorker]:
-    """Its worker has the answers itself."""
+    """Create the servicer of a decode replica."""
     return AnswerServicer(lambda worker: worker)

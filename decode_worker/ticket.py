@@ -1,4 +1,4 @@
-"""The ticket by which others ship KV to a prompt here."""
+"""Ticket that allows other replicas to ship KV to a prompt on this replica."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from engine.scheduler.prompts import Prompt
 
 
 def ticket_for(prompt: Prompt, *, replica: str, addresses: tuple[str, ...], layout: str, ttl_s: float) -> Handoff:
-    """For the positions that the prompt lacks. Its id is never used again, and nobody guesses it who is not told.
+    """Create a ticket for the positions that the prompt lacks. Its id is unique and unguessable.
 
-    Of a sequence that runs elsewhere there is KV for all tokens but the last, and soon for more: as many as there are
-    blocks for.
+    A sequence that runs on another replica has KV for all tokens but the last, and keeps growing; the ticket covers as
+    many positions as there are blocks.
     """
     sequence = prompt.sequence
     is_growing = prompt.is_running_elsewhere

@@ -1,4 +1,4 @@
-"""What a decode replica does with its engine's steps, on rank 0: receive prompts, and hand every token on."""
+"""Decode worker on rank 0: receives prompts and emits every token."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from worker.replica_engine import EngineParts, ReplicaEngine
 
 
 class DecodeWorker:
-    """All requests of one decode replica. Everything but the constructor runs on the step thread.
+    """Requests of one decode replica. All methods but the constructor run on the step thread.
 
-    `close_handoff` closes a handoff on the other ranks and then runs the command given, on this thread.
+    `close_handoff` closes a handoff on the other ranks and then runs its callback on this thread.
     """
 
     def __init__(
@@ -50,22 +50,21 @@ class DecodeWorker:
         self._layout = parts.gang.runner.layout.fingerprint
         self._vocab_size = parts.gang.runner.config.vocab_size
         self._handoff_s = handoff_s
-        self._awaited: dict[Prompt, IncomingTransfer[Prompt]] = {}  # whose KV comes from elsewhere
+        self._awaited: dict[Prompt, IncomingTransfer[Prompt]] = {}  # prompts that wait for KV
         self._incoming_transfers: IncomingTransfers[Prompt] = IncomingTransfers(
             receiver, parts.blocks, num_ranks=len(addresses), close_elsewhere=close_handoff
         )
         engine, rate = self.replica.engine, self.replica.link_rate
         self._moves = Moves(parts.gang, parts.blocks, engine, rate, leave=lambda sequence: self._answers.end(sequence))
         self._answers = Answers(self.replica, self._moves)
-        self._orders = Orders()  # of the next step
+        self._orders = Orders()  # for the next step
 
-    # What the world asks for.
+    # Requests from the event loop.
 
     def submit(
         self, prompt: Prompt, router: str, listener: RequestListener, *, prefix_source: PrefixSource | None = None
     ) -> None:
-        """Queue a request, of whose prompt `prefix_source` may hold more than is here. An error goes to the
-        listener."""
+        """Queue a request. `prefix_source` may have a longer cached prefix. Errors go to the listener."""
         try:
             self.replica.add(prompt, prefix_source)
         except ClusterError as error:
@@ -74,15 +73,15 @@ class DecodeWorker:
         self._answers.add(prompt, router, listener)
 
     def cancel(self, prompt: Prompt) -> None:
-        """The lease has ended: free everything. It may have ended by itself already."""
+        """Free a request whose lease has ended. Does nothing if it is unknown."""
         self.replica.totals.cancelled += self._remove(prompt) is not None
 
     def stop_streams(self, router: str, streams: Iterable[int]) -> None:
-        """These choices need no more tokens."""
+        """Stop these choices."""
         self._answers.stop_streams(router, streams)
 
     def landed(self, rank: int, landing: Landing) -> None:
-        """The KV of a handoff, or of a prefix that we fetch, is whole on one rank."""
+        """Record that a handoff or a fetched prefix has landed on one rank."""
         self.replica.fetches.landed(rank, landing)
         incoming = self._incoming_transfers.landed(rank, landing)
         if incoming is None:
@@ -105,37 +104,38 @@ class DecodeWorker:
             self._fail(
                 prompt,
                 TransferError(
-                    f"{list(next_tokens)[:4]}… ({len(next_tokens)} tokens) came along with {num_tokens} positions"
+                    f"received {num_tokens} positions with {len(next_tokens)} invalid next tokens, starting "
+                    f"{list(next_tokens)[:4]}"
                 ),
             )
 
     def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
-        """Ship a choice to the replica that has made this handoff, if it is worth it."""
+        """Migrate a choice to the replica that issued the handoff, if that is faster than decoding it here."""
         self._answers.migrate(router, stream, handoff, listener)
 
-    def keep(self, router: str, stream: int) -> None:
-        """Nobody waits any more for this choice to be moved."""
-        self._answers.keep(router, stream)
+    def cancel_move(self, router: str, stream: int) -> None:
+        """Cancel the migration of a choice."""
+        self._answers.cancel_move(router, stream)
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
-        """One of our ranks has nothing more to send for a handoff."""
+        """Record that one rank has ended its part of a handoff."""
         moved = self._moves.shipped(rank, shipment)
         granted = self.replica.served_fetches.shipped(rank, shipment)
         self.replica.totals.migrations += moved is not None
         if whole := moved or granted:
             self.replica.count_shipment(whole)
 
-    # The step.
+    # Steps.
 
     def step(self) -> bool:
-        """One step; False when there was nothing to do."""
+        """Run one step. Returns False if there was nothing to do."""
         self._expire_incoming_transfers()
         result = self.replica.step()
         self._answers.take(result)
         return result.did_work
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
-        """Implements KVConnector, as does `orders`."""
+        """Prepare a step. Implements KVConnector, as does `orders`."""
         if admitted:
             self.replica.save_evicted()
         for prompt in admitted:
@@ -147,11 +147,11 @@ class DecodeWorker:
         self.replica.clock.computing(prompt for prompt, _ in step.prompts)
         return self._orders
 
-    # What the world is told.
+    # Results for the event loop.
 
     @property
     def num_requests(self) -> int:
-        """Requests that live here, what is still being sent of those that have left, and prefixes that others fetch."""
+        """Number of requests, migrations still being sent, and served fetches."""
         return len(self._answers) + len(self._moves) + len(self.replica.served_fetches)
 
     def take_tokens(self) -> dict[str, list[StreamToken]]:
@@ -164,7 +164,7 @@ class DecodeWorker:
         status.decode_step_s = self.replica.pace.decode_step_s
         return status
 
-    # Below: one request from admission to its end.
+    # One request, from admission to its end.
 
     def _admitted(self, prompt: Prompt) -> None:
         listener = self._answers.listener(prompt)
@@ -189,7 +189,7 @@ class DecodeWorker:
             listener.ended(error)
 
     def _remove(self, prompt: Prompt) -> RequestListener | None:
-        """Give back everything that a request holds; its listener, if it lives here."""
+        """Free everything that a request holds. Returns its listener, or None if it is unknown."""
         if incoming := self._awaited.pop(prompt, None):
             sequence = prompt.sequence
             sequence.blocks = sequence.blocks[: prompt.num_cached // sequence.block_size]
@@ -198,5 +198,5 @@ class DecodeWorker:
 
     def _expire_incoming_transfers(self) -> None:
         for incoming in self._incoming_transfers.expired(time.monotonic()):
-            reason = incoming.problem or f"no KV came within {self._handoff_s} s"
+            reason = incoming.problem or f"no KV received within {self._handoff_s} s"
             self._fail(incoming.owner, HandoffExpired(f"handoff {incoming.id}: {reason}"))

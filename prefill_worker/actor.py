@@ -1,4 +1,4 @@
-"""A rank of a prefill replica: what this role brings to it."""
+"""Prefill role of a rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker.role_parts import LeaderParts, RoleParts
 
 
 def make_rank(launch: Launch, **arguments: Any) -> RankProcess[PrefillWorker]:
-    """What the controller starts: one rank of a prefill replica."""
+    """Create one rank of a prefill replica. Called by the controller."""
     parts = RoleParts(
         role=Role.PREFILL,
         servicer=PrefillServicer(),
@@ -29,7 +29,10 @@ def make_rank(launch: Launch, **arguments: Any) -> RankProcess[PrefillWorker]:
 
 
 def _configure(config: EngineConfig, spec: Spec) -> EngineConfig:
-    """Its guests decode; and it may become a decode replica, which should not have to record its steps first."""
+    """Set the number of rows to record CUDA graphs for.
+
+    Covers local decodes, and the decode role if the replica may switch to it later.
+    """
     rows = int(spec.prefill.local_decode_share * spec.prefill.max_running)
     if not hindrance(spec):
         rows = max(rows, spec.decode.max_running)

@@ -1,4 +1,4 @@
-"""The gRPC face of a prefill replica towards routers; the event loop's side of the step loop."""
+"""gRPC service of a prefill replica for routers. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 def add_prefill_servicers(servicer: PrefillServicer, server: aio.Server) -> None:
-    """Both of its services."""
+    """Register the prefill service, and the decode service for local decodes."""
     rpc.add_PrefillWorkerServicer_to_server(servicer, server)
     rpc.add_DecodeWorkerServicer_to_server(servicer.local_decodes, server)
 
 
 class PrefillServicer(rpc.PrefillWorkerServicer):
-    """One call per prompt. Serves once `live` is there; as do its guests, by the calls of decode replicas."""
+    """Servicer with one call per prompt. Serves once `live` is set, as does `local_decodes`."""
 
     def __init__(self) -> None:
         self.local_decodes: AnswerServicer[PrefillWorker] = AnswerServicer(lambda worker: worker.local_decodes)
@@ -49,12 +49,12 @@ class PrefillServicer(rpc.PrefillWorkerServicer):
     async def Prefill(self, request: pb.PrefillRequest, context: _Context) -> AsyncIterator[pb.PrefillEvent]:
         live = self.live
         if live is None:
-            await abort_with(context, ReplicaLost("this replica takes no work yet"))
+            await abort_with(context, ReplicaLost("replica is still loading"))
         try:
             sequence = await live.sequence_of(request.sequence)
             handoff = live.handoff_of(request.handoff) if request.HasField("handoff") else None
             prefix_source = prefix_source_of(request)
-            live.service.check_takes_work()  # last: a grammar's compiling takes its time
+            live.service.check_takes_work()  # last, because compiling a grammar takes time
         except ClusterError as error:
             await abort_with(context, error)
         prompt = Prompt(sequence, fetch_only=request.fetch_only)
@@ -70,7 +70,7 @@ class PrefillServicer(rpc.PrefillWorkerServicer):
 
 
 class _Call:
-    """Brings what happens to a prompt from the step thread to the call that waits for it."""
+    """Listener that passes events of a prompt from the step thread to its gRPC call."""
 
     def __init__(self, prompt: Prompt, handoff: Handoff | None) -> None:
         self.events: CallEvents[pb.PrefillEvent] = CallEvents()

@@ -1,5 +1,4 @@
-"""What a prefill replica does with its engine's steps, on rank 0: ship prompts while they are computed; commit; and
-answer its guests."""
+"""Prefill worker on rank 0: ships prompts while they are computed, and runs local decodes."""
 
 from __future__ import annotations
 
@@ -28,29 +27,28 @@ logger = logging.getLogger(__name__)
 
 
 class PromptListener(Protocol):
-    """Who waits for a prompt. Called on the step thread."""
+    """Observer of one prompt. Called on the step thread."""
 
     def first_tokens(self, tokens: list[SampledToken]) -> None: ...
 
     def ended(self, shipment: Shipment | None, error: ClusterError | None) -> None:
-        """Last, and once: the KV has landed (the shipment of all ranks together), or an error says why not."""
+        """Report the end, with the combined shipment or an error. Called last and once."""
         ...
 
 
 @dataclass(eq=False)
 class _Job:
-    """A prompt that somebody waits for."""
+    """Prompt in progress."""
 
     listener: PromptListener
-    handoff: Handoff | None  # None: only the first tokens are wanted
-    outgoing: OutgoingTransfer[Prompt] | None = None  # from its first step on
+    handoff: Handoff | None  # None: first tokens only, no KV transfer
+    outgoing: OutgoingTransfer[Prompt] | None = None  # set in the first step
 
 
 class PrefillWorker:
-    """All prompts of one prefill replica, and its guests: answers that it finishes itself. Everything but the
-    constructor runs on the step thread.
+    """Prompts and local decodes of one prefill replica. All methods but the constructor run on the step thread.
 
-    A prompt holds its blocks while it is computed; its departure holds them until every rank has stopped reading them.
+    A prompt holds its blocks while it is computed; its outgoing transfer holds them until no rank reads them.
     """
 
     def __init__(self, parts: EngineParts) -> None:
@@ -59,9 +57,9 @@ class PrefillWorker:
         self._jobs: dict[Prompt, _Job] = {}
         self._outgoing_transfers: OutgoingTransfers[Prompt] = OutgoingTransfers(parts.blocks)
         self.local_decodes = LocalDecoding(self.replica, parts, is_taken=self._ships)
-        self._orders = Orders()  # of the next step
+        self._orders = Orders()  # for the next step
 
-    # What the world asks for.
+    # Requests from the event loop.
 
     def submit(
         self,
@@ -71,13 +69,13 @@ class PrefillWorker:
         *,
         prefix_source: PrefixSource | None = None,
     ) -> None:
-        """Queue a prompt, of which `prefix_source` may hold more than is here. An error goes to the listener."""
+        """Queue a prompt. `prefix_source` may have a longer cached prefix. Errors go to the listener."""
         try:
-            if handoff:  # else it would be known at the link, which others share
+            if handoff:  # checked here, because the link that would notice is shared with other handoffs
                 fits = handoff.num_tokens <= len(prompt.sequence.tokens) <= handoff.max_tokens
-                check(fits, "handoff.num_tokens", f"must be those of a prompt of {len(prompt.sequence.tokens)}")
+                check(fits, "handoff.num_tokens", f"must fit a prompt of {len(prompt.sequence.tokens)} tokens")
             if handoff and (self._ships(handoff.key) or self.local_decodes.knows(handoff.key)):
-                raise HandoffExpired(f"{prompt.id}: its handoff is under way already, or was")
+                raise HandoffExpired(f"{prompt.id}: handoff was used before")
             self.replica.add(prompt, prefix_source)
         except ClusterError as error:
             listener.ended(None, error)
@@ -85,17 +83,17 @@ class PrefillWorker:
         self._jobs[prompt] = _Job(listener, handoff)
 
     def cancel(self, prompt: Prompt) -> None:
-        """Nobody waits for this prompt any more. It may have ended already."""
+        """Cancel a prompt. Does nothing if it has ended."""
         if job := self._jobs.pop(prompt, None):
             self.replica.totals.cancelled += 1
-            self._stop(prompt, job, HandoffExpired(f"{prompt.id} is not wanted any more"))
+            self._stop(prompt, job, HandoffExpired(f"{prompt.id} was cancelled"))
 
     def landed(self, rank: int, landing: Landing) -> None:
-        """A prefix that we fetch is whole on one rank."""
+        """Record that a fetched prefix has landed on one rank."""
         self.replica.fetches.landed(rank, landing)
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
-        """One of our ranks has nothing more to send for a handoff."""
+        """Record that one rank has ended its part of a handoff."""
         if granted := self.replica.served_fetches.shipped(rank, shipment):
             self._count(granted)
         if moved := self.local_decodes.shipped(rank, shipment):
@@ -112,10 +110,10 @@ class PrefillWorker:
         elif outgoing.is_over and not outgoing.error:
             self._arrived(prompt, outgoing.shipment)
 
-    # The step.
+    # Steps.
 
     def step(self) -> bool:
-        """One step; False when there was nothing to do."""
+        """Run one step. Returns False if there was nothing to do."""
         result = self.replica.step()
         for prompt in result.fetched:
             self._end(prompt, None, None)
@@ -131,7 +129,10 @@ class PrefillWorker:
         return result.did_work
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
-        """Implements KVConnector, as does `orders`. Here only those are admitted ahead whose prefixes are fetched."""
+        """Prepare a step; implements KVConnector, as does `orders`.
+
+        Only prompts whose prefixes are fetched are admitted ahead of their first step.
+        """
         fetches = self.replica.fetches
         for prompt in admitted:
             if fetches.is_fetch(prompt):
@@ -145,7 +146,7 @@ class PrefillWorker:
         orders = self._orders
         self.replica.clock.computing(prompt for prompt, _ in step.prompts)
         self.local_decodes.computing(prompt for prompt, _ in step.prompts)
-        jobs = [(prompt, self._jobs.get(prompt)) for prompt, _ in step.prompts]  # None: of a guest
+        jobs = [(prompt, self._jobs.get(prompt)) for prompt, _ in step.prompts]  # None: local decode
         orders.begins += [
             self._begin(prompt, job) for prompt, job in jobs if job and job.handoff and job.outgoing is None
         ]
@@ -154,17 +155,18 @@ class PrefillWorker:
         orders.aborts += self._outgoing_transfers.take_aborts()
         return orders
 
-    # What the world is told.
+    # Results for the event loop.
 
     @property
     def num_requests(self) -> int:
-        """Prompts that wait, compute or ship, guests, and prefixes that others fetch."""
+        """Number of prompts waiting, computing or shipping, local decodes and served fetches."""
         return (
             len(self._jobs) + len(self._outgoing_transfers) + len(self.local_decodes) + len(self.replica.served_fetches)
         )
 
     def take_tokens(self) -> dict[str, list[StreamToken]]:
-        return self.local_decodes.take_tokens()  # the first tokens of what is shipped travel in each prompt's own call
+        # First tokens of shipped prompts are sent in each prompt's own call.
+        return self.local_decodes.take_tokens()
 
     def status(self) -> pb.Status:
         status = self.replica.status()
@@ -172,10 +174,10 @@ class PrefillWorker:
         self.local_decodes.add_to(status)
         return status
 
-    # Below: one prompt from its first step to its end.
+    # One prompt, from its first step to its end.
 
     def _ships(self, key: HandoffKey) -> bool:
-        """Whether a handoff serves a prompt, or has served one."""
+        """Return whether a handoff is or was used for a prompt."""
         waiting = (job.handoff.key for job in self._jobs.values() if job.handoff)
         return key in waiting or self._outgoing_transfers.knows(key)
 
@@ -187,7 +189,7 @@ class PrefillWorker:
         return BeginOrder(job.handoff, sequence.blocks, sequence.num_computed)
 
     def _finish(self, prefilled: Prefilled) -> None:
-        """A prompt is computed: tell its first tokens, and commit."""
+        """Report the first tokens of a computed prompt, and commit its transfer."""
         prompt, job = prefilled.prompt, self._jobs[prefilled.prompt]
         job.listener.first_tokens(prefilled.tokens)
         if job.handoff:
@@ -196,13 +198,13 @@ class PrefillWorker:
             self._end(prompt, None, None)
 
     def _stop(self, prompt: Prompt, job: _Job, error: TransferError) -> None:
-        """Do no more for a prompt: its blocks come back when the ranks have stopped reading them."""
+        """Stop a prompt. Its blocks are freed when no rank reads them."""
         self.replica.cancel(prompt)
         if job.outgoing:
             self._outgoing_transfers.abort(job.outgoing, error)
 
     def _arrived(self, prompt: Prompt, shipment: Shipment) -> None:
-        """Every rank of the decode replica has all of it."""
+        """Finish a prompt whose KV has landed on every rank of the decode replica."""
         self._count(shipment)
         logger.info(
             "handoff done request=%s handoff=%s bytes=%d ms=%.1f",

@@ -1,4 +1,4 @@
-"""The gRPC face of a replica that answers requests, towards routers; the event loop's side of the step loop."""
+"""gRPC service through which routers send requests to a replica. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -31,42 +31,42 @@ W = TypeVar("W", bound=RoleWorker)
 
 
 class AnsweringWorker(Protocol):
-    """Who has the answers of a replica. All of it runs on the step thread."""
+    """Worker that decodes requests. All methods run on the step thread."""
 
     def submit(
         self, prompt: Prompt, router: str, listener: RequestListener, /, *, prefix_source: PrefixSource | None = None
     ) -> None: ...
 
     def cancel(self, prompt: Prompt, /) -> None:
-        """The lease has ended."""
+        """Free the request: its lease, the gRPC call, has ended."""
         ...
 
     def stop_streams(self, router: str, streams: Iterable[int], /) -> None: ...
 
     def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener, /) -> None: ...
 
-    def keep(self, router: str, stream: int, /) -> None:
-        """Nobody waits any more for this choice to be moved."""
+    def cancel_move(self, router: str, stream: int, /) -> None:
+        """Cancel the migration of a choice."""
         ...
 
 
 class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
-    """One call per request: the lease of its blocks. Serves once `live` is there."""
+    """Servicer whose Generate call is the lease of a request's blocks. Serves once `live` is set."""
 
     def __init__(self, answering: Callable[[W], AnsweringWorker]) -> None:
-        """answering: of the role's worker, who has its answers."""
+        """answering: returns the part of the role's worker that decodes requests."""
         self.live: LiveReplica[W] | None = None
         self._answering = answering
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> AsyncIterator[pb.GenerateEvent]:
         live = self.live
         if live is None:
-            await abort_with(context, ReplicaLost("this replica takes no work yet"))
+            await abort_with(context, ReplicaLost("replica is still loading"))
         try:
             check_streams(request.router, ())
             sequence = await live.sequence_of(request.sequence)
             prefix_source = prefix_source_of(request)
-            live.service.check_takes_work()  # last: a grammar's compiling takes its time
+            live.service.check_takes_work()  # last, because compiling a grammar takes time
         except ClusterError as error:
             await abort_with(context, error)
         answers, prompt = self._answering(live.worker), Prompt(sequence, source=_source(request))
@@ -88,7 +88,7 @@ class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
     async def Migrate(self, request: pb.MigrateRequest, context: _Context) -> pb.MigrateReply:
         live = self.live
         if live is None:
-            raise ReplicaLost("this replica serves nothing yet")
+            raise ReplicaLost("replica is still loading")
         check_streams(request.router, ())
         answers, handoff, move = self._answering(live.worker), live.handoff_of(request.handoff), _Move()
         live.service.post(lambda: answers.migrate(request.router, request.stream, handoff, move))
@@ -96,7 +96,7 @@ class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
             return await move.reply
         finally:
             if not move.reply.done() or move.reply.cancelled():
-                live.service.post(lambda: answers.keep(request.router, request.stream))
+                live.service.post(lambda: answers.cancel_move(request.router, request.stream))
 
     @rejects
     async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopReply:
@@ -108,10 +108,10 @@ class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
 
 
 class _Call:
-    """Brings what happens to a request from the step thread to the call that holds its lease."""
+    """Listener that passes events of a request from the step thread to its gRPC call."""
 
     def __init__(self, prompt: Prompt, post: Callable[[Command], None]) -> None:
-        """post: to the step thread."""
+        """post: runs a command on the step thread."""
         self._prompt = prompt
         self.events: CallEvents[pb.GenerateEvent | Opening] = CallEvents()
         self._post = post
@@ -121,8 +121,8 @@ class _Call:
             self.events.put(opening)
         reserved = handoff_to_proto(handoff) if handoff else None
         waited_s = self._prompt.spent.waited_s if self._prompt.spent else 0.0
-        told = pb.Reserved(handoff=reserved, cached_tokens=num_cached, waited_s=waited_s)
-        self.events.put(pb.GenerateEvent(reserved=told))
+        event = pb.Reserved(handoff=reserved, cached_tokens=num_cached, waited_s=waited_s)
+        self.events.put(pb.GenerateEvent(reserved=event))
 
     def started(self, num_tokens: int, *, epoch: int, num_from_peers: int) -> None:
         for part in prompt_logprobs_to_proto(self._prompt.take_scores()):
@@ -132,12 +132,12 @@ class _Call:
         self.events.put(pb.GenerateEvent(started=started))
 
     def ended(self, error: ClusterError | None) -> None:
-        """After the step under way: what it has sampled is in the frames by then."""
+        """End the call after the current step, so that the step's tokens are in the frames first."""
         self._post(lambda: self.events.end(error))
 
 
 class _Move:
-    """Brings what becomes of a move from the step thread to the call that asked for it."""
+    """Listener that passes the result of a migration from the step thread to its gRPC call."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

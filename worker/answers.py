@@ -1,4 +1,4 @@
-"""The requests that are answered by a replica: who listens to each, its choices, and the tokens that they get."""
+"""Requests that a replica decodes: their listeners, choices and sampled tokens."""
 
 from __future__ import annotations
 
@@ -19,35 +19,41 @@ from worker.replica_engine import ReplicaEngine
 
 
 class RequestListener(Protocol):
-    """Who holds the lease of a request. Called on the step thread."""
+    """Observer of one request. Called on the step thread."""
 
     def reserved(self, handoff: Handoff | None, opening: Opening | None, num_cached: int) -> None:
-        """Blocks are set aside. With a handoff, the other ranks must open it too before anyone is told of it. Once; but
-        again without a handoff, where a prefix did not come, and what was cached is looked up anew."""
+        """Report that blocks are reserved.
+
+        The other ranks must open the handoff, if any, before it is sent to a peer. Called once with a handoff. Without
+        one, it is called again if a prefix fetch fails and the cached prefix is looked up again.
+        """
         ...
 
     def started(self, num_tokens: int, *, epoch: int, num_from_peers: int) -> None:
-        """Decoding has begun; the first token that is sent from here has position num_tokens."""
+        """Report that decoding has begun. The first token sent from this replica has position num_tokens."""
         ...
 
     def ended(self, error: ClusterError | None) -> None:
-        """Last, and once."""
+        """Report the end of the request. Called last and once."""
         ...
 
 
 @dataclass(eq=False)
 class LiveRequest:
-    """A request that lives here."""
+    """A request on this replica."""
 
     prompt: Prompt
     router: str
     listener: RequestListener
-    choices: dict[int, Sequence] = field(default_factory=dict)  # by stream; empty until the prompt's KV is whole
-    unwanted: set[int] = field(default_factory=set)  # streams that were stopped, perhaps before they began
+    choices: dict[int, Sequence] = field(default_factory=dict)  # by stream; empty until the prompt's KV is complete
+    unwanted: set[int] = field(default_factory=set)  # stopped streams, possibly stopped before they started
 
 
 class Answers:
-    """Owned by the step thread. Choices leave by their last token, because nobody wants them, or by a move."""
+    """Registry of requests, owned by the step thread.
+
+    A choice leaves with its last token, when it is stopped, or by a migration.
+    """
 
     def __init__(self, replica: ReplicaEngine, moves: Moves) -> None:
         self._moves = moves
@@ -61,19 +67,19 @@ class Answers:
         return len(self._requests)
 
     def add(self, prompt: Prompt, router: str, listener: RequestListener) -> None:
-        """It lives here from now on, though it has no choices yet."""
+        """Register a request. Its choices are added by `start`."""
         self._requests[prompt] = LiveRequest(prompt, router, listener)
 
     def listener(self, prompt: Prompt) -> RequestListener:
         return self._requests[prompt].listener
 
     def remove(self, prompt: Prompt) -> RequestListener | None:
-        """Give back everything that a request holds here, in whatever state it is; its listener, if it lived here."""
+        """Free everything that a request holds, in any state. Returns its listener, or None if it is unknown."""
         request = self._requests.pop(prompt, None)
         if request is None:
             return None
         for sequence in list(request.choices.values()):
-            self._let_go(sequence)
+            self._release(sequence)
         self._replica.cancel(prompt)
         return request.listener
 
@@ -81,28 +87,31 @@ class Answers:
         return next((r.choices[stream] for r in self._of(router) if stream in r.choices), None)
 
     def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
-        """Ship a choice to the replica that has made this handoff, if it is worth it."""
+        """Migrate a choice to the replica that issued the handoff, if that is faster than decoding it here."""
         sequence = self.find(router, stream)
         if sequence and sequence in self._engine.decoding.running:
             self._moves.begin(sequence, handoff, listener, step_s=self._replica.token_s)
         else:
-            listener.stays("it does not decode here")
+            listener.stays("choice is not decoding on this replica")
 
-    def keep(self, router: str, stream: int) -> None:
-        """Nobody waits any more for this choice to be moved."""
+    def cancel_move(self, router: str, stream: int) -> None:
+        """Cancel the migration of a choice."""
         if sequence := self.find(router, stream):
-            self._moves.cancel(sequence, "the move is not wanted any more")
+            self._moves.cancel(sequence, "the migration was cancelled")
 
     def stop_streams(self, router: str, streams: Iterable[int]) -> None:
-        """These choices need no more tokens."""
+        """Stop these choices."""
         streams = set(streams)
         for request in self._of(router):
-            request.unwanted |= streams  # it may not have started yet
+            request.unwanted |= streams  # the request may not have started yet
             for sequence in [sequence for stream, sequence in request.choices.items() if stream in streams]:
                 self.end(sequence)
 
     def start(self, prefilled: Prefilled, *, epoch: int = 0) -> None:
-        """The prompt's KV is whole. First tokens that came along with it are known to the router already."""
+        """Start the choices of a prompt whose KV is complete.
+
+        First tokens that arrived with the KV are not sent, because the router has them.
+        """
         prompt, request = prefilled.prompt, self._requests[prefilled.prompt]
         first_stream = prompt.sequence.request.stream
         request.choices = dict(enumerate(prefilled.sequences, first_stream))
@@ -119,7 +128,7 @@ class Answers:
                 self.end(sequence)
 
     def take(self, result: StepResult) -> None:
-        """Hand on what came of a step."""
+        """Distribute the results of a step."""
         for sequence, token in result.sampled:
             self._emit(sequence, token)
             if token.finish_reason:
@@ -130,13 +139,13 @@ class Answers:
             self._fail(sequence)
 
     def end(self, sequence: Sequence) -> None:
-        """It gets no more tokens here."""
-        request = self._let_go(sequence)
+        """End a choice, and its request with the last choice."""
+        request = self._release(sequence)
         if not request.choices:
             self._requests.pop(request.prompt).listener.ended(None)
 
     def take_tokens(self) -> dict[str, list[StreamToken]]:
-        """What was sampled since the last time, by router."""
+        """Return and clear the tokens sampled since the last call, by router."""
         tokens, self._tokens = self._tokens, {}
         return tokens
 
@@ -144,14 +153,14 @@ class Answers:
         return [request for request in self._requests.values() if request.router == router]
 
     def _fail(self, sequence: Sequence) -> None:
-        """There is no next token for it, whether it decodes or was about to: the request ends, with all its choices."""
+        """End the request of a failed sequence, with all its choices."""
         for request in list(self._requests.values()):
             if request.prompt.sequence is sequence or sequence in request.choices.values():
                 self.remove(request.prompt)
                 request.listener.ended(sequence.failure)
 
-    def _let_go(self, sequence: Sequence) -> LiveRequest:
-        self._moves.cancel(sequence, "it has ended")
+    def _release(self, sequence: Sequence) -> LiveRequest:
+        self._moves.cancel(sequence, "the choice has ended")
         self._engine.end(sequence)
         request, stream = self._stream_of.pop(sequence)
         del request.choices[stream]
@@ -159,6 +168,7 @@ class Answers:
 
     def _emit(self, sequence: Sequence, token: SampledToken) -> None:
         request, stream = self._stream_of[sequence]
-        is_last = token.finish_reason is not None or sequence in self._moves  # of which nobody here knows when
+        # A migrating choice may leave after any token.
+        is_last = token.finish_reason is not None or sequence in self._moves
         token.drafts = sequence.take_drafts(is_last=is_last)
         self._tokens.setdefault(request.router, []).append((stream, token))

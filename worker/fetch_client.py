@@ -1,4 +1,4 @@
-"""The calls of a replica that lacks a prefix to those that are said to hold it."""
+"""gRPC client that fetches prefixes from other replicas."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from core.wire.renewing_channel import LastingChannel
 from kvtransfer.protocol.fetches import Fetch
 from worker.rank_group import OtherRanks
 
-_MAX_CHANNELS = 64  # that nobody uses at the moment
-_IDLE_S = 60.0  # a holder that has left is asked no more
+_MAX_CHANNELS = 64  # idle channels beyond this number are closed
+_IDLE_S = 60.0
 
 
 class PrefixSourceChannels:
-    """A channel to each holder that was asked of late: who is asked again is there already. Lives on the event loop.
+    """Cache of gRPC channels to source replicas. Used on the event loop only.
 
-    One that is not used for a minute is closed, and so is one whose holder was lost.
+    A channel is closed after `idle_s` without a call, or when its source is lost.
     """
 
     def __init__(self, identity: Identity, *, max_channels: int = _MAX_CHANNELS, idle_s: float = _IDLE_S) -> None:
         self._identity = identity
         self._max_channels = max_channels
         self._idle_s = idle_s
-        self._lines: OrderedDict[tuple[str, str], _Line] = OrderedDict()  # the one used last is the last
+        self._connections: OrderedDict[tuple[str, str], _Connection] = OrderedDict()  # least recently used first
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        """How many connections are open."""
-        return len(self._lines)
+        """Return the number of open channels."""
+        return len(self._connections)
 
-    async def ask(self, fetch: Fetch[Any], others: OtherRanks, missed: Callable[[str], None]) -> None:
-        """Open a pull on our other ranks, and keep the call to its holder as long as that ships.
+    async def fetch(self, fetch: Fetch[Any], others: OtherRanks, missed: Callable[[str], None]) -> None:
+        """Open a fetch on the other ranks, then call its source until the KV has been shipped.
 
-        `missed` is called with the reason, if nothing comes of it. Cancelling this ends the call.
+        `missed` is called with the reason on failure. Cancelling this coroutine ends the call.
         """
         prefix_source, first_token = fetch.prefix_source, fetch.opening.first_token
         request = pb.FetchRequest(handoff=handoff_to_proto(fetch.handoff), hashes=b"".join(fetch.hashes))
@@ -56,76 +56,76 @@ class PrefixSourceChannels:
             async with self.to(prefix_source) as channel:
                 async for event in _events(channel, request, prefix_source, timeout_s=fetch.timeout_s):
                     if event.WhichOneof("event") == "granted" and event.granted.num_tokens <= first_token:
-                        missed(f"{prefix_source.replica} does not hold it any more")
-        except ClusterError as error:  # the holder's, or one of our own ranks did not open it
+                        missed(f"prefix is no longer cached on {prefix_source.replica}")
+        except ClusterError as error:  # from the source, or from an own rank that did not open the handoff
             missed(str(error))
 
     @asynccontextmanager
     async def to(self, prefix_source: PrefixSource) -> AsyncIterator[LastingChannel]:
-        """For one call. Where ReplicaLost leaves the block, the next call has a channel of its own."""
-        place = prefix_source.replica, prefix_source.address
-        line = self._lines.get(place)
-        if line is None:
+        """Yield a channel for one call. If the block raises ReplicaLost, the next call opens a new channel."""
+        key = prefix_source.replica, prefix_source.address
+        connection = self._connections.get(key)
+        if connection is None:
             peer = self._identity.rank(prefix_source.replica, 0)
-            line = self._lines[place] = _Line(
+            connection = self._connections[key] = _Connection(
                 open_lasting_channel(prefix_source.address, peer=peer, identity=self._identity)
             )
-        line.begin()
+        connection.begin_call()
         try:
-            yield line.channel
+            yield connection.channel
         except ReplicaLost:
-            if self._lines.get(place) is line:
-                del self._lines[place]
+            if self._connections.get(key) is connection:
+                del self._connections[key]
             raise
         finally:
-            line.num_calls -= 1
-            self._put_back(place, line)
+            connection.num_calls -= 1
+            self._put_back(key, connection)
 
     async def close(self) -> None:
-        for place in list(self._lines):
-            self._forget(place)
+        for key in list(self._connections):
+            self._forget(key)
         await asyncio.gather(*self._closing)
 
-    def _put_back(self, place: tuple[str, str], line: _Line) -> None:
-        """After a call."""
-        if self._lines.get(place) is not line:  # its holder was lost
-            if not line.num_calls:
-                self._close(line)
+    def _put_back(self, key: tuple[str, str], connection: _Connection) -> None:
+        """Start the idle timer of a channel after a call, and close idle channels above the limit."""
+        if self._connections.get(key) is not connection:  # its source was lost
+            if not connection.num_calls:
+                self._close(connection)
             return
-        self._lines.move_to_end(place)
-        if not line.num_calls:
-            line.ending = asyncio.get_running_loop().call_later(self._idle_s, self._forget, place)
-        unused = [each for each, other in self._lines.items() if not other.num_calls]
-        for each in unused[: max(0, len(self._lines) - self._max_channels)]:
-            self._forget(each)
+        self._connections.move_to_end(key)
+        if not connection.num_calls:
+            connection.idle_timer = asyncio.get_running_loop().call_later(self._idle_s, self._forget, key)
+        unused = [key for key, connection in self._connections.items() if not connection.num_calls]
+        for key in unused[: max(0, len(self._connections) - self._max_channels)]:
+            self._forget(key)
 
-    def _forget(self, place: tuple[str, str]) -> None:
-        self._close(self._lines.pop(place))
+    def _forget(self, key: tuple[str, str]) -> None:
+        self._close(self._connections.pop(key))
 
-    def _close(self, line: _Line) -> None:
-        if line.ending:
-            line.ending.cancel()
-        task = asyncio.ensure_future(line.channel.close())
+    def _close(self, connection: _Connection) -> None:
+        if connection.idle_timer:
+            connection.idle_timer.cancel()
+        task = asyncio.ensure_future(connection.channel.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
 
 @dataclass(eq=False)
-class _Line:
+class _Connection:
     channel: LastingChannel
     num_calls: int = 0
-    ending: asyncio.TimerHandle | None = None  # where it has none
+    idle_timer: asyncio.TimerHandle | None = None  # closes an idle channel
 
-    def begin(self) -> None:
+    def begin_call(self) -> None:
         self.num_calls += 1
-        if self.ending:
-            self.ending.cancel()
+        if self.idle_timer:
+            self.idle_timer.cancel()
 
 
 async def _events(
     channel: LastingChannel, request: pb.FetchRequest, prefix_source: PrefixSource, *, timeout_s: float
 ) -> AsyncIterator[pb.FetchEvent]:
-    """Raises ClusterError."""
+    """Yield the events of a Fetch call. Raises ClusterError."""
     try:
         async for event in rpc.PrefixFetchStub(channel).Fetch(request, timeout=timeout_s):
             yield event

@@ -1,6 +1,6 @@
-"""Prefixes that rank 0 brings into its pool before the rest is computed: from a peer, or from its own lower tiers.
+"""Prefix fetching on rank 0: brings cached prefixes into the pool before the rest of a prompt is computed.
 
-The same for both roles. Whoever waits for a prefix waits in the engine's queue; it is told there what came.
+The source is a peer or a lower tier. Prompts wait in the engine's queue meanwhile. Used by both roles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fetches:
-    """Owned by the step thread."""
+    """Fetches of waiting prompts. Owned by the step thread."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class Fetches:
         block_size: int,
         on_incoming: Callable[[Sequence, int, int, bytes], None],
     ) -> None:
-        """on_arrival: told of positions [first, end) that a peer has shipped, and its features of the last."""
+        """on_incoming: called with positions [first, end) shipped by a peer, and the features of the last one."""
         self._on_incoming = on_incoming
         self._queue = queue
         self._prefix_fetches = prefix_fetches
@@ -45,12 +45,12 @@ class Fetches:
         self._tiers = tiers
         self._totals = totals
         self._block_size = block_size
-        self._prefix_sources: dict[Prompt, PrefixSource] = {}  # of those whose prefix a peer may hold
+        self._prefix_sources: dict[Prompt, PrefixSource] = {}  # of prompts whose prefix a peer may hold
 
     def offer(self, owner: Prompt, prefix_source: PrefixSource | None, *, tokens_per_s: float) -> None:
-        """Note who brings the most of its prefix: a peer that is said to hold some, or our lower tiers.
+        """Choose the source with the longest prefix: the peer reported by the router, or a lower tier.
 
-        tokens_per_s: of computing; 0: not yet known.
+        tokens_per_s: prefill speed; 0: unknown.
         """
         owner.num_offered = self._tiers.offer(owner.sequence, tokens_per_s=tokens_per_s)
         if prefix_source and prefix_source.num_tokens > owner.num_offered:
@@ -58,15 +58,15 @@ class Fetches:
             self._prefix_sources[owner] = prefix_source
 
     def is_fetch(self, owner: Prompt) -> bool:
-        """Whether a peer will write to its blocks, outside of any step."""
+        """Return whether a peer will write to the prompt's blocks, outside of any step."""
         return owner in self._prefix_sources
 
     def forget(self, owner: Prompt) -> None:
-        """It waits no more, and has all that it is going to get."""
+        """Drop the prompt's source: it needs no fetch any more."""
         self._prefix_sources.pop(owner, None)
 
     def begin(self, owner: Prompt) -> None:
-        """Bring here what it lacks of its prefix; meanwhile it waits. What was evicted for it has been copied."""
+        """Start fetching the missing prefix. Blocks evicted for it must have been saved to lower tiers."""
         sequence = owner.sequence
         first_block = sequence.num_computed // self._block_size
         hashes = sequence.hashes()[: owner.fetch_end // self._block_size]
@@ -84,7 +84,7 @@ class Fetches:
             self._queue.fetch_failed(owner)
 
     def landed(self, rank: int, landing: Landing) -> None:
-        """One rank has a handoff whole, perhaps that of a pull."""
+        """Record that a handoff, possibly that of a fetch, has landed on one rank."""
         if fetch := self._prefix_fetches.landed(rank, landing):
             first_token = fetch.opening.first_token
             self._on_incoming(fetch.owner.sequence, first_token, first_token + fetch.num_tokens, fetch.features)
@@ -94,12 +94,12 @@ class Fetches:
             self._queue.fetched(fetch.owner, fetch.num_tokens)
 
     def missed(self, fetch: Fetch[Prompt], reason: str) -> None:
-        """Nothing comes of a pull."""
+        """Handle a failed fetch."""
         if self._prefix_fetches.missed(fetch):
             self._failed(fetch, reason)
 
     def loaded(self, rank: int, loaded: LoadResult) -> None:
-        """One rank has brought back what it could of a prefix that lay in its lower tiers."""
+        """Record that one rank has loaded a prefix, or part of it, from its lower tiers."""
         load = self._tiers.loaded(rank, loaded)
         if load is None or self._served_fetches.loaded(load):
             return
@@ -111,24 +111,24 @@ class Fetches:
             self._queue.fetch_failed(load.owner)
 
     def expire(self) -> None:
-        """Give up what has not come in time: its owner computes it."""
+        """Give up fetches and loads past their deadline. Their prompts compute the prefix."""
         for fetch in self._prefix_fetches.expired(time.monotonic()):
-            self._failed(fetch, fetch.problem or f"nothing came within {fetch.timeout_s:.1f} s")
+            self._failed(fetch, fetch.problem or f"timed out after {fetch.timeout_s:.1f} s")
         for owner in self._tiers.expired():
-            logger.warning("blocks could not be loaded in time request=%s", owner.id)
+            logger.warning("tier load timed out request=%s", owner.id)
             if not self._served_fetches.expired(owner):
                 owner.sequence.leave_out(self._tiers.cancel(owner))
                 self._queue.fetch_failed(owner)
 
     def cancel(self, owner: Prompt) -> None:
-        """Nobody waits for it any more. Blocks that something may still be written to leave its table."""
+        """Cancel a prompt's fetch and load. Blocks with writes in flight are removed from its table."""
         self.forget(owner)
         if fetch := self._prefix_fetches.cancel(owner):
             owner.sequence.leave_out(fetch.exposed)
         owner.sequence.leave_out(self._tiers.cancel(owner))
 
     def _failed(self, fetch: Fetch[Prompt], reason: str) -> None:
-        logger.info("pull failed request=%s holder=%s: %s", fetch.owner.id, fetch.prefix_source.replica, reason)
+        logger.info("fetch failed request=%s source=%s: %s", fetch.owner.id, fetch.prefix_source.replica, reason)
         self._totals.pull_failures += 1
         fetch.owner.sequence.leave_out(fetch.exposed)
         self._queue.fetch_failed(fetch.owner)

@@ -1,4 +1,4 @@
-"""What every rank of a replica does in a step: what it is ordered to, then its share of the batch."""
+"""Execution of a step on every rank of a replica: orders first, then the rank's share of the batch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ from worker.step_message import decode_step, encode_step
 
 
 class GangRunner:
-    """One rank's model, its lower tiers and what it sends. Belongs to the step thread on rank 0, to the following
-    thread elsewhere."""
+    """Model, lower tiers and sender of one rank.
+
+    Used by the step thread on rank 0, by the following thread on other ranks.
+    """
 
     def __init__(
         self,
@@ -38,33 +40,36 @@ class GangRunner:
         steps: StepCount | None = None,
         failpoint: Failpoint = unobserved,
     ) -> None:
-        """steps: counts those that the others are told of, or on another rank those that it has carried out."""
+        """steps: counts the steps that rank 0 has broadcast, or that another rank has executed."""
         self.runner = runner
         self.sender = sender
         self.failpoint = failpoint
         self.tiers = tiers
         self._steps = steps or StepCount()
-        self._incoming_transfers: list[IncomingTransferOrder] = []  # of which the others are not told yet
+        self._incoming_transfers: list[IncomingTransferOrder] = []  # not yet broadcast
 
     @property
     def has_others(self) -> bool:
-        """Whether ranks follow this one."""
+        """Return whether other ranks follow this one."""
         return self.runner.parallel.size > 1
 
     @property
     def is_async(self) -> bool:
-        """A step is still computed when it has been launched. Where experts are spread, a launch waits for the device
-        in every layer: with the next one behind it, tokens would only be told later."""
+        """Return whether a launched step completes asynchronously.
+
+        With expert parallelism a launch waits for the device in every layer, so scheduling ahead would only delay
+        tokens.
+        """
         return self.runner.device.type == "cuda" and not self.runner.spreads_experts
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
-        """Implements engine.scheduler.step.Runner, on rank 0: do a step together with the other ranks."""
+        """Execute a step together with the other ranks. Implements engine.scheduler.step.Runner, on rank 0."""
         device_tokens = step.device_tokens if step and self.has_others else None
         if device_tokens:
             orders.device_tokens = DeviceTokenOrder(
                 len(device_tokens.token_ids), device_tokens.sources.tolist(), device_tokens.places.tolist()
             )
-        self._tell(step.changes if step else None, orders)
+        self._broadcast(step.changes if step else None, orders)
         batch = step.batch if step else None
         self._carry_out(orders)
         if device_tokens:
@@ -73,10 +78,11 @@ class GangRunner:
         return self._compute(batch, self._shipped(batch, orders), scorer.add if scorer else None) if batch else None
 
     def follow(self) -> None:
-        """Carry out rank 0's steps on another rank, until it sends stop. Raises ReplicaFailed for a malformed message.
+        """Execute rank 0's steps on another rank, until it sends stop. Raises ReplicaFailed for a malformed message.
 
-        What a step names, rank 0 has checked. Asserted here is only what would reach beyond the pool or the vocabulary,
-        or let ranks wait for each other: any error ends the rank, and its log shows it."""
+        Rank 0 validates steps. The assertions here cover only ids outside the pool or the vocabulary, and deadlocks
+        between ranks. Any error ends the rank.
+        """
         last_rows = KeptRows(self.runner.layout.block_size)
         while True:
             changes, orders = decode_step(self.runner.parallel.broadcast_bytes())
@@ -88,7 +94,7 @@ class GangRunner:
             if draft := orders.draft:
                 assert changes is None, "drafts are made between steps"
                 assert len(draft.rows) <= self.runner.max_drafted, f"{len(draft.rows)} rows to draft for"
-                self.runner.draft([HeadRow(*row) for row in draft.rows], draft.max_tokens, self._hear_choice)
+                self.runner.draft([HeadRow(*row) for row in draft.rows], draft.max_tokens, self._receive_choice)
             if changes is not None:
                 self._assert_within(changes)
                 expected = changes.number if changes.is_whole else last_rows.number + 1
@@ -98,7 +104,7 @@ class GangRunner:
             self._steps.add()
 
     def _assert_within(self, changes: RowChanges) -> None:
-        """Kernels read and write wherever these say."""
+        """Assert that ids are in range, because kernels do not check them."""
         for name, numbers, end in (
             ("block id", changes.blocks, self.runner.pool.num_blocks),
             ("token id", changes.token_ids, self.runner.config.vocab_size),
@@ -113,31 +119,33 @@ class GangRunner:
                 transfer.commit(end)
 
     def arrived(self, blocks: Sequence[int], first_token: int, end_token: int, features: bytes) -> None:
-        """On rank 0: KV of these positions has come from elsewhere, and what was known of the last of them there."""
+        """Record on rank 0 that KV of these positions was received, with the features of the last position."""
         incoming = IncomingTransferOrder(list(blocks), first_token, end_token, features)
         self._arrived(incoming)
         if self._shares_heads:
             self._incoming_transfers.append(incoming)
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
-        """Implements RankHeads, on rank 0: with the other ranks where each has a share of the heads."""
+        """Draft on rank 0, with the other ranks if the draft heads are sharded. Implements AskedHeads."""
         if not self._shares_heads:
             self.runner.draft(rows, max_tokens, choose)
             return
         rows, max_tokens = rows[: self.runner.max_drafted], min(max_tokens, self.runner.layout.block_size)
-        asked = [(row.token_id, row.position, list(row.blocks)) for row in rows]
-        self._tell(None, Orders(draft=DraftOrder(asked, max_tokens)))
+        order_rows = [(row.token_id, row.position, list(row.blocks)) for row in rows]
+        self._broadcast(None, Orders(draft=DraftOrder(order_rows, max_tokens)))
 
-        def tell_choice(logits: HeadLogits, known: Sequence[int], place: int) -> Sequence[int]:
+        def broadcast_choice(logits: HeadLogits, known: Sequence[int], place: int) -> Sequence[int]:
             chosen = choose(logits, known, place)
             self.runner.parallel.broadcast(np.array(chosen, dtype=np.int64))
             return chosen
 
-        self.runner.draft(rows, max_tokens, tell_choice)
+        self.runner.draft(rows, max_tokens, broadcast_choice)
 
     def commit(self, key: HandoffKey, first_tokens: list[int]) -> None:
-        """On rank 0: a prompt that was shipped as it was computed is whole, and its first tokens are known. The other
-        ranks see by themselves that it is whole."""
+        """Commit on rank 0 a prompt that was shipped while it was computed, with its first tokens.
+
+        The other ranks commit by themselves after the prompt's last position.
+        """
         if transfer := self.sender.find(key):
             self._commit(transfer, transfer.handoff.num_tokens, first_tokens)
 
@@ -145,8 +153,8 @@ class GangRunner:
     def _shares_heads(self) -> bool:
         return self.has_others and self.runner.layout.num_draft_layers > 0
 
-    def _tell(self, changes: RowChanges | None, orders: Orders) -> None:
-        """The other ranks, of a step, and of what has come since the last one."""
+    def _broadcast(self, changes: RowChanges | None, orders: Orders) -> None:
+        """Broadcast a step to the other ranks, with the transfers received since the last one."""
         if self.has_others:
             orders.incoming_transfers, self._incoming_transfers = self._incoming_transfers, []
             self.runner.parallel.broadcast_bytes(encode_step(changes, orders))
@@ -160,10 +168,13 @@ class GangRunner:
         token_ids.clamp_(max=self.runner.config.vocab_size - 1)
         return DeviceTokens(token_ids=token_ids, sources=np.array(order.sources), places=np.array(order.places))
 
-    def _hear_choice(self, logits: HeadLogits, known: Sequence[int], place: int) -> Sequence[int]:
+    def _receive_choice(self, logits: HeadLogits, known: Sequence[int], place: int) -> Sequence[int]:
         chosen: list[int] = self.runner.parallel.broadcast().tolist()
         if len(chosen) != len(known) or not all(0 <= token < self.runner.config.vocab_size for token in chosen):
-            raise ReplicaFailed(f"rank 0 has chosen {len(chosen)} tokens for {len(known)} rows, or such as are none")
+            raise ReplicaFailed(
+                f"rank 0 chose {len(chosen)} tokens for {len(known)} rows, or ids outside the vocabulary of "
+                f"{self.runner.config.vocab_size}"
+            )
         return chosen
 
     def _arrived(self, incoming: IncomingTransferOrder) -> None:
@@ -176,8 +187,11 @@ class GangRunner:
         shipped: list[tuple[RankTransfer, int, int]] | None,
         on_logits: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """How a step is computed, recorded or layer by layer, follows from its orders: as on the other ranks, with whom
-        this one adds up sums of as many rows, whatever has become of its own passages."""
+        """Run the forward pass: by CUDA graph if `shipped` is None, else layer by layer.
+
+        The choice follows from the orders alone, not from the state of this rank's transfers, because all ranks must
+        take part in the same collectives.
+        """
         self.failpoint(FailpointStage.COMPUTING, "")
         if shipped is None:
             return self.runner.forward(batch, on_logits=on_logits)
@@ -192,7 +206,7 @@ class GangRunner:
         if orders.reads_pool:
             self.runner.settle()
         for order in orders.tiers:
-            assert self.tiers, "orders for tiers that this rank does not have"
+            assert self.tiers, "order for tiers, but this rank has none"
             self.tiers.carry_out(order)
         for source, target in orders.copies:
             self.runner.copy_block(source, target)
@@ -224,12 +238,14 @@ class GangRunner:
         transfer.commit(num_tokens, next_tokens, features=features)
 
     def _shipped(self, batch: Batch, orders: Orders) -> list[tuple[RankTransfer, int, int]] | None:
-        """The rows of the batch that are shipped: passage, and the positions [start, end) that the row computes; those
-        of them that this rank has a part of, and that has not failed. None: no row is to be shipped."""
+        """Return the active transfers of the batch, each with the positions [start, end) that its row computes.
+
+        Transfers that have failed, or send no heads of this rank, are left out. Returns None if the orders ship no row.
+        """
         if not any(orders.rows):
             return None
         ends = batch.context_lens.tolist()
         starts = (batch.context_lens - batch.query_lens).tolist()
         spans = zip(orders.rows, starts, ends, strict=True)
-        found = ((self.sender.find(key), start, end) for key, start, end in spans if key)
-        return [(transfer, start, end) for transfer, start, end in found if transfer]
+        transfers = ((self.sender.find(key), start, end) for key, start, end in spans if key)
+        return [(transfer, start, end) for transfer, start, end in transfers if transfer]

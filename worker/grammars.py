@@ -1,4 +1,4 @@
-"""The masks of the requests that reach a replica: made off its event loop, and off its step thread."""
+"""Grammar masks of a replica's requests, compiled in worker threads."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from core.types.request import SequenceRequest
 
 
 class Grammars:
-    """Belongs to rank 0's event loop. A router has compiled each before, so that here none takes long; and one key's
-    are compiled there one after the other, where they take more than a moment."""
+    """Compiler threads of rank 0, used on its event loop.
+
+    Routers compile every grammar first and serialize slow ones per API key, so compilation here is short.
+    """
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="grammars")
 
     async def mask_of(self, request: SequenceRequest) -> GrammarMask | ThinkingMask | None:
-        """As far as the request's tokens go. Raises RequestError."""
+        """Return the request's mask, advanced over its tokens. Raises RequestError."""
         if request.grammar is None and request.thinking is None:
             return None
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._make, request)

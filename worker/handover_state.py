@@ -1,4 +1,4 @@
-"""What a rank leaves to the one that its process becomes in another role: weights, blocks, what is known of them."""
+"""State handed over on a role switch, from a rank to its successor in the same process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from worker.grammars import Grammars
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderHandoverState:
-    """Of rank 0. Every block is free or cached."""
+    """State of rank 0. Every block is free or cached."""
 
     blocks: BlockManager
     tiers: Tiers[Prompt]
@@ -27,20 +27,20 @@ class LeaderHandoverState:
 
 @dataclass(frozen=True, kw_only=True)
 class HandoverState:
-    """Nothing computes, and no link of the rank that was there before reads or writes a block."""
+    """State of an idle rank: nothing computes, and no link accesses its blocks."""
 
-    spec: Spec  # with which it was loaded
-    role: Role  # and as what
+    spec: Spec  # as loaded
+    role: Role  # as loaded
     runner: ModelRunner
     tiers: RankTiers | None
     leader: LeaderHandoverState | None
 
-    def check(self, wanted: Spec, role: Role) -> None:
-        """Raises SpecError where a rank that is loaded as `role` with this spec would be another."""
-        if names := unlike(self.spec, self.role, wanted):
-            raise SpecError(f"it was loaded with another {', '.join(names)} than a {role} replica has now")
-        most, needed = largest_step(self.spec, self.role), largest_step(wanted, role)
+    def check(self, spec: Spec, role: Role) -> None:
+        """Raise SpecError if this state does not fit a rank with the given spec and role."""
+        if names := unlike(self.spec, self.role, spec):
+            raise SpecError(f"loaded {', '.join(names)} differ from those of a {role} replica")
+        most, needed = largest_step(self.spec, self.role), largest_step(spec, role)
         if self.runner.device.type == "cuda" and any(need > had for need, had in zip(needed, most, strict=True)):
             raise SpecError(
-                f"it has memory for steps of {most[0]} tokens and {most[1]} sequences, not {needed[0]} and {needed[1]}"
+                f"memory for steps of {most[0]} tokens and {most[1]} sequences, needs {needed[0]} and {needed[1]}"
             )

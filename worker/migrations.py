@@ -1,11 +1,11 @@
-"""Choices that are answered here, on their way to decode replicas elsewhere.
+"""Live migration of choices to other decode replicas.
 
-    COPYING ──all of it sent, or no room──> PAUSED ──landed──> gone from here
-       │                                      │
-       └─ failed, aborted, ended here         └─ failed, aborted: it goes on decoding here
+    COPYING ──all KV sent, or no room──> PAUSED ──landed──> moved
+       │                                   │
+       └─ failed, aborted, ended           └─ failed, aborted: decoding resumes on this replica
 
-While COPYING the choice goes on decoding; what it adds is shipped after the pause, which lasts as long as a few
-positions take. Its blocks are held until the end, so that a move that fails costs nothing but the bytes.
+While COPYING, the choice continues to decode; the new positions are shipped during a short pause. Its blocks are held
+until the end, so that a failed migration costs only the bytes sent.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.rank_transfer import Shipment
 from worker.gang_runner import GangRunner
 
-_LINK_BYTES_PER_S = 100e6  # until we have measured our own
-_MIN_MOVE_S = 0.05  # a link, two calls and a pause cost about this, however little there is to ship
+_LINK_BYTES_PER_S = 100e6  # assumed until measured
+_MIN_MOVE_S = 0.05  # fixed cost: a link, two calls and a pause
 
 
 class MoveListener(Protocol):
-    """Who waits for a move. Called on the step thread, once."""
+    """Observer of one migration. One method is called, once, on the step thread."""
 
     def moved(self, num_tokens: int, shipment: Shipment, pause_s: float) -> None: ...
 
@@ -49,24 +49,24 @@ class MoveState(StrEnum):
 
 @dataclass(eq=False)
 class Move:
-    """One choice on its way to another replica."""
+    """Migration of one choice to another replica."""
 
     sequence: Sequence
     handoff: Handoff
     listener: MoveListener
     state: MoveState = MoveState.COPYING
-    outgoing: OutgoingTransfer[Move] | None = None  # from its first step on
-    num_shipped: int = 0  # positions handed over
+    outgoing: OutgoingTransfer[Move] | None = None  # set in the first step
+    num_shipped: int = 0  # positions
     paused_at: float = 0.0
 
 
 def is_quicker_to_ship(*, num_bytes: int, bytes_per_s: float, num_steps: int, step_s: float) -> bool:
-    """Whether a sequence that may run for `num_steps` more is gone sooner by shipping its KV than by waiting for it."""
+    """Return whether shipping a sequence's KV takes less time than decoding up to `num_steps` more tokens."""
     return _MIN_MOVE_S + num_bytes / bytes_per_s < num_steps * step_s
 
 
 class Moves:
-    """Owned by the step thread. `leave` ends a choice here because it goes on elsewhere."""
+    """Registry of migrations, owned by the step thread. `leave` ends a choice that has moved."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Moves:
         *,
         leave: Callable[[Sequence], None],
     ) -> None:
-        self._link_rate = link_rate  # bytes
+        self._link_rate = link_rate  # bytes/s
         self._gang = gang
         self._layout = gang.runner.layout
         self._bytes_per_token = self._layout.bytes_per_token() * self._layout.tensor_parallel
@@ -87,7 +87,7 @@ class Moves:
         self._under_way: dict[Sequence, Move] = {}
 
     def __len__(self) -> int:
-        """Moves under way, and what is still being sent of those that were given up."""
+        """Return the number of active migrations, including cancelled ones that are still being sent."""
         return len(self._outgoing_transfers)
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -98,17 +98,17 @@ class Moves:
         return sum(move.state is MoveState.PAUSED for move in self._under_way.values())
 
     def knows(self, key: HandoffKey) -> bool:
-        """Whether a handoff serves a move, or has served one."""
+        """Return whether a handoff is or was used for a migration."""
         return self._outgoing_transfers.knows(key) or any(move.handoff.key == key for move in self._under_way.values())
 
     def begin(self, sequence: Sequence, handoff: Handoff, listener: MoveListener, *, step_s: float) -> None:
-        """Begin to ship a choice that decodes here, a token every `step_s`; unless it is gone sooner by itself."""
+        """Start shipping a decoding choice, unless it is expected to finish sooner. step_s: seconds per token."""
         if sequence in self._under_way or self.knows(handoff.key):
-            listener.stays("it is being moved already, or was")
+            listener.stays("choice is migrating already, or the handoff was used before")
         elif handoff.num_tokens >= len(sequence.tokens):
-            listener.stays(f"it has {len(sequence.tokens)} tokens, the handoff is for more")
+            listener.stays(f"choice has {len(sequence.tokens)} tokens, the handoff requires {handoff.num_tokens + 1}")
         elif handoff.max_tokens < sequence.num_computed:
-            listener.stays(f"it has {len(sequence.tokens)} tokens, the handoff has room for {handoff.max_tokens}")
+            listener.stays(f"choice has {len(sequence.tokens)} tokens, the handoff has room for {handoff.max_tokens}")
         elif is_quicker_to_ship(
             num_bytes=(sequence.num_computed - handoff.first_token) * self._bytes_per_token,
             bytes_per_s=self._link_rate.per_s or _LINK_BYTES_PER_S,
@@ -116,18 +116,18 @@ class Moves:
             step_s=step_s,
         ):
             self._under_way[sequence] = Move(sequence, handoff, listener)
-            sequence.most_tokens = handoff.max_tokens  # KV of so many tokens finds room there
+            sequence.most_tokens = handoff.max_tokens  # capacity of the receiver
             sequence.keeps_blocks = True
         else:
-            listener.stays("it ends sooner here")
+            listener.stays("choice is expected to finish sooner on this replica")
 
     def cancel(self, sequence: Sequence, reason: str) -> None:
-        """The choice is not to be moved, or has ended. Does nothing if it is not being moved."""
+        """Cancel the migration of a choice, if any."""
         if move := self._under_way.get(sequence):
             self._fail(move, HandoffExpired(reason))
 
     def shipped(self, rank: int, shipment: Shipment) -> Shipment | None:
-        """One of our ranks has nothing more to send. The shipment of all ranks, once the choice has moved."""
+        """Record that one rank has ended its part. Returns the combined shipment once the choice has moved."""
         outgoing = self._outgoing_transfers.ended(rank, shipment)
         if outgoing is None:
             return None
@@ -145,10 +145,10 @@ class Moves:
         return None
 
     def add_to(self, orders: Orders) -> None:
-        """What the ranks must do for the moves in the next step."""
+        """Add the migrations' orders for the next step."""
         for move in list(self._under_way.values()):
             if self._was_preempted(move):
-                self._fail(move, HandoffExpired("it was preempted"))
+                self._fail(move, HandoffExpired("the choice was preempted"))
             elif move.outgoing is None:
                 self._start(move, orders)
             elif move.state is MoveState.COPYING:
@@ -158,7 +158,7 @@ class Moves:
         orders.aborts += self._outgoing_transfers.take_aborts()
 
     def _was_preempted(self, move: Move) -> bool:
-        """It may have blocks again, but others."""
+        """Return whether the choice was preempted; it may have other blocks by now."""
         if move.outgoing is None:
             return move.sequence not in self._engine.decoding.running
         return move.sequence.blocks[: len(move.outgoing.blocks)] != move.outgoing.blocks
@@ -171,7 +171,7 @@ class Moves:
         move.num_shipped = sequence.num_computed
 
     def _ship(self, move: Move, orders: Orders) -> None:
-        """Hand over every position that has been computed since the last time."""
+        """Ship the positions computed since the last call."""
         assert move.outgoing
         sequence = move.sequence
         self._outgoing_transfers.grow(move.outgoing, sequence.blocks)
@@ -185,12 +185,12 @@ class Moves:
         self._engine.pause(move.sequence)
         move.state, move.paused_at = MoveState.PAUSED, time.monotonic()
         self._ship(move, orders)
-        # The other side knows all tokens up to the first whose KV it does not ask for.
+        # The receiver has all tokens up to and including position num_tokens.
         unknown = sequence.tokens[move.handoff.num_tokens + 1 :]
         orders.commits.append(CommitOrder(move.outgoing.key, sequence.num_computed, unknown))
 
     def _is_sent(self, key: HandoffKey) -> bool:
-        """On rank 0, which stands for the others: they send as much."""
+        """Return whether everything was sent from rank 0. Other ranks send the same amount."""
         transfer = self._gang.sender.find(key)
         return transfer is not None and transfer.is_idle
 

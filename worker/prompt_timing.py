@@ -1,5 +1,4 @@
-"""Where the time of each prompt goes on this replica: until it has its turn, while its prefix comes, while it is
-computed."""
+"""Timing of each prompt on this replica: queueing, prefix fetch, computation."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from engine.scheduler.prompts import Prompt
 @dataclass(slots=True)
 class _Times:
     queued: float = field(default_factory=monotonic)
-    turn: float | None = None  # its first step, or when its prefix was asked for
+    turn: float | None = None  # first step, or start of the prefix fetch
     fetched: float | None = None
 
 
 class PromptClock:
-    """Owned by the step thread. Of a prompt that it does not know it says nothing."""
+    """Clock of all prompts, owned by the step thread. Ignores unknown prompts."""
 
     def __init__(self) -> None:
         self._times: dict[Prompt, _Times] = {}
@@ -31,12 +30,12 @@ class PromptClock:
         self._times[prompt] = _Times()
 
     def fetching(self, prompt: Prompt) -> None:
-        """Its prefix is asked for; again, where it did not come and another one may."""
+        """Record the start of a prefix fetch. Later calls, after a failed fetch, are ignored."""
         if (times := self._times.get(prompt)) and times.turn is None:
             times.turn = monotonic()
 
     def computing(self, prompts: Iterable[Prompt]) -> None:
-        """A step has rows of these."""
+        """Record that a step computes these prompts."""
         now = 0.0
         for prompt in prompts:
             if (times := self._times.get(prompt)) and times.fetched is None:
@@ -45,12 +44,12 @@ class PromptClock:
                 times.turn = times.turn or now
 
     def waited_s(self, prompt: Prompt) -> float:
-        """So far, of one that is admitted."""
+        """Return the seconds since an admitted prompt was queued."""
         times = self._times.get(prompt)
         return monotonic() - times.queued if times else 0.0
 
     def whole(self, prompt: Prompt) -> PromptSpent:
-        """It is computed."""
+        """Return the timing of a completed prompt, and forget it."""
         times = self._times.pop(prompt, None)
         if times is None or times.turn is None:
             return PromptSpent()
@@ -60,5 +59,5 @@ class PromptClock:
         )
 
     def forget(self, prompt: Prompt) -> None:
-        """Nobody waits for it any more."""
+        """Drop a cancelled prompt."""
         self._times.pop(prompt, None)

@@ -1,4 +1,4 @@
-"""A rank, put together once for both roles: its gang, its model, what moves its blocks, and on rank 0 what serves."""
+"""Assembly of a rank for both roles: gang, model, KV transfer, and on rank 0 the service."""
 
 from __future__ import annotations
 
@@ -58,11 +58,10 @@ W = TypeVar("W", bound=RoleWorker)
 
 
 class RankBody(Generic[W]):
-    """Rank 0 schedules and answers routers; every rank receives, computes and ships its own heads.
+    """One rank. Rank 0 schedules and answers routers; every rank receives, computes and ships its own heads.
 
-    Its servicers answer from `register` on, before there is anything behind them. So what `load` makes is put into
-    slots that are empty until then: `live` of the role's servicer, `fetch_serving`, `receiver`, `on_report`, `service`,
-    and what `Inbox.open` takes.
+    The servicers answer from `register` on, before the model is loaded. `load` sets their empty slots: `live` of the
+    role's servicer, `fetch_serving`, `receiver`, `on_report`, `service`, and the arguments of `Inbox.open`.
     """
 
     def __init__(self, role: RoleParts[W], spec: Spec) -> None:
@@ -89,12 +88,14 @@ class RankBody(Generic[W]):
         self.role.add_servicer(self.role.servicer, server)
 
     def load(self, setup: RankSetup, handover_state: HandoverState | None = None) -> None:
-        """Form the gang, load the weights, begin to serve; with an estate, weights and blocks are there already, and
-        the gang is formed. Raises ClusterError."""
+        """Form the gang, load the weights and start serving. Raises ClusterError.
+
+        A handover state provides the gang, the weights and the blocks.
+        """
         if handover_state:
             self._others, runner = self._reconnect(setup), handover_state.runner
         else:
-            self._others, parallel = self._meet(setup)
+            self._others, parallel = self._join_gang(setup)
             runner = self._load_model(setup, parallel)
         self._loaded = setup, runner
         if setup.rank == 0:
@@ -103,10 +104,12 @@ class RankBody(Generic[W]):
             self._follow(setup, runner, self._others, handover_state)
 
     def hand_over(self, *, within_s: float) -> HandoverState:
-        """Leave the world, and all but the connections to a rank that goes on in this process: they are to be closed.
-        Before that the replica has drained. Blocks for so long; raises ReplicaFailed where it does not come to that."""
-        assert self._loaded, "load() comes first"
-        self._prefixes.fetch_serving = None  # who asks now for a prefix would wait for a rank that is no more
+        """Stop a drained replica and return its state for a successor in this process.
+
+        The caller closes the connections. Blocks for up to `within_s`; raises ReplicaFailed on timeout.
+        """
+        assert self._loaded, "call load() first"
+        self._prefixes.fetch_serving = None  # reject new fetches, which nothing would serve
         setup, runner = self._loaded
         leader = None
         if self.service:
@@ -114,27 +117,27 @@ class RankBody(Generic[W]):
             self.service.end_whole(within_s=within_s)
             leader = LeaderHandoverState(blocks=self._parts.blocks, tiers=self._parts.tiers, grammars=self._grammars)
         elif self._following:
-            self._following.join(within_s)  # rank 0 says when
+            self._following.join(within_s)  # rank 0 sends stop
             if self._following.is_running or self._following.failure:
-                raise ReplicaFailed(f"rank {setup.rank} still follows rank 0, or could not to the end")
+                raise ReplicaFailed(f"rank {setup.rank} did not stop following rank 0 within {within_s} s, or failed")
         receiver, self._ranks.receiver = self._ranks.receiver, None
         if receiver:
             receiver.close_all()
-        runner.rest(None)  # nobody asks any more, and whoever will says so anew
+        runner.rest(None)  # the successor configures the draft heads again
         handover_state = HandoverState(
             spec=setup.spec, role=setup.role, runner=runner, tiers=self._tiers, leader=leader
         )
-        self._tiers = self._grammars = None  # no longer closed with this one
+        self._tiers = self._grammars = None  # owned by the successor, so close() must not close them
         return handover_state
 
     def run(self) -> None:
-        """Return when this rank has been told to stop; raise what ended it otherwise."""
+        """Block until this rank is stopped. Raises the error that ended it otherwise."""
         running = self.service or self._following
-        assert running, "load() comes first"
+        assert running, "call load() first"
         running.run()
 
     async def close(self) -> None:
-        """Close the connections to other ranks, on the event loop."""
+        """Close the connections to other ranks. Runs on the event loop."""
         if self._sender:
             await self._sender.close()
         if self._tiers:
@@ -146,13 +149,13 @@ class RankBody(Generic[W]):
         if self._others:
             await self._others.disconnect()
 
-    def _meet(self, setup: RankSetup) -> tuple[OtherRanks, TensorParallel]:
+    def _join_gang(self, setup: RankSetup) -> tuple[OtherRanks, TensorParallel]:
         timeouts = setup.spec.timeouts
         if self.device.type == "cuda":
             gpus = setup.spec.pool(self.role.role).resources.gpus
             own_name = f"{setup.host.host}/{os.getpid()}" if gpus < 1 else ""
             guide_nccl(os.environ, host=setup.host.host, rank_on_shared_gpu=own_name)
-        setup.on_progress("meeting the other ranks", 0.0)
+        setup.on_progress("connecting to the other ranks", 0.0)
         return open_gang(
             self._ranks,
             setup.host,
@@ -165,7 +168,7 @@ class RankBody(Generic[W]):
         )
 
     def _reconnect(self, setup: RankSetup) -> OtherRanks:
-        """By their new names, at their new addresses. What they compute together goes on as it is."""
+        """Connect to the other ranks under their new names and addresses. The process group is kept."""
         timeouts = setup.spec.timeouts
         connecting = OtherRanks.connect(
             setup.addresses, identity=setup.host.identity, steps=self._steps, timeout_s=timeouts.handoff_s
@@ -173,11 +176,11 @@ class RankBody(Generic[W]):
         return setup.host.call(connecting, timeout_s=timeouts.start_s)
 
     def _load_model(self, setup: RankSetup, parallel: TensorParallel) -> ModelRunner:
-        """This rank's share of the weights, and its KV pool. Returns when every rank has them."""
+        """Load this rank's shard of the weights and allocate its KV pool. Returns when every rank is loaded."""
         spec, pool = setup.spec, setup.pool
         max_batch_tokens, max_running = largest_step(spec, setup.role)
         torch.set_num_threads(max(1, int(pool.resources.cpus)))
-        setup.on_progress("finding the model", 0.05)
+        setup.on_progress("resolving the model", 0.05)
         heads = heads_source(spec)
         if setup.rank == 0:
             fetch_for_a_switch(spec, setup.role)
@@ -201,7 +204,7 @@ class RankBody(Generic[W]):
             if pool.tensor_parallel > 1:
                 setup.on_progress("waiting for the other ranks", 1.0)
             parallel.wait_for_all("load", timeout_s=spec.timeouts.start_s)
-            setup.on_progress("trying its largest batch", 1.0)
+            setup.on_progress("running the largest batch", 1.0)
 
         runner = ModelRunner(
             self.role.configure(config, spec),
@@ -210,7 +213,8 @@ class RankBody(Generic[W]):
             is_loaded=is_loaded,
         )
         parallel.wait_for_all("pool", timeout_s=spec.timeouts.start_s)
-        # To choose may take one rank minutes, if it has to compile; the others would wait in a collective.
+        # Kernel selection may compile for minutes on one rank. Without this barrier the others would wait for it in a
+        # collective.
         runner.warm_up(
             max_batch_tokens, on_chosen=lambda: parallel.wait_for_all("kernels", timeout_s=spec.timeouts.start_s)
         )
@@ -219,7 +223,7 @@ class RankBody(Generic[W]):
     def _follow(
         self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, handover_state: HandoverState | None
     ) -> None:
-        """Another rank than 0: do as rank 0 says, and tell it what comes and goes here."""
+        """Follow rank 0 and report transfers and loads to it. For ranks other than 0."""
 
         def report(part: Part) -> None:
             setup.host.spawn(others.report(part_to_report(part, rank=setup.rank)))
@@ -231,16 +235,16 @@ class RankBody(Generic[W]):
     def _lead(
         self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, handover_state: HandoverState | None
     ) -> None:
-        """Rank 0: begin to take requests."""
+        """Start taking requests, on rank 0."""
         inbox = self._inbox = Inbox(setup, others)
-        receiver, gang = self._connect(setup, runner, functools.partial(inbox.heard, 0), handover_state)
-        left = handover_state.leader if handover_state else None
-        parts = _leader_parts(setup, gang, receiver, inbox, left)
+        receiver, gang = self._connect(setup, runner, functools.partial(inbox.on_part, 0), handover_state)
+        inherited = handover_state.leader if handover_state else None
+        parts = _leader_parts(setup, gang, receiver, inbox, inherited)
         self._parts = parts.engine
         worker = self.role.make_worker(parts)
         self.service = ReplicaService(worker, setup.host, self._hub, replica=setup.replica)
         inbox.open(worker, self.service.post)
-        self._grammars = left.grammars if left else _open_grammars(setup, runner)
+        self._grammars = inherited.grammars if inherited else _open_grammars(setup, runner)
         live = LiveReplica(
             service=self.service,
             worker=worker,
@@ -252,7 +256,7 @@ class RankBody(Generic[W]):
         )
         self.role.servicer.live = live
         self._prefixes.fetch_serving = FetchServing(parts.engine.served_fetches, runner.layout, self.service.post)
-        self._ranks.on_report = inbox.reported
+        self._ranks.on_report = inbox.on_report
         credentials = setup.launch.credentials
         self.service.start(
             index_url=credentials.index_url,
@@ -265,9 +269,13 @@ class RankBody(Generic[W]):
         )
 
     def _connect(
-        self, setup: RankSetup, runner: ModelRunner, heard: Callable[[Part], None], handover_state: HandoverState | None
+        self,
+        setup: RankSetup,
+        runner: ModelRunner,
+        on_part: Callable[[Part], None],
+        handover_state: HandoverState | None,
     ) -> tuple[Receiver, GangRunner]:
-        """Serve senders elsewhere from now on, and be ready to send and to load. `heard` is told what comes of it."""
+        """Create the receiver, the sender and the lower tiers. `on_part` is called with their results."""
         backend = backend_for(runner.device, host_link=setup.spec.kv.host_link)
         check_link(backend, setup.host.host, trust_network=setup.spec.kv.trust_network)
         config = LinkConfig(
@@ -282,27 +290,30 @@ class RankBody(Generic[W]):
             failpoint=setup.failpoint,
         )
         config.codec.warm_up(runner.device)
-        receiver = self._ranks.receiver = Receiver(config, rendezvous=self._ranks.rendezvous, on_landed=heard)
-        self._sender = Sender(config, loop=setup.host.loop, on_shipped=heard)
+        receiver = self._ranks.receiver = Receiver(config, rendezvous=self._ranks.rendezvous, on_landed=on_part)
+        self._sender = Sender(config, loop=setup.host.loop, on_shipped=on_part)
         if handover_state:
             self._tiers = handover_state.tiers
             if self._tiers:
-                self._tiers.on_loaded = heard
-            runner.parallel.least(0)  # every rank has come to this
+                self._tiers.on_loaded = on_part
+            runner.parallel.least(0)  # barrier
         else:
-            self._tiers = open_tiers(setup, runner, heard)
+            self._tiers = open_tiers(setup, runner, on_part)
         return receiver, GangRunner(runner, self._sender, self._tiers, steps=self._steps, failpoint=setup.failpoint)
 
 
 def _link_bytes(setup: RankSetup, device: torch.device) -> int:
-    """Of this rank's device, for links to and from every other replica that the spec allows for."""
+    """Return the device memory in bytes for links to and from every other replica that the spec allows."""
     backend = backend_for(device, host_link=setup.spec.kv.host_link)
     return 2 * num_link_peers(setup.spec, setup.pool.tensor_parallel) * device_bytes(backend)
 
 
 def num_link_peers(spec: Spec, tensor_parallel: int) -> int:
-    """Ranks of other replicas with which one of a pool of that degree may have links: of each replica, as many as have
-    heads of its own. With an autoscaler, of the largest pools that it makes; `cluster scale` may go beyond."""
+    """Return the number of ranks of other replicas that one rank may link to.
+
+    Counts, per replica, the ranks that share heads with it. With an autoscaler, counts its maximum number of replicas;
+    `cluster scale` may exceed this.
+    """
     bounds = (spec.autoscale.prefill.max, spec.autoscale.decode.max) if spec.autoscale else (0, 0)
     pools = zip((spec.prefill, spec.decode), bounds, strict=True)
     of_each = ((max(pool.replicas, most), -(-pool.tensor_parallel // tensor_parallel)) for pool, most in pools)
@@ -315,11 +326,11 @@ def _open_grammars(setup: RankSetup, runner: ModelRunner) -> Grammars:
 
 
 def _leader_parts(
-    setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox, left: LeaderHandoverState | None
+    setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox, inherited: LeaderHandoverState | None
 ) -> LeaderParts:
     spec, pool, layout = setup.spec, setup.pool, gang.runner.layout
-    if left:
-        blocks, tiers = left.blocks, left.tiers
+    if inherited:
+        blocks, tiers = inherited.blocks, inherited.tiers
     else:
         num_blocks, eviction = gang.runner.pool.num_blocks, spec.kv.eviction
         blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))

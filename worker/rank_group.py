@@ -1,4 +1,4 @@
-"""The ranks of one replica among themselves."""
+"""Communication among the ranks of one replica."""
 
 from __future__ import annotations
 
@@ -27,19 +27,18 @@ from kvtransfer.transfer.rank_servicer import RankServicer
 from kvtransfer.transfer.rendezvous import local_store, remote_store
 from kvtransfer.transfer.step_count import StepCount
 
-_ANSWER_S = 3.0  # an answer between ranks takes milliseconds
-_ASK_AGAIN_S = 0.1
+_CALL_S = 3.0  # calls between ranks take milliseconds
+_RETRY_S = 0.1
 _LOOPBACK = "127.0.0.1"
 
-_Method = Callable[..., Awaitable[Any]]  # of a stub, which grpc does not type
+_Method = Callable[..., Awaitable[Any]]  # stub method, untyped in grpc
 
 
 class OtherRanks:
-    """The other ranks of this replica, as one rank sees them. Lives on the event loop."""
+    """Clients of the other ranks of this replica. Used on the event loop only."""
 
     def __init__(self, addresses: list[str], *, identity: Identity, steps: StepCount, timeout_s: float) -> None:
-        """addresses: of all ranks, in rank order. identity: of this one. steps: that the others were told of, if this
-        is rank 0."""
+        """addresses: all ranks, in rank order. identity: this rank's. steps: steps broadcast, on rank 0."""
         self._timeout_s = timeout_s
         self._steps = steps
         replica, own = identity.name.replica, identity.name.rank
@@ -54,47 +53,49 @@ class OtherRanks:
     async def connect(
         cls, addresses: list[str], *, identity: Identity, steps: StepCount, timeout_s: float
     ) -> OtherRanks:
-        """Make the channels on the event loop that will use them."""
+        """Create the channels on the event loop that will use them."""
         return cls(addresses, identity=identity, steps=steps, timeout_s=timeout_s)
 
     async def open(self, opening: Opening) -> None:
-        """Open a handoff on every other rank, behind every step that it was told of before: one of them may have freed
-        these blocks. Raises ReplicaLost if one does not answer."""
+        """Open a handoff on every other rank, after all steps broadcast so far, which may have freed its blocks.
+
+        Raises ReplicaLost if a rank does not answer.
+        """
         request = to_message(pb.OpenRequest, opening, after_steps=self._steps.number)
         await asyncio.gather(
             *(_call(stub.Open, request, rank=rank, timeout_s=self._timeout_s) for rank, stub in self._stubs.items())
         )
 
     async def close_handoff(self, handoff: str) -> None:
-        """Close a handoff on every other rank; when this returns, none of them writes to its blocks any more.
+        """Close a handoff on every other rank. After return, none of them writes to its blocks.
 
-        Asks again and again. Raises ReplicaLost when a rank does not answer for long: then the gang is broken.
+        Retries. Raises ReplicaLost if a rank does not answer within the timeout; the gang is then broken.
         """
         request = pb.CloseRequest(handoff=handoff)
-        await asyncio.gather(*(self._insist(stub.Close, request, rank=rank) for rank, stub in self._stubs.items()))
+        await asyncio.gather(*(self._retry(stub.Close, request, rank=rank) for rank, stub in self._stubs.items()))
 
     async def report(self, request: pb.ReportRequest) -> None:
-        """Tell rank 0 about this rank's part of a handoff, again and again until it has heard."""
-        await self._insist(self._stubs[0].Report, request, rank=0)
+        """Report to rank 0, with retries. Raises ReplicaLost."""
+        await self._retry(self._stubs[0].Report, request, rank=0)
 
     def store(self, loop: asyncio.AbstractEventLoop, *, timeout_s: float) -> Store:
-        """The meeting at rank 0, as the other ranks see it."""
+        """Return rank 0's rendezvous as a store, for another rank."""
         return remote_store(self._stubs[0], loop, timeout_s=timeout_s)
 
     async def disconnect(self) -> None:
         for channel in self._channels.values():
             await channel.close()
 
-    async def _insist(self, method: _Method, request: Message, *, rank: int) -> None:
-        """For what must not be lost, and does no harm twice."""
-        give_up_at = time.monotonic() + self._timeout_s
+    async def _retry(self, method: _Method, request: Message, *, rank: int) -> None:
+        """Call an idempotent method until it succeeds. Raises ReplicaLost after the timeout."""
+        deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                return await _call(method, request, rank=rank, timeout_s=min(_ANSWER_S, self._timeout_s))
+                return await _call(method, request, rank=rank, timeout_s=min(_CALL_S, self._timeout_s))
             except ReplicaLost:
-                if time.monotonic() > give_up_at:
+                if time.monotonic() > deadline:
                     raise
-                await asyncio.sleep(_ASK_AGAIN_S)
+                await asyncio.sleep(_RETRY_S)
 
 
 async def _call(method: _Method, request: Message, *, rank: int, timeout_s: float) -> None:
@@ -115,10 +116,11 @@ def open_gang(
     start_s: float,
     ask_s: float,
 ) -> tuple[OtherRanks, TensorParallel]:
-    """Meet the other ranks of this replica, whose gRPC servers are at `addresses`.
+    """Connect to the other ranks of this replica and form the process group.
 
-    Blocks until all are there; raises ReplicaLost after `start_s`. `ask_s` bounds each later call between ranks.
-    A gang is on one node, and what it says to itself does not leave it: Gloo asks nobody who he is.
+    addresses: the ranks' gRPC servers. Blocks until all ranks have joined; raises ReplicaLost after `start_s`.
+    `ask_s` bounds each later call between ranks. A gang runs on one node and uses loopback, because Gloo does not
+    authenticate its peers.
     """
     connecting = OtherRanks.connect(addresses, identity=host.identity, steps=steps, timeout_s=ask_s)
     others = host.call(connecting, timeout_s=start_s)
@@ -136,7 +138,7 @@ def open_gang(
 
 
 def _own_host(addresses: list[str]) -> str:
-    """Where the ranks of a replica find each other."""
+    """Return the host that the ranks of a replica connect through."""
     hosts = {address.rpartition(":")[0] for address in addresses}
-    assert len(hosts) == 1, f"a replica on several nodes: {addresses}"
+    assert len(hosts) == 1, f"replica spans several nodes: {addresses}"
     return _LOOPBACK

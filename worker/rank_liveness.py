@@ -1,6 +1,6 @@
-"""How rank 0 of a replica learns that another of its ranks has died, or stands still: by its own connection to it.
+"""Detection, on rank 0, of dead or frozen ranks by a gRPC connection to each.
 
-The step thread would learn it from its next collective, and then only by that one's long timeout.
+The step thread would notice only in its next collective, after a long timeout.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _RECONNECT_S = 1.0
 
 
 async def watch_ranks(addresses: Sequence[str], identity: Identity) -> None:
-    """Never return while every rank answers; raise ReplicaLost as soon as one does not. Without addresses, return.
+    """Watch until a rank is unreachable, then raise ReplicaLost. Returns at once if there are no addresses.
 
-    addresses: of the ranks from 1 on. identity: of rank 0, which watches.
+    addresses: ranks 1 and up. identity: rank 0's.
     """
     if not addresses:
         return
@@ -32,8 +32,7 @@ async def watch_ranks(addresses: Sequence[str], identity: Identity) -> None:
 
 
 async def _watch(address: str, peer: ProcessName, identity: Identity) -> None:
-    """Keepalive finds a rank that stands still. A connection may break without that, but then another one is made, with
-    the certificate of that time."""
+    """Watch one rank. Keepalive detects a frozen rank; a broken connection is reopened with the current certificate."""
     while True:
         tls_credentials = identity.tls_credentials
         async with open_channel(address, peer=peer, identity=identity) as channel:
@@ -42,7 +41,7 @@ async def _watch(address: str, peer: ProcessName, identity: Identity) -> None:
                     async with asyncio.timeout(_RECONNECT_S):
                         await channel.channel_ready()
                 except TimeoutError:
-                    raise ReplicaLost(f"the rank at {address} does not answer") from None
+                    raise ReplicaLost(f"rank at {address} does not answer") from None
                 await _until_broken(channel)
 
 

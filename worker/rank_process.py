@@ -1,4 +1,4 @@
-"""One rank's process, whatever its role: what core.types.rank_api asks, with what the role brings."""
+"""Process of one rank of any role; implements core.types.rank_api."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from worker.role_parts import RoleParts
 logger = logging.getLogger(__name__)
 
 _CLOSE_S = 10.0
-_HAND_OVER_S = 10.0  # a step, and the last handoffs that are closed; milliseconds, as a rule
+_HAND_OVER_S = 10.0  # one step, and closing the last handoffs; usually milliseconds
 
 W = TypeVar("W", bound=RoleWorker)
 
@@ -41,7 +41,7 @@ class RankProcess(Generic[W]):
         host: str | None = None,
         failpoint: Failpoint = unobserved,
     ) -> None:
-        """host: the address to listen on; otherwise the one by which Ray knows this node."""
+        """host: address to listen on; None: the node's address in Ray."""
         self._launch = launch
         self._body = RankBody(role, launch.spec)
         self._setup = partial(
@@ -53,7 +53,7 @@ class RankProcess(Generic[W]):
         self._binding: Binding | None = None
         self._watch = Stopwatch()
         self._progress: Progress = {"stage": "starting", "fraction": 0.0}
-        self._handover_state: HandoverState | None = None  # of the rank that this process has been, until it is loaded
+        self._handover_state: HandoverState | None = None  # of this process's previous rank, until `load`
 
     def bind(self) -> Binding:
         if self._binding is None:
@@ -68,7 +68,7 @@ class RankProcess(Generic[W]):
         return self._binding
 
     def load(self, addresses: list[str]) -> None:
-        assert self._host, "bind() comes first"
+        assert self._host, "call bind() first"
         self._watch = Stopwatch()
         self._body.load(self._setup(addresses=addresses, host=self._host), self._handover_state)
         self._handover_state = None
@@ -96,10 +96,10 @@ class RankProcess(Generic[W]):
         self._handover_state = handover_state
 
     def hand_over(self) -> HandoverState:
-        """End, but for what the estate has. Raises ReplicaFailed.
+        """End this rank and return its state for a successor. Raises ReplicaFailed.
 
-        It refuses whatever is asked of it when this returns; its connections are closed meanwhile, for peers may take
-        their time, and nothing on them works on blocks any more.
+        After return the rank rejects all calls. Its connections, which no longer touch blocks, are closed in the
+        background, because peers may be slow.
         """
         handover_state = self._body.hand_over(within_s=_HAND_OVER_S)
         BackgroundThread(self._close, name="closing").start()
@@ -121,6 +121,6 @@ class RankProcess(Generic[W]):
 
 
 def _address_of_node() -> str:
-    import ray  # here, so that ranks run where there is none
+    import ray  # imported on demand, so that ranks run without Ray
 
     return str(ray.util.get_node_ip_address()) if ray.is_initialized() else "127.0.0.1"

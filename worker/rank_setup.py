@@ -1,4 +1,4 @@
-"""What one rank of a replica is put together with, whatever its role."""
+"""Parameters of one rank of any role."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from core.wire.rank_server import RankHost
 
 @dataclass(frozen=True, kw_only=True)
 class RankSetup:
-    """Its place in the deployment, and in its own process."""
+    """Deployment parameters and process resources of one rank."""
 
     launch: Launch
     role: Role
-    addresses: list[str]  # of all ranks of this replica, in rank order
+    addresses: list[str]  # all ranks of this replica, in rank order
     host: RankHost
     on_progress: Callable[[str, float], None]  # stage, fraction of the whole load
     failpoint: Failpoint = unobserved
@@ -37,5 +37,5 @@ class RankSetup:
 
     @property
     def pool(self) -> PoolSpec:
-        """The replicas of this role."""
+        """Spec of this role's replicas."""
         return self.spec.pool(self.role)

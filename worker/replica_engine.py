@@ -1,4 +1,4 @@
-"""A replica's engine, and what both roles do around it: prefixes that come and go, lower tiers, the other ranks."""
+"""Engine of a replica with the parts common to both roles: prefix fetches, lower tiers, other ranks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from worker.prompt_timing import PromptClock
 
 @dataclass(frozen=True, kw_only=True)
 class EngineParts:
-    """What a replica's engine is put together from."""
+    """Components of a replica's engine."""
 
     gang: GangRunner
     blocks: BlockManager
@@ -47,15 +47,14 @@ class EngineParts:
     tiers: Tiers[Prompt]
 
     def save_evicted(self) -> None:
-        """What was evicted is copied to lower tiers, on every rank, before somebody writes to its block; and what is
-        still to be put there is."""
+        """Copy evicted blocks to lower tiers on every rank, before the blocks are overwritten."""
         self.gang.runner.settle()
         if orders := self.tiers.table.take_orders():
             self.gang.execute(None, Orders(tiers=orders))
 
 
 class ReplicaEngine:
-    """Owned by the step thread of rank 0."""
+    """Engine of one replica. Owned by the step thread of rank 0."""
 
     def __init__(
         self,
@@ -65,11 +64,11 @@ class ReplicaEngine:
         speculation: Speculation | None = None,
         corpus: Corpus | None = None,
     ) -> None:
-        """speculation: None to draft nothing. corpus: finished answers that it drafts from, if any."""
+        """speculation: None: no drafting. corpus: finished answers to draft from; None: unused."""
         block_size = parts.gang.runner.layout.block_size
         self.totals = pb.Totals()
         self.pace = Pace(DeviceEvent if parts.gang.runner.device.type == "cuda" else HostEvent)
-        self.link_rate = Rate()  # bytes
+        self.link_rate = Rate()  # bytes/s
         self._yield = RowYield()
         self.clock = PromptClock()
         self.engine: Engine[Tensor] = Engine(
@@ -102,7 +101,7 @@ class ReplicaEngine:
         self._corpus = corpus
 
     def add(self, prompt: Prompt, prefix_source: PrefixSource | None) -> None:
-        """Queue a prompt, of which `prefix_source` may hold more than is here. Raises what Engine.add does."""
+        """Queue a prompt. `prefix_source` may have a longer cached prefix. Raises as Engine.add does."""
         self._gang.failpoint(FailpointStage.QUEUED, prompt.id)
         try:
             if not (prompt.is_received or prompt.sequence.is_scored):
@@ -116,13 +115,13 @@ class ReplicaEngine:
             self.totals.prompt_tokens += len(prompt.sequence.tokens)
 
     def cancel(self, prompt: Prompt) -> None:
-        """Do no more for a prompt, which may be whole already."""
+        """Cancel a prompt. It may be complete already."""
         self.clock.forget(prompt)
         self.fetches.cancel(prompt)
         self.engine.cancel(prompt)
 
     def step(self) -> StepResult:
-        """One step of the engine, booked."""
+        """Run one step of the engine and update the totals."""
         self.fetches.expire()
         result = self.engine.step()
         if result.sampled or result.prefilled:
@@ -143,30 +142,30 @@ class ReplicaEngine:
         return result
 
     def note_whole(self, prompt: Prompt) -> None:
-        """The KV of a prompt is whole."""
+        """Record that a prompt's KV is complete."""
         prompt.spent = self.clock.whole(prompt)
         self.fetches.forget(prompt)
         self.totals.prefix_hit_tokens += prompt.num_found
 
     def note_arrival(self, sequence: Sequence, first_token: int, end_token: int, features: bytes) -> None:
-        """The KV of these positions has come from elsewhere, and with it what is known of the last of them there."""
+        """Record that KV of these positions was received, with the features of the last position."""
         self._gang.arrived(sequence.blocks, first_token, end_token, features)
 
     def count_shipment(self, shipment: Shipment) -> None:
-        """All ranks' of a handoff, or of a grant, that has landed."""
+        """Count the combined shipment of a landed handoff or served fetch."""
         self.totals.transfer_bytes += shipment.wire_bytes
         self.totals.transfer_seconds += shipment.seconds
 
     def orders(self) -> Orders:
-        """What the ranks do for those who fetch prefixes from here."""
+        """Return the orders for served fetches."""
         return Orders(served_fetches=self.served_fetches.take_orders(), aborts=self.served_fetches.take_aborts())
 
     def save_evicted(self) -> None:
-        """Before a peer may write to a block: what is opened on the other ranks waits for this step."""
+        """Save evicted blocks before a peer may overwrite them. Openings on other ranks wait for this step."""
         self._parts.save_evicted()
 
     def heartbeat(self) -> None:
-        """Keep the other ranks from giving us up while there is nothing to do."""
+        """Send an empty step while idle, so that the other ranks do not time out."""
         self._tiers.save_ahead()
         orders = self._tiers.table.take_orders()
         if orders or self._gang.has_others:
@@ -174,35 +173,35 @@ class ReplicaEngine:
 
     @property
     def token_s(self) -> float:
-        """From one token of a choice that decodes here to its next one; 0: not measured yet."""
+        """Seconds per token of a decoding choice; 0: not measured yet."""
         return self.pace.decode_step_s / max(1.0, self._yield.tokens_per_row)
 
     @property
     def is_whole(self) -> bool:
-        """Nobody holds a block, and nothing writes to one."""
+        """Return whether every block is free or cached: none is referenced or quarantined."""
         return self._blocks.num_available == self._blocks.num_blocks
 
     def stop(self) -> None:
-        """Save what is worth it, and let the other ranks go."""
+        """Save valuable blocks to lower tiers, then stop the other ranks."""
         self._tiers.save_ahead(is_last=True)
-        self.let_ranks_go()
+        self.stop_ranks()
 
-    def let_ranks_go(self) -> None:
-        """They do what is left to do, and follow no more."""
+    def stop_ranks(self) -> None:
+        """Flush pending orders and stop the other ranks."""
         self._parts.save_evicted()
         if self._gang.has_others:
             self._gang.execute(None, Orders(stop=True))
 
     def take_changes(self) -> Mapping[bytes, Tier | None]:
-        """Where the blocks are now whose place has changed since the last call, by prefix hash; None: gone."""
+        """Return the tier of each block whose tier has changed since the last call, by prefix hash; None: evicted."""
         return self._tiers.take_changes()
 
     def held(self) -> Mapping[bytes, Tier]:
-        """Every block that the replica holds, by prefix hash, and where."""
+        """Return the tier of every block that the replica holds, by prefix hash."""
         return self._tiers.table.held()
 
     def status(self) -> pb.Status:
-        """Of the engine; the role adds what else it has."""
+        """Return the engine's status. The role adds its own fields."""
         engine, blocks = self.engine, self._blocks
         self.totals.preemptions = engine.decoding.num_preemptions
         status = pb.Status(
@@ -218,13 +217,13 @@ class ReplicaEngine:
             tokens_per_row=self._yield.tokens_per_row,
             drafted_per_row=self._yield.drafted_per_row,
         )
-        self._tell_tiers(status)
-        self._tell_drafts()
+        self._add_tiers(status)
+        self._count_drafts()
         status.corpus_tokens = self._corpus.num_tokens if self._corpus else 0
         status.totals.CopyFrom(self.totals)
         return status
 
-    def _tell_drafts(self) -> None:
+    def _count_drafts(self) -> None:
         if self._speculation is None:
             return
         del self.totals.drafted[:]
@@ -233,7 +232,7 @@ class ReplicaEngine:
             drafted, accepted = ([count[place] for place in places] for count in (counts.drafted, counts.accepted))
             self.totals.drafted.add(method=method, tokens=drafted, accepted=accepted)
 
-    def _tell_tiers(self, status: pb.Status) -> None:
+    def _add_tiers(self, status: pb.Status) -> None:
         tiers, totals = self._tiers, self.totals
         totals.host_hit_tokens = tiers.hit_tokens(Tier.HOST)
         totals.disk_hit_tokens = tiers.hit_tokens(Tier.DISK)

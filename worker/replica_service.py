@@ -1,4 +1,4 @@
-"""Rank 0's service to the world: its step loop, its frames, its presence in Redis, and its way out."""
+"""Service of rank 0: step loop, frames, presence in Redis, and shutdown."""
 
 from __future__ import annotations
 
@@ -31,41 +31,41 @@ from worker.step_loop import Command, StepLoop
 logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.01
-_VITAL = "presence"  # the task without which a replica is none
-_IDLE_S = 0.5  # how often an idle engine gives a sign of life to its other ranks
+_VITAL = "presence"  # the replica ends if this task keeps failing
+_IDLE_S = 0.5  # interval of an idle engine's heartbeats to its other ranks
 
 
 class RoleWorker(Protocol):
-    """What a role does step by step. All of it runs on the step thread."""
+    """Worker of a role. All methods run on the step thread."""
 
     replica: ReplicaEngine
 
     def landed(self, rank: int, landing: Landing, /) -> None:
-        """A handoff's KV, or a prefix that we fetch, is whole on one of our ranks."""
+        """Record that a handoff or a fetched prefix has landed on one rank."""
         ...
 
     def shipped(self, rank: int, shipment: Shipment, /) -> None:
-        """One of our ranks has nothing more to send for a handoff."""
+        """Record that one rank has ended its part of a handoff."""
         ...
 
     @property
     def num_requests(self) -> int:
-        """Requests that the replica still has something to do for."""
+        """Number of requests, transfers and served fetches in progress."""
         ...
 
     def step(self) -> bool:
-        """One step; False when there was nothing to do."""
+        """Run one step. Returns False if there was nothing to do."""
         ...
 
     def status(self) -> pb.Status: ...
 
     def take_tokens(self) -> Mapping[str, Sequence[StreamToken]]:
-        """The tokens sampled since the last call, per router."""
+        """Return and clear the tokens sampled since the last call, by router."""
         ...
 
 
 class ReplicaService:
-    """Drives a worker on the step thread and tells the event loop about it."""
+    """Runs a worker on the step thread and publishes its results on the event loop."""
 
     def __init__(self, worker: RoleWorker, host: RankHost, hub: FrameHub, *, replica: str) -> None:
         self._worker = worker
@@ -73,7 +73,7 @@ class ReplicaService:
         self._hub = hub
         self._replica = replica
         self._loop = StepLoop(step=self._step, idle=self._idle, idle_s=_IDLE_S, ended=lambda: self._end(None))
-        self._outcome: Future[None] = Future()  # of the step loop, or why it is not waited for
+        self._outcome: Future[None] = Future()  # result of the step loop, or the error that ends the replica early
         self._watching: Future[None] | None = None
         self._presence: Presence | None = None
         self._presence_task: Future[None] | None = None
@@ -82,7 +82,7 @@ class ReplicaService:
         self._status = pb.Status(replica=replica)
         self._status_due = 0.0  # by time.monotonic
         self._num_requests = 0  # after the last step
-        self._is_counted = False  # they are all that there will ever be
+        self._is_counted = False  # draining, and _num_requests includes every accepted request
         self.is_draining = False
 
     def start(
@@ -96,11 +96,9 @@ class ReplicaService:
         model: str,
         metrics_host: str,
     ) -> None:
-        """Begin to serve: from now on routers find this replica. It ends as soon as one of its other ranks is lost.
+        """Start serving and announce this replica to routers. It ends when one of its other ranks is lost.
 
-        name: of the deployment. key: by which its members sign. model: name that clients use for it. metrics_host:
-        address on which Prometheus finds the metrics. Raises
-        DeployError.
+        name: deployment name. key: signing key of its members. answers: None: answers are not shared.
         """
         self._publish()
         labels = {"deployment": name, "model": model, "replica": self._replica, "role": member.role.value}
@@ -112,15 +110,15 @@ class ReplicaService:
         self._presence_task = self._host.spawn(self._tasks.keep_running(_VITAL, self._presence.run))
 
     def post(self, command: Command) -> None:
-        """Run something on the step thread, between steps."""
+        """Run a command on the step thread, between steps."""
         self._loop.post(command)
 
     def num_frames(self, router: str) -> int:
-        """So many bring this router all that it was told so far; 0: it does not listen. On the event loop."""
+        """Return the number of frames published to a router; 0: not connected. Runs on the event loop."""
         return self._hub.num_frames(router)
 
     def run(self) -> None:
-        """Return when the step loop has been stopped; raise what ended it otherwise, or that a rank is lost."""
+        """Block until the step loop is stopped. Raises the error that ended it, or ReplicaLost for a lost rank."""
         self._outcome.result()
         self._loop.run()
 
@@ -132,32 +130,36 @@ class ReplicaService:
         return {"state": state, "running": status.running, "waiting": status.waiting, "blocks": blocks}  # type: ignore[typeddict-item]
 
     def check_takes_work(self) -> None:
-        """Raises ReplicaLost when it leaves. What is let in is posted in the same turn of the event loop."""
+        """Raise ReplicaLost while draining. The caller must post accepted work in the same event-loop iteration."""
         if self.is_draining:
-            raise ReplicaLost("this replica takes no new work")
+            raise ReplicaLost("replica is draining and takes no new work")
 
     def drain(self) -> None:
-        """Take no new work. Routers are told at once, by their frames: who heard it only after the step under way would
-        ask again and again meanwhile."""
+        """Take no new work.
+
+        Publishes the state at once instead of after the current step, because routers would retry meanwhile.
+        """
         self.is_draining = True
-        self._host.post(self._tell, {}, self._status, {})
-        self._host.post(self.post, self._count_what_is_left)  # by the event loop: behind what it has just let in
+        self._host.post(self._publish_now, {}, self._status, {})
+        self._host.post(self.post, self._count_remaining)  # via the event loop, behind work accepted there
 
     def stop(self, *, timeout_s: float = 5.0) -> None:
-        """Leave the index and the membership, and end the step loop."""
+        """Leave the index and the membership, then end the step loop."""
         self._leave(timeout_s=timeout_s)
         self._loop.stop(self._worker.replica.stop, timeout_s=timeout_s)
 
     def end_whole(self, *, within_s: float) -> None:
-        """As `stop`, after it has drained, and so that the engine's blocks are all free or cached, and nobody works on
-        them any more: another service may go on with them. Raises ReplicaFailed where that is not so in time."""
+        """Stop a drained replica once all its blocks are free or cached, so that a successor can use them.
+
+        Raises ReplicaFailed if the replica has not drained, or if blocks are still in use after `within_s`.
+        """
         deadline = time.monotonic() + within_s
         if self.status()["state"] != "drained":
-            raise ReplicaFailed("it has not drained")
+            raise ReplicaFailed("replica has not drained")
         self._leave(timeout_s=within_s)
         while not self._is_whole(timeout_s=deadline - time.monotonic()):
             time.sleep(_LOOK_S)  # the last handoffs are being closed
-        self._loop.stop(self._worker.replica.let_ranks_go, timeout_s=deadline - time.monotonic())
+        self._loop.stop(self._worker.replica.stop_ranks, timeout_s=deadline - time.monotonic())
         self._outcome.result(0)
 
     def _leave(self, *, timeout_s: float) -> None:
@@ -175,24 +177,24 @@ class ReplicaService:
         try:
             return answer.result(max(0.0, timeout_s))
         except TimeoutError:
-            raise ReplicaFailed("blocks are still held, although it has drained") from None
+            raise ReplicaFailed("blocks are still in use although the replica has drained") from None
 
     async def _watch(self, other_ranks: Sequence[str]) -> None:
         try:
             await watch_ranks(other_ranks, self._host.identity)
         except* ReplicaLost as lost:
-            logger.error("this replica cannot go on: %s", lost.exceptions[0])
+            logger.error("replica ends: %s", lost.exceptions[0])
             self._end(ReplicaLost(str(lost.exceptions[0])))
-        except* Exception as bugs:  # nobody would notice any more that a rank is lost
-            logger.exception("this replica cannot go on: its other ranks are not watched any more")
-            self._end(ReplicaLost(f"the watch over its ranks has ended: {bugs.exceptions[0]!r}"))
+        except* Exception as bugs:  # without the watch, a lost rank would go unnoticed
+            logger.exception("replica ends: rank watch failed")
+            self._end(ReplicaLost(f"rank watch failed: {bugs.exceptions[0]!r}"))
 
     def _task_died(self, name: str) -> None:
         if name == _VITAL and name in self._tasks.failing:
-            self._end(ReplicaLost(f"its task {name} keeps dying"))
+            self._end(ReplicaLost(f"task {name} keeps failing"))
 
     def _end(self, error: ReplicaLost | None) -> None:
-        """Take no new work, and let routers and controller know at once. From any thread; the first call counts."""
+        """End the replica: take no new work and close all frame streams. Thread-safe; the first call wins."""
         self.is_draining = True
         self._host.post(self._hub.close)
         with suppress(InvalidStateError):
@@ -203,25 +205,25 @@ class ReplicaService:
 
     def _step(self) -> bool:
         did_work = self._worker.step()
-        is_as_told = did_work and self._num_requests == self._worker.num_requests
-        self._publish(has_status=not is_as_told or time.monotonic() >= self._status_due)
+        is_unchanged = did_work and self._num_requests == self._worker.num_requests
+        self._publish(has_status=not is_unchanged or time.monotonic() >= self._status_due)
         return did_work
 
     def _idle(self) -> None:
         self._worker.replica.heartbeat()
         self._publish()
 
-    def _count_what_is_left(self) -> None:
+    def _count_remaining(self) -> None:
         self._publish()
         self._is_counted = True
 
     def _publish(self, *, has_status: bool = True) -> None:
-        """Everything that is new since the last step goes to the event loop in one call."""
+        """Post everything new since the last step to the event loop, in one call."""
         status = self._new_status() if has_status else self._status
         tokens, changes = self._worker.take_tokens(), self._worker.replica.take_changes()
         if tokens or changes or status != self._status:
             self._status = status
-            self._host.post(self._tell, tokens, status, changes)
+            self._host.post(self._publish_now, tokens, status, changes)
 
     def _new_status(self) -> pb.Status:
         self._num_requests = self._worker.num_requests
@@ -231,10 +233,10 @@ class ReplicaService:
         status.draining = self.is_draining
         return status
 
-    def _tell(self, tokens: Mapping[str, Any], status: pb.Status, changes: Mapping[bytes, Tier | None]) -> None:
-        if self.is_draining and not status.draining:  # it was said on the step thread before that
-            status, said = pb.Status(draining=True), status
-            status.MergeFrom(said)
+    def _publish_now(self, tokens: Mapping[str, Any], status: pb.Status, changes: Mapping[bytes, Tier | None]) -> None:
+        if self.is_draining and not status.draining:  # posted by the step thread before the drain
+            status, posted = pb.Status(draining=True), status
+            status.MergeFrom(posted)
         self._hub.publish(tokens, status)
         if changes and self._presence:
             self._presence.publish(changes)

@@ -1,7 +1,7 @@
-"""What a worker makes sure of before a request reaches its engine.
+"""Validation of requests before they reach the engine.
 
-The doors have looked at what clients send; but a router may be taken over, and with `security.tls: off` whoever reaches
-the port may ask. A step computes many requests at once: one id outside the vocabulary would end it for all of them.
+The frontend validates client input, but a router may be compromised, and with `security.tls: off` any process that
+reaches the port can send requests. One id outside the vocabulary would fail a step for all its requests.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from core.types.validation import check as _check
 from core.types.validation import check_address, check_name
 from core.wire.messages import prefix_source_from_proto
 
-_MAX_ID = 512  # a handoff's id is longer by the replica's, and checked, too
+_MAX_ID = 512  # shorter than the limit of a handoff id, which contains it
 _MAX_CHOICES = 1024
-_MAX_STOP_TOKENS = 65_536  # the doors take fewer; a model has some of its own
+_MAX_STOP_TOKENS = 65_536  # includes the model's own; the frontend accepts fewer
 _SALT = re.compile(r"(?:[0-9a-f]{32})?")  # see salt_of in frontend/access/identity.py
 _STREAMS = 1 << 63
 
 
 def check_request(request: SequenceRequest, *, vocab_size: int, max_tokens: int) -> None:
-    """max_tokens: of a sequence. Raises RequestError that names the field."""
+    """Check a request. max_tokens: limit of a sequence. Raises RequestError that names the field."""
     tokens, choices = request.token_ids, request.choices
     check_name(request.id, "id", most=_MAX_ID)
     check_name(request.adapter, "adapter", may_be_empty=True)
     _check(_SALT.fullmatch(request.salt) is not None, "salt", "must be 32 hex digits, or empty")
     if len(tokens) > max_tokens:
         raise ContextLengthExceeded(
-            f"{len(tokens)} tokens are more than the {max_tokens} of a sequence", param="prompt"
+            f"prompt has {len(tokens)} tokens, the limit of a sequence is {max_tokens}", param="prompt"
         )
-    _check(bool(tokens), "token_ids", "must hold a token")
+    _check(bool(tokens), "token_ids", "must not be empty")
     _check(0 <= min(tokens) and max(tokens) < vocab_size, "token_ids", f"must be below {vocab_size}")
     _check(1 <= request.num_prompt_tokens <= len(tokens), "num_prompt_tokens", f"must be 1 to {len(tokens)}")
     _check(1 <= len(choices) <= _MAX_CHOICES, "choices", f"must be 1 to {_MAX_CHOICES}")
-    _check(len(set(choices)) == len(choices) and min(choices) >= 0, "choices", "must be different, and not negative")
+    _check(len(set(choices)) == len(choices) and min(choices) >= 0, "choices", "must be distinct and not negative")
     _check(0 <= request.stream <= _STREAMS - len(choices), "stream", f"must be below {_STREAMS}")
     _check_sampling(request.sampling, vocab_size)
     if (num_top := request.num_prompt_logprobs) is not None:
@@ -53,7 +53,7 @@ def check_request(request: SequenceRequest, *, vocab_size: int, max_tokens: int)
 
 
 def prefix_source_of(message: pb.PrefillRequest | pb.GenerateRequest) -> PrefixSource | None:
-    """Who may have a prefix. Raises RequestError."""
+    """Return the replica that may hold a prefix, or None. Raises RequestError."""
     if not message.HasField("prefix_source"):
         return None
     prefix_source = prefix_source_from_proto(message.prefix_source)
@@ -63,13 +63,13 @@ def prefix_source_of(message: pb.PrefillRequest | pb.GenerateRequest) -> PrefixS
 
 
 def check_streams(router: str, streams: Sequence[int]) -> None:
-    """Choices that a router speaks of. Raises RequestError."""
+    """Check the streams of a router. Raises RequestError."""
     check_name(router, "router")
     _check(len(streams) <= _MAX_CHOICES, "streams", f"must be at most {_MAX_CHOICES}")
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
-    """The doors are stricter; this much a step must be able to rely upon."""
+    """Check the limits that a step relies on. The frontend is stricter."""
     _check(len(sampling.stop_token_ids) <= _MAX_STOP_TOKENS, "stop_token_ids", f"must be at most {_MAX_STOP_TOKENS}")
     _check(sampling.max_tokens >= 1, "max_tokens", "must be 1 or more")
     _check(sampling.min_tokens >= 0, "min_tokens", "must be 0 or more")

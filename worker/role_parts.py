@@ -1,4 +1,4 @@
-"""What a role brings to its ranks, and what it is given there. See prefill_worker.actor and decode_worker.actor."""
+"""Interface between a rank and its role. See prefill_worker.actor and decode_worker.actor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ W = TypeVar("W", bound=RoleWorker)
 
 @dataclass(frozen=True, kw_only=True)
 class LeaderParts:
-    """What a role's worker is made from, on rank 0."""
+    """Components from which rank 0 creates a role's worker."""
 
     setup: RankSetup
     receiver: Receiver
@@ -41,18 +41,18 @@ class LeaderParts:
 
 @dataclass(frozen=True, kw_only=True)
 class LiveReplica(Generic[W]):
-    """A replica that takes requests, as its servicers see it on the event loop."""
+    """A loaded replica. Used by its servicers on the event loop."""
 
     service: ReplicaService
     worker: W
     others: OtherRanks
     layout: KVLayout
-    max_tokens: int  # of a sequence
+    max_tokens: int  # per sequence
     vocab_size: int
     grammars: Grammars
 
     async def sequence_of(self, message: pb.Sequence) -> Sequence:
-        """Waits where it has a grammar. Raises RequestError for one that a step cannot compute."""
+        """Parse and validate a sequence, and compile its grammar. Raises RequestError."""
         request = sequence_from_proto(message)
         check_request(request, vocab_size=self.vocab_size, max_tokens=self.max_tokens)
         first, layout = request.choices[0], self.layout  # after a migration, any of the client's choices
@@ -63,24 +63,26 @@ class LiveReplica(Generic[W]):
         return sequence
 
     def handoff_of(self, message: pb.Handoff) -> Handoff:
-        """One to be filled from here. Raises RequestError."""
+        """Parse and validate a handoff that this replica will fill. Raises RequestError."""
         handoff = handoff_from_proto(message)
         check_handoff(handoff, self.layout)
         return handoff
 
 
 class RoleServicer(Protocol[W]):
-    """The gRPC face of a role."""
+    """gRPC servicer of a role. Takes requests once `live` is set."""
 
-    live: LiveReplica[W] | None  # from when it is there, the servicer takes requests
+    live: LiveReplica[W] | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleParts(Generic[W]):
-    """What a role brings: see prefill_worker.actor and decode_worker.actor."""
+    """Components that a role provides to its ranks."""
 
     role: Role
     servicer: RoleServicer[W]
     add_servicer: Callable[[Any, aio.Server], None]
     make_worker: Callable[[LeaderParts], W]
-    configure: Callable[[EngineConfig, Spec], EngineConfig] = lambda config, spec: config  # of the role's engine
+    configure: Callable[[EngineConfig, Spec], EngineConfig] = lambda config, spec: (
+        config
+    )  # adapts the engine to the role

@@ -1,4 +1,4 @@
-"""What reaches rank 0 from elsewhere, on its way to the step thread: how far its ranks have come, and lost pulls."""
+"""Inbox of rank 0: passes reports of ranks and failed fetches to the step thread."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Inbox:
-    """Everything but the constructor, `open` and `close` may be called from any thread."""
+    """Inbox of rank 0. All methods except the constructor, `open` and `close` are thread-safe."""
 
     def __init__(self, setup: RankSetup, others: OtherRanks) -> None:
         self._setup = setup
@@ -35,26 +35,27 @@ class Inbox:
         self._prefix_sources: PrefixSourceChannels | None = None
 
     def open(self, worker: RoleWorker, post: Callable[[Callable[[], None]], None]) -> None:
-        """From now on things reach `worker`; before that nothing may come. `post` runs a command on the step thread."""
+        """Start delivering to `worker`. Must precede any report. `post` runs a command on the step thread."""
         self._worker, self._post = worker, post
 
-    def heard(self, rank: int, part: Part) -> None:
-        """What has come, gone, or been loaded on one of our ranks."""
+    def on_part(self, rank: int, part: Part) -> None:
+        """Deliver a landing, a shipment or a load result of one rank."""
         if isinstance(part, Landing):
-            self._tell(lambda worker: worker.landed(rank, part))
+            self._deliver(lambda worker: worker.landed(rank, part))
         elif isinstance(part, Shipment):
-            self._tell(lambda worker: worker.shipped(rank, part))
+            self._deliver(lambda worker: worker.shipped(rank, part))
         else:
-            self._tell(lambda worker: worker.replica.fetches.loaded(rank, part))
+            self._deliver(lambda worker: worker.replica.fetches.loaded(rank, part))
 
-    def reported(self, rank: int, part: Part) -> None:
-        """The same, told by one of the other ranks. Raises RequestError where there is none of that number."""
-        check(0 < rank < len(self._setup.addresses), "rank", "is none of the other ranks of this replica")
-        self.heard(rank, part)
+    def on_report(self, rank: int, part: Part) -> None:
+        """Deliver a report of another rank. Raises RequestError for an unknown rank."""
+        num_ranks = len(self._setup.addresses)
+        check(0 < rank < num_ranks, "rank", f"must be another rank of this replica, from 1 to {num_ranks - 1}")
+        self.on_part(rank, part)
 
     def missed(self, fetch: Fetch[Prompt], reason: str) -> None:
-        """Nothing comes of a pull."""
-        self._tell(lambda worker: worker.replica.fetches.missed(fetch, reason))
+        """Deliver the failure of a fetch."""
+        self._deliver(lambda worker: worker.replica.fetches.missed(fetch, reason))
 
     def close_handoff(self, handoff: str, then: Callable[[], None]) -> None:
         """Close a handoff on the other ranks, then run a command on the step thread."""
@@ -64,15 +65,15 @@ class Inbox:
         async def close() -> None:
             try:
                 await self._others.close_handoff(handoff)
-            except ReplicaLost as error:  # the gang is broken, and with it its pool: the blocks stay in quarantine
-                logger.error("handoff %s cannot be closed: %s", handoff, error)
+            except ReplicaLost as error:  # the gang is broken, so the blocks stay in quarantine
+                logger.error("failed to close handoff=%s: %s", handoff, error)
                 return
             post(then)
 
         self._setup.host.spawn(close())
 
     def make_fetches(self, layout: KVLayout, receiver: Receiver, blocks: BlockManager) -> PrefixFetches[Prompt]:
-        """The pulls of this replica, whose misfortunes come here."""
+        """Create the registry of this replica's prefix fetches; their failures are delivered here."""
         setup, others = self._setup, self._others
         prefix_sources = self._prefix_sources = PrefixSourceChannels(setup.host.identity)
         return PrefixFetches(
@@ -84,16 +85,16 @@ class Inbox:
             timeout_s=setup.spec.timeouts.transfer_s,
             close_elsewhere=self.close_handoff,
             call=lambda fetch: setup.host.spawn(
-                prefix_sources.ask(fetch, others, functools.partial(self.missed, fetch))
+                prefix_sources.fetch(fetch, others, functools.partial(self.missed, fetch))
             ),
         )
 
     async def close(self) -> None:
-        """Ask no holder any more. On the event loop."""
+        """Close the channels to source replicas. Runs on the event loop."""
         if self._prefix_sources:
             await self._prefix_sources.close()
 
-    def _tell(self, command: Callable[[RoleWorker], None]) -> None:
+    def _deliver(self, command: Callable[[RoleWorker], None]) -> None:
         worker, post = self._worker, self._post
-        assert worker and post, "open() comes first"
+        assert worker and post, "call open() first"
         post(lambda: command(worker))

@@ -1,4 +1,4 @@
-"""The thread that owns an engine: it runs commands between steps, and steps while there is work."""
+"""Step thread: runs an engine's steps, and commands between them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ Command = Callable[[], None]
 
 
 class StepLoop:
-    """Runs `step` again and again on one thread, and `post`ed commands between steps.
+    """Runs `step` repeatedly on one thread, and posted commands between steps.
 
-    All state of the engine belongs to this thread; others speak to it by `post` only. `step` does one step and says
-    whether there was anything to do; when there was not, the thread sleeps until a command comes, and calls `idle` at
-    least every `idle_s`. An exception in any of them ends the loop, and `run` raises it.
+    This thread owns all state of the engine; other threads use `post`. `step` returns whether there was work. If not,
+    the thread sleeps until the next command and calls `idle` at least every `idle_s` seconds. An exception in any of
+    them ends the loop, and `run` raises it.
     """
 
     def __init__(
         self, *, step: Callable[[], bool], idle: Callable[[], None], idle_s: float, ended: Callable[[], None]
     ) -> None:
-        """`ended` is called last, on the loop's thread, however it ends."""
+        """ended: called last, on the loop's thread, also after an error."""
         self._step = step
         self._idle = idle
         self._idle_s = idle_s
@@ -36,17 +36,17 @@ class StepLoop:
         self._thread.start()
 
     def post(self, command: Command) -> None:
-        """Run `command` on the loop's thread, after the step under way. From any thread."""
+        """Run `command` on the loop's thread, after the current step. Thread-safe."""
         self._commands.put(command)
 
     def run(self) -> None:
-        """Wait until the loop has ended; raise what ended it if it was not `stop`."""
+        """Wait until the loop has ended. Raises the exception that ended it, if any."""
         self._thread.run()
 
     def stop(self, last: Command, *, timeout_s: float) -> None:
-        """End the loop after the step under way, with `last` as its last command. From any other thread.
+        """End the loop after the current step, with `last` as its last command. Call from another thread.
 
-        A step that hangs is left behind.
+        Returns after `timeout_s` even if a step hangs.
         """
 
         def end() -> None:
@@ -73,7 +73,7 @@ class StepLoop:
             self._ended()
 
     def _run_commands(self, *, within_s: float) -> None:
-        """Run what is posted, after waiting up to so long for the first of them."""
+        """Run posted commands, after waiting up to `within_s` for the first."""
         with suppress(queue.Empty):
             self._commands.get(timeout=within_s)()
             while not self._is_stopping:

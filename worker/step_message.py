@@ -1,5 +1,7 @@
-"""How a step's orders and rows travel from rank 0 to the other ranks of its replica. Ranks start together, from one
-code: the message has no version."""
+"""Encoding of a step's orders and rows, broadcast from rank 0 to the other ranks.
+
+The message has no version, because the ranks of a replica run the same code.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +14,21 @@ from core.types.errors import ReplicaFailed
 from engine.batch.rows import RowChanges
 from engine.scheduler.step_commands import Orders
 
-_HEADER = struct.Struct("<I")  # length of the orders; what follows them is padded so that the rows are aligned
+_HEADER = struct.Struct("<I")  # length of the orders; padding after them aligns the rows
 _ALIGNED = 8
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Orders)
 
 
 def encode_step(changes: RowChanges | None, orders: Orders) -> bytes:
-    """The header, the orders, and what is different about the rows, if there are any."""
+    """Encode the orders and the row changes, if any."""
     packed = _encoder.encode(orders)
     padding = bytes(-(_HEADER.size + len(packed)) % _ALIGNED)
     return b"".join((_HEADER.pack(len(packed)), packed, padding, changes.encode().tobytes() if changes else b""))
 
 
 def decode_step(data: bytes) -> tuple[RowChanges | None, Orders]:
-    """Decode what `encode_step` made. Raises ReplicaFailed for a malformed message: a rank cannot skip a step."""
+    """Decode a step. Raises ReplicaFailed for a malformed message, because a rank cannot skip a step."""
     try:
         (length,) = _HEADER.unpack_from(data)
         end = _HEADER.size + length

@@ -1,4 +1,4 @@
-"""What a rank's lower tiers are put together from."""
+"""Creation of a rank's lower tiers."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from worker.rank_setup import RankSetup
 
 
 def open_tiers(setup: RankSetup, runner: ModelRunner, on_loaded: Callable[[LoadResult], None]) -> RankTiers | None:
-    """The tiers below this rank's pool; None if the spec wants none. Every rank of a replica calls this together.
+    """Open the tiers below this rank's pool. Returns None if the spec configures none.
 
-    Raises SpecError where the directory cannot be used.
+    All ranks of a replica must call this together. Raises SpecError if the directory is unusable.
     """
     pool, layout = setup.pool, runner.layout
     num_host, num_disk = (int(gib * GIB) // layout.block_bytes for gib in (pool.kv_host_gib, pool.kv_disk_gib))
@@ -50,14 +50,14 @@ def _key(root: Path) -> bytes:
 
 
 def _claim(setup: RankSetup, parallel: TensorParallel, *, root: Path) -> DirectoryLock:
-    """Rank 0 chooses; the others take theirs under the same name."""
+    """Lock this rank's directory. Rank 0 chooses its name; the other ranks use the same name."""
     try:
         if parallel.is_leader:
             lock = choose_lock(root, replica=setup.replica)
             parallel.broadcast_bytes(lock.name.encode())
             return lock
         name = parallel.broadcast_bytes().decode()
-        # Elsewhere another replica may use that name: then this rank begins with nothing.
+        # Another replica may use that name for this rank; the rank then starts with an empty tier.
         return take_lock(root, name=name, rank=parallel.rank) or choose_lock(
             root, replica=setup.replica, rank=parallel.rank
         )

@@ -1,4 +1,4 @@
-"""All ways to carry blocks, by name."""
+"""Link backends by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from kvtransfer.links.nixl import NixlLink, check_nixl
 
 
 def _tcp(end: LinkEnd) -> Link:
-    from kvtransfer.links.tcp import TcpLink  # needs cryptography, which GPUs that have NCCL do without
+    # Imported on demand, because it needs cryptography, which NCCL links do not.
+    from kvtransfer.links.tcp import TcpLink
 
     return TcpLink(end)
 
@@ -23,22 +24,25 @@ LINKS: dict[str, Callable[[LinkEnd], Link]] = {"tcp": _tcp, "gloo": GlooLink, "n
 
 
 def make_link(backend: str, end: LinkEnd) -> Link:
-    """This side's end, which is yet to meet the other one.
+    """Create this side's end of a link, not yet connected.
 
-    backend: a name in LINKS, or MODULE:NAME; the same on both sides. Raises SpecError, and LinkClosed where this
-    machine lacks what it needs.
+    backend: a name in LINKS, or MODULE:NAME; the same on both sides. Raises SpecError, and LinkClosed if this machine
+    lacks the library.
     """
     return find(backend, LINKS)(end)
 
 
 def device_bytes(backend: str) -> int:
-    """What one link, of one direction, takes of its device's memory beside its payloads."""
+    """Return the device memory in bytes that one link takes in addition to its payloads."""
     return NCCL_BYTES if backend == "nccl" else 0
 
 
 def backend_for(device: torch.device, *, host_link: str) -> str:
-    """What carries blocks of this device: what the deployment says (`kv.host_link`), but between GPUs NCCL unless that
-    is nixl, which carries from either. Raises SpecError where that needs a package that is not here."""
+    """Return the backend for blocks on `device`.
+
+    CPU blocks use `kv.host_link`. CUDA blocks use NCCL, or nixl if that is the host link. Raises SpecError if the
+    nixl package is missing.
+    """
     if host_link == "nixl":
         check_nixl()
         return host_link

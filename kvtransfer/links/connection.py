@@ -1,4 +1,4 @@
-"""The TCP connection of a link: how its two ends find each other, and bytes that go through it one way."""
+"""TCP connection of a link: setup between its two ends, and one-way transport."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from kvtransfer.links.acceptor import Acceptor
 from kvtransfer.links.handshake import NONCE_BYTES, PROOF_BYTES, Handshake, new_nonce
 from kvtransfer.links.link import LinkEnd
 
-_PLACE = "place"  # the receiving end's word in the store: host, port
+_PLACE = "place"  # store key for the receiving end's address: "host port"
 
 
 def meet(end: LinkEnd) -> tuple[Connection, bytes]:
-    """The receiving end listens and leaves word where; the sending one connects, and each proves to the other who it
-    is. Returns the connection, and a key of 32 bytes that only these two have. Raises LinkClosed after timeout_s."""
+    """Connect the two ends and authenticate each to the other.
+
+    The receiving end listens and publishes its address in the store; the sending end connects. Returns the connection
+    and its 32-byte session key. Raises LinkClosed, after timeout_s at the latest.
+    """
     try:
         connected, key = _connect(end) if end.is_sender else _accept(end)
         return Connection(connected, is_sender=end.is_sender), key
     except (OSError, RuntimeError) as error:
-        raise LinkClosed(f"link {end.prefix}: the peer did not come: {error}") from error
+        raise LinkClosed(f"link {end.prefix}: peer did not connect: {error}") from error
 
 
 class Connection:
-    """A socket that bytes go through one way, and that any thread may close meanwhile."""
+    """One-way socket that any thread may close during use."""
 
     def __init__(self, connected: socket.socket, *, is_sender: bool) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -41,37 +44,38 @@ class Connection:
         self._poll = select.poll()
         self._poll.register(connected, select.POLLOUT if is_sender else select.POLLIN)
         self._closed = threading.Event()
-        self._in_use = threading.Lock()  # somebody calls into the socket, whose number must stay its own meanwhile
+        # Held during socket calls, so that the file descriptor is not closed and reused meanwhile.
+        self._in_use = threading.Lock()
 
-    def move_now(self, left: memoryview) -> memoryview:
-        """Move what can be moved at once. Returns the rest. Raises LinkClosed."""
+    def move_now(self, remaining: memoryview) -> memoryview:
+        """Move as much as possible without blocking and return the rest. Raises LinkClosed."""
         with self._using_socket():
             with suppress(BlockingIOError):
-                while left:
-                    num_bytes = self._move(left)
+                while remaining:
+                    num_bytes = self._move(remaining)
                     if not num_bytes:
-                        raise ConnectionResetError("the peer has ended the connection")
-                    left = left[num_bytes:]
-            return left
+                        raise ConnectionResetError("peer closed the connection")
+                    remaining = remaining[num_bytes:]
+            return remaining
 
-    def move_all(self, left: memoryview, *, timeout_s: float | None) -> None:
-        """Move all of it. None: until the link is closed. Raises LinkClosed."""
+    def move_all(self, remaining: memoryview, *, timeout_s: float | None) -> None:
+        """Move all of `left`, blocking. timeout_s None: until the link is closed. Raises LinkClosed."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while left := self.move_now(left):
+        while remaining := self.move_now(remaining):
             with self._using_socket():
                 wait_ms = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
                 if not self._poll.poll(wait_ms):
-                    raise TimeoutError(f"it took longer than {timeout_s:.1f} s")
+                    raise TimeoutError(f"timed out after {timeout_s:.1f} s")
 
     def check(self) -> None:
-        """Raises LinkClosed."""
+        """Raise LinkClosed if the link is closed."""
         if self._closed.is_set():
             raise LinkClosed("the link is closed")
 
     def close(self) -> None:
-        """End the connection, and give the socket back unless somebody is using it, who then does."""
+        """Shut the connection down. If a thread is using the socket, that thread closes it."""
         self._closed.set()
-        with suppress(OSError):  # it has ended already
+        with suppress(OSError):  # shut down already
             self._socket.shutdown(socket.SHUT_RDWR)
         if self._in_use.acquire(blocking=False):
             self._socket.close()
@@ -92,7 +96,7 @@ class Connection:
 
 
 def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
-    """Listen, leave word where, and let in who proves to be the other end. Raises OSError."""
+    """Listen, publish the address, and accept the authenticated peer. Raises OSError."""
     family = socket.AF_INET6 if ":" in end.host else socket.AF_INET
     deadline = time.monotonic() + end.timeout_s
     with socket.create_server((end.host, 0), family=family) as server:
@@ -102,7 +106,7 @@ def _accept(end: LinkEnd) -> tuple[socket.socket, bytes]:
 
 
 def _connect(end: LinkEnd) -> tuple[socket.socket, bytes]:
-    """Find out where the other end listens, and be let in. Raises OSError, and RuntimeError from the store."""
+    """Look up the peer's address, connect and authenticate. Raises OSError, and RuntimeError from the store."""
     deadline = time.monotonic() + end.timeout_s
     place = PrefixStore(end.prefix, end.store)
     place.wait([_PLACE], timedelta(seconds=end.timeout_s))
@@ -111,12 +115,12 @@ def _connect(end: LinkEnd) -> tuple[socket.socket, bytes]:
     try:
         nonces = {"receiver_nonce": _read(connection, NONCE_BYTES, deadline), "sender_nonce": new_nonce()}
         if len(nonces["receiver_nonce"]) < NONCE_BYTES:
-            raise ConnectionResetError(f"{host}:{port} has ended the connection before its nonce was whole")
+            raise ConnectionResetError(f"{host}:{port} closed the connection before sending its nonce")
         handshake = _handshake(end)
         connection.sendall(nonces["sender_nonce"] + handshake.proof(is_sender=True, **nonces))
         if handshake.is_proved(_read(connection, PROOF_BYTES, deadline), is_sender=False, **nonces):
             return connection, handshake.session_key(**nonces)
-        raise ConnectionRefusedError(f"{host}:{port} does not know this link")
+        raise ConnectionRefusedError(f"{host}:{port} failed to authenticate for this link")
     except OSError:
         connection.close()
         raise
@@ -127,20 +131,20 @@ def _handshake(end: LinkEnd) -> Handshake:
 
 
 def _read(connection: socket.socket, num_bytes: int, deadline: float) -> bytes:
-    """Exactly so many; fewer when the other side has ended the connection. Raises OSError."""
-    found = b""
-    while len(found) < num_bytes:
+    """Read `num_bytes` bytes, or fewer if the peer closes the connection. Raises OSError."""
+    data = b""
+    while len(data) < num_bytes:
         connection.settimeout(_seconds_until(deadline))
-        some = connection.recv(num_bytes - len(found))
-        if not some:
+        chunk = connection.recv(num_bytes - len(data))
+        if not chunk:
             break
-        found += some
-    return found
+        data += chunk
+    return data
 
 
 def _seconds_until(deadline: float) -> float:
-    """Raises TimeoutError when it has passed."""
+    """Return the remaining seconds. Raises TimeoutError if the deadline has passed."""
     seconds = deadline - time.monotonic()
     if seconds <= 0:
-        raise TimeoutError("nobody came")
+        raise TimeoutError("timed out waiting for the peer")
     return seconds

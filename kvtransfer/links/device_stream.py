@@ -1,9 +1,8 @@
-"""Where a link's threads work on a device: beside what is computed there, not behind it.
+"""CUDA streams and events of a link's threads, so that packing overlaps with computation.
 
-Kernels of one CUDA stream run one behind the other, and the host is many layers ahead of the device. So a link that
-packed on the stream that computes would ship a layer when the whole chunk is done. Each of its threads has a stream of
-its own, and comes behind exactly what it needs: a mark says what that is. On a CPU everything is done when it returns,
-and marks are of nothing.
+The host runs many layers ahead of the device. A link that packed on the compute stream would ship a layer only after
+the whole chunk. So each link thread has its own stream and waits for events of exactly the work that it needs. On a CPU
+work is synchronous and events are no-ops.
 """
 
 from __future__ import annotations
@@ -17,29 +16,28 @@ from engine.runner import streams
 
 
 class StreamEvent:
-    """What a thread has started on a device up to now."""
+    """Event on the calling thread's current stream, recorded at construction."""
 
     def __init__(self, device: torch.device) -> None:
-        """Of the calling thread's current stream."""
         self._event = streams.streams_of(device).mark()
 
     @property
     def is_over(self) -> bool:
-        """The device has done it."""
+        """Return whether the device has reached the event."""
         return self._event.is_over
 
     def hold_up(self) -> None:
-        """What the calling thread starts on the device from now on comes behind it."""
+        """Make the calling thread's current stream wait for the event."""
         self._event.hold_up()
 
     def wait(self) -> None:
-        """Return when the device has done it."""
+        """Block the host until the device has reached the event."""
         self._event.wait()
 
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[int]:
-    """Inside, what the calling thread starts on the device goes to a stream that nobody else has: its handle."""
+    """Run the calling thread's device work on a private stream. Yields the stream's handle."""
     device_stream = streams.streams_of(device).device_stream()
     try:
         with device_stream.entered():

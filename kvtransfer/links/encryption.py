@@ -1,10 +1,9 @@
-"""Payloads as they travel over an encrypted link: authenticated encryption, piece by piece.
+"""Payload encryption of a link: AES-GCM in pieces.
 
-    sealed payload    (ciphertext of up to 256 KiB, its tag of 16 bytes), again and again
+    encrypted payload    (up to 256 KiB of ciphertext, 16-byte tag), repeated
 
-Both ends know a payload's size beforehand, so nothing says where a piece ends. Pieces are numbered over the life of the
-link, one way: a piece that was changed, left out, repeated or moved does not open. A piece stays in a processor's cache
-between the wire and its place.
+Both ends know the payload's size, so pieces need no length. Pieces are numbered over the lifetime of the link, and the
+number is the nonce: a changed, dropped, repeated or reordered piece fails to decrypt. A piece fits into a CPU cache.
 """
 
 from __future__ import annotations
@@ -22,31 +21,31 @@ _NONCE_BYTES = 12
 
 
 def encrypted_size(num_bytes: int) -> int:
-    """What a payload of so many bytes takes on the wire."""
+    """Return the size on the wire of a payload of `num_bytes` bytes."""
     return num_bytes + TAG_BYTES * -(-num_bytes // PIECE_BYTES)
 
 
 class Cipher:
-    """One end of one encrypted link. Belongs to the link's thread."""
+    """Cipher of one end of an encrypted link. Used by the link's thread only."""
 
     def __init__(self, key: bytes) -> None:
-        """key: 32 bytes, of this link and this direction alone."""
+        """key: 32 bytes, used for this link and direction only."""
         self._aead = AESGCM(key)
         self._count = 0
 
-    def fill_block(self, payload: memoryview, encrypted: memoryview) -> Iterator[int]:
-        """Fill `encrypted`, of sealed_size(len(payload)) bytes, piece by piece; after each, how much is filled."""
+    def encrypt(self, payload: memoryview, encrypted: memoryview) -> Iterator[int]:
+        """Encrypt into `encrypted`, of encrypted_size(len(payload)) bytes. Yields the bytes filled after each piece."""
         for start, end in _pieces(len(payload)):
             into = encrypted[encrypted_size(start) : encrypted_size(end)]
             self._aead.encrypt_into(self._next_nonce(), payload[start:end], None, into)
             yield encrypted_size(end)
 
     def open(self, encrypted: memoryview, piece: memoryview) -> None:
-        """Fill `piece`, the next one of a payload. Raises LinkClosed if this is not what the other end has sealed."""
+        """Decrypt the next piece of a payload into `piece`. Raises LinkClosed if authentication fails."""
         try:
             self._aead.decrypt_into(self._next_nonce(), encrypted, None, piece)
         except InvalidTag:
-            raise LinkClosed("tcp: what came is not what was sent") from None
+            raise LinkClosed("tcp: received data failed authentication") from None
 
     def _next_nonce(self) -> bytes:
         self._count += 1
@@ -54,7 +53,7 @@ class Cipher:
 
 
 def pieces(payload: memoryview) -> Iterator[memoryview]:
-    """A payload in the pieces in which it is sealed."""
+    """Split a payload into the pieces that are encrypted separately."""
     return (payload[start:end] for start, end in _pieces(len(payload)))
 
 

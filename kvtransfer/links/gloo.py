@@ -1,4 +1,4 @@
-"""Links over Gloo: TCP between hosts without GPUs."""
+"""Links over Gloo (TCP), for hosts without GPUs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from torch.distributed import PrefixStore, ProcessGroupGloo, Work
 from core.types.errors import LinkClosed
 from kvtransfer.links.link import LinkEnd, Operation
 
-_Gloo: Any = ProcessGroupGloo  # torch's stubs know neither its options nor send and recv
+_Gloo: Any = ProcessGroupGloo  # torch's stubs lack its options, send and recv
 _SENDER, _RECEIVER = 0, 1
 _TAG = 0
 
 
 class GlooLink:
-    """A process group of two, made directly on a store: no world, so that ranks may come and go.
+    """Link over a process group of two, created directly on a store without a world, so that ranks may join and leave.
 
-    What Gloo does when a peer dies (measured, torch 2.13): an idle receive fails in milliseconds; an operation under
-    way waits for its own timeout, and nothing wakes it. So every operation has a deadline of its own, and whoever knows
-    earlier that the peer is gone calls `close` and does not wait for the thread that is stuck in the operation.
+    When a peer dies (measured, torch 2.13), an idle receive fails in milliseconds, but an operation in progress waits
+    for its timeout and cannot be interrupted. So every operation has a deadline. A caller that detects the loss earlier
+    calls `close` and does not join the thread that is stuck in the operation.
     """
 
     backend = "gloo"
     device = torch.device("cpu")
-    num_buffers = 2  # one is on the wire while the other is packed or written; a third gained nothing
+    num_buffers = 2  # one on the wire while the other is packed or written; a third gained nothing
 
     def __init__(self, end: LinkEnd) -> None:
         self._end = end
@@ -39,7 +39,7 @@ class GlooLink:
         self._group: Any = None
 
     def meet(self) -> None:
-        """Nothing wakes Gloo: a link that is closed meanwhile fails when the peer has come, or at the deadline."""
+        """Connect to the peer. Gloo cannot be interrupted: `close` takes effect once it returns or times out."""
         if self._closed.is_set():
             raise LinkClosed("the link is closed")
         end = self._end
@@ -52,9 +52,9 @@ class GlooLink:
             self._group = _Gloo(PrefixStore(end.prefix, end.store), rank, 2, options)
         except RuntimeError as error:
             self._closed.set()
-            raise LinkClosed(f"link {end.prefix}: the peer did not come: {error}") from error
+            raise LinkClosed(f"link {end.prefix}: peer did not connect: {error}") from error
         if self._closed.is_set():
-            raise LinkClosed("the link was closed meanwhile")
+            raise LinkClosed("the link was closed while connecting")
 
     def send(self, payload: Tensor) -> Operation:
         return self._start(lambda: self._group.send([payload], self._peer, _TAG))
@@ -87,10 +87,10 @@ class _GlooOperation:
             self._closed.set()
             raise LinkClosed(f"gloo: {error}") from error
         if self._closed.is_set():
-            raise LinkClosed("the link was closed meanwhile")
+            raise LinkClosed("the link was closed during the operation")
 
 
 @lru_cache(maxsize=4)
 def _device(host: str) -> Any:
-    """One Gloo device for all links of the process: it owns the thread that watches their sockets."""
+    """Return the process-wide Gloo device, which owns the thread that polls the links' sockets."""
     return _Gloo.create_device(hostname=host)

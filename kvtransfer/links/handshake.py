@@ -1,12 +1,12 @@
-"""How the two ends of a tcp link prove to each other that they are: by a key that the deployment's processes have.
+"""Mutual authentication of a tcp link's two ends by the deployment's shared secret. Pure.
 
-    receiver ──> sender      its nonce
-    sender   ──> receiver    its nonce, and a proof over both
-    receiver ──> sender      a proof over both
+    receiver ──> sender      nonce
+    sender   ──> receiver    nonce, and an HMAC over both
+    receiver ──> sender      an HMAC over both
 
-Nothing that crosses the wire is of use to whoever reads it, now or later: each proof is for two fresh nonces, one link,
-one side and one mode. Both nonces have 32 bytes, always: so what is signed can be read in one way only, whatever a
-link's name is. The link's own key, where it is encrypted, comes from the same nonces. Pure.
+An eavesdropper cannot reuse a proof: each covers two fresh nonces, one link, one side and one mode. Both nonces have
+exactly 32 bytes, so the signed bytes parse in one way only, whatever the link's name is. An encrypted link derives its
+session key from the same nonces.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ def new_nonce() -> bytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Handshake:
-    """What the two ends of one link must agree on."""
+    """Parameters that the two ends of one link must agree on."""
 
     secret: bytes
-    link: str  # its name, which no other link ever has
+    link: str  # unique name
     is_encrypted: bool
 
     def proof(self, *, receiver_nonce: bytes, sender_nonce: bytes, is_sender: bool) -> bytes:
-        """Of who has `secret` and speaks for this side of this link."""
+        """Return the HMAC-SHA256 that authenticates this side of the link."""
         side = b"sender" if is_sender else b"receiver"
         nonces = _joined(receiver_nonce, sender_nonce)
         return hmac.digest(self.secret, b"|".join((side, self._context)) + nonces, "sha256")
 
     def is_proved(self, proof: bytes, *, receiver_nonce: bytes, sender_nonce: bytes, is_sender: bool) -> bool:
-        """Whether the other side's proof is right."""
+        """Return whether `proof` is valid for the given side. Compares in constant time."""
         right = self.proof(receiver_nonce=receiver_nonce, sender_nonce=sender_nonce, is_sender=is_sender)
         return hmac.compare_digest(right, proof)
 
     def session_key(self, *, receiver_nonce: bytes, sender_nonce: bytes) -> bytes:
-        """32 bytes for what this connection carries, and nothing else."""
+        """Derive the 32-byte encryption key of this connection (HKDF-SHA256)."""
         salt = _joined(receiver_nonce, sender_nonce)
         return HKDF(algorithm=SHA256(), length=_KEY_BYTES, salt=salt, info=self._context).derive(self.secret)
 
@@ -57,5 +57,5 @@ class Handshake:
 
 
 def _joined(receiver_nonce: bytes, sender_nonce: bytes) -> bytes:
-    assert len(receiver_nonce) == len(sender_nonce) == NONCE_BYTES, "whoever reads one makes sure of it"
+    assert len(receiver_nonce) == len(sender_nonce) == NONCE_BYTES, "nonces are read in full"
     return receiver_nonce + sender_nonce

@@ -1,7 +1,7 @@
-"""The network interface by which NCCL is to find its peers: the one that has this host's own address.
+"""Selection of NCCL's network interface: the one with this host's address.
 
-NCCL takes the first interface that it likes, which need not be on the network that the deployment uses: a container's
-bridge is up, has an address, and leads nowhere. An operator's word (NCCL_SOCKET_IFNAME) stands.
+By default NCCL picks the first usable interface, which may be on another network, such as a container bridge. A value
+of NCCL_SOCKET_IFNAME set by the operator is kept.
 """
 
 from __future__ import annotations
@@ -21,38 +21,43 @@ _IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def guide_nccl(environment: MutableMapping[str, str], *, host: str, rank_on_shared_gpu: str = "") -> None:
-    """Before NCCL is used in this process for the first time: it reads its variables once.
+    """Set NCCL's environment variables. Call this before the first use of NCCL, which reads them once.
 
-    rank_on_shared_gpu: the name of a process that has a part of a GPU. Two of one communicator on one GPU are a mistake
-    to NCCL, unless they are said to be on two hosts; they then speak by sockets. Empty: it has whole GPUs.
+    rank_on_shared_gpu: name of a process that shares its GPU; empty if it has whole GPUs. NCCL rejects two ranks of one
+    communicator on one GPU unless their host ids differ; they then communicate over sockets.
     """
-    if interface := interface_for(host, addresses_here(), said=environment.get(_NAME)):
+    if interface := interface_for(host, addresses_here(), configured=environment.get(_NAME)):
         environment[_NAME] = interface
     if rank_on_shared_gpu:
         environment.setdefault(_HOST, rank_on_shared_gpu)
 
 
-def interface_for(host: str, addresses: Mapping[str, str], *, said: str | None) -> str | None:
-    """What NCCL_SOCKET_IFNAME should be; None: as it is. `addresses`: interfaces by address. Pure."""
-    if said is not None:
+def interface_for(host: str, addresses: Mapping[str, str], *, configured: str | None) -> str | None:
+    """Return the value for NCCL_SOCKET_IFNAME, or None to leave it unchanged. Pure.
+
+    addresses: interface names by address. configured: the variable's current value.
+    """
+    if configured is not None:
         return None
-    with suppress(ValueError):  # a name, which NCCL must find its own way to
+    with suppress(ValueError):  # a host name, which NCCL resolves itself
         address = ip_address(host.partition("%")[0])
-        found = next((name for known, name in addresses.items() if ip_address(known) == address), None)
-        return f"={found}" if found else None  # = is "exactly this one", and not "whatever begins so"
+        found = next(
+            (name for interface_address, name in addresses.items() if ip_address(interface_address) == address), None
+        )
+        return f"={found}" if found else None  # "=" requests an exact match instead of a prefix match
     return None
 
 
 def addresses_here() -> dict[str, str]:
-    """The interfaces of this host, by address."""
+    """Return this host's interface names by address."""
     return dict([*_ipv4_addresses(), *_ipv6_addresses()])
 
 
 def _ipv4_addresses() -> Iterator[tuple[str, str]]:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has none
-                answer = fcntl.ioctl(asking, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            with suppress(OSError):  # no IPv4 address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 yield socket.inet_ntoa(answer[20:24]), name
 
 

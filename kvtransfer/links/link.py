@@ -1,4 +1,4 @@
-"""A link moves bytes one way between two ranks, and fails rather than waits."""
+"""Link interface: one-way byte transport between two ranks. Every operation has a deadline."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.distributed import Store
 
-# For the two ends to find each other. It may be long: a peer that is killed or frozen is known by its gRPC stream.
+# Time for the two ends to connect. It may be long, because the gRPC stream detects a dead or frozen peer.
 MEET_TIMEOUT_S = 20.0
 
 
 class Operation(Protocol):
-    """A send or a receive that has been started."""
+    """Send or receive in progress."""
 
     def wait(self, *, timeout_s: float) -> None:
-        """Until a payload that is sent may be overwritten, or one that is received is there.
+        """Wait until a sent payload may be overwritten, or a received one is complete.
 
-        Raises LinkClosed, by the deadline at the latest.
+        Raises LinkClosed on failure, at the deadline at the latest.
         """
         ...
 
@@ -27,53 +27,53 @@ class Operation(Protocol):
 class Link(Protocol):
     """One direction between two ranks, for one epoch.
 
-    One thread of each side sends or receives, in the same order, and may start several operations before it waits for
-    the first; it waits in the order in which it has started them, and for every one: without that, the last bytes may
-    never leave. `close` may come from any thread. The receiver must know when something comes and how large it is: both
-    are announced beside the link. After one failed operation, or after `close`, every operation raises LinkClosed: a
-    failed link is replaced under a new epoch, never repaired.
+    One thread per side sends or receives, in the same order. It may start several operations before it waits for the
+    first, but must wait for every one, in order: without the wait, the last bytes may never leave. `close` may be
+    called from any thread. Payload sizes are announced outside the link. After a failed operation or `close`, every
+    operation raises LinkClosed: a failed link is replaced under a new epoch, never repaired.
     """
 
     backend: str
-    device: torch.device  # where payloads must live
-    num_buffers: int  # payloads that this end should have under way at once
+    device: torch.device  # of the payloads
+    num_buffers: int  # recommended number of payloads in flight at this end
 
     def meet(self) -> None:
-        """Find the other end, first of all and once. A link is made without waiting, so that its owner has it before it
-        meets, and can close it meanwhile. Raises LinkClosed, by the deadline of its LinkEnd at the latest.
+        """Connect to the other end. Call this once, before any operation.
+
+        The constructor does not wait, so that the owner can close the link while it connects. Raises LinkClosed, at
+        the deadline of its LinkEnd at the latest.
         """
         ...
 
     def send(self, payload: Tensor) -> Operation:
-        """Start to send a contiguous uint8 tensor. Raises LinkClosed."""
+        """Start sending a contiguous uint8 tensor. Raises LinkClosed."""
         ...
 
     def recv(self, payload: Tensor) -> Operation:
-        """Start to receive exactly as many bytes as `payload` (contiguous uint8) holds. Raises LinkClosed."""
+        """Start receiving exactly `payload.numel()` bytes into a contiguous uint8 tensor. Raises LinkClosed."""
         ...
 
     def close(self) -> None:
-        """Fail what is pending, as soon as the backend can, and everything later. Never blocks; may be called again."""
+        """Fail pending operations as soon as the backend can, and all later ones. Never blocks; idempotent."""
         ...
 
 
 @dataclass(frozen=True)
 class LinkGuard:
-    """How a link of our own keeps strangers out: what its two ends must have in common. Those of NCCL, Gloo and NIXL
-    have nothing of the kind, and belong on private networks."""
+    """Authentication of a tcp link. NCCL, Gloo and NIXL links have none and need a private network."""
 
-    secret: bytes = field(repr=False)  # 32 bytes that both sides have, and no stranger
-    is_encrypted: bool = False  # else whoever is on the way reads what passes, and may change it
+    secret: bytes = field(repr=False)  # 32 bytes, shared by both ends
+    is_encrypted: bool = False  # False: payloads can be read and changed on the network
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinkEnd:
-    """All that one side needs to make its end of a link."""
+    """Parameters of one end of a link."""
 
     store: Store
     prefix: str  # unique to this link and epoch
     is_sender: bool
-    host: str  # this side's own address, on the network that the peer reaches
+    host: str  # own address, reachable by the peer
     device: torch.device
-    timeout_s: float  # for the two sides to meet
+    timeout_s: float  # for the two ends to connect
     guard: LinkGuard

@@ -1,4 +1,4 @@
-"""Links over NCCL: between GPUs."""
+"""Links over NCCL, between GPUs."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ from kvtransfer.links.device_stream import StreamEvent, own_stream
 from kvtransfer.links.link import LinkEnd, Operation
 from kvtransfer.links.nccl_library import Nccl, NcclError, loaded_nccl
 
-# What a communicator of two ranks takes of each one's GPU: NCCL 2.28.9 on an H100, docs/benchmarks/kv_path.md.
+# GPU memory that a two-rank communicator takes on each side: NCCL 2.28.9 on an H100, docs/benchmarks/kv_path.md.
 NCCL_BYTES = 140 << 20
 _SENDER, _RECEIVER = 0, 1
 _POLL_S = 5e-5
 _ASK_S = 0.2
-_ABORT_S = 1.0  # for a call to NCCL to end by itself before it is aborted from beside
-_MAX_THREADS = 2048  # those that hang in NCCL for good included
-_READY, _ID = "ready", "id"  # the receiving end's word in the store, and then the sending one's
+_ABORT_S = 1.0  # time for a NCCL call to return before another thread aborts it
+_MAX_THREADS = 2048  # includes threads that hang in NCCL
+_READY, _ID = "ready", "id"  # store keys: set by the receiving end first, then by the sending end
 
 
 class NcclLink:
-    """A communicator of two ranks, each on a GPU of its own, or on two hosts as NCCL is told (guide_nccl).
+    """Link over a two-rank communicator. Ranks on one GPU need distinct NCCL host ids (guide_nccl).
 
-    One thread makes it, calls NCCL and ends it; so no call of NCCL's can hold up whoever uses the link, who waits for
-    this thread, with a deadline. An operation comes behind what its thread has started on its current stream, and works
-    on a stream of the link's own (kvtransfer/links/device_stream.py). Where a deadline has passed, or `close` was
-    called, the communicator is aborted, which ends what is on the device as well; a payload is held until that has let
-    go of it.
+    A dedicated thread creates the communicator, makes all NCCL calls and ends it, so a hanging call cannot block the
+    link's user, who waits for this thread with a deadline. An operation waits for the work on its caller's current
+    stream and runs on the link's own stream (kvtransfer/links/device_stream.py). After a missed deadline or `close` the
+    communicator is aborted, which also ends its kernels; payloads are referenced until then.
     """
 
     backend = "nccl"
@@ -48,23 +47,23 @@ class NcclLink:
         self._end = end
         self._nccl = nccl or loaded_nccl()
         self._todo: queue.SimpleQueue[tuple[Tensor, StreamEvent] | None] = queue.SimpleQueue()
-        self._num_started = 0  # belongs to the thread that uses the link
-        self._launching: Tensor | None = None  # what NCCL is given right now; belongs to the link's thread
-        # Under this lock, and told by it:
+        self._num_started = 0  # used by the caller's thread only
+        self._launching: Tensor | None = None  # payload being passed to NCCL; used by the link's thread only
+        # Guards the fields below and notifies of their changes.
         self._changed = threading.Condition()
         self._num_done = 0
         self._failure: LinkClosed | None = None
         self._has_met = False
-        self._has_ended = True  # the link's thread; it has not begun
-        self._communicator: int | None = None  # to be aborted, by whoever takes it from here
+        self._has_ended = True  # whether the link's thread is not running
+        self._communicator: int | None = None  # the thread that takes it from here aborts it
 
     def meet(self) -> None:
         self._check_open()
         if not thread_places().acquire(blocking=False):
-            raise LinkClosed(f"{_MAX_THREADS} links over NCCL are here already, or hang: restart this replica")
+            raise LinkClosed(f"nccl: limit of {_MAX_THREADS} links reached, some may hang: restart this replica")
         self._has_ended = False
         threading.Thread(target=self._run, name="kv-nccl", daemon=True).start()
-        self._wait(lambda: self._has_met, timeout_s=self._end.timeout_s, what="meeting the peer")
+        self._wait(lambda: self._has_met, timeout_s=self._end.timeout_s, operation="meeting the peer")
 
     def send(self, payload: Tensor) -> Operation:
         return self._start(payload)
@@ -76,8 +75,8 @@ class NcclLink:
         self._fail(LinkClosed("the link is closed"))
 
     def wait_for(self, number: int, *, timeout_s: float) -> None:
-        """Until so many operations have ended. Raises LinkClosed."""
-        self._wait(lambda: self._num_done >= number, timeout_s=timeout_s, what="an operation")
+        """Wait until `number` operations have completed. Raises LinkClosed."""
+        self._wait(lambda: self._num_done >= number, timeout_s=timeout_s, operation="an operation")
 
     def _start(self, payload: Tensor) -> Operation:
         self._check_open()
@@ -85,11 +84,11 @@ class NcclLink:
         self._todo.put((payload, StreamEvent(self.device)))
         return _NcclOperation(self, self._num_started)
 
-    def _wait(self, is_so: Callable[[], bool], *, timeout_s: float, what: str) -> None:
+    def _wait(self, condition: Callable[[], bool], *, timeout_s: float, operation: str) -> None:
         with self._changed:
-            is_over = self._changed.wait_for(lambda: self._failure is not None or is_so(), timeout_s)
+            is_over = self._changed.wait_for(lambda: self._failure is not None or condition(), timeout_s)
         if not is_over:
-            self._fail(LinkClosed(f"nccl: {what} took longer than {timeout_s:.1f} s"))
+            self._fail(LinkClosed(f"nccl: {operation} timed out after {timeout_s:.1f} s"))
         self._check_open()
 
     def _check_open(self) -> None:
@@ -97,7 +96,7 @@ class NcclLink:
             raise LinkClosed(str(self._failure))
 
     def _fail(self, error: LinkClosed) -> None:
-        """Wake whoever waits, and have it end. From any thread; the first error counts."""
+        """Fail the link: wake all waiting threads and end the link's thread. Thread-safe; the first error wins."""
         with self._changed:
             if self._failure:
                 return
@@ -106,10 +105,10 @@ class NcclLink:
             may_hang = self._communicator is not None
         self._todo.put(None)
         if may_hang:
-            threading.Thread(target=self._end_from_beside, name="kv-nccl-abort", daemon=True).start()
+            threading.Thread(target=self._abort_if_stuck, name="kv-nccl-abort", daemon=True).start()
 
-    def _end_from_beside(self) -> None:
-        """The link's thread ends by itself, unless a call to NCCL hangs: that ends when it is aborted."""
+    def _abort_if_stuck(self) -> None:
+        """Wait briefly for the link's thread to end; if it hangs in NCCL, abort the communicator."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended or self._communicator is None, _ABORT_S)
         self._abort()
@@ -126,7 +125,7 @@ class NcclLink:
         try:
             with _on(self.device), own_stream(self.device) as stream:
                 self._work(stream)
-        except Exception as error:  # the edge of this thread: whoever waits must hear of it
+        except Exception as error:  # thread boundary: waiting threads must see the error
             self._fail(LinkClosed(f"nccl: {error}"))
         finally:
             with self._changed:
@@ -137,10 +136,10 @@ class NcclLink:
     def _work(self, stream: int) -> None:
         under_way: deque[tuple[Tensor, StreamEvent]] = deque()
         try:
-            self._make()
+            self._init()
             greeting = torch.zeros(1, dtype=torch.uint8, device=self.device)
             under_way.append(self._launch(greeting, StreamEvent(self.device), stream))
-            self._until(lambda: under_way[0][1].is_over)
+            self._poll_until(lambda: under_way[0][1].is_over)
             under_way.clear()
             with self._changed:
                 self._has_met = True
@@ -150,28 +149,31 @@ class NcclLink:
             self._fail(LinkClosed(f"nccl: {error}"))
         finally:
             self._abort()
-            # Until then the device may write to what is under way, and to what NCCL was given and has said nothing of.
+            # Until the stream is idle, the device may write to payloads in flight or being launched.
             StreamEvent(self.device).wait()
             self._launching = None
 
-    def _make(self) -> None:
-        """The sending end makes the id when the receiving one is there: nobody listens for a peer that never comes."""
+    def _init(self) -> None:
+        """Create the communicator.
+
+        The sending end creates the id once the receiving end is ready, so that NCCL never listens for a missing peer.
+        """
         store = PrefixStore(self._end.prefix, self._end.store)
         if not self._end.is_sender:
             store.set(_READY, "")
-            self._become(self._asked(store, _ID), rank=_RECEIVER)
+            self._init_rank(self._poll_store(store, _ID), rank=_RECEIVER)
             return
-        self._asked(store, _READY)
+        self._poll_store(store, _READY)
         id = self._nccl.new_id()
         try:
-            store.set(_ID, id)  # type: ignore[arg-type]  # torch's stubs know no bytes
-            self._become(id, rank=_SENDER)
+            store.set(_ID, id)  # type: ignore[arg-type]  # torch's stubs lack bytes
+            self._init_rank(id, rank=_SENDER)
         except Exception:
             self._nccl.dismiss(id)
             raise
 
-    def _asked(self, store: PrefixStore, key: str) -> bytes:
-        """Again and again, because nothing wakes who waits for a store. Raises LinkClosed, or what the store does."""
+    def _poll_store(self, store: PrefixStore, key: str) -> bytes:
+        """Poll the store for `key`, because a store wait cannot be interrupted. Raises LinkClosed, or RuntimeError."""
         until = time.monotonic() + self._end.timeout_s
         while True:
             asked_at = time.monotonic()
@@ -184,12 +186,12 @@ class NcclLink:
                     raise
                 time.sleep(max(0.0, asked_at + _ASK_S - time.monotonic()))
 
-    def _become(self, id: bytes, *, rank: int) -> None:
+    def _init_rank(self, id: bytes, *, rank: int) -> None:
         self._check_open()
         communicator = self._nccl.begin(id, rank=rank)
         with self._changed:
             self._communicator = communicator
-        self._until(lambda: self._nccl.is_ready(communicator))
+        self._poll_until(lambda: self._nccl.is_ready(communicator))
 
     def _serve(self, under_way: deque[tuple[Tensor, StreamEvent]], stream: int) -> None:
         communicator = self._communicator
@@ -205,11 +207,11 @@ class NcclLink:
                     self._num_done += 1
                     self._changed.notify_all()
             else:
-                self._nccl.is_ready(communicator)  # raises for a peer that is gone
+                self._nccl.is_ready(communicator)  # raises if the peer is gone
                 time.sleep(_POLL_S)
 
     def _launch(self, payload: Tensor, before: StreamEvent, stream: int) -> tuple[Tensor, StreamEvent]:
-        """Give an operation to the device; it comes behind `before`. Returns what it holds, and its own end."""
+        """Launch an operation that waits for `before`. Returns its payload and its completion event."""
         communicator = self._communicator
         if communicator is None:
             raise LinkClosed("the link is closed")
@@ -219,14 +221,14 @@ class NcclLink:
             self._nccl.send(communicator, payload.data_ptr(), payload.numel(), to=_RECEIVER, stream=stream)
         else:
             self._nccl.recv(communicator, payload.data_ptr(), payload.numel(), of=_SENDER, stream=stream)
-        self._until(lambda: self._nccl.is_ready(communicator))
+        self._poll_until(lambda: self._nccl.is_ready(communicator))
         self._launching = None
         return payload, StreamEvent(self.device)
 
-    def _until(self, is_so: Callable[[], bool]) -> None:
-        """Look again and again. Raises LinkClosed when the link is closed meanwhile."""
+    def _poll_until(self, condition: Callable[[], bool]) -> None:
+        """Poll until the condition holds. Raises LinkClosed if the link is closed meanwhile."""
         self._check_open()
-        while not is_so():
+        while not condition():
             time.sleep(_POLL_S)
             self._check_open()
 
@@ -242,7 +244,7 @@ class _NcclOperation:
 
 @contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """The calling thread's device."""
+    """Set the calling thread's current device."""
     if device.type != "cuda":
         yield
         return
@@ -252,5 +254,5 @@ def _on(device: torch.device) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def thread_places() -> threading.BoundedSemaphore:
-    """Of this process: links that hang in NCCL keep theirs, and so at last nobody makes more of them."""
+    """Return the process-wide limit on link threads. A hanging thread keeps its slot, so leaks are bounded."""
     return threading.BoundedSemaphore(_MAX_THREADS)

@@ -1,9 +1,8 @@
-"""The few functions of NCCL that a link calls, from the library that torch has loaded.
+"""Bindings to the NCCL functions that a link calls, from the library that torch has loaded.
 
-Not by torch's process group: that one makes its communicator inside of a first operation that nothing ends, takes its
-stream from the pool that all share, and has threads that watch over it. Here a communicator is made without waiting,
-polled, and aborted by whoever has had enough. Any thread may call, but one at a time for each communicator; only
-`abort` may come beside a call that hangs.
+torch's process group does not fit: it creates the communicator inside the first operation, which cannot be interrupted,
+takes its stream from a shared pool, and runs watchdog threads. Here communicators are non-blocking, polled, and can be
+aborted. Any thread may call, one at a time per communicator; only `abort` may run concurrently with a hanging call.
 """
 
 from __future__ import annotations
@@ -24,38 +23,38 @@ _DISMISS_S = 1.0
 
 
 class NcclError(RuntimeError):
-    """What NCCL says."""
+    """Error reported by NCCL."""
 
 
 class Nccl(Protocol):
-    """What a link needs of NCCL. Each raises NcclError; a communicator is a number that `begin` gives out."""
+    """NCCL functions that a link uses. All raise NcclError. A communicator is the handle that `begin` returns."""
 
     def new_id(self) -> bytes:
-        """By which two ranks find each other. Somebody listens for them from now on, until both came or `dismiss`."""
+        """Create the id by which two ranks connect. NCCL listens for them until both have connected or `dismiss`."""
         ...
 
     def dismiss(self, id: bytes) -> None:
-        """No rank comes any more for this id."""
+        """Stop listening for ranks of this id."""
         ...
 
     def begin(self, id: bytes, *, rank: int) -> int:
-        """Start to make a communicator of two ranks on the current device; it may be used when it `is_ready`."""
+        """Start creating a two-rank communicator on the current device. Usable once `is_ready`."""
         ...
 
     def is_ready(self, communicator: int) -> bool:
-        """What was started last has been given to the device. Raises for what has failed since."""
+        """Return whether the last started call has been enqueued on the device. Raises asynchronous errors."""
         ...
 
     def send(self, communicator: int, address: int, num_bytes: int, *, to: int, stream: int) -> None:
-        """Start to give a send to the stream."""
+        """Start enqueueing a send on the stream."""
         ...
 
     def recv(self, communicator: int, address: int, num_bytes: int, *, of: int, stream: int) -> None:
-        """Start to give a receive to the stream."""
+        """Start enqueueing a receive on the stream."""
         ...
 
     def abort(self, communicator: int) -> None:
-        """End what is under way, also on the device, and the communicator with it."""
+        """Abort all operations, including those on the device, and destroy the communicator."""
         ...
 
 
@@ -64,7 +63,7 @@ class _Id(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t as of NCCL 2.17, which later ones take: they know by its size and version what it lacks."""
+    """ncclConfig_t of NCCL 2.17. Later versions accept it, based on its size and version fields."""
 
     _fields_ = (
         ("size", ctypes.c_size_t),
@@ -84,7 +83,7 @@ _UNDEFINED = -(2**31)
 
 
 class LoadedNccl:
-    """NCCL itself."""
+    """The loaded NCCL library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -102,10 +101,10 @@ class LoadedNccl:
         return ctypes.string_at(ctypes.byref(id), _ID_BYTES)
 
     def dismiss(self, id: bytes) -> None:
-        """NCCL has no call for it: its listener, a thread, ends when a rank hangs up that has only said hello."""
-        with suppress(OSError, struct.error):  # it is not there any more, or other versions write ids in another way
+        """Stop NCCL's listener thread, for which NCCL has no call: it ends when a rank disconnects after its hello."""
+        with suppress(OSError, struct.error):  # the listener has ended, or this version's ids have another format
             with socket.create_connection(_place_of(id), _DISMISS_S) as connection:
-                connection.sendall(id[:8] + struct.pack("=i", 1))  # its magic number; and what kind of a socket this is
+                connection.sendall(id[:8] + struct.pack("=i", 1))  # magic number, socket type
 
     def begin(self, id: bytes, *, rank: int) -> int:
         communicator = ctypes.c_void_p()
@@ -117,7 +116,7 @@ class LoadedNccl:
                 ctypes.byref(communicator), 2, _Id.from_buffer_copy(id), rank, ctypes.byref(config)
             )
         )
-        assert communicator.value, "NCCL has said that it makes one"
+        assert communicator.value, "NCCL returned success without a communicator"
         return communicator.value
 
     def is_ready(self, communicator: int) -> bool:
@@ -142,15 +141,15 @@ class LoadedNccl:
 
 @lru_cache(maxsize=1)
 def loaded_nccl() -> LoadedNccl:
-    """That of this process. Raises LinkClosed where there is none."""
+    """Return the process's NCCL. Raises LinkClosed if the library is missing."""
     try:
         return LoadedNccl(ctypes.CDLL("libnccl.so.2"))
     except OSError as error:
-        raise LinkClosed(f"NCCL is not there ({error}): install torch for CUDA, or set kv.host_link") from error
+        raise LinkClosed(f"NCCL not found ({error}): install torch for CUDA, or set kv.host_link") from error
 
 
 def _place_of(id: bytes) -> tuple[str, int]:
-    """Where an id's listener is: (magic number, socket address)."""
+    """Return the host and port of an id's listener. An id holds a magic number and a socket address."""
     family, port = struct.unpack("=H", id[8:10])[0], struct.unpack("!H", id[10:12])[0]
     packed = id[16:32] if family == socket.AF_INET6 else id[12:16]
     return socket.inet_ntop(family, packed), port

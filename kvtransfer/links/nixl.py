@@ -1,10 +1,10 @@
-"""Links over NIXL (`pip install nixl`): one-sided reads, by whatever UCX finds between two hosts, of CPUs or GPUs.
+"""Links over NIXL (`pip install nixl`): one-sided reads over any UCX transport, for CPUs and GPUs.
 
-    sender   ──> receiver    offer: its number, where it lies, and the keys to it if its memory is new to the receiver
-    receiver                 reads it
-    receiver ──> sender      done: its number, with the last byte
+    sender   ──> receiver    offer: number, address, and memory keys if the memory is new to the receiver
+    receiver                 reads the payload
+    receiver ──> sender      done: number, with the last byte
 
-Nobody writes into the other's memory: what a link receives it has fetched. What crosses the wire may come in any order.
+Neither side writes into the other's memory. Messages may arrive in any order.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ from kvtransfer.links.device_stream import StreamEvent
 from kvtransfer.links.link import LinkEnd, Operation
 
 _POLL_S = 5e-5
-_OFFER = struct.Struct("=QQQI")  # number, address, bytes, device; then the keys
+_OFFER = struct.Struct("=QQQI")  # number, address, bytes, device; memory keys follow
 _DONE = struct.Struct("=Q")  # number
-_MAX_REGISTERED = 8  # pieces of memory: a link passes its payloads through a few buffers
+_MAX_REGISTERED = 8  # memory regions: a link reuses a few staging buffers
 
 
 def check_nixl() -> None:
-    """Raises SpecError where the package is not installed."""
+    """Raise SpecError if the nixl package is not installed."""
     if find_spec("nixl") is None:
-        raise SpecError("kv.host_link: nixl is not installed here: pip install nixl on every node")
+        raise SpecError("kv.host_link: nixl is not installed: pip install nixl on every node")
 
 
 class NixlLink:
-    """An agent of NIXL at each end, which only this link uses.
+    """Link with a dedicated NIXL agent at each end.
 
-    Everything is done by the thread that uses the link, while it waits. Its calls to NIXL return at once; what they
-    started is looked at again and again. An operation does not end where the peer is gone, nor is there a way to end
-    it: so when a deadline has passed, or after `close`, the agent is taken apart on a thread of its own, and memory
-    that it could still write to is held until that is done.
+    The caller's thread makes all progress while it waits, by polling non-blocking NIXL calls. An operation whose peer
+    is gone neither ends nor can be cancelled. So after a missed deadline or `close`, a separate thread destroys the
+    agent, and memory that the agent could still write to is referenced until then.
     """
 
     backend = "nixl"
     num_buffers = 2
 
     def __init__(self, end: LinkEnd) -> None:
-        """Raises SpecError."""
+        """Raises SpecError if nixl is not installed."""
         check_nixl()
         self.device = end.device
         self._end = end
         self._closed = threading.Event()
-        self._agent_lock = threading.Lock()  # of all below: of the thread that uses the link, and of who ends it
+        # Guards the fields below against the thread that destroys the agent.
+        self._agent_lock = threading.Lock()
         self._agent: _Agent | None = None
         self._num_started = self._num_done = 0  # operations
-        self._receives: deque[tuple[int, Tensor, StreamEvent]] = deque()  # not begun
-        self._offers: dict[int, bytes] = {}  # that nobody has read yet
-        self._reads: deque[tuple[Tensor, Any]] = deque()  # under way
+        self._receives: deque[tuple[int, Tensor, StreamEvent]] = deque()  # reads not started
+        self._offers: dict[int, bytes] = {}  # received, not yet read
+        self._reads: deque[tuple[Tensor, Any]] = deque()  # in progress
         self._sends: dict[int, Tensor] = {}
 
     def meet(self) -> None:
@@ -78,10 +78,10 @@ class NixlLink:
             agent = _Agent(f"{end.prefix}/{ours}", end.device)
             with self._agent_lock:
                 self._agent = agent
-            if self._closed.is_set():  # before it was there to be taken apart
-                self._take_apart()
+            if self._closed.is_set():  # closed before the agent was stored
+                self._destroy()
             self._check_open()
-            store.set(ours, agent.introduction)  # type: ignore[arg-type]  # torch's stubs know no bytes
+            store.set(ours, agent.introduction)  # type: ignore[arg-type]  # torch's stubs lack bytes
             store.wait([theirs], timedelta(seconds=end.timeout_s))
             introduction = store.get(theirs)
             with self._agent_lock:
@@ -89,13 +89,14 @@ class NixlLink:
                 agent.meet(introduction)
         except _errors() as error:
             self.close()
-            raise LinkClosed(f"link {end.prefix}: the peer did not come: {error}") from error
-        greeting = torch.zeros(1, dtype=torch.uint8, device=end.device)  # connections are made by what uses them
+            raise LinkClosed(f"link {end.prefix}: peer did not connect: {error}") from error
+        # UCX connects on first use, so transfer one byte now.
+        greeting = torch.zeros(1, dtype=torch.uint8, device=end.device)
         operation = self.send(greeting) if end.is_sender else self.recv(greeting)
         operation.wait(timeout_s=max(0.0, until - time.monotonic()))
 
     def send(self, payload: Tensor) -> Operation:
-        StreamEvent(self.device).wait()  # NIXL knows no streams: whoever reads the payload must find it there
+        StreamEvent(self.device).wait()  # NIXL ignores CUDA streams, so the payload must be complete
 
         def offer(agent: _Agent, number: int) -> None:
             agent.offer(number, payload)
@@ -104,21 +105,21 @@ class NixlLink:
         return self._start(offer)
 
     def recv(self, payload: Tensor) -> Operation:
-        mark = StreamEvent(self.device)  # what its memory was used for before
-        return self._start(lambda agent, number: self._receives.append((number, payload, mark)))
+        event = StreamEvent(self.device)  # earlier uses of the payload's memory
+        return self._start(lambda agent, number: self._receives.append((number, payload, event)))
 
     def close(self) -> None:
         if not self._closed.is_set():
             self._closed.set()
-            threading.Thread(target=self._take_apart, name="kv-nixl-end").start()
+            threading.Thread(target=self._destroy, name="kv-nixl-end").start()
 
     def wait_for(self, number: int, *, timeout_s: float) -> None:
-        """Until so many operations have ended. Raises LinkClosed."""
+        """Wait until `number` operations have completed. Raises LinkClosed."""
         deadline = time.monotonic() + timeout_s
         while self._using(self._progress) < number:
             if time.monotonic() > deadline:
                 self.close()
-                raise LinkClosed(f"nixl: an operation took longer than {timeout_s:.1f} s")
+                raise LinkClosed(f"nixl: operation timed out after {timeout_s:.1f} s")
             time.sleep(_POLL_S)
 
     def _start(self, start: Callable[[_Agent, int], None]) -> Operation:
@@ -127,11 +128,11 @@ class NixlLink:
         return _NixlOperation(self, self._num_started)
 
     def _using(self, use: Callable[[_Agent], Any]) -> Any:
-        """Raises LinkClosed."""
+        """Call `use` with the agent under its lock. Raises LinkClosed."""
         with self._agent_lock:
             self._check_open()
             if self._agent is None:
-                raise LinkClosed("the link has not met its peer")
+                raise LinkClosed("the link is not connected")
             try:
                 return use(self._agent)
             except _errors() as error:
@@ -139,7 +140,7 @@ class NixlLink:
                 raise LinkClosed(f"nixl: {error}") from error
 
     def _progress(self, agent: _Agent) -> int:
-        """See what has come, begin what can be begun. Returns how many operations have ended."""
+        """Process messages and start reads. Returns the number of completed operations."""
         for message in agent.messages():
             if self._end.is_sender:
                 self._sends.pop(_DONE.unpack(message)[0], None)
@@ -159,8 +160,8 @@ class NixlLink:
         if self._closed.is_set():
             raise LinkClosed("the link is closed")
 
-    def _take_apart(self) -> None:
-        """The agent first, and only then what it could reach."""
+    def _destroy(self) -> None:
+        """Destroy the agent, then release the memory that it could reach."""
         with self._agent_lock:
             held = [*self._receives, *self._reads, *self._sends.values()]
             agent, self._agent = self._agent, None
@@ -182,27 +183,28 @@ class _NixlOperation:
 
 @dataclass(eq=False)
 class _Registered:
-    """Memory that NIXL knows. It stays what it is as long as it is held here."""
+    """Memory registered with NIXL. The reference keeps the storage alive."""
 
     storage: torch.UntypedStorage
     descriptors: Any
 
 
 class _Agent:
-    """NIXL's own, and the memory that it knows. Its calls raise what `_errors` names."""
+    """A NIXL agent and its registered memory. Its methods raise the exceptions of `_errors`."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
-        nixl_logger = logging.getLogger("nixl")  # it prints, where ours go elsewhere and somebody may read JSON
+        # nixl installs a handler that prints plain text; route its log through ours, which may be JSON.
+        nixl_logger = logging.getLogger("nixl")
         nixl_logger.handlers.clear()
         nixl_logger.propagate = True
         nixl_logger.setLevel(logging.WARNING)
-        # A thread of NIXL's would keep a core busy for each link; whoever waits for an operation looks anyway.
+        # No progress thread: it would keep a core busy per link, and waiting callers poll anyway.
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._device = device
         self._memory = "VRAM" if device.type == "cuda" else "DRAM"
-        self._registered: dict[tuple[int, int], _Registered] = {}  # by address and size; used last comes last
+        self._registered: dict[tuple[int, int], _Registered] = {}  # by (address, size), least recently used first
         self._peer = ""
 
     @property
@@ -218,51 +220,51 @@ class _Agent:
         return messages
 
     def offer(self, number: int, payload: Tensor) -> None:
-        new = self._know(payload)
+        new = self._register(payload)
         keys = self._agent.get_partial_agent_metadata(new.descriptors, False, ["UCX"]) if new else b""
         place = _OFFER.pack(number, payload.data_ptr(), payload.numel(), payload.device.index or 0)
         self._agent.send_notif(self._peer, place + keys)
 
     def read(self, offer: bytes, payload: Tensor) -> Any:
-        """Start to read what was offered. Returns what `is_over` takes."""
+        """Start reading an offered payload. Returns a transfer handle for `is_over`."""
         number, address, num_bytes, device = _OFFER.unpack_from(offer)
         if num_bytes != payload.numel():
-            raise RuntimeError(f"{num_bytes} bytes are offered where {payload.numel()} were announced")
+            raise RuntimeError(f"peer offered {num_bytes} bytes, announced {payload.numel()}")
         if keys := offer[_OFFER.size :]:
             self._agent.add_remote_agent(keys)
-        self._know(payload)
+        self._register(payload)
         here = (payload.data_ptr(), num_bytes, payload.device.index or 0)
         descriptors = [
             self._agent.get_xfer_descs([place], self._memory) for place in (here, (address, num_bytes, device))
         ]
         transfer = self._agent.initialize_xfer("READ", *descriptors, self._peer, _DONE.pack(number))
         if self._agent.transfer(transfer) == "ERR":
-            raise RuntimeError("the peer's memory cannot be read")
+            raise RuntimeError("failed to start reading the peer's memory")
         return transfer
 
     def is_over(self, transfer: Any) -> bool:
         state = self._agent.check_xfer_state(transfer)
         if state == "ERR":
-            raise RuntimeError("a read of the peer's memory has failed")
+            raise RuntimeError("reading the peer's memory failed")
         if state == "DONE":
             self._agent.release_xfer_handle(transfer)
         return bool(state == "DONE")
 
     def end(self) -> None:
-        """Take it apart: what is under way ends."""
+        """Deregister memory and destroy the agent, which ends transfers in progress."""
         for registered in self._registered.values():
             with suppress(*_errors()):
                 self._agent.deregister_memory(registered.descriptors)
         del self._agent
         self._registered.clear()
 
-    def _know(self, payload: Tensor) -> _Registered | None:
-        """Register the whole buffer that a payload is part of; None if it is known. The one used longest ago goes."""
+    def _register(self, payload: Tensor) -> _Registered | None:
+        """Register the payload's storage, evicting the least recently used. Returns None if it was registered."""
         storage = payload.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()
-        known = self._registered.pop(place, None)
-        if known:
-            self._registered[place] = known
+        registered_before = self._registered.pop(place, None)
+        if registered_before:
+            self._registered[place] = registered_before
             return None
         if len(self._registered) >= _MAX_REGISTERED:
             oldest = self._registered.pop(next(iter(self._registered)))
@@ -274,12 +276,14 @@ class _Agent:
 
 @lru_cache(maxsize=1)
 def _errors() -> tuple[type[Exception], ...]:
-    """NIXL's, which have nothing in common; RuntimeError, the store's; and of messages that are none of ours."""
+    """Return the exceptions to catch: NIXL's, which share no base; the store's RuntimeError; malformed messages."""
     from nixl import _bindings
 
-    all_its_own = [one for one in vars(_bindings).values() if isinstance(one, type) and issubclass(one, Exception)]
-    return RuntimeError, struct.error, *all_its_own
+    nixl_errors = [
+        value for value in vars(_bindings).values() if isinstance(value, type) and issubclass(value, Exception)
+    ]
+    return RuntimeError, struct.error, *nixl_errors
 
 
-def _name(said: str | bytes) -> str:
-    return said.decode() if isinstance(said, bytes) else said
+def _name(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value

@@ -1,4 +1,4 @@
-"""Links over a TCP connection of their own: between hosts without GPUs."""
+"""Links over a TCP connection, for hosts without GPUs."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from kvtransfer.links.link import LinkEnd, Operation
 
 
 class TcpLink:
-    """One connection, kept busy by the kernel's buffers while the link's thread packs or writes.
+    """Link over one TCP connection; the kernel's socket buffers overlap transport with packing.
 
-    A payload that is sent goes into those buffers at once as far as there is room; a thread pushes the rest, so that
-    the next one can be packed meanwhile. One that is received is read when it is waited for: until then the kernel
-    takes it in. A peer that dies ends the connection, and `close` wakes whoever waits: a deadline is sat out only for a
-    peer that is frozen or whose host is gone. Encrypted, a payload is sealed before it is sent and opened, piece by
-    piece, as it is read.
+    `send` writes as much as fits into the socket buffer; a thread pushes the rest, so that the next payload can be
+    packed meanwhile. A receive reads in `wait`; until then the kernel buffers the data. A dying peer resets the
+    connection and `close` wakes waiting threads, so only a frozen peer or a lost host costs a full deadline. Encrypted
+    payloads are encrypted before they are sent, and decrypted piece by piece as they are read.
     """
 
     backend = "tcp"
     device = torch.device("cpu")
 
     def __init__(self, end: LinkEnd) -> None:
-        self.num_buffers = 2 if end.is_sender else 1  # while one is written, the kernel takes in the next
+        # The receiver needs one: the kernel buffers the next payload while this one is written to the pool.
+        self.num_buffers = 2 if end.is_sender else 1
         self._end = end
         self._wire: _Wire | None = None
         self._is_closed = False
-        self._lock = threading.Lock()  # of the two
+        self._lock = threading.Lock()  # guards the two fields above
 
     def meet(self) -> None:
         if self._is_closed:
@@ -42,7 +42,7 @@ class TcpLink:
         connection, key = meet(self._end)
         with self._lock:
             self._wire = _Wire(connection, Cipher(key) if self._end.guard.is_encrypted else None)
-        if self._is_closed:  # meanwhile
+        if self._is_closed:  # closed during the connect
             self.close()
             raise LinkClosed("the link is closed")
 
@@ -64,12 +64,12 @@ class TcpLink:
     @property
     def _met(self) -> _Wire:
         if self._wire is None:
-            raise LinkClosed("the link is closed, or its peer never came")
+            raise LinkClosed("the link is not connected")
         return self._wire
 
 
 class _Wire:
-    """A connection, with what seals the payloads and what pushes them."""
+    """A connection with its encryptor and its pusher thread."""
 
     def __init__(self, connection: Connection, cipher: Cipher | None) -> None:
         self.connection = connection
@@ -79,19 +79,19 @@ class _Wire:
     def send(self, payload: memoryview) -> Operation:
         self.connection.check()
         if self.encryptor is None:
-            left = self.connection.move_now(payload) if self.pusher.is_idle else payload
-            return self.pusher.push(left) if left else _Sent()
+            remaining = self.connection.move_now(payload) if self.pusher.is_idle else payload
+            return self.pusher.push(remaining) if remaining else _Sent()
         encrypted = self.encryptor.buffer(encrypted_size(len(payload)))
         num_sent = 0
-        for num_encrypted in self.encryptor.cipher.fill_block(payload, encrypted):  # what is sealed leaves at once
+        for num_encrypted in self.encryptor.cipher.encrypt(payload, encrypted):  # send each piece at once
             if self.pusher.is_idle:
                 num_sent = num_encrypted - len(self.connection.move_now(encrypted[num_sent:num_encrypted]))
-        left = encrypted[num_sent:]
-        return _EncryptedReceiver(self.pusher.push(left) if left else _Sent(), encrypted, self.encryptor)
+        remaining = encrypted[num_sent:]
+        return _EncryptedReceiver(self.pusher.push(remaining) if remaining else _Sent(), encrypted, self.encryptor)
 
 
 class _Sent:
-    """All of it is in the kernel's buffers."""
+    """Completed send: the whole payload is in the socket buffer."""
 
     def wait(self, *, timeout_s: float) -> None:
         pass
@@ -120,14 +120,14 @@ class _Receiving:
 
 
 class _Encryptor:
-    """A cipher, and buffers for what it seals: memory that was touched once costs less the next time."""
+    """A cipher and its reusable buffers, which avoid page faults on fresh memory."""
 
     def __init__(self, cipher: Cipher) -> None:
         self.cipher = cipher
         self._buffers: list[bytearray] = []
 
     def buffer(self, num_bytes: int) -> memoryview:
-        """One that is in use until `free`."""
+        """Take a buffer of `num_bytes` bytes. Return it with `free`."""
         buffer = self._buffers.pop() if self._buffers else bytearray()
         if len(buffer) < num_bytes:
             buffer = bytearray(num_bytes)
@@ -140,7 +140,7 @@ class _Encryptor:
 
 
 class _EncryptedReceiver:
-    """A sealed payload on its way."""
+    """Send of an encrypted payload in progress; frees the buffer when done."""
 
     def __init__(self, sending: Operation, encrypted: memoryview, encryptor: _Encryptor) -> None:
         self._sending = sending
@@ -153,37 +153,37 @@ class _EncryptedReceiver:
 
 
 class _Pusher:
-    """A thread, if there ever is something to push, that sends what does not fit into the kernel's buffers."""
+    """Thread that sends data that did not fit into the socket buffer. Started on first use."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._left: queue.SimpleQueue[_Sending | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._num_waited_for = 0  # belongs to the link's thread
+        self._num_pending = 0  # pushes not yet waited for; used by the link's thread only
 
     @property
     def is_idle(self) -> bool:
-        return self._num_waited_for == 0
+        return self._num_pending == 0
 
-    def push(self, left: memoryview) -> Operation:
-        """Send this after everything that was pushed before. Raises LinkClosed."""
+    def push(self, remaining: memoryview) -> Operation:
+        """Queue data behind all earlier pushes. Raises LinkClosed."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kv-push", daemon=True)
             self._thread.start()
-        self._num_waited_for += 1
-        sending = _Sending(self, left)
+        self._num_pending += 1
+        sending = _Sending(self, remaining)
         self._left.put(sending)
-        self._connection.check()  # after `close` nobody looks there any more
+        self._connection.check()  # after `close` the thread no longer reads the queue
         return sending
 
     def wait(self, sending: _Sending, *, timeout_s: float) -> None:
-        """Until it is in the kernel's buffers. Raises LinkClosed."""
+        """Wait until the data is in the socket buffer. Raises LinkClosed."""
         try:
             sending.done.result(timeout_s)
         except TimeoutError as error:
             self._connection.close()
-            raise LinkClosed(f"tcp: it took longer than {timeout_s:.1f} s") from error
-        self._num_waited_for -= 1
+            raise LinkClosed(f"tcp: send timed out after {timeout_s:.1f} s") from error
+        self._num_pending -= 1
 
     def close(self) -> None:
         self._left.put(None)
@@ -191,15 +191,15 @@ class _Pusher:
     def _run(self) -> None:
         while sending := self._left.get():
             try:
-                self._connection.move_all(sending.left, timeout_s=None)
+                self._connection.move_all(sending.remaining, timeout_s=None)
                 sending.done.set_result(None)
             except LinkClosed as error:
                 sending.done.set_exception(error)
 
 
 class _Sending:
-    def __init__(self, pusher: _Pusher, left: memoryview) -> None:
-        self.left = left
+    def __init__(self, pusher: _Pusher, remaining: memoryview) -> None:
+        self.remaining = remaining
         self.done: Future[None] = Future()
         self._pusher = pusher
 

@@ -1,4 +1,4 @@
-"""The receiving process of a measurement: it does what the near side says. See core.process.child_process."""
+"""Receiving process of a link measurement, controlled by the near side (core.process.child_process)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvtransfer.transfer.rendezvous import Rendezvous
 
 
 class FarSide:
-    """Every public method is an order. Times are this host's monotonic clock, which its processes share."""
+    """Receiver whose public methods are commands. Times are on the host's monotonic clock, shared by its processes."""
 
     def __init__(self) -> None:
         self._identity = Identity(FAR, None)
@@ -40,11 +40,11 @@ class FarSide:
         return self._address
 
     def agree(self, secret: str, is_encrypted: bool) -> None:
-        """How links come in here. First of all."""
+        """Set the link authentication. Must be the first command."""
         self._guard = LinkGuard(bytes.fromhex(secret), is_encrypted)
 
     def make_pool(self, layout: dict[str, Any], num_blocks: int, wire_dtype: str, backend: str) -> None:
-        """Take in handoffs of this layout from now on."""
+        """Create the pool and the receiver for handoffs of this layout."""
         config = LinkConfig(
             rank=0,
             identity=self._identity,
@@ -62,16 +62,16 @@ class FarSide:
         )
 
     def open(self, handoff: str, num_tokens: int, num_blocks: int) -> None:
-        assert self._servicer.receiver, "make_pool comes first"
+        assert self._servicer.receiver, "call make_pool first"
         opening = Opening(
             handoff=handoff, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=tuple(range(num_blocks))
         )
         self._servicer.receiver.open(opening)
 
     def landed(self, handoff: str) -> float:
-        """When it was whole here."""
+        """Wait for a handoff to land and return the time in seconds."""
         found, at = self._landings.get(timeout=TIMEOUT_S)
-        assert found == handoff, f"{found} came instead of {handoff}"
+        assert found == handoff, f"expected handoff {handoff}, landed {found}"
         return at
 
     @property
@@ -80,15 +80,15 @@ class FarSide:
 
     @property
     def guard(self) -> LinkGuard:
-        assert self._guard, "agree comes first"
+        assert self._guard, "call agree first"
         return self._guard
 
 
 def serve(make: Callable[[], FarSide]) -> NoReturn:
-    """Carry out orders until there are no more."""
+    """Execute commands until the near side closes the connection."""
     torch.set_num_threads(1)
     obey(make)
-    os._exit(0)  # threads of links are in C++ code, which must not meet an interpreter that is being taken apart
+    os._exit(0)  # link threads may be in C++ code that must not run during interpreter shutdown
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The sending process of a measurement, as it speaks with the receiving one."""
+"""Sending process of a link measurement."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from kvtransfer.transfer.sender import Sender
 
 HOST = "127.0.0.1"
 TIMEOUT_S = 60.0
-NEAR = Identity(ProcessName.of_rank("bench", "prefill-0", 0), None)  # in clear: what is measured are the links
+NEAR = Identity(ProcessName.of_rank("bench", "prefill-0", 0), None)  # no TLS: only the links are measured
 FAR = NEAR.rank("decode-0", 0)
 
 
 class NearSide:
-    """Starts the far side, and ships handoffs to it by the classes that the workers use."""
+    """Starts the far side and ships handoffs to it with the workers' own classes."""
 
     def __init__(self, *, is_encrypted: bool = False, far: str = "kvtransfer.profile.far_side") -> None:
-        """far: the far side's module."""
+        """far: module of the far side."""
         self.host = RankHost(HOST, NEAR)
         self.guard = LinkGuard(secrets.token_bytes(32), is_encrypted=is_encrypted)
         self._senders: list[Sender] = []
@@ -48,7 +48,7 @@ class NearSide:
         self.host.stop()
 
     def sender(self, pool: KVPool, *, wire_dtype: str, backend: str, group_bytes: int | None = None) -> MeasuredSender:
-        """Ships from this pool to one like it on the far side."""
+        """Create a sender from `pool` to an equal pool on the far side."""
         layout = asdict(pool.layout)
         self.far.ask("make_pool", layout=layout, num_blocks=pool.num_blocks, wire_dtype=wire_dtype, backend=backend)
         shipments: queue.SimpleQueue[Shipment] = queue.SimpleQueue()
@@ -72,7 +72,7 @@ class NearSide:
 
 
 class MeasuredSender:
-    """One sender, whose handoffs go one after the other into the same blocks."""
+    """Sender whose handoffs are sequential and use the same blocks."""
 
     def __init__(self, near: NearSide, sender: Sender, shipments: queue.SimpleQueue[Shipment]) -> None:
         self._near = near
@@ -80,7 +80,7 @@ class MeasuredSender:
         self._shipments = shipments
 
     def begin(self, num_tokens: int) -> RankTransfer:
-        """A handoff of positions [0, num_tokens), which lie in the first blocks of either pool."""
+        """Begin a handoff of positions [0, num_tokens) in the first blocks of both pools."""
         layout = self._sender.config.pool.layout
         num_blocks = -(-num_tokens // layout.block_size)
         handoff = Handoff(
@@ -100,7 +100,7 @@ class MeasuredSender:
         return transfer
 
     def finish(self, transfer: RankTransfer) -> tuple[Shipment, float]:
-        """Wait until a committed passage has landed: its shipment, and when. Raises TransferError."""
+        """Wait until a committed transfer has landed. Returns its shipment and landing time. Raises TransferError."""
         shipment = self._shipments.get(timeout=TIMEOUT_S)
         if shipment.error:
             raise TransferError(f"{transfer.handoff.id}: {shipment.error}")

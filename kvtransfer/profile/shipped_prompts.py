@@ -1,4 +1,4 @@
-"""How much of a transfer a prompt's computation hides, with a real model: it computes here, and its KV goes far."""
+"""Measurement of how much of a KV transfer overlaps with prefill, with a real model and two processes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _BLOCK_SIZE = 16
 _CHUNK = 2048  # prompt tokens in one step, as in a prefill replica
 _NUM_TRIES = 2
 _NUM_TRIES_ALONE = 5
-_AREA_BYTES = 256 << 20  # copies run through so much, so that neither side stays in a cache
+_AREA_BYTES = 256 << 20  # copies cycle through this much memory to defeat the caches
 
 
 class ShippedPrompts:
-    """A model on this side, and a pool for its KV on the other."""
+    """Model in this process whose KV is shipped to a pool in the other."""
 
     def __init__(
         self, near: NearSide, model_dir: Path, *, dtype: str, wire_dtype: str, backend: str, most: int
     ) -> None:
-        """`most` tokens fit into either pool."""
+        """most: capacity of each pool in tokens."""
         num_blocks = -(-most // _BLOCK_SIZE) + 1
         config = EngineConfig(model_dir=model_dir, dtype=dtype, block_size=_BLOCK_SIZE, num_blocks=num_blocks)
         self._runner = ModelRunner(config)
@@ -42,7 +42,7 @@ class ShippedPrompts:
         return [self._measure(num_tokens) for num_tokens in sizes]
 
     def _measure(self, num_tokens: int) -> dict[str, Any]:
-        self._ship_alone(num_tokens)  # the first meets memory that was never touched
+        self._ship_alone(num_tokens)  # warm up: touch all memory
         plain = min(self._compute(num_tokens, lambda batch, layer: None) for _ in range(_NUM_TRIES))
         tries = [self._ship_while_computing(num_tokens) for _ in range(_NUM_TRIES)]
         alone, wire_bytes = min(self._ship_alone(num_tokens) for _ in range(_NUM_TRIES_ALONE))
@@ -53,22 +53,22 @@ class ShippedPrompts:
         return {
             "tokens": num_tokens,
             "wire_bytes": wire_bytes,
-            "transfer_ms": _ms(alone),  # with nothing to hide behind
-            "exposed_ms": _ms(exposed),  # from the end of the computation until it has landed
+            "transfer_ms": _ms(alone),  # without overlap
+            "exposed_ms": _ms(exposed),  # from the end of prefill to the landing
             "hidden_share": round(max(0.0, 1 - exposed / alone), 3),
             "prefill_ms": _ms(prefill),
             "prefill_without_transfer_ms": _ms(plain),
         }
 
     def _compute(self, num_tokens: int, on_layer: Callable[[Batch, int], None]) -> float:
-        """Seconds until the last logits are there."""
+        """Return the prefill time in seconds."""
         begin = time.monotonic()
         for batch in list(_batches(num_tokens, vocab_size=self._runner.config.vocab_size)):
             self._runner.forward(batch, partial(on_layer, batch))
         return time.monotonic() - begin
 
     def _ship_while_computing(self, num_tokens: int) -> tuple[float, float]:
-        """Seconds of the computation, and from its end until everything has landed."""
+        """Return the prefill time and the time from its end to the landing, in seconds."""
         transfer = self._sender.begin(num_tokens)
 
         def on_layer(batch: Batch, layer: int) -> None:
@@ -81,7 +81,7 @@ class ShippedPrompts:
         return seconds, landed_at - begin - seconds
 
     def _ship_alone(self, num_tokens: int) -> tuple[float, int]:
-        """Seconds of the transfer when everything has been computed before, and its bytes."""
+        """Return the time in seconds and the size of a transfer whose KV was computed earlier."""
         transfer = self._sender.begin(num_tokens)
         begin = time.monotonic()
         transfer.all_layers_ready(0, num_tokens)
@@ -93,7 +93,7 @@ class ShippedPrompts:
 def ship_prompts(
     model_dir: Path, sizes: Sequence[int], *, dtype: str, wire_dtype: str, host_link: str, threads: int
 ) -> list[dict[str, Any]]:
-    """Measure prompts of so many tokens between two processes, on the CPU. Raises SpecError."""
+    """Measure prompts of the given lengths between two processes on the CPU. Raises SpecError."""
     torch.set_num_threads(threads)
     backend = backend_for(torch.device("cpu"), host_link=host_link)
     with NearSide() as near:
@@ -102,7 +102,7 @@ def ship_prompts(
 
 
 def copy_in_memory(*, num_bytes: int, count: int) -> float:
-    """Seconds for the same from one place of memory to another, by one thread."""
+    """Return the seconds that `count` copies of `num_bytes` within memory take with one thread, for comparison."""
     places = max(1, _AREA_BYTES // num_bytes)
     source, target = torch.ones(places, num_bytes, dtype=torch.uint8), torch.ones(places, num_bytes, dtype=torch.uint8)
     begin = time.monotonic()
@@ -112,7 +112,7 @@ def copy_in_memory(*, num_bytes: int, count: int) -> float:
 
 
 def _batches(num_tokens: int, *, vocab_size: int) -> Iterator[Batch]:
-    """A prompt of random tokens in chunks; its blocks are the first ones."""
+    """Yield the chunks of a prompt of random tokens in the pool's first blocks."""
     token_ids = np.random.default_rng(0).integers(0, vocab_size, num_tokens)
     blocks = range(-(-num_tokens // _BLOCK_SIZE))
     for start, end in pairwise([*range(0, num_tokens, _CHUNK), num_tokens]):

@@ -1,10 +1,10 @@
-"""Prefixes that a replica fetches from others that hold them, as its rank 0 sees them. Pure.
+"""Prefix fetches of a replica from other replicas, tracked on rank 0. Pure.
 
-    begin ──> OPEN ──landed──────────────────────────────> the blocks are the owner's, and hold what was pulled
-               └──missed, expired, cancelled──> given up   the blocks that were opened come back by themselves
+    begin ──> OPEN ──landed──────────────────────────> the owner's blocks hold the fetched prefix
+               └──missed, expired, cancelled──> CLOSED the opened blocks return to the pool after quarantine
 
-A pull is a handoff like any other: an arrival of at least one block, with room for as many as the holder is said to
-have. How many come, the holder's commit says.
+A fetch is a handoff: an incoming transfer of at least one block, with room for every block that the source is reported
+to hold. The source's commit carries the actual number.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ T = TypeVar("T")
 
 
 class Call(Protocol):
-    """The call to the holder. Its end, while nothing has landed, ends the passage."""
+    """The gRPC call to the source replica. Ending it before the KV has landed aborts the transfer."""
 
     def cancel(self) -> object: ...
 
 
 @dataclass(eq=False)
 class Fetch(Generic[T]):
-    """One prefix on its way here, for `owner`."""
+    """One prefix fetch in progress for `owner`."""
 
     owner: T
     prefix_source: PrefixSource
     handoff: Handoff
-    hashes: tuple[bytes, ...]  # from the beginning of the prefix
+    hashes: tuple[bytes, ...]  # from the start of the prefix
     timeout_s: float
     begun_at: float
     incoming: IncomingTransfer[Fetch[T]] | None = None
@@ -54,32 +54,32 @@ class Fetch(Generic[T]):
 
     @property
     def num_tokens(self) -> int:
-        """Positions that have come."""
+        """Number of positions received."""
         assert self.incoming
         return self.incoming.num_tokens - self.opening.first_token
 
     @property
     def features(self) -> bytes:
-        """Of the last of these."""
+        """Draft-head features of the last received position."""
         assert self.incoming
         return self.incoming.features
 
     @property
     def problem(self) -> str:
-        """Of what has come; empty: none is known."""
+        """Error in the received data; empty if there is none."""
         assert self.incoming
         return self.incoming.problem
 
     @property
     def exposed(self) -> set[int]:
-        """The blocks that were opened for it."""
+        """Blocks opened for this fetch."""
         return set(self.opening.block_ids)
 
 
 class PrefixFetches(Generic[T]):
-    """Owned by the step thread of rank 0, as the arrivals are.
+    """Registry of prefix fetches. Owned by the step thread of rank 0.
 
-    `call` opens the handoff on the other ranks, asks the holder, and leaves word by `missed` if nothing comes of it.
+    `call` opens the handoff on the other ranks and calls the source replica; on failure `missed` is called.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class PrefixFetches(Generic[T]):
         close_elsewhere: Callable[[str, Callable[[], None]], None],
         call: Callable[[Fetch[T]], Call],
     ) -> None:
-        """timeout_s: for the holder to answer, beyond what the bytes need."""
+        """timeout_s: for the source to respond; the time to move the bytes is added."""
         self._incoming_transfers: IncomingTransfers[Fetch[T]] = IncomingTransfers(
             receiver, blocks, num_ranks=len(addresses), close_elsewhere=close_elsewhere
         )
@@ -119,11 +119,10 @@ class PrefixFetches(Generic[T]):
         first_block: int,
         now: float,
     ) -> None:
-        """Ask `prefix_source` for the blocks of `hashes` from `first_block` on, which go to the same places of
-        `blocks`.
+        """Fetch the blocks of `hashes` from `first_block` on into the same positions of `blocks`.
 
-        `id` may come again, but not at the same time `now`, in seconds on the caller's clock. Who does not hear of the
-        handoff must not be able to guess it.
+        `id` may repeat, but not together with the same `now` (seconds on the caller's clock). The handoff id must be
+        hard to guess for other processes.
         """
         size = self._layout.block_size
         num_bytes = (len(hashes) - first_block) * size * self._layout.bytes_per_token() * self._layout.tensor_parallel
@@ -145,26 +144,26 @@ class PrefixFetches(Generic[T]):
         fetch.call = self._call(fetch)
 
     def landed(self, rank: int, landing: Landing) -> Fetch[T] | None:
-        """One rank has what the holder sent. The pull, once, when every rank has."""
+        """Record that one rank has received the prefix. Returns the fetch once, when every rank has."""
         incoming = self._incoming_transfers.landed(rank, landing)
         return self._under_way.pop(incoming.owner.owner) if incoming else None
 
     def missed(self, fetch: Fetch[T]) -> bool:
-        """Nothing comes of it: it is given up. False if it is over already."""
+        """Cancel a fetch that the source cannot serve. Returns False if it is over already."""
         if self._under_way.get(fetch.owner) is not fetch:
             return False
         self.cancel(fetch.owner)
         return True
 
     def expired(self, now: float) -> list[Fetch[T]]:
-        """Those that have waited long enough: they are given up."""
+        """Cancel the fetches past their deadline and return them."""
         expired = [incoming.owner for incoming in self._incoming_transfers.expired(now)]
         for fetch in expired:
             self.cancel(fetch.owner)
         return expired
 
     def cancel(self, owner: T) -> Fetch[T] | None:
-        """The owner waits no more: if it did, the blocks that were opened are not its own any more."""
+        """Cancel the owner's fetch, if any. The owner loses its reference to the opened blocks."""
         fetch = self._under_way.pop(owner, None)
         if fetch:
             assert fetch.incoming and fetch.call

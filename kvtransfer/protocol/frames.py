@@ -1,4 +1,4 @@
-"""What is said beside the link: which positions a rank opens, what each payload holds, and when that is all. Pure."""
+"""Control frames that accompany a link's payloads: openings, segments and commits. Pure."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from kvtransfer.protocol.segment import Segment
 
 @dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What a handoff may fill: positions, and the blocks of the opening replica that they go to."""
+    """Positions that a handoff may fill, and the receiving replica's blocks that store them."""
 
     handoff: str  # its id
     first_token: int = 0  # a multiple of the block size
-    num_tokens: int  # at least so many; a commit of fewer is refused
-    max_tokens: int  # there is room for so many
-    block_ids: tuple[int, ...]  # of positions first_token / block_size onwards
-    sender: str = ""  # the replica that it comes from; empty: of each epoch, the one that speaks first
+    num_tokens: int  # minimum; a commit of fewer is rejected
+    max_tokens: int
+    block_ids: tuple[int, ...]  # from block first_token / block_size on
+    # Sending replica. Empty: the first replica that sends under an epoch owns that epoch.
+    sender: str = ""
 
     @classmethod
     def of(cls, handoff: Handoff, block_ids: Iterable[int], *, sender: str = "") -> Opening:
-        """What the ticket promises."""
+        """Build the opening that a ticket describes."""
         return cls(
             handoff=handoff.id,
             first_token=handoff.first_token,
@@ -35,24 +36,26 @@ class Opening:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentFrame:
-    """Announces one payload."""
+    """Announcement of one payload."""
 
     handoff: str
     epoch: int
     number: int  # consecutive from 0 per handoff, epoch and link
-    segment: Segment  # its heads are those of the rank that holds this object: the other one's never travel
+    # Head indices are local to the rank that holds this object; they are not sent.
+    segment: Segment
     num_bytes: int
     checksum: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommitFrame:
-    """All segments of one sending rank for one receiving rank have been announced."""
+    """End of one sending rank's segments for one receiving rank."""
 
     handoff: str
     epoch: int
     num_segments: int
     checksum: int  # over the segments' checksums, in order
-    num_tokens: int  # positions of the handoff that have been sent, those before first_token included
-    next_tokens: tuple[int, ...] = ()  # from rank 0 to rank 0
-    features: bytes = b""  # see engine.spec_decode.heads.features: of the last of these positions; empty: not known
+    num_tokens: int  # end position sent; positions before first_token count
+    next_tokens: tuple[int, ...] = ()  # from rank 0 to rank 0 only
+    # Draft-head features of the last position (engine.spec_decode.heads.features); empty: unknown.
+    features: bytes = b""

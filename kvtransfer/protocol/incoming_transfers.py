@@ -1,13 +1,13 @@
-"""The handoffs that a replica has opened, as its rank 0 sees them. Pure.
+"""Incoming transfers of a replica: the handoffs that it has opened, tracked on rank 0. Pure.
 
              every rank has landed
-    OPEN ─────────────────────────────────────> WHOLE      the blocks are the owner's; nothing writes to them any more
+    OPEN ─────────────────────────────────> WHOLE     the owner has the blocks; no more writes
      │
-     │ given up: lease ended, or expired
+     │ cancelled, lease ended, or expired
      v
-    CLOSING ──every rank says that it is closed──> CLOSED  the blocks are free
+    CLOSING ──every rank has closed it──> CLOSED      the blocks are free
 
-While CLOSING, a peer may still be writing on some rank: the blocks wait in quarantine.
+While CLOSING, a peer may still be writing on some rank, so the blocks stay in quarantine.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 class ReceivingEnd(Protocol):
-    """What writes into this rank's blocks: the Receiver."""
+    """Component that writes into this rank's blocks (the Receiver)."""
 
     def open(self, opening: Opening) -> None: ...
 
     def close(self, handoff: str) -> None:
-        """When this returns, nothing of the handoff is written here any more."""
+        """Close a handoff. After return, no byte of it is written on this rank."""
         ...
 
 
@@ -44,14 +44,15 @@ class IncomingTransferState(StrEnum):
 
 @dataclass(eq=False)
 class IncomingTransfer(Generic[T]):
-    """One handoff that was opened here, for `owner`."""
+    """One handoff opened on this replica for `owner`."""
 
     owner: T
     opening: Opening
     expires_at: float  # on the caller's clock
     state: IncomingTransferState = IncomingTransferState.OPEN
-    problem: str = ""  # of what has landed; then nobody need wait any longer
-    landed: dict[int, Landing] = field(default_factory=dict)  # the newest of each rank
+    # Error in the received data. If set, the transfer expires at once.
+    problem: str = ""
+    landed: dict[int, Landing] = field(default_factory=dict)  # newest per rank
 
     @property
     def id(self) -> str:
@@ -59,7 +60,7 @@ class IncomingTransfer(Generic[T]):
 
     @property
     def num_tokens(self) -> int:
-        """WHOLE: positions that are here."""
+        """Number of positions present. Valid once WHOLE."""
         return self.landed[0].num_tokens
 
     @property
@@ -68,7 +69,7 @@ class IncomingTransfer(Generic[T]):
 
     @property
     def features(self) -> bytes:
-        """Of the last of these positions; empty: not known."""
+        """Draft-head features of the last position; empty: unknown."""
         return self.landed[0].features
 
     @property
@@ -77,8 +78,11 @@ class IncomingTransfer(Generic[T]):
 
 
 class IncomingTransfers(Generic[T]):
-    """Owned by the step thread of rank 0. `close_elsewhere` closes a handoff on the other ranks, however long that may
-    take, and then runs the command on this thread."""
+    """Registry of incoming transfers. Owned by the step thread of rank 0.
+
+    `close_elsewhere` closes a handoff on the other ranks, which may take long, and then runs its callback on this
+    thread.
+    """
 
     def __init__(
         self,
@@ -98,31 +102,34 @@ class IncomingTransfers(Generic[T]):
         return len(self._open)
 
     def open(self, opening: Opening, *, owner: T, expires_at: float) -> IncomingTransfer[T]:
-        """Open a handoff on this rank. The other ranks must have opened it too before anyone is told of it."""
+        """Open a handoff on this rank. The other ranks must open it too before the handoff is sent to a peer."""
         incoming = self._open[opening.handoff] = IncomingTransfer(owner, opening, expires_at)
         self._receiver.open(opening)
         return incoming
 
     def landed(self, rank: int, landing: Landing) -> IncomingTransfer[T] | None:
-        """One rank has all of it. The arrival, once, when every rank has; if they do not have the same, it expires."""
+        """Record one rank's landing. Returns the transfer once, when every rank has landed.
+
+        If the ranks disagree on the number of positions, the transfer expires.
+        """
         incoming = self._open.get(landing.handoff)
         if incoming is None or not 0 <= rank < self._num_ranks:
             return None
-        known = incoming.landed.get(rank)
-        if known is None or known.epoch < landing.epoch:
+        previous = incoming.landed.get(rank)
+        if previous is None or previous.epoch < landing.epoch:
             incoming.landed[rank] = landing
         if len(incoming.landed) < self._num_ranks:
             return None
         counts = [incoming.landed[rank].num_tokens for rank in range(self._num_ranks)]
         if len({*counts}) > 1 or not incoming.opening.num_tokens <= counts[0] <= incoming.opening.max_tokens:
-            incoming.problem, incoming.expires_at = f"its ranks have {counts} positions", -math.inf
+            incoming.problem, incoming.expires_at = f"ranks received {counts} positions", -math.inf
             return None
         self._end(incoming, IncomingTransferState.WHOLE)
-        self._close(incoming, lambda: None)  # they only forget it
+        self._close(incoming, lambda: None)
         return incoming
 
     def give_up(self, incoming: IncomingTransfer[T]) -> None:
-        """Nobody waits for it any more. Takes over the owner's reference to the blocks that were opened."""
+        """Cancel a transfer. Takes over the owner's reference to the opened blocks."""
         exposed = list(incoming.opening.block_ids)
         self._end(incoming, IncomingTransferState.CLOSING)
         self._blocks.quarantine(exposed)
@@ -134,7 +141,7 @@ class IncomingTransfers(Generic[T]):
         self._close(incoming, closed)
 
     def expired(self, now: float) -> list[IncomingTransfer[T]]:
-        """Those that have waited long enough, or in vain: give them up."""
+        """Return the transfers that are past their deadline or have failed. The caller gives them up."""
         return [incoming for incoming in self._open.values() if incoming.expires_at < now]
 
     def _end(self, incoming: IncomingTransfer[T], state: IncomingTransferState) -> None:

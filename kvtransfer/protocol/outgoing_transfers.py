@@ -1,12 +1,12 @@
-"""The handoffs that a replica is sending, as its rank 0 sees them. Pure.
+"""Outgoing transfers of a replica: the handoffs that it is sending, tracked on rank 0. Pure.
 
     SENDING ──every rank has landed──────────────────> LANDED
        │ a rank failed, or aborted
        v
     FAILING ──every rank has stopped reading──> FAILED
 
-A departure holds a reference of its own to every block that it reads, from its beginning to its end. So whoever owns
-the sequence may finish, cancel, preempt or free it at any moment.
+A transfer holds its own reference to every block that it reads, from begin to end. So the owner of the sequence may
+finish, cancel, preempt or free it at any time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from kvtransfer.protocol.rank_transfer import Shipment
 
 T = TypeVar("T")
 
-_MAX_ENDED = 4096  # a call that is made twice, or a report, comes late by a deadline, not by thousands of handoffs
+# A duplicate call or report is late by one deadline at most, during which fewer handoffs end.
+_MAX_ENDED = 4096
 
 
 class OutgoingTransferState(StrEnum):
@@ -36,11 +37,11 @@ class OutgoingTransferState(StrEnum):
 
 @dataclass(eq=False)
 class OutgoingTransfer(Generic[T]):
-    """One handoff on its way out, for `owner`."""
+    """One handoff that this replica sends for `owner`."""
 
     owner: T
     handoff: Handoff
-    ranks: set[int]  # ours that still send
+    ranks: set[int]  # own ranks still sending
     blocks: list[int]
     state: OutgoingTransferState = OutgoingTransferState.SENDING
     error: TransferError | None = None
@@ -56,7 +57,7 @@ class OutgoingTransfer(Generic[T]):
 
     @property
     def shipment(self) -> Shipment:
-        """All ranks' together, once it is over."""
+        """Combined result of all ranks. Valid once `is_over`."""
         return Shipment(
             handoff=self.handoff.id,
             epoch=self.handoff.epoch,
@@ -68,7 +69,7 @@ class OutgoingTransfer(Generic[T]):
 
 
 class OutgoingTransfers(Generic[T]):
-    """Owned by the step thread of rank 0."""
+    """Registry of outgoing transfers. Owned by the step thread of rank 0."""
 
     def __init__(self, blocks: BlockManager) -> None:
         self._blocks = blocks
@@ -80,12 +81,18 @@ class OutgoingTransfers(Generic[T]):
         return len(self._under_way)
 
     def knows(self, key: HandoffKey) -> bool:
-        """Whether it is under way, or was. A key serves once: a report of its first passage that comes late, or twice,
-        would end a second one while that is still being read."""
+        """Return whether a transfer with this key is active or has ended.
+
+        A key is used once: a late or duplicate report of the first transfer would end a second one while its blocks
+        are still being read.
+        """
         return key in self._under_way or key in self._ended
 
     def begin(self, handoff: Handoff, blocks: Sequence[int], *, ranks: Iterable[int], owner: T) -> OutgoingTransfer[T]:
-        """Our `ranks` begin to send these blocks, which somebody holds now. Nobody may know the handoff's key yet."""
+        """Register a transfer of `blocks` by `ranks`, which takes its own references.
+
+        The caller holds the blocks during this call. The handoff's key must be new.
+        """
         outgoing = OutgoingTransfer(owner, handoff, set(ranks), [])
         assert not self.knows(outgoing.key), f"{outgoing.key} is under way, or was"
         self._under_way[outgoing.key] = outgoing
@@ -93,19 +100,19 @@ class OutgoingTransfers(Generic[T]):
         return outgoing
 
     def grow(self, outgoing: OutgoingTransfer[T], blocks: Sequence[int]) -> None:
-        """The table from position 0 on has become `blocks`: hold those that are new."""
+        """Replace the block table (from position 0 on) by `blocks`, a longer one, and reference the new blocks."""
         new = blocks[len(outgoing.blocks) :]
         self._blocks.share(new)
         outgoing.blocks += new
 
     def abort(self, outgoing: OutgoingTransfer[T], error: TransferError) -> None:
-        """Stop sending; it is over when every rank says so. The first error counts."""
+        """Abort sending. The transfer is over when every rank has reported; the first error wins."""
         if outgoing.state is OutgoingTransferState.SENDING:
             outgoing.state, outgoing.error = OutgoingTransferState.FAILING, error
             self._aborts.append(outgoing.key)
 
     def ended(self, rank: int, shipment: Shipment) -> OutgoingTransfer[T] | None:
-        """One of our ranks has ended its part. The departure, or None if that was known already."""
+        """Record that one rank has ended its part. Returns the transfer, or None for a duplicate report."""
         outgoing = self._under_way.get((shipment.handoff, shipment.epoch))
         if outgoing is None or rank not in outgoing.ranks:
             return None
@@ -124,6 +131,6 @@ class OutgoingTransfers(Generic[T]):
         return outgoing
 
     def take_aborts(self) -> list[HandoffKey]:
-        """What the ranks must be ordered to abort."""
+        """Return and clear the keys of the transfers that the ranks must abort."""
         aborts, self._aborts = self._aborts, []
         return aborts

@@ -1,4 +1,4 @@
-"""Which rank sends which heads to which rank. Pure."""
+"""Assignment of KV heads to pairs of sending and receiving ranks. Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from engine.kv.layout import KVLayout
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCopy:
-    """Heads that travel from one sending rank to one receiving rank.
+    """A run of `num_heads` heads that one sending rank copies to one receiving rank.
 
-    `sender_head` and `receiver_head` are where the run of `num_heads` begins in each rank's own heads.
+    `sender_head` and `receiver_head` are the index of the first head within each rank's own heads.
     """
 
     sender: int
@@ -22,10 +22,10 @@ class HeadCopy:
 
 
 def plan_heads(*, sender: KVLayout, receiver: KVLayout) -> list[HeadCopy]:
-    """Cover every head of every receiving rank exactly once.
+    """Return copies that cover every head of every receiving rank exactly once.
 
-    Where several sending ranks hold the same head (more ranks than heads), the receiving ranks spread over them.
-    Rank 0 always sends to rank 0, so that a commit between the two brings the first tokens.
+    If several sending ranks hold the same head (more ranks than heads), the receiving ranks spread over them.
+    Rank 0 always sends to rank 0, because the commit between the two carries the first tokens.
 
         6 heads, sender tp 2     |0 1 2|3 4 5|
         receiver tp 3            |0 1|2 3|4 5|     (0→0: 0 1) (0→1: 2) (1→1: 3) (1→2: 4 5)
@@ -52,8 +52,11 @@ def plan_heads(*, sender: KVLayout, receiver: KVLayout) -> list[HeadCopy]:
 
 
 def head_counts(layout: KVLayout) -> list[int]:
-    """How many heads at a time a rank of `layout` sends or gets, beside replicas of every degree that divides the
-    model's heads; a higher one has single heads, too."""
+    """Return every `num_heads` that a copy to or from a rank of `layout` can have, in ascending order.
+
+    Considers peers of every tensor-parallel degree that divides the model's KV heads. A higher degree copies single
+    heads, which are included.
+    """
     peers = (degree for degree in range(1, layout.num_kv_heads + 1) if layout.num_kv_heads % degree == 0)
     counts = set()
     for degree in peers:
@@ -64,13 +67,13 @@ def head_counts(layout: KVLayout) -> list[int]:
 
 
 def sending_ranks(layout: KVLayout, *, num_receivers: int) -> set[int]:
-    """Which ranks of a replica of `layout` have something for a replica of so many ranks."""
+    """Return the ranks of a replica of `layout` that send to a replica of `num_receivers` ranks."""
     copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=num_receivers))
     return {copy.sender for copy in copies}
 
 
 def _prefix_source(layout: KVLayout, head: int, *, spread: int) -> int:
-    """A rank that holds `head`; among several, number `spread` (modulo)."""
+    """Return a rank that holds `head`; `spread` (modulo their number) selects one of several."""
     if layout.tensor_parallel <= layout.num_kv_heads:
         return head * layout.tensor_parallel // layout.num_kv_heads
     replicas = layout.tensor_parallel // layout.num_kv_heads

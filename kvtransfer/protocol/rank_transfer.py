@@ -1,14 +1,14 @@
-"""One handoff on its way out of one rank. Pure: it knows no bytes, and no link but as somebody who carries.
+"""Outgoing transfer of one handoff from one rank. Pure: no I/O; links are abstracted as `Carrier`.
 
-An outlet is a passage's part through one link:
+A rank transfer consists of one link transfer per link:
 
     SENDING ──commit announced──> COMMITTED ──landed──> LANDED
        │                              │
-       └─ refused, aborted, link failed, no answer in time ──> FAILED
+       └─ rejected, aborted, link failed, timeout ──> FAILED
 
-The caller's blocks are read only between `start_reading` and `stop_reading`, while a segment is packed. An outlet that
-ends in between counts as ended for everyone else at once, and for its passage when the reading is over: so blocks are
-never given back while a thread still reads them, and never kept because a thread is stuck in the network.
+The caller's blocks are read only between `start_reading` and `stop_reading`, while a segment is packed. A link transfer
+that ends meanwhile keeps its rank transfer open until the read ends. So blocks are never freed while a thread reads
+them, and never held because a thread is stuck in the network.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from kvtransfer.protocol.segment import Segment, combine_checksums
 
 @dataclass(frozen=True, kw_only=True)
 class Shipment:
-    """What one rank's part of a handoff came to."""
+    """Result of one rank's part of a handoff."""
 
     handoff: str
     epoch: int
     wire_bytes: int  # payloads and announcements
-    seconds: float  # from its beginning on this rank to the last acknowledgement: with the computation meanwhile
-    link_s: float  # what the busiest of its links was at work for it: packing, and waiting for the wire
-    error: TransferError | None = None  # None: it has landed
+    seconds: float  # from `begin` on this rank to the last acknowledgement, including overlapped computation
+    link_s: float  # busy time of its busiest link: packing, and waiting for the wire
+    error: TransferError | None = None  # None: landed
 
 
 @dataclass(frozen=True)
 class Ending:
-    """The last that a passage sends: how far it came, and what comes after."""
+    """Final item of a transfer: the number of positions sent, and the next tokens."""
 
     num_tokens: int
     next_tokens: tuple[int, ...]
@@ -48,14 +48,14 @@ class Ending:
 
 
 class Carrier(Protocol):
-    """A link to one receiving rank, as its outlets see it."""
+    """Interface that link transfers use to reach a link."""
 
     def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
-        """Send this after everything that was put before."""
+        """Queue `item` for sending. Items are sent in order."""
         ...
 
     def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
-        """Fail this outlet; the others go on."""
+        """Fail this link transfer only; others on the link continue."""
         ...
 
 
@@ -67,7 +67,7 @@ class LinkTransferState(StrEnum):
 
 
 class LinkTransfer:
-    """One handoff's part that goes through one link. The carrier holds a lock over every change of state."""
+    """Part of a handoff that goes through one link. The carrier locks every state change."""
 
     def __init__(self, transfer: RankTransfer, copy: HeadCopy, carrier: Carrier) -> None:
         self.transfer = transfer
@@ -76,8 +76,8 @@ class LinkTransfer:
         self.error: TransferError | None = None
         self.wire_bytes = 0
         self.link_s = 0.0
-        self.num_put = 0  # segments given to the carrier, which belongs to the thread that hands them over
-        self.num_sent = 0  # of these; belongs to the carrier's thread
+        self.num_put = 0  # segments queued; written by the computing thread
+        self.num_sent = 0  # segments sent; written by the carrier's thread
         self._carrier = carrier
         self._checksums: list[int] = []
         self._is_reading = False
@@ -92,7 +92,7 @@ class LinkTransfer:
 
     @property
     def is_over(self) -> bool:
-        """Ended, and the caller's blocks are not being read any more."""
+        """Return whether it has ended and no thread reads the caller's blocks."""
         return self.is_ended and not self._is_reading
 
     def send(self, segment: Segment) -> None:
@@ -100,16 +100,16 @@ class LinkTransfer:
         self._carrier.put(self, replace(segment, first_head=self.copy.sender_head, num_heads=self.copy.num_heads))
 
     def commit(self, ending: Ending) -> None:
-        """Rank 0 alone is told the next tokens."""
+        """Queue the end of the transfer. Only rank 0 receives the next tokens."""
         self._carrier.put(self, ending if self.copy.receiver == 0 else replace(ending, next_tokens=()))
 
     def abort(self, error: TransferError) -> None:
         self._carrier.abort(self, error)
 
-    # For the carrier.
+    # Called by the carrier.
 
     def start_reading(self) -> bool:
-        """The carrier is about to read the blocks. False: it must not, and need not."""
+        """Mark the blocks as being read. Returns False if the transfer has ended: the carrier must not read them."""
         self._is_reading = not self.is_ended
         return self._is_reading
 
@@ -117,7 +117,7 @@ class LinkTransfer:
         self._is_reading = False
 
     def announce(self, segment: Segment, *, num_bytes: int, checksum: int) -> SegmentFrame:
-        """The frame that goes before a payload."""
+        """Return the frame to send before a payload."""
         handoff, epoch = self.key
         number = len(self._checksums)
         self._checksums.append(checksum)
@@ -126,7 +126,7 @@ class LinkTransfer:
         )
 
     def announce_commit(self, ending: Ending) -> CommitFrame:
-        """The frame after the last payload. The outlet must not have ended."""
+        """Return the frame to send after the last payload. The link transfer must not have ended."""
         assert not self.is_ended
         self.state = LinkTransferState.COMMITTED
         handoff, epoch = self.key
@@ -141,22 +141,22 @@ class LinkTransfer:
         )
 
     def landed(self) -> None:
-        """The receiving rank says that it has all of it."""
-        if self.state is LinkTransferState.COMMITTED:  # else it speaks of something that we did not say
+        """Record the receiving rank's acknowledgement."""
+        if self.state is LinkTransferState.COMMITTED:  # ignore an acknowledgement of a commit never sent
             self.state = LinkTransferState.LANDED
 
     def fail(self, error: TransferError) -> None:
-        """Not to be landed any more. The first end counts."""
+        """Mark as failed. Idempotent; the first outcome wins."""
         if not self.is_ended:
             self.state, self.error = LinkTransferState.FAILED, error
 
 
 class RankTransfer:
-    """All outlets of one handoff on this rank. Handed layer after layer by the thread that computes or orders them.
+    """Transfer of one handoff from this rank over all its links. The computing thread adds layer after layer.
 
-    `blocks` is the sequence's table from position 0 on; the caller keeps the blocks until the passage is over, which is
-    for its outlets' carriers to notice. Layers are sent together until they have `group_rows` rows, a row being one
-    position of one layer: short prompts so go in one message, long ones in groups of layers.
+    `blocks` is the sequence's block table from position 0 on; the caller holds the blocks until `is_over`, which the
+    carriers observe. Layers are batched into a segment until it has `group_rows` rows (one position of one layer):
+    a short prompt needs one message, a long one several groups of layers.
     """
 
     def __init__(
@@ -168,14 +168,14 @@ class RankTransfer:
         begun_at: float = 0.0,
         group_rows: int = 1 << 16,
     ) -> None:
-        """begun_at: on the caller's clock."""
+        """begun_at: start time in seconds on the caller's clock."""
         self.handoff = handoff
         self.blocks = tuple(blocks)
         self.link_transfers: list[LinkTransfer] = []
         self._layout = layout
         self._begun_at = begun_at
         self._group_rows = group_rows
-        self._group: Segment | None = None  # layers handed over and not yet sent
+        self._group: Segment | None = None  # layers added and not yet queued
 
     @property
     def key(self) -> HandoffKey:
@@ -183,23 +183,25 @@ class RankTransfer:
 
     @property
     def is_idle(self) -> bool:
-        """Everything handed over so far has been sent."""
+        """Return whether everything queued so far has been sent."""
         return all(link_transfer.num_put == link_transfer.num_sent for link_transfer in self.link_transfers)
 
     @property
     def is_over(self) -> bool:
-        """It has landed or failed, and no block is being read any more. Stays so."""
+        """Return whether it has landed or failed and no block is being read. Final once true."""
         return all(link_transfer.is_over for link_transfer in self.link_transfers)
 
     def all_layers_ready(self, first_token: int, end_token: int) -> None:
-        """The KV of positions [first_token, end_token) is in the pool, and has been: however many these are, no payload
-        is larger than of what is handed over as it is computed."""
+        """Send positions [first_token, end_token), whose KV was computed earlier, for all layers.
+
+        Splits the range so that payloads stay as small as in a transfer that overlaps with computation.
+        """
         for first in range(max(first_token, self.handoff.first_token), end_token, self._group_rows):
             for layer in range(self._layout.num_layers):
                 self.layer_ready(layer, first, min(first + self._group_rows, end_token))
 
     def layer_ready(self, layer: int, first_token: int, end_token: int) -> None:
-        """The KV of positions [first_token, end_token) is in the pool for this layer."""
+        """Send positions [first_token, end_token) of one layer, whose KV is in the pool."""
         first_token = max(first_token, self.handoff.first_token)
         num_tokens = end_token - first_token
         if num_tokens <= 0:
@@ -222,19 +224,21 @@ class RankTransfer:
             self._flush()
 
     def commit(self, num_tokens: int, next_tokens: Sequence[int] = (), *, features: bytes = b"") -> None:
-        """Positions up to num_tokens have been handed over, and nothing more comes. Rank 0 adds the next tokens, and
-        what is known of the last position."""
+        """Commit the transfer of positions up to num_tokens; nothing may follow.
+
+        Rank 0 adds the next tokens and the draft-head features of the last position.
+        """
         self._flush()
         for link_transfer in self.link_transfers:
             link_transfer.commit(Ending(num_tokens, tuple(next_tokens), features))
 
     def abort(self) -> None:
-        """It is not wanted any more."""
+        """Fail every link transfer with HandoffExpired."""
         for link_transfer in self.link_transfers:
             link_transfer.abort(HandoffExpired(f"handoff {self.handoff.id} was aborted"))
 
     def shipment(self, now: float) -> Shipment:
-        """What it came to, once it is over."""
+        """Return the result. Valid once `is_over`."""
         return Shipment(
             handoff=self.handoff.id,
             epoch=self.handoff.epoch,

@@ -1,4 +1,4 @@
-"""Which handoffs are open on one receiving rank. Closing is final, in whatever order the messages come. Pure."""
+"""Registry of the handoffs open on one receiving rank. Closing is final, even if Open arrives after Close. Pure."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from core.types.errors import HandoffExpired
 
 T = TypeVar("T")
 
-_MAX_CLOSED = 4096  # an Open overtaken by its Close comes within a call's deadline, not after thousands of others
+# An Open overtaken by its Close arrives within a call's deadline, before thousands of other handoffs close.
+_MAX_CLOSED = 4096
 
 
 class Register(Generic[T]):
-    """Entries by handoff id. Its owner holds a lock over each call."""
+    """Open entries by handoff id. Not thread-safe: the owner locks each call."""
 
     def __init__(self) -> None:
         self._open: dict[str, T] = {}
@@ -24,11 +25,11 @@ class Register(Generic[T]):
 
     @property
     def handoffs(self) -> list[str]:
-        """Those that are open."""
+        """Ids of the open handoffs."""
         return list(self._open)
 
     def open(self, handoff: str, entry: T) -> None:
-        """Does nothing if it has been closed already, or is open: the first entry has what arrived."""
+        """Add `entry` unless the handoff is closed or open already; the first entry holds the received data."""
         if handoff not in self._closed:
             self._open.setdefault(handoff, entry)
 
@@ -42,7 +43,7 @@ class Register(Generic[T]):
         return self._open.get(handoff)
 
     def find(self, handoff: str) -> T:
-        """Raises HandoffExpired."""
+        """Return the open entry. Raises HandoffExpired."""
         if entry := self._open.get(handoff):
             return entry
         raise HandoffExpired(f"handoff {handoff} is not open here")

@@ -1,18 +1,18 @@
-"""The unit that travels: a run of layers and positions, how its arrival is proved, and how long it may take. Pure."""
+"""Segment of KV that one payload carries, its checksums and its deadline. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# A link slower than this counts as broken. With a round trip of 40 ms and one packet in a hundred lost, CUBIC has 0.4
-# to 0.9 MB/s of 100 Mbit/s (docs/OPERATING.md, "Slow networks").
+# A slower link counts as broken. With a round trip of 40 ms and 1 % packet loss, CUBIC reaches 0.4 to 0.9 MB/s on
+# 100 Mbit/s (docs/OPERATING.md, "Slow networks").
 _MIN_BYTES_PER_S = 256 << 10
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """A run of layers, a run of positions, and a run of the heads of one rank."""
+    """Contiguous ranges of layers, positions and one rank's heads."""
 
     first_layer: int
     num_layers: int
@@ -35,10 +35,13 @@ class Segment:
 
 
 def combine_checksums(checksums: Iterable[int]) -> int:
-    """The checksum of a commit: of its segments' checksums in their order."""
+    """Return a commit's checksum. It depends on the order of the segments' checksums."""
     return sum(value * (2 * i + 1) for i, value in enumerate(checksums)) % 2**64
 
 
 def operation_timeout(timeout_s: float, num_bytes: int) -> float:
-    """The deadline of one operation: `timeout_s` for the peer to answer at all, and time for the bytes themselves."""
+    """Return the timeout of one link operation in seconds.
+
+    timeout_s: time for the peer to respond; the time to move `num_bytes` is added.
+    """
     return timeout_s + num_bytes / _MIN_BYTES_PER_S

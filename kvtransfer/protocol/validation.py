@@ -1,7 +1,7 @@
-"""What a rank makes sure of before it acts upon what another one says of a handoff. Pure.
+"""Validation of messages about handoffs from other ranks. Pure.
 
-One function for each thing that is said; each raises RequestError that names the field. What is checked here may be
-looked up, allocated and computed with: whether a handoff is open, and under which epoch, its ledger says.
+One function per message; each raises RequestError that names the field. Checked values are safe to look up, allocate
+and compute with. The ledger checks whether a handoff is open and under which epoch.
 """
 
 from __future__ import annotations
@@ -23,77 +23,81 @@ _MAX_FEATURE_BYTES = 1 << 18
 
 
 def check_handoff(handoff: Handoff, layout: KVLayout) -> None:
-    """A ticket. layout: of the rank that is to send."""
+    """Check a handoff ticket. layout: the sending rank's."""
     check_name(handoff.id, "handoff.id")
     check_name(handoff.replica, "handoff.replica")
     check(handoff.epoch >= 1, "handoff.epoch", "must be 1 or more")
-    check(can_share(layout, len(handoff.ranks)), "handoff.ranks", f"{len(handoff.ranks)} cannot share the heads")
+    num_ranks, num_heads = len(handoff.ranks), layout.num_kv_heads
+    check(can_share(layout, num_ranks), "handoff.ranks", f"{num_ranks} ranks cannot share {num_heads} KV heads")
     for address in handoff.ranks:
         check_address(address, "handoff.ranks")
     _check_span(handoff.first_token, handoff.num_tokens, handoff.max_tokens, layout, "handoff")
-    check(0 <= handoff.ttl_s <= _MAX_SECONDS, "handoff.ttl_s", "must be seconds")
+    check(0 <= handoff.ttl_s <= _MAX_SECONDS, "handoff.ttl_s", f"must be 0 to {_MAX_SECONDS:.0f} seconds")
 
 
 def check_opening(opening: Opening, layout: KVLayout, *, num_blocks: int) -> None:
-    """Blocks of this rank's pool, of `num_blocks`, that a sender may fill."""
+    """Check an opening against this rank's pool of `num_blocks` blocks."""
     check_name(opening.handoff, "handoff")
     check_name(opening.sender, "sender", may_be_empty=True)
     _check_span(opening.first_token, opening.num_tokens, opening.max_tokens, layout, "opening")
     num_needed = -(-(opening.max_tokens - opening.first_token) // layout.block_size)
     check(num_needed <= len(opening.block_ids) <= num_blocks, "block_ids", f"must be {num_needed} to {num_blocks}")
     check_blocks(opening.block_ids, num_blocks=num_blocks)
-    check(len(set(opening.block_ids)) == len(opening.block_ids), "block_ids", "must be different")
+    check(len(set(opening.block_ids)) == len(opening.block_ids), "block_ids", "must be distinct")
 
 
 def check_blocks(blocks: Iterable[int], *, num_blocks: int) -> None:
-    """Blocks of a pool that has so many."""
+    """Check block ids against a pool of `num_blocks` blocks."""
     check(all(0 <= block < num_blocks for block in blocks), "block_ids", f"must be below {num_blocks}")
 
 
 def check_segment(frame: SegmentFrame, layout: KVLayout, *, num_blocks: int) -> None:
-    """What is announced could be part of some sequence of this rank's pool."""
-    segment, most = frame.segment, num_blocks * layout.block_size
+    """Check that a segment fits into this rank's pool."""
+    segment, max_positions = frame.segment, num_blocks * layout.block_size
     check_name(frame.handoff, "segment.handoff")
     check(segment.num_layers >= 1, "segment.num_layers", "must be 1 or more")
-    check(segment.layers.stop <= layout.num_layers, "segment.num_layers", f"there are {layout.num_layers} layers")
+    check(segment.layers.stop <= layout.num_layers, "segment.num_layers", f"the model has {layout.num_layers} layers")
     check(segment.num_tokens >= 1, "segment.num_tokens", "must be 1 or more")
-    check(segment.end_token <= most, "segment.num_tokens", f"the pool holds {most} positions")
+    check(segment.end_token <= max_positions, "segment.num_tokens", f"the pool holds {max_positions} positions")
 
 
 def check_commit(frame: CommitFrame, layout: KVLayout, *, num_blocks: int) -> None:
-    """What ends a source's part."""
-    most = num_blocks * layout.block_size
+    """Check a commit against this rank's pool."""
+    max_positions = num_blocks * layout.block_size
     check_name(frame.handoff, "commit.handoff")
-    check(frame.num_tokens <= most, "commit.num_tokens", f"the pool holds {most} positions")
-    check(len(frame.next_tokens) <= max(most, _MAX_CHOICES), "commit.next_tokens", "are too many")
-    check(len(frame.features) <= _MAX_FEATURE_BYTES, "commit.features", "are too many")
+    check(frame.num_tokens <= max_positions, "commit.num_tokens", f"the pool holds {max_positions} positions")
+    max_next = max(max_positions, _MAX_CHOICES)
+    check(len(frame.next_tokens) <= max_next, "commit.next_tokens", f"must be at most {max_next}")
+    check(len(frame.features) <= _MAX_FEATURE_BYTES, "commit.features", f"must have at most {_MAX_FEATURE_BYTES} bytes")
 
 
 def check_landing(landing: Landing) -> None:
-    """What another rank of this replica says has come."""
+    """Check a landing reported by another rank of this replica."""
     check_name(landing.handoff, "landed.handoff")
-    check(landing.num_tokens <= _MAX_TOKENS, "landed.num_tokens", "are too many")
+    check(landing.num_tokens <= _MAX_TOKENS, "landed.num_tokens", f"must be at most {_MAX_TOKENS}")
 
 
 def check_shipment(shipment: Shipment) -> None:
-    """What another rank of this replica says has left."""
+    """Check a shipment reported by another rank of this replica."""
     check_name(shipment.handoff, "shipped.handoff")
     check_seconds([shipment.seconds, shipment.link_s], "shipped.seconds")
 
 
 def check_seconds(seconds: Iterable[float], param: str) -> None:
-    """Durations that are added up, and that rates are made of."""
-    check(all(math.isfinite(s) and 0 <= s <= _MAX_SECONDS for s in seconds), param, "must be seconds")
+    """Check durations, which are summed and used as divisors."""
+    check(
+        all(math.isfinite(s) and 0 <= s <= _MAX_SECONDS for s in seconds), param, f"must be 0 to {_MAX_SECONDS:.0f} s"
+    )
 
 
 def can_share(layout: KVLayout, num_ranks: int) -> bool:
-    """Whether so many ranks can hold the heads of a layout: each some, or each head several ranks."""
+    """Return whether `num_ranks` ranks can split the KV heads, or each head can be replicated evenly."""
     if not 1 <= num_ranks <= MAX_RANKS:
         return False
     return layout.num_kv_heads % num_ranks == 0 or num_ranks % layout.num_kv_heads == 0
 
 
-def _check_span(first_token: int, num_tokens: int, max_tokens: int, layout: KVLayout, what: str) -> None:
-    check(first_token % layout.block_size == 0, f"{what}.first_token", f"must be a multiple of {layout.block_size}")
+def _check_span(first_token: int, num_tokens: int, max_tokens: int, layout: KVLayout, prefix: str) -> None:
+    check(first_token % layout.block_size == 0, f"{prefix}.first_token", f"must be a multiple of {layout.block_size}")
     is_ordered = 0 <= first_token <= num_tokens <= max_tokens <= _MAX_TOKENS
-    check(is_ordered, f"{what}.num_tokens", "must be from first_token to max_tokens")
+    check(is_ordered, f"{prefix}.num_tokens", "must be from first_token to max_tokens")

@@ -1,15 +1,15 @@
-"""What the bytes on the wire mean: a segment of KV, packed out of one pool and unpacked into another.
+"""Wire format of a KV segment: packing from one pool and unpacking into another.
 
-A segment is a run of layers and a run of token positions of one sequence. Its payload, L layers of T tokens of K heads:
+A segment is a run of layers and token positions of one sequence. Its payload, for L layers, T tokens and K heads:
 
-    codes   L x (T, 2, K, D)   fp8 or int8, or the pool's own dtype when the wire is raw
-    scales  L x (T, 2, K)      bf16; codes of 8 bits only, and always with them
-    rows    (N, F) bytes       what heads keep of the N of these positions that fill their blocks: with the last layer,
-                               and whole from every rank that sends heads of it
+    codes   L x (T, 2, K, D)   fp8 or int8, or the pool's dtype if the wire is raw
+    scales  L x (T, 2, K)      bf16; present for 8-bit codes only
+    rows    (N, F) bytes       draft-head features of the N positions that fill their blocks; sent with the last layer,
+                               complete from every rank that sends heads of it
 
-2 stands for keys, then values. A pool that has 8 bits already ships its codes as they are: nothing is quantised twice.
-With latent attention there is one side, K is 1, and a row of 8 bits on the wire ends with its rotated key in bf16,
-as it does in such a pool (engine/kv/layout.py).
+2 stands for keys, then values. An 8-bit pool ships its codes unchanged: nothing is quantized twice. With latent
+attention there is one side, K is 1, and an 8-bit row on the wire ends with its rotated key in bf16, as in such a pool
+(engine/kv/layout.py).
 """
 
 from __future__ import annotations
@@ -34,17 +34,19 @@ from kvtransfer.protocol.segment import Segment
 
 
 class Codec:
-    """A wire format between two pools of one layout: the pools' own bytes, bit for bit, or about half of them, scales
-    included, where pools of bf16, fp16 or fp32 are quantised to 8 bits for the wire."""
+    """Codec between two pools of one layout.
+
+    Sends the pools' bytes unchanged, or quantizes bf16, fp16 and fp32 pools to 8 bits plus scales.
+    """
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype) -> None:
-        """dtype: of the codes on the wire."""
+        """dtype: codes on the wire."""
         self._layout = layout
         self._dtype = dtype
         self._quantizes = dtype in MOST and not layout.has_scales
 
     def num_bytes(self, segment: Segment) -> int:
-        """Size of the segment's payload."""
+        """Return the size of the segment's payload in bytes."""
         rows = segment.num_layers * segment.num_tokens * self._layout.num_sides * segment.num_heads
         row_bytes = self._row_dim * self._dtype.itemsize + (torch.bfloat16.itemsize if self._dtype in MOST else 0)
         return rows * row_bytes + self._num_feature_bytes(segment)
@@ -74,15 +76,17 @@ class Codec:
             pool.features.index_copy_(0, self._full_blocks(segment, slots_T), features_NF)
 
     def warm_up(self, device: torch.device) -> None:
-        """On a GPU: compile now what packs, sums up and unpacks as many heads as a replica of any tensor-parallel
-        degree asks for, so that no handoff waits for it. Over a pool of its own."""
+        """Compile the GPU kernels for every head count that a peer's tensor-parallel degree can require.
+
+        Uses a temporary pool, so that no handoff waits for compilation. Does nothing on a CPU.
+        """
         if device.type != "cuda":
             return
         layout = self._layout
         pool, num_layers = KVPool(layout, num_blocks=1, device=device), min(2, layout.num_layers)
-        # Behind one token, a layer's scales begin at no multiple of 16 bytes, where they ever do not.
-        every = [(layout.block_size, layout.heads_per_rank), *((1, num_heads) for num_heads in head_counts(layout))]
-        for num_tokens, num_heads in every:
+        # One token covers the variant whose scales are not aligned to 16 bytes.
+        shapes = [(layout.block_size, layout.heads_per_rank), *((1, num_heads) for num_heads in head_counts(layout))]
+        for num_tokens, num_heads in shapes:
             segment = Segment(
                 first_layer=layout.num_layers - num_layers,
                 num_layers=num_layers,
@@ -110,12 +114,12 @@ class Codec:
         ) * layout.feature_bytes
 
     def _full_blocks(self, segment: Segment, slots_T: Tensor) -> Tensor:
-        """(N,) int64: the blocks of the positions that fill them."""
+        """Return the (N,) int64 ids of blocks whose last position is in the segment."""
         size = self._layout.block_size
         return slots_T[size - 1 - segment.first_token % size :: size] // size
 
     def _views(self, payload: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
-        """The payload as codes (L, T, 2, K, D) and scales (L, T, 2, K); these are empty unless codes have 8 bits."""
+        """Return views of codes (L, T, 2, K, D) and scales (L, T, 2, K); scales are empty unless codes have 8 bits."""
         rows = (segment.num_layers, segment.num_tokens, self._layout.num_sides, segment.num_heads)
         shape = (*rows, self._row_dim)
         num_code_bytes = math.prod(shape) * self._dtype.itemsize
@@ -125,9 +129,9 @@ class Codec:
 
 
 def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
-    """The codec for pools of `layout` over a wire of `wire_dtype` ("fp8_e4m3", "int8" or "raw").
+    """Return the codec for pools of `layout` and `wire_dtype` ("fp8_e4m3", "int8" or "raw").
 
-    Takes seconds where the CPU kernels are yet to be compiled: a link's thread must not be the first to ask for them.
+    Takes seconds if the CPU kernels are not compiled yet, so call it before a link's thread needs them.
     """
     open_copies(torch.device("cpu"))
     is_raw = wire_dtype == "raw" or layout.has_scales
@@ -135,17 +139,18 @@ def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
 
 
 def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor:
-    """The pool slots of positions [first_token, first_token + num_tokens) of a table, (num_tokens,) int64; they are on
-    the device behind what the calling thread has started there.
+    """Return the pool slots of positions [first_token, first_token + num_tokens) of a block table.
 
-    Every slot that `pack` and `unpack` see is made here, and here they are bounded: the kernels behind them write where
-    they are told. Raises TransferError for a table that is too short, or has blocks that are not in the pool.
+    Returns (num_tokens,) int64, uploaded on the calling thread's current stream. This is the bounds check for `pack`
+    and `unpack`, whose kernels do not check slots. Raises TransferError if the table is too short or has blocks outside
+    the pool.
     """
     size = pool.layout.block_size
     first_block, end_block = first_token // size, -(-(first_token + num_tokens) // size)
     blocks_B = np.array(blocks[first_block:end_block], dtype=np.int64)
     if len(blocks_B) < end_block - first_block or (blocks_B.view(np.uint64) >= pool.num_blocks).any():  # or negative
-        raise TransferError(f"positions {first_token} to {first_token + num_tokens} do not lie in the pool's blocks")
+        end_token = first_token + num_tokens
+        raise TransferError(f"positions [{first_token}, {end_token}) are outside the pool of {pool.num_blocks} blocks")
     slots_BS = blocks_B[:, None] * size + np.arange(size)
     offset = first_token - first_block * size
     return streams.upload_indices(slots_BS.ravel()[offset : offset + num_tokens], pool.device)

@@ -1,4 +1,4 @@
-"""The gRPC face of a replica towards others that lack a prefix which it holds."""
+"""gRPC service that ships cached prefixes to other replicas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvtransfer.transfer.serve_fetches import ServedFetches
 
 @dataclass(frozen=True)
 class FetchServing:
-    """A replica that is up. `post` runs a command on its step thread, which owns the grants."""
+    """Fetch serving of a ready replica. `post` runs a command on the step thread, which owns `served_fetches`."""
 
     served_fetches: ServedFetches
     layout: KVLayout
@@ -32,7 +32,7 @@ class FetchServing:
 
 
 class FetchServicer(rpc.PrefixFetchServicer):
-    """One call per prefix, at its holder. Serves once `fetch_serving` is there."""
+    """Servicer on the source replica, one call per prefix. Serves once `fetch_serving` is set."""
 
     def __init__(self) -> None:
         self.fetch_serving: FetchServing | None = None
@@ -42,7 +42,7 @@ class FetchServicer(rpc.PrefixFetchServicer):
     ) -> AsyncIterator[pb.FetchEvent]:
         fetch_serving = self.fetch_serving
         if fetch_serving is None:
-            await abort_with(context, ReplicaLost("this replica serves nothing yet"))
+            await abort_with(context, ReplicaLost("this replica is not ready to serve fetches"))
         handoff, size = handoff_from_proto(request.handoff), fetch_serving.layout.block_size
         try:
             check_handoff(handoff, fetch_serving.layout)
@@ -62,7 +62,7 @@ class FetchServicer(rpc.PrefixFetchServicer):
 
 
 class _ServedFetch:
-    """Brings what happens to a grant from the step thread to the call that waits for it."""
+    """Listener that passes events of a served fetch from the step thread to its gRPC call."""
 
     def __init__(self, first_token: int) -> None:
         self.events: CallEvents[pb.FetchEvent] = CallEvents()

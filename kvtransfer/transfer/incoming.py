@@ -1,4 +1,4 @@
-"""One handoff on one receiving rank: its books, and the blocks that its bytes go to."""
+"""One handoff on one receiving rank: its ledger and the blocks that it writes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvtransfer.transfer.codec import Codec, slots_of
 
 
 class Incoming:
-    """The blocks that one handoff may fill on this rank.
+    """Blocks that one handoff may fill on this rank.
 
-    Written by link threads, closed by the replica's owner. The lock makes closing final: when `close` has returned,
-    nothing of this handoff is written any more, so its blocks can be used for something else. Its slots were bounded
-    when it was opened, once for all that is written: raises TransferError for blocks that the pool does not have.
+    Link threads write, the replica's owner closes. Closing is final: after `close` returns, nothing of this handoff is
+    written and its blocks can be reused. The constructor checks the bounds of all slots; it raises TransferError for
+    blocks outside the pool.
     """
 
     def __init__(self, opened: Opening, *, pool: KVPool, codec: Codec) -> None:
@@ -32,20 +32,18 @@ class Incoming:
         self._codec = codec
         assert opened.first_token % pool.layout.block_size == 0, "a handoff begins at a block"
         self._slots_T = slots_of(pool, opened.block_ids, 0, opened.max_tokens - opened.first_token)
-        self._opened = StreamEvent(pool.device)  # what the blocks were used for before
-        self._written: dict[
-            int, StreamEvent
-        ] = {}  # by sending rank, whose link has a lane of its own: what was started last
+        self._opened = StreamEvent(pool.device)  # earlier uses of the blocks
+        self._written: dict[int, StreamEvent] = {}  # last write per sending rank; each link has its own stream
         self._lock = threading.Lock()
 
     def write(self, frame: SegmentFrame, payload: Tensor, *, sender: str, source: int) -> None:
-        """Check the payload that rank `source` of the replica `sender` has announced, and put it into the pool.
+        """Check the payload that rank `source` of replica `sender` has announced, and write it to the pool.
 
-        Raises TransferError for a replica that does not fill this handoff, HandoffExpired if it is closed or fenced,
-        ChecksumMismatch if the bytes are damaged or a segment is missing before this one.
+        Raises TransferError if another replica fills this handoff, HandoffExpired if it is closed or fenced,
+        ChecksumMismatch if the payload is corrupt or an earlier segment is missing.
         """
         if checksum(payload) != frame.checksum:
-            raise ChecksumMismatch(f"handoff {self.handoff} segment {frame.number}: bytes damaged on the way")
+            raise ChecksumMismatch(f"handoff {self.handoff} segment {frame.number}: payload corrupted in transit")
         with self._lock:
             self._ledger.admit(frame.epoch, sender=sender)
             if self._ledger.accept(frame, source=source):
@@ -56,15 +54,18 @@ class Incoming:
                 self._written[source] = StreamEvent(self._pool.device)
 
     def commit(self, frame: CommitFrame, *, sender: str, source: int, num_sources: int) -> Landing | None:
-        """One sending rank is done. The Landing when all `num_sources` of this rank are. Raises as `write` does."""
+        """Mark one sending rank as complete.
+
+        Returns the Landing when all `num_sources` senders of this rank are complete. Raises as `write` does.
+        """
         self._pool.synchronize()
         with self._lock:
             self._ledger.admit(frame.epoch, sender=sender)
             return self._ledger.commit(frame, source=source, num_sources=num_sources)
 
     def close(self) -> None:
-        """Refuse everything from now on; waits for a write under way."""
+        """Reject every later frame. Waits for writes in progress."""
         with self._lock:
             self._ledger.close()
-            for mark in self._written.values():
-                mark.wait()
+            for event in self._written.values():
+                event.wait()

@@ -1,4 +1,4 @@
-"""One link from one sending rank: its conversation, and the thread that takes the bytes."""
+"""Incoming link from one sending rank: its gRPC stream and its receiving thread."""
 
 from __future__ import annotations
 
@@ -30,32 +30,32 @@ from kvtransfer.transfer.wire_messages import frame_from_proto
 
 logger = logging.getLogger(__name__)
 
-_MAX_ANNOUNCED = 4096  # frames that wait, either way: a sender announces what it is about to send, and no more
-_MAX_UNWANTED_BYTES = 64 << 20  # of a payload that will be refused: it must be taken in to be thrown away
+_MAX_ANNOUNCED = 4096  # queued frames per direction: a sender announces only what it is about to send
+_MAX_UNWANTED_BYTES = 64 << 20  # a rejected payload must still be received to be discarded
 
 _Frame = SegmentFrame | CommitFrame
-_Announced = tuple[_Frame, Tensor | None]  # and where a segment's payload will be
+_Announced = tuple[_Frame, Tensor | None]  # a frame, and a segment's payload buffer
 
 
 class Handoffs(Protocol):
-    """What is open on this rank: the Receiver. Called from the link's thread."""
+    """Registry of the handoffs open on this rank (the Receiver). Called from the link's thread."""
 
     def find(self, handoff: str) -> Incoming:
-        """Raises HandoffExpired."""
+        """Return an open handoff. Raises HandoffExpired."""
         ...
 
     def end_of(self, handoff: str) -> int:
-        """Positions before this one may come of a handoff that is open here or was; 0: it never was, that we know."""
+        """Return the end position of a handoff that is or was open; 0 if it is unknown."""
         ...
 
     def landed(self, landing: Landing) -> None: ...
 
 
 class IncomingLink:
-    """One link's thread receives each announced payload, in order, and answers.
+    """Receives each announced payload in order, on its own thread, and acknowledges handoffs.
 
-    What is announced is checked before it is queued, and again, against what its handoff was opened for, before there
-    is a buffer for it. A sender that announces what cannot be meant loses its link.
+    Frames are validated before they are queued, and checked against their handoff's opening before a buffer is
+    allocated. An invalid frame closes the link.
     """
 
     def __init__(
@@ -70,9 +70,12 @@ class IncomingLink:
         num_sources: int,
         ended: Callable[[], None],
     ) -> None:
-        """sender: the replica. copy: what it brings; num_sources: how many links bring something to this rank. ended:
-        called on the link's thread, last."""
-        self.has_begun = False  # to have a thread
+        """Create a link without starting it.
+
+        sender: replica id. copy: heads that the link carries. num_sources: number of links that send to this rank.
+        ended: callback on the link's thread, called last.
+        """
+        self.has_begun = False  # whether its thread was started
         self._handoffs = handoffs
         self._config = config
         self._rendezvous = rendezvous
@@ -81,12 +84,12 @@ class IncomingLink:
         self._copy = copy
         self._num_sources = num_sources
         self._ended = ended
-        self._frames: queue.SimpleQueue[_Frame | None] = queue.SimpleQueue()  # None: nothing more comes
+        self._frames: queue.SimpleQueue[_Frame | None] = queue.SimpleQueue()  # None: end
         self._answers: asyncio.Queue[pb.ReceiverFrame | None] = asyncio.Queue()
         self._loop = asyncio.get_running_loop()
         self._link: Link | None = None
-        self._has_ended = False  # the conversation; then the link fails, which is no news
-        self._rejected: tuple[str, int] | None = None  # the last handoff refused: say so once, not per segment
+        self._has_ended = False  # the gRPC stream has ended; later link errors are expected
+        self._rejected: tuple[str, int] | None = None  # last rejected handoff, reported once instead of per segment
 
     async def converse(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
         threading.Thread(target=self._run, name=f"kv-recv-{self._prefix}", daemon=True).start()
@@ -113,20 +116,20 @@ class IncomingLink:
             self._answers.put_nowait(None)
 
     def _checked(self, message: pb.SenderFrame) -> _Frame:
-        """What is announced, if it could be meant. Raises RequestError, LinkClosed."""
+        """Parse and validate an announcement. Raises RequestError, LinkClosed."""
         if self._frames.qsize() >= _MAX_ANNOUNCED:
-            raise LinkClosed(f"{_MAX_ANNOUNCED} frames are announced, and their payloads do not come")
+            raise LinkClosed(f"limit of {_MAX_ANNOUNCED} announced frames without payloads reached")
         frame, pool = frame_from_proto(message, self._copy), self._config.pool
         if isinstance(frame, CommitFrame):
             check_commit(frame, pool.layout, num_blocks=pool.num_blocks)
             return frame
         check_segment(frame, pool.layout, num_blocks=pool.num_blocks)
-        # Its size must follow from its place, or the two sides do not speak of the same.
+        # The size follows from the segment; a difference means that the two sides disagree on the layout.
         num_bytes = self._config.codec.num_bytes(frame.segment)
         if num_bytes != frame.num_bytes:
             raise LinkClosed(
-                f"handoff {frame.handoff} segment {frame.number}: {frame.num_bytes} bytes were announced, but "
-                f"{frame.segment} takes {num_bytes}"
+                f"handoff {frame.handoff} segment {frame.number}: announced {frame.num_bytes} bytes, expected "
+                f"{num_bytes} for {frame.segment}"
             )
         return frame
 
@@ -138,14 +141,14 @@ class IncomingLink:
             with own_stream(self._config.pool.device):
                 end = self._config.link_end(store, prefix=self._prefix, is_sender=False)
                 self._link = link = make_link(self._config.backend, end)
-                if self._has_ended:  # before it was there to be closed
+                if self._has_ended:  # ended before the link was stored
                     return
                 link.meet()
                 self._receive(link, StagingRing(link.device, num_buffers=link.num_buffers))
         except TransferError as error:
             if not self._has_ended:
                 logger.warning("link failed prefix=%s: %s", self._prefix, error)
-        except Exception:  # the edge of this thread: the sender must hear that nobody listens any more
+        except Exception:  # thread boundary: the link must close, so that the sender notices
             logger.exception("link failed prefix=%s", self._prefix)
         finally:
             if self._link:
@@ -154,7 +157,7 @@ class IncomingLink:
             self._ended()
 
     def _receive(self, link: Link, ring: StagingRing) -> None:
-        """Take everything in the order in which it is announced; while one payload is written, the next arrives."""
+        """Process frames in the announced order. The next payload arrives while one is written."""
         begun: deque[_Announced | None] = deque()
         while True:
             if not begun:
@@ -172,25 +175,27 @@ class IncomingLink:
             ring.release()
 
     def _begin_more(self, begun: deque[_Announced | None], link: Link, ring: StagingRing) -> None:
-        """Start to receive what has been announced by now, as far as there are buffers. Does not wait."""
+        """Start receiving announced payloads while there are free buffers. Does not block."""
         while ring.has_room and not self._frames.empty():
             begun.append(self._begin(self._frames.get(), link, ring))
 
     def _begin(self, frame: _Frame | None, link: Link, ring: StagingRing) -> _Announced | None:
-        """Start to receive what was announced, if it has a payload. Raises LinkClosed where none may come."""
+        """Start receiving a frame's payload, if it has one. Raises LinkClosed if it is too large to discard."""
         if frame is None:
             return None
         if isinstance(frame, CommitFrame):
             return frame, None
         end = self._handoffs.end_of(frame.handoff)
         if frame.segment.end_token > end and frame.num_bytes > _MAX_UNWANTED_BYTES:
-            raise LinkClosed(f"handoff {frame.handoff} segment {frame.number}: it was not opened for so much")
+            raise LinkClosed(
+                f"handoff {frame.handoff} segment {frame.number}: exceeds the opening, which ends at {end}"
+            )
         payload = ring.take(frame.num_bytes)
         ring.start(link.recv(payload), timeout_s=operation_timeout(self._config.timeout_s, frame.num_bytes))
         return frame, payload
 
     def _take(self, frame: _Frame, payload: Tensor | None) -> None:
-        """Write or commit. A handoff that is refused does not end the link: others share it."""
+        """Write or commit a frame. A rejected handoff does not close the link, which others share."""
         try:
             incoming = self._handoffs.find(frame.handoff)
             if isinstance(frame, CommitFrame):
@@ -211,10 +216,10 @@ class IncomingLink:
             self._handoffs.landed(landing)
 
     def _answer(self, frame: pb.ReceiverFrame | None) -> None:
-        """Raises LinkClosed where the sender does not read its answers."""
+        """Queue an answer. Raises LinkClosed if the sender does not read its answers."""
         if frame and self._answers.qsize() >= _MAX_ANNOUNCED:
-            raise LinkClosed(f"{_MAX_ANNOUNCED} answers wait for the sender")
+            raise LinkClosed(f"limit of {_MAX_ANNOUNCED} unread answers reached")
         try:
             self._loop.call_soon_threadsafe(self._answers.put_nowait, frame)
         except RuntimeError:
-            pass  # the loop has ended, and with it the call
+            pass  # the event loop has ended, and the call with it

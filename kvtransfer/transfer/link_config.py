@@ -1,4 +1,4 @@
-"""What a rank's links have in common, in either direction."""
+"""Configuration shared by all links of a rank, in both directions."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from kvtransfer.transfer.codec import Codec, codec_for
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinkConfig:
-    """One rank's, for its Sender and its Receiver."""
+    """Link configuration of one rank, for its Sender and its Receiver."""
 
     rank: int
-    identity: Identity  # of this rank, to those whom it calls
+    identity: Identity  # client identity of this rank
     pool: KVPool
     wire_dtype: str
     backend: str
-    host: str  # this rank's own address, on the network that its peers reach
-    timeout_s: float  # for a peer to answer at all
+    host: str  # own address, reachable by its peers
+    timeout_s: float  # for a peer to respond; the time to move the bytes is added
     guard: LinkGuard
     failpoint: Failpoint = unobserved
 
     @cached_property
     def codec(self) -> Codec:
-        """May take seconds at first; see codec_for."""
+        """Codec of this rank's links. The first access may take seconds; see codec_for."""
         return codec_for(self.pool.layout, self.wire_dtype)
 
     @property
     def mode(self) -> str:
-        """What both sides must have chosen."""
+        """Link mode that both sides must agree on."""
         return f"{self.backend}, encrypted" if self.guard.is_encrypted else self.backend
 
     def link_end(self, store: Store, *, prefix: str, is_sender: bool) -> LinkEnd:

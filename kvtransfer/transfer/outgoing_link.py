@@ -1,4 +1,4 @@
-"""One link to one receiving rank: its conversation, its thread, and the parts of handoffs that go through it."""
+"""Outgoing link to one receiving rank: its gRPC stream, its thread, and the link transfers on it."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ from kvtransfer.transfer.wire_messages import frame_to_proto
 logger = logging.getLogger(__name__)
 
 
-_MAX_REASON = 1000  # characters of what the other side says
-_READ_S = 0.2  # for what has come and is not read yet
+_MAX_REASON = 1000  # characters of the peer's error message
+_READ_S = 0.2  # grace period to read an answer that has arrived
 
-# What waits for the link's thread, and behind what on the device it must come.
+# Work item for the link's thread, and the device event that it must wait for.
 _Job = tuple[LinkTransfer, Segment | Ending, StreamEvent]
 
 
 class OutgoingLink:
-    """Carries every handoff from this rank to one receiving rank, in the order in which they come.
+    """Carries every handoff from this rank to one receiving rank, in order.
 
-    Fails as a whole: then every outlet on it ends with an error at once, even while its thread is still stuck in an
-    operation that waits for its deadline. Its lock is held over every change of an outlet's state; `on_over` is called
-    without it, from any thread, when an outlet of that passage has ended and is not being read any more.
+    Fails as a whole: every link transfer on it then fails at once, even while the link's thread is stuck in an
+    operation until its deadline. The lock is held over every state change of a link transfer. `on_over` is called
+    without it, from any thread, when a link transfer has ended and its blocks are not being read.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class OutgoingLink:
         self._config = config
         self._address = address
         self._peer = peer
-        self._name = str(config.identity.name)  # which the other side compares with the certificate
+        self._name = str(config.identity.name)  # the peer compares it with the certificate
         self._epoch = epoch
         self._loop = loop
         self._reconnection = reconnection
@@ -83,7 +83,7 @@ class OutgoingLink:
         self._last_slots_T = torch.empty(0, dtype=torch.int64, device=config.pool.device)
         self._failure: TransferError | None = None
         self._link: Link | None = None
-        self._conversation: asyncio.Task[None] | None = None  # belongs to the loop
+        self._stream: asyncio.Task[None] | None = None  # used on the event loop only
         loop.call_soon_threadsafe(self._start)
 
     @property
@@ -100,13 +100,13 @@ class OutgoingLink:
         self._jobs.put((link_transfer, item, StreamEvent(self._config.pool.device)))
 
     def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
-        """Fail this outlet; the others go on. From any thread."""
+        """Fail this link transfer only. Thread-safe."""
         with self._lock:
             link_transfer.fail(error)
         self._changed(link_transfer)
 
     def fail(self, error: TransferError) -> None:
-        """Close the link and end everything on it. From any thread; the first error counts."""
+        """Close the link and fail every link transfer on it. Thread-safe; the first error wins."""
         with self._lock:
             if self._failure:
                 return
@@ -114,42 +114,46 @@ class OutgoingLink:
             link_transfers = list(self._link_transfers.values())
         if not isinstance(error, LinkClosed) or link_transfers:
             logger.warning(
-                "link to %s failed epoch=%d handoffs=%d: %s", self._address, self._epoch, len(link_transfers), error
+                "link failed address=%s epoch=%d handoffs=%d: %s",
+                self._address,
+                self._epoch,
+                len(link_transfers),
+                error,
             )
         if self._link:
             self._link.close()
         self._reconnection.failed()
         self._jobs.put(None)
-        with suppress(RuntimeError):  # the loop has ended, and with it the conversation
+        with suppress(RuntimeError):  # the event loop has ended, and the stream with it
             self._loop.call_soon_threadsafe(self._stop)
         for link_transfer in link_transfers:
             self.abort(link_transfer, error)
 
     def _changed(self, link_transfer: LinkTransfer) -> None:
-        """After a change of state, which may have been its last."""
+        """Handle a state change: forget the link transfer once it has ended, report it once it is over."""
         if link_transfer.is_ended:
             with self._lock:
                 self._link_transfers.pop(link_transfer.key, None)
         if link_transfer.is_over:
             self._on_over(link_transfer.transfer)
 
-    # On the event loop: the conversation.
+    # On the event loop: the gRPC stream.
 
     async def disconnected(self) -> None:
-        """After a failure, wait until the conversation has ended and its channel is closed."""
+        """Wait, after a failure, until the stream has ended and its channel is closed."""
         self._stop()
-        if self._conversation:
-            await asyncio.wait([self._conversation], timeout=self._config.timeout_s)
+        if self._stream:
+            await asyncio.wait([self._stream], timeout=self._config.timeout_s)
 
     def _start(self) -> None:
         if not self._failure:
-            self._conversation = self._loop.create_task(self._converse())
+            self._stream = self._loop.create_task(self._run_stream())
 
     def _stop(self) -> None:
-        if self._conversation:
-            self._conversation.cancel()
+        if self._stream:
+            self._stream.cancel()
 
-    async def _converse(self) -> None:
+    async def _run_stream(self) -> None:
         try:
             await asyncio.sleep(self._reconnection.delay_s)
             async with open_channel(self._address, peer=self._peer, identity=self._config.identity) as channel:
@@ -158,25 +162,26 @@ class OutgoingLink:
                 async with asyncio.timeout(self._config.timeout_s):
                     frame = await anext(aiter(call))
                 if frame.WhichOneof("frame") != "welcome":
-                    raise LayoutMismatch(f"{self._address} refuses {self._name}: {frame.rejected.reason[:_MAX_REASON]}")
+                    reason = frame.rejected.reason[:_MAX_REASON]
+                    raise LayoutMismatch(f"{self._address} rejected the link from {self._name}: {reason}")
                 check_name(frame.welcome.prefix, "welcome.prefix")
                 self._reconnection.succeeded()
                 threading.Thread(target=self._run, args=(stub, frame.welcome), name="kv-send", daemon=True).start()
                 async for frame in call:
                     self._answered(frame)
-            raise LinkClosed(f"{self._address} closed the link")
+            raise LinkClosed(f"peer {self._address} closed the link")
         except aio.AioRpcError as error:
-            self.fail(LinkClosed(f"{self._address} is gone: {error_of(error, peer=self._address)}"))
+            self.fail(LinkClosed(f"lost connection to {self._address}: {error_of(error, peer=self._address)}"))
         except TimeoutError:
-            self.fail(LinkClosed(f"{self._address} did not answer within {self._config.timeout_s} s"))
+            self.fail(LinkClosed(f"{self._address} did not respond within {self._config.timeout_s} s"))
         except StopAsyncIteration:
-            self.fail(LinkClosed(f"{self._address} hung up"))
+            self.fail(LinkClosed(f"{self._address} closed the stream without a welcome"))
         except RequestError as error:
-            self.fail(LinkClosed(f"{self._address} answers what cannot be meant: {error}"))
+            self.fail(LinkClosed(f"invalid answer from {self._address}: {error}"))
         except TransferError as error:
             self.fail(error)
-        except Exception as error:  # an edge: a link that nobody serves must not be handed out
-            logger.exception("link to %s: its conversation ended", self._address)
+        except Exception as error:  # task boundary: a link without a stream must not be reused
+            logger.exception("link stream failed address=%s", self._address)
             self.fail(LinkClosed(f"link to {self._address}: {error!r}"))
 
     async def _outgoing_frames(self) -> AsyncIterator[pb.SenderFrame]:
@@ -210,7 +215,7 @@ class OutgoingLink:
         self._changed(link_transfer)
 
     def _check_answered(self, link_transfer: LinkTransfer) -> None:
-        """Not at once: where this process stood still until now, the answer has come and was not read."""
+        """Fail the link after a grace period: if this process was suspended, the answer may have arrived unread."""
         self._loop.call_later(_READ_S, self._fail_unless_answered, link_transfer)
 
     def _fail_unless_answered(self, link_transfer: LinkTransfer) -> None:
@@ -225,14 +230,14 @@ class OutgoingLink:
             with own_stream(self._config.pool.device):
                 end = self._config.link_end(store, prefix=welcome.prefix, is_sender=True)
                 self._link = link = make_link(self._config.backend, end)
-                if self._failure:  # before it was there to be closed
+                if self._failure:  # failed before the link was stored
                     return
                 link.meet()
                 self._carry(link)
         except TransferError as error:
             self.fail(error)
-        except Exception as error:  # the edge of this thread: whoever waits for these handoffs must hear of it
-            logger.exception("link to %s: its thread ended", self._address)
+        except Exception as error:  # thread boundary: its handoffs must fail
+            logger.exception("link thread failed address=%s", self._address)
             self.fail(LinkClosed(f"link to {self._address}: {error!r}"))
         finally:
             if self._link:
@@ -253,8 +258,10 @@ class OutgoingLink:
                 link_transfer.num_sent += 1
 
     def _next_job(self, ring: StagingRing, last: LinkTransfer | None) -> _Job | None:
-        """Wait for it; but first, where none is there, for what is on the wire: an error there must be heard of, and
-        the time counts as that of the outlet that was served last."""
+        """Return the next job, or None to stop. Blocks.
+
+        If the queue is empty, first drain the payloads on the wire to detect errors; that time counts towards `last`.
+        """
         try:
             return self._jobs.get_nowait()
         except queue.Empty:
@@ -265,35 +272,37 @@ class OutgoingLink:
             return self._jobs.get()
 
     def _send(self, link: Link, ring: StagingRing, link_transfer: LinkTransfer, segment: Segment) -> None:
-        """Pack one segment and put it on the wire, where the one before may still be."""
+        """Pack one segment and start sending it. The previous one may still be in flight."""
         if link_transfer.is_ended:
             return
         ring.make_room()
         payload = ring.take(self._config.codec.num_bytes(segment))
-        found = self._pack(link_transfer, segment, payload)
-        if found is None or link_transfer.is_ended:
+        payload_checksum = self._pack(link_transfer, segment, payload)
+        if payload_checksum is None or link_transfer.is_ended:
             ring.put_back()
             return
-        self._announce(link_transfer, link_transfer.announce(segment, num_bytes=payload.numel(), checksum=found))
+        self._announce(
+            link_transfer, link_transfer.announce(segment, num_bytes=payload.numel(), checksum=payload_checksum)
+        )
         self._config.failpoint(FailpointStage.SENDING, link_transfer.transfer.handoff.id)
         ring.start(link.send(payload), timeout_s=operation_timeout(self._config.timeout_s, payload.numel()))
         link_transfer.wire_bytes += payload.numel()
 
     def _pack(self, link_transfer: LinkTransfer, segment: Segment, payload: Tensor) -> int | None:
-        """Fill the payload; its checksum, or None if the outlet has ended."""
+        """Fill the payload. Returns its checksum, or None if the link transfer has ended."""
         with self._lock:
             if not link_transfer.start_reading():
                 return None
         try:
             self._config.codec.pack(self._config.pool, segment, self._slots(link_transfer, segment), payload)
-            return checksum(payload)  # its value on the host: from here on the pool is not read any more
+            return checksum(payload)  # synchronizes with the device, so the pool is no longer read
         finally:
             with self._lock:
                 link_transfer.stop_reading()
             self._changed(link_transfer)
 
     def _slots(self, link_transfer: LinkTransfer, segment: Segment) -> Tensor:
-        """Where a segment's positions lie in the pool: mostly where those of the last one did, of other layers."""
+        """Return the pool slots of a segment. Cached, because consecutive segments differ mostly in layers only."""
         place = (link_transfer.transfer.blocks, segment.first_token, segment.num_tokens)
         if place != self._last_place:
             self._last_place, self._last_slots_T = place, slots_of(self._config.pool, *place)
@@ -306,9 +315,8 @@ class OutgoingLink:
             frame = link_transfer.announce_commit(ending)
         self._config.failpoint(FailpointStage.COMMITTING, frame.handoff)
         self._announce(link_transfer, frame)
-        within_s = operation_timeout(
-            self._config.timeout_s, link_transfer.wire_bytes
-        )  # much of it may be on its way still
+        # Most of the bytes may still be in flight.
+        within_s = operation_timeout(self._config.timeout_s, link_transfer.wire_bytes)
         self._loop.call_soon_threadsafe(self._loop.call_later, within_s, self._check_answered, link_transfer)
 
     def _announce(self, link_transfer: LinkTransfer, frame: SegmentFrame | CommitFrame) -> None:

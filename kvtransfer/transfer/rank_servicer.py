@@ -1,4 +1,4 @@
-"""The gRPC face of one rank towards other ranks: links come in here, and the ranks of a replica speak to each other."""
+"""gRPC service of one rank for other ranks: incoming links, handoff control and rendezvous."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ from kvtransfer.transfer.rendezvous import Rendezvous
 from kvtransfer.transfer.step_count import StepCount
 from kvtransfer.transfer.wire_messages import Part, part_from_report
 
-_BEHIND_S = 10.0  # so far may a rank be behind rank 0: a step of the slowest, with much to spare
-_MAX_WORD_BYTES = 64 << 10  # what a process group leaves for its other ranks takes some hundred
+_BEHIND_S = 10.0  # a rank may lag behind rank 0 by this: several slow steps
+_MAX_VALUE_BYTES = 64 << 10  # rendezvous values of a process group take some hundred bytes
 
 
 class RankServicer(rpc.RankServicer):
-    """Serves `receiver`, once there is one, to senders elsewhere and to the rank 0 that owns its blocks.
+    """Exposes `receiver`, once it is set, to senders and to the rank 0 that owns its blocks.
 
-    `on_report` is called on the event loop, on rank 0, with what each rank says of its part of a handoff; it raises
-    RequestError for a rank that there is not. A message that cannot be meant ends its call with INVALID_ARGUMENT.
+    On rank 0, `on_report` is called on the event loop with each rank's report; it raises RequestError for an unknown
+    rank. An invalid message ends its call with INVALID_ARGUMENT.
     """
 
     def __init__(self, steps: StepCount | None = None) -> None:
-        """steps: that this rank carries out. None: it follows nobody."""
+        """steps: steps that this rank has executed. None: a rank that follows no rank 0."""
         self._steps = steps or StepCount()
         self.receiver: Receiver | None = None
         self.on_report: Callable[[int, Part], None] = lambda rank, part: None
-        self.rendezvous = (
-            Rendezvous()
-        )  # of the ranks of this replica, if this is rank 0, and of every sender with `receiver`
+        # Used by the ranks of this replica if this is rank 0, and by every sender to connect with `receiver`.
+        self.rendezvous = Rendezvous()
 
     async def Connect(
         self, request_iterator: AsyncIterator[pb.SenderFrame], context: aio.ServicerContext[Any, Any]
@@ -59,8 +58,7 @@ class RankServicer(rpc.RankServicer):
         return pb.OpenReply()
 
     def _open(self, receiver: Receiver, opening: Opening, after_steps: int) -> None:
-        """What peers write comes behind what this rank was ordered to do with the same blocks, when they were
-        somebody else's."""
+        """Open a handoff after this rank has executed the steps that used the same blocks for other sequences."""
         self._steps.wait_for(after_steps, timeout_s=_BEHIND_S)
         receiver.open(opening)
 
@@ -79,11 +77,11 @@ class RankServicer(rpc.RankServicer):
     @rejects
     async def Tell(self, request: pb.TellRequest, context: aio.ServicerContext[Any, Any]) -> pb.TellReply:
         check_name(request.key, "key")
-        check(len(request.value) <= _MAX_WORD_BYTES, "value", f"must have at most {_MAX_WORD_BYTES} bytes")
-        self.rendezvous.tell(request.key, request.value)
+        check(len(request.value) <= _MAX_VALUE_BYTES, "value", f"must have at most {_MAX_VALUE_BYTES} bytes")
+        self.rendezvous.set(request.key, request.value)
         return pb.TellReply()
 
     @rejects
     async def Ask(self, request: pb.AskRequest, context: aio.ServicerContext[Any, Any]) -> pb.AskReply:
         check_name(request.key, "key")
-        return pb.AskReply(value=await self.rendezvous.ask_async(request.key))
+        return pb.AskReply(value=await self.rendezvous.get_async(request.key))

@@ -1,4 +1,4 @@
-"""The receiving end of a rank's links."""
+"""Receiver of one rank: incoming links and open handoffs."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ from kvtransfer.transfer.rendezvous import Rendezvous
 logger = logging.getLogger(__name__)
 
 _MAX_OPEN = 65_536  # handoffs
-_MAX_LINKS = 1024  # a thread each
-_MAX_CLOSED = 4096  # whose payloads may still be on their way
+_MAX_LINKS = 1024  # one thread each
+_MAX_CLOSED = 4096  # closed handoffs whose payloads may still be in flight
 _HELLO_S = 10.0
 
 
 class Receiver:
-    """Accepts links and writes what they bring into the blocks that were opened for it.
+    """Accepts links and writes their payloads into opened blocks.
 
-    `open` and `close` may be called from any thread. `on_landed` is called from link threads, once per handoff and
-    epoch.
+    `open` and `close` are thread-safe. `on_landed` is called from link threads, once per handoff and epoch.
     """
 
     def __init__(self, config: LinkConfig, *, rendezvous: Rendezvous, on_landed: Callable[[Landing], None]) -> None:
@@ -48,27 +47,29 @@ class Receiver:
         self._on_landed = on_landed
         self._incoming: Register[Incoming] = Register()
         self._closed_ends: OrderedDict[str, int] = OrderedDict()  # see end_of
-        self._lock = threading.Lock()  # of the two
-        self._threads = threading.BoundedSemaphore(_MAX_LINKS)  # those of links, until each has ended
+        self._lock = threading.Lock()  # guards the two fields above
+        self._threads = threading.BoundedSemaphore(_MAX_LINKS)  # slots for link threads
 
     def checked(self, opening: Opening) -> Opening:
-        """The same, if this rank's pool has such blocks. Raises RequestError."""
+        """Return `opening` if it fits this rank's pool. Raises RequestError."""
         check_opening(opening, self.config.pool.layout, num_blocks=self.config.pool.num_blocks)
         return opening
 
     def open(self, opening: Opening) -> None:
-        """Allow a handoff to fill the blocks named, unless it has been closed already. Raises TransferError for blocks
-        that are not in the pool (what another process says is `checked` before), CapacityError where too many are open.
+        """Allow a handoff to fill the opening's blocks, unless it was closed earlier.
+
+        Openings from other processes must be `checked` first. Raises TransferError for blocks outside the pool,
+        CapacityError if too many handoffs are open.
         """
         incoming = Incoming(opening, pool=self.config.pool, codec=self._codec)
         with self._lock:
             if len(self._incoming) >= _MAX_OPEN:
-                raise CapacityError(f"{_MAX_OPEN} handoffs are open here")
+                raise CapacityError(f"limit of {_MAX_OPEN} open handoffs reached")
             self._incoming.open(opening.handoff, incoming)
         self.config.failpoint(FailpointStage.OPENED, opening.handoff)
 
     def close(self, handoff: str) -> None:
-        """End a handoff, also before it is opened. When this returns, nothing of it is written any more."""
+        """Close a handoff, even one not opened yet. After return, nothing of it is written."""
         with self._lock:
             incoming = self._incoming.close(handoff)
             if incoming:
@@ -79,30 +80,30 @@ class Receiver:
             incoming.close()
 
     def close_all(self) -> None:
-        """End every handoff that is open. When this returns, nothing of any of them is written any more."""
+        """Close every open handoff. After return, nothing of any of them is written."""
         with self._lock:
             handoffs = self._incoming.handoffs
         for handoff in handoffs:
             self.close(handoff)
 
     def end_of(self, handoff: str) -> int:
-        """Positions before this one may come of a handoff that is open here or was; 0: it never was, that we know."""
+        """Return the end position of a handoff that is or was open; 0 if it is unknown."""
         with self._lock:
             incoming = self._incoming.get(handoff)
             return incoming.end_token if incoming else self._closed_ends.get(handoff, 0)
 
     def find(self, handoff: str) -> Incoming:
-        """Raises HandoffExpired."""
+        """Return an open handoff. Raises HandoffExpired."""
         with self._lock:
             return self._incoming.find(handoff)
 
     def landed(self, landing: Landing) -> None:
-        """For its links: a handoff is whole on this rank."""
+        """Report that a handoff is complete on this rank. Called by the links."""
         self.config.failpoint(FailpointStage.LANDED, landing.handoff)
         self._on_landed(landing)
 
     async def connect(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
-        """One link's conversation: the body of the Connect call. Ends when the sender ends it or the link fails."""
+        """Serve one Connect call: admit the sender, then run its link until the call ends or the link fails."""
         try:
             async with asyncio.timeout(_HELLO_S):
                 first = await anext(frames)
@@ -132,8 +133,11 @@ class Receiver:
                 self._threads.release()
 
     def _admit(self, hello: pb.Hello) -> tuple[HeadCopy, int]:
-        """What this sender brings to this rank, and how many senders bring something; it may have a thread then. Raises
-        LayoutMismatch, which says what differs and not what it is here, RequestError and CapacityError."""
+        """Check a sender and acquire a thread slot for its link.
+
+        Returns the heads that it sends to this rank, and the number of ranks that send to this rank. Raises
+        RequestError, CapacityError and LayoutMismatch, which names the differing parameter but not its value here.
+        """
         check_name(hello.sender, "hello.sender")
         config, layout = self.config, self.config.pool.layout
         ours = (WIRE_VERSION, layout.fingerprint, config.wire_dtype, config.mode)
@@ -141,13 +145,15 @@ class Receiver:
         names = ("wire version", "KV layout", "wire dtype", "link backend")
         for name, our, their in zip(names, ours, theirs, strict=True):
             if our != their:
-                logger.warning("link refused sender=%s: %s is %.100r there and %r here", hello.sender, name, their, our)
-                raise LayoutMismatch(f"{hello.sender} has another {name} than this rank")
-        check(can_share(layout, hello.sender_ranks), "hello.sender_ranks", "cannot share the heads")
+                logger.warning("link rejected sender=%s: %s is %.100r, expected %r", hello.sender, name, their, our)
+                raise LayoutMismatch(f"{name} of {hello.sender} differs from this rank's")
+        check(
+            can_share(layout, hello.sender_ranks), "hello.sender_ranks", f"cannot share {layout.num_kv_heads} KV heads"
+        )
         copies = plan_heads(sender=replace(layout, tensor_parallel=hello.sender_ranks), receiver=layout)
         mine = [copy for copy in copies if copy.receiver == config.rank]
         if copy := next((copy for copy in mine if copy.sender == hello.sender_rank), None):
             if not self._threads.acquire(blocking=False):
-                raise CapacityError(f"{_MAX_LINKS} links come in here already")
+                raise CapacityError(f"limit of {_MAX_LINKS} incoming links reached")
             return copy, len(mine)
-        raise LayoutMismatch(f"rank {hello.sender_rank} of {hello.sender_ranks} has nothing for rank {config.rank}")
+        raise LayoutMismatch(f"rank {hello.sender_rank} of {hello.sender_ranks} sends no heads to rank {config.rank}")

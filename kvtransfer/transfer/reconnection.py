@@ -1,4 +1,4 @@
-"""How long a new link to a rank waits before it connects: a little longer each time that nobody was found there."""
+"""Exponential backoff before a new link connects to a rank."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 1.0
 
 
 class Reconnection:
-    """One rank's links to one address, one after the other. From any thread: only one link at a time changes it."""
+    """Backoff state for one address. Thread-safe, because one link at a time changes it."""
 
     def __init__(self) -> None:
         self._num_failures = 0  # in a row
@@ -16,9 +16,9 @@ class Reconnection:
         return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** (self._num_failures - 1)) if self._num_failures else 0.0
 
     def succeeded(self) -> None:
-        """The link was let in."""
+        """Reset the delay after the peer has accepted the link."""
         self._num_failures = 0
 
     def failed(self) -> None:
-        """The link has ended, let in or not."""
+        """Increase the delay after a link has ended, accepted or not."""
         self._num_failures += 1

@@ -1,4 +1,4 @@
-"""The sending end of a rank's links: ships KV layer by layer while the next layer computes."""
+"""Sender of one rank: ships KV layer by layer while the next layer computes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.outgoing_link import OutgoingLink
 from kvtransfer.transfer.reconnection import Reconnection
 
-# docs/benchmarks/kv_path.md says why. On a GPU each message costs launches and a wait for its checksum, some 0.2 ms of
-# the host: bytes that a fast network carries in no time.
+# Measured in docs/benchmarks/kv_path.md. On a GPU each message costs kernel launches and a wait for its checksum, about
+# 0.2 ms of host time, so messages are larger.
 _GROUP_BYTES = {"cpu": 1 << 20, "cuda": 16 << 20}
 
 
 class Sender:
-    """One rank's outgoing links, one per receiving rank, made on first use and shared by all handoffs to it.
+    """Outgoing links of one rank, one per receiving rank, created on first use and shared by all handoffs.
 
-    `begin` and the passages belong to the step thread. Each link packs and sends on a thread of its own; its gRPC
-    stream lives on `loop`. `on_shipped` is called from any of these, once per passage.
+    `begin` and the rank transfers are used on the step thread. Each link packs and sends on its own thread; its gRPC
+    stream runs on `loop`. `on_shipped` is called from any of these threads, once per rank transfer.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Sender:
         on_shipped: Callable[[Shipment], None],
         group_bytes: int | None = None,
     ) -> None:
-        """group_bytes: layers go together until a message has so many; None: what suits the pool's device."""
+        """group_bytes: size up to which layers are batched into a message; None: the default for the pool's device."""
         self.config = config
         self.pool = config.pool
         self._loop = loop
@@ -49,12 +49,12 @@ class Sender:
         group_bytes = group_bytes or _GROUP_BYTES[config.pool.device.type]
         self._group_rows = max(1, group_bytes // config.codec.num_bytes(_one_row(config.pool.layout)))
         self._transfers: dict[HandoffKey, RankTransfer] = {}
-        self._links: dict[tuple[ProcessName, str], OutgoingLink] = {}  # by receiver, and its address
+        self._links: dict[tuple[ProcessName, str], OutgoingLink] = {}  # by receiver and address
         self._reconnections: defaultdict[str, Reconnection] = defaultdict(Reconnection)  # by address
         self._epochs = itertools.count(1)
 
     def begin(self, handoff: Handoff, blocks: Sequence[int]) -> RankTransfer | None:
-        """Start to ship a sequence whose block table is `blocks`. None if this rank has no head to send there."""
+        """Start shipping a sequence with block table `blocks`. Returns None if this rank sends no heads."""
         layout = self.config.pool.layout
         copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=len(handoff.ranks)))
         mine = [copy for copy in copies if copy.sender == self.config.rank]
@@ -69,17 +69,17 @@ class Sender:
         return transfer
 
     def find(self, key: HandoffKey) -> RankTransfer | None:
-        """A passage that is not over."""
+        """Return an active rank transfer, or None."""
         return self._transfers.get(key)
 
     async def close(self) -> None:
-        """Close every link; what is under way fails."""
+        """Close every link. Active transfers fail."""
         for link in list(self._links.values()):
             link.fail(LinkClosed(f"{self.config.identity.name} is stopping"))
             await link.disconnected()
 
     def _link_to(self, handoff: Handoff, rank: int) -> OutgoingLink:
-        """The link to a receiving rank. A failed one is replaced by a new one, of a new epoch."""
+        """Return the link to a receiving rank. A failed link is replaced under a new epoch."""
         address, peer = handoff.ranks[rank], self.config.identity.rank(handoff.replica, rank)
         link = self._links.get((peer, address))
         if link is None or link.is_closed:
@@ -96,7 +96,10 @@ class Sender:
         return link
 
     def _check_over(self, transfer: RankTransfer) -> None:
-        """Called for each outlet that is over, from any thread: whoever takes the passage out of the table reports."""
+        """Report a rank transfer once all its link transfers are over. Called from any thread.
+
+        The thread that removes it from the table reports it, so it is reported once.
+        """
         if transfer.is_over and self._transfers.pop(transfer.key, None) is not None:
             shipment = transfer.shipment(time.monotonic())
             self.config.failpoint(FailpointStage.FAILED if shipment.error else FailpointStage.SHIPPED, shipment.handoff)
@@ -104,7 +107,7 @@ class Sender:
 
 
 def _one_row(layout: KVLayout) -> Segment:
-    """One position of one layer, all heads of a rank."""
+    """Return the segment of one position, one layer and all heads of a rank."""
     return Segment(
         first_layer=0, num_layers=1, first_token=0, num_tokens=1, first_head=0, num_heads=layout.heads_per_rank
     )

@@ -1,8 +1,7 @@
-"""Prefixes that a replica ships to others who asked for them, as its rank 0 sees them.
+"""Served fetches: prefixes that a replica ships to other replicas on request, tracked on rank 0.
 
-Of what is asked for, the leading blocks that are here are held until they have landed there, or until nobody waits for
-them any more. Those that lie in a lower tier are loaded first. The replica goes on with its own work; it computes
-nothing for a grant.
+The leading blocks that are cached here are referenced until they have landed or the request is cancelled. Blocks in a
+lower tier are loaded first. Serving a fetch computes nothing.
 """
 
 from __future__ import annotations
@@ -25,27 +24,29 @@ from kvtransfer.protocol.rank_transfer import Shipment
 
 
 class ServedFetchListener(Protocol):
-    """Who waits for a grant. Called on the step thread."""
+    """Observer of one served fetch. Called on the step thread."""
 
     def granted(self, num_tokens: int) -> None:
-        """The receiver will have this many leading positions, counting those before the handoff. If that adds nothing
-        to what it has, the grant is over and `ended` is not called."""
+        """Report the number of leading positions that the receiver will have, including those before the handoff.
+
+        If that adds nothing to the receiver's prefix, the fetch is over and `ended` is not called.
+        """
         ...
 
     def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
-        """Last, and once: it has landed, or the error says why not."""
+        """Report the result. Called last and once, with either the shipment or the error."""
         ...
 
 
 @dataclass(eq=False)
 class Loading:
-    """A grant that waits for blocks from a lower tier."""
+    """Served fetch that waits for blocks from a lower tier."""
 
     handoff: Handoff
     hashes: list[bytes]
     listener: ServedFetchListener
     blocks: list[int]
-    num_cached: int  # of the blocks
+    num_cached: int  # leading blocks already on the device
 
     @property
     def id(self) -> str:
@@ -53,7 +54,10 @@ class Loading:
 
 
 class ServedFetches:
-    """Owned by the step thread. Every rank carries its orders out in the next step, before any abort."""
+    """Registry of served fetches. Owned by the step thread.
+
+    Every rank executes its orders in the next step, before any abort.
+    """
 
     def __init__(
         self, blocks: BlockManager, layout: KVLayout, tiers: Tiers[Any], *, failpoint: Failpoint = unobserved
@@ -69,34 +73,34 @@ class ServedFetches:
         self._orders: list[BeginOrder] = []
 
     def __len__(self) -> int:
-        """Grants under way, and what is still being sent of those that were given up."""
+        """Return the number of active fetches, including cancelled ones that are still being sent."""
         return len(self._outgoing_transfers) + len(self._loading)
 
     def give(self, handoff: Handoff, hashes: Sequence[bytes], listener: ServedFetchListener) -> None:
-        """Ship what is here of the blocks of `hashes`, as far as the handoff has room for it."""
+        """Ship the leading cached blocks of `hashes`, up to the handoff's room."""
         self._failpoint(FailpointStage.ASKED, handoff.id)
         if self._outgoing_transfers.knows((handoff.id, handoff.epoch)):
-            listener.ended(None, HandoffExpired(f"handoff {handoff.id} is under way already, or was"))
+            listener.ended(None, HandoffExpired(f"handoff {handoff.id} is a duplicate"))
             return
         end = min(self._tiers.table.depth(hashes), handoff.max_tokens // self._layout.block_size)
         if not self._load(handoff, list(hashes[:end]), listener):
             self._ship(handoff, hashes, listener)
 
     def loaded(self, load: Load[Any]) -> bool:
-        """Blocks have come back from a lower tier. False if they were not for a grant."""
+        """Handle a completed load from a lower tier. Returns False if it was not for a served fetch."""
         loading = load.owner
         if not isinstance(loading, Loading):
             return False
         del self._loading[loading.listener]
-        come = slice(loading.num_cached, loading.num_cached + load.num_loaded)
-        for block, prefix_hash in zip(loading.blocks[come], loading.hashes[come], strict=True):
+        loaded_range = slice(loading.num_cached, loading.num_cached + load.num_loaded)
+        for block, prefix_hash in zip(loading.blocks[loaded_range], loading.hashes[loaded_range], strict=True):
             self._blocks.fill_block(block, prefix_hash)
         self._blocks.free(loading.blocks)
         self._ship(loading.handoff, loading.hashes, loading.listener)
         return True
 
     def expired(self, owner: object) -> bool:
-        """A load takes too long: what is on the device is shipped. False if it was not for a grant."""
+        """Ship only the blocks on the device after a load timed out. Returns False if it was not for a fetch."""
         if not isinstance(owner, Loading):
             return False
         self._stop_loading(owner)
@@ -104,12 +108,12 @@ class ServedFetches:
         return True
 
     def _load(self, handoff: Handoff, hashes: list[bytes], listener: ServedFetchListener) -> bool:
-        """Bring what lies in a lower tier to the device first. False if there is none, or no room for it."""
+        """Start loading blocks from a lower tier. Returns False if there are none, or no room for them."""
         if len(hashes) <= self._blocks.match(hashes):
             return False
-        if (taken := self._blocks.allocate(hashes, len(hashes))) is None:
+        if (allocated := self._blocks.allocate(hashes, len(hashes))) is None:
             return False
-        blocks, num_cached = taken
+        blocks, num_cached = allocated
         loading = Loading(handoff, hashes, listener, blocks, num_cached)
         if not self._tiers.begin(loading, hashes[num_cached:], blocks[num_cached:]):
             self._blocks.free(blocks)
@@ -119,8 +123,8 @@ class ServedFetches:
 
     def _stop_loading(self, loading: Loading) -> None:
         del self._loading[loading.listener]
-        gone = self._tiers.cancel(loading)
-        self._blocks.free([block for block in loading.blocks if block not in gone])
+        pending_blocks = self._tiers.cancel(loading)
+        self._blocks.free([block for block in loading.blocks if block not in pending_blocks])
 
     def _ship(self, handoff: Handoff, hashes: Sequence[bytes], listener: ServedFetchListener) -> None:
         size = self._layout.block_size
@@ -129,28 +133,26 @@ class ServedFetches:
         listener.granted(max(num_tokens, handoff.first_token))
         if num_tokens <= handoff.first_token:
             return
-        taken = self._blocks.allocate(hashes[:num_blocks], num_blocks)
-        assert taken, "blocks that are here need no room"
-        blocks, _ = taken
+        allocated = self._blocks.allocate(hashes[:num_blocks], num_blocks)
+        assert allocated, "cached blocks need no free blocks"
+        blocks, _ = allocated
         ranks = sending_ranks(self._layout, num_receivers=len(handoff.ranks))
         outgoing = self._outgoing_transfers.begin(handoff, blocks, ranks=ranks, owner=listener)
-        self._blocks.free(blocks)  # the departure holds them
+        self._blocks.free(blocks)  # the outgoing transfer references them
         self._listeners[listener] = outgoing
         self._hashes[outgoing.key] = list(hashes[:num_blocks])
         self._orders.append(BeginOrder(handoff, blocks, num_tokens))
         self._failpoint(FailpointStage.SERVING_FETCH, handoff.id)
 
     def cancel(self, listener: ServedFetchListener) -> None:
-        """Nobody waits for it any more. It may have ended already."""
+        """Cancel a fetch. Does nothing if it has ended."""
         if loading := self._loading.get(listener):
             self._stop_loading(loading)
         if outgoing := self._listeners.pop(listener, None):
-            self._outgoing_transfers.abort(
-                outgoing, HandoffExpired(f"handoff {outgoing.handoff.id} is not wanted any more")
-            )
+            self._outgoing_transfers.abort(outgoing, HandoffExpired(f"handoff {outgoing.handoff.id} was cancelled"))
 
     def shipped(self, rank: int, shipment: Shipment) -> Shipment | None:
-        """One of our ranks has nothing more to send. The shipment of all ranks, once it has landed."""
+        """Record that one rank has ended its part. Returns the combined shipment once it has landed."""
         outgoing = self._outgoing_transfers.ended(rank, shipment)
         if outgoing is None:
             return None
@@ -162,16 +164,16 @@ class ServedFetches:
         hashes = self._hashes.pop(outgoing.key)
         if outgoing.error:
             return None
-        self._blocks.spare(hashes)  # two replicas hold them now
+        self._blocks.spare(hashes)  # evict these first, because another replica holds them too
         if self._listeners.pop(listener, None):
             listener.ended(outgoing.shipment, None)
         return outgoing.shipment
 
     def take_orders(self) -> list[BeginOrder]:
-        """What every rank must begin to ship in the next step."""
+        """Return and clear the transfers that every rank must begin in the next step."""
         orders, self._orders = self._orders, []
         return orders
 
     def take_aborts(self) -> list[HandoffKey]:
-        """What the ranks must be ordered to abort."""
+        """Return and clear the keys of the transfers that the ranks must abort."""
         return self._outgoing_transfers.take_aborts()

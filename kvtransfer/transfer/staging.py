@@ -1,4 +1,4 @@
-"""The buffers through which a link's payloads pass: one is filled or emptied while another one is on the wire."""
+"""Staging buffers of a link: one is packed or unpacked while another is on the wire."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from kvtransfer.links.link import Operation
 
 
 class StagingRing:
-    """Belongs to a link's thread. Buffers are taken, put on the wire and released in one order.
+    """Ring of staging buffers, used by the link's thread only. Buffers are taken and released in the same order.
 
-    take ─> start ─> wait ─> release        take and start: the newest; wait and release: the oldest
+    take ─> start ─> wait ─> release        take and start the newest; wait for and release the oldest
     """
 
     def __init__(self, device: torch.device, *, num_buffers: int) -> None:
         self._device = device
         self._free = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(num_buffers)]
-        # Whole buffers, and the time that each may take.
+        # Each whole buffer, its operation, and the operation's timeout in seconds.
         self._started: deque[tuple[Tensor, Operation, float]] = deque()
         self._taken = self._free[0]
 
@@ -28,37 +28,37 @@ class StagingRing:
         return bool(self._free)
 
     def take(self, num_bytes: int) -> Tensor:
-        """The next free buffer, cut to size: uint8. There must be room."""
+        """Take a free buffer and return a uint8 view of `num_bytes` bytes. Requires `has_room`."""
         self._taken = self._free.pop()
         if num_bytes > self._taken.numel():
             self._taken = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return self._taken[:num_bytes]
 
     def put_back(self) -> None:
-        """What was taken last is not needed after all."""
+        """Return the last taken buffer unused."""
         self._free.append(self._taken)
 
     def start(self, operation: Operation, *, timeout_s: float) -> None:
-        """What was taken last is on the wire."""
+        """Mark the last taken buffer as being on the wire."""
         self._started.append((self._taken, operation, timeout_s))
 
     def wait(self) -> None:
-        """Wait for the oldest that is on the wire. Raises LinkClosed."""
+        """Wait for the oldest operation. Raises LinkClosed."""
         _, operation, timeout_s = self._started[0]
         operation.wait(timeout_s=timeout_s)
 
     def release(self) -> None:
-        """The oldest may be used again."""
+        """Return the oldest buffer to the ring."""
         self._free.append(self._started.popleft()[0])
 
     def make_room(self) -> None:
-        """Wait for the oldest, if every buffer is in use, and release it. Raises LinkClosed."""
+        """Wait for the oldest operation and release its buffer if none is free. Raises LinkClosed."""
         if not self.has_room:
             self.wait()
             self.release()
 
     def drain(self) -> None:
-        """Wait for everything that is on the wire. Raises LinkClosed."""
+        """Wait for all operations and release their buffers. Raises LinkClosed."""
         while self._started:
             self.wait()
             self.release()

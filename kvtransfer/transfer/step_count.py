@@ -1,4 +1,4 @@
-"""How far a rank has come in what rank 0 orders: the one clock that the ranks of a replica share."""
+"""Step counter that the ranks of a replica use as their common clock."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from core.types.errors import TransferError
 
 
 class StepCount:
-    """On rank 0, the steps that the other ranks were told of; on another rank, those of them that it has carried out,
-    which on a GPU means: enqueued. One thread counts, any may read."""
+    """Number of steps that rank 0 has broadcast, or that another rank has executed (on a GPU: enqueued).
+
+    One thread counts, any thread may read.
+    """
 
     def __init__(self) -> None:
         self._number = 0
@@ -25,7 +27,7 @@ class StepCount:
             self._changed.notify_all()
 
     def wait_for(self, number: int, *, timeout_s: float) -> None:
-        """Return when so many have been counted. Raises TransferError after `timeout_s`."""
+        """Wait until `number` steps have been counted. Raises TransferError after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._number >= number, timeout_s):
-                raise TransferError(f"this rank has carried out {self._number} steps of {number} in {timeout_s} s")
+                raise TransferError(f"rank executed {self._number} of {number} steps within {timeout_s} s")

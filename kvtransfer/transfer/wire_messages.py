@@ -1,4 +1,4 @@
-"""What ranks say to each other about handoffs as protobuf messages, and back."""
+"""Conversion of messages between ranks to and from protobuf."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.protocol.segment import Segment
 from kvtransfer.protocol.validation import check_landing, check_seconds, check_shipment
 
-_MAX_REASON = 1000  # characters of an error that another rank gives
+_MAX_REASON = 1000  # characters of another rank's error message
 
-Part = Landing | Shipment | LoadResult  # what a rank has to tell its rank 0
+Part = Landing | Shipment | LoadResult  # reported by a rank to its rank 0
 
 
 def frame_to_proto(frame: SegmentFrame | CommitFrame) -> pb.SenderFrame:
@@ -38,7 +38,7 @@ def frame_to_proto(frame: SegmentFrame | CommitFrame) -> pb.SenderFrame:
 
 
 def frame_from_proto(message: pb.SenderFrame, copy: HeadCopy) -> SegmentFrame | CommitFrame:
-    """`copy`: what this link brings, which says whose heads they are here. Raises RequestError."""
+    """Parse a frame. copy: heads of this link, which give the local head indices. Raises RequestError."""
     kind = message.WhichOneof("frame")
     check(kind in ("segment", "commit"), "frame", "must be a segment or a commit")
     if kind == "segment":
@@ -75,7 +75,7 @@ def part_to_report(part: Part, *, rank: int) -> pb.ReportRequest:
 
 
 def part_from_report(report: pb.ReportRequest) -> Part:
-    """Raises RequestError for what no rank of ours would say."""
+    """Parse and validate a rank's report. Raises RequestError."""
     match report.WhichOneof("part"):
         case "landed":
             landing = from_message(Landing, report.landed)
@@ -89,13 +89,13 @@ def part_from_report(report: pb.ReportRequest) -> Part:
             check_shipment(shipment)
             return shipment
         case _:
-            raise RequestError("report: has no part", param="part")
+            raise RequestError("report: part is missing", param="part")
 
 
 def _load_result(loaded: pb.LoadedPart) -> LoadResult:
     tiers = {int(tier) for tier in Tier}
-    check({*loaded.num_bytes, *loaded.seconds} <= tiers, "loaded.num_bytes", "is of tiers that there are not")
-    check({*loaded.seconds} <= {*loaded.num_bytes}, "loaded.seconds", "must be of tiers that bytes came from")
+    check({*loaded.num_bytes, *loaded.seconds} <= tiers, "loaded.num_bytes", "has unknown tiers")
+    check({*loaded.seconds} <= {*loaded.num_bytes}, "loaded.seconds", "must be of tiers in num_bytes")
     check_seconds(loaded.seconds.values(), "loaded.seconds")
     num_bytes = {Tier(tier): count for tier, count in loaded.num_bytes.items()}
     seconds = {Tier(tier): seconds for tier, seconds in loaded.seconds.items()}

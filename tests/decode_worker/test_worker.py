@@ -1,4 +1,4 @@
-"""A decode worker between its engine and whoever holds the lease of a request, step by step and on one thread."""
+"""Decode worker between its engine and its listeners, step by step on one thread."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
 
 @pytest.fixture
 def rank(model: RankOfOne) -> RankOfOne:
-    """Its pool is empty."""
+    """Return a rank with an empty pool."""
     return RankOfOne(model.runner)
 
 
@@ -48,7 +48,7 @@ def _worker(rank: RankOfOne, *, handoff_s: float = 60.0, addresses: Sequence[str
 
 
 def _run(worker: DecodeWorker, router: str = "router-0") -> dict[int, list[int]]:
-    """Step until there is nothing to do: the tokens of each stream."""
+    """Step until there is nothing to do. Returns the tokens of each stream."""
     tokens: dict[int, list[int]] = {}
     while worker.step():
         for stream, token in worker.take_tokens().get(router, []):
@@ -56,34 +56,34 @@ def _run(worker: DecodeWorker, router: str = "router-0") -> dict[int, list[int]]
     return tokens
 
 
-def test_a_prompt_that_is_computed_here_streams_its_answer_and_leaves_nothing(rank: RankOfOne) -> None:
+def test_locally_computed_prompt_streams_its_answer_and_frees_everything(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT), "router-0", listener)
     assert worker.num_requests == 1
     tokens = _run(worker)
-    assert listener.heard == ["reserved, 0 cached", "started at 20, epoch 0", "ended"] and listener.error is None
+    assert listener.events == ["reserved, 0 cached", "started at 20, epoch 0", "ended"] and listener.error is None
     assert [len(ids) for ids in tokens.values()] == [5] and list(tokens) == [1]
     assert (worker.num_requests, rank.num_held) == (0, 0)
     totals = worker.status().totals
     assert (totals.prompt_tokens, totals.computed_tokens, totals.generated_tokens) == (20, 20, 5)
 
 
-def test_the_same_prompt_again_finds_its_blocks_and_gets_the_same_tokens(rank: RankOfOne) -> None:
+def test_repeated_prompt_hits_the_cache_and_gets_the_same_tokens(rank: RankOfOne) -> None:
     worker = _worker(rank)
     answers = []
     for cached in (0, 16):
         listener = FakeAnswerListener()
         worker.submit(rank.prompt(_PROMPT), "router-0", listener)
         answers.append(_run(worker))
-        assert listener.heard[0] == f"reserved, {cached} cached"
+        assert listener.events[0] == f"reserved, {cached} cached"
     assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("step", [0, 2])
-def test_a_request_whose_logits_are_not_finite_ends_alone(
+def test_request_with_non_finite_logits_fails_alone(
     rank: RankOfOne, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """In its first step, or in the middle of its answer."""
+    """The failure may occur in its first step or while it decodes."""
     good = _PROMPT[:8]
     worker, alone = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(good), "router-0", alone)
@@ -105,22 +105,22 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(
     worker.submit(poisoned, "router-0", bad)
     worker.submit(rank.prompt(good), "router-0", beside)
     tokens = _run(worker)
-    assert isinstance(bad.error, LogitsNotFinite) and bad.heard[-1] == "ended" == beside.heard[-1]
+    assert isinstance(bad.error, LogitsNotFinite) and bad.events[-1] == "ended" == beside.events[-1]
     assert beside.error is None and {1: tokens[1]} == expected
     assert len(tokens.get(8, [])) == step
-    assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV can be found"
+    assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV must not be cached"
     assert worker.num_requests == 0
 
 
-def test_what_was_loaded_from_our_own_lower_tier_does_not_count_as_pulled(rank: RankOfOne) -> None:
+def test_blocks_from_own_lower_tiers_do_not_count_as_fetched(rank: RankOfOne) -> None:
     worker, listener, prompt = _worker(rank), FakeAnswerListener(), rank.prompt(_PROMPT)
     worker.submit(prompt, "router-0", listener)
-    prompt.num_fetched, prompt.num_loaded = 16, 8  # a peer brought the other block
+    prompt.num_fetched, prompt.num_loaded = 16, 8  # the other block came from a peer
     _run(worker)
     assert listener.num_from_peers == 8 and worker.status().totals.prefix_hit_tokens == 8
 
 
-def test_choices_are_streams_of_their_own(rank: RankOfOne) -> None:
+def test_choices_have_separate_streams(rank: RankOfOne) -> None:
     worker = _worker(rank)
     worker.submit(rank.prompt(_PROMPT, n=3), "router-0", FakeAnswerListener())
     tokens = _run(worker)
@@ -128,35 +128,33 @@ def test_choices_are_streams_of_their_own(rank: RankOfOne) -> None:
     assert rank.num_held == 0
 
 
-def test_it_decodes_from_where_the_kv_has_landed(rank: RankOfOne) -> None:
+def test_decoding_starts_after_the_kv_has_landed(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", listener)
-    assert not worker.step(), "there is nothing to compute before the KV is here"
+    assert not worker.step(), "nothing to compute before the KV has landed"
     assert listener.opening and listener.handoff
     assert (listener.opening.first_token, listener.opening.num_tokens, listener.handoff.num_tokens) == (0, 20, 20)
     assert rank.receiver.opened == {listener.handoff.id: listener.opening}
     worker.landed(0, listener.landing(7))
     tokens = _run(worker)
-    assert listener.heard == ["reserved, 0 cached", "started at 21, epoch 1", "ended"]
-    assert len(tokens[1]) == 4, "the first one is the prefill replica's"
+    assert listener.events == ["reserved, 0 cached", "started at 21, epoch 1", "ended"]
+    assert len(tokens[1]) == 4, "the first token is the prefill replica's"
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
 @pytest.mark.parametrize("next_tokens", [(7,), (7, 1 << 20), (-1, 7)])
-def test_kv_with_other_first_tokens_than_a_model_gives_is_refused(
-    rank: RankOfOne, next_tokens: tuple[int, ...]
-) -> None:
+def test_kv_with_invalid_first_tokens_is_rejected(rank: RankOfOne, next_tokens: tuple[int, ...]) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
     worker.step()
     worker.landed(0, listener.landing(*next_tokens))
-    assert isinstance(listener.error, TransferError) and listener.heard[-1] == "ended"
+    assert isinstance(listener.error, TransferError) and listener.events[-1] == "ended"
     assert worker.status().totals.transfer_failures == 1
     rank.receiver.others_have_closed()
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_a_lease_that_ends_before_the_kv_has_come_closes_the_handoff_and_waits_for_it(rank: RankOfOne) -> None:
+def test_lease_that_ends_before_landing_closes_the_handoff_before_freeing_blocks(rank: RankOfOne) -> None:
     worker, listener = _worker(rank, addresses=["here", "another rank"]), FakeAnswerListener()
     prompt = rank.prompt(_PROMPT, source=KVSource.PREFILL)
     worker.submit(prompt, "router-0", listener)
@@ -166,11 +164,11 @@ def test_a_lease_that_ends_before_the_kv_has_come_closes_the_handoff_and_waits_f
     assert (worker.num_requests, rank.num_held) == (0, 3), "a peer may still be writing on another rank"
     worker.landed(0, listener.landing(7))  # too late
     rank.receiver.others_have_closed()
-    assert rank.num_held == 0 and "started" not in " ".join(listener.heard)
+    assert rank.num_held == 0 and "started" not in " ".join(listener.events)
     assert worker.status().totals.cancelled == 1
 
 
-def test_a_handoff_that_nobody_fills_expires(rank: RankOfOne) -> None:
+def test_unfilled_handoff_expires(rank: RankOfOne) -> None:
     worker, listener = _worker(rank, handoff_s=0.0), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", listener)
     worker.step()
@@ -180,34 +178,34 @@ def test_a_handoff_that_nobody_fills_expires(rank: RankOfOne) -> None:
     assert rank.num_held == 0
 
 
-def test_a_stream_that_is_stopped_before_it_begins_gets_no_token(rank: RankOfOne) -> None:
+def test_stream_stopped_before_it_starts_gets_no_token(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
     worker.step()
     worker.stop_streams("router-0", [2])
-    worker.stop_streams("router-1", [1])  # somebody else's
+    worker.stop_streams("router-1", [1])  # another router's stream
     worker.landed(0, listener.landing(7, 8))
-    assert set(_run(worker)) == {1} and listener.heard[-1] == "ended"
+    assert set(_run(worker)) == {1} and listener.events[-1] == "ended"
     assert rank.num_held == 0
 
 
-def test_a_prompt_that_can_never_fit_is_refused_at_once(rank: RankOfOne) -> None:
+def test_prompt_that_can_never_fit_is_rejected_at_once(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(prompts(64)[0]), "router-0", listener)
     assert isinstance(listener.error, ContextLengthExceeded) and worker.num_requests == 0
 
 
-def test_only_what_decodes_here_can_be_moved(rank: RankOfOne) -> None:
+def test_only_a_decoding_choice_can_migrate(rank: RankOfOne) -> None:
     worker, moving = _worker(rank), FakeMoveListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL), "router-0", FakeAnswerListener())
     worker.step()
     worker.migrate("router-0", 1, rank.handoff(20), moving)
     worker.migrate("router-0", 9, rank.handoff(20), moving)
-    assert moving.stayed == ["it does not decode here"] * 2 and not rank.sender.passages
+    assert moving.stayed == ["choice is not decoding on this replica"] * 2 and not rank.sender.passages
 
 
 class AlwaysSeven:
-    """Implements TokenMask: a grammar that forces all there is."""
+    """Grammar that forces every token; implements TokenMask."""
 
     failure = ""
 
@@ -225,12 +223,12 @@ class AlwaysSeven:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_what_moves_gets_no_more_known_tokens_than_there_is_room_for(
+def test_migrating_choice_gets_no_more_forced_tokens_than_the_receiver_holds(
     rank: RankOfOne, monkeypatch: pytest.MonkeyPatch, fails: bool
 ) -> None:
-    """A grammar may force more of them in one step than are on their way. Where the move fails, they go on."""
+    """A grammar may force more tokens in one step than the receiver has room for. After a failed move they continue."""
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
-    monkeypatch.setattr(FakePassage, "is_idle", False)  # there is always more to send
+    monkeypatch.setattr(FakePassage, "is_idle", False)  # so that the copy never catches up
     monkeypatch.setattr(jump_forward, "MAX_KNOWN", 3)
     worker, listener, moving = _worker(rank), FakeAnswerListener(), FakeMoveListener()
     prompt = rank.prompt(_PROMPT, max_tokens=40)
@@ -252,5 +250,5 @@ def test_what_moves_gets_no_more_known_tokens_than_there_is_room_for(
     assert (bool(moving.stayed), moving.num_tokens) == (fails, None if fails else 36)
     said = _run(worker)
     assert len(prompt.sequence.tokens) == (60 if fails else 36) and not rank.num_held
-    assert listener.heard[-1] == "ended" and (not fails or said[1] == [7] * 40)
+    assert listener.events[-1] == "ended" and (not fails or said[1] == [7] * 40)
     assert (worker.status().totals.forced_tokens > 25) == fails

@@ -1,5 +1,4 @@
-"""The `cluster` command of deployments whose decode replicas draft whatever is guessed, and whose drafts branch where
-they would have been right: forked rows in nearly every step, where prices would choose none."""
+"""`cluster` command with forced branching drafts: forked rows in nearly every step, regardless of their cost."""
 
 from __future__ import annotations
 
@@ -18,11 +17,11 @@ from core.types.launch import Launch
 logger = logging.getLogger(__name__)
 
 TORN = "a block table is torn"
-_EVERY = 3  # tokens: at that place a draft says something else than it would, and a branch goes on as it would have
+_EVERY = 3  # tokens; at every third position the draft is wrong and a branch carries the right token
 
 
 def make_rank(launch: Launch, **arguments: Any) -> Any:
-    """Of a decode replica, in a process that does this and nothing else."""
+    """Create a rank of a decode replica with forced branches, in a dedicated process."""
     import decode_worker.actor
     from engine.engine import Engine
     from engine.spec_decode.proposer import ModelProposer
@@ -50,7 +49,9 @@ def make_rank(launch: Launch, **arguments: Any) -> Any:
                 logger.error("%s: %s", TORN, torn)
         return result
 
-    if (complete := Engine.complete).__name__ != complete_and_look.__name__:  # a switched replica is made twice
+    if (
+        complete := Engine.complete
+    ).__name__ != complete_and_look.__name__:  # a replica that switches its role is created twice
         Engine.complete = complete_and_look
     Speculation.of = of
     Pace.timing = None
@@ -58,7 +59,7 @@ def make_rank(launch: Launch, **arguments: Any) -> Any:
 
 
 def torn_blocks(running: Sequence[Any]) -> list[int]:
-    """Blocks that are written to yet, and stand at another place of any table, too."""
+    """Return the blocks that are still written to and shared with another table."""
     places = Counter(block for sequence in running for block in sequence.blocks)
     return [
         block

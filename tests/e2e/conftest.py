@@ -1,4 +1,4 @@
-"""Random checkpoints that a whole cluster can be deployed with, and what one process makes of them."""
+"""Fixtures: random checkpoints for whole clusters, and reference answers of a single process."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ Reference = Callable[..., list[list[SampledToken]]]
 
 
 def exact_tree(prefill: int, decode: int, **router: Any) -> dict[str, Any]:
-    """Of a deployment whose answers are the reference's token for token: so many replicas, every prompt computed on a
-    prefill replica, in several steps."""
+    """Return the spec of a deployment that reproduces the reference token for token.
+
+    Every prompt is computed on a prefill replica, in several steps.
+    """
     return {
         "model": {"dtype": "float32"},
         "kv": {"wire_dtype": "raw"},
@@ -35,7 +37,7 @@ def exact_tree(prefill: int, decode: int, **router: Any) -> dict[str, Any]:
 
 
 def on_device(device: str, tree: dict[str, Any]) -> dict[str, Any]:
-    """The same deployment there: ranks share one GPU."""
+    """Return the spec for `device`. On a GPU all ranks share it."""
     if device == "cuda":
         for role in ("prefill", "decode"):
             tree[role] |= {"resources": {"gpus": 0.1}}
@@ -43,7 +45,7 @@ def on_device(device: str, tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def gib_of_blocks(number: int) -> float:
-    """A pool that has room for so many blocks of the tiny Llama in float32, and not for one more."""
+    """Return the size in GiB of a pool for exactly `number` blocks of the tiny Llama in float32."""
     bytes_per_block = 3 * 2 * 2 * 16 * 4 * 16  # layers, k and v, kv heads, head_dim, float32, block
     return (number + 0.5) * bytes_per_block / 2**30
 

@@ -1,4 +1,4 @@
-"""A router in a process of its own, for a test that kills it: `python -m tests.e2e.router_process`.
+"""Router in a separate process, for tests that kill it: `python -m tests.e2e.router_process`.
 
 The first line on stdin says what to be, in JSON; the answer is one line, its HTTP address. It lives until it is killed.
 Calls between processes are in clear: the spec says `security.tls: off`.
@@ -27,7 +27,7 @@ from tests.support.identities import in_clear
 def router_process(
     spec: Spec, credentials: DeploymentSecrets, name: str
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """The process, and the URL of its HTTP door."""
+    """Start a router. Returns the process and the URL of its HTTP endpoint."""
     tree: dict[str, Any] = spec.model_dump()
     tree["router"] |= {"grpc_port": free_port(), "http_port": free_port()}
     order = {"spec": tree, "secret": credentials.secret.hex(), "index_url": credentials.index_url, "name": name}

@@ -42,7 +42,7 @@ async def test_the_next_turn_finds_the_answer_where_its_prompt_was_computed(
     async with local_cluster(model_dir, redis_url, policy=CostPolicy(prefix_fetches=False), **_TREE) as cluster:
         async with beside(cluster.core.back_up_forever(every=_EVERY)):
             running = asyncio.create_task(cluster.generate(prompt, sampling))
-            most = len(prompt) + len(expected) - 2 * _EVERY  # so much a copy has at its latest
+            most = len(prompt) + len(expected) - 2 * _EVERY  # minimum length of a copy at the end
             await _homes(cluster, [*prompt, *expected], at_least=most // _BLOCK)
             running_on.lift()
             answer = await running
@@ -62,7 +62,7 @@ async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
 ) -> None:
     model_dir, prompt = checkpoint("llama"), prompts(40)[0]
     expected = [token.token_id for token in reference(model_dir, [prompt], _GREEDY)[0]]
-    tree = _TREE | {"prefill": {**_TREE["prefill"], "replicas": 2}}  # one of them has the prompt, and keeps the copy
+    tree = _TREE | {"prefill": {**_TREE["prefill"], "replicas": 2}}  # the one with the prompt also keeps the copy
     tree["decode"] = {**_TREE["decode"], "replicas": 0}
     running_on = shared_ceiling(40)
     async with local_cluster(
@@ -84,7 +84,7 @@ async def test_who_goes_on_for_a_lost_replica_computes_the_last_tokens_only(
 
 
 async def _homes(cluster: LocalCluster, tokens: list[int], *, at_least: int) -> list[str]:
-    """Wait until the router knows of prefill replicas that hold so many blocks of a sequence, and return them."""
+    """Wait until the router's index has prefill replicas with `at_least` blocks of a sequence, and return them."""
     hashes = block_hashes(root_hash(cluster.model), tokens, block_size=_BLOCK)
     return await becomes(lambda: _prefix_sources(cluster.replicas.index.depths(hashes), at_least=at_least))
 

@@ -40,7 +40,7 @@ def _write(path: Path, lines: list[dict[str, Any]]) -> Path:
 
 
 def _answers(out: Path) -> dict[str, str]:
-    """Text by custom_id, of whole lines. Fails if an id is there twice."""
+    """Return text by custom_id, of complete lines. Fails for duplicate ids."""
     lines = [json.loads(line) for line in out.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     answers = {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
     assert len(answers) == len(lines)

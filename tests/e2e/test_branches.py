@@ -1,4 +1,4 @@
-"""Answers of a deployment whose drafts branch are, wherever they run, those of one process that does not draft."""
+"""Branching drafts: answers of a deployment equal those of one process without drafts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def expected(model_dir: Path) -> AnswerText:
 
 @pytest.fixture(autouse=True)
 def drafts_branch(monkeypatch: pytest.MonkeyPatch, expected: AnswerText) -> None:
-    """Whatever this machine's steps take: every third token is right in a branch alone."""
+    """Every third token is right in a branch only, independent of the machine's speed."""
 
     def of(method: str, *, max_tokens: int, vocab_size: int, **others: Any) -> Speculation:
         tree = Branching(expected, _ASKED, every=3)
@@ -65,9 +65,11 @@ def _tree(*, tensor_parallel: int = 1) -> dict[str, Any]:
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
-    asked = [cluster.generate(one.prompt, one.sampling, id=str(i), n=one.num_choices) for i, one in enumerate(_ASKED)]
+    requests = [
+        cluster.generate(one.prompt, one.sampling, id=str(i), n=one.num_choices) for i, one in enumerate(_ASKED)
+    ]
     async with asyncio.timeout(WITHIN_S):
-        found = await asyncio.gather(*asked)
+        found = await asyncio.gather(*requests)
     return [[token.token_id for token in tokens] for answer in found for tokens in answer.tokens.values()]
 
 
@@ -78,7 +80,7 @@ def _num_in_branches(cluster: LocalCluster) -> int:
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 async def test_on_one_pair(model_dir: Path, redis_url: str, expected: AnswerText, tensor_parallel: int) -> None:
-    """On two ranks, one is told of the branches, and which blocks to copy."""
+    """With two ranks, rank 0 broadcasts the branches and the blocks to copy."""
     async with local_cluster(model_dir, redis_url, **_tree(tensor_parallel=tensor_parallel)) as cluster:
         assert await _ask(cluster) == expected.ids
         await cluster.idle()
@@ -86,10 +88,10 @@ async def test_on_one_pair(model_dir: Path, redis_url: str, expected: AnswerText
 
 
 @pytest.mark.parametrize("num_tokens", [9, 21])
-async def test_a_choice_that_moves_among_them(
+async def test_migrating_choice(
     model_dir: Path, redis_url: str, expected: AnswerText, monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
-    """And that keeps its blocks while they are read."""
+    """A migrating choice keeps its blocks while they are read."""
     keep, begin = list[bool](), Moves.begin
 
     def begin_and_look(self: Moves, sequence: Sequence, *others: Any, **named: Any) -> None:

@@ -1,4 +1,4 @@
-"""A client that goes away frees everything, at whatever moment it goes; on a machine of its own, within two seconds."""
+"""A client that disconnects at any moment frees everything, on an idle machine within two seconds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _tree(*, tp: int) -> dict[str, Any]:
 
 
 async def _ask(cluster: LocalCluster, number: int, prompt: list[int], *, num_tokens: int) -> None:
-    """Ask for 200 tokens, and go away after some."""
+    """Request 200 tokens, and disconnect after some."""
     request = SequenceRequest(
         id=str(number),
         token_ids=tuple(prompt),
@@ -44,13 +44,15 @@ async def _ask(cluster: LocalCluster, number: int, prompt: list[int], *, num_tok
 
 
 async def _abort(cluster: LocalCluster, *, count: int, seed: int, within_s: float) -> None:
-    """Half of them go away at a random moment, while they wait, compute or ship; half after some tokens, while they
-    run. What they held is free within so many seconds."""
+    """Disconnect half of the clients at a random moment and half after some tokens.
+
+    Everything that they held must be free within the given seconds.
+    """
     moments = random.Random(seed)
-    asked = prompts(*[moments.randint(1, 60) for _ in range(count)])
+    inputs = prompts(*[moments.randint(1, 60) for _ in range(count)])
 
     async def ask_and_go_away(number: int) -> None:
-        task = asyncio.create_task(_ask(cluster, number, asked[number], num_tokens=moments.randint(1, 30)))
+        task = asyncio.create_task(_ask(cluster, number, inputs[number], num_tokens=moments.randint(1, 30)))
         await asyncio.wait({task}, timeout=moments.expovariate(20) if number % 2 else None)
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -62,7 +64,7 @@ async def _abort(cluster: LocalCluster, *, count: int, seed: int, within_s: floa
 
 
 def _num_cancelled(cluster: LocalCluster) -> int:
-    """While they ran."""
+    """Return the number of requests cancelled on all replicas."""
     return sum(replica.status.totals.cancelled for replica in cluster.replicas)
 
 
@@ -72,10 +74,10 @@ def _nobody_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("tp", "is_async"), [(1, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)])
-async def test_200_requests_aborted_at_random_leave_nothing_behind(
+async def test_200_requests_aborted_at_random_free_everything(
     checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int, is_async: bool
 ) -> None:
-    """Also where their next step is under way, as on a GPU."""
+    """This holds with synchronous and with asynchronous steps, as on a GPU."""
     monkeypatch.setattr(GangRunner, "is_async", is_async)
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:
         await _abort(cluster, count=200, seed=tp, within_s=30.0)
@@ -84,7 +86,7 @@ async def test_200_requests_aborted_at_random_leave_nothing_behind(
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 @pytest.mark.parametrize("tp", [1, 2])
-async def test_10000_requests_aborted_at_random_leave_nothing_behind(
+async def test_10000_requests_aborted_at_random_free_everything(
     checkpoint: Checkpoint, redis_url: str, tp: int
 ) -> None:
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:

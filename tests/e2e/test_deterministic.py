@@ -1,4 +1,4 @@
-"""`engine.deterministic`: a request's tokens are its own, whatever it is computed beside, and wherever."""
+"""`engine.deterministic`: a request's tokens do not depend on its batch, chunking, or replica."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.local_cluster import Answer, LocalCluster, local_cluster
 
 CPU = torch.device("cpu")
 NUM_REQUESTS, NUM_TOKENS = 64, 40
-LENGTHS = [3 + 7 * i for i in range(NUM_REQUESTS - 4)] + [530, 577, 608, 700]  # the last are more than a chunk of 512
+LENGTHS = [3 + 7 * i for i in range(NUM_REQUESTS - 4)] + [530, 577, 608, 700]  # the last ones exceed a chunk of 512
 PROMPTS = prompts(*LENGTHS)
 RULES = TokenRules(logit_bias=((5, 2.0),), bad_words=((5, 5), (7,)))
 SAMPLINGS = [
@@ -71,7 +71,7 @@ async def test_64_requests_alone_batched_chunked_and_migrated(
 
 async def _asked_while_a_replica_leaves(cluster: LocalCluster, running_on: Ceiling) -> list[Answer]:
     leaving = cluster.pools[Role.DECODE][0]
-    asked = [
+    requests = [
         asyncio.create_task(cluster.generate(prompt, sampling, id=str(i)))
         for i, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLINGS, strict=True))
     ]
@@ -81,7 +81,7 @@ async def _asked_while_a_replica_leaves(cluster: LocalCluster, running_on: Ceili
     await cluster.until(lambda: cluster.seen(leaving).status.totals.migrations >= 8)
     running_on.lift()
     await draining
-    return list(await asyncio.gather(*asked))
+    return list(await asyncio.gather(*requests))
 
 
 def _runner(model_dir: Path, pool_dtype: str) -> ModelRunner:
@@ -91,7 +91,7 @@ def _runner(model_dir: Path, pool_dtype: str) -> ModelRunner:
 
 
 def _generate(
-    runner: ModelRunner, asked: list[list[int]], samplings: list[Sampling], max_batch_tokens: int
+    runner: ModelRunner, requests: list[list[int]], samplings: list[Sampling], max_batch_tokens: int
 ) -> list[list[int]]:
-    answers = generate(runner, asked, samplings, max_batch_tokens=max_batch_tokens)
+    answers = generate(runner, requests, samplings, max_batch_tokens=max_batch_tokens)
     return [[token.token_id for token in answer] for answer in answers]

@@ -1,4 +1,4 @@
-"""What a cluster generates equals what one process generates, token for token, on a raw wire."""
+"""A cluster with a raw wire generates the same tokens as one process."""
 
 from __future__ import annotations
 
@@ -37,24 +37,22 @@ def _ids(tokens: list[SampledToken]) -> list[int]:
 async def test_greedy_for_any_pair_of_tensor_parallel_sizes(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, p_tp: int, d_tp: int
 ) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(5, 16, 33, 70, 47, 31)
-    expected = [_ids(tokens) for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("llama"), prompts(5, 16, 33, 70, 47, 31)
+    expected = [_ids(tokens) for tokens in reference(model_dir, inputs, _GREEDY)]
     async with local_cluster(model_dir, redis_url, **_tree(p_tp=p_tp, d_tp=d_tp)) as cluster:
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
+        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
         assert [answer.ids for answer in answers] == expected
         assert all(answer.route.blocks_shipped for answer in answers)
         await cluster.idle()
 
 
-async def test_blocks_that_travel_encrypted_change_no_token(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(5, 70, 47)
-    expected = [_ids(tokens) for tokens in reference(model_dir, asked, _GREEDY)]
+async def test_encrypted_blocks_change_no_token(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+    model_dir, inputs = checkpoint("llama"), prompts(5, 70, 47)
+    expected = [_ids(tokens) for tokens in reference(model_dir, inputs, _GREEDY)]
     tree = _tree(d_tp=2)
     tree["kv"] |= {"encrypt": True}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
+        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
         assert [answer.ids for answer in answers] == expected
         assert all(answer.route.blocks_shipped for answer in answers)
         await cluster.idle()
@@ -63,22 +61,22 @@ async def test_blocks_that_travel_encrypted_change_no_token(
 async def test_kv_heads_are_replicated_where_there_are_more_ranks_than_heads(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
-    model_dir, asked = checkpoint("llama", num_key_value_heads=1), prompts(20, 35)
-    expected = [_ids(tokens) for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("llama", num_key_value_heads=1), prompts(20, 35)
+    expected = [_ids(tokens) for tokens in reference(model_dir, inputs, _GREEDY)]
     async with local_cluster(model_dir, redis_url, **_tree(p_tp=2, d_tp=4)) as cluster:
-        assert [(await cluster.generate(p, _GREEDY)).ids for p in asked] == expected
+        assert [(await cluster.generate(p, _GREEDY)).ids for p in inputs] == expected
 
 
 async def test_sampled_with_logprobs_penalties_seeds_and_rules(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
-    model_dir, asked = checkpoint("qwen3"), prompts(40, 17)
+    model_dir, inputs = checkpoint("qwen3"), prompts(40, 17)
     sampling = Sampling(
         max_tokens=20, temperature=0.8, top_p=0.9, top_k=50, seed=7, num_logprobs=2, repetition_penalty=1.1
     )
-    expected = reference(model_dir, asked, sampling)
+    expected = reference(model_dir, inputs, sampling)
     async with local_cluster(model_dir, redis_url, **_tree()) as cluster:
-        for prompt, tokens in zip(asked, expected, strict=True):
+        for prompt, tokens in zip(inputs, expected, strict=True):
             answer = (await cluster.generate(prompt, sampling)).tokens[0]
             assert _ids(answer) == _ids(tokens)
             for ours, theirs in zip(answer, tokens, strict=True):
@@ -86,7 +84,7 @@ async def test_sampled_with_logprobs_penalties_seeds_and_rules(
                 assert [token for token, _ in ours.logprob.top] == [token for token, _ in theirs.logprob.top]
                 assert ours.logprob.logprob == pytest.approx(theirs.logprob.logprob, abs=1e-4)
 
-        prompt, plain = asked[0], _ids(reference(model_dir, asked[:1], _GREEDY)[0])
+        prompt, plain = inputs[0], _ids(reference(model_dir, inputs[:1], _GREEDY)[0])
         rules = {
             "biased": TokenRules(logit_bias=((5, 100.0), (plain[0], -100.0))),
             "restricted": TokenRules(allowed_token_ids=(3, 9, 27, 81)),
@@ -115,10 +113,10 @@ async def test_several_choices_share_one_handoff(checkpoint: Checkpoint, referen
         await cluster.idle()
 
 
-async def test_only_what_the_decode_replica_lacks_is_shipped(
+async def test_only_positions_missing_on_the_decode_replica_are_shipped(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
-    """A second turn: the decode replica holds the first prompt and its answer already."""
+    """In a second turn the decode replica has the first prompt and its answer cached."""
     model_dir, prompt = checkpoint("llama"), prompts(40)[0]
     async with local_cluster(model_dir, redis_url, **_tree()) as cluster:
         first = await cluster.generate(prompt, _GREEDY)
@@ -126,7 +124,7 @@ async def test_only_what_the_decode_replica_lacks_is_shipped(
         second = await cluster.generate(second_prompt, _GREEDY)
         assert [second.ids] == [_ids(tokens) for tokens in reference(model_dir, [second_prompt], _GREEDY)]
         assert first.route.blocks_shipped == 3
-        # 40 + 24 tokens are known, the last without its KV: 3 full blocks of them; 73 tokens need 5.
+        # 40 + 24 tokens are cached, the last one without KV: 3 full blocks. 73 tokens need 5.
         assert second.route.blocks_shipped == 2
         assert second.route.cached_tokens == 32
 
@@ -134,10 +132,10 @@ async def test_only_what_the_decode_replica_lacks_is_shipped(
 async def test_a_short_uncached_part_is_computed_on_the_decode_replica(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(12, 50)
-    expected = [_ids(tokens) for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("llama"), prompts(12, 50)
+    expected = [_ids(tokens) for tokens in reference(model_dir, inputs, _GREEDY)]
     async with local_cluster(model_dir, redis_url, **_tree() | {"router": {"max_local_prefill": 16}}) as cluster:
-        answers = [await cluster.generate(prompt, _GREEDY) for prompt in asked]
+        answers = [await cluster.generate(prompt, _GREEDY) for prompt in inputs]
         assert [answer.ids for answer in answers] == expected
         assert [bool(answer.route.prefill_replica) for answer in answers] == [False, True]
 
@@ -152,14 +150,14 @@ async def test_one_token_needs_no_decode_replica(checkpoint: Checkpoint, referen
 
 
 async def test_preemption_changes_no_token(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    """A pool of 20 blocks cannot hold six sequences that grow to 6 blocks each, where the router expected 3 of each."""
-    model_dir, asked = checkpoint("llama"), prompts(33, 34, 35, 36, 37, 38)
+    """A pool of 20 blocks cannot hold six sequences that grow to 6 blocks each, while the router expects 3 each."""
+    model_dir, inputs = checkpoint("llama"), prompts(33, 34, 35, 36, 37, 38)
     rules = TokenRules(logit_bias=((5, 1.0),), bad_words=((5, 5), (7,)))
     sampling = replace(_GREEDY, max_tokens=60, token_rules=rules)
-    expected = [_ids(tokens) for tokens in reference(model_dir, asked, sampling)]
+    expected = [_ids(tokens) for tokens in reference(model_dir, inputs, sampling)]
     async with local_cluster(model_dir, redis_url, **_tree(kv_memory_gib=gib_of_blocks(20))) as cluster:
-        cluster.core.reservations.finished([1] * 200)  # so short have answers been until now
-        answers = await asyncio.gather(*(cluster.generate(p, sampling, id=str(i)) for i, p in enumerate(asked)))
+        cluster.core.dispatch.finished([1] * 200)  # the router expects short answers
+        answers = await asyncio.gather(*(cluster.generate(p, sampling, id=str(i)) for i, p in enumerate(inputs)))
         assert [answer.ids for answer in answers] == expected
         decode = next(replica for replica in cluster.replicas if replica.id.startswith("decode"))
         assert decode.status.totals.preemptions > 0

@@ -1,4 +1,4 @@
-"""Real clients at both doors of a real router, with SmolLM2 behind it."""
+"""Real clients on both endpoints of a real router, with SmolLM2."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _MESSAGES = [{"role": "user", "content": _QUESTION}]
 
 @pytest.mark.timeout(180)
 async def test_chat_streams_seeds_stops_and_errors_at_both_doors(smollm2_dir: Path, redis_url: str) -> None:
-    # Seeds are tried: neither what else is in a bf16 batch nor an fp8 wire on one of two ways may change a token.
+    # Answers with equal seeds are compared, so neither a bf16 batch nor an fp8 wire on one of two routes may change a
+    # token.
     model, kv = {"served_name": "smollm2", "dtype": "float32"}, {"wire_dtype": "raw"}
     tree = {"model": model, "kv": kv, "router": {"grpc_port": free_port(), "http_port": free_port()}}
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
@@ -97,8 +98,10 @@ async def _check_openai(client: AsyncOpenAI) -> None:
 
 
 async def _check_lm_eval(url: str, smollm2_dir: Path) -> None:
-    """Log-likelihoods as lm-eval's local-completions asks for them (see tests/frontend/http/test_prompt_logprobs.py)
-    are transformers', also of a prompt that is cached."""
+    """Prompt log-likelihoods, as requested by lm-eval's local-completions, equal those of transformers.
+
+    This includes a cached prompt. See tests/frontend/http/test_prompt_logprobs.py.
+    """
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir)).eval()
     read_model(weight_files(smollm2_dir)[0], model)
     prompts = [[504, 3575, 282, 4649, 314, 7042, 30], list(range(700, 760))]
@@ -128,7 +131,7 @@ async def _check_grpc(port: int) -> None:
         events = [event async for event in stub.Generate(request)]
         assert "Paris" in "".join(event.delta.text for event in events)
         trace = events[-1].summary.trace
-        # Who computes the little that nobody holds yet is for the costs measured here to say.
+        # Measured costs decide where the short uncached rest is computed.
         assert trace.prefill_replica in ("", "prefill-0") and trace.decode_replica == "decode-1"
         assert trace.attempts == 1 and trace.ttft_ms > 0
         request.sampling.temperature = -1

@@ -1,4 +1,4 @@
-"""A replica that drains takes nothing new and loses nothing that it has."""
+"""A draining replica takes no new requests and finishes all that it has."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ async def _leave(cluster: LocalCluster, replica: LocalReplica) -> None:
 async def test_one_replica_of_each_pool_leaves_under_load(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(*range(20, 52))
+    model_dir, inputs = checkpoint("llama"), prompts(*range(20, 52))
     running_on = Ceiling(30)
     running_on.arm(monkeypatch.setattr)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     async with local_cluster(model_dir, redis_url, policy=RoundRobin(), **_TREE) as cluster:
         leaving = [cluster.pools[role].pop() for role in Role]
         running = [
-            asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked[:16])
+            asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(inputs[:16])
         ]
         seen = [cluster.seen(replica) for replica in leaving]
         await cluster.until(lambda: seen[1].status.totals.generated_tokens >= 30)
@@ -47,7 +47,7 @@ async def test_one_replica_of_each_pool_leaves_under_load(
         await cluster.until(lambda: not any(replica.is_usable for replica in seen))
         running_on.lift()
         late = await asyncio.gather(
-            *(cluster.generate(prompt, _GREEDY, id=str(i)) for i, prompt in enumerate(asked[16:], start=16))
+            *(cluster.generate(prompt, _GREEDY, id=str(i)) for i, prompt in enumerate(inputs[16:], start=16))
         )
         await draining
         answers = [await task for task in running] + late

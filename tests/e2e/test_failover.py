@@ -1,4 +1,4 @@
-"""Processes that die or fall silent under requests: the answers are those of an undisturbed run, token for token."""
+"""Failover: when processes die or freeze, answers equal those of an undisturbed run, token for token."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PREFILL_EVENTS = {
     "the request arrives": Fault(FailpointStage.QUEUED),
     "the prompt is half computed": Fault(FailpointStage.COMPUTING, nth=2),
     "the first token is known": Fault(FailpointStage.SAMPLED),
-    "the first token is told": Fault(FailpointStage.COMMITTING),
+    "the first token is reported": Fault(FailpointStage.COMMITTING),
     "the handoff is acknowledged": Fault(FailpointStage.SHIPPED),
 }
 _DECODE_EVENTS = {
@@ -45,16 +45,16 @@ _DECODE_EVENTS = {
 
 
 async def _ask(cluster: LocalCluster) -> list[Answer]:
-    asked = [
+    requests = [
         cluster.generate(prompt, sampling, id=str(number))
         for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*requests)
 
 
 def _check(answers: list[Answer], expected: list[list[SampledToken]]) -> None:
-    """The same tokens, ends and logprobs; a token more or less would show as well."""
+    """Assert equal tokens, finish reasons and logprobs, without extra or missing tokens."""
     for answer, undisturbed in zip(answers, expected, strict=True):
         ours, theirs = answer.tokens[0], undisturbed
         assert [token.token_id for token in ours] == [token.token_id for token in theirs]
@@ -66,7 +66,7 @@ def _check(answers: list[Answer], expected: list[list[SampledToken]]) -> None:
 
 
 _EVENTS = [(Role.PREFILL, event) for event in _PREFILL_EVENTS] + [(Role.DECODE, event) for event in _DECODE_EVENTS]
-_QUICK = ("the prompt is half computed", "it streams")  # of those that stand still, which takes seconds to notice
+_QUICK = ("the prompt is half computed", "it streams")  # subset for frozen processes, which take seconds to detect
 
 
 def _cases() -> Iterator[Any]:
@@ -86,7 +86,7 @@ async def test_another_replica_goes_on(
     others = {Role.PREFILL: 1, Role.DECODE: 1} | {role: 0}
     tree = exact_tree(others[Role.PREFILL], others[Role.DECODE])
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
-        doomed = await cluster.add(role, fault)  # the first of its pool: it is chosen while all are idle
+        doomed = await cluster.add(role, fault)  # the first of its pool is chosen while all are idle
         await cluster.add(role)
         answers = await _ask(cluster)
         _check(answers, expected)
@@ -110,7 +110,7 @@ async def test_with_no_prefill_replica_left_the_decode_replica_computes_the_prom
 
 
 async def test_one_death_after_another(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    """Each of four decode replicas dies a few tokens later than the one before; the fifth lives."""
+    """Four decode replicas die one by one, each a few tokens later; the fifth survives."""
     model_dir = checkpoint("llama")
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(1, 0)) as cluster:
         for _ in range(4):
@@ -140,14 +140,14 @@ async def test_one_rank_of_two_is_enough_to_lose_the_replica(
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
         doomed = await cluster.add(role)
         await cluster.add(role)
-        asking = asyncio.create_task(_ask(cluster))
+        running = asyncio.create_task(_ask(cluster))
         await cluster.replicas.changed(timeout_s=10)
         doomed.ranks[1].send(number)
-        _check(await asking, reference(model_dir, _PROMPTS, _SAMPLINGS))
+        _check(await running, reference(model_dir, _PROMPTS, _SAMPLINGS))
 
 
 async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    """Of four choices one was stopped by the client; the replica dies, and the other three go on one by one."""
+    """One of four choices was stopped by the client. After the replica's death the other three resume one by one."""
     model_dir, sampling = checkpoint("llama"), replace(_SAMPLED, seed=7, num_logprobs=None)
     seeds = [replace(sampling, seed=choice_seed(7, choice)) for choice in range(4)]
     expected = [[t.token_id for t in tokens] for tokens in reference(model_dir, [_PROMPTS[1]] * 4, seeds)]
@@ -175,7 +175,7 @@ async def test_a_request_that_kills_every_replica_is_given_up(checkpoint: Checkp
     async with local_cluster(checkpoint("llama"), redis_url, processes=True, **exact_tree(1, 0)) as cluster:
         for _ in range(7):
             await cluster.add(Role.DECODE, _DECODE_EVENTS["the KV has landed"])
-        # Although each attempt brings the prefill replica's token. It may tell us of a broken link first.
+        # Each attempt yields the prefill replica's token, but counts as failed. A broken link may be reported first.
         with pytest.raises((ReplicaLost, LinkClosed)):
             await cluster.generate(_PROMPTS[0], _GREEDY)
         # A process closes its sockets before it counts as dead.

@@ -1,4 +1,4 @@
-"""A decode replica that drains ships its running sequences to another one; nothing is computed again."""
+"""A draining decode replica migrates its running sequences to another one, without recomputation."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _tree(*, tp: int) -> dict[str, Any]:
 
 
 async def _tokens_from(cluster: LocalCluster, replica: LocalReplica, *, at_least: int) -> None:
-    """Wait until a replica has generated so many tokens."""
+    """Wait until a replica has generated `at_least` tokens."""
     seen = cluster.seen(replica)
     await cluster.until(lambda: seen.status.totals.generated_tokens >= at_least)
 
@@ -59,7 +59,7 @@ def _computed(cluster: LocalCluster) -> int:
 
 
 @pytest.mark.parametrize(("tp", "kind", "is_async"), [(2, "greedy", False), (2, "greedy", True), (1, "seeded", False)])
-async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happened(
+async def test_running_sequences_migrate_with_unchanged_tokens(
     checkpoint: Checkpoint,
     reference: Reference,
     redis_url: str,
@@ -68,15 +68,15 @@ async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happene
     tp: int,
     is_async: bool,
 ) -> None:
-    """Also from ranks whose next step is under way, as on a GPU."""
+    """This holds with synchronous and with asynchronous steps, as on a GPU."""
     monkeypatch.setattr(GangRunner, "is_async", is_async)
-    model_dir, asked, sampling = checkpoint("llama"), prompts(20, 33, 48), _SAMPLINGS[kind]
-    expected = reference(model_dir, asked, sampling)
+    model_dir, inputs, sampling = checkpoint("llama"), prompts(20, 33, 48), _SAMPLINGS[kind]
+    expected = reference(model_dir, inputs, sampling)
     running_on = Ceiling(40)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **_tree(tp=tp)) as cluster:
         leaving = cluster.pools[Role.DECODE][0]
-        running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(asked)]
+        running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(inputs)]
         await _tokens_from(cluster, leaving, at_least=60)
         coming = await cluster.add(Role.DECODE)
         await cluster.drain(leaving)
@@ -87,30 +87,30 @@ async def test_running_sequences_are_shipped_and_go_on_as_if_nothing_had_happene
             assert _logprobs(answer.tokens[0]) == pytest.approx(_logprobs(tokens), abs=1e-3)
         assert [(answer.route.decode_replica, answer.route.migrations) for answer in answers] == [(coming.id, 0)] * 3
         await cluster.idle()
-        assert _computed(cluster) == sum(map(len, asked)), "something was computed again"
+        assert _computed(cluster) == sum(map(len, inputs)), "something was computed again"
 
 
-async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
+async def test_failed_migration_leaves_the_sequence_in_place(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model_dir, [asked], sampling = checkpoint("llama"), prompts(40), _SAMPLINGS["greedy"]
-    expected = reference(model_dir, [asked], sampling)[0]
+    model_dir, [inputs], sampling = checkpoint("llama"), prompts(40), _SAMPLINGS["greedy"]
+    expected = reference(model_dir, [inputs], sampling)[0]
     running_on = Ceiling(20)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **_tree(tp=1)) as cluster:
         source = cluster.pools[Role.DECODE][0]
         seen = cluster.seen(source)
-        running = asyncio.create_task(cluster.generate(asked, sampling))
-        await _tokens_from(cluster, source, at_least=19)  # the first came from the prefill replica
+        running = asyncio.create_task(cluster.generate(inputs, sampling))
+        await _tokens_from(cluster, source, at_least=19)  # the first token came from the prefill replica
         nowhere = pb.Handoff(
-            id="h", epoch=1, replica="x", ranks=["127.0.0.1:1"], num_tokens=len(asked), max_tokens=10_000, ttl_s=5.0
+            id="h", epoch=1, replica="x", ranks=["127.0.0.1:1"], num_tokens=len(inputs), max_tokens=10_000, ttl_s=5.0
         )
-        request = pb.MigrateRequest(router="router-0", stream=1, handoff=nowhere)  # the router's first
+        request = pb.MigrateRequest(router="router-0", stream=1, handoff=nowhere)  # the router's first stream
         async with open_channel(seen.member.address, peer=rank(source.id), identity=cluster.router) as channel:
             stub = worker_pb2_grpc.DecodeWorkerStub(channel)
             failed = await stub.Migrate(request, timeout=WITHIN_S)
             assert not failed.moved and "127.0.0.1:1" in failed.reason
-            abandoned = stub.Migrate(request)  # nobody waits for this one
+            abandoned = stub.Migrate(request)  # cancelled call
             abandoned.cancel()
         running_on.lift()
         answer = await running
@@ -119,15 +119,15 @@ async def test_a_move_that_fails_leaves_the_sequence_where_it_was(
         await cluster.idle()
 
 
-async def test_clients_that_go_away_while_their_sequences_move_leave_nothing_behind(
+async def test_clients_that_disconnect_during_migration_free_everything(
     checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Ceiling(100).arm(monkeypatch.setattr)
-    moments, asked = random.Random(5), prompts(*range(20, 60, 2))
+    moments, inputs = random.Random(5), prompts(*range(20, 60, 2))
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=2)) as cluster:
         leaving = cluster.pools[Role.DECODE][0]
         sampling = _SAMPLINGS["greedy"]
-        running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(asked)]
+        running = [asyncio.create_task(cluster.generate(p, sampling, id=str(i))) for i, p in enumerate(inputs)]
         await _tokens_from(cluster, leaving, at_least=100)
         await cluster.add(Role.DECODE)
         draining = asyncio.create_task(cluster.drain(leaving))

@@ -1,4 +1,4 @@
-"""Answers of which a grammar forces most are, wherever they run, those that masks alone give."""
+"""Jump-forward decoding gives the same answers as masks alone, on one pair of replicas and under faults."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PROMPTS = prompts(20, 33, 47, 18)
 _SAMPLINGS = (
     _SAMPLED,
     replace(_SAMPLED, temperature=0.0),
-    replace(_SAMPLED, max_tokens=20, seed=9),  # within what is forced
+    replace(_SAMPLED, max_tokens=20, seed=9),  # ends within forced tokens
     replace(_SAMPLED, num_logprobs=1, presence_penalty=1.0),
 )
 _PRIVATE = prompts(24, 31)
@@ -47,14 +47,14 @@ def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
-    """Four that keep to the grammar, two choices each, beside two that keep to none."""
-    asked = [
+    """Run four requests with a grammar, of two choices each, beside two without one."""
+    requests = [
         cluster.generate(prompt, sampling, id=str(i), n=2, grammar=_GRAMMAR)
         for i, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
-    asked += [cluster.generate(prompt, replace(_SAMPLED, seed=i), id=f"f{i}") for i, prompt in enumerate(_PRIVATE)]
+    requests += [cluster.generate(prompt, replace(_SAMPLED, seed=i), id=f"f{i}") for i, prompt in enumerate(_PRIVATE)]
     async with asyncio.timeout(WITHIN_S):
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*requests)
     return [[token.token_id for token in tokens] for answer in answers for tokens in answer.tokens.values()]
 
 
@@ -65,23 +65,23 @@ def _num_forced(cluster: LocalCluster) -> int:
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> list[list[int]]:
-    """One step a token, in one process."""
+    """Compute the expected answers in one process, one token per step."""
     runner = ModelRunner(EngineConfig(model_dir=model_dir, dtype="float32", kv_memory_gib=0.1))
     grammar = GrammarCompiler(model_dir, vocab_size=VOCAB_SIZE).compile(_GRAMMAR)
-    asked = [
+    requests = [
         Asked(prompt, sampling, grammar, num_choices=2) for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)
     ]
-    asked += [Asked(prompt, replace(_SAMPLED, seed=i)) for i, prompt in enumerate(_PRIVATE)]
+    requests += [Asked(prompt, replace(_SAMPLED, seed=i)) for i, prompt in enumerate(_PRIVATE)]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(SamplingRow, "known_token", lambda row: None)
-        said = answers(runner, asked)
-    text = "".join(CHARACTERS[token] for token in said.ids[0][:-1])
-    assert re.fullmatch(_GRAMMAR.text, text) and said.ids[0][-1] == END and not said.num_known
-    return said.ids
+        expected_answers = answers(runner, requests)
+    text = "".join(CHARACTERS[token] for token in expected_answers.ids[0][:-1])
+    assert re.fullmatch(_GRAMMAR.text, text) and expected_answers.ids[0][-1] == END and not expected_answers.num_known
+    return expected_answers.ids
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-async def test_on_one_pair_whatever_its_ranks(
+async def test_one_pair_of_any_tensor_parallel_size(
     model_dir: Path, redis_url: str, expected: list[list[int]], tp: int
 ) -> None:
     tree = exact_tree(1, 1)
@@ -95,7 +95,7 @@ async def test_on_one_pair_whatever_its_ranks(
         await cluster.idle()
 
 
-async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+async def test_killed_replica(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
         doomed = await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=4))
         await cluster.add(Role.DECODE)
@@ -105,8 +105,8 @@ async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expect
         await cluster.idle()
 
 
-async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
-    """A pool of 20 blocks, where the router expects answers of one token."""
+async def test_preemption(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+    """The pool has 20 blocks, and the router expects answers of one token."""
     tree = exact_tree(1, 1)
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
@@ -117,7 +117,7 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
 
 
 @pytest.mark.parametrize("num_tokens", [3, 9, 21])
-async def test_a_choice_that_moves_within_them(
+async def test_migration_within_forced_tokens(
     model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     monkeypatch.setattr("engine.scheduler.jump_forward.MAX_KNOWN", 4)

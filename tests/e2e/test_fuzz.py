@@ -1,4 +1,4 @@
-"""Requests at the edges of every field, at both doors of a deployment with a real model: no replica dies of them."""
+"""Requests with boundary values in every field, on both endpoints of a real deployment, kill no replica."""
 
 from __future__ import annotations
 

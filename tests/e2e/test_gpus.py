@@ -1,5 +1,4 @@
-"""A disaggregated deployment on GPUs: real workers, KV blocks over NCCL, recorded decode steps. One GPU is enough: all
-ranks share it then.
+"""Disaggregated deployment on GPUs: real workers, KV blocks over NCCL, CUDA graphs. One GPU suffices: ranks share it.
 
 Answers are those of one process on a GPU, token for token, whatever dies meanwhile.
 """
@@ -42,12 +41,12 @@ def _tree(prefill: int, decode: int, *, pool_dtype: str = "auto") -> dict[str, A
 
 
 async def _ask(cluster: LocalCluster) -> Sequence[Answer]:
-    asked = [
+    requests = [
         cluster.generate(prompt, sampling, id=str(number))
         for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*requests)
 
 
 def _check(answers: Sequence[Answer], expected: list[list[SampledToken]]) -> None:
@@ -75,10 +74,10 @@ def test_answers_are_those_of_one_process(
 @pytest.mark.parametrize(
     ("family", "ranks"), [("llama", (2, 2)), ("llama", (1, 2)), ("qwen3_moe", (2, 2))], ids=lambda of: str(of)
 )
-def test_so_are_those_of_several_ranks(
+def test_answers_with_several_ranks_are_those_of_one_process(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, family: str, ranks: tuple[int, int]
 ) -> None:
-    """Recorded steps with sums over ranks in them, and experts that are spread over them."""
+    """CUDA graphs contain all-reduces over ranks, and experts are spread over the ranks."""
     model_dir, tree = checkpoint(family), _tree(1, 1)
     for role, num_ranks in zip(("prefill", "decode"), ranks, strict=True):
         tree[role] |= {"tensor_parallel": num_ranks}
@@ -93,10 +92,10 @@ def test_so_are_those_of_several_ranks(
 
 
 @pytest.mark.parametrize("pool_dtype", ["fp8_e4m3", "int8"])
-def test_so_are_they_over_pools_of_8_bits(
+def test_answers_with_8_bit_pools_are_those_of_one_process(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, pool_dtype: str
 ) -> None:
-    """Each alone, as there: what a batch of another shape rounds otherwise may become another code of 8 bits."""
+    """Requests run one at a time, as in the reference: another batch shape may round to another 8-bit code."""
     model_dir = checkpoint("llama")
     engine: dict[str, Any] = {"device": "cuda", "pool_dtype": pool_dtype, "recorded_rows": 8}
 
@@ -114,7 +113,7 @@ def test_so_are_they_over_pools_of_8_bits(
     [(Role.PREFILL, Fault(FailpointStage.COMPUTING, nth=2)), (Role.DECODE, Fault(FailpointStage.COMPUTING, nth=12))],
     ids=["prefill", "decode"],
 )
-def test_a_replica_is_killed_and_another_goes_on(
+def test_request_resumes_on_another_replica_after_a_kill(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, role: Role, fault: Fault
 ) -> None:
     model_dir = checkpoint("llama")
@@ -123,7 +122,7 @@ def test_a_replica_is_killed_and_another_goes_on(
     async def play() -> None:
         tree = _tree(others[Role.PREFILL], others[Role.DECODE])
         async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
-            doomed = await cluster.add(role, fault)  # the first of its pool: it is chosen while all are idle
+            doomed = await cluster.add(role, fault)  # the first of its pool is chosen while all are idle
             await cluster.add(role)
             answers = await _ask(cluster)
             assert doomed.has_been_hit, "the fault never happened"
@@ -133,19 +132,17 @@ def test_a_replica_is_killed_and_another_goes_on(
     asyncio.run(play())
 
 
-def test_answers_move_to_another_replica_that_has_room(
-    checkpoint: Checkpoint, reference: Reference, redis_url: str
-) -> None:
-    """A decode replica is drained while it answers."""
+def test_answers_migrate_to_another_replica(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+    """A decode replica is drained while it decodes."""
     model_dir = checkpoint("llama")
 
     async def play() -> None:
         async with local_cluster(model_dir, redis_url, processes=True, **_tree(1, 2)) as cluster:
-            asking = asyncio.create_task(_ask(cluster))
+            answering = asyncio.create_task(_ask(cluster))
             first = cluster.pools[Role.DECODE][0]
             await cluster.until(lambda: cluster.seen(first).status.running)
             await cluster.drain(first)
-            _check(await asking, reference(model_dir, _PROMPTS, _SAMPLINGS, device="cuda"))
+            _check(await answering, reference(model_dir, _PROMPTS, _SAMPLINGS, device="cuda"))
             await cluster.idle()
 
     asyncio.run(play())

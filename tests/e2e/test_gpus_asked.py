@@ -1,5 +1,4 @@
-"""All that a request may ask for, of a deployment on a GPU: its answers are those of one process, also where it drafts,
-and where blocks run out.
+"""All request options on a GPU deployment: answers equal those of one process, also with drafts and preemption.
 
 The same on a CPU, where it is slow and says that the test is right.
 """
@@ -45,13 +44,13 @@ _BUDGET = ThinkingBudget(
     closing="</think>",
     closing_ids=tuple(CHARACTERS.index(character) for character in "</think>"),
 )
-_ATOL = 1e-3  # of log-probabilities, whose logits come of batches of other shapes
+_ATOL = 1e-3  # of log-probabilities, because batch shapes differ
 _NUM_TOP = 3
 
 
 @dataclass(frozen=True)
 class Question:
-    """Of one process, and its answers; every third prompt is scored, too."""
+    """Requests and their reference answers of one process; every third prompt is scored, too."""
 
     model_dir: Path
     asked: list[Asked]
@@ -60,19 +59,19 @@ class Question:
 
     @classmethod
     def of(cls, model_dir: Path, device: str) -> Question:
-        """Its tokenizer is written anew: for what keeps to a grammar."""
+        """Create the requests. Replaces the model's tokenizer, for the grammar."""
         grammar = letters_grammar(model_dir)
         thinking = GrammarCompiler(model_dir, vocab_size=VOCAB_SIZE).bounded(_BUDGET, None)
         asked = [one for one in one_of_each_kind(grammar) if one.thinking is None]
         asked.append(Asked(prompts(40)[0], Sampling(max_tokens=30, temperature=1.0, seed=9), thinking=thinking))
         runner = ModelRunner(EngineConfig(model_dir=model_dir, dtype="float32", kv_memory_gib=0.1, device=device))
         scored = range(0, len(asked), 3)
-        told = ScoredPrompts(runner, max_batch_tokens=512).tell([(asked[i].prompt, _NUM_TOP) for i in scored])
-        return cls(model_dir, asked, answers(runner, asked), dict(zip(scored, told, strict=True)))
+        scores = ScoredPrompts(runner, max_batch_tokens=512).tell([(asked[i].prompt, _NUM_TOP) for i in scored])
+        return cls(model_dir, asked, answers(runner, asked), dict(zip(scored, scores, strict=True)))
 
     async def check(self, cluster: LocalCluster) -> None:
-        """Ask all of it at once."""
-        asking = [
+        """Send all requests concurrently and check the answers."""
+        running = [
             cluster.generate(
                 one.prompt,
                 one.sampling,
@@ -85,7 +84,7 @@ class Question:
             for i, one in enumerate(self.asked)
         ]
         async with asyncio.timeout(WITHIN_S):
-            found = await asyncio.gather(*asking)
+            found = await asyncio.gather(*running)
         tokens = {(str(i), choice): some for i, one in enumerate(found) for choice, some in one.tokens.items()}
         compare(AnswerText(tokens), self.said, atol=_ATOL)
         for i, answer in enumerate(found):
@@ -113,7 +112,7 @@ def _tree(device: str, **decode: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_all_that_may_be_asked_for(model_dir: Path, redis_url: str, tp: int, device: str) -> None:
+def test_all_request_options(model_dir: Path, redis_url: str, tp: int, device: str) -> None:
     question, tree = Question.of(model_dir, device), _tree(device, tensor_parallel=tp)
     tree["prefill"] |= {"tensor_parallel": tp}
 
@@ -127,14 +126,14 @@ def test_all_that_may_be_asked_for(model_dir: Path, redis_url: str, tp: int, dev
     asyncio.run(play())
 
 
-def test_of_who_drafts(model_dir: Path, redis_url: str, device: str) -> None:
+def test_answers_with_drafts(model_dir: Path, redis_url: str, device: str) -> None:
     question, tree = Question.of(model_dir, device), _tree(device, replicas=0)
     tree["speculation"] = {"method": "suffix", "max_tokens": 3}
 
     async def play() -> None:
         async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
             decode = await cluster.add(Role.DECODE, prepare=draft_always)
-            for _ in range(2):  # then the first ones' answers are known
+            for _ in range(2):  # the second time, drafts use the first answers
                 await question.check(cluster)
             await cluster.idle()
             await cluster.until(lambda: _num_accepted(cluster, decode) > 100)
@@ -146,8 +145,8 @@ def _num_accepted(cluster: LocalCluster, replica: LocalReplica) -> int:
     return sum(sum(one.accepted) for one in cluster.seen(replica).status.totals.drafted)
 
 
-def test_of_who_runs_out_of_blocks(model_dir: Path, redis_url: str, device: str) -> None:
-    """A pool of 20 blocks, where the router expects answers of one token."""
+def test_answers_with_preemption(model_dir: Path, redis_url: str, device: str) -> None:
+    """The pool has 20 blocks, and the router expects answers of one token."""
     question, tree = Question.of(model_dir, device), _tree(device, kv_memory_gib=gib_of_blocks(20))
 
     async def play() -> None:

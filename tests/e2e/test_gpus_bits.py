@@ -1,4 +1,4 @@
-"""A deployment on a GPU in bf16 with weights of few bits, or a wire of 8: its answers are those of one process.
+"""GPU deployment in bf16 with quantized weights or an 8-bit wire: answers equal those of one process.
 
 The same on a CPU, where it is slow and says that the test is right.
 """
@@ -43,14 +43,14 @@ _SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, repetition_penalt
 _PROMPTS = prompts(20, 33, 47, 70)
 _SAMPLINGS = [_GREEDY, replace(_SAMPLED, seed=1), _GREEDY, replace(_SAMPLED, seed=2)]
 _MAX_RUNNING = 8
-_DENSE = {"first_k_dense_replace": 3}  # all layers: what is rounded may choose other experts
+_DENSE = {"first_k_dense_replace": 3}  # all layers, because rounding may choose other experts
 
 
 @pytest.mark.parametrize("stored", ["fp8 blocks", "gptq", "int8 channels", "int8"])
-def test_weights_of_few_bits(
+def test_quantized_weights(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, stored: str, device: str
 ) -> None:
-    model_dir, weights = checkpoint("llama"), "int8"  # made at load
+    model_dir, weights = checkpoint("llama"), "int8"  # quantized at load
     if stored != "int8":
         write_quantised(tmp_path, random_model(tiny_config("llama")), stored)
         shutil.copy(model_dir / "tokenizer.json", tmp_path)
@@ -66,7 +66,7 @@ def test_weights_of_few_bits(
 @pytest.mark.parametrize(
     ("family", "changes"), [("llama", {}), ("deepseek_v2", DEEPSEEK_V2 | _DENSE)], ids=["heads", "latents"]
 )
-def test_a_wire_of_8_bits(
+def test_8_bit_wire(
     checkpoint: Checkpoint,
     redis_url: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -74,7 +74,7 @@ def test_a_wire_of_8_bits(
     changes: dict[str, Any],
     device: str,
 ) -> None:
-    """As of one process in which what the pool has of a prompt goes through the wire's codec."""
+    """Answers equal those of one process whose pool passes a prompt's KV through the wire's codec."""
     model_dir = checkpoint(family, **changes)
     runner = ModelRunner(EngineConfig(model_dir=model_dir, kv_memory_gib=0.1, **_engine(device)))
     exact = _generated(runner)
@@ -89,7 +89,7 @@ def _engine(device: str) -> dict[str, Any]:
 
 
 def _tree(device: str, *, weights: str = "as_stored", wire_dtype: str = "raw") -> dict[str, Any]:
-    """Prompts are computed whole, as in one process: in bf16 other shapes may round to other tokens."""
+    """Return the spec. Prompts are computed in one chunk, because bf16 rounding depends on shapes."""
     tree: dict[str, Any] = {
         "model": {"dtype": "bfloat16", "weights": weights},
         "kv": {"wire_dtype": wire_dtype},
@@ -101,7 +101,7 @@ def _tree(device: str, *, weights: str = "as_stored", wire_dtype: str = "raw") -
 
 
 async def _answers(model_dir: Path, redis_url: str, tree: dict[str, Any]) -> list[list[int]]:
-    """Each asked alone, for the same reason."""
+    """Generate answers one at a time, for the same reason."""
     found: list[list[int]] = []
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster, asyncio.timeout(WITHIN_S):
         for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True):
@@ -120,7 +120,7 @@ def _generated(runner: ModelRunner) -> list[list[int]]:
 
 
 def _with_wire(runner: ModelRunner, wire_dtype: str) -> Callable[[ScheduledStep | None, Orders], Tensor | None]:
-    """Executes as the runner does. Afterwards its pool has of each prompt what would land of it elsewhere."""
+    """Wrap the runner's execute so that each prompt's KV in the pool is what a receiver would get over the wire."""
     codec, execute, pool, layout = codec_for(runner.layout, wire_dtype), runner.execute, runner.pool, runner.layout
 
     def executed(step: ScheduledStep | None, orders: Orders) -> Tensor | None:

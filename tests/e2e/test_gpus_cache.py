@@ -1,4 +1,4 @@
-"""A deployment on a GPU whose prefixes go to lower tiers and come back, and which replicas fetch from each other.
+"""GPU deployment with lower tiers and prefix fetches between replicas.
 
 The same on a CPU, where it is slow and says that the test is right.
 """
@@ -26,14 +26,14 @@ pytestmark = [
 ]
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
-_PROMPTS = prompts(100, 100, 100, 100)  # of six full blocks each; the pool has room for two
+_PROMPTS = prompts(100, 100, 100, 100)  # six full blocks each; the pool has room for two prompts
 
 
 @pytest.mark.parametrize(("host", "disk"), [(60, 0), (5, 60), (0, 60)], ids=["host", "host and disk", "disk"])
-def test_what_the_pool_evicts_comes_back_and_goes_to_a_peer(
+def test_evicted_blocks_are_reloaded_and_served_to_a_peer(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, host: int, disk: int, device: str
 ) -> None:
-    """host, disk: blocks that there is room for."""
+    """host, disk: capacities in blocks."""
     model_dir, policy, tree = checkpoint("llama"), FakePolicy(), on_device(device, exact_tree(2, 1))
     tiers = {"kv_host_gib": _room(host), "kv_disk_gib": _room(disk), "kv_disk_path": str(tmp_path)}
     tree["prefill"] |= {"kv_memory_gib": _room(14), **tiers}
@@ -59,10 +59,10 @@ def test_what_the_pool_evicts_comes_back_and_goes_to_a_peer(
     asyncio.run(play())
 
 
-def test_the_answer_of_one_turn_is_pulled_for_the_next(
+def test_answer_of_one_turn_is_fetched_for_the_next(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, device: str
 ) -> None:
-    """From a decode replica to a prefill replica, to one that decodes, and back."""
+    """The prefix moves from a decode replica to a prefill replica, to another decode replica, and back."""
     model_dir, policy, tree = checkpoint("llama"), FakePolicy(), on_device(device, exact_tree(1, 2))
     turns, expected = [prompts(20)[0]], list[list[int]]()
     for _ in range(3):
@@ -79,8 +79,8 @@ def test_the_answer_of_one_turn_is_pulled_for_the_next(
             ]
             answers = [await _ask(cluster, policy, turn, way) for turn, way in zip(turns, ways, strict=False)]
             assert [answer.ids for answer in answers] == expected
-            # 43 positions after the first turn, 75 after the second; the prefill replica had one block, the first
-            # decode replica two.
+            # There are 43 positions after the first turn, 75 after the second. The prefill replica had one block, the
+            # first decode replica two.
             assert [_reused(answer) for answer in answers] == [(0, 0), (16, 16), (32, 32)]
             await cluster.idle()
 
@@ -91,8 +91,8 @@ def _room(num_blocks: int) -> float:
     return gib_of_blocks(num_blocks) if num_blocks else 0.0
 
 
-def _expected(reference: Reference, model_dir: Path, asked: list[list[int]], device: str) -> list[list[int]]:
-    return [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY, device=device)]
+def _expected(reference: Reference, model_dir: Path, inputs: list[list[int]], device: str) -> list[list[int]]:
+    return [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY, device=device)]
 
 
 async def _ask(cluster: LocalCluster, policy: FakePolicy, prompt: list[int], way: Option) -> Answer:
@@ -102,5 +102,5 @@ async def _ask(cluster: LocalCluster, policy: FakePolicy, prompt: list[int], way
 
 
 def _reused(answer: Answer) -> tuple[int, int]:
-    """Tokens that were here, and that came from a peer."""
+    """Return the numbers of cached and of fetched tokens."""
     return answer.route.cached_tokens, answer.route.fetched_tokens

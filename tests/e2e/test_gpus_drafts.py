@@ -1,4 +1,4 @@
-"""A deployment on a GPU that drafts: its answers are those of one process that does not, by whatever it drafts.
+"""GPU deployment with each draft method: answers equal those of one process without drafts.
 
 The same on a CPU, where it is slow and says that the test is right.
 """
@@ -43,15 +43,15 @@ def test_answers_are_those_of_one_process(
     model_dir, drafts = _drafting(method, checkpoint("llama"), tmp_path)
     tree = on_device(device, exact_tree(1, 0))
     tree["speculation"] = {"method": method, "model": str(drafts) if drafts else None, "max_tokens": 3}
-    tree["decode"] |= {"max_running": 16}  # as many rows and drafted tokens have logits
-    said = reference(model_dir, _PROMPTS, _SAMPLINGS, device=device)
-    expected = [[token.token_id for token in tokens] for tokens in said]
+    tree["decode"] |= {"max_running": 16}  # bounds the rows and drafted tokens with logits
+    reference_tokens = reference(model_dir, _PROMPTS, _SAMPLINGS, device=device)
+    expected = [[token.token_id for token in tokens] for tokens in reference_tokens]
 
     async def play() -> None:
         async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
             adding = cluster.add(Role.DECODE), cluster.add(Role.DECODE, prepare=draft_always)
             as_it_pays, always = await asyncio.gather(*adding)
-            for _ in range(4):  # twice on each: then the first ones' answers are known
+            for _ in range(4):  # twice per replica, so that drafts use the first answers
                 assert await _ask(cluster) == expected
             await cluster.idle()
             await cluster.until(lambda: _num_drafted(cluster, as_it_pays))
@@ -61,7 +61,7 @@ def test_answers_are_those_of_one_process(
 
 
 def _drafting(method: str, llama: Path, directory: Path) -> tuple[Path, Path | None]:
-    """The served model, and what drafts for it beside that."""
+    """Return the served model and the draft source for it."""
     match method:
         case "draft":
             return llama, first_layers(llama, 2)
@@ -79,12 +79,12 @@ def _drafting(method: str, llama: Path, directory: Path) -> tuple[Path, Path | N
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
-    asked = [
+    requests = [
         cluster.generate(prompt, sampling, id=str(number))
         for number, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        return [answer.ids for answer in await asyncio.gather(*asked)]
+        return [answer.ids for answer in await asyncio.gather(*requests)]
 
 
 def _num_drafted(cluster: LocalCluster, replica: LocalReplica) -> int:

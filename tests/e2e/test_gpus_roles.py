@@ -1,4 +1,4 @@
-"""A deployment on a GPU whose replicas change their role while they answer, and whose prefill replicas have guests.
+"""GPU deployment with role switches under load, and with local decodes on prefill replicas.
 
 The same on a CPU, where it is slow and says that the test is right.
 """
@@ -27,35 +27,35 @@ pytestmark = [
 ]
 
 _SAMPLINGS = (Sampling(max_tokens=40, temperature=0.0), Sampling(max_tokens=40, temperature=1.0, top_p=0.9, seed=7))
-_PLACES = 2  # of a decode replica, and for guests of a prefill replica
+_PLACES = 2  # slots of a decode replica, and for local decodes of a prefill replica
 
 
-class Asked:
-    """Prompts, what the model makes of them alone, and their answers as they come. Every other one is sampled."""
+class Load:
+    """Prompts, their reference answers, and their running requests. Every other one is sampled."""
 
     def __init__(self, model_dir: Path, reference: Reference, device: str, number: int) -> None:
         self._prompts = prompts(*range(33, 33 + number))
         self._samplings = [_SAMPLINGS[i % 2] for i in range(number)]
-        said = reference(model_dir, self._prompts, self._samplings, device=device)
-        self.expected = [[token.token_id for token in tokens] for tokens in said]
+        reference_tokens = reference(model_dir, self._prompts, self._samplings, device=device)
+        self.expected = [[token.token_id for token in tokens] for tokens in reference_tokens]
         self._running: list[asyncio.Task[Answer]] = []
 
     def ask(self, cluster: LocalCluster, number: int) -> None:
-        """The next ones."""
+        """Send the next `number` requests."""
         for i in range(len(self._running), len(self._running) + number):
-            asking = cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
-            self._running.append(asyncio.create_task(asking))
+            generation = cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
+            self._running.append(asyncio.create_task(generation))
 
     async def answers(self) -> list[Answer]:
         async with asyncio.timeout(WITHIN_S):
             return await asyncio.gather(*self._running)
 
 
-def test_streams_go_on_while_replicas_change_their_role_each_way(
+def test_streams_continue_while_replicas_switch_roles_both_ways(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, device: str
 ) -> None:
     model_dir = checkpoint("llama")
-    asked = Asked(model_dir, reference, device, 12)
+    load = Load(model_dir, reference, device, 12)
     running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0))
     tree["decode"] |= {"max_running": 8}
 
@@ -63,16 +63,16 @@ def test_streams_go_on_while_replicas_change_their_role_each_way(
         async with local_cluster(model_dir, redis_url, processes=True, policy=RoundRobin(), **tree) as cluster:
             roles = [Role.PREFILL] * 2 + [Role.DECODE] * 2
             prefill, _, decode, _ = await asyncio.gather(*(cluster.add(role, ceiling=running_on) for role in roles))
-            asked.ask(cluster, 4)
+            load.ask(cluster, 4)
             await cluster.until(lambda: cluster.seen(decode).status.totals.generated_tokens >= 20)
             to_prefill = await cluster.switch(decode)
             assert cluster.replicas.get(decode.id) is None and to_prefill.blocks["cached"]
-            asked.ask(cluster, 4)
-            to_decode = await cluster.switch(prefill)  # with prompts on their way
-            asked.ask(cluster, 4)
+            load.ask(cluster, 4)
+            to_decode = await cluster.switch(prefill)  # while prompts are shipped
+            load.ask(cluster, 4)
             running_on.lift()
-            answers = await asked.answers()
-            assert [answer.ids for answer in answers] == asked.expected
+            answers = await load.answers()
+            assert [answer.ids for answer in answers] == load.expected
             assert to_prefill.id in {answer.route.prefill_replica for answer in answers}
             assert to_decode.id in {answer.route.decode_replica for answer in answers}
             await cluster.idle()
@@ -81,7 +81,7 @@ def test_streams_go_on_while_replicas_change_their_role_each_way(
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["they stay", "they move"])
-def test_a_prefill_replica_answers_what_a_full_decode_pool_has_no_room_for(
+def test_prefill_replica_decodes_locally_when_the_decode_pool_is_full(
     checkpoint: Checkpoint,
     reference: Reference,
     redis_url: str,
@@ -89,11 +89,10 @@ def test_a_prefill_replica_answers_what_a_full_decode_pool_has_no_room_for(
     leaves: bool,
     device: str,
 ) -> None:
-    """leaves: the prefill replica becomes a decode replica, and its guests another one's."""
-    # While answers stand still, no place comes free.
-    monkeypatch.setattr(chooser, "guest_wait_s", lambda *_, **__: 3600.0)
+    """leaves: the prefill replica becomes a decode replica, and its local decodes move to another replica."""
+    monkeypatch.setattr(local_decode, "wait_s", lambda *_, **__: 3600.0)  # answers are paused, so no slot becomes free
     model_dir = checkpoint("llama")
-    asked = Asked(model_dir, reference, device, 2 * _PLACES)
+    load = Load(model_dir, reference, device, 2 * _PLACES)
     running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0))
     tree["prefill"] |= {"max_running": 2 * _PLACES, "answer_share": 0.5}
     tree["decode"] |= {"max_running": _PLACES}
@@ -102,17 +101,17 @@ def test_a_prefill_replica_answers_what_a_full_decode_pool_has_no_room_for(
         async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
             adding = (cluster.add(role, ceiling=running_on) for role in (Role.PREFILL, Role.DECODE))
             prefill, decode = await asyncio.gather(*adding)
-            asked.ask(cluster, _PLACES)
+            load.ask(cluster, _PLACES)
             await cluster.until(lambda: cluster.seen(decode).status.running == _PLACES)
-            asked.ask(cluster, _PLACES)
+            load.ask(cluster, _PLACES)
             await cluster.until(lambda: cluster.seen(prefill).status.local_decodes.running == _PLACES)
             home = prefill
             if leaves:
                 home = await cluster.add(Role.DECODE, ceiling=running_on)
                 await cluster.switch(prefill)
             running_on.lift()
-            answers = await asked.answers()
-            assert [answer.ids for answer in answers] == asked.expected
+            answers = await load.answers()
+            assert [answer.ids for answer in answers] == load.expected
             assert [answer.route.decode_replica for answer in answers] == [decode.id] * _PLACES + [home.id] * _PLACES
             await cluster.idle()
 

@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar, wherever they are computed: one pair of replicas or two, killed, moved, forked."""
+"""Grammar-constrained answers on one or two pairs of replicas, with kills, migrations and forks."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
 
 
 async def _ask(cluster: LocalCluster, sampling: Sampling = _SAMPLED) -> list[list[int]]:
-    asked = [
+    requests = [
         cluster.generate(prompt, replace(sampling, seed=seed), id=str(seed), n=2, grammar=_GRAMMAR)
         for seed, prompt in enumerate(_PROMPTS)
     ]
     async with asyncio.timeout(WITHIN_S):
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*requests)
     for answer in answers:
         _check(answer)
     return [[token.token_id for token in tokens] for answer in answers for tokens in answer.tokens.values()]
@@ -57,12 +57,14 @@ def _check(answer: Answer, pattern: str = _LETTERS) -> None:
         assert re.fullmatch(pattern, "".join(CHARACTERS[token.token_id] for token in tokens[:-1]))
 
 
-async def test_choices_keep_to_it_on_one_pair_on_two_pairs_and_under_a_kill(model_dir: Path, redis_url: str) -> None:
+async def test_choices_follow_the_grammar_on_one_and_two_pairs_and_under_a_kill(
+    model_dir: Path, redis_url: str
+) -> None:
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         expected = await _ask(cluster)
         assert len({tuple(tokens) for tokens in expected}) > len(_PROMPTS), "the choices of a request are the same"
         one = replace(_SAMPLED, max_tokens=1)
-        first = await cluster.generate(_PROMPTS[0], one, grammar=_GRAMMAR)  # of the prefill replica alone
+        first = await cluster.generate(_PROMPTS[0], one, grammar=_GRAMMAR)  # from the prefill replica alone
         assert CHARACTERS[first.ids[0]] in "abc" and first.tokens[0][0].finish_reason is FinishReason.LENGTH
         await cluster.idle()
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
@@ -74,7 +76,7 @@ async def test_choices_keep_to_it_on_one_pair_on_two_pairs_and_under_a_kill(mode
         await cluster.idle()
 
 
-async def test_a_choice_that_moves_goes_on_where_it_was(
+async def test_migrated_choice_continues_its_grammar(
     model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ceiling = Ceiling(12)
@@ -87,9 +89,12 @@ async def test_a_choice_that_moves_goes_on_where_it_was(
         assert stayed.ids == answer.ids
 
 
-async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Path, redis_url: str) -> None:
-    """The first has no token that could end it, the second is none; and two leave no token with what else is asked, one
-    the prefill replica, and one the decode replica."""
+async def test_failing_grammar_fails_its_own_request_only(model_dir: Path, redis_url: str) -> None:
+    """Invalid and contradictory grammars fail their own request only.
+
+    The first has no terminating token, the second is malformed. Two leave no allowed token together with the other
+    options, one on the prefill replica and one on the decode replica.
+    """
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         endless = cluster.generate(_PROMPTS[0], replace(_SAMPLED, stop_token_ids=()), id="a", grammar=_SHORT)
         no_grammar = Grammar(kind=GrammarKind.REGEX, text="(")
@@ -100,8 +105,8 @@ async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Pat
             cluster.generate(_PROMPTS[0], replace(_SAMPLED, token_rules=rules), id=str(i), grammar=_SHORT)
             for i, rules in enumerate((TokenRules(allowed_token_ids=(_Z,)), TokenRules(bad_words=((_A, _B), (_A, _C)))))
         ]
-        asked = (endless, wrong, good, plain, *torn)
-        failed, rejected, kept, free, *lost = await asyncio.gather(*asked, return_exceptions=True)
+        requests = (endless, wrong, good, plain, *torn)
+        failed, rejected, kept, free, *lost = await asyncio.gather(*requests, return_exceptions=True)
         assert [type(one) for one in lost] == [NoTokenAllowed] * 2
         assert isinstance(failed, GrammarNotFollowed)
         assert isinstance(rejected, RequestError) and rejected.param == "grammar"
@@ -110,7 +115,7 @@ async def test_a_grammar_that_fails_is_its_requests_failure_alone(model_dir: Pat
         await cluster.idle()
 
 
-async def test_a_worker_is_not_asked_for_what_its_version_does_not_know(model_dir: Path, redis_url: str) -> None:
+async def test_old_worker_gets_no_unsupported_requests(model_dir: Path, redis_url: str) -> None:
     ruled = replace(_SAMPLED, token_rules=TokenRules(bad_words=((_Z,),)))
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 2)) as cluster:
         old = cluster.seen(cluster.pools[Role.DECODE][0])

@@ -1,4 +1,4 @@
-"""Answers that keep to a grammar, as real clients ask for them at both doors of a real router, with SmolLM2."""
+"""Structured output for real clients on both endpoints of a real router, with SmolLM2."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class City(BaseModel):
 
 
 @pytest.mark.timeout(180)
-async def test_answers_keep_to_what_clients_ask_for_at_both_doors(smollm2_dir: Path, redis_url: str) -> None:
+async def test_answers_follow_the_requested_format_on_both_endpoints(smollm2_dir: Path, redis_url: str) -> None:
     model = {"served_name": "smollm2", "dtype": "float32"}
     tree = {"model": model, "router": {"grpc_port": free_port(), "http_port": free_port()}}
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
@@ -89,9 +89,9 @@ async def _check_formats(client: AsyncOpenAI) -> None:
         for choice in answer.choices:
             assert choice.finish_reason == "stop"
             Draft202012Validator(_CITY).validate(json.loads(choice.message.content))
-    cut = await client.chat.completions.create(**_ASKED, response_format=form, stop='ame"')  # within what is forced
+    cut = await client.chat.completions.create(**_ASKED, response_format=form, stop='ame"')  # ends within forced tokens
     assert (cut.choices[0].message.content, cut.choices[0].finish_reason) == ('{"n', "stop")
-    assert cut.usage.completion_tokens == 3  # and not one of those that were known behind them
+    assert cut.usage.completion_tokens == 3  # without the forced tokens after the stop string
     stream = await client.chat.completions.create(
         **_ASKED | {"max_tokens": 200}, response_format={"type": "json_object"}, stream=True
     )
@@ -102,24 +102,24 @@ async def _check_formats(client: AsyncOpenAI) -> None:
 
 
 async def _check_structured(client: AsyncOpenAI) -> None:
-    for asked, wanted in (
+    for requests, expected in (
         ({"choice": ["Paris", "Rome"]}, ("Paris", "Rome")),
         ({"regex": r"(yes|no), sir"}, ("yes, sir", "no, sir")),
         ({"grammar": 'start: "a" | "b"'}, ("a", "b")),
         ({"grammar": 'root ::= "x" | "y"'}, ("x", "y")),
         ({"json": {"type": "boolean"}}, ("true", "false")),
     ):
-        body = {"structured_outputs": asked}
+        body = {"structured_outputs": requests}
         chat = await client.chat.completions.create(**_ASKED, extra_body=body)
-        assert chat.choices[0].message.content in wanted
+        assert chat.choices[0].message.content in expected
         text = await client.completions.create(model="smollm2", prompt="The answer is", extra_body=body)
-        assert text.choices[0].text in wanted
+        assert text.choices[0].text in expected
 
 
 async def _check_structural_tags(client: AsyncOpenAI) -> None:
-    """Free text, in which each e begins a tag; and one tag, in each form in which it may be said."""
-    told = await client.chat.completions.create(**_ASKED | {"max_tokens": 30}, response_format=_TAGS)
-    text = told.choices[0].message.content
+    """Check tags in free text that start at each "e", and each form of a single tag."""
+    results = await client.chat.completions.create(**_ASKED | {"max_tokens": 30}, response_format=_TAGS)
+    text = results.choices[0].message.content
     assert _keeps_to_tags(text) and _EACH in text, text
     stream = await client.completions.create(
         model="smollm2",
@@ -137,19 +137,19 @@ async def _check_structural_tags(client: AsyncOpenAI) -> None:
         "end": "</city>",
     }
     for form in (city, {"type": "triggered_tags", "triggers": ["<"], "tags": [city], **_ONCE}):
-        asked: Any = {"type": "structural_tag", "format": form}
-        (choice,) = (await client.chat.completions.create(**_ASKED, response_format=asked)).choices
+        requests: Any = {"type": "structural_tag", "format": form}
+        (choice,) = (await client.chat.completions.create(**_ASKED, response_format=requests)).choices
         begin, content, end = re.split("(?<=<city>)|(?=</city>)", choice.message.content)
         assert (begin, end, choice.finish_reason) == ("<city>", "</city>", "stop")
         Draft202012Validator(_CITY).validate(json.loads(content))
     with pytest.raises(openai.BadRequestError, match=r"response_format: format.content.type is not supp") as rejected:
-        asked["format"] = {**city, "content": {"type": "qwen_xml_parameter"}}
-        await client.chat.completions.create(**_ASKED, response_format=asked)
+        requests["format"] = {**city, "content": {"type": "qwen_xml_parameter"}}
+        await client.chat.completions.create(**_ASKED, response_format=requests)
     assert rejected.value.param == "response_format"
 
 
 def _keeps_to_tags(text: str) -> bool:
-    """Whole, or cut within the last."""
+    """Assert that the tags are complete, except that the last may be cut."""
     *whole, last = re.split("(?=e)", text)
     return all("e" not in part or part.startswith(_EACH) for part in whole) and (
         "e" not in last or last.startswith(_EACH) or _EACH.startswith(last)
@@ -157,14 +157,14 @@ def _keeps_to_tags(text: str) -> bool:
 
 
 async def _check_refusals(client: AsyncOpenAI) -> None:
-    """Each is refused by name, or answered; and meanwhile others are."""
-    asked = [_ask_for(client, schema) for schema in _HOSTILE.values()]
+    """Assert that hostile schemas are rejected by name or answered, while other requests are served."""
+    requests = [_ask_for(client, schema) for schema in _HOSTILE.values()]
     others = [client.chat.completions.create(**_ASKED | {"max_tokens": 4}) for _ in range(2)]
-    *refusals, _, _ = await asyncio.gather(*asked, *others)
-    told = dict(zip(_HOSTILE, refusals, strict=True))
-    assert {name for name, param in told.items() if param == "response_format.json_schema.schema"} >= set(_HOSTILE) - {
-        "wide"
-    }
+    *refusals, _, _ = await asyncio.gather(*requests, *others)
+    results = dict(zip(_HOSTILE, refusals, strict=True))
+    assert {name for name, param in results.items() if param == "response_format.json_schema.schema"} >= set(
+        _HOSTILE
+    ) - {"wide"}
     for field, value in (("regex", "[a"), ("grammar", "start: nothing"), ("regex", "a" * 9000)):
         with pytest.raises(openai.BadRequestError) as rejected:
             await client.chat.completions.create(**_ASKED, extra_body={"structured_outputs": {field: value}})
@@ -177,7 +177,7 @@ async def _check_refusals(client: AsyncOpenAI) -> None:
 
 
 async def _ask_for(client: AsyncOpenAI, schema: dict[str, Any]) -> str | None:
-    """The field that is named in a refusal."""
+    """Return the field that is named in a rejection."""
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, "strict": True}}
     try:
         await client.chat.completions.create(**_ASKED | {"max_tokens": 4}, response_format=form)
@@ -194,8 +194,8 @@ async def _check_grpc(port: int) -> None:
             pb.Grammar(json_schema=json.dumps(_CITY)),
             pb.Grammar(choice=pb.Choices(texts=['{"name": "a", "size": "large"}'])),
         ):
-            asked = pb.GenerateRequest(prompt="A city: ", sampling=sampling, grammar=grammar)
-            text = "".join([event.delta.text async for event in stub.Generate(asked)])
+            requests = pb.GenerateRequest(prompt="A city: ", sampling=sampling, grammar=grammar)
+            text = "".join([event.delta.text async for event in stub.Generate(requests)])
             Draft202012Validator(_CITY).validate(json.loads(text))
         tags = pb.GenerateRequest(prompt="The", sampling=sampling, grammar=pb.Grammar(structural_tag=json.dumps(_TAGS)))
         text = "".join([event.delta.text async for event in stub.Generate(tags)])

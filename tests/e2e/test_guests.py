@@ -1,4 +1,4 @@
-"""Answers that prefill replicas finish themselves, token for token: beside prompts, moved, and lost with them."""
+"""Local decodes on prefill replicas: same tokens beside prompts, after migrations, and after kills."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.rank_in_process import shared_ceiling
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)
 _SAMPLED = Sampling(max_tokens=40, temperature=1.0, top_p=0.9, seed=7)
-_PLACES = 2  # of a decode replica, and for guests of a prefill replica
+_PLACES = 2  # slots of a decode replica, and for local decodes of a prefill replica
 
 
 def _tree(*, tp: int = 1, local_decodes: int = _PLACES) -> dict[str, Any]:
@@ -41,34 +41,33 @@ def _tree(*, tp: int = 1, local_decodes: int = _PLACES) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A guest is what costs less than to wait for a place, which how quick the machine is would decide: while answers
-    stand still, no place comes free."""
-    monkeypatch.setattr(chooser, "guest_wait_s", lambda *_, **__: 3600.0)
+    """Make local decoding cheaper than waiting for a slot, independent of the machine's speed."""
+    monkeypatch.setattr(local_decode, "wait_s", lambda *_, **__: 3600.0)
 
 
-class Asked:
-    """Prompts, what the model makes of them alone, and their answers as they come. Every other one is sampled."""
+class Load:
+    """Prompts, their reference answers, and their running requests. Every other one is sampled."""
 
     def __init__(self, cluster: LocalCluster, numbers: range, reference: Reference) -> None:
         self._cluster = cluster
         self._prompts = prompts(*(33 + i for i in numbers))
         self._samplings = [(_GREEDY, _SAMPLED)[i % 2] for i in numbers]
-        said = reference(Path(cluster.spec.model.source), self._prompts, self._samplings)
-        self.expected = [[token.token_id for token in tokens] for tokens in said]
+        reference_tokens = reference(Path(cluster.spec.model.source), self._prompts, self._samplings)
+        self.expected = [[token.token_id for token in tokens] for tokens in reference_tokens]
         self.running: list[asyncio.Task[Answer]] = []
 
     def ask(self, number: int) -> None:
-        """The next ones."""
+        """Send the next `number` requests."""
         for i in range(len(self.running), len(self.running) + number):
-            asking = self._cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
-            self.running.append(asyncio.create_task(asking))
+            generation = self._cluster.generate(self._prompts[i], self._samplings[i], id=str(i))
+            self.running.append(asyncio.create_task(generation))
 
     async def answers(self) -> list[Answer]:
         return [await task for task in self.running]
 
 
 async def _begun(cluster: LocalCluster, replica: LocalReplica, number: int, *, more: int = 3) -> None:
-    """So many are answered there, and have a few tokens."""
+    """Wait until `number` requests decode on the replica and have a few tokens."""
     seen = cluster.seen(replica)
     before = seen.status.totals.generated_tokens
     await cluster.until(lambda: seen.status.running == number and not seen.status.waiting)
@@ -82,24 +81,24 @@ async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompt
     running_on = Ceiling(20)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(tp=tp)) as cluster:
-        asked = Asked(cluster, range(8), reference)
+        load = Load(cluster, range(8), reference)
         leaving, staying = cluster.pools[Role.PREFILL]
         [full] = cluster.pools[Role.DECODE]
-        asked.ask(_PLACES)
+        load.ask(_PLACES)
         await _begun(cluster, full, _PLACES)
-        asked.ask(2 * _PLACES)
+        load.ask(2 * _PLACES)
         hosts = [cluster.seen(prefill) for prefill in (leaving, staying)]
         await cluster.until(lambda: all(host.status.local_decodes.running == _PLACES for host in hosts))
         assert not cluster.core.admission.num_waiting
         empty = await cluster.add(Role.DECODE)
         successor = await cluster.switch(leaving)
         await _begun(cluster, empty, _PLACES, more=0)
-        asked.ask(2)  # their prompts are computed where guests stay, and shipped to whoever was one's home
+        load.ask(2)  # computed on a replica with local decodes, and shipped to the successor
         await _begun(cluster, successor, 2)
         assert hosts[1].status.local_decodes.running == _PLACES
         running_on.lift()
-        answers = await asked.answers()
-        assert [answer.ids for answer in answers] == asked.expected
+        answers = await load.answers()
+        assert [answer.ids for answer in answers] == load.expected
         homes = [answer.route.decode_replica for answer in answers]
         assert sorted(homes) == sorted([full.id, staying.id, empty.id, successor.id] * 2)
         assert {answer.route.attempts for answer in answers} == {1} and answers[-1].route.prefill_replica == staying.id
@@ -107,30 +106,29 @@ async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompt
 
 
 @pytest.mark.slow
-async def test_guests_and_what_runs_on_the_last_decode_replica_go_on_after_kills(
+async def test_local_decodes_and_decodes_of_the_last_replica_resume_after_kills(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
-    """First a prefill replica dies in the middle of its guests, then the only decode replica; a prefill replica is all
-    that is left."""
+    """A prefill replica with local decodes dies, then the only decode replica; one prefill replica is left."""
     running_on = shared_ceiling(20)
     tree = _tree(local_decodes=2 * _PLACES)
     for pool in ("prefill", "decode"):
         tree[pool]["replicas"] = 0
     async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:
-        asked = Asked(cluster, range(2 * _PLACES), reference)
+        load = Load(cluster, range(2 * _PLACES), reference)
         starting = [cluster.add(role, ceiling=running_on) for role in (Role.PREFILL, Role.DECODE)]
         doomed, decode = await asyncio.gather(*starting)
-        asked.ask(_PLACES)
+        load.ask(_PLACES)
         await _begun(cluster, decode, _PLACES)
-        asked.ask(_PLACES)
+        load.ask(_PLACES)
         await _begun(cluster, doomed, _PLACES)
         left = await cluster.add(Role.PREFILL, ceiling=running_on)
         for dying, number in ((doomed, _PLACES), (decode, 2 * _PLACES)):
             dying.send(signal.SIGKILL)
-            await _begun(cluster, left, number, more=0)  # they may stand at the ceiling
+            await _begun(cluster, left, number, more=0)  # they may be paused at the ceiling
         running_on.lift()
-        answers = await asked.answers()
-        assert [answer.ids for answer in answers] == asked.expected
+        answers = await load.answers()
+        assert [answer.ids for answer in answers] == load.expected
         assert {answer.route.migrations for answer in answers} == {1}
         assert {answer.route.decode_replica for answer in answers} == {left.id}
         await cluster.idle()

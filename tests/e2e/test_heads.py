@@ -1,4 +1,4 @@
-"""What heads guess is the same wherever a sequence has come from; its answers are those of a process without heads."""
+"""Draft heads: drafts do not depend on where a sequence's KV came from, and answers equal those without heads."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _NUM_TOKENS = 3
 _GREEDY = Sampling(max_tokens=20, temperature=0.0)
 _SAMPLED = Sampling(max_tokens=20, temperature=1.0, seed=5)
 _PROMPTS = prompts(20, 33, 48, 18)
-_WHOLE = _PROMPTS[2]  # three blocks; the second time, the decode replica computes the last one behind two shipped ones
-_TELLING = 52  # tokens of _WHOLE and its answer: what is guessed then depends on all of its entries
+_WHOLE = _PROMPTS[2]  # three blocks; the second time, the decode replica computes the last one after two shipped ones
+_TELLING = 52  # tokens of _WHOLE and its answer; drafts at this length depend on all entries
 _ROWS = {
     "eagle": 2 * 2 * 16,
     "eagle1": 2 * 2 * 16,
@@ -58,15 +58,15 @@ Guesses = Callable[[list[int]], list[int]]
 
 
 class Recorded:
-    """Implements Proposer: is asked for every row of every step, and remembers what it has said."""
+    """Proposer that drafts for every row of every step and records its drafts."""
 
-    def __init__(self, heads: ModelProposer, said: list[tuple[list[int], list[int]]]) -> None:
-        self._heads, self._said = heads, said
+    def __init__(self, heads: Computing, drafts: list[tuple[list[int], list[int]]]) -> None:
+        self._heads, self._drafts = heads, drafts
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         proposals = self._heads.propose(sequences, _NUM_TOKENS)
-        pairs = zip(sequences, proposals, strict=True)  # what is drawn at random is looked at elsewhere
-        self._said += [(list(s.tokens), list(p.tokens)) for s, p in pairs if s.request.sampling.is_greedy]
+        pairs = zip(sequences, proposals, strict=True)  # sampled rows are tested elsewhere
+        self._drafts += [(list(s.tokens), list(p.tokens)) for s, p in pairs if s.request.sampling.is_greedy]
         return proposals
 
     def finished(self, sequence: Sequence) -> None:
@@ -74,22 +74,22 @@ class Recorded:
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
-    """Of all replicas of this process: the tokens of a sequence, and what was guessed to follow them."""
-    said: list[tuple[list[int], list[int]]] = []
+def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Record drafts of all replicas of this process: a sequence's tokens, and the drafted next tokens."""
+    drafts: list[tuple[list[int], list[int]]] = []
 
     def of(
         method: str, *, max_tokens: int, vocab_size: int, models: dict[str, ModelProposer], **others: Any
     ) -> Speculation:
-        recorded = {name: Recorded(heads, said) for name, heads in models.items()}
-        return Speculation(recorded, max_tokens=max_tokens, vocab_size=vocab_size, backs_off=False)
+        recorded = {name: Recorded(heads, drafts) for name, heads in computing.items()}
+        return Speculation(recorded, max_tokens=max_tokens, vocab_size=vocab_size, may_pass_over=False)
 
     monkeypatch.setattr(Speculation, "of", of)
-    return said
+    return drafts
 
 
 def _heads(kind: str, model_dir: Path, directory: Path) -> Guesses:
-    """Write them, and say what is to be guessed."""
+    """Write the heads' weights. Returns the function that computes the expected drafts."""
     if kind == "mtp":
         mtp = write_mtp(directory)
         shutil.copy(model_dir / "tokenizer.json", directory)
@@ -108,7 +108,7 @@ def _heads(kind: str, model_dir: Path, directory: Path) -> Guesses:
 def _tree(
     kind: str, directory: Path, *, decode: int = 1, prefill: int = 1, tp: tuple[int, int] = (1, 1)
 ) -> dict[str, Any]:
-    """tp: ranks of a prefill and of a decode replica."""
+    """Return the spec. tp: ranks of a prefill and of a decode replica."""
     method = "eagle" if kind == "eagle1" else kind
     speculation = {"method": method, "model": None if kind == "mtp" else str(directory), "max_tokens": _NUM_TOKENS}
     tree = exact_tree(prefill, decode) | {"speculation": speculation}
@@ -118,22 +118,22 @@ def _tree(
 
 
 def _served(kind: str, checkpoint: Checkpoint, directory: Path) -> Path:
-    """The model that the heads draft for: `mtp` is in it."""
+    """Return the target model of the heads. `mtp` heads are part of it."""
     return directory if kind == "mtp" else checkpoint("llama")
 
 
-async def _check(said: list[tuple[list[int], list[int]]], guesses: Guesses, *, least: int) -> None:
-    """Guesses are right: of the first steps of sequences, wherever they came from, and of every fourth later one."""
+async def _check(drafts: list[tuple[list[int], list[int]]], guesses: Guesses, *, least: int) -> None:
+    """Assert that drafts are as expected, for the first steps of sequences and for every fourth later one."""
     known = cache(lambda tokens: guesses(list(tokens)))
-    first_lengths = {len(tokens) for tokens, _ in said[:8]}
-    looked_at = [one for i, one in enumerate(said) if i % 4 == 0 or len(one[0]) in {*first_lengths, _TELLING}]
+    first_lengths = {len(tokens) for tokens, _ in drafts[:8]}
+    looked_at = [one for i, one in enumerate(drafts) if i % 4 == 0 or len(one[0]) in {*first_lengths, _TELLING}]
     looked_at.sort(key=lambda one: -len(one[0]))
 
     def wrong() -> list[list[int]]:
         return [tokens for tokens, found in looked_at if found != known(tuple(tokens))]
 
-    assert len(said) >= least and not await asyncio.to_thread(wrong)
-    said.clear()
+    assert len(drafts) >= least and not await asyncio.to_thread(wrong)
+    drafts.clear()
 
 
 async def _ask(cluster: LocalCluster, expected: list[list[int]], sampling: Sampling) -> None:
@@ -156,7 +156,7 @@ def _expected(reference: Reference, model_dir: Path, sampling: Sampling) -> list
         ("eagle", (1, 2)),
         pytest.param("eagle", (2, 1), marks=pytest.mark.slow),
         pytest.param("eagle", (2, 2), marks=pytest.mark.slow),
-        pytest.param("eagle", (2, 4), marks=pytest.mark.slow),  # 2 kv heads: each on two ranks
+        pytest.param("eagle", (2, 4), marks=pytest.mark.slow),  # 2 KV heads, each on two ranks
         pytest.param("medusa", (2, 2), marks=pytest.mark.slow),
         pytest.param("eagle1", (1, 1), marks=pytest.mark.slow),
         pytest.param("eagle1", (1, 2), marks=pytest.mark.slow),
@@ -173,18 +173,18 @@ async def test_after_a_handoff_and_a_cache_hit(
     reference: Reference,
     redis_url: str,
     tmp_path: Path,
-    said: list[Any],
+    drafts: list[Any],
 ) -> None:
     guesses = _heads(kind, checkpoint("llama"), tmp_path)
     model_dir = _served(kind, checkpoint, tmp_path)
     async with local_cluster(model_dir, redis_url, **_tree(kind, tmp_path, tp=tp)) as cluster:
         await _ask(cluster, _expected(reference, model_dir, _SAMPLED), _SAMPLED)
         expected = _expected(reference, model_dir, _GREEDY)
-        for _ in range(2):  # the second time, what was shipped before is found
+        for _ in range(2):  # the second time, the prefix is cached
             await _ask(cluster, expected, _GREEDY)
-            firsts = {tuple(tokens) for tokens, _ in said if tokens[:-1] in _PROMPTS}
+            firsts = {tuple(tokens) for tokens, _ in drafts if tokens[:-1] in _PROMPTS}
             assert len(firsts) == len(_PROMPTS), "a first step had no draft"
-            await _check(said, guesses, least=60)
+            await _check(drafts, guesses, least=60)
         await cluster.idle()
 
 
@@ -196,7 +196,7 @@ async def test_after_a_move(
     reference: Reference,
     redis_url: str,
     tmp_path: Path,
-    said: list[Any],
+    drafts: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     guesses = _heads(kind, checkpoint("llama"), tmp_path)
@@ -206,14 +206,14 @@ async def test_after_a_move(
         ceiling.arm(monkeypatch.setattr)
         answer = await moved(cluster, cluster.generate(_PROMPTS[0], _GREEDY), ceiling)
         assert answer.ids == _expected(reference, model_dir, _GREEDY)[0]
-        await _check(said, guesses, least=19)
+        await _check(drafts, guesses, least=19)
 
 
 @pytest.mark.parametrize(("kind", "tp"), _ON_RANKS)
 async def test_after_a_pull(
-    kind: str, tp: tuple[int, int], checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]
+    kind: str, tp: tuple[int, int], checkpoint: Checkpoint, redis_url: str, tmp_path: Path, drafts: list[Any]
 ) -> None:
-    """By a prefill replica that ships what it makes of it, and by a decode replica that computes itself."""
+    """The fetching replica is a prefill replica that ships on, or a decode replica that computes the prompt."""
     guesses = _heads(kind, checkpoint("llama"), tmp_path)
     model_dir, policy = _served(kind, checkpoint, tmp_path), FakePolicy()
     first = prompts(70)[0]
@@ -228,26 +228,26 @@ async def test_after_a_pull(
             policy.ways[len(prompt)] = [Option(prefill=prefill, decode=decode, fetch_from=source, fetch_tokens=fetch)]
             answer = await cluster.generate(prompt, _GREEDY)
             assert answer.route.fetched_tokens == fetch
-            await _check(said, guesses, least=10)
+            await _check(drafts, guesses, least=10)
         await cluster.idle()
 
 
 @pytest.mark.parametrize("kind", _CHAINED)
 async def test_after_a_lower_tier(
-    kind: str, checkpoint: Checkpoint, redis_url: str, tmp_path: Path, said: list[Any]
+    kind: str, checkpoint: Checkpoint, redis_url: str, tmp_path: Path, drafts: list[Any]
 ) -> None:
-    """Of a decode replica that computes prompts itself."""
+    """The decode replica computes prompts itself."""
     guesses = _heads(kind, checkpoint("llama"), tmp_path)
     model_dir, block = _served(kind, checkpoint, tmp_path), _BLOCKS[kind]
     tree = _tree(kind, tmp_path)
-    beside = 64 * (4 * 48 * 4) / 2**30 + 64 * block / 4  # of 64 rows, features of four steps and a spare block
+    beside = 64 * (4 * 48 * 4) / 2**30 + 64 * block / 4  # for 64 rows: features of four steps, and a spare block
     tree["decode"] |= {"kv_memory_gib": 14.1 * block + beside, "kv_host_gib": 60 * block}
     tree["router"] |= {"max_local_prefill": 1000}
     longer = prompts(100, 100, 100)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         for prompt in (*longer, longer[0]):
             await cluster.generate(prompt, _GREEDY)
-        await _check(said, guesses, least=60)
+        await _check(drafts, guesses, least=60)
         await cluster.idle()
         totals = cluster.seen(cluster.pools[Role.DECODE][0]).status.totals
         assert totals.host_hit_tokens == 96

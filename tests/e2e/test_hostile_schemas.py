@@ -1,5 +1,4 @@
-"""Schemas that are none or cost much, as they come to the HTTP door of a real router: each has its answer soon, and
-streams that run beside them go on."""
+"""Invalid and expensive schemas on the HTTP endpoint of a real router: quick answers, and other streams continue."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tests.support.waiting import WITHIN_S, becomes
 
 _CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me a tale."}], "temperature": 0}
 _FORM = '"response_format": {"type": "json_schema", "json_schema": {"name": "s", "strict": true, "schema": '
-_SOME = {  # of each kind some, for every day
+_SOME = {  # a sample of each kind, for the default run
     *("half a character", "bytes that are no UTF-8", "60,000 brackets", "2,500 arrays in each other"),
     *("an object that needs itself", "multiples of a large prime", "1,900 properties", "2 ** 30 ways by allOf"),
     *("a pattern: stars in a star", "a pattern: 7,000 choices", "16 patterns at once", "a schema from elsewhere"),
@@ -34,16 +33,16 @@ _SOME = {  # of each kind some, for every day
 
 
 class _Stream:
-    """An answer without a grammar, as it comes."""
+    """Continuous streams without a grammar."""
 
     def __init__(self, client: httpx.AsyncClient) -> None:
         self._client = client
-        self.times: list[float] = []  # of its pieces
+        self.times: list[float] = []  # arrival times of its chunks
         self.came = threading.Condition()
 
     async def run(self) -> None:
         body = {**_CHAT, "max_tokens": 2000, "ignore_eos": True, "stream": True}
-        while True:  # one after the other, as long as anybody looks
+        while True:  # one stream after the other, until cancelled
             async with self._client.stream("POST", "/chat/completions", json=body) as answer:
                 assert answer.status_code == 200
                 async for line in answer.aiter_lines():
@@ -53,7 +52,7 @@ class _Stream:
                             self.came.notify_all()
 
     def wait_for(self, more: int) -> bool:
-        """On a thread: until so many more pieces have come."""
+        """Block the calling thread until more chunks have arrived."""
         with self.came:
             begin = len(self.times)
             return self.came.wait_for(lambda: len(self.times) >= begin + more, timeout=WITHIN_S)
@@ -81,11 +80,13 @@ async def _endpoint(model_dir: Path, redis_url: str) -> AsyncIterator[httpx.Asyn
 
 
 @pytest.mark.timeout(240)
-async def test_streams_go_on_while_schemas_are_compiled(
+async def test_streams_continue_while_schemas_are_compiled(
     smollm2_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No compilation here ends before a stream that runs beside it has had tokens: were it on the event loop, or did it
-    hold the interpreter, none would come."""
+    """Each compilation waits until a concurrent stream has received tokens.
+
+    If it ran on the event loop or held the GIL, none would arrive.
+    """
     compile_it, compiled = GrammarCompiler.compile, list[str]()
 
     def compile_late(self: GrammarCompiler, grammar: Grammar, *, param: str = "grammar") -> CompiledGrammar:
@@ -105,7 +106,7 @@ async def test_streams_go_on_while_schemas_are_compiled(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_each_has_its_answer_soon(smollm2_dir: Path, redis_url: str) -> None:
+async def test_each_hostile_schema_is_answered_quickly(smollm2_dir: Path, redis_url: str) -> None:
     took: list[tuple[float, int, str]] = []
     async with _endpoint(smollm2_dir, redis_url) as client:
         stream = _Stream(client)
@@ -130,7 +131,7 @@ async def test_each_has_its_answer_soon(smollm2_dir: Path, redis_url: str) -> No
 
 
 async def _ask(client: httpx.AsyncClient, schema: str, is_refused: bool) -> int:
-    """The status; a refusal that is the schema's own names it."""
+    """Return the status. A rejection caused by the schema must name it."""
     start = json.dumps({**_CHAT, "max_tokens": 2})[:-1]
     body = f"{start}, {_FORM}{schema}}}}}}}".encode(errors="surrogateescape")
     answer = await client.post("/chat/completions", content=body, headers={"content-type": "application/json"})

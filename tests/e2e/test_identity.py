@@ -1,4 +1,4 @@
-"""A whole cluster behind mutual TLS: strangers get nothing, and certificates come and go under running requests."""
+"""Cluster with mutual TLS: strangers are rejected, and certificates are renewed under running requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.local_cluster import local_cluster
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 _ROUTER = router()
-# Both roles have two ranks, so that calls inside of a replica are made, too.
+# Both roles have two ranks, so that calls within a replica are covered.
 _TREE: dict[str, Any] = {
     "model": {"dtype": "float32"},
     "kv": {"wire_dtype": "raw"},
@@ -41,24 +41,26 @@ _TREE: dict[str, Any] = {
 async def test_certificates_are_renewed_under_running_requests(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The frames go on by the connection that they have; what follows is called, shipped and moved by new ones."""
-    model_dir, [asked, next_asked] = checkpoint("llama"), prompts(40, 30)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, [asked, next_asked], _GREEDY)]
+    """Frame streams keep their connections; later calls, transfers and migrations use new ones."""
+    model_dir, [first_prompt, second_prompt] = checkpoint("llama"), prompts(40, 30)
+    expected = [
+        [token.token_id for token in tokens] for tokens in reference(model_dir, [first_prompt, second_prompt], _GREEDY)
+    ]
     running_on = Ceiling(8)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
-        running = asyncio.create_task(cluster.generate(asked, _GREEDY, id="before"))
+        running = asyncio.create_task(cluster.generate(first_prompt, _GREEDY, id="before"))
         decode = cluster.seen(cluster.pools[Role.DECODE][0])
         await cluster.until(lambda: decode.status.running == 1)
         later = []
         for turn in range(3):
             cluster.renew()
-            later.append(asyncio.create_task(cluster.generate(next_asked, _GREEDY, id=f"after {turn}")))
+            later.append(asyncio.create_task(cluster.generate(second_prompt, _GREEDY, id=f"after {turn}")))
             await cluster.until(lambda count=turn + 2: decode.status.running == count)
         running_on.lift()
         assert (await running).ids == expected[0]
         assert [(await answer).ids for answer in later] == [expected[1]] * 3
-        fresh = await cluster.add(Role.PREFILL)  # which has papers of today, as the others have by now
+        fresh = await cluster.add(Role.PREFILL)  # with the renewed credentials, as the others have
         assert cluster.seen(fresh).is_usable
         await cluster.idle()
 
@@ -67,11 +69,11 @@ async def test_certificates_are_renewed_under_running_requests(
 async def test_only_without_tls_does_a_stranger_get_an_answer(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tls: str
 ) -> None:
-    model_dir, [asked] = checkpoint("llama"), prompts(40)
-    expected = [token.token_id for token in reference(model_dir, [asked], _GREEDY)[0]]
+    model_dir, [first_prompt] = checkpoint("llama"), prompts(40)
+    expected = [token.token_id for token in reference(model_dir, [first_prompt], _GREEDY)[0]]
     stop = "/cluster.worker.v1.DecodeWorker/Stop"
     async with local_cluster(model_dir, redis_url, security={"tls": tls}, **_TREE) as cluster:
-        assert (await cluster.generate(asked, _GREEDY)).ids == expected
+        assert (await cluster.generate(first_prompt, _GREEDY)).ids == expected
         seen = cluster.seen(cluster.pools[Role.DECODE][0])
         pending_peer = in_clear(router("stranger"))
         async with open_channel(seen.member.address, peer=rank(seen.id), identity=pending_peer) as channel:
@@ -89,21 +91,24 @@ async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
             "without a certificate": (in_clear(_ROUTER), {grpc.StatusCode.UNAVAILABLE}),
             "of another deployment": (proven(theirs, _ROUTER), {grpc.StatusCode.UNAVAILABLE}),
             "expired": (proven(cluster.authority, _ROUTER, life_s=-1.0), {grpc.StatusCode.UNAVAILABLE}),
-            "a rank that calls what is a router's": (
+            "a rank that calls a router-only method": (
                 proven(cluster.authority, rank("decode-99")),
-                {grpc.StatusCode.PERMISSION_DENIED, grpc.StatusCode.UNIMPLEMENTED},  # each role has some of them
+                {
+                    grpc.StatusCode.PERMISSION_DENIED,
+                    grpc.StatusCode.UNIMPLEMENTED,
+                },  # each role implements some of the methods
             ),
         }
         for pool in cluster.pools.values():
             for replica in pool:
                 peers = [(rank(replica.id, i), one.bind()["address"]) for i, one in enumerate(replica.ranks)]
                 before = replica.blocks
-                for who, (identity, statuses) in strangers.items():
+                for client, (identity, statuses) in strangers.items():
                     for peer, address in peers:
                         async with open_channel(address, peer=peer, identity=identity) as channel:
                             for name in _asked_by_a_router() if identity.name.is_rank else METHODS:
                                 got = await call(channel, name, truthful(name, _ROUTER, peer))
-                                assert got in statuses, (who, name)
+                                assert got in statuses, (client, name)
                 assert replica.blocks == before
         await cluster.idle()
 
@@ -111,7 +116,7 @@ async def test_a_stranger_gets_nothing_from_any_rank_and_nothing_is_allocated(
 async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_its_address(
     checkpoint: Checkpoint, redis_url: str
 ) -> None:
-    """Whoever changes a member's address in the index, or takes it over, hears nothing."""
+    """A process that changes a member's address in the index, or takes the address over, receives nothing."""
     async with local_cluster(checkpoint("llama"), redis_url, **_TREE) as cluster:
         there = cluster.seen(cluster.pools[Role.DECODE][0])
         for name, is_meant in ((there.id, True), ("decode-99", False)):
@@ -130,17 +135,18 @@ async def test_a_router_speaks_to_the_replica_that_it_means_and_to_no_other_at_i
 async def test_an_operators_own_authority_issues_and_is_replaced_under_running_requests(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`security.tls: files`: an intermediate of the operator's, and later the next one of the same root. Who has a
-    certificate of the first works with whoever has one of the second."""
-    model_dir, [asked, next_asked] = checkpoint("llama"), prompts(40, 30)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, [asked, next_asked], _GREEDY)]
+    """With `security.tls: files`, certificates of an old and a new intermediate of one root work together."""
+    model_dir, [first_prompt, second_prompt] = checkpoint("llama"), prompts(40, 30)
+    expected = [
+        [token.token_id for token in tokens] for tokens in reference(model_dir, [first_prompt, second_prompt], _GREEDY)
+    ]
     root, security = issue_authority("root"), {"tls": "files"}
     security["ca"], _ = root.write(tmp_path, "root")
     security["certificate"], security["key"] = issue_authority("first", root).write(tmp_path, "issuing")
     running_on = Ceiling(8)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, security=security, **_TREE) as cluster:
-        running = asyncio.create_task(cluster.generate(asked, _GREEDY, id="before"))
+        running = asyncio.create_task(cluster.generate(first_prompt, _GREEDY, id="before"))
         decode = cluster.seen(cluster.pools[Role.DECODE][0])
         await cluster.until(lambda: decode.status.running == 1)
         issue_authority("second", root).write(tmp_path, "issuing")
@@ -148,7 +154,7 @@ async def test_an_operators_own_authority_issues_and_is_replaced_under_running_r
         fresh = await cluster.add(Role.PREFILL)
         assert cluster.seen(fresh).is_usable, "the others still show certificates of the first"
         cluster.renew()
-        later = asyncio.create_task(cluster.generate(next_asked, _GREEDY, id="after"))
+        later = asyncio.create_task(cluster.generate(second_prompt, _GREEDY, id="after"))
         await cluster.until(lambda: decode.status.running == 2)
         running_on.lift()
         assert ((await running).ids, (await later).ids) == tuple(expected)

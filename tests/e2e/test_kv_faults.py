@@ -1,4 +1,4 @@
-"""The command that plays the public list of bad KV reads, on a small model; and that it would see harm."""
+"""Benchmark command for the public list of bad KV reads, on a small model, and its detection of harm."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _QUICK = ["unknown", "out-of-range", "consumed", "stale", "expired", "unwritten"
         pytest.param([name for name in STRIKES if name not in _QUICK], id="the others", marks=pytest.mark.slow),
     ],
 )
-async def test_no_bad_reference_changes_an_answer_or_costs_a_block(
+async def test_bad_references_change_no_answer_and_leak_no_block(
     checkpoint: Checkpoint, redis_url: str, cases: list[str]
 ) -> None:
     async with stage(checkpoint("llama"), redis_url, lease_s=_LEASE_S) as on:
@@ -36,7 +36,7 @@ async def test_no_bad_reference_changes_an_answer_or_costs_a_block(
             assert (outcome.seen == "answered") == (case == "undisturbed"), outcome
 
 
-async def test_harm_is_seen(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_harm_is_detected(checkpoint: Checkpoint, redis_url: str) -> None:
     async with stage(checkpoint("llama"), redis_url, lease_s=60.0) as on:
         outcome = await on.begin("stale")
         one, other = await on.prompt(), await on.prompt()
@@ -62,5 +62,5 @@ def test_harm_of_any_kind_is_not_clean(field: str) -> None:
     assert clean.is_clean and not replace(clean, **{field: 1}).is_clean
 
 
-def test_every_case_of_the_list_is_played() -> None:
+def test_every_listed_case_is_run() -> None:
     assert list(STRIKES) == list(CASES)

@@ -1,4 +1,4 @@
-"""Latent attention through a whole cluster: its rows are on every rank, and travel once to each that wants them."""
+"""Latent attention in a cluster: every rank holds its rows, and each receiving rank gets them once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 async def test_greedy_for_pairs_of_tensor_parallel_sizes(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, p_tp: int, d_tp: int
 ) -> None:
-    model_dir, asked = checkpoint("deepseek_v3", **DEEPSEEK_V3), prompts(5, 16, 33, 70, 31)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("deepseek_v3", **DEEPSEEK_V3), prompts(5, 16, 33, 70, 31)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     tree = {
         "model": {"dtype": "float32"},
         "kv": {"wire_dtype": "raw"},
@@ -29,7 +29,7 @@ async def test_greedy_for_pairs_of_tensor_parallel_sizes(
         "router": {"max_local_prefill": 0},
     }
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
+        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
         assert [answer.ids for answer in answers] == expected
         assert all(answer.route.blocks_shipped for answer in answers)
         await cluster.idle()
@@ -38,8 +38,8 @@ async def test_greedy_for_pairs_of_tensor_parallel_sizes(
 async def test_experts_spread_over_the_decode_ranks(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
-    model_dir, asked = checkpoint("deepseek_v2", **DEEPSEEK_V2), prompts(20, 35)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("deepseek_v2", **DEEPSEEK_V2), prompts(20, 35)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     tree = {
         "model": {"dtype": "float32"},
         "kv": {"wire_dtype": "raw"},
@@ -48,11 +48,11 @@ async def test_experts_spread_over_the_decode_ranks(
         "router": {"max_local_prefill": 0},
     }
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
-        assert [(await cluster.generate(p, _GREEDY)).ids for p in asked] == expected
+        assert [(await cluster.generate(p, _GREEDY)).ids for p in inputs] == expected
 
 
 async def test_8_bits_answer(checkpoint: Checkpoint, redis_url: str) -> None:
-    """What they cost is measured elsewhere; here every byte finds its place, on the wire and in pools of 8 bits."""
+    """8-bit wires and pools yield a full-length answer. Their accuracy is measured elsewhere."""
     model_dir, (prompt,) = checkpoint("deepseek_v3", **DEEPSEEK_V3), prompts(40)
     for pool_dtype in ("auto", "fp8_e4m3", "int8"):
         tree = {

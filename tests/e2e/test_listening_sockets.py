@@ -1,4 +1,4 @@
-"""A deployed 2P2D as a stranger with network access finds it: every socket on which any of its processes listens."""
+"""Every listening socket of a deployed 2P2D, probed by a stranger with network access."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.core.wire.every_rpc import METHODS, call, truthful
 from tests.support.identities import rank, router, tls_credentials
 
 _NAME = "walked"
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # preface with empty settings
 _ANSWER_S = 10.0
 _AT_ONCE = 8
 _WORDS = [
@@ -69,12 +69,12 @@ def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: Cluste
 
     everywhere = {address for addresses in listening.values() for address in addresses}
     assert ("127.0.0.1", http) in everywhere
-    asked = [(*address, words) for address in everywhere for words in _WORDS]
+    probes = [(*address, words) for address in everywhere for words in _WORDS]
     with ThreadPoolExecutor(32) as pool:
-        said = dict(zip(asked, pool.map(lambda each: _answer(*each), asked), strict=True))
-    assert sum(answer.startswith(b"-NOAUTH") for answer in said.values()) == 1, "the index asks who it is"
-    assert said["127.0.0.1", http, _WORDS[1]].startswith(b"HTTP/1.1 401 ")
-    assert not {each: answer for each, answer in said.items() if _is_given(answer)}
+        responses = dict(zip(probes, pool.map(lambda each: _answer(*each), probes), strict=True))
+    assert sum(answer.startswith(b"-NOAUTH") for answer in responses.values()) == 1, "the index asks who it is"
+    assert responses["127.0.0.1", http, _WORDS[1]].startswith(b"HTTP/1.1 401 ")
+    assert not {each: answer for each, answer in responses.items() if _is_given(answer)}
     answers = asyncio.run(_call_all({address for addresses in listening.values() for address in addresses}))
     assert not answers
     after = json.loads(cluster.run("status", "--json").out)
@@ -83,10 +83,10 @@ def test_a_stranger_gets_nothing_from_any_socket_of_a_deployment(cluster: Cluste
 
 
 def _listening(cluster: ClusterCommand) -> dict[int, set[tuple[str, int]]]:
-    """By process: the addresses on which it takes connections."""
+    """Return the listening addresses by process."""
     found: dict[int, set[tuple[str, int]]] = defaultdict(set)
     marked = [psutil.Process(pid) for pid in processes.marked(f"CLUSTER_STATE_DIR={cluster.state_root}")]
-    # The index' server writes its title over the mark.
+    # The Redis server overwrites the mark by its process title.
     for process in {*marked, *(child for parent in marked for child in parent.children(recursive=True))}:
         for connection in process.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN:
@@ -97,7 +97,7 @@ def _listening(cluster: ClusterCommand) -> dict[int, set[tuple[str, int]]]:
 
 
 def _answer(host: str, port: int, words: bytes) -> bytes:
-    """The beginning of what is said to a stranger who says this; empty where that is nothing."""
+    """Return the start of the response to these bytes; empty if there is none."""
     with suppress(OSError), socket.create_connection((host, port), _ANSWER_S) as plain:
         plain.sendall(words)
         return plain.recv(256)
@@ -105,13 +105,15 @@ def _answer(host: str, port: int, words: bytes) -> bytes:
 
 
 def _is_given(answer: bytes) -> bool:
-    """Whether a stranger got what it had asked for."""
+    """Return whether the response serves the request."""
     return answer.startswith(b"+PONG") or (answer.startswith(b"HTTP/1.1 200 ") and b'"object"' in answer)
 
 
 def _knock(host: str, port: int, shown: tuple[str, str] | None) -> str:
-    """What becomes of a TLS client that believes any server, and shows a certificate that is not of its authority, or
-    none: "no TLS", "refused", or "let in", when it gets an answer to an HTTP/2 preface."""
+    """Connect with TLS, trusting any server, with a foreign certificate or none.
+
+    Returns "no TLS", "refused", or, if an HTTP/2 preface is answered, "let in".
+    """
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2"])
@@ -129,7 +131,7 @@ def _knock(host: str, port: int, shown: tuple[str, str] | None) -> str:
 
 
 async def _call_all(addresses: set[tuple[str, int]]) -> list[tuple[tuple[str, int], str]]:
-    """Each RPC at each address, in clear; those that were answered."""
+    """Call each RPC at each address without TLS. Returns those that were answered."""
     peer, me = rank("decode-0", deployment=_NAME), router(deployment=_NAME)
     room = asyncio.Semaphore(_AT_ONCE)
 

@@ -1,4 +1,4 @@
-"""`cluster bench` and `cluster explain` against a live router, through both doors."""
+"""`cluster bench` and `cluster explain` against a live router, on both endpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(checkpoint: Checkpoint) -> Path:
 
 @pytest.fixture
 async def endpoints(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str, str]]:
-    """The gRPC and the OpenAI door of 1P1D, and where operators ask."""
+    """Yield the gRPC, OpenAI and admin endpoints of a 1P1D deployment."""
     tree = {"model": {"dtype": "float32"}, "router": {"grpc_port": free_port(), "http_port": free_port()}}
     async with local_cluster(model, redis_url, **tree) as cluster:
         service = await RouterService.open(
@@ -44,7 +44,7 @@ async def endpoints(model: Path, redis_url: str) -> AsyncIterator[tuple[str, str
 
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
-    """Ten prompts of which each begins like the one before."""
+    """Write a trace of ten prompts, each with the previous one's prefix."""
     path = tmp_path / "trace.jsonl"
     rows = [
         {"timestamp": 100 * i, "input_length": 1024, "output_length": 128, "hash_ids": [0, 1 + i]} for i in range(10)
@@ -55,14 +55,14 @@ def trace(tmp_path: Path) -> str:
 
 @pytest.fixture
 def captured(tmp_path: Path) -> str:
-    """As `cluster capture` writes it."""
+    """Write a trace in the format of `cluster capture`."""
     path = tmp_path / "captured.jsonl"
     rows = [
         {"timestamp": 50.5 * i, "input_length": 100, "output_length": 4, "hash_ids": [221999303245034, 1 << 40 + i]}
         for i in range(3)
     ]
-    told = {"tokens_per_id": 64, "ttft_ms": 928.2, "itl_ms": 64.33}
-    path.write_text("\n".join(json.dumps(row | told) for row in rows))
+    timings = {"tokens_per_id": 64, "ttft_ms": 928.2, "itl_ms": 64.33}
+    path.write_text("\n".join(json.dumps(row | timings) for row in rows))
     return str(path)
 
 
@@ -84,11 +84,13 @@ async def test_a_load_is_measured_through_both_doors_and_explained(
         assert 0 < report["reuse_share"] <= 0.5 and report["ttft_ms"]["mean"] > 0 and report["itl_ms"]["mean"] > 0
     load = ["--poisson", "20", "--requests", "5", "--prompt-tokens", "20", "--output-tokens", "3", "--endpoint", grpc]
     assert await asyncio.to_thread(run, ["bench", *load]) == 0
-    said = capsys.readouterr().out
-    assert "5 requests" in said and "no prediction: " in said and "PREDICTED" not in said
+    output = capsys.readouterr().out
+    assert "5 requests" in output and "no prediction: " in output and "PREDICTED" not in output
     assert await asyncio.to_thread(run, ["bench", "--trace", captured, "--endpoint", grpc]) == 0
     assert "3 requests" in capsys.readouterr().out
-    assert await asyncio.to_thread(run, ["bench", "--trace", trace, "--endpoint", grpc]) == 1  # far beyond its context
+    assert (
+        await asyncio.to_thread(run, ["bench", "--trace", trace, "--endpoint", grpc]) == 1
+    )  # exceeds the model's context
 
     path = tmp_path / "live.json"
     router = ["--endpoint", http, "--admin", admin]
@@ -102,7 +104,7 @@ async def test_a_load_is_measured_through_both_doors_and_explained(
     assert await asyncio.to_thread(run, ["explain", request_id, "--admin", admin, "--json"]) == 0
     [[attempt]] = json.loads(capsys.readouterr().out).values()
     options = attempt["options"]
-    known = attempt["replicas"]["prefill-0"]["timing"]  # learnt from the load before
+    known = attempt["replicas"]["prefill-0"]["timing"]  # learned from the previous load
     assert known["base_s"] + known["token_s"] > 0 and known["pair_s"] >= 0
     assert options[0]["decode"] == "decode-1" and all(option["cost_s"] >= options[0]["cost_s"] for option in options)
     assert await asyncio.to_thread(run, ["explain", request_id, "--admin", admin]) == 0

@@ -1,4 +1,4 @@
-"""An upgrade goes replica by replica: processes of the oldest version that must work serve beside those of today."""
+"""Rolling upgrade: processes of the oldest supported version serve together with current ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.oldest import OldestProcess, check_out
 from tests.support.waiting import WITHIN_S, becomes
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
-_STOOD = 8  # tokens at which answers stand still until the test lets them go on
+_STOOD = 8  # tokens after which answers are paused until the test resumes them
 _TREE: dict[str, Any] = {
     "model": {"dtype": "float32"},
     "kv": {"wire_dtype": "raw"},
@@ -45,7 +45,7 @@ _OLDEST = ("prefill-100", "decode-100")
 
 
 class FakePolicy:
-    """Sends each request, and each choice that must leave its replica, where the test says."""
+    """Policy that sends each request and each migrating choice where the test says."""
 
     def __init__(self) -> None:
         self.way = Option(prefill=None, decode="")
@@ -64,7 +64,7 @@ def oldest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @asynccontextmanager
 async def _beside(cluster: LocalCluster, tree: Path, tmp_path: Path) -> AsyncIterator[dict[str, OldestProcess]]:
-    """A prefill and a decode replica of the oldest version, which the cluster's router sees."""
+    """Start a prefill and a decode replica of the oldest version that join the cluster."""
     old = {
         name: OldestProcess(
             tree, cluster.launch, cluster.identity(rank(name)), log=tmp_path / f"{name}.log", ceiling=_STOOD
@@ -80,7 +80,7 @@ async def _beside(cluster: LocalCluster, tree: Path, tmp_path: Path) -> AsyncIte
             await asyncio.to_thread(process.stop)
 
 
-@pytest.mark.timeout(180)  # two processes start beside this one, and import torch
+@pytest.mark.timeout(180)  # two more processes start and import torch
 @pytest.mark.parametrize("encrypt", [False, True])
 async def test_workers_of_the_oldest_version_serve_beside_todays(
     checkpoint: Checkpoint,
@@ -91,10 +91,13 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
     monkeypatch: pytest.MonkeyPatch,
     encrypt: bool,
 ) -> None:
-    """For today's router: each prefill replica ships to each decode replica and fetches from the other, and a running
-    choice moves from today's to the oldest and back. No token is another."""
-    model_dir, asked = checkpoint("llama"), prompts(40, 33, 70, 21, 37, 51)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    """Old and new replicas interoperate under a current router, with unchanged tokens.
+
+    Each prefill replica ships to each decode replica and fetches from the other, and a running choice migrates from
+    the current replica to the oldest and back.
+    """
+    model_dir, inputs = checkpoint("llama"), prompts(40, 33, 70, 21, 37, 51)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     policy, under = FakePolicy(), Ceiling(_STOOD)
     under.arm(monkeypatch.setattr)
     tree = _TREE | {"kv": {"wire_dtype": "raw", "encrypt": encrypt}}
@@ -104,9 +107,9 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
     ):
 
         async def ask(number: int, **way: Any) -> RequestRoute:
-            """The beginning of an answer, and the way that it went."""
+            """Return the route of a short answer."""
             policy.way = Option(**way)
-            answer = await cluster.generate(asked[number], replace(_GREEDY, max_tokens=_STOOD), id=f"{number} {way}")
+            answer = await cluster.generate(inputs[number], replace(_GREEDY, max_tokens=_STOOD), id=f"{number} {way}")
             assert answer.ids == expected[number][:_STOOD], way
             route = answer.route
             assert (route.prefill_replica, route.decode_replica, route.attempts) == (way["prefill"], way["decode"], 1)
@@ -118,11 +121,11 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
             assert (await ask(number, prefill=prefill, decode=decode)).blocks_shipped, "computed elsewhere"
         for number, (prefix_source, prefill) in enumerate((prefills, prefills[::-1])):
             held = {"fetch_from": prefix_source, "fetch_tokens": 16}
-            number = {0: 0, 1: 2}[number]  # computed by that holder above
+            number = {0: 0, 1: 2}[number]  # prompt that this source computed above
             assert (await ask(number, prefill=prefill, decode=_OLDEST[1], **held)).fetched_tokens >= 16
 
         policy.way, policy.move_to = Option(prefill=_OLDEST[0], decode=today.id), _OLDEST[1]
-        moving = asyncio.create_task(cluster.generate(asked[5], _GREEDY, id="moving"))
+        moving = asyncio.create_task(cluster.generate(inputs[5], _GREEDY, id="moving"))
         await cluster.until(lambda: cluster.seen(today).status.running)
         there = cluster.replicas.get(_OLDEST[1])
         assert there
@@ -143,8 +146,8 @@ async def test_workers_of_the_oldest_version_serve_beside_todays(
 async def test_todays_workers_serve_a_router_of_the_oldest_version(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, oldest: Path, tmp_path: Path
 ) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(40, 33)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("llama"), prompts(40, 33)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     tree = _TREE | {"router": {"max_local_prefill": 0, "grpc_port": free_port()}}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         old = OldestProcess(oldest, cluster.launch, cluster.identity(router("router-old")), log=tmp_path / "router.log")
@@ -152,28 +155,28 @@ async def test_todays_workers_serve_a_router_of_the_oldest_version(
             endpoints = await asyncio.to_thread(old.start)
             await becomes(lambda: seen_by(ask_at(endpoints["admin"], "/health")) == {"prefill": 1, "decode": 1})
             async with grpc.aio.insecure_channel(endpoints["grpc"]) as channel:
-                answers = [await _asked_at(channel, prompt) for prompt in asked]
+                answers = [await _generate_at(channel, prompt) for prompt in inputs]
         finally:
             await asyncio.to_thread(old.stop)
         assert [ids for ids, _ in answers] == expected
         served = {replica.id for pool in cluster.pools.values() for replica in pool}
         assert {name for _, trace in answers for name in (trace.prefill_replica, trace.decode_replica)} == served
-        assert (await cluster.generate(asked[0], _GREEDY)).ids == expected[0], "today's router has them still"
+        assert (await cluster.generate(inputs[0], _GREEDY)).ids == expected[0], "today's router has them still"
         await cluster.idle()
 
 
-def test_where_the_history_does_not_go_so_far_back_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_history_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.oldest.OLDEST", "0" * 40)
     with pytest.raises(pytest.skip.Exception, match="commit 0000000 is not in the history here"):
         check_out(tmp_path)
 
 
-async def test_a_replica_that_speaks_another_wire_is_named_and_the_others_serve(
+async def test_replica_of_another_wire_version_is_reported_and_the_others_serve(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is the deployment's own, and has the address of one that would answer: it is the version alone."""
-    model_dir, [asked] = checkpoint("llama"), prompts(40)
-    expected = [token.token_id for token in reference(model_dir, [asked], _GREEDY)[0]]
+    """The replica belongs to the deployment and its address is reachable; only its wire version differs."""
+    model_dir, [inputs] = checkpoint("llama"), prompts(40)
+    expected = [token.token_id for token in reference(model_dir, [inputs], _GREEDY)[0]]
     async with local_cluster(model_dir, redis_url, **_TREE) as cluster:
         [decode] = cluster.pools[Role.DECODE]
         newer = replace(cluster.seen(decode).member, replica="decode-9", wire_version=WIRE_VERSION + 1)
@@ -181,13 +184,13 @@ async def test_a_replica_that_speaks_another_wire_is_named_and_the_others_serve(
             membership = Membership(redis, name=cluster.spec.name, key=cluster.credentials.key(Purpose.MEMBERS))
             await membership.renew(newer)
             await becomes(lambda: any("'decode-9' is ignored (other version)" in line for line in caplog.messages))
-            answer = await cluster.generate(asked, _GREEDY)
+            answer = await cluster.generate(inputs, _GREEDY)
             assert answer.ids == expected and answer.route.decode_replica == decode.id
             assert cluster.replicas.get("decode-9") is None
         await cluster.idle()
 
 
-async def _asked_at(channel: grpc.aio.Channel, prompt: list[int]) -> tuple[list[int], pb.Trace]:
+async def _generate_at(channel: grpc.aio.Channel, prompt: list[int]) -> tuple[list[int], pb.Trace]:
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt), sampling=pb.SamplingParams(temperature=0, max_tokens=_GREEDY.max_tokens)
     )

@@ -1,4 +1,4 @@
-"""More requests than there is room for: who goes next, who is refused and how soon, and that nothing hangs."""
+"""Overload: queue order, early rejections, deadlines, and no hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _tree(*, max_running: int = 2, max_waiting: int = 1024, **timeouts: float) -
 
 
 async def _ask(cluster: LocalCluster, number: int, *, done: list[int] | None = None, **fields: Any) -> int:
-    """How many tokens came."""
+    """Send a request and return the number of tokens received."""
     prompt = prompts(20 + number % 20)[0]
     request = SequenceRequest(
         id=str(number), token_ids=tuple(prompt), num_prompt_tokens=len(prompt), sampling=_GREEDY, **fields
@@ -66,9 +66,7 @@ async def test_a_replica_gets_what_it_can_run_and_the_rest_waits_in_the_router(
         assert (decode.promised_blocks, decode.promised_streams, decode.num_requests) == (0, 0, 0)
 
 
-async def test_a_flood_of_one_tenant_holds_another_up_for_its_share_only(
-    checkpoint: Checkpoint, redis_url: str
-) -> None:
+async def test_flood_of_one_tenant_delays_another_by_its_share_only(checkpoint: Checkpoint, redis_url: str) -> None:
     async with local_cluster(checkpoint("llama"), redis_url, **_tree()) as cluster:
         done: list[int] = []
         flood = [asyncio.create_task(_ask(cluster, i, done=done, tenant="flood", priority=-5)) for i in range(24)]
@@ -103,10 +101,10 @@ async def test_refusals_come_at_once_with_a_hint_and_what_is_admitted_is_served(
                 assert error.retry_after_s > 0
                 return 0
 
-        asked = [asyncio.create_task(one(i)) for i in range(60)]
-        await becomes(lambda: sum(task.done() for task in asked) >= 50)  # refused while no answer can have ended
+        requests = [asyncio.create_task(one(i)) for i in range(60)]
+        await becomes(lambda: sum(task.done() for task in requests) >= 50)  # rejected before any answer can have ended
         running_on.lift()
-        counts = await asyncio.gather(*asked)
+        counts = await asyncio.gather(*requests)
         assert set(counts) == {0, 24}
         assert sum(count > 0 for count in counts) >= 9, "what fits into the queue is served"
         await cluster.idle()
@@ -119,9 +117,9 @@ async def test_a_deadline_that_cannot_be_met_is_refused_before_work_is_spent(
     async with local_cluster(checkpoint("llama"), redis_url, **_tree(max_running=1)) as cluster:
         backlog = [asyncio.create_task(_ask(cluster, i)) for i in range(30)]
         waiting = set(backlog)
-        while len(waiting) > 24:  # the rate at which the queue drains is measured by then
+        while len(waiting) > 24:  # long enough to measure the drain rate of the queue
             _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        with pytest.raises(CapacityError, match="would wait"):  # it has not begun to
+        with pytest.raises(CapacityError, match="would wait"):  # rejected before it waits
             await _ask(cluster, 50, deadline_s=0.05)
         for task in backlog:
             task.cancel()
@@ -153,8 +151,8 @@ async def test_without_a_replica_a_request_waits_and_then_hears_that_there_is_no
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-async def test_two_minutes_at_twice_what_can_be_served_cost_no_goodput(checkpoint: Checkpoint, redis_url: str) -> None:
-    """Answers a second under twice the load that saturates it, against those at saturation."""
+async def test_two_minutes_at_twice_the_saturating_load_keep_goodput(checkpoint: Checkpoint, redis_url: str) -> None:
+    """Compare answers per second at twice the saturating load with those at saturation."""
     peak_s, overload_s = 30.0, 120.0
     tree = _tree(max_running=8, queue_s=2.0)
     async with local_cluster(checkpoint("llama"), redis_url, processes=True, **tree) as cluster:
@@ -167,7 +165,7 @@ async def test_two_minutes_at_twice_what_can_be_served_cost_no_goodput(checkpoin
                 served += num_tokens == 24
             return served
 
-        await saturate(time.monotonic() + 1)  # what is measured is measured by then
+        await saturate(time.monotonic() + 1)  # warm up the measured rates
         end_at = time.monotonic() + peak_s
         peak = sum(await asyncio.gather(*(saturate(end_at) for _ in range(16)))) / peak_s
         served, refusals_s = 0, list[float]()

@@ -1,4 +1,4 @@
-"""The page of a router's admin listener, in a real browser: headless Chromium, by Playwright."""
+"""Admin page of a router in a real browser (headless Chromium, by Playwright)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not _CHROMIUM, reason="no chromium here: apt-get install chromium"),
 ]
 
-_SHOWN_MS = 2000  # within which the page shows what has happened
+_SHOWN_MS = 2000  # maximum delay until the page shows an event
 _WAIT_MS = 30_000
 _HOSTILE = "<img/src=x/onerror=alert(1)>&\"'--><script>alert(2)</script>"
 _TREE: dict[str, Any] = {
@@ -43,7 +43,7 @@ _TREE: dict[str, Any] = {
 }
 
 
-async def test_the_page_shows_what_happens_and_runs_nobody_elses_words(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_page_shows_events_and_escapes_client_strings(checkpoint: Checkpoint, redis_url: str) -> None:
     directory = checkpoint("llama", max_position_embeddings=256)
     ports = {"grpc_port": free_port(), "http_port": free_port()}
     tree = {**_TREE, "router": {**_TREE["router"], **ports}}
@@ -62,7 +62,7 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
     await page.wait_for_selector('[data-replica="decode-2"][data-state="ready"]', timeout=_WAIT_MS)
     await page.wait_for_selector("path.flow", timeout=_WAIT_MS)
 
-    # Words of clients are text, wherever they stand.
+    # Client-supplied strings are rendered as text everywhere.
     async with httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address)) as client:
         body = {"prompt": [5 + i % 20 for i in range(70)], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         answer = await client.post("/v1/completions", json=body, headers={"x-request-id": _HOSTILE}, timeout=60)
@@ -77,14 +77,14 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
     assert "predicted" in await page.inner_text("#routes")
     assert await page.locator("img").count() == 0 and await page.locator("script").count() == 1
 
-    # A kill, and a replica more.
+    # Kill a replica and add one.
     victim = next(replica for replica in cluster.pools[Role.DECODE] if replica.id == "decode-1")
     victim.send(signal.SIGKILL)
     began = time.monotonic()
     ready = '[data-replica="{}"][data-state="ready"]'
     await page.wait_for_selector(ready.format("decode-1"), state="detached", timeout=_SHOWN_MS)
     print(f"a kill is shown after {time.monotonic() - began:.2f} s")
-    cluster.processes = False  # one in this process can change its role
+    cluster.processes = False  # a replica in this process can switch its role
     added = await cluster.add(Role.DECODE)
     began = time.monotonic()
     await becomes(lambda: service.health()["decode"] == 2)
@@ -94,7 +94,7 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
     if path := os.environ.get("XPYD_SCREENSHOT"):
         await _picture(page, service, path)
 
-    # A role switch, and a replica less.
+    # Switch a role and remove a replica.
     successor = await cluster.switch(added)
     began = time.monotonic()
     await becomes(lambda: service.health()["prefill"] == 2)
@@ -107,7 +107,7 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
 
 
 async def _picture(page: Any, service: RouterService, path: str) -> None:
-    """For the documents."""
+    """Take the screenshots for the documentation."""
     async with httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address)) as client:
         body = {"prompt": [6 + i % 19 for i in range(90)], "max_tokens": 32, "temperature": 0, "ignore_eos": True}
         await client.post("/v1/completions", json=body, headers={"x-request-id": "chat-42"}, timeout=60)
@@ -140,21 +140,21 @@ async def _load(service: RouterService) -> None:
 
 @asynccontextmanager
 async def _page(service: RouterService) -> AsyncIterator[Any]:
-    """Open, with whatever the browser says against it, or fetches from elsewhere, a failure."""
+    """Open the page. Browser errors and requests to other hosts fail the test."""
     admin = "http://{}:{}".format(*service.admin_address)
-    said: list[str] = []
-    asked: list[str] = []
+    errors: list[str] = []
+    foreign_urls: list[str] = []
     async with playwright.async_playwright() as play:
         browser = await play.chromium.launch(executable_path=_CHROMIUM, args=["--no-sandbox"])
         page = await browser.new_page(viewport={"width": 1280, "height": 1000})
-        page.on("console", lambda message: said.append(message.text))
-        page.on("pageerror", lambda error: said.append(str(error)))
-        page.on("dialog", lambda dialog: said.append("a dialog"))
-        page.on("request", lambda request: asked.append(request.url))
+        page.on("console", lambda message: errors.append(message.text))
+        page.on("pageerror", lambda error: errors.append(str(error)))
+        page.on("dialog", lambda dialog: errors.append("a dialog"))
+        page.on("request", lambda request: foreign_urls.append(request.url))
         await page.goto(f"{admin}/ui")
         try:
             yield page
         finally:
             await browser.close()
-    assert not [one for one in asked if not one.startswith(admin + "/")]
-    assert not said
+    assert not [one for one in foreign_urls if not one.startswith(admin + "/")]
+    assert not errors

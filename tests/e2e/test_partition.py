@@ -1,4 +1,4 @@
-"""Two hosts that lose sight of each other: both sides are alive, and neither hears the other."""
+"""Network partition between two hosts that are both alive."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def cable() -> Iterator[Cable]:
 
 @pytest.fixture
 def near_redis(cable: Cable, tmp_path: Path) -> Iterator[str]:
-    """On this side of the cable, so that the far side loses sight of it too."""
+    """Run Redis on the near side, so that the far side is cut off from it, too."""
     with redis_at(cable.near.address, tmp_path) as url:
         yield url
 
 
 @pytest.mark.parametrize("role", Role)
-async def test_streams_go_on_and_the_far_side_comes_back_empty(
+async def test_streams_continue_and_the_far_side_returns_empty(
     role: Role, cable: Cable, near_redis: str, checkpoint: Checkpoint, reference: Reference
 ) -> None:
     model_dir = checkpoint("llama")
@@ -55,14 +55,14 @@ async def test_streams_go_on_and_the_far_side_comes_back_empty(
     async with local_cluster(model_dir, near_redis, processes=True, **_TREE) as cluster:
         adding = [cluster.add(each, ceiling=running_on, on=cable.near) for each in Role]
         far, *_ = await asyncio.gather(cluster.add(role, ceiling=running_on, on=cable.far), *adding)
-        asked = [asyncio.create_task(_ask(cluster, prompt)) for prompt in _PROMPTS]
+        requests = [asyncio.create_task(_ask(cluster, prompt)) for prompt in _PROMPTS]
         await becomes(lambda: far.ranks[0].status()["running"])
         cable.cut()
         running_on.lift()
         async with asyncio.timeout(WITHIN_S):
-            answers = await asyncio.gather(*asked)
+            answers = await asyncio.gather(*requests)
         assert [answer.ids for answer in answers] == [[token.token_id for token in tokens] for tokens in expected]
-        # Silent for three seconds: it is given up, whether it was used or not.
+        # After three seconds of silence it is dropped, whether it was in use or not.
         await cluster.until(lambda: not (seen := cluster.replicas.get(far.id)) or not seen.is_usable)
         cable.mend()
         await cluster.until(lambda: (again := cluster.replicas.get(far.id)) and again.is_usable)

@@ -1,4 +1,4 @@
-"""`cluster profile` on this machine, and a simulation of what it found."""
+"""`cluster profile` on this machine, and a simulation with the profile."""
 
 from __future__ import annotations
 

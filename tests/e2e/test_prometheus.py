@@ -1,4 +1,4 @@
-"""The boards, alerts and configuration of deploy/monitoring, in a real Prometheus (Debian's package)."""
+"""Dashboards, alerts and configuration of deploy/monitoring in a real Prometheus (Debian's package)."""
 
 from __future__ import annotations
 
@@ -70,23 +70,25 @@ async def test_no_panel_and_no_alert_is_without_data(checkpoint: Checkpoint, red
 
 
 async def _has_two(ask: Any) -> bool:
-    """Both routers are scraped, through one of them, and have been for some seconds."""
+    """Return whether both routers have been scraped for some seconds, through one of them."""
     found = await ask("min(count_over_time(up[1m])) * count(up == 1)")
     return bool(found) and float(found[0]) >= 2 * 8
 
 
 async def _check(ask: Any) -> None:
-    asked = {}
+    queries = {}
     for path in _FILES.glob("*.json"):
         for panel in json.loads(path.read_text())["panels"]:
-            asked |= {f"{path.name}: {panel['title']}: {one['expr']}": one["expr"] for one in panel.get("targets", ())}
-    asked = {who: expr.replace("$__rate_interval", "15s").replace("$job", ".+") for who, expr in asked.items()}
-    # Data must exist while nothing is wrong: the comparison with the limit comes last.
-    asked |= {name: expr.rpartition(") ")[0] + ")" for name, expr in _ALERTS.items()}
-    assert len(asked) > 60
+            queries |= {
+                f"{path.name}: {panel['title']}: {one['expr']}": one["expr"] for one in panel.get("targets", ())
+            }
+    queries = {who: expr.replace("$__rate_interval", "15s").replace("$job", ".+") for who, expr in queries.items()}
+    # Data must exist in a healthy state, so the comparison with the limit is removed.
+    queries |= {name: expr.rpartition(") ")[0] + ")" for name, expr in _ALERTS.items()}
+    assert len(queries) > 60
 
     async def without() -> list[str]:
-        return [who for who, expr in asked.items() if not any(map(math.isfinite, await ask(expr)))]
+        return [who for who, expr in queries.items() if not any(map(math.isfinite, await ask(expr)))]
 
     async def none_is() -> bool:
         return not await without()
@@ -98,7 +100,7 @@ async def _check(ask: Any) -> None:
 
 
 async def _load(services: list[RouterService]) -> None:
-    """Prompts that share beginnings, more of them than the pools hold, by both routers."""
+    """Send prompts with common prefixes to both routers, more than the pools hold."""
     urls = ["http://{}:{}".format(*service.http_address) for service in services]
 
     async def ask(client: httpx.AsyncClient, number: int) -> None:
@@ -115,7 +117,7 @@ async def _load(services: list[RouterService]) -> None:
 
 @asynccontextmanager
 async def _prometheus(tmp_path: Path, admin: str) -> AsyncIterator[Any]:
-    """Yield a function that returns the values of a query. The files are those of deploy/monitoring, but faster."""
+    """Yield a function that returns the values of a query. Uses deploy/monitoring with shorter intervals."""
     directory, port = tmp_path / "monitoring", free_port()
     directory.mkdir()
     for path in _FILES.glob("*.yml"):

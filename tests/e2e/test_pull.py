@@ -1,4 +1,4 @@
-"""Prefixes that are fetched from whoever holds them, instead of computed: the tokens are those of one process."""
+"""Prefix fetches between replicas: answers equal those of one process."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 
 
 class FakePolicy:
-    """Sends each prompt where the test says, whatever it costs: the first of its ways whose replicas are there."""
+    """Policy that sends each prompt by the first of its given routes whose replicas exist."""
 
     def __init__(self) -> None:
         self.ways: dict[int, list[Option]] = {}  # by the prompt's length
@@ -53,7 +53,7 @@ def _tree(prefill: int, decode: int, *, tp: int = 1, **sections: Any) -> dict[st
 
 
 async def _ask(cluster: LocalCluster, policy: FakePolicy, prompt: list[int], *ways: str, fetch: int = 0) -> Answer:
-    """A way is "P > D", or "P < S > D" where S is said to hold `fetch` tokens of what P lacks; P may be missing."""
+    """Set the routes of a prompt: "P > D", or "P < S > D" if P fetches `fetch` tokens from S; P may be missing."""
     policy.ways[len(prompt)] = options = []
     for way in ways:
         left, _, decode = way.replace(" ", "").rpartition(">")
@@ -67,7 +67,7 @@ def _ids(tokens: list[list[SampledToken]]) -> list[list[int]]:
 
 
 async def _totals(cluster: LocalCluster, replica: str, *, num_pulls: int) -> Totals:
-    """What the replica counts, once so many of its pulls are over: its frames come a little after its answers."""
+    """Return a replica's totals once the expected fetches are counted, because frames lag behind answers."""
     await cluster.idle()
 
     def totals() -> Totals:
@@ -79,7 +79,7 @@ async def _totals(cluster: LocalCluster, replica: str, *, num_pulls: int) -> Tot
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-async def test_a_prefix_is_pulled_from_another_prefill_replica(
+async def test_prefix_is_fetched_from_another_prefill_replica(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tp: int
 ) -> None:
     model_dir, prompt, policy = checkpoint("llama"), prompts(70)[0], FakePolicy()
@@ -93,14 +93,14 @@ async def test_a_prefix_is_pulled_from_another_prefill_replica(
         assert (totals.prefix_fetches, totals.fetched_tokens, totals.pull_failures) == (1, 64, 0)
         assert totals.computed_tokens == 100 - 64
         again = await _ask(cluster, policy, longer, "prefill-1 > decode-2")
-        assert (again.ids, again.route.cached_tokens) == (second.ids, 96), "what was pulled is cached"
+        assert (again.ids, again.route.cached_tokens) == (second.ids, 96), "fetched blocks must be cached"
         await cluster.idle()
 
 
-async def test_the_answer_of_one_turn_is_pulled_for_the_next(
+async def test_answer_of_one_turn_is_fetched_for_the_next(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
-    """From a decode replica to a prefill replica, to one that decodes, and back."""
+    """The prefix moves from a decode replica to a prefill replica, to another decode replica, and back."""
     model_dir, turn, policy = checkpoint("llama"), prompts(20)[0], FakePolicy()
     async with local_cluster(model_dir, redis_url, policy=policy, **_tree(1, 2)) as cluster:
         ways = ["prefill-0 > decode-1", "prefill-0 < decode-1 > decode-2", "< decode-2 > decode-1"]
@@ -110,13 +110,15 @@ async def test_the_answer_of_one_turn_is_pulled_for_the_next(
             assert [answer.ids] == _ids(reference(model_dir, [turn], _GREEDY))
             fetched.append((answer.route.cached_tokens, answer.route.fetched_tokens))
             turn = turn + answer.ids + prompts(8)[0]
-        # 43 positions after the first turn, 75 after the second; the prefill replica had one block, the first decode
-        # replica two.
+        # There are 43 positions after the first turn, 75 after the second. The prefill replica had one block, the first
+        # decode replica two.
         assert fetched == [(0, 0), (16, 16), (32, 32)]
         await cluster.idle()
 
 
-async def test_the_holder_has_the_last_word(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
+async def test_source_ships_only_blocks_that_it_still_has(
+    checkpoint: Checkpoint, reference: Reference, redis_url: str
+) -> None:
     model_dir, (prompt, other), policy = checkpoint("llama"), prompts(70, 40), FakePolicy()
     async with local_cluster(model_dir, redis_url, policy=policy, **_tree(2, 1)) as cluster:
         await _ask(cluster, policy, prompt[:40], "prefill-0 > decode-2")
@@ -148,7 +150,7 @@ def _cases() -> Iterator[Any]:
 async def test_the_holder_dies_in_a_pull(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, event: str, number: signal.Signals
 ) -> None:
-    """Its own request is over by then: it ships to nobody else. Meanwhile the puller goes on with other prompts."""
+    """The source's own request is over, so it ships to no one else. The fetching replica serves others meanwhile."""
     model_dir, (prompt, other), policy = checkpoint("llama"), prompts(70, 40), FakePolicy()
     fault = replace(_HOLDER_EVENTS[event], number=number)
     async with local_cluster(model_dir, redis_url, processes=True, policy=policy, **_tree(1, 1)) as cluster:
@@ -183,19 +185,19 @@ async def test_the_puller_dies_in_a_pull(checkpoint: Checkpoint, reference: Refe
         await cluster.idle()
 
 
-async def test_a_pull_that_nobody_waits_for_leaves_nothing(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_cancelled_fetch_frees_everything(checkpoint: Checkpoint, redis_url: str) -> None:
     prompt, policy = prompts(70)[0], FakePolicy()
-    tree = _tree(1, 1, timeouts={"transfer_s": 60.0})  # whatever ends it here is no deadline
+    tree = _tree(1, 1, timeouts={"transfer_s": 60.0})  # longer than the test, so that no deadline ends the fetch
     async with local_cluster(checkpoint("llama"), redis_url, processes=True, policy=policy, **tree) as cluster:
         prefix_source = await cluster.add(Role.DECODE)
         prefill, decode = (cluster.pools[role][0].id for role in (Role.PREFILL, Role.DECODE))
         await _ask(cluster, policy, prompt, f"> {prefix_source.id}")
         prefix_source.send(signal.SIGSTOP)
-        asking = asyncio.create_task(
+        generating = asyncio.create_task(
             _ask(cluster, policy, prompt, f"{prefill} < {prefix_source.id} > {decode}", fetch=64)
         )
         await cluster.until(lambda: (seen := cluster.replicas.get(prefill)) and seen.status.running)
-        asking.cancel()
+        generating.cancel()
         others = [replica for replica in cluster.replicas if replica.id != prefix_source.id]
         await cluster.until(lambda: not any(replica.status.running for replica in others))
         prefix_source.send(signal.SIGCONT)
@@ -203,10 +205,10 @@ async def test_a_pull_that_nobody_waits_for_leaves_nothing(checkpoint: Checkpoin
 
 
 class SteadyRates:
-    """The cost policy, on rates that do not depend on what else this machine does: 1,000 tokens a second."""
+    """Cost policy with a fixed rate of 1,000 tokens/s, independent of the machine's load."""
 
     def __init__(self) -> None:
-        self.replicas: Replicas | None = None  # who knows how many tokens wait where
+        self.replicas: Replicas | None = None  # queued tokens by replica
         self._policy = CostPolicy(prefix_fetches=True)
 
     def options(
@@ -222,15 +224,15 @@ class SteadyRates:
 
 
 async def _known(cluster: LocalCluster, tokens: list[int], num_tokens: int) -> None:
-    """Wait until the router knows that some replica holds so many leading tokens."""
+    """Wait until the router's index lists a replica with that many leading tokens."""
     hashes = block_hashes(root_hash(cluster.model), tokens, block_size=16)
     await becomes(lambda: max(cluster.replicas.index.match(hashes).values(), default=0) * 16 >= num_tokens)
 
 
-async def test_each_turn_of_a_chat_computes_only_what_is_new(
+async def test_each_chat_turn_computes_only_new_tokens(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
-    """Policy and index as they are: nobody says who is to pull from whom. Before the last turn Redis is emptied."""
+    """The real policy and index choose the sources. Redis is emptied before the last turn."""
     model_dir, turn, num_known = checkpoint("llama", max_position_embeddings=512), prompts(52)[0], 0
     rates = SteadyRates()
     async with local_cluster(model_dir, redis_url, policy=rates, **_tree(2, 2)) as cluster:
@@ -253,17 +255,17 @@ async def test_a_hot_prefix_is_copied_before_it_queues(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     model_dir, prefix = checkpoint("llama", max_position_embeddings=512), prompts(320)[0]
-    asked = [prefix + prompts(100 + i)[0][::-1] for i in range(8)]
+    inputs = [prefix + prompts(100 + i)[0][::-1] for i in range(8)]
     rates = SteadyRates()
     async with local_cluster(model_dir, redis_url, policy=rates, **_tree(2, 1)) as cluster:
         rates.replicas = cluster.replicas
         first = await cluster.generate(prefix, _GREEDY)
         await _known(cluster, prefix, 320)
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
-        assert [answer.ids for answer in answers] == _ids(reference(model_dir, asked, _GREEDY))
+        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
+        assert [answer.ids for answer in answers] == _ids(reference(model_dir, inputs, _GREEDY))
         other = next(r.id for r in cluster.pools[Role.PREFILL] if r.id != first.route.prefill_replica)
         assert {answer.route.prefill_replica for answer in answers} == {first.route.prefill_replica, other}
-        # A sibling that overtakes the one that pulls may compute the prefix itself; then nothing is left to be pulled.
+        # A sibling that overtakes the fetching one may compute the prefix itself, so that nothing is left to fetch.
         reused = [answer.route.cached_tokens + answer.route.fetched_tokens for answer in answers]
         fetched = sum(answer.route.fetched_tokens for answer in answers)
         assert sum(reused) >= 6 * 320 and (fetched >= 320 or 0 in reused)

@@ -1,4 +1,4 @@
-"""Running requests leave a crowded decode replica for an empty one, and nobody can tell by the tokens."""
+"""Rebalancing: running requests move from a crowded decode replica to an empty one, with unchanged tokens."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _SAMPLED = Sampling(max_tokens=200, temperature=1.0, seed=7)
 
 
 class Crowding:
-    """Puts everything on one decode replica."""
+    """Policy that sends everything to one decode replica."""
 
     def options(
         self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
-        wanted = [view for view in decodes if view.replica == _CROWDED] or decodes
-        return RoundRobin().options(demand, prefills, wanted)
+        candidates = [view for view in decodes if view.replica == _CROWDED] or decodes
+        return RoundRobin().options(demand, prefills, candidates)
 
 
 @pytest.fixture
@@ -46,15 +46,15 @@ def running_on(monkeypatch: pytest.MonkeyPatch) -> Ceiling:
 
 
 @pytest.mark.parametrize("sampling", [_GREEDY, _SAMPLED], ids=["greedy", "sampled"])
-async def test_a_crowd_spreads_and_no_token_changes(
+async def test_crowded_requests_spread_with_unchanged_tokens(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling, sampling: Sampling
 ) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, sampling)]
+    model_dir, inputs = checkpoint("llama"), prompts(*range(20, 28))
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, sampling)]
     async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
         async with beside(cluster.core.rebalance_forever()):
             running = [
-                asyncio.create_task(cluster.generate(prompt, sampling, id=str(i))) for i, prompt in enumerate(asked)
+                asyncio.create_task(cluster.generate(prompt, sampling, id=str(i))) for i, prompt in enumerate(inputs)
             ]
             emptier = cluster.seen(cluster.pools[Role.DECODE][1])
             await cluster.until(lambda: emptier.status.running >= 2)
@@ -68,18 +68,18 @@ async def test_a_crowd_spreads_and_no_token_changes(
         assert [(replica.promised_blocks, replica.promised_streams) for replica in decodes] == [(0, 0), (0, 0)]
 
 
-async def test_what_has_moved_moves_on_when_its_new_place_drains(
+async def test_migrated_request_migrates_again_when_its_replica_drains(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling
 ) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(*range(20, 28))
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("llama"), prompts(*range(20, 28))
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     async with local_cluster(model_dir, redis_url, policy=Crowding(), **_TREE) as cluster:
         async with beside(cluster.core.rebalance_forever()):
             running = [
-                asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(asked)
+                asyncio.create_task(cluster.generate(prompt, _GREEDY, id=str(i))) for i, prompt in enumerate(inputs)
             ]
             newcomer = next(replica for replica in cluster.pools[Role.DECODE] if replica.id != _CROWDED)
-            await cluster.until(lambda: cluster.seen(newcomer).status.running)  # the first one has come
+            await cluster.until(lambda: cluster.seen(newcomer).status.running)  # the first choice has moved
             await cluster.drain(newcomer)
             running_on.lift()
             answers = [await task for task in running]

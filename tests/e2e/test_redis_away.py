@@ -1,4 +1,4 @@
-"""Redis dies, stands still, comes back empty: requests are served, nobody leaves, and the index is rebuilt."""
+"""Redis outages: requests are served, membership is kept, and the index is rebuilt after an empty restart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TREE: dict[str, Any] = {
 
 
 class _Redis:
-    """A server of the test's own, on a port that stays the same."""
+    """Redis server of the test, with a fixed port across restarts."""
 
     def __init__(self, log: Path) -> None:
         self._address = RedisAddress(free_port())
@@ -91,7 +91,7 @@ async def test_it_dies_and_comes_back_empty(checkpoint: Checkpoint, own_redis: _
         await stays(
             lambda: _prefix_sources(cluster) == prefix_sources, for_s=2
         )  # the router reads what the replicas write again
-        assert {replica.id: replica for replica in cluster.replicas} == before, "nobody left or came"
+        assert {replica.id: replica for replica in cluster.replicas} == before, "the membership must not change"
         newcomer = await cluster.add(Role.DECODE)
         assert newcomer.id in {replica.id for replica in cluster.replicas}
 
@@ -102,7 +102,7 @@ async def test_it_stands_still(checkpoint: Checkpoint, own_redis: _Redis) -> Non
         prefix_sources = await _know_the_prompt(cluster)
         own_redis.send(signal.SIGSTOP)
         try:
-            end_at = time.monotonic() + 5  # past the deadlines of everybody who asks it, and past the leases
+            end_at = time.monotonic() + 5  # beyond all Redis timeouts and leases
             while time.monotonic() < end_at:
                 answer = await cluster.generate(_PROMPT, _GREEDY)
                 assert answer.route.attempts == 1 and answer.route.decode_replica in prefix_sources

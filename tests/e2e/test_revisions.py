@@ -1,4 +1,4 @@
-"""Two revisions of a deployment side by side: what runs on which, and what a router says of them."""
+"""Two concurrent revisions of a deployment: traffic split, migrations and metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DETERMINISTIC: dict[str, Any] = {
 
 
 class _Revisions:
-    """The first is what the cluster was started with."""
+    """Revisions of a cluster. The first is the one that it was started with."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self.cluster = cluster
@@ -34,14 +34,14 @@ class _Revisions:
         self._version = 0
 
     async def add(self, spec: Spec) -> None:
-        """One prefill and one decode replica of another."""
+        """Add one prefill and one decode replica of another revision."""
         self.cluster.launch = replace(self.cluster.launch, spec=spec)
         self.specs.append(spec)
-        self.share(0.0)  # nothing of it is used before it is told of
+        self.share(0.0)  # no traffic until the test assigns a share
         self.replicas.append([await self.cluster.add(role) for role in Role])
 
     def share(self, share: float, *, takes_more: bool = False) -> None:
-        """Of the requests, for the second."""
+        """Set the second revision's share of the requests."""
         self._version += 1
         old, new = (
             Revision(
@@ -64,39 +64,39 @@ class _Revisions:
         )
 
     def of(self, answer: Answer) -> set[int]:
-        """The revisions whose replicas served it."""
+        """Return the revisions whose replicas served the answer."""
         route = {answer.route.prefill_replica, answer.route.decode_replica}
         return {number for number in (1, 2) if route & self.ids(number)}
 
     async def until_tokens(self, number: int, num_tokens: int) -> None:
-        """Until so many more have been decoded on a revision."""
+        """Wait until that many more requests have been decoded on a revision."""
         decode = self.cluster.seen(self.replicas[number - 1][1])
         enough = decode.status.totals.generated_tokens + num_tokens
         await self.cluster.until(lambda: decode.status.totals.generated_tokens >= enough)
 
-    async def ask(self, asked: Sequence[list[int]], *, turn: str) -> list[Answer]:
+    async def ask(self, inputs: Sequence[list[int]], *, turn: str) -> list[Answer]:
         return list(
             await asyncio.gather(
-                *(self.cluster.generate(prompt, _GREEDY, id=f"{turn}-{i}") for i, prompt in enumerate(asked))
+                *(self.cluster.generate(prompt, _GREEDY, id=f"{turn}-{i}") for i, prompt in enumerate(inputs))
             )
         )
 
 
-async def test_an_answer_is_wholly_of_one_revision_while_the_old_one_leaves(
+async def test_each_answer_comes_from_one_revision_while_the_old_one_drains(
     checkpoint: Checkpoint, redis_url: str
 ) -> None:
-    """Their pools hold other numbers, so that nothing moves between them: what runs finishes where it began."""
-    asked = prompts(*range(40, 56))
+    """Their KV layouts differ, so running requests cannot migrate and finish where they started."""
+    inputs = prompts(*range(40, 56))
     async with local_cluster(checkpoint("llama"), redis_url, **_DETERMINISTIC) as cluster:
         both = _Revisions(cluster)
         await both.add(updated(cluster.spec, {"kv": {"pool_dtype": "int8"}}, is_whole=False))
-        old = await both.ask(asked, turn="old")
+        old = await both.ask(inputs, turn="old")
         both.share(1.0)
-        new = await both.ask(asked, turn="new")
+        new = await both.ask(inputs, turn="new")
         assert [both.of(answer) for answer in (*old, *new)] == [{1}] * 16 + [{2}] * 16
         assert [answer.ids for answer in old] != [answer.ids for answer in new]
         both.share(0.5)
-        running = asyncio.create_task(both.ask(asked, turn="both"))
+        running = asyncio.create_task(both.ask(inputs, turn="both"))
         await both.until_tokens(1, 10)
         await asyncio.gather(*(cluster.drain(replica) for replica in both.replicas[0]))
         answers = await running
@@ -109,12 +109,12 @@ async def test_an_answer_is_wholly_of_one_revision_while_the_old_one_leaves(
 async def test_running_answers_move_to_a_new_revision_that_gives_the_same_tokens(
     checkpoint: Checkpoint, redis_url: str
 ) -> None:
-    asked = prompts(*range(40, 48))
+    inputs = prompts(*range(40, 48))
     async with local_cluster(checkpoint("llama"), redis_url, **exact_tree(1, 1)) as cluster:
         both = _Revisions(cluster)
-        expected = [answer.ids for answer in await both.ask(asked, turn="before")]
+        expected = [answer.ids for answer in await both.ask(inputs, turn="before")]
         await both.add(updated(cluster.spec, {"decode": {"max_running": 32}}, is_whole=False))
-        running = asyncio.create_task(both.ask(asked, turn="old"))
+        running = asyncio.create_task(both.ask(inputs, turn="old"))
         await both.until_tokens(1, 10)
         both.share(1.0, takes_more=True)
         await asyncio.gather(*(cluster.drain(replica) for replica in both.replicas[0]))
@@ -124,13 +124,13 @@ async def test_running_answers_move_to_a_new_revision_that_gives_the_same_tokens
 
 
 async def test_a_canary_that_fails_costs_no_request_and_is_counted(checkpoint: Checkpoint, redis_url: str) -> None:
-    asked = prompts(*range(40, 64))
+    inputs = prompts(*range(40, 64))
     async with local_cluster(checkpoint("llama"), redis_url, **exact_tree(1, 1)) as cluster:
         both = _Revisions(cluster)
-        expected = [answer.ids for answer in await both.ask(asked, turn="before")]
+        expected = [answer.ids for answer in await both.ask(inputs, turn="before")]
         await both.add(updated(cluster.spec, {"decode": {"max_running": 32}}, is_whole=False))
         both.share(1.0)
-        running = asyncio.create_task(both.ask(asked, turn="new"))
+        running = asyncio.create_task(both.ask(inputs, turn="new"))
         await both.until_tokens(2, 10)
         for role in Role:
             await asyncio.to_thread(cluster.pools[role].pop().ranks[0].stop)

@@ -1,4 +1,4 @@
-"""A replica that becomes one of the other pool, with the weights and the blocks that it has."""
+"""Role switches: a replica joins the other pool and keeps its weights and blocks."""
 
 from __future__ import annotations
 
@@ -42,23 +42,23 @@ def _tree(*, tp: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
-async def test_eight_streams_go_on_while_replicas_change_their_role_each_way(
+async def test_streams_continue_while_replicas_switch_roles_both_ways(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(*range(33, 33 + 2 * _STREAMS))
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("llama"), prompts(*range(33, 33 + 2 * _STREAMS))
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     running_on = Ceiling(20)
     running_on.arm(monkeypatch.setattr)
     async with local_cluster(model_dir, redis_url, policy=RoundRobin(), **_tree(tp=tp)) as cluster:
         [prefill, _], [_, decode] = cluster.pools[Role.PREFILL], cluster.pools[Role.DECODE]
-        running = _ask(cluster, asked[:_STREAMS])
+        running = _ask(cluster, inputs[:_STREAMS])
         await cluster.until(lambda: cluster.seen(decode).status.totals.generated_tokens >= 40)
         to_prefill = await cluster.switch(decode)
         assert cluster.replicas.get(decode.id) is None
         assert to_prefill.blocks == decode.blocks and to_prefill.blocks["cached"], "what it had it has still"
-        running += _ask(cluster, asked[_STREAMS:-4])
-        to_decode = await cluster.switch(prefill)  # with prompts on their way
-        running += _ask(cluster, asked[-4:])
+        running += _ask(cluster, inputs[_STREAMS:-4])
+        to_decode = await cluster.switch(prefill)  # while prompts are shipped
+        running += _ask(cluster, inputs[-4:])
         running_on.lift()
         answers: list[Answer] = [await task for task in running]
         assert [answer.ids for answer in answers] == expected
@@ -68,7 +68,7 @@ async def test_eight_streams_go_on_while_replicas_change_their_role_each_way(
 
 
 class FakePolicy:
-    """Sends every prompt the one way that the test says."""
+    """Policy that sends every prompt by one given route."""
 
     def __init__(self) -> None:
         self.way = Option(prefill="prefill-0", decode="decode-3")
@@ -79,11 +79,11 @@ class FakePolicy:
         return [self.way]
 
 
-async def test_what_it_has_cached_is_known_under_its_new_name_alone(
+async def test_cached_blocks_are_indexed_under_the_new_name_only(
     checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[int | None] = []
-    monkeypatch.setattr(ModelRunner, "rest", lambda self, num_first: told.append(num_first))
+    rest_calls: list[int | None] = []
+    monkeypatch.setattr(ModelRunner, "rest", lambda self, num_first: rest_calls.append(num_first))
     [prompt], policy = prompts(65), FakePolicy()
     async with local_cluster(checkpoint("llama"), redis_url, policy=policy, **_tree(tp=1)) as cluster:
         first = await cluster.generate(prompt, _GREEDY, id="first")
@@ -91,10 +91,10 @@ async def test_what_it_has_cached_is_known_under_its_new_name_alone(
         hashes = block_hashes(root_hash(cluster.model), prompt, block_size=16)
         await cluster.until(lambda: cluster.replicas.index.match(hashes).get(held.id) == 4)
         address = cluster.seen(held).member.address
-        with pytest.raises(ReplicaFailed, match="it has not drained"):
+        with pytest.raises(ReplicaFailed, match="replica has not drained"):
             held.ranks[0].hand_over()
         successor = await cluster.switch(held)
-        assert told == [None], "heads no longer rest because nobody asked them where it was"
+        assert rest_calls == [None], "the draft heads' rest state must be reset"
         await becomes(lambda: cluster.replicas.index.match(hashes).get(successor.id) == 4)
         assert held.id not in cluster.replicas.index.match(hashes)
         with pytest.raises(ReplicaLost):
@@ -105,14 +105,14 @@ async def test_what_it_has_cached_is_known_under_its_new_name_alone(
         assert again.ids == first.ids
 
 
-def _ask(cluster: LocalCluster, asked: Sequence[list[int]]) -> list[asyncio.Task[Answer]]:
-    return [asyncio.create_task(cluster.generate(prompt, _GREEDY, id=f"{len(prompt)}")) for prompt in asked]
+def _ask(cluster: LocalCluster, inputs: Sequence[list[int]]) -> list[asyncio.Task[Answer]]:
+    return [asyncio.create_task(cluster.generate(prompt, _GREEDY, id=f"{len(prompt)}")) for prompt in inputs]
 
 
 async def _pull(cluster: LocalCluster, replica: str, address: str, hashes: Sequence[bytes]) -> None:
-    """As somebody asks who has heard of it before it changed its name. Raises ClusterError."""
-    asking = cluster.identity(rank("decode-99"))
-    async with open_channel(address, peer=rank(replica), identity=asking) as channel:
+    """Fetch as a replica that has cached the old name. Raises ClusterError."""
+    source_identity = cluster.identity(rank("decode-99"))
+    async with open_channel(address, peer=rank(replica), identity=source_identity) as channel:
         handoff = pb.Handoff(id="h", epoch=1, replica="decode-99", ranks=["127.0.0.1:1"], max_tokens=16, ttl_s=5.0)
         request = pb.FetchRequest(handoff=handoff, hashes=hashes[0])
         try:

@@ -1,4 +1,4 @@
-"""What operators see of requests, replicas and routers, of a whole deployment."""
+"""Admin endpoints and metrics of a whole deployment: requests, replicas and routers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ async def _look(services: list[RouterService]) -> None:
     assert any("compute" in line and "#" in line for line in picture("r-1", life))
     assert (await admins[1].get("/debug/lives/r-1")).status_code == 404
 
-    # Any router tells Prometheus of all of them.
+    # Any router lists all routers for Prometheus.
     addresses = {"{}:{}".format(*service.admin_address) for service in services}
 
     async def all_targets() -> bool:
@@ -75,7 +75,7 @@ async def _look(services: list[RouterService]) -> None:
 
     await told(all_targets)
 
-    # And of what it sees.
+    # The view of the cluster.
     view = (await admins[0].get("/debug/view")).json()
     assert {one["id"]: one["state"] for one in view["replicas"]} == {"prefill-0": "ready", "decode-1": "ready"}
     (flow,) = view["flows"]
@@ -86,7 +86,7 @@ async def _look(services: list[RouterService]) -> None:
     assert decision["options"][0]["prefill"] == "prefill-0" and decision["options"][0]["cost_s"] > 0
     assert sorted(view["routers"].values()) == sorted(addresses)
 
-    # And of what the controller decides, as it hears when it tells what has come.
+    # The controller's decisions, which the router receives in reply to its traffic report.
     decision_shown = ShownDecision(at=0.0, text="2P1D", reason="first tokens come late")
 
     async def answer(news: TrafficReport) -> TrafficAnswer:
@@ -102,7 +102,7 @@ async def _look(services: list[RouterService]) -> None:
     assert view["autoscaler"][0]["text"] == "2P1D" and any("first tokens come late" in line for line in lines)
     assert "2 routers, 1P1D" in lines[0] and any(line.startswith("decode-1") for line in lines)
 
-    # As a page, which no other page may read through a name of its own.
+    # The HTML page, which rejects other Host names (DNS rebinding).
     page = await admins[0].get("/ui")
     assert page.headers["content-security-policy"].startswith("default-src 'none'; script-src 'self'")
     for path_ in ("/ui", "/ui/events", "/debug/view"):

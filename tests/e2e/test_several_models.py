@@ -1,5 +1,4 @@
-"""A second model behind a router's doors: a deployment of its own, which comes, answers, fails and goes while the first
-one's streams run."""
+"""Second model on one router: an attached deployment joins, serves, fails and leaves while the first one streams."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ def tree_of(model: str, *, name: str = "cluster", **router: Any) -> dict[str, An
 
 
 @pytest.mark.timeout(180)
-async def test_it_comes_answers_fails_and_goes_while_the_first_ones_streams_run(
+async def test_second_model_joins_serves_fails_and_leaves_while_the_first_streams(
     checkpoint: Checkpoint, reference: Reference, redis_url: str
 ) -> None:
     dirs = {"first": checkpoint("llama"), "second": checkpoint("qwen3")}
@@ -93,7 +92,7 @@ def attached(cluster: LocalCluster) -> AttachedDeployment:
 
 @asynccontextmanager
 async def streams(client: AsyncOpenAI, expected: list[int]) -> AsyncIterator[None]:
-    """Of the first model, one after the other for as long as the block lasts: none fails, and all are as expected."""
+    """Stream answers of the first model repeatedly while the block runs. Asserts that all are as expected."""
     is_over = asyncio.Event()
 
     async def ask() -> int:
@@ -141,7 +140,7 @@ async def ids_by_grpc(port: int, model: str, prompt: list[int]) -> list[int]:
 
 
 async def is_unavailable(client: AsyncOpenAI) -> bool:
-    """Before its router has seen that the replicas are gone it may try one, in vain."""
+    """Return whether the error is the expected one. Until the router drops the dead replicas it may be another."""
     with pytest.raises(openai.InternalServerError) as rejected:
         await ids_of(client, "second", _ASKED[0])
     assert rejected.value.status_code == 503

@@ -1,4 +1,4 @@
-"""Two hosts with a slow, lossy network between them: requests are slow, and none is lost."""
+"""Slow, lossy network between two hosts: requests are slow, and none is lost."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ async def test_answers_are_the_same_and_the_policy_learns_which_way_is_slow(
                 cluster.add(Role.DECODE, on=cable.near),
             )
             async with asyncio.timeout(WITHIN_S):
-                asked = (cluster.generate(p, _GREEDY, id=str(len(p))) for p in _PROMPTS)
-                answers = await asyncio.gather(*asked)
+                requests = (cluster.generate(p, _GREEDY, id=str(len(p))) for p in _PROMPTS)
+                answers = await asyncio.gather(*requests)
             assert [answer.ids for answer in answers] == [[token.token_id for token in tokens] for tokens in expected]
             assert {answer.route.attempts for answer in answers} == {1}, "slow is not lost"
             await cluster.until(lambda: all(cluster.seen(p).load().link_bytes_per_s for p in (far, near)))

@@ -1,4 +1,4 @@
-"""SmolLM2 (9 query and 3 KV heads), disaggregated, against the single-process engine."""
+"""Disaggregated SmolLM2 (9 query and 3 KV heads) against the single-process engine."""
 
 from __future__ import annotations
 
@@ -43,22 +43,23 @@ def _tree(dtype: str, *, p_tp: int = 1, d_tp: int = 1) -> dict[str, Any]:
 async def test_float32_tokens_for_any_pair_of_tensor_parallel_sizes(
     smollm2_dir: Path, reference: Reference, redis_url: str, p_tp: int, d_tp: int
 ) -> None:
-    asked = _prompts(smollm2_dir)
-    expected = [[token.token_id for token in tokens] for tokens in reference(smollm2_dir, asked, _GREEDY)]
+    inputs = _prompts(smollm2_dir)
+    expected = [[token.token_id for token in tokens] for tokens in reference(smollm2_dir, inputs, _GREEDY)]
     async with local_cluster(smollm2_dir, redis_url, **_tree("float32", p_tp=p_tp, d_tp=d_tp)) as cluster:
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
+        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
         assert [answer.ids for answer in answers] == expected
         assert all(answer.route.blocks_shipped for answer in answers)
 
 
 @pytest.mark.timeout(180)
 async def test_bfloat16_tokens_one_request_at_a_time(smollm2_dir: Path, reference: Reference, redis_url: str) -> None:
-    asked = _prompts(smollm2_dir)
+    inputs = _prompts(smollm2_dir)
     expected = [
-        [token.token_id for token in reference(smollm2_dir, [prompt], _GREEDY, dtype="bfloat16")[0]] for prompt in asked
+        [token.token_id for token in reference(smollm2_dir, [prompt], _GREEDY, dtype="bfloat16")[0]]
+        for prompt in inputs
     ]
     async with local_cluster(smollm2_dir, redis_url, **_tree("bfloat16")) as cluster:
-        assert [(await cluster.generate(prompt, _GREEDY)).ids for prompt in asked] == expected
+        assert [(await cluster.generate(prompt, _GREEDY)).ids for prompt in inputs] == expected
 
 
 def test_a_tensor_parallel_size_that_does_not_fit_is_refused_naming_those_that_do(smollm2_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Answers of a deployment that drafts are, wherever they run, those of one process that does not."""
+"""Speculative decoding: answers of a deployment with drafts equal those of one process without."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.waiting import WITHIN_S
 
 _SAMPLED = Sampling(max_tokens=40, temperature=1.0, seed=3)
 _PROMPTS = prompts(20, 33, 47, 18, 25)
-_FEW = TokenRules(allowed_token_ids=(5, 6, 7))  # whatever is said of these was said before
+_FEW = TokenRules(allowed_token_ids=(5, 6, 7))  # so few tokens that drafts from the sequence itself match
 _SAMPLINGS = (
     _SAMPLED,
     replace(_SAMPLED, temperature=0.0),
@@ -44,13 +44,13 @@ def model_dir(checkpoint: Checkpoint) -> Path:
 @pytest.fixture(scope="module")
 def expected(model_dir: Path) -> list[list[int]]:
     runner = ModelRunner(EngineConfig(model_dir=model_dir, dtype="float32", kv_memory_gib=0.1))
-    asked = [Asked(prompt, sampling, num_choices=2) for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)]
-    return answers(runner, asked).ids
+    requests = [Asked(prompt, sampling, num_choices=2) for prompt, sampling in zip(_PROMPTS, _SAMPLINGS, strict=True)]
+    return answers(runner, requests).ids
 
 
 @pytest.fixture
 def drafts_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever this machine's steps take."""
+    """Disable measured step times, so that drafting does not depend on the machine's speed."""
     monkeypatch.setattr(Pace, "timing", None)
 
 
@@ -64,12 +64,12 @@ def _tree(method: str, prefill: int = 1, decode: int = 1, model: str | None = No
 
 
 async def _answers(cluster: LocalCluster) -> list[Answer]:
-    asked = [
+    requests = [
         cluster.generate(prompt, sampling, id=str(i), n=2)
         for i, (prompt, sampling) in enumerate(zip(_PROMPTS, _SAMPLINGS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        return await asyncio.gather(*asked)
+        return await asyncio.gather(*requests)
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
@@ -93,7 +93,7 @@ async def test_on_one_pair(
     tree = _tree(method, model=smaller_dir if method in ("draft", "auto") else None)
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
         drafts = DraftTally()
-        for _ in range(2):  # the second time, the first one's answers are known
+        for _ in range(2):  # the second time, drafts use the first answers
             found = await _answers(cluster)
             assert _ids(found) == expected
             for answer in found:
@@ -108,10 +108,10 @@ async def test_on_one_pair(
         await cluster.until(lambda: _num_accepted(cluster) > (100 if method in ("suffix", "auto") else 10))
 
 
-async def test_on_two_ranks_one_of_which_is_only_told(
+async def test_two_ranks_of_which_one_follows(
     model_dir: Path, smaller_dir: str, redis_url: str, expected: list[list[int]]
 ) -> None:
-    """And knows nothing of the model that drafts on the other."""
+    """The follower does not load the draft model of rank 0."""
     tree = _tree("draft", model=smaller_dir)
     tree["decode"] |= {"tensor_parallel": 2}
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
@@ -121,7 +121,7 @@ async def test_on_two_ranks_one_of_which_is_only_told(
 
 
 @pytest.mark.parametrize("method", ["suffix", "draft"])
-async def test_where_a_replica_is_killed(
+async def test_killed_replica(
     model_dir: Path, smaller_dir: str, redis_url: str, expected: list[list[int]], method: str
 ) -> None:
     tree = _tree(method, 2, 0, model=smaller_dir if method == "draft" else None)
@@ -149,8 +149,8 @@ async def test_a_replica_drafts_from_answers_that_it_has_finished(
 
 
 @pytest.mark.usefixtures("drafts_always")
-async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
-    """A pool of 20 blocks, where the router expects answers of one token."""
+async def test_preemption(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+    """The pool has 20 blocks, and the router expects answers of one token."""
     tree = _tree("suffix")
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
@@ -163,7 +163,7 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
 
 @pytest.mark.usefixtures("drafts_always")
 @pytest.mark.parametrize(("method", "num_tokens"), [("suffix", 3), ("suffix", 9), ("suffix", 21), ("draft", 9)])
-async def test_a_choice_that_moves_among_them(
+async def test_migrating_choice(
     model_dir: Path,
     smaller_dir: str,
     redis_url: str,

@@ -1,4 +1,4 @@
-"""Two tenants send the same prompt: neither is served what the other one's left, and neither is told of it."""
+"""Tenant isolation: two tenants with the same prompt neither share cached prefixes nor see each other's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PROMPT = [5 + i % 20 for i in range(100)]  # six full blocks
 
 
 class Asked:
-    """One router with keys, at both of its doors."""
+    """Client for both endpoints of a router with API keys."""
 
     def __init__(self, decode: LocalReplica, url: str, stub: rpc.InferenceStub) -> None:
         self._decode = decode
@@ -37,7 +37,7 @@ class Asked:
         self._stub = stub
 
     async def over_http(self, issued: IssuedKey, *, cache_salt: str = "", user: str = "") -> int:
-        """How much of the prompt is said to have been cached."""
+        """Return the reported number of cached prompt tokens."""
         async with AsyncOpenAI(base_url=f"{self._url}/v1", api_key=issued.secret, max_retries=0) as client:
             answer = await client.completions.create(
                 model="tiny", prompt=_PROMPT, max_tokens=2, user=user, extra_body={"cache_salt": cache_salt}
@@ -46,7 +46,7 @@ class Asked:
         return answer.usage.prompt_tokens_details.cached_tokens or 0
 
     def num_running(self) -> int:
-        """Answers, on the decode replica."""
+        """Number of requests running on the decode replica."""
         return int(self._decode.ranks[0].status()["running"])
 
     async def text(self, issued: IssuedKey, *, n: int, num_tokens: int) -> None:
@@ -67,7 +67,7 @@ class Asked:
 async def router_with(
     checkpoint: Checkpoint, redis_url: str, *issued: IssuedKey, max_context: int = 128, **more: Any
 ) -> AsyncIterator[Asked]:
-    """max_context: of the model. more: sections of the spec."""
+    """Start the deployment. max_context: limit of the model. more: sections of the spec."""
     tree: dict[str, Any] = {
         "model": {"served_name": "tiny", "dtype": "float32"},
         **more,
@@ -95,7 +95,7 @@ async def router_with(
 
 
 @pytest.mark.timeout(180)
-async def test_nobody_is_served_what_another_tenants_prompt_left(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_cached_prefixes_are_not_shared_across_tenants(checkpoint: Checkpoint, redis_url: str) -> None:
     one, its_twin, other = issue("one", tenant="team"), issue("twin", tenant="team"), issue("other")
     async with router_with(checkpoint, redis_url, one, its_twin, other) as asked:
         assert await asked.over_http(one) == 0
@@ -104,16 +104,14 @@ async def test_nobody_is_served_what_another_tenants_prompt_left(checkpoint: Che
         for ask in (asked.over_http, asked.over_grpc):
             salt = "s" if ask == asked.over_http else "t"
             assert await ask(one, cache_salt=salt) == 0
-        # All that a stranger may try with words of its own.
+        # Client-chosen fields must not select another tenant's prefix.
         assert await asked.over_http(other, user="team") == 0
         assert await asked.over_grpc(other, cache_salt="team") == 0
         assert await asked.over_http(other, cache_salt="s") == 0
 
 
 @pytest.mark.timeout(180)
-async def test_a_tenant_that_asks_for_everything_keeps_nobody_else_waiting(
-    checkpoint: Checkpoint, redis_url: str
-) -> None:
+async def test_saturating_tenant_does_not_delay_others(checkpoint: Checkpoint, redis_url: str) -> None:
     greedy, modest = issue("greedy"), issue("modest")
     more = {"decode": {"max_running": 4}, "timeouts": {"queue_s": 120}}
     async with router_with(checkpoint, redis_url, greedy, modest, max_context=4096, **more) as asked:

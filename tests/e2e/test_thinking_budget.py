@@ -1,5 +1,4 @@
-"""Answers that may think for so many tokens: what comes of them is, wherever they run, what comes of the same model
-where the end of its thinking stands in its prompt."""
+"""Thinking budgets: answers equal those of the same model with the end-of-thinking marker in its prompt."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ def model_dir(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="module")
 def expected(model_dir: Path, reference: Reference) -> list[list[int]]:
-    """By an engine that knows of no budget: it thinks, and then goes on behind a prompt with the marker in it."""
-    told = list[list[int]]()
+    """Compute the expected answers without budgets: generate the thinking, then continue after the marker."""
+    expected_ids = list[list[int]]()
     for seed, (prompt, budget) in enumerate(zip(_PROMPTS, _BUDGETS, strict=True)):
         for choice in range(_CHOICES):
             sampling = replace(_SAMPLED, seed=choice_seed(seed, choice))
@@ -55,37 +54,39 @@ def expected(model_dir: Path, reference: Reference) -> list[list[int]]:
             if left := _SAMPLED.max_tokens - len(ids):
                 (answer,) = reference(model_dir, [[*prompt, *ids]], replace(sampling, max_tokens=left))
                 ids += [token.token_id for token in answer]
-            told.append(ids)
-    return told
+            expected_ids.append(ids)
+    return expected_ids
 
 
 async def _ask(cluster: LocalCluster) -> list[list[int]]:
-    asked = [
+    requests = [
         cluster.generate(prompt, replace(_SAMPLED, seed=seed), id=str(seed), n=_CHOICES, thinking=_budget(budget))
         for seed, (prompt, budget) in enumerate(zip(_PROMPTS, _BUDGETS, strict=True))
     ]
     async with asyncio.timeout(WITHIN_S):
-        answers = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*requests)
     return [[token.token_id for token in tokens] for answer in answers for tokens in answer.tokens.values()]
 
 
-async def test_on_one_pair_also_where_the_first_token_is_the_last(
+async def test_one_pair_including_single_token_answers(
     model_dir: Path, redis_url: str, expected: list[list[int]]
 ) -> None:
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         assert await _ask(cluster) == expected
         one = replace(_SAMPLED, max_tokens=1)
-        first = await cluster.generate(_PROMPTS[0], one, thinking=_budget(0))  # of the prefill replica alone
+        first = await cluster.generate(_PROMPTS[0], one, thinking=_budget(0))  # from the prefill replica alone
         assert first.ids == [_CLOSING[0]] and not first.route.decode_replica
-        told = await cluster.generate(_PROMPTS[2], replace(_SAMPLED, seed=2, num_logprobs=1), thinking=_budget(9))
-        assert told.ids == expected[4] and all(token.logprob for token in told.tokens[0])
+        expected_ids = await cluster.generate(
+            _PROMPTS[2], replace(_SAMPLED, seed=2, num_logprobs=1), thinking=_budget(9)
+        )
+        assert expected_ids.ids == expected[4] and all(token.logprob for token in expected_ids.tokens[0])
         await cluster.idle()
         seen = cluster.seen(cluster.pools[Role.DECODE][0])
-        # Of the marker of each choice at least what comes behind a token that it did not itself force.
+        # Per choice, at least the marker's tokens after its first are forced.
         await cluster.until(lambda: seen.status.totals.forced_tokens >= 7 * _CHOICES * 4)
 
 
-async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+async def test_killed_replica(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(2, 0)) as cluster:
         doomed = await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=9))
         await cluster.add(Role.DECODE)
@@ -94,8 +95,8 @@ async def test_where_a_replica_is_killed(model_dir: Path, redis_url: str, expect
         await cluster.idle()
 
 
-async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
-    """A pool of 20 blocks, where the router expects answers of one token."""
+async def test_preemption(model_dir: Path, redis_url: str, expected: list[list[int]]) -> None:
+    """The pool has 20 blocks, and the router expects answers of one token."""
     tree = exact_tree(1, 1)
     tree["decode"] |= {"kv_memory_gib": gib_of_blocks(20)}
     async with local_cluster(model_dir, redis_url, **tree) as cluster:
@@ -106,7 +107,7 @@ async def test_where_blocks_run_out(model_dir: Path, redis_url: str, expected: l
 
 
 @pytest.mark.parametrize("num_tokens", [5, 12, 20])
-async def test_a_choice_that_moves_before_within_and_behind_its_marker(
+async def test_migration_before_within_and_after_the_marker(
     model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:
     monkeypatch.setattr("engine.scheduler.jump_forward.MAX_KNOWN", 2)
@@ -118,7 +119,7 @@ async def test_a_choice_that_moves_before_within_and_behind_its_marker(
         assert answer.ids == expected[4]
 
 
-async def test_a_worker_of_an_older_version_is_not_asked(model_dir: Path, redis_url: str) -> None:
+async def test_old_worker_gets_no_requests_with_budgets(model_dir: Path, redis_url: str) -> None:
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 2)) as cluster:
         old = cluster.seen(cluster.pools[Role.DECODE][0])
         old.member = replace(old.member, keeps_thinking_budgets=False)
@@ -126,13 +127,13 @@ async def test_a_worker_of_an_older_version_is_not_asked(model_dir: Path, redis_
         assert old.id not in {answer.route.decode_replica for answer in answers}
 
 
-async def test_a_grammar_begins_behind_the_marker(model_dir: Path, redis_url: str) -> None:
+async def test_grammar_starts_after_the_marker(model_dir: Path, redis_url: str) -> None:
     text = 'start: thinking answer\nthinking[suffix="</think>"]: /(?s:.*)/\nanswer: "yes, indeed"'
     grammar = Grammar(kind=GrammarKind.LARK, text=text)
     sampling = replace(_SAMPLED, stop_token_ids=(END,))
     async with local_cluster(model_dir, redis_url, **exact_tree(1, 1)) as cluster:
         answer = await cluster.generate(_PROMPTS[0], sampling, n=2, grammar=grammar, thinking=_budget(6))
         for tokens in answer.tokens.values():
-            said = "".join(CHARACTERS[token.token_id] for token in tokens[:-1])
-            assert said[6:] == "</think>yes, indeed" and tokens[-1].token_id == END
+            answers_found = "".join(CHARACTERS[token.token_id] for token in tokens[:-1])
+            assert answers_found[6:] == "</think>yes, indeed" and tokens[-1].token_id == END
         await cluster.idle()

@@ -1,4 +1,4 @@
-"""How long a model may think, as real clients say it at every door of a real router."""
+"""Thinking budgets set by real clients on every endpoint of a real router."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.local_cluster import local_cluster
 from tests.support.waiting import becomes
 
 _TEMPLATE = "{{ messages[0]['content'] }}<think>{# </think> #}"
-_NUM_MARKER = len("</think>")  # of which each character is a token
+_NUM_MARKER = len("</think>")  # one token per character
 _USER: Any = [{"role": "user", "content": "Why?"}]
 _SCHEMA = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
 _SCHEMA["additionalProperties"] = False
@@ -62,7 +62,7 @@ async def _service(model_dir: Path, redis_url: str, template: Path) -> AsyncIter
 
 
 @pytest.mark.timeout(300)
-async def test_a_model_thinks_for_as_long_as_each_client_says(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
+async def test_thinking_budget_of_each_client_is_applied(model_dir: Path, redis_url: str, tmp_path: Path) -> None:
     template = tmp_path / "thinking.jinja"
     template.write_text(_TEMPLATE)
     async with _service(model_dir, redis_url, template) as service:
@@ -75,7 +75,7 @@ async def test_a_model_thinks_for_as_long_as_each_client_says(model_dir: Path, r
 
 
 async def _check_openai(client: AsyncOpenAI) -> str:
-    """What it thinks in 8 tokens."""
+    """Check the thinking of an answer of 8 tokens."""
     free = await client.chat.completions.create(**_ASKED)
     assert free.usage.completion_tokens_details.reasoning_tokens == 24, "left to itself it never ends"
     everything = free.choices[0].message.model_extra["reasoning_content"]

@@ -1,8 +1,8 @@
-"""Answers of SmolLM2 to drawn schemas, half of them sampled: each is an instance of its schema or was cut by its
-length, and they are the same wherever they are computed, and whoever dies over them.
+"""Answers of SmolLM2 to random schemas, half of them sampled: each is a valid or cut instance of its schema.
 
-`engine.deterministic` is what promises that: in float32, of a thousand answers one was another on other replicas, for
-what is computed beside a row decides how its sums are rounded, and a draw may be that near.
+They are the same on every topology, and when replicas die. This needs `engine.deterministic`: without it, one of a
+thousand float32 answers differed between replicas, because a row's rounding depends on its batch, which can change a
+sampled token.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ pytestmark = pytest.mark.skipif(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
 _MAX_ANSWER = 40  # tokens
-_WAVE = 125  # requests at once: a step costs hardly more for many
-_EVERY = 2  # waves, over one of which a replica of each role dies, that came for it
-_DYING = {  # while answers of that wave are half written; each time a little later
+_WAVE = 125  # concurrent requests, because larger steps cost little more
+_EVERY = 2  # in every second wave an added replica of each role dies
+_DYING = {  # during the wave's answers, each time a little later
     Role.PREFILL: [
         Fault(milestone, nth) for nth in (3, 5) for milestone in (FailpointStage.COMMITTING, FailpointStage.SHIPPED)
     ],
@@ -53,7 +53,7 @@ _PROMPTS = [
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _Request:
     number: int
     schema: Schema
     prompt: list[int]
@@ -66,21 +66,21 @@ class _Asked:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-async def test_answers_to_some_are_instances_wherever_they_are_computed(smollm2_dir: Path, redis_url: str) -> None:
-    asked = _all_asked(Tokenizer(smollm2_dir), schemas(20))
-    here = await _answers(smollm2_dir, redis_url, asked, 0, 1)
-    _check(smollm2_dir, asked, here)
-    assert _ids(await _answers(smollm2_dir, redis_url, asked, 1, 1, kills=True)) == _ids(here)
+async def test_answers_to_some_schemas_are_instances(smollm2_dir: Path, redis_url: str) -> None:
+    requests = _make_requests(Tokenizer(smollm2_dir), schemas(20))
+    here = await _answers(smollm2_dir, redis_url, requests, 0, 1)
+    _check(smollm2_dir, requests, here)
+    assert _ids(await _answers(smollm2_dir, redis_url, requests, 1, 1, kills=True)) == _ids(here)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 async def test_answers_to_a_thousand(smollm2_dir: Path, redis_url: str) -> None:
-    asked = _all_asked(Tokenizer(smollm2_dir), schemas(1000))
-    pair = await _answers(smollm2_dir, redis_url, asked, 1, 1)
-    print("ended:", dict(_check(smollm2_dir, asked, pair)))
-    assert _ids(await _answers(smollm2_dir, redis_url, asked, 0, 1)) == _ids(pair)
-    assert _ids(await _answers(smollm2_dir, redis_url, asked, 2, 2, kills=True)) == _ids(pair)
+    requests = _make_requests(Tokenizer(smollm2_dir), schemas(1000))
+    pair = await _answers(smollm2_dir, redis_url, requests, 1, 1)
+    print("ended:", dict(_check(smollm2_dir, requests, pair)))
+    assert _ids(await _answers(smollm2_dir, redis_url, requests, 0, 1)) == _ids(pair)
+    assert _ids(await _answers(smollm2_dir, redis_url, requests, 2, 2, kills=True)) == _ids(pair)
 
 
 @pytest.mark.slow
@@ -91,26 +91,26 @@ async def test_answers_to_public_schemas(smollm2_dir: Path, redis_url: str) -> N
     print(f"{len(taken)} schemas are taken, {sum(rejected.values())} are refused:")
     print(*(f"{count:4d} {why}" for why, count in sorted(rejected.items(), key=lambda of: -of[1])), sep="\n")
     assert len(taken) > 200
-    asked = _all_asked(tokenizer, taken)
-    pair = await _answers(smollm2_dir, redis_url, asked, 1, 1)
-    print("ended:", dict(_check(smollm2_dir, asked, pair)))
-    assert _ids(await _answers(smollm2_dir, redis_url, asked, 0, 1)) == _ids(pair)
+    requests = _make_requests(tokenizer, taken)
+    pair = await _answers(smollm2_dir, redis_url, requests, 1, 1)
+    print("ended:", dict(_check(smollm2_dir, requests, pair)))
+    assert _ids(await _answers(smollm2_dir, redis_url, requests, 0, 1)) == _ids(pair)
 
 
-def _all_asked(tokenizer: Tokenizer, drawn: list[Schema]) -> list[_Asked]:
-    """By turns the likeliest tokens, and drawn ones."""
+def _make_requests(tokenizer: Tokenizer, drawn: list[Schema]) -> list[_Request]:
+    """Alternate between greedy and sampled requests."""
     common: dict[str, Any] = {"max_tokens": _MAX_ANSWER, "stop_token_ids": tuple(tokenizer.eos_token_ids)}
     prompts = [tokenizer.encode(prompt) for prompt in _PROMPTS]
     return [
-        _Asked(i, schema, prompts[i % len(prompts)], Sampling(temperature=float(i // 2 % 2), seed=i, **common))
+        _Request(i, schema, prompts[i % len(prompts)], Sampling(temperature=float(i // 2 % 2), seed=i, **common))
         for i, schema in enumerate(drawn)
     ]
 
 
 async def _answers(
-    model_dir: Path, redis_url: str, asked: list[_Asked], prefill: int, decode: int, *, kills: bool = False
+    model_dir: Path, redis_url: str, requests: list[_Request], prefill: int, decode: int, *, kills: bool = False
 ) -> list[Answer]:
-    """prefill: 0: the decode replicas compute the prompts. kills: beside so many, others come and die."""
+    """Generate all answers. prefill 0: decode replicas compute the prompts. kills: additional replicas join and die."""
     tree = exact_tree(prefill, decode) | {"timeouts": {"queue_s": 600}}
     tree |= {"model": {"dtype": "bfloat16"}, "engine": {"deterministic": True}}
     for role in Role:
@@ -119,11 +119,11 @@ async def _answers(
     begin, answers, dead = time.monotonic(), list[Answer](), list[LocalReplica]()
     async with local_cluster(model_dir, redis_url, processes=True, **tree) as cluster:
         others: list[LocalReplica] = []
-        for number, first in enumerate(range(0, len(asked), _WAVE)):
+        for number, first in enumerate(range(0, len(requests), _WAVE)):
             if kills and number % _EVERY == 0:
                 faults = {role: _DYING[role][number // _EVERY % len(_DYING[role])] for role in Role}
                 others = await asyncio.gather(*(cluster.add(role, fault) for role, fault in faults.items()))
-            answers += await asyncio.gather(*(_generate(cluster, one) for one in asked[first : first + _WAVE]))
+            answers += await asyncio.gather(*(_generate(cluster, one) for one in requests[first : first + _WAVE]))
             dead += [other for other in others if other not in dead and other.has_been_hit]
         await cluster.idle()
     went_on = sum(answer.route.migrations > 0 for answer in answers)
@@ -138,20 +138,20 @@ async def _answers(
     return answers
 
 
-async def _generate(cluster: LocalCluster, asked: _Asked) -> Answer:
-    return await cluster.generate(asked.prompt, asked.sampling, id=str(asked.number), grammar=asked.grammar)
+async def _generate(cluster: LocalCluster, requests: _Request) -> Answer:
+    return await cluster.generate(requests.prompt, requests.sampling, id=str(requests.number), grammar=requests.grammar)
 
 
 def _ids(answers: list[Answer]) -> list[list[int]]:
     return [answer.ids for answer in answers]
 
 
-def _check(model_dir: Path, asked: list[_Asked], answers: list[Answer]) -> Counter[FinishReason | None]:
-    """Each token is one that a grammar compiled for this alone allows; and what ended by itself is an instance."""
+def _check(model_dir: Path, requests: list[_Request], answers: list[Answer]) -> Counter[FinishReason | None]:
+    """Assert that a separately compiled grammar allows each token, and that uncut answers are instances."""
     tokenizer = Tokenizer(model_dir)
     compiler = GrammarCompiler(model_dir, vocab_size=tokenizer.vocab_size)
     ends: Counter[FinishReason | None] = Counter()
-    for one, answer in zip(asked, answers, strict=True):
+    for one, answer in zip(requests, answers, strict=True):
         ends[reason := answer.tokens[0][-1].finish_reason] += 1
         mask = compiler.compile(one.grammar).mask(one.sampling.stop_token_ids)
         for length, token in enumerate(answer.ids):
@@ -161,12 +161,12 @@ def _check(model_dir: Path, asked: list[_Asked], answers: list[Answer]) -> Count
         else:
             assert reason is FinishReason.STOP
             _check_instance(one.schema, tokenizer.decode(answer.ids[:-1]))
-    assert ends[FinishReason.STOP] > len(asked) / 8, "hardly any has come to its end"
+    assert ends[FinishReason.STOP] > len(requests) / 8, "hardly any has come to its end"
     return ends
 
 
 def _check_instance(schema: Schema, text: str) -> None:
-    """In decimal: of 0.07, fp64 says that it is no multiple of 0.01."""
+    """Validate with decimals, because in fp64 0.07 is not a multiple of 0.01."""
     exact = json.loads(json.dumps(schema), parse_float=Decimal)
     draft = validator_for(exact, default=Draft202012Validator)
     draft(exact, format_checker=draft.FORMAT_CHECKER).validate(json.loads(text, parse_float=_number))
@@ -175,5 +175,5 @@ def _check_instance(schema: Schema, text: str) -> None:
 def _number(text: str) -> Decimal | float:
     try:
         return Decimal(text)
-    except InvalidOperation:  # its exponent is beyond what decimals have
+    except InvalidOperation:  # the exponent exceeds the range of Decimal
         return float(text)

@@ -1,4 +1,4 @@
-"""What a pool has no room for comes back from memory and disk, unharmed or not at all: the tokens are the same."""
+"""Lower tiers: evicted blocks return from memory and disk, intact or not at all, with unchanged tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.waiting import becomes
 
 _GREEDY = Sampling(max_tokens=8, temperature=0.0)
 _BLOCK = 3 * 2 * 2 * 16 * 4 * 16 / 2**30  # GiB of the random model, one rank
-_PROMPTS = prompts(100, 100, 100, 100)  # of six full blocks each; the pool has room for two
+_PROMPTS = prompts(100, 100, 100, 100)  # six full blocks each; the pool has room for two prompts
 
 
 def _tree(path: Path, *, host: int = 0, disk: int = 0, tp: int = 1, prefill: int = 1) -> dict[str, Any]:
@@ -63,7 +63,7 @@ async def _stop(cluster: LocalCluster, replica: LocalReplica) -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize(("host", "disk"), [(60, 0), (0, 60), (5, 60)])
-async def test_what_the_pool_evicts_comes_back(
+async def test_evicted_blocks_are_reloaded(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, tp: int, host: int, disk: int
 ) -> None:
     model_dir = checkpoint("llama")
@@ -79,7 +79,7 @@ async def test_what_the_pool_evicts_comes_back(
         assert bool(totals.host_saved_bytes) == bool(host)
 
 
-async def test_the_router_knows_what_lies_in_which_tier(
+async def test_router_index_has_the_tier_of_each_block(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
 ) -> None:
     model_dir = checkpoint("llama")
@@ -94,7 +94,7 @@ async def test_the_router_knows_what_lies_in_which_tier(
         await becomes(lambda: index.depths(hashes).get(replica) == Depths(6, 6, 6))
 
 
-async def test_lower_tiers_stay_with_a_replica_that_changes_its_role(
+async def test_lower_tiers_survive_a_role_switch(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
 ) -> None:
     model_dir = checkpoint("llama")
@@ -146,7 +146,7 @@ async def test_a_block_that_is_harmed_is_computed_again(
         assert _prefill(cluster).status.totals.disk_hit_tokens == 0
 
 
-async def test_a_replica_finds_the_blocks_of_one_that_has_ended(
+async def test_replica_adopts_the_disk_tier_of_an_ended_one(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
 ) -> None:
     model_dir = checkpoint("llama")
@@ -175,7 +175,7 @@ async def test_replicas_on_one_node_keep_their_blocks_apart(
         assert all(replica.status.totals.tier_losses == 0 for replica in cluster.replicas)
 
 
-async def test_a_decode_replica_that_computes_prompts_loads_them_too(
+async def test_decode_replica_that_computes_prompts_loads_from_tiers(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
 ) -> None:
     model_dir = checkpoint("llama")
@@ -215,7 +215,7 @@ async def test_a_disk_that_hangs_is_not_waited_for(
         await cluster.idle()
 
 
-async def test_a_client_that_goes_away_while_blocks_are_loaded_leaves_nothing_behind(
+async def test_client_that_disconnects_during_a_tier_load_frees_everything(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
 ) -> None:
     model_dir = checkpoint("llama")
@@ -227,13 +227,13 @@ async def test_a_client_that_goes_away_while_blocks_are_loaded_leaves_nothing_be
                 with pytest.raises(TimeoutError):
                     async with asyncio.timeout(patience_s):
                         await cluster.generate(prompt, _GREEDY)
-                        raise TimeoutError  # it was quicker
+                        raise TimeoutError  # the load was faster than the client's cancellation
         await cluster.idle()
         await _ask_all(cluster, expected)
         await cluster.idle()
 
 
-async def test_a_peer_is_given_what_the_holder_has_in_a_lower_tier(
+async def test_fetch_is_served_from_a_lower_tier(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path
 ) -> None:
     model_dir, policy = checkpoint("llama"), FakePolicy()
@@ -250,7 +250,7 @@ async def test_a_peer_is_given_what_the_holder_has_in_a_lower_tier(
 
 
 class FakePolicy:
-    """Sends every request where the test says."""
+    """Policy that sends every request where the test says."""
 
     def __init__(self) -> None:
         self.option: Option | None = None

@@ -1,4 +1,4 @@
-"""Tools with real weights: SmolLM2 behind a chat template that knows tools, through a whole router."""
+"""Tool calls with real weights: SmolLM2 with a chat template that supports tools, through a whole router."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _TOOL: Any = {
 
 
 def _turn(city: str) -> list[Any]:
-    """A question, and the call that answers it."""
+    """Return a question and the tool call that answers it."""
     function = {"name": "get_weather", "arguments": json.dumps({"city": city})}
     return [
         {"role": "user", "content": f"What is the weather in {city}?"},
@@ -64,8 +64,8 @@ async def _client(model_dir: Path, redis_url: str) -> AsyncIterator[openai.Async
 
 
 @pytest.mark.timeout(300)
-async def test_a_models_own_call_goes_there_and_back(smollm2_dir: Path, redis_url: str) -> None:
-    """Greedy; whole and streamed; and its tool's answer goes in again. The model has seen such calls before."""
+async def test_tool_call_round_trip(smollm2_dir: Path, redis_url: str) -> None:
+    """A greedy tool call works unary and streamed, and its result can be sent back. The prompt has example calls."""
     messages = [message for city in ("Paris", "London", "Berlin") for message in _turn(city)]
     messages.append({"role": "user", "content": "What is the weather in Rome?"})
     fields: dict[str, Any] = {"model": "smollm2", "tools": [_TOOL], "temperature": 0, "max_tokens": 48}
@@ -83,7 +83,7 @@ async def test_a_models_own_call_goes_there_and_back(smollm2_dir: Path, redis_ur
         messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "It is raining in Rome."}]
         answer = await client.chat.completions.create(messages=messages, **fields)
         assert answer.usage and answer.usage.prompt_tokens_details
-        assert answer.usage.prompt_tokens_details.cached_tokens > 100, "the conversation goes on as it was"
+        assert answer.usage.prompt_tokens_details.cached_tokens > 100, "the conversation must hit the prefix cache"
         for choice_of_tool in ("required", {"type": "function", "function": {"name": "get_weather"}}):
             asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Rome?"}], **fields}
             asked |= {"tool_choice": choice_of_tool, "parallel_tool_calls": False, "max_tokens": 200}

@@ -1,4 +1,4 @@
-"""What else may fail around the workers: the router itself, the disk for logs, the clocks."""
+"""Faults outside the workers: router death, a full disk for logs, clocks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.local_cluster import local_cluster
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("cluster", "router", "engine", "kvtransfer", "prefill_worker", "decode_worker")
 _WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "time.localtime"}
-# Shown to clients, written into a prompt or into a trail; compared with nothing.
+# Times shown to clients or written into a prompt or an audit log, never compared.
 _SHOWN = {
     ("frontend/openai/answer.py", "time.time"),
     ("frontend/responses/answer.py", "time.time"),
@@ -33,7 +33,7 @@ _SHOWN = {
     ("frontend/text/audit_log.py", "time.time"),
     ("router/telemetry/tracing.py", "time.time_ns"),
     ("router/telemetry/view.py", "time.time"),
-    ("cluster/launch/host_checks.py", "time.time"),  # clocks are compared
+    ("cluster/launch/host_checks.py", "time.time"),  # compares the hosts' clocks
     ("cluster/launch/audit_log.py", "time.time"),
     ("cluster/control/autoscaling.py", "time.time"),
     ("cluster/cli/planning/autoscale.py", "time.localtime"),
@@ -50,18 +50,18 @@ _TREE: dict[str, Any] = {
 
 
 async def test_a_full_disk_for_logs_stops_nobody(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    model_dir, asked = checkpoint("llama"), prompts(20, 40, 60)
-    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, asked, _GREEDY)]
+    model_dir, inputs = checkpoint("llama"), prompts(20, 40, 60)
+    expected = [[token.token_id for token in tokens] for tokens in reference(model_dir, inputs, _GREEDY)]
     async with local_cluster(model_dir, redis_url, processes=True, **_TREE) as cluster:
         for role in Role:
             await cluster.add(role, log="/dev/full")  # every write to it fails with ENOSPC
-        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(asked)))
+        answers = await asyncio.gather(*(cluster.generate(p, _GREEDY, id=str(i)) for i, p in enumerate(inputs)))
         assert [answer.ids for answer in answers] == expected
         await cluster.idle()
 
 
 async def test_what_a_router_held_is_free_after_its_death(checkpoint: Checkpoint, redis_url: str) -> None:
-    """The router is a channel here that closes without a word, as the kernel closes those of a killed process."""
+    """The router is a channel here that closes abruptly, as the kernel closes those of a killed process."""
     async with local_cluster(checkpoint("llama"), redis_url, processes=True, **_TREE) as cluster:
         decode = await cluster.add(Role.DECODE)
         seen = cluster.replicas.get(decode.id)
@@ -75,7 +75,7 @@ async def test_what_a_router_held_is_free_after_its_death(checkpoint: Checkpoint
                 rpc.DecodeWorkerStub(channel).Generate(
                     pb.GenerateRequest(sequence=sequence_to_proto(request), prefill_here=here, router="another")
                 )
-                for here in (True, False)  # one that decodes, and one that waits for a prefill which never comes
+                for here in (True, False)  # one that decodes, and one that waits for KV that never arrives
             ]
             for call in calls:
                 event = await call.read()
@@ -85,8 +85,10 @@ async def test_what_a_router_held_is_free_after_its_death(checkpoint: Checkpoint
 
 @pytest.mark.parametrize("package", _PACKAGES)
 def test_no_decision_looks_at_a_wall_clock(package: str) -> None:
-    """Clocks of two machines may be hours apart, and one may be set while we run: deadlines are monotonic and leases
-    travel as remaining seconds."""
+    """Clocks of two machines may differ by hours and may be set at any time.
+
+    So deadlines are monotonic, and leases are sent as remaining seconds.
+    """
     found = {
         (str(path.relative_to(_ROOT)), name)
         for path in (_ROOT / package).rglob("*.py")

@@ -1,4 +1,4 @@
-"""Answers that a prefill worker finishes itself, beside the prompts that it ships, step by step and on one thread."""
+"""Local decodes of a prefill worker, together with shipped prompts, step by step on one thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from worker import migrations
 
 _PROMPT, _OTHER, _THIRD, _LARGE = prompts(20, 19, 18, 50)
 _ROUTER = "router-0"
-_GUESTS, _BLOCKS = 2, 6  # of 4 rows and 12 blocks
+_GUESTS, _BLOCKS = 2, 6  # limits of local decodes, of 4 rows and 12 blocks
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
 
 @pytest.fixture
 def rank(model: RankOfOne) -> RankOfOne:
-    """Its pool is empty."""
+    """Return a rank with an empty pool."""
     return RankOfOne(model.runner)
 
 
@@ -38,7 +38,7 @@ def _worker(rank: RankOfOne, *, max_local_decodes: int = _GUESTS) -> PrefillWork
 
 
 class Guest:
-    """One request, which asks for tokens on a stream of its own."""
+    """One request for tokens on a separate stream."""
 
     def __init__(self, rank: RankOfOne, tokens: list[int], *, stream: int, max_tokens: int = 5, n: int = 1) -> None:
         self.prompt: Prompt = rank.prompt(tokens, id=f"r{stream}", max_tokens=max_tokens, n=n)
@@ -48,89 +48,89 @@ class Guest:
 
     @property
     def is_over(self) -> bool:
-        return self.listener.heard[-1:] == ["ended"]
+        return self.listener.events[-1:] == ["ended"]
 
     def submit(self, worker: PrefillWorker) -> Guest:
         worker.local_decodes.submit(self.prompt, _ROUTER, self.listener)
         return self
 
 
-def _step(worker: PrefillWorker, said: dict[int, list[int]]) -> bool:
+def _step(worker: PrefillWorker, output: dict[int, list[int]]) -> bool:
     did_work = worker.step()
     for stream, token in worker.take_tokens().get(_ROUTER, []):
-        said.setdefault(stream, []).append(token.token_id)
+        output.setdefault(stream, []).append(token.token_id)
     return did_work
 
 
 def _run(worker: PrefillWorker) -> dict[int, list[int]]:
-    """Step until there is nothing to do: the tokens of each stream."""
-    said: dict[int, list[int]] = {}
-    while _step(worker, said):
+    """Step until there is nothing to do. Returns the tokens of each stream."""
+    output: dict[int, list[int]] = {}
+    while _step(worker, output):
         pass
-    return said
+    return output
 
 
 def _alone(rank: RankOfOne, tokens: list[int], *, max_tokens: int) -> list[int]:
-    """What the model says when nobody is beside it."""
+    """Return the tokens of a request that runs alone."""
     fresh = RankOfOne(rank.runner)
     worker = _worker(fresh)
     Guest(fresh, tokens, stream=1, max_tokens=max_tokens).submit(worker)
     return _run(worker)[1]
 
 
-def test_a_guest_streams_its_answer_and_leaves_nothing(rank: RankOfOne) -> None:
+def test_local_decode_streams_its_answer_and_frees_everything(rank: RankOfOne) -> None:
     worker = _worker(rank)
     local_decode = Guest(rank, _PROMPT, stream=1).submit(worker)
     assert worker.num_requests == 1 and worker.status().local_decodes.waiting == 1
     _step(worker, {})
-    told = worker.status().local_decodes
-    assert (told.running, told.waiting, told.blocks) == (1, 0, 3) and worker.status().running == 1
-    said = _run(worker)
-    assert local_decode.listener.heard == ["reserved, 0 cached", "started at 20, epoch 0", "ended"]
-    assert len(said[1]) == 5 and local_decode.listener.error is None
+    output_of = worker.status().local_decodes
+    assert (output_of.running, output_of.waiting, output_of.blocks) == (1, 0, 3) and worker.status().running == 1
+    output = _run(worker)
+    assert local_decode.listener.events == ["reserved, 0 cached", "started at 20, epoch 0", "ended"]
+    assert len(output[1]) == 5 and local_decode.listener.error is None
     assert (worker.num_requests, rank.num_held) == (0, 0) and not worker.status().HasField("local_decodes")
 
 
-def test_choices_of_a_guest_are_streams_of_their_own(rank: RankOfOne) -> None:
+def test_choices_of_a_local_decode_have_separate_streams(rank: RankOfOne) -> None:
     worker = _worker(rank)
     Guest(rank, _PROMPT, stream=1, n=2).submit(worker)
-    said = _run(worker)
-    assert sorted(said) == [1, 2] and said[1] == said[2] == _alone(rank, _PROMPT, max_tokens=5)
+    output = _run(worker)
+    assert sorted(output) == [1, 2] and output[1] == output[2] == _alone(rank, _PROMPT, max_tokens=5)
     assert rank.num_held == 0
 
 
-def test_prompts_are_computed_and_shipped_beside_guests(rank: RankOfOne) -> None:
-    worker, listener, handoff, said = _worker(rank), FakeListener(), rank.handoff(18), dict[int, list[int]]()
+def test_prompts_are_shipped_beside_local_decodes(rank: RankOfOne) -> None:
+    worker, listener, handoff, output = _worker(rank), FakeListener(), rank.handoff(18), dict[int, list[int]]()
     local_decodes = [
         Guest(rank, tokens, stream=i, max_tokens=20).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER))
     ]
-    while len(said) < 2:
-        _step(worker, said)
+    while len(output) < 2:
+        _step(worker, output)
     worker.submit(rank.prompt(_THIRD), handoff, listener)
     while not listener.tokens:
-        _step(worker, said)
+        _step(worker, output)
     assert rank.sender.passages[handoff.key].committed == (18, listener.tokens)
     assert not any(local_decode.is_over for local_decode in local_decodes)
     worker.shipped(0, shipment(handoff))
     for stream, tokens in _run(worker).items():
-        said[stream] += tokens
-    assert said == {1: _alone(rank, _PROMPT, max_tokens=20), 2: _alone(rank, _OTHER, max_tokens=20)}
+        output[stream] += tokens
+    assert output == {1: _alone(rank, _PROMPT, max_tokens=20), 2: _alone(rank, _OTHER, max_tokens=20)}
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_a_guest_beyond_the_share_waits_and_prompts_pass_it(rank: RankOfOne) -> None:
+def test_local_decode_beyond_the_share_waits_and_prompts_overtake_it(rank: RankOfOne) -> None:
     worker, listener = _worker(rank, max_local_decodes=1), FakeListener()
     first, second = (Guest(rank, tokens, stream=i).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER)))
     worker.submit(rank.prompt(_THIRD), None, listener)
     while not listener.ends:
         worker.step()
-    assert not first.is_over and second.listener.heard == [] and worker.status().local_decodes.waiting == 1
+    assert not first.is_over and second.listener.events == [] and worker.status().local_decodes.waiting == 1
     _run(worker)
     assert first.is_over and second.is_over and rank.num_held == 0
 
 
 @pytest.mark.parametrize("rejected", ["its KV is elsewhere", "too many choices", "too large"])
-def test_what_can_never_be_answered_here_is_refused_at_once(rank: RankOfOne, rejected: str) -> None:
+def test_request_beyond_local_capacity_is_rejected_at_once(rank: RankOfOne, rejected: str) -> None:
     worker = _worker(rank)
     local_decode = Guest(
         rank, _LARGE if rejected == "too large" else _PROMPT, stream=1, n=3 if "choices" in rejected else 1
@@ -140,78 +140,80 @@ def test_what_can_never_be_answered_here_is_refused_at_once(rank: RankOfOne, rej
     assert isinstance(local_decode.listener.error, CapacityError) and worker.num_requests == 0
 
 
-def test_guests_that_outgrow_their_share_go_on_one_after_another(rank: RankOfOne) -> None:
-    """Six blocks each at the end, where both have six."""
+def test_local_decodes_that_outgrow_their_share_run_one_by_one(rank: RankOfOne) -> None:
+    """Each needs six blocks at the end, but both together may have only six."""
     worker = _worker(rank)
     for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
         Guest(rank, tokens, stream=stream, max_tokens=28).submit(worker)
-    most, said = 0, dict[int, list[int]]()
-    while _step(worker, said):
+    most, output = 0, dict[int, list[int]]()
+    while _step(worker, output):
         most = max(most, rank.num_held)
-    assert said == {1: _alone(rank, _PROMPT, max_tokens=28), 2: _alone(rank, _OTHER, max_tokens=28)}
-    assert worker.status().totals.preemptions and most <= _BLOCKS + 2, "one more each, before that is seen"
+    assert output == {1: _alone(rank, _PROMPT, max_tokens=28), 2: _alone(rank, _OTHER, max_tokens=28)}
+    assert worker.status().totals.preemptions and most <= _BLOCKS + 2, (
+        "each may exceed the share by one before it is noticed"
+    )
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_guests_make_way_for_a_prompt_that_is_larger_than_what_they_leave(rank: RankOfOne) -> None:
-    worker, listener, handoff, said = _worker(rank), FakeListener(), rank.handoff(50), dict[int, list[int]]()
+def test_local_decodes_are_preempted_for_a_larger_prompt(rank: RankOfOne) -> None:
+    worker, listener, handoff, output = _worker(rank), FakeListener(), rank.handoff(50), dict[int, list[int]]()
     for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
         Guest(rank, tokens, stream=stream, max_tokens=24).submit(worker)
-    while len(said) < 2:
-        _step(worker, said)
+    while len(output) < 2:
+        _step(worker, output)
     worker.submit(rank.prompt(_LARGE), handoff, listener)
     for _ in range(12):
-        _step(worker, said)
-    assert listener.tokens and worker.status().totals.preemptions and max(map(len, said.values())) < 24
+        _step(worker, output)
+    assert listener.tokens and worker.status().totals.preemptions and max(map(len, output.values())) < 24
     worker.shipped(0, shipment(handoff))
-    while _step(worker, said):
+    while _step(worker, output):
         pass
-    assert said == {1: _alone(rank, _PROMPT, max_tokens=24), 2: _alone(rank, _OTHER, max_tokens=24)}
+    assert output == {1: _alone(rank, _PROMPT, max_tokens=24), 2: _alone(rank, _OTHER, max_tokens=24)}
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_a_guest_that_has_made_way_does_not_come_back_before_the_prompt_has_its_blocks(rank: RankOfOne) -> None:
-    """It is alone, and could be as large as it likes."""
+def test_preempted_local_decode_waits_until_the_prompt_has_its_blocks(rank: RankOfOne) -> None:
+    """A preempted local decode runs alone and could take any number of blocks."""
     long, larger = prompts(36, 62)
-    worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
+    worker, listener, output = _worker(rank), FakeListener(), dict[int, list[int]]()
     Guest(rank, long, stream=1, max_tokens=26).submit(worker)
-    while 1 not in said:
-        _step(worker, said)
+    while 1 not in output:
+        _step(worker, output)
     worker.submit(rank.prompt(larger), None, listener)
     for _ in range(10):
-        _step(worker, said)
-    assert listener.tokens, "they take the blocks from each other"
-    while _step(worker, said):
+        _step(worker, output)
+    assert listener.tokens, "the local decode and the prompt preempt each other"
+    while _step(worker, output):
         pass
-    assert said == {1: _alone(rank, long, max_tokens=26)} and rank.num_held == 0
+    assert output == {1: _alone(rank, long, max_tokens=26)} and rank.num_held == 0
 
 
 @pytest.mark.parametrize("why", ["it is larger than the share", "the prompt is scored"])
-def test_a_guest_alone_makes_way_for_a_prompt_that_has_no_room_beside_it(rank: RankOfOne, why: str) -> None:
-    """Alone it may have more than its share; and whoever is scored finds no room in the blocks of its prefix."""
+def test_single_local_decode_is_preempted_for_a_prompt_without_room(rank: RankOfOne, why: str) -> None:
+    """A single local decode may exceed the share; a scored prompt cannot reuse the blocks of its prefix."""
     is_scored = "scored" in why
-    worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
+    worker, listener, output = _worker(rank), FakeListener(), dict[int, list[int]]()
     max_tokens = 30 if is_scored else 60
     local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=max_tokens).submit(worker)
     while rank.num_held < (6 if is_scored else 8):
-        assert _step(worker, said)
+        assert _step(worker, output)
     prompt = rank.prompt(_PROMPT[:16] + _LARGE[16:] if is_scored else _LARGE[:40])
     if is_scored:
         prompt.sequence.request = replace(prompt.sequence.request, num_prompt_logprobs=0)
         prompt.sequence.is_scored = True
     worker.submit(prompt, None, listener)
     while not listener.tokens:
-        assert _step(worker, said)
+        assert _step(worker, output)
     assert not local_decode.is_over and worker.status().totals.preemptions == 1
     for stream, tokens in _run(worker).items():
-        said[stream] += tokens
-    assert said == {1: _alone(rank, _PROMPT, max_tokens=max_tokens)}
+        output[stream] += tokens
+    assert output == {1: _alone(rank, _PROMPT, max_tokens=max_tokens)}
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_a_guest_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) -> None:
-    """While it waits, computes or is answered."""
+def test_local_decode_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) -> None:
+    """The lease may end while the request waits, computes or decodes."""
     worker = _worker(rank)
     local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
     for _ in range(steps):
@@ -221,67 +223,67 @@ def test_a_guest_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: int) 
     assert worker.status().totals.cancelled == 1
 
 
-def test_a_guest_moves_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_decode_migrates_to_a_decode_replica(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
-    worker, moving, said = _worker(rank), FakeMoveListener(), dict[int, list[int]]()
+    worker, moving, output = _worker(rank), FakeMoveListener(), dict[int, list[int]]()
     local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
-    while 1 not in said:
-        _step(worker, said)
+    while 1 not in output:
+        _step(worker, output)
     handoff = replace(rank.handoff(20), max_tokens=40)
     worker.local_decodes.migrate(_ROUTER, 1, handoff, moving)
-    _step(worker, said)
-    _step(worker, said)
-    assert not _step(worker, said), "it is paused, with nothing left to ship"
+    _step(worker, output)
+    _step(worker, output)
+    assert not _step(worker, output), "the choice is paused and everything is shipped"
     transfer = rank.sender.passages[handoff.key]
     num_tokens = len(local_decode.prompt.sequence.tokens)
     assert transfer.committed and transfer.committed[0] == num_tokens - 1 and rank.num_held
     worker.shipped(0, shipment(handoff))
     assert moving.num_tokens == num_tokens and local_decode.is_over and worker.status().totals.migrations == 1
-    assert said[1] == _alone(rank, _PROMPT, max_tokens=20)[: len(said[1])]
+    assert output[1] == _alone(rank, _PROMPT, max_tokens=20)[: len(output[1])]
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_a_guest_that_makes_way_just_when_it_is_to_move_stays(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its blocks are another's by the time of the step that would ship them."""
+def test_local_decode_preempted_before_its_migration_stays(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks are reused before the step that would ship them."""
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
-    worker, moving, listener, said = _worker(rank), FakeMoveListener(), FakeListener(), dict[int, list[int]]()
+    worker, moving, listener, output = _worker(rank), FakeMoveListener(), FakeListener(), dict[int, list[int]]()
     long, larger = prompts(36, 62)
     Guest(rank, long, stream=1, max_tokens=26).submit(worker)
-    while 1 not in said:
-        _step(worker, said)
+    while 1 not in output:
+        _step(worker, output)
     worker.submit(rank.prompt(larger), None, listener)
     worker.local_decodes.migrate(_ROUTER, 1, replace(rank.handoff(36), max_tokens=64), moving)
-    while _step(worker, said):
+    while _step(worker, output):
         pass
-    assert moving.stayed == ["it was preempted"] and not rank.sender.passages
-    assert listener.tokens and said == {1: _alone(rank, long, max_tokens=26)}
+    assert moving.stayed == ["the choice was preempted"] and not rank.sender.passages
+    assert listener.tokens and output == {1: _alone(rank, long, max_tokens=26)}
     assert (worker.num_requests, rank.num_held) == (0, 0)
 
 
-def test_prompts_do_not_wait_for_the_end_of_a_guest_that_has_outgrown_the_share(rank: RankOfOne) -> None:
-    """It is alone, and has eight of the twelve blocks in the end; the prompt would fit beside six."""
-    worker, listener, said = _worker(rank), FakeListener(), dict[int, list[int]]()
+def test_prompts_do_not_wait_for_a_local_decode_beyond_the_share(rank: RankOfOne) -> None:
+    """A single local decode grows to eight of twelve blocks; the prompt would fit if it had six."""
+    worker, listener, output = _worker(rank), FakeListener(), dict[int, list[int]]()
     local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=40).submit(worker)
     while worker.status().local_decodes.blocks <= _BLOCKS:
-        _step(worker, said)
-    _, asked = prompts(20, 46)  # with no beginning in common
+        _step(worker, output)
+    _, asked = prompts(20, 46)  # without a common prefix
     worker.submit(rank.prompt(asked), None, listener)
     for _ in range(5):
-        _step(worker, said)
+        _step(worker, output)
     assert listener.tokens and not local_decode.is_over
-    while _step(worker, said):
+    while _step(worker, output):
         pass
-    assert said == {1: _alone(rank, _PROMPT, max_tokens=40)} and rank.num_held == 0
+    assert output == {1: _alone(rank, _PROMPT, max_tokens=40)} and rank.num_held == 0
 
 
-def test_a_ticket_serves_once_whoever_is_to_use_it(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two moves, and a prompt: by one key the ranks know one passage."""
+def test_handoff_is_used_once_by_moves_and_prompts(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two migrations and a prompt try to use one handoff; the ranks know one transfer per key."""
     monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
-    worker, said, handoff = _worker(rank), dict[int, list[int]](), replace(rank.handoff(18), max_tokens=60)
+    worker, output, handoff = _worker(rank), dict[int, list[int]](), replace(rank.handoff(18), max_tokens=60)
     for stream, tokens in ((1, _PROMPT), (2, _OTHER)):
         Guest(rank, tokens, stream=stream, max_tokens=20).submit(worker)
-    while len(said) < 2:
-        _step(worker, said)
+    while len(output) < 2:
+        _step(worker, output)
     first, second, prompt, late = FakeMoveListener(), FakeMoveListener(), FakeListener(), FakeMoveListener()
     other = rank.handoff(18, id="other")
     worker.submit(rank.prompt(_THIRD), other, FakeListener())
@@ -289,13 +291,13 @@ def test_a_ticket_serves_once_whoever_is_to_use_it(rank: RankOfOne, monkeypatch:
     worker.local_decodes.migrate(_ROUTER, 2, handoff, second)
     worker.local_decodes.migrate(_ROUTER, 2, replace(other, max_tokens=60), late)
     worker.submit(rank.prompt(_THIRD), replace(handoff, max_tokens=18), prompt)
-    assert second.stayed == ["it is being moved already, or was"]
-    assert late.stayed == ["its handoff is under way already, or was"]
-    assert len(prompt.ends) == 1 and "under way already" in str(prompt.ends[0])
-    while _step(worker, said):
+    assert second.stayed == ["choice is migrating already, or the handoff was used before"]
+    assert late.stayed == ["handoff was used before"]
+    assert len(prompt.ends) == 1 and "was used before" in str(prompt.ends[0])
+    while _step(worker, output):
         pass
     worker.shipped(0, shipment(handoff))
     worker.shipped(0, shipment(other))
-    while _step(worker, said):
+    while _step(worker, output):
         pass
     assert first.num_tokens and (worker.num_requests, rank.num_held) == (0, 0)

@@ -1,4 +1,4 @@
-"""A prefill worker between its engine and whoever waits for a prompt, step by step and on one thread."""
+"""Prefill worker between its engine and its listeners, step by step on one thread."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _PROMPT = prompts(20)[0]
 
 
 class FakeListener:
-    """Implements prefill_worker.worker.PromptListener."""
+    """Recording listener; implements prefill_worker.worker.PromptListener."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
 
 @pytest.fixture
 def rank(model: RankOfOne) -> RankOfOne:
-    """Its pool is empty."""
+    """Return a rank with an empty pool."""
     return RankOfOne(model.runner)
 
 
@@ -53,7 +53,7 @@ def _run(worker: PrefillWorker) -> None:
         pass
 
 
-def test_where_only_the_first_token_is_wanted_nothing_is_shipped(rank: RankOfOne) -> None:
+def test_prompt_without_a_handoff_ships_nothing(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeListener()
     worker.submit(rank.prompt(_PROMPT), None, listener)
     _run(worker)
@@ -62,7 +62,7 @@ def test_where_only_the_first_token_is_wanted_nothing_is_shipped(rank: RankOfOne
     assert len(worker.replica.clock) == 0
 
 
-def test_where_a_prompts_time_went_is_told_with_its_first_tokens(rank: RankOfOne) -> None:
+def test_prompt_timing_is_reported_with_first_tokens(rank: RankOfOne) -> None:
     worker, listener, prompt = _worker(rank), FakeListener(), rank.prompt(_PROMPT)
     left = rank.prompt(_PROMPT)
     worker.submit(prompt, None, listener)
@@ -71,10 +71,10 @@ def test_where_a_prompts_time_went_is_told_with_its_first_tokens(rank: RankOfOne
     _run(worker)
     spent = prompt.spent
     assert spent and spent.waited_s > 0 and spent.computed_s > 0 and spent.fetched_s == 0
-    assert left.spent is None and len(worker.replica.clock) == 0, "nothing is kept of one that nobody waits for"
+    assert left.spent is None and len(worker.replica.clock) == 0, "the clock must forget a cancelled prompt"
 
 
-def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank: RankOfOne) -> None:
+def test_layers_are_shipped_as_computed_and_the_last_chunk_commits(rank: RankOfOne) -> None:
     worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
     worker.submit(rank.prompt(_PROMPT), handoff, listener)
     assert worker.step()
@@ -86,7 +86,7 @@ def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank
     assert transfer.spans == [(layer, start, end) for start, end in ((0, 16), (16, 20)) for layer in layers]
     assert transfer.committed == (20, listener.tokens) and len(listener.tokens) == 1
     assert listener.ends == [], "its KV has not landed yet"
-    assert (worker.num_requests, rank.num_held) == (2, 3), "the prompt, and its departure"
+    assert (worker.num_requests, rank.num_held) == (2, 3), "the prompt, and its outgoing transfer"
 
     landed = shipment(handoff)
     worker.shipped(0, landed)
@@ -96,8 +96,8 @@ def test_layers_are_shipped_as_they_are_computed_and_the_last_chunk_commits(rank
     assert (totals.transfers, totals.transfer_bytes, totals.computed_tokens) == (1, 100, 20)
 
 
-def test_a_prompt_whose_logits_are_not_finite_ends_alone(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its handoff is aborted."""
+def test_prompt_with_non_finite_logits_fails_alone(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other prompts are unaffected, and its handoff is aborted."""
     worker, forward = _worker(rank), rank.runner.forward
 
     def poison(batch: Batch, *on_layer: Any) -> Tensor:
@@ -116,7 +116,7 @@ def test_a_prompt_whose_logits_are_not_finite_ends_alone(rank: RankOfOne, monkey
     assert rank.sender.passages[handoff.key].is_aborted and rank.sender.passages[handoff.key].committed is None
     worker.shipped(0, shipment(handoff, HandoffExpired("aborted")))
     assert (worker.num_requests, rank.num_held) == (0, 0)
-    assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV can be found"
+    assert rank.blocks.match(poisoned.sequence.hashes()) == 0, "its KV must not be cached"
 
 
 def test_every_choice_gets_its_first_token(rank: RankOfOne) -> None:
@@ -136,8 +136,8 @@ def test_a_handoff_serves_one_prompt(rank: RankOfOne) -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [8, 24, 1 << 20])
-def test_a_handoff_that_is_not_of_this_prompt_never_comes_to_the_link(rank: RankOfOne, num_tokens: int) -> None:
-    """There it would end what others have on that link."""
+def test_handoff_that_does_not_fit_the_prompt_is_rejected_before_the_link(rank: RankOfOne, num_tokens: int) -> None:
+    """Otherwise the receiver would close the link, with all its transfers."""
     worker, listener = _worker(rank), FakeListener()
     worker.submit(rank.prompt(_PROMPT), rank.handoff(num_tokens), listener)
     [(_, error)] = listener.ends
@@ -146,13 +146,13 @@ def test_a_handoff_that_is_not_of_this_prompt_never_comes_to_the_link(rank: Rank
     assert (listener.tokens, rank.sender.passages, rank.num_held) == ([], {}, 0)
 
 
-def test_a_prompt_that_nobody_waits_for_is_given_up_and_its_blocks_wait_for_the_sender(rank: RankOfOne) -> None:
+def test_cancelled_prompt_frees_its_blocks_after_the_sender_stops_reading(rank: RankOfOne) -> None:
     worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
     prompt = rank.prompt(_PROMPT)
     worker.submit(prompt, handoff, listener)
     worker.step()
     worker.cancel(prompt)
-    assert rank.num_held == 3, "the sender still reads them"
+    assert rank.num_held == 3, "the sender still reads the blocks"
     worker.step()
     assert rank.sender.passages[handoff.key].is_aborted
     worker.shipped(0, shipment(handoff, HandoffExpired("given up")))

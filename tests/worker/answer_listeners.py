@@ -1,4 +1,4 @@
-"""Who waits for what a replica answers, and for moves: they write down what they hear."""
+"""Fake listeners for requests and migrations, which record every event."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from kvtransfer.protocol.ledger import Landing
 
 
 class FakeAnswerListener:
-    """Implements worker.answers.RequestListener."""
+    """Recording listener; implements worker.answers.RequestListener."""
 
     def __init__(self) -> None:
         self.handoff: Handoff | None = None
         self.opening: transfer_pb2.OpenRequest | None = None
-        self.heard: list[str] = []
+        self.events: list[str] = []
         self.num_from_peers: int | None = None
         self.error: ClusterError | None = None
 
     def reserved(self, handoff: Handoff | None, opening: transfer_pb2.OpenRequest | None, num_cached: int) -> None:
         self.handoff, self.opening = handoff, opening
-        self.heard.append(f"reserved, {num_cached} cached")
+        self.events.append(f"reserved, {num_cached} cached")
 
     def started(self, num_tokens: int, *, epoch: int, num_from_peers: int) -> None:
-        self.heard.append(f"started at {num_tokens}, epoch {epoch}")
+        self.events.append(f"started at {num_tokens}, epoch {epoch}")
         self.num_from_peers = num_from_peers
 
     def ended(self, error: ClusterError | None) -> None:
         self.error = error
-        self.heard.append("ended")
+        self.events.append("ended")
 
     def landing(self, *next_tokens: int) -> Landing:
         assert self.handoff
@@ -39,7 +39,7 @@ class FakeAnswerListener:
 
 
 class FakeMoveListener:
-    """Implements worker.migrations.MoveListener."""
+    """Recording listener; implements worker.migrations.MoveListener."""
 
     def __init__(self) -> None:
         self.stayed: list[str] = []

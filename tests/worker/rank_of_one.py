@@ -1,4 +1,4 @@
-"""A replica of one rank on the CPU, with a random model and nothing at the other end: what its worker is made of."""
+"""Components of a one-rank replica on the CPU, with a random model and fake peers."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ _LIMITS = SchedulerConfig(max_batch_tokens=16, max_running=4, max_waiting=8)
 
 
 class FakePassage:
-    """What was handed over for one handoff. It is sent at once."""
+    """Fake rank transfer that records its spans and commit, and sends at once."""
 
     is_idle = True
 
     def __init__(self, handoff: Handoff, blocks: Sequence[int], num_layers: int) -> None:
         self.handoff, self.blocks = handoff, tuple(blocks)
         self._num_layers = num_layers
-        self.spans: list[tuple[int, int, int]] = []  # layer, and positions [start, end)
+        self.spans: list[tuple[int, int, int]] = []  # layer and positions [start, end)
         self.committed: tuple[int, list[int]] | None = None
         self.is_aborted = False
 
@@ -71,8 +71,10 @@ class FakeSender:
 
 
 class FakeReceivingEnd:
-    """Implements kvtransfer.protocol.incoming_transfers.ReceivingEnd; also closes handoffs on the other ranks, when
-    told to."""
+    """Fake receiver; implements kvtransfer.protocol.incoming_transfers.ReceivingEnd.
+
+    Handoffs on the other ranks close when the test calls `others_have_closed`.
+    """
 
     def __init__(self) -> None:
         self.opened: dict[str, Opening] = {}
@@ -96,7 +98,7 @@ class FakeReceivingEnd:
 
 @dataclass
 class RankOfOne:
-    """The parts of a worker."""
+    """Components of a worker on one rank."""
 
     runner: ModelRunner
     blocks: BlockManager = field(default_factory=lambda: BlockManager(NUM_BLOCKS))
@@ -123,7 +125,7 @@ class RankOfOne:
             layout=self.runner.layout,
             timeout_s=1.0,
             close_elsewhere=self.receiver.close_elsewhere,
-            call=lambda fetch: asserted("nobody to pull from"),
+            call=lambda fetch: asserted("no source to fetch from"),
         )
         return EngineParts(
             gang=self.gang,
@@ -163,7 +165,7 @@ class RankOfOne:
 
     @property
     def num_held(self) -> int:
-        """Blocks that somebody holds, or that may still be written to."""
+        """Return the number of blocks that are referenced or quarantined."""
         self.blocks.check_integrity()
         return self.blocks.num_blocks - self.blocks.num_free - self.blocks.num_cached
 

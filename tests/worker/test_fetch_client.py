@@ -1,4 +1,4 @@
-"""Channels to holders of prefixes: one for many calls, few of them, and none to who has left."""
+"""Channel cache for prefix sources: reuse, limit, idle timeout and lost sources."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from worker.fetch_client import PrefixSourceChannels
 
 
 class FakeHolder(rpc.PrefixFetchServicer):
-    """Holds nothing, and remembers by which connections it was asked."""
+    """Source without blocks that records the connections of its calls."""
 
     def __init__(self) -> None:
         self.peers: list[str] = []
@@ -61,7 +61,7 @@ async def ask(prefix_sources: PrefixSourceChannels, prefix_source: PrefixSource)
             raise ReplicaLost(str(error.code())) from error
 
 
-async def test_a_holder_that_is_asked_again_is_asked_by_the_same_connection() -> None:
+async def test_calls_to_one_source_share_a_channel() -> None:
     async with served("prefill-1") as (prefix_source, servicer), channels() as prefix_sources:
         for _ in range(3):
             await ask(prefix_sources, prefix_source)
@@ -70,7 +70,7 @@ async def test_a_holder_that_is_asked_again_is_asked_by_the_same_connection() ->
         assert len(prefix_sources) == 1
 
 
-async def test_a_holder_that_was_lost_has_no_channel_any_more() -> None:
+async def test_channel_of_a_lost_source_is_closed() -> None:
     async with channels() as prefix_sources:
         async with served("prefill-1") as (prefix_source, _):
             await ask(prefix_sources, prefix_source)
@@ -80,7 +80,7 @@ async def test_a_holder_that_was_lost_has_no_channel_any_more() -> None:
         assert len(prefix_sources) == 0
 
 
-async def test_a_holder_that_is_asked_no_more_has_none_either() -> None:
+async def test_idle_channel_is_closed() -> None:
     async with served("prefill-1") as (prefix_source, _), channels(idle_s=0.05) as prefix_sources:
         await ask(prefix_sources, prefix_source)
         await becomes(lambda: len(prefix_sources) == 0)
@@ -88,10 +88,10 @@ async def test_a_holder_that_is_asked_no_more_has_none_either() -> None:
         assert len(prefix_sources) == 1
 
 
-async def test_of_many_holders_those_that_were_asked_last_have_one() -> None:
+async def test_least_recently_used_channels_are_closed() -> None:
     async with served("prefill-1") as (first, servicer), served("prefill-2") as (second, _):
         async with served("prefill-3") as (third, _), channels(max_channels=2) as prefix_sources:
-            async with prefix_sources.to(first):  # one in use is not closed for another
+            async with prefix_sources.to(first):  # a channel in use must not be closed
                 for prefix_source in (second, third, second):
                     await ask(prefix_sources, prefix_source)
                 assert len(prefix_sources) == 2

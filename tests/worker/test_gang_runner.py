@@ -1,4 +1,4 @@
-"""The ranks of a gang do the same in every step: what rank 0 orders reaches the others as it carries it out itself."""
+"""Gang runner: all ranks execute the same orders in the same steps."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LAYOUT = KVLayout(model="m", num_layers=_NUM_LAYERS, num_kv_heads=2, head_dim=4
 
 
 class FakeGangRank:
-    """Stands for a rank's ModelRunner, and for its place in the gang: all broadcasts lie in one queue."""
+    """Fake ModelRunner and process group of a rank. All broadcasts go through one queue."""
 
     size = 2
     device = torch.device("cpu")
@@ -42,12 +42,12 @@ class FakeGangRank:
     max_drafted = 0
 
     def __init__(self, broadcasts: deque[bytes], chosen: deque[Tensor] | None = None) -> None:
-        """chosen: ids on their way from device to device."""
+        """chosen: token ids broadcast between devices."""
         self.did: list[object] = []
         self._chosen = chosen if chosen is not None else deque()
         self._leads = False
         self.batches: list[Batch] = []
-        self.is_by_layer: list[bool] = []  # of each batch: it cannot be replayed
+        self.is_by_layer: list[bool] = []  # per batch: computed layer by layer, without a CUDA graph
         self.parallel = self.pool = self
         self.layout = _LAYOUT
         self.num_blocks = 12
@@ -112,7 +112,7 @@ def _step(tokens: list[int]) -> ScheduledStep:
     return ScheduledStep(decoding=[], prompts=[(Prompt(sequence), len(tokens))], last_rows=LastRows(4))
 
 
-def test_two_ranks_carry_out_the_same_orders_in_the_same_steps() -> None:
+def test_ranks_execute_the_same_orders_in_the_same_steps() -> None:
     broadcasts: deque[bytes] = deque()
     ranks = [FakeGangRank(broadcasts) for _ in range(2)]
     senders = [FakeSender() for _ in range(2)]
@@ -140,9 +140,11 @@ def test_two_ranks_carry_out_the_same_orders_in_the_same_steps() -> None:
     assert [sender.passages[prompt.key].committed for sender in senders] == [(6, [16]), (6, [])]
 
 
-def test_a_rank_whose_passage_has_failed_computes_as_the_others_do() -> None:
-    """Links fail one by one. A recorded step is one of more rows than it was asked for: its sums would meet those of a
-    rank that has launched it layer by layer."""
+def test_rank_with_a_failed_transfer_computes_as_the_others_do() -> None:
+    """Links fail one by one, so ranks may differ in their transfers.
+
+    A step by CUDA graph is padded to more rows; its all-reduces must not meet those of a rank that runs by layer.
+    """
     broadcasts: deque[bytes] = deque()
     (ours, leader), (theirs, follower) = (_follower(broadcasts) for _ in range(2))
     prompt = _handoff("prompt", 6)
@@ -154,8 +156,8 @@ def test_a_rank_whose_passage_has_failed_computes_as_the_others_do() -> None:
     assert ours.is_by_layer == theirs.is_by_layer == [True, False]
 
 
-def test_tokens_that_nobody_knows_yet_come_in_their_turn_on_every_rank() -> None:
-    """Behind the orders of their step, and before it is computed; whatever comes, no table is read beyond its end."""
+def test_device_tokens_are_broadcast_in_order_on_every_rank() -> None:
+    """They are broadcast after the step's orders and before its computation, and clamped to the vocabulary."""
     broadcasts: deque[bytes] = deque()
     chosen: deque[Tensor] = deque()
     ours, theirs = (FakeGangRank(broadcasts, chosen) for _ in range(2))
@@ -176,10 +178,10 @@ def test_tokens_that_nobody_knows_yet_come_in_their_turn_on_every_rank() -> None
     leader.execute(None, Orders(stop=True))
     follower.follow()
     assert ours.did == theirs.did == [[10, 11, 12], (1, 2), "handed on", [0, 0]]
-    told = theirs.batches[-1].device_tokens
-    assert told and not ours.batches[0].device_tokens and not theirs.batches[0].device_tokens
-    assert (told.sources.tolist(), told.places.tolist()) == ([0, 2], [0, 1])
-    assert told.token_ids.tolist() == [7, 99, -1] and told.token_ids.dtype is torch.int32
+    received = theirs.batches[-1].device_tokens
+    assert received and not ours.batches[0].device_tokens and not theirs.batches[0].device_tokens
+    assert (received.sources.tolist(), received.places.tolist()) == ([0, 2], [0, 1])
+    assert received.token_ids.tolist() == [7, 99, -1] and received.token_ids.dtype is torch.int32
     assert theirs.batches[-1].slots.tolist() == ours.batches[-1].slots.tolist() == [3 * 4 + 3, 5 * 4 + 3]
 
 
@@ -191,8 +193,8 @@ def _decoding(tokens: list[int], *, block: int) -> Sequence:
     return sequence
 
 
-def test_tokens_come_from_as_many_rows_as_the_step_before_has() -> None:
-    """Else ranks would wait for each other on their devices."""
+def test_device_tokens_must_match_the_rows_of_the_last_step() -> None:
+    """Otherwise ranks would deadlock on their devices."""
 
     def steps(device_tokens: DeviceTokenOrder) -> deque[bytes]:
         changes = _changes(query_lens=[2, 1], token_ids=[20, 21, 0], blocks=[5, 6])
@@ -210,8 +212,8 @@ def test_tokens_come_from_as_many_rows_as_the_step_before_has() -> None:
     assert rank.did[-1] == [20, 21, 0]
 
 
-def test_nothing_is_drafted_in_the_middle_of_a_step() -> None:
-    """Rank 0 would be in the sums of the step while this rank is in those of its heads."""
+def test_drafting_within_a_step_is_rejected() -> None:
+    """Otherwise rank 0 would be in the step's all-reduce while this rank is in the draft heads'."""
     orders = Orders(draft=DraftOrder([(5, 1, [3])], 1))
     rank, follower = _follower(deque([encode_step(_step([10, 11]).changes, orders)]))
     rank.max_drafted = 1
@@ -220,7 +222,7 @@ def test_nothing_is_drafted_in_the_middle_of_a_step() -> None:
     assert rank.did == []
 
 
-def test_heads_draft_for_as_many_rows_as_they_have_room_for() -> None:
+def test_number_of_drafted_rows_is_bounded() -> None:
     orders = Orders(draft=DraftOrder([(5, 8, [3, 4])] * 2, 2))
 
     def follow(max_drafted: int) -> FakeGangRank:
@@ -235,7 +237,7 @@ def test_heads_draft_for_as_many_rows_as_they_have_room_for() -> None:
 
 
 def _changes(**fields: object) -> RowChanges:
-    """Of a step whose second row goes on from the first one of the step before, and whose first is new."""
+    """Return row changes whose first row is new and whose second continues the first row of the last step."""
     first = Row(token_ids=[20, 21], start=3, blocks=[5, 6], num_logits=1)
     whole = RowChanges.of([first], block_size=4)
     changes = replace(
@@ -250,7 +252,7 @@ def _changes(**fields: object) -> RowChanges:
     return replace(changes, **{name: np.array(value, dtype=np.int64) for name, value in fields.items()})
 
 
-def test_a_rank_knows_what_a_row_had_before() -> None:
+def test_row_changes_continue_the_last_rows() -> None:
     steps = deque([encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders())])
     steps.append(encode_step(_changes(scored=[[1, 2], [0, 1]]), Orders()))
     rank, follower = _follower(deque([*steps, encode_step(None, Orders(stop=True))]))
@@ -264,7 +266,7 @@ def test_a_rank_knows_what_a_row_had_before() -> None:
 
 
 @pytest.mark.parametrize(
-    ("array", "value", "said"),
+    ("array", "value", "message"),
     [
         ("number", 1, "step 1 instead of 2"),
         ("number", 3, "step 3 instead of 2"),
@@ -274,10 +276,10 @@ def test_a_rank_knows_what_a_row_had_before() -> None:
         ("blocks", [5, 6, -1], "block id"),
     ],
 )
-def test_a_step_beyond_the_pool_or_out_of_turn_ends_the_rank(array: str, value: object, said: str) -> None:
+def test_a_step_beyond_the_pool_or_out_of_turn_ends_the_rank(array: str, value: object, message: str) -> None:
     first = encode_step(_step([10, 11, 12, 13, 14, 15]).changes, Orders())
     rank, follower = _follower(deque([first, encode_step(_changes(**{array: value}), Orders())]))
-    with pytest.raises(AssertionError, match=said):
+    with pytest.raises(AssertionError, match=message):
         follower.follow()
     assert rank.did == [[10, 11, 12, 13, 14, 15]]
 
@@ -291,7 +293,7 @@ def test_a_malformed_message_ends_the_rank_with_a_line_in_its_log(caplog: pytest
     assert rank.did == [] and "malformed step message from rank 0" in caplog.text
 
 
-def test_a_step_of_new_rows_needs_none_before() -> None:
+def test_step_of_new_rows_needs_no_last_rows() -> None:
     whole = replace(_step([10, 11]).changes, number=7)
     rank, follower = _follower(deque([encode_step(whole, Orders()), encode_step(None, Orders(stop=True))]))
     follower.follow()

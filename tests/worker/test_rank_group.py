@@ -1,4 +1,4 @@
-"""What rank 0 asks of the other ranks beside the steps comes behind the steps that they were told of."""
+"""Calls of rank 0 to other ranks take effect after the steps that it has broadcast before."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OPENING = Opening(handoff="h", num_tokens=4, max_tokens=4, block_ids=(2,))
 
 
 class FakeRank:
-    """Stands for a rank's runner, its gang and its receiver: says what happened to its blocks, in order."""
+    """Fake runner, process group and receiver of a rank that records the operations on its blocks in order."""
 
     size, has_scales, num_blocks, heads, max_drafted = 2, False, 12, None, 0
 
@@ -57,7 +57,7 @@ class FakeRank:
 
 
 class SeenWaiting(StepCount):
-    """A count on which somebody is seen to wait."""
+    """Step count that reports when a thread waits on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,11 +74,13 @@ def _gang_runner(rank: FakeRank, steps: StepCount) -> GangRunner:
     return GangRunner(*stand_ins, None, steps=steps)
 
 
-async def test_what_is_opened_on_a_rank_comes_behind_the_steps_that_rank_0_was_done_with() -> None:
-    """A fork copies a block, the fork ends at once, and its block is opened for a peer: on a rank that has yet to carry
-    out the copy, that must not come on top of what the peer writes."""
+async def test_open_on_a_rank_waits_for_earlier_steps() -> None:
+    """A late block copy must not overwrite data of a peer.
+
+    A fork copies a block and ends at once, and its block is opened for a peer, on a rank that has not copied yet.
+    """
     broadcasts: deque[bytes] = deque()
-    told, carried_out = StepCount(), SeenWaiting()
+    broadcast, carried_out = StepCount(), SeenWaiting()
     leading, following = FakeRank(broadcasts), FakeRank(broadcasts)
     servicer, identity = RankServicer(carried_out), in_clear(named("decode-0", 1))
     servicer.receiver = following  # type: ignore[assignment]
@@ -86,9 +88,9 @@ async def test_what_is_opened_on_a_rank_comes_behind_the_steps_that_rank_0_was_d
     rpc.add_RankServicer_to_server(servicer, server)
     address = f"127.0.0.1:{listen(server, '127.0.0.1:0', identity)}"
     await server.start()
-    others = OtherRanks(["", address], identity=in_clear(named("decode-0", 0)), steps=told, timeout_s=30.0)
+    others = OtherRanks(["", address], identity=in_clear(named("decode-0", 0)), steps=broadcast, timeout_s=30.0)
     try:
-        leader = _gang_runner(leading, told)
+        leader = _gang_runner(leading, broadcast)
         leader.execute(None, Orders(copies=[(1, 2)]))
         opening, asked = asyncio.create_task(others.open(_OPENING)), asyncio.create_task(carried_out.is_asked.wait())
         await asyncio.wait({opening, asked}, return_when=asyncio.FIRST_COMPLETED)
@@ -102,9 +104,9 @@ async def test_what_is_opened_on_a_rank_comes_behind_the_steps_that_rank_0_was_d
         await server.stop(None)
 
 
-def test_a_rank_that_does_not_keep_up_is_not_waited_for_forever() -> None:
+def test_wait_for_a_lagging_rank_times_out() -> None:
     steps = StepCount()
     steps.add()
     steps.wait_for(1, timeout_s=0.0)
-    with pytest.raises(TransferError, match="1 steps of 2"):
+    with pytest.raises(TransferError, match="executed 1 of 2 steps"):
         steps.wait_for(2, timeout_s=0.0)

@@ -1,4 +1,4 @@
-"""Rank 0's word for its replica's state, while the step thread is at work."""
+"""Replica state that rank 0 publishes while the step thread is busy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from worker.replica_service import ReplicaService
 
 
 class SlowWorker:
-    """Each step begins when the last one ends, and takes as long as the test wants."""
+    """Fake worker whose steps are continuous and take as long as the test wants."""
 
     def __init__(self) -> None:
         self.replica: Any = SimpleNamespace(
@@ -29,7 +29,7 @@ class SlowWorker:
         self.hub: FrameHub
         self.host: RankHost
         self.num_requests = 0
-        self.num_steps = 0  # with something to do
+        self.num_steps = 0  # steps with work
         self.num_statuses = 0
         self.is_stepping = threading.Event()
         self.may_end = threading.Event()
@@ -76,8 +76,11 @@ def served(redis_url: str) -> Iterator[tuple[SlowWorker, ReplicaService]]:
         host.stop()
 
 
-def test_what_was_let_in_before_a_drain_counts(served: tuple[SlowWorker, ReplicaService]) -> None:
-    """Though its first step is still under way: who calls the replica drained ends its processes."""
+def test_request_accepted_before_a_drain_counts(served: tuple[SlowWorker, ReplicaService]) -> None:
+    """A request accepted before a drain counts even before its first step has ended.
+
+    Otherwise the replica would be reported as drained, and its processes would be ended.
+    """
     worker, service = served
     service.check_takes_work()
     service.post(lambda: setattr(worker, "num_requests", 1))
@@ -91,8 +94,8 @@ def test_what_was_let_in_before_a_drain_counts(served: tuple[SlowWorker, Replica
     until(lambda: service.status()["state"] == "drained")
 
 
-def test_routers_hear_of_a_drain_before_the_step_under_way_is_over(served: tuple[SlowWorker, ReplicaService]) -> None:
-    """Who does not would be refused by it, as often as it asks."""
+def test_drain_is_published_before_the_current_step_ends(served: tuple[SlowWorker, ReplicaService]) -> None:
+    """Otherwise routers would retry on it during the whole step."""
     worker, service = served
 
     async def drained() -> str:
@@ -109,7 +112,7 @@ def test_routers_hear_of_a_drain_before_the_step_under_way_is_over(served: tuple
     assert not worker.may_end.is_set()
 
 
-def test_a_status_is_told_when_requests_come_and_go_and_not_with_each_step(
+def test_status_is_published_when_requests_change_and_not_every_step(
     served: tuple[SlowWorker, ReplicaService],
 ) -> None:
     worker, service = served

@@ -1,4 +1,4 @@
-"""A request that would end a step for everybody is refused at the worker's port."""
+"""Validation of requests at the worker's port, because one invalid request would fail a whole step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TEN = tuple(range(10))
 _GOOD = SequenceRequest(id="r", token_ids=(1, 9), num_prompt_tokens=2, choices=(0, 3), stream=4)
 
 
-def test_what_a_router_sends_passes() -> None:
+def test_valid_request_passes() -> None:
     check_request(_GOOD, vocab_size=10, max_tokens=64)
     check_request(replace(_GOOD, salt=salt_of(bytes(32), tenant="acme", cache_salt="s")), vocab_size=10, max_tokens=64)
     check_request(
@@ -54,7 +54,7 @@ def test_what_a_router_sends_passes() -> None:
         ("grammar", Grammar(kind=GrammarKind.JSON_SCHEMA, text="a" * 70_000)),
     ],
 )
-def test_what_a_step_cannot_compute_names_the_field(field: str, value: Any) -> None:
+def test_invalid_request_names_the_field(field: str, value: Any) -> None:
     with pytest.raises(RequestError) as rejected:
         check_request(replace(_GOOD, **{field: value}), vocab_size=10, max_tokens=64)
     assert rejected.value.param == field
@@ -80,7 +80,7 @@ def test_what_a_step_cannot_compute_names_the_field(field: str, value: Any) -> N
         ("num_logprobs", -1),
     ],
 )
-def test_how_a_token_cannot_be_chosen_names_the_field(field: str, value: Any) -> None:
+def test_invalid_sampling_names_the_field(field: str, value: Any) -> None:
     request = replace(_GOOD, sampling=replace(Sampling(), **{field: value}))
     with pytest.raises(RequestError) as rejected:
         check_request(request, vocab_size=10, max_tokens=64)
@@ -111,7 +111,7 @@ def test_token_rules_that_a_step_cannot_keep_name_the_field(field: str, value: A
     assert rejected.value.param == field
 
 
-def test_more_tokens_than_a_sequence_may_have_are_refused() -> None:
+def test_too_many_tokens_are_rejected() -> None:
     request = replace(_GOOD, token_ids=(1,) * 65, num_prompt_tokens=65)
     with pytest.raises(ContextLengthExceeded):
         check_request(request, vocab_size=10, max_tokens=64)
@@ -132,7 +132,7 @@ def test_more_tokens_than_a_sequence_may_have_are_refused() -> None:
         "::",
     ],
 )
-def test_a_holder_is_at_an_address_and_at_nothing_else_that_a_channel_would_take(address: str) -> None:
+def test_prefix_source_must_have_a_plain_address(address: str) -> None:
     prefix_source = pb.PrefixSource(replica="prefill-1", address=address, num_tokens=5)
     with pytest.raises(RequestError) as rejected:
         prefix_source_of(pb.PrefillRequest(prefix_source=prefix_source))
@@ -142,7 +142,7 @@ def test_a_holder_is_at_an_address_and_at_nothing_else_that_a_channel_would_take
 @pytest.mark.parametrize(
     "address", ["10.0.0.1:50051", "::1:443", "[fd00::1]:443", "localhost:1", "node-3.cluster.local:9"]
 )
-def test_addresses_of_nodes_pass(address: str) -> None:
+def test_node_addresses_pass(address: str) -> None:
     found = prefix_source_of(pb.GenerateRequest(prefix_source=pb.PrefixSource(replica="decode-1", address=address)))
     assert found and found.address == address
     assert prefix_source_of(pb.GenerateRequest()) is None

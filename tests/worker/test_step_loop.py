@@ -1,4 +1,4 @@
-"""The thread that owns an engine."""
+"""Step loop: heartbeats under a flood of commands."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from tests.support.waiting import WITHIN_S
 from worker.step_loop import StepLoop
 
 
-def test_an_idle_loop_gives_its_sign_of_life_however_many_commands_come() -> None:
+def test_idle_loop_sends_heartbeats_under_a_flood_of_commands() -> None:
     idle = threading.Event()
 
     def step() -> bool:
-        loop.post(lambda: None)  # the next one is there before the loop has waited for it
+        loop.post(lambda: None)  # so that a command is always pending
         return False
 
     loop = StepLoop(step=step, idle=idle.set, idle_s=0.01, ended=lambda: None)

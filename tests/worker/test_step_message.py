@@ -1,4 +1,4 @@
-"""Orders and batches between the ranks of a replica."""
+"""Encoding of orders and rows between the ranks of a replica."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ _orders = st.builds(
 
 
 @given(_orders)
-def test_every_rank_gets_the_orders_that_were_given(orders: Orders) -> None:
+def test_orders_survive_encoding(orders: Orders) -> None:
     batch, decoded = decode_step(encode_step(None, orders))
     assert batch is None and decoded == orders
     assert bool(decoded) == bool(orders)
-    for tiers in decoded.tiers:  # a tier that came as a bare number would be no key of a rank's stores
+    for tiers in decoded.tiers:  # a plain number would not be a key of a rank's stores
         assert all(isinstance(save.tier, Tier) for save in tiers.saves)
 
 
 @given(_orders, st.integers(1, 20))
-def test_the_rows_come_along_whatever_the_orders_take(orders: Orders, length: int) -> None:
+def test_rows_survive_encoding_for_any_orders(orders: Orders, length: int) -> None:
     row = Row(token_ids=list(range(length)), start=3, blocks=[4, 7, 2], num_logits=length, adapter=2)
     changes = RowChanges.of([row], block_size=8)
     decoded, _ = decode_step(encode_step(changes, orders))
@@ -96,13 +96,13 @@ def test_no_orders_are_false_and_any_order_is_true() -> None:
         [],
     ],
 )
-def test_what_is_no_order_is_refused(malformed: object) -> None:
+def test_malformed_orders_are_rejected(malformed: object) -> None:
     packed = msgspec.msgpack.encode(malformed)
     with pytest.raises(ReplicaFailed, match="malformed step message from rank 0"):
         decode_step(len(packed).to_bytes(4, "little") + packed)
 
 
-def test_a_message_that_was_cut_off_is_refused() -> None:
+def test_truncated_message_is_rejected() -> None:
     data = encode_step(None, Orders(aborts=[("handoff", 1)]))
     with pytest.raises(ReplicaFailed, match="malformed step message from rank 0"):
         decode_step(data[: len(data) // 2])
@@ -111,7 +111,7 @@ def test_a_message_that_was_cut_off_is_refused() -> None:
 @pytest.mark.parametrize(
     "data", [b"", b"\1", b"\xff" * 4, bytes(4), encode_step(None, Orders()) + b"7 bytes"], ids=repr
 )
-def test_what_is_too_short_or_too_long_is_refused(data: bytes) -> None:
+def test_message_of_wrong_length_is_rejected(data: bytes) -> None:
     with pytest.raises(ReplicaFailed, match="malformed step message from rank 0"):
         decode_step(data)
 
@@ -119,7 +119,7 @@ def test_what_is_too_short_or_too_long_is_refused(data: bytes) -> None:
 @pytest.mark.parametrize(
     "header", [[1, 1, 1, 1, 1], [1, -1, 1, 1, 1], [1, 1 << 60, 1 << 60, 1, 1], [5], [1, 0, 0, 0, 0, 7]], ids=str
 )
-def test_rows_that_do_not_fit_their_own_header_are_refused(header: list[int]) -> None:
+def test_rows_that_contradict_their_header_are_rejected(header: list[int]) -> None:
     data = encode_step(None, Orders())
     data += bytes(-len(data) % 8) + np.array(header, dtype=np.int64).tobytes()
     with pytest.raises(ReplicaFailed, match="malformed step message from rank 0"):

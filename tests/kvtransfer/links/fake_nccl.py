@@ -1,4 +1,4 @@
-"""NCCL without a GPU: the bytes go through a socket, and any call may hang."""
+"""Fake NCCL without a GPU: sends bytes through a socket, and any call may hang."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class FakeNccl:
 
     def __init__(self, hanging: Collection[str] = ()) -> None:
         self.hanging = hanging
-        self.called: list[tuple[str, str]] = []  # and by which thread
-        self.hangs = threading.Event()  # somebody does
+        self.called: list[tuple[str, str]] = []  # function and thread name
+        self.hangs = threading.Event()  # set while a call hangs
         self._released = threading.Event()
         self._listening: dict[bytes, socket.socket] = {}
         self._communicators: dict[int, _Communicator] = {}
@@ -109,5 +109,5 @@ class FakeNccl:
 
 
 def fake_nccl_link(end: LinkEnd) -> NcclLink:
-    """By a name that a spec could have."""
+    """Create a link, under a name that a spec could use."""
     return NcclLink(end, nccl=FakeNccl())

@@ -1,4 +1,4 @@
-"""Which link carries what."""
+"""Choice of the link backend."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtransfer.links.backends import LINKS, backend_for
 _CPU, _GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_between_gpus_nccl_carries_unless_nixl_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_use_nccl_unless_nixl_is_configured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "find_spec", lambda name: object())
     assert {link: backend_for(_CPU, host_link=link) for link in LINKS} == {link: link for link in LINKS}
     assert {link: backend_for(_GPU, host_link=link) for link in LINKS} == {
@@ -20,7 +20,7 @@ def test_between_gpus_nccl_carries_unless_nixl_was_chosen(monkeypatch: pytest.Mo
     }
 
 
-def test_who_lacks_a_package_is_told_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_reported_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "find_spec", lambda name: None)
     for device in (_CPU, _GPU):
         with pytest.raises(SpecError, match="pip install nixl") as caught:

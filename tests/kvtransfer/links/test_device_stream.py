@@ -1,5 +1,4 @@
-"""On a device a link works beside the computation: what comes behind what there. The order of a GPU's streams is not
-tested here, but that the right things are asked of them."""
+"""Stream ordering between a link and the computation, checked by the recorded calls; needs no GPU."""
 
 from __future__ import annotations
 
@@ -25,28 +24,27 @@ from kvtransfer.transfer.rendezvous import Rendezvous, local_store
 CPU = torch.device("cpu")
 
 
-def test_on_a_cpu_marks_are_of_nothing() -> None:
+def test_cpu_events_are_no_ops() -> None:
     with own_stream(CPU):
         mark = StreamEvent(CPU)
     mark.hold_up()
     mark.wait()
 
 
-def test_a_write_comes_behind_what_was_there_and_closing_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a step that was started before the blocks were given away, or a write of a handoff that is closed, would
-    still change them."""
-    asked: list[tuple[str, int]] = []
+def test_write_waits_for_earlier_uses_and_close_waits_for_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise an earlier step, or a write of a closed handoff, could overwrite the blocks."""
+    calls: list[tuple[str, int]] = []
 
     class FakeMark:
         def __init__(self, device: torch.device) -> None:
-            self.number = sum(what == "mark" for what, _ in asked)
-            asked.append(("mark", self.number))
+            self.number = sum(name == "mark" for name, _ in calls)
+            calls.append(("mark", self.number))
 
         def hold_up(self) -> None:
-            asked.append(("hold up", self.number))
+            calls.append(("hold up", self.number))
 
         def wait(self) -> None:
-            asked.append(("wait", self.number))
+            calls.append(("wait", self.number))
 
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
     pool, codec = KVPool(layout, num_blocks=3, device=CPU), codec_for(layout, "raw")
@@ -62,15 +60,15 @@ def test_a_write_comes_behind_what_was_there_and_closing_waits_for_it(monkeypatc
     receiving = Incoming(opened, pool=pool, codec=codec)
     receiving.write(frame, payload, sender="prefill-0", source=0)
     receiving.close()
-    assert asked == [("mark", 0), ("hold up", 0), ("mark", 1), ("wait", 1)]
+    assert calls == [("mark", 0), ("hold up", 0), ("mark", 1), ("wait", 1)]
 
 
-def test_what_watches_over_a_group_finds_no_word() -> None:
+def test_store_check_returns_false_for_the_nccl_watchdog() -> None:
     assert not PrefixStore("link", local_store(Rendezvous(), timeout_s=1)).check(["exception_dump"])
 
 
-def test_no_two_lanes_share_a_stream_and_one_that_hangs_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's own streams are 32, in turn: the 33rd link would come behind the first."""
+def test_streams_are_not_shared_and_hanging_streams_are_not_reused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has a pool of 32 streams: with it, the 33rd link would share the first one's stream."""
     handles, hanging = itertools.count(1), set[int]()
 
     class FakeStream:
@@ -83,11 +81,11 @@ def test_no_two_lanes_share_a_stream_and_one_that_hangs_is_nobodys(monkeypatch: 
     monkeypatch.setattr(streams, "new_driver_stream", lambda device: next(handles))
     monkeypatch.setattr(torch.cuda, "ExternalStream", FakeStream)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    device = torch.device("cuda", 77)  # whose streams no other test has
+    device = torch.device("cuda", 77)  # not used by other tests
     with ExitStack() as lanes:
         assert len({lanes.enter_context(own_stream(device)) for _ in range(100)}) == 100
     with own_stream(device) as ended:
-        assert ended <= 100, "what an ended lane has left is taken again"
+        assert ended <= 100, "streams of ended links are reused"
         hanging.add(ended)
     with ExitStack() as lanes:
         assert ended not in {lanes.enter_context(own_stream(device)) for _ in range(100)}

@@ -1,4 +1,4 @@
-"""The contract of Link, run by every backend that this machine has. Each side is a process of its own."""
+"""Contract of Link, for every backend that this machine has. Each end is a separate process."""
 
 import multiprocessing as mp
 import os
@@ -25,7 +25,7 @@ from kvtransfer.links.link import Link, LinkEnd, LinkGuard
 from tests.support.forks import forks
 
 _TIMEOUT_S = 1.0
-_SHORT_S = 0.2  # where it is known that it passes
+_SHORT_S = 0.2  # deadlines that are known to expire
 _SECRET = bytes(range(32))
 _ENCRYPTED = "tcp, encrypted"
 _NEEDS = {
@@ -70,8 +70,8 @@ def _open(backend: str, store: Store, *, is_sender: bool) -> Link:
 
 
 def _serve_peer(backend: str, place: str, orders: Connection) -> None:
-    """The other side: sends when told ("send", bytes) or receives when told ("recv", size), and says what it got."""
-    os.environ["NCCL_HOSTID"] = "the peer's"  # so that NCCL takes two ranks on one GPU: for correctness only
+    """Run the other end: executes ("send", bytes) and ("recv", size), and returns the received bytes."""
+    os.environ["NCCL_HOSTID"] = "the peer's"  # allows two NCCL ranks on one GPU
     store = FileStore(place)
     orders.send("up")
     is_sender = orders.recv()
@@ -88,7 +88,7 @@ def _serve_peer(backend: str, place: str, orders: Connection) -> None:
 
 
 class Peer:
-    """A link of ours and the process at its other end."""
+    """A link and the process at its other end."""
 
     def __init__(self, link: Link, process: mp.Process, orders: Connection) -> None:
         self.link, self.process, self.orders = link, process, orders
@@ -104,7 +104,7 @@ def _peer(backend: str, directory: Path, *, we_send: bool) -> Iterator[Peer]:
     place = str(directory / "store")
     process = forks.Process(target=_serve_peer, args=(backend, place, theirs), daemon=True)
     process.start()
-    assert ours.recv() == "up"  # before the deadline to meet begins: it takes seconds to import torch
+    assert ours.recv() == "up"  # before the connect deadline starts, because importing torch takes seconds
     ours.send(not we_send)
     link = _open(backend, FileStore(place), is_sender=we_send)
     assert ours.recv() == "ready"
@@ -120,7 +120,7 @@ def _payload(link: Link, size: int) -> torch.Tensor:
     return torch.randint(0, 256, (size,), dtype=torch.uint8).to(link.device)
 
 
-def test_bytes_arrive_in_order_whatever_their_size(backend: str, tmp_path: Path) -> None:
+def test_payloads_of_any_size_arrive_in_order(backend: str, tmp_path: Path) -> None:
     with _peer(backend, tmp_path, we_send=True) as peer:
         for size in (1, 7, 1000, 65_536, 5_000_001):
             payload = _payload(peer.link, size)
@@ -129,7 +129,7 @@ def test_bytes_arrive_in_order_whatever_their_size(backend: str, tmp_path: Path)
             assert peer.orders.recv() == bytes(payload.cpu().numpy())
 
 
-def test_several_payloads_may_be_on_their_way(backend: str, tmp_path: Path) -> None:
+def test_several_payloads_may_be_in_flight(backend: str, tmp_path: Path) -> None:
     with _peer(backend, tmp_path, we_send=True) as peer:
         payloads = [_payload(peer.link, size) for size in (300_000, 1, 2_000_000)]
         for payload in payloads:
@@ -146,7 +146,7 @@ def test_a_killed_peer_fails_the_operation_by_its_deadline_and_the_link_for_good
         peer.process.join(10)
         started = time.monotonic()
         with pytest.raises(LinkClosed):
-            for _ in range(8):  # the first may still fit into a buffer
+            for _ in range(8):  # the first ones may fit into a buffer
                 peer.link.send(_payload(peer.link, 8 << 20)).wait(timeout_s=_TIMEOUT_S)
         assert time.monotonic() - started < 8 * _TIMEOUT_S
         with pytest.raises(LinkClosed):
@@ -173,10 +173,10 @@ def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str, tmp_path:
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", ["tcp", _ENCRYPTED])
 @pytest.mark.parametrize("we_send", [True, False])
-def test_closing_a_tcp_link_wakes_whoever_waits_for_it(kind: str, we_send: bool, tmp_path: Path) -> None:
-    """Long before the deadline, which the peer's silence would have it sit out."""
+def test_closing_a_tcp_link_wakes_a_waiting_operation(kind: str, we_send: bool, tmp_path: Path) -> None:
+    """Closing ends a wait long before its deadline."""
     with _peer(kind, tmp_path, we_send=we_send) as peer, ThreadPoolExecutor(1) as pool:
-        payload = _payload(peer.link, 64 << 20)  # more than the kernel takes in for somebody who does not read
+        payload = _payload(peer.link, 64 << 20)  # more than the socket buffers hold
         operation = peer.link.send(payload) if we_send else peer.link.recv(payload)
         waiting = pool.submit(operation.wait, timeout_s=600)
         assert not wait([waiting], timeout=0.2).done
@@ -188,7 +188,7 @@ def test_closing_a_tcp_link_wakes_whoever_waits_for_it(kind: str, we_send: bool,
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", ["tcp", _ENCRYPTED])
 @pytest.mark.parametrize("we_send", [True, False])
-def test_the_death_of_a_tcp_peer_is_known_at_once(kind: str, we_send: bool, tmp_path: Path) -> None:
+def test_tcp_peer_death_is_detected_at_once(kind: str, we_send: bool, tmp_path: Path) -> None:
     with _peer(kind, tmp_path, we_send=we_send) as peer:
         payload = _payload(peer.link, 64 << 20)
         operation = peer.link.send(payload) if we_send else peer.link.recv(payload)
@@ -198,7 +198,7 @@ def test_the_death_of_a_tcp_peer_is_known_at_once(kind: str, we_send: bool, tmp_
 
 
 class BothEnds:
-    """The two ends of a tcp link in this process, and where strangers find the receiving one."""
+    """Both ends of a tcp link in this process, and the address of the receiving one."""
 
     def __init__(self, pool: ThreadPoolExecutor, directory: Path, *, is_encrypted: bool = False) -> None:
         self._backend = _ENCRYPTED if is_encrypted else "tcp"
@@ -209,16 +209,16 @@ class BothEnds:
         self.place = host, int(port)
 
     def knock(self) -> socket.socket:
-        """As a stranger."""
+        """Connect to the receiving end without authentication."""
         return socket.create_connection(self.place, 10)
 
     def let_in(self) -> tuple[Link, Link]:
-        """The sending and the receiving end."""
+        """Connect both ends and return the sending and the receiving one."""
         return _open(self._backend, FileStore(self._store), is_sender=True), self.receiving.result(20)
 
 
 def _carry(sender: Link, receiver: Link) -> None:
-    """One payload through a link, which is closed then."""
+    """Send one payload through a link, then close it."""
     payload, got = _payload(sender, 100_000), torch.empty(100_000, dtype=torch.uint8)
     sent = sender.send(payload)
     receiver.recv(got).wait(timeout_s=10)
@@ -229,7 +229,7 @@ def _carry(sender: Link, receiver: Link) -> None:
 
 
 def _is_turned_away(pending_peer: socket.socket) -> bool:
-    """Having been told a nonce at most."""
+    """Assert that the connection was closed after at most a nonce."""
     pending_peer.settimeout(10)
     try:
         return all(pending_peer.recv(100) for _ in range(2)) is False
@@ -240,25 +240,25 @@ def _is_turned_away(pending_peer: socket.socket) -> bool:
 def test_who_does_not_have_the_secret_is_not_let_in_whatever_he_says(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         rendezvous = BothEnds(pool, tmp_path)
-        for said in (bytes(64), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10, b"\xff" * 5000):
+        for reply in (bytes(64), b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 10, b"\xff" * 5000):
             with rendezvous.knock() as pending_peer:
-                pending_peer.sendall(said)
+                pending_peer.sendall(reply)
                 assert _is_turned_away(pending_peer)
         _carry(*rendezvous.let_in())
 
 
 def test_what_one_end_said_once_opens_no_door_again(tmp_path: Path) -> None:
-    """Replayed word by word: the receiving end asks another question each time."""
+    """A replayed handshake fails, because the receiving end sends a new nonce each time."""
     handshake = Handshake(secret=_SECRET, link="link/1", is_encrypted=False)
     with ThreadPoolExecutor(1) as pool:
         rendezvous = BothEnds(pool, tmp_path)
         with rendezvous.knock() as early:
             nonces = {"receiver_nonce": early.recv(32), "sender_nonce": bytes(32)}
-        said = bytes(32) + handshake.proof(is_sender=True, **nonces)
+        reply = bytes(32) + handshake.proof(is_sender=True, **nonces)
         with rendezvous.knock() as late:
-            late.sendall(said)
+            late.sendall(reply)
             assert _is_turned_away(late)
-        with rendezvous.knock() as echo:  # nor does what the receiving end says count as the sender's
+        with rendezvous.knock() as echo:  # the receiver's own bytes must not authenticate a sender either
             echo.sendall(
                 bytes(32) + handshake.proof(is_sender=False, receiver_nonce=echo.recv(32), sender_nonce=bytes(32))
             )
@@ -268,7 +268,7 @@ def test_what_one_end_said_once_opens_no_door_again(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(30)
 def test_strangers_who_say_nothing_or_little_hold_nobody_up(tmp_path: Path) -> None:
-    """More than are served at once: the oldest of them make room."""
+    """With more pending peers than the limit, the oldest are dropped."""
     with ThreadPoolExecutor(1) as pool, ExitStack() as stack:
         rendezvous = BothEnds(pool, tmp_path)
         strangers = [stack.enter_context(rendezvous.knock()) for _ in range(100)]
@@ -284,13 +284,13 @@ def test_half_open_and_garbled_connections_beside_a_transfer_change_nothing(tmp_
         first = BothEnds(pool, tmp_path)
         sender, receiver = first.let_in()
         (tmp_path / "other").mkdir()
-        second = BothEnds(pool, tmp_path / "other")  # still waits
+        second = BothEnds(pool, tmp_path / "other")  # not connected yet
         for number in range(20):
             pending_peer = stack.enter_context(second.knock())
             if number % 2:
                 pending_peer.sendall(os.urandom(number * 7))
         with pytest.raises(OSError):
-            first.knock()  # whoever has come is all that may come
+            first.knock()  # rejected, because the peer has connected already
         _carry(sender, receiver)
         _carry(*second.let_in())
 
@@ -316,7 +316,7 @@ def test_ends_that_differ_do_not_come_together(theirs: Handshake, tmp_path: Path
 
 @contextmanager
 def _false_receiver(tmp_path: Path) -> Iterator[tuple[socket.socket, Future[Link]]]:
-    """The far end of what a sender opens, in the hands of whoever has learnt where it meets its receiver."""
+    """Impersonate the receiver of a sender, knowing its rendezvous but not the secret."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         store = str(tmp_path / "store")
         PrefixStore("link/1", FileStore(store)).set("place", f"127.0.0.1 {server.getsockname()[1]}")
@@ -332,27 +332,27 @@ def test_a_sender_sends_nothing_to_who_cannot_prove_that_he_is_the_receiver(tmp_
         connection.sendall(bytes(32))
         assert len(connection.recv(1000)) == 64
         connection.sendall(bytes(32))
-        with pytest.raises(LinkClosed, match="does not know this link"):
+        with pytest.raises(LinkClosed, match="failed to authenticate for this link"):
             sending.result(20)
 
 
 def test_a_sender_signs_nothing_for_a_nonce_that_is_not_whole(tmp_path: Path) -> None:
-    """Else what it signs could be read as something else: of another link, or for another nonce."""
+    """Otherwise its signature could be valid for another link or nonce."""
     with _false_receiver(tmp_path) as (connection, sending):
         connection.sendall(bytes(31))
         connection.shutdown(socket.SHUT_WR)
         assert connection.recv(1000) == b""
-        with pytest.raises(LinkClosed, match="before its nonce was whole"):
+        with pytest.raises(LinkClosed, match="before sending its nonce"):
             sending.result(20)
 
 
 def test_what_travels_encrypted_is_not_what_was_sent(tmp_path: Path) -> None:
-    """Nor does it repeat itself; changed on the way, it does not open, and the link is over."""
+    """Ciphertexts never repeat, and a changed one closes the link."""
     key, payload = bytes(32), b"the same words, again and again " * 20_000
     sealing, opening = Cipher(key), Cipher(key)
     encrypted = [bytearray(encrypted_size(len(payload))) for _ in range(2)]
     for one in encrypted:
-        assert [*sealing.fill_block(memoryview(payload), memoryview(one))][-1] == len(one)
+        assert [*sealing.encrypt(memoryview(payload), memoryview(one))][-1] == len(one)
     assert encrypted[0] != encrypted[1] and all(payload[:32] not in one for one in encrypted)
     got = bytearray(len(payload))
     start = 0
@@ -364,12 +364,12 @@ def test_what_travels_encrypted_is_not_what_was_sent(tmp_path: Path) -> None:
     first = next(pieces(memoryview(got)))
     with pytest.raises(LinkClosed):
         opening.open(memoryview(encrypted[1])[: encrypted_size(len(first))], first)
-    with pytest.raises(LinkClosed):  # what came before, again
+    with pytest.raises(LinkClosed):  # replay of an earlier piece
         opening.open(memoryview(encrypted[0])[: encrypted_size(len(first))], first)
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
-def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str, is_sender: bool, tmp_path: Path) -> None:
+def test_missing_peer_is_reported_at_the_deadline(backend: str, is_sender: bool, tmp_path: Path) -> None:
     link = _make(backend, FileStore(str(tmp_path / "store")), is_sender=is_sender, timeout_s=_TIMEOUT_S)
     with pytest.raises(LinkClosed):
         link.meet()
@@ -379,8 +379,8 @@ def test_a_peer_that_never_comes_is_reported_at_the_deadline(backend: str, is_se
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
-def test_a_link_may_be_closed_before_it_meets_and_while_it_does(backend: str, is_sender: bool, tmp_path: Path) -> None:
-    """Its owner has it from the first moment; it ends by its deadline, or earlier."""
+def test_link_may_be_closed_before_and_during_meet(backend: str, is_sender: bool, tmp_path: Path) -> None:
+    """The owner can close it at any time, and it ends by its deadline."""
     with ThreadPoolExecutor(1) as pool:
         link = _make(backend, FileStore(str(tmp_path / "1")), is_sender=is_sender, timeout_s=_SHORT_S)
         rendezvous = pool.submit(link.meet)
@@ -394,4 +394,4 @@ def test_a_link_may_be_closed_before_it_meets_and_while_it_does(backend: str, is
     for thread in threading.enumerate():
         if thread.name.startswith("kv-"):
             thread.join(10)
-            assert not thread.is_alive(), f"{thread.name} goes on"
+            assert not thread.is_alive(), f"{thread.name} is still running"

@@ -1,4 +1,4 @@
-"""What a link over NCCL does when NCCL does not come back: every wait ends by its deadline, and nothing is left."""
+"""NCCL links whose NCCL calls hang: every wait ends by its deadline, and no thread is left."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(30)
 
 @pytest.fixture
 def fakes() -> Iterator[FakeNccls]:
-    """Makes them. Once they have come back at the end, no thread must be left."""
+    """Yield a factory of fakes. After release, asserts that no NCCL thread is left."""
     made: list[FakeNccl] = []
 
     def make(hanging: Collection[str] = ()) -> FakeNccl:
@@ -77,12 +77,12 @@ def _payload(num_bytes: int = 1000) -> torch.Tensor:
 
 
 def _say_ready(store: Path) -> None:
-    """As a receiving end does that dies right then."""
+    """Publish that the receiver is ready, as a receiving end that dies right afterwards."""
     PrefixStore("link/1", FileStore(str(store))).set("ready", "")
 
 
 class FakeMark:
-    """Of a device that does nothing until it is told to."""
+    """Event of a device that does nothing until the test lets it run."""
 
     is_over = False
 
@@ -94,13 +94,11 @@ class FakeMark:
 
 
 @pytest.mark.parametrize("hanging", ["new_id", "begin"])
-def test_meeting_ends_at_its_deadline_where_nccl_does_not_come_back(
-    fakes: FakeNccls, hanging: str, tmp_path: Path
-) -> None:
+def test_meet_times_out_when_nccl_hangs(fakes: FakeNccls, hanging: str, tmp_path: Path) -> None:
     fake = fakes({hanging})
     _say_ready(tmp_path / "store")
     link = _link(tmp_path / "store", fake, is_sender=True, timeout_s=_SHORT_S)
-    with pytest.raises(LinkClosed, match="meeting the peer took longer"):
+    with pytest.raises(LinkClosed, match="meeting the peer timed out"):
         link.meet()
     link.close()
     assert fake.hangs.is_set() and len(_nccl_threads()) <= 2
@@ -109,18 +107,20 @@ def test_meeting_ends_at_its_deadline_where_nccl_does_not_come_back(
     assert fake.num_listening == 0
 
 
-def test_links_have_met_when_the_device_has_carried_a_first_message(
+def test_meet_returns_after_a_first_transfer_on_the_device(
     fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL connects two ranks, and loads its kernels, in their first operation, which may wait for all that the device
-    has under way. That is while the ends meet, before any payload is announced."""
+    """NCCL connects ranks and loads kernels in their first operation, which may wait for the whole device.
 
-    done, asking = threading.Event(), set[int]()
+    This must happen while the ends connect, before any payload is announced.
+    """
+
+    done, queries = threading.Event(), set[int]()
 
     class DoneWhenSaid(FakeMark):
         @property
         def is_over(self) -> bool:  # type: ignore[override]
-            asking.add(threading.get_ident())
+            queries.add(threading.get_ident())
             return done.is_set()
 
     monkeypatch.setattr(nccl_module, "StreamEvent", DoneWhenSaid)
@@ -128,7 +128,7 @@ def test_links_have_met_when_the_device_has_carried_a_first_message(
     links = [_link(tmp_path / "store", fake, is_sender=fake is sending) for fake in (sending, receiving)]
     with ThreadPoolExecutor(2) as pool:
         meetings = [pool.submit(link.meet) for link in links]
-        _until(lambda: len(asking) == 2)
+        _until(lambda: len(queries) == 2)
         assert ("send", "kv-nccl") in sending.called and ("recv", "kv-nccl") in receiving.called
         assert not any(rendezvous.done() for rendezvous in meetings)
         done.set()
@@ -139,24 +139,22 @@ def test_links_have_met_when_the_device_has_carried_a_first_message(
 
 
 @pytest.mark.parametrize("hanging", ["send", "recv"])
-def test_an_operation_that_does_not_come_back_is_aborted_from_beside(
-    fakes: FakeNccls, hanging: str, tmp_path: Path
-) -> None:
+def test_hanging_operation_is_aborted_from_another_thread(fakes: FakeNccls, hanging: str, tmp_path: Path) -> None:
     sending, receiving = fakes(), fakes()
     links = _pair(tmp_path / "store", sending, receiving)
     fake, link = (sending, links[0]) if hanging == "send" else (receiving, links[1])
     fake.hanging = {hanging}
     operation = link.send(_payload()) if hanging == "send" else link.recv(_payload())
-    with pytest.raises(LinkClosed, match="an operation took longer"):
+    with pytest.raises(LinkClosed, match="an operation timed out"):
         operation.wait(timeout_s=_SHORT_S)
-    assert len(_nccl_threads()) <= 3  # this link's, the one that will abort it, and the other link's
+    assert len(_nccl_threads()) <= 3  # this link's, the aborting one, and the other link's
     _until(lambda: ("abort", "kv-nccl-abort") in fake.called)
     for link in links:
         link.close()
 
 
-def test_nobody_waits_for_an_abort(fakes: FakeNccls, tmp_path: Path) -> None:
-    """Neither who closes the link, nor who waits for an operation on it."""
+def test_close_and_wait_do_not_block_on_abort(fakes: FakeNccls, tmp_path: Path) -> None:
+    """Neither `close` nor `wait` blocks on an abort."""
     both = fakes({"abort"}), fakes({"abort"})
     sender, receiver = _pair(tmp_path / "store", *both)
     waiting = receiver.recv(_payload())
@@ -178,8 +176,8 @@ def test_nobody_waits_for_an_abort(fakes: FakeNccls, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
-def test_closing_a_link_wakes_whoever_meets_there(fakes: FakeNccls, is_sender: bool, tmp_path: Path) -> None:
-    """And the communicator that is being made is aborted."""
+def test_close_wakes_a_meeting_thread(fakes: FakeNccls, is_sender: bool, tmp_path: Path) -> None:
+    """The communicator that is being created is aborted, too."""
     fake, store = fakes(), tmp_path / "store"
     if is_sender:
         _say_ready(store)
@@ -195,7 +193,7 @@ def test_closing_a_link_wakes_whoever_meets_there(fakes: FakeNccls, is_sender: b
     assert not is_sender or ("abort", "kv-nccl") in fake.called
 
 
-def test_nobody_listens_for_a_peer_that_has_not_come_or_has_gone(fakes: FakeNccls, tmp_path: Path) -> None:
+def test_no_nccl_listener_remains_for_a_missing_peer(fakes: FakeNccls, tmp_path: Path) -> None:
     never = fakes()
     with pytest.raises(LinkClosed):
         _link(tmp_path / "1", never, is_sender=True, timeout_s=_SHORT_S).meet()
@@ -211,11 +209,13 @@ def test_nobody_listens_for_a_peer_that_has_not_come_or_has_gone(fakes: FakeNccl
 
 
 @pytest.mark.parametrize("is_taken", [True, False], ids=["taken", "being taken"])
-def test_a_payload_is_held_until_the_device_lets_go_of_it(
+def test_payload_is_held_until_the_device_is_done(
     fakes: FakeNccls, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An operation that was aborted may go on for a moment, and would write into memory that somebody else has. NCCL
-    may have begun it before it says that it has."""
+    """An aborted operation may run for a moment and must not write into reused memory.
+
+    NCCL may have started it before it reports so.
+    """
     let_go, waited = threading.Event(), threading.Event()
 
     class WaitedFor(FakeMark):
@@ -241,10 +241,10 @@ def test_a_payload_is_held_until_the_device_lets_go_of_it(
         link.close()
 
 
-def test_an_operation_is_over_when_the_device_has_done_it(
+def test_operation_completes_when_the_device_is_done(
     fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not when it was given to it: until then its payload is read, or written."""
+    """Enqueueing is not completion: the payload is in use until the device is done."""
 
     class DoneWhenSaid(FakeMark):
         is_done = threading.Event()
@@ -269,10 +269,10 @@ def test_an_operation_is_over_when_the_device_has_done_it(
         link.close()
 
 
-def test_an_operation_comes_behind_what_its_payload_was_used_for(
+def test_operation_waits_for_earlier_uses_of_its_payload(
     fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its mark is made where it is asked for, and holds up the link's own stream before NCCL is called."""
+    """The event is recorded in the caller's stream, and the link's stream waits for it before NCCL is called."""
     sending = fakes()
 
     class Noted(FakeMark):
@@ -295,22 +295,22 @@ def test_an_operation_comes_behind_what_its_payload_was_used_for(
         link.close()
 
 
-def test_a_peer_that_goes_is_noticed_while_the_device_waits_for_it(
+def test_peer_death_is_detected_while_the_device_waits(
     fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asking = set[int]()
+    queries = set[int]()
 
     class UnderWay(FakeMark):
         @property
         def is_over(self) -> bool:  # type: ignore[override]
-            asking.add(threading.get_ident())
+            queries.add(threading.get_ident())
             return False
 
     sender, receiver = _pair(tmp_path / "store", fakes(), receiving := fakes())
     monkeypatch.setattr(nccl_module, "StreamEvent", UnderWay)
     incoming = receiver.recv(_payload())
     sender.send(_payload())
-    _until(lambda: len(asking) == 2)  # both have been given to the device
+    _until(lambda: len(queries) == 2)  # both are enqueued on the device
 
     def gone(communicator: int) -> bool:
         raise NcclError("remote process exited")
@@ -322,23 +322,23 @@ def test_a_peer_that_goes_is_noticed_while_the_device_waits_for_it(
         link.close()
 
 
-def test_why_a_link_failed_is_said_for_good(fakes: FakeNccls, tmp_path: Path) -> None:
+def test_first_error_of_a_link_is_kept(fakes: FakeNccls, tmp_path: Path) -> None:
     sender, receiver = _pair(tmp_path / "store", fakes(), fakes())
-    with pytest.raises(LinkClosed, match="an operation took longer"):
+    with pytest.raises(LinkClosed, match="an operation timed out"):
         receiver.recv(_payload()).wait(timeout_s=_SHORT_S)
     receiver.close()
-    with pytest.raises(LinkClosed, match="an operation took longer"):
+    with pytest.raises(LinkClosed, match="an operation timed out"):
         receiver.recv(_payload())
     sender.close()
 
 
-def test_links_that_hang_are_bounded(fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_hanging_links_is_bounded(fakes: FakeNccls, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two = threading.BoundedSemaphore(2)
     monkeypatch.setattr(nccl_module, "thread_places", lambda: two)
     fake = fakes({"new_id"})
     for i in range(2):
         _say_ready(tmp_path / str(i))
-        with pytest.raises(LinkClosed, match="took longer"):
+        with pytest.raises(LinkClosed, match="timed out"):
             _link(tmp_path / str(i), fake, is_sender=True, timeout_s=_SHORT_S).meet()
     with pytest.raises(LinkClosed, match="restart this replica"):
         _link(tmp_path / "2", fake, is_sender=True).meet()

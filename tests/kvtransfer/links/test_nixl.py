@@ -1,5 +1,4 @@
-"""What a link over NIXL does when it is closed at a bad moment, or its peer says what cannot be meant. NIXL is not
-needed: its agent is a fake one."""
+"""NIXL links under unfortunate closes and malformed messages, with a fake agent."""
 
 from __future__ import annotations
 
@@ -58,15 +57,13 @@ def _link(make: Callable[[], FakeAgent], place: Path, patch: pytest.MonkeyPatch,
     return NixlLink(end)
 
 
-def test_an_agent_that_is_made_while_its_link_closes_is_taken_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_agent_created_during_close_is_destroyed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = FakeAgent([])
 
     def make() -> FakeAgent:
         link.close()
         for thread in threading.enumerate():
-            if thread.name == "kv-nixl-end":  # which finds nothing to take apart
+            if thread.name == "kv-nixl-end":  # finds no agent to destroy
                 thread.join()
         return agent
 
@@ -77,9 +74,7 @@ def test_an_agent_that_is_made_while_its_link_closes_is_taken_apart(
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
-def test_a_message_that_is_none_of_ours_ends_the_link(
-    is_sender: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_malformed_message_closes_the_link(is_sender: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agent = FakeAgent([b"abc"])
     link = _link(lambda: agent, tmp_path / "store", monkeypatch, is_sender=is_sender)
     with pytest.raises(LinkClosed):

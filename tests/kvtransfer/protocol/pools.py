@@ -1,4 +1,4 @@
-"""The pools of the protocol's world: small enough that they are always nearly full."""
+"""Small pools of the protocol's model test, so that they are nearly always full."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Both ends of a handoff without bytes, threads or sockets: the real state machines, joined by a wire that we control.
+"""Model of both ends of a handoff without bytes, threads or sockets: real state machines, joined by a controlled wire.
 
-One decode replica and two prefill replicas, each of several ranks. Whatever is under way (a frame, an answer, an order
-to a rank, a message between ranks, a thread in the middle of a read) waits until it is told to go on. Every pool is a
-dictionary, so that each write is checked against who owns the block, and each read against what was written there.
+One decode replica and two prefill replicas, each of several ranks. Every pending event (frame, answer, order to a rank,
+message between ranks, thread in a read) waits until the test runs it. Every pool is a dictionary, so that each write is
+checked against the block's owner, and each read against the content written before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.kvtransfer.protocol.sending_world import Link, Prefill
 
 
 class World:
-    """All of it. `post` is a message within a replica: it comes once or twice, and in any order."""
+    """All replicas and links. `post` queues a message within a replica, delivered once or twice and in any order."""
 
     def __init__(self, *, prefill_tp: int, decode_tp: int) -> None:
         self.prefill_tp, self.decode_tp = prefill_tp, decode_tp
@@ -32,7 +32,7 @@ class World:
         self.messages.append(message)
 
     def kill_decode(self) -> None:
-        """It comes back empty, as another replica."""
+        """Replace the decode replica by a new, empty one."""
         self.messages = [m for m in self.messages if not _belongs_to(m, self.decode)]
         for link in self.links:
             link.frames.clear()
@@ -51,10 +51,10 @@ class World:
             if link.sender.replica is dead:
                 link.jobs.clear()
                 link.reading = None
-                link.answers.clear()  # what it has sent may still arrive
+                link.answers.clear()  # frames already sent may still arrive
 
     def pending(self) -> list[Callable[[], None]]:
-        """Everything that may happen next, in whatever order."""
+        """Return all events that may happen next, in any order."""
         events: list[Callable[[], None]] = []
         for prefill in self.prefills:
             events += [partial(prefill.step, job, 3) for job in prefill.jobs]
@@ -67,12 +67,12 @@ class World:
         return events
 
     def settle(self) -> None:
-        """Let everything go on until nothing is under way."""
+        """Run events until none is pending."""
         while events := self.pending():
             events[0]()
 
     def tell(self) -> None:
-        """One of the messages, from either end."""
+        """Deliver one message, alternating between the newest and the oldest."""
         self._turn += 1
         self.messages.pop(-(self._turn % 2))()
 
@@ -81,7 +81,7 @@ class World:
             replica.blocks.check_integrity()
 
     def check_empty(self) -> None:
-        """Nothing is under way, and nothing of it is left."""
+        """Assert that nothing is pending and no state is left."""
         self.check()
         for replica in (self.decode, *self.prefills):
             assert replica.blocks.num_available == NUM_BLOCKS, "blocks leaked"

@@ -1,4 +1,4 @@
-"""Prefixes that the decode replica of protocol_world pulls from its prefill replicas: the real Pulls and Grants."""
+"""Prefix fetches of protocol_world's decode replica from its prefill replicas, with the real state machines."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def content_of(prefix: int) -> str:
 
 @dataclass(eq=False)
 class Want:
-    """On the decode replica: blocks whose content is pulled."""
+    """Blocks on the decode replica whose content is fetched."""
 
     prefix: int
     blocks: list[int]
     fetch: Fetch[Want] | None = None
-    num_tokens: int = 0  # that have come
-    is_running: bool = False  # they have come, and nothing is written any more
+    num_tokens: int = 0  # received
+    is_running: bool = False  # received completely; no more writes
 
     @property
     def incoming(self) -> IncomingTransfer[Fetch[Want]] | None:
@@ -47,7 +47,7 @@ class Want:
 
 
 class Call:
-    """From the puller to the holder: what either end says comes in its time, or never if the other is dead."""
+    """Call from the fetching replica to the source. Messages arrive late, or never if the other end is dead."""
 
     def __init__(self, puller: Puller, fetch: Fetch[Want], prefix_source: Prefill) -> None:
         self.puller, self.fetch, self.prefix_source = puller, fetch, prefix_source
@@ -59,7 +59,7 @@ class Call:
             self.ask()
 
     def ask(self) -> None:
-        if self.prefix_source not in self.puller.world.prefills:  # it has died meanwhile
+        if self.prefix_source not in self.puller.world.prefills:  # the source has died
             self.fail()
             return
         handoff = self.fetch.handoff
@@ -81,7 +81,7 @@ class Call:
 
 
 class Puller:
-    """What both workers do with their pulls, but for the prompts that wait for them."""
+    """Fetch handling of both workers, without the waiting prompts."""
 
     def __init__(self, world: World, replica: Decode) -> None:
         self.world, self.replica = world, replica
@@ -106,10 +106,10 @@ class Puller:
         want = Want(prefix, taken[0])
         self.wants.append(want)
         self._prefix_source = prefix_source
-        said = PrefixSource(replica=prefix_source.name, address="p", num_tokens=num_blocks * 2)
+        reported = PrefixSource(replica=prefix_source.name, address="p", num_tokens=num_blocks * 2)
         hashes = hashes_of(prefix)[:num_blocks]
         self.prefix_fetches.begin(
-            want, said, id=f"r{next(self.world.ids)}", hashes=hashes, blocks=want.blocks, first_block=0, now=0.0
+            want, reported, id=f"r{next(self.world.ids)}", hashes=hashes, blocks=want.blocks, first_block=0, now=0.0
         )
 
     def landed(self, fetch: Fetch[Want]) -> None:
@@ -126,12 +126,12 @@ class Puller:
             self._free(fetch.owner)
 
     def end(self, want: Want) -> None:
-        """Nobody wants it any more."""
+        """Cancel a fetch."""
         self.prefix_fetches.cancel(want)
         self._free(want)
 
     def _free(self, want: Want) -> None:
-        """Its blocks come back; those that were opened have been taken over where nothing has landed."""
+        """Free the blocks of a landed fetch. Otherwise the cancelled transfer has taken them over."""
         self.wants.remove(want)
         if want.is_running:
             self.replica.blocks.free(want.blocks)

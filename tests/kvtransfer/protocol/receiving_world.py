@@ -1,4 +1,4 @@
-"""The decode replica of the protocol's world."""
+"""Decode replica of the protocol's model test."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Request:
-    """On the decode replica: blocks, and a handoff that fills them."""
+    """Blocks on the decode replica, and the handoff that fills them."""
 
     blocks: list[int]
     num_tokens: int
-    unopened: set[int]  # ranks that have not said that the handoff is open there; then nobody knows of it
+    unopened: set[int]  # ranks on which the handoff is not open yet; until then it is not sent to a peer
     incoming: IncomingTransfer[Request] | None = None
     epoch: int = 0
-    is_running: bool = False  # its KV is whole
+    is_running: bool = False  # its KV is complete
 
 
 class ReceivingRank:
-    """The Receiver and its Incomings."""
+    """Model of the Receiver and its Incoming objects."""
 
     def __init__(self, replica: Decode, rank: int) -> None:
         self.replica, self.rank = replica, rank
@@ -76,7 +76,7 @@ class ReceivingRank:
 
 
 class Decode:
-    """What decode_worker.worker does with its arrivals and fetches."""
+    """Transfer handling of decode_worker.worker."""
 
     def __init__(self, world: World, tp: int) -> None:
         self.world, self.tp = world, tp
@@ -104,11 +104,11 @@ class Decode:
         self.requests.append(request)
 
     def opened(self, opening: Opening, owner: Request | Want) -> None:
-        """The owner's blocks may be written for this handoff."""
+        """Allow writes of this handoff to the owner's blocks."""
         self._openings[opening.handoff] = (owner, list(opening.block_ids))
 
     def ticket(self, request: Request) -> Handoff:
-        """For the next prefill replica that is to fill it."""
+        """Create a ticket for the next prefill replica."""
         assert request.incoming
         request.epoch += 1
         return Handoff(
@@ -124,7 +124,7 @@ class Decode:
         )
 
     def end(self, request: Request) -> None:
-        """The lease is over, whatever the reason."""
+        """End the lease."""
         self.requests.remove(request)
         if request.incoming:
             self.incoming_transfers.give_up(request.incoming)
@@ -140,7 +140,7 @@ class Decode:
             self.check_whole(request, incoming.id)
 
     def check_whole(self, request: Request | Want, handoff: str) -> None:
-        """Every position of every head is there, and on each rank all of it from one sender."""
+        """Assert that every position of every head is present, on each rank from one sender."""
         for rank in self.ranks:
             found = [
                 rank.pool.get(
@@ -156,9 +156,9 @@ class Decode:
             assert found == [(handoff, *epochs, position) for position in positions]
 
     def owner_of(self, handoff: str) -> list[int]:
-        """The blocks that may be written for a handoff at this moment."""
+        """Return the blocks that a handoff may write now."""
         request, blocks = self._openings[handoff]
-        assert not request.is_running, "a write after the handoff was whole"
+        assert not request.is_running, "a write after the handoff was complete"
         incoming = request.incoming
         assert incoming and incoming.state in (IncomingTransferState.OPEN, IncomingTransferState.CLOSING), (
             "a write after it was closed"
@@ -166,11 +166,11 @@ class Decode:
         tables = [*self.requests, *self.puller.wants]
         others = {block for other in tables if other is not request for block in other.blocks}
         assert others.isdisjoint(blocks), "a write into the blocks of another request"
-        assert self._free_blocks().isdisjoint(blocks), "a write into a block that anybody may take"
+        assert self._free_blocks().isdisjoint(blocks), "a write into a free block"
         return blocks
 
     def _free_blocks(self) -> set[int]:
-        """Take them, and give them back."""
+        """Return the free blocks, by allocating and freeing them."""
         taken = self.blocks.allocate([], self.blocks.num_free)
         assert taken
         self.blocks.free(taken[0])

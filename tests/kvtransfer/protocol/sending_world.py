@@ -1,4 +1,4 @@
-"""The prefill replicas of the protocol's world, and the links on which their ranks send."""
+"""Prefill replicas of the protocol's model test, and the links of their ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Job:
-    """On a prefill replica: a prompt that is computed for a handoff."""
+    """A prompt that a prefill replica computes for a handoff."""
 
     handoff: Handoff
     blocks: list[int]
@@ -38,12 +38,12 @@ class Job:
 
 
 class Link:
-    """From one sending rank to one receiving rank: what its thread has to do, and what is on the wire."""
+    """Link from one sending rank to one receiving rank: jobs of its thread, and frames on the wire."""
 
     def __init__(self, sender: SendingRank, receiver: ReceivingRank) -> None:
         self.sender, self.receiver = sender, receiver
         self.jobs: deque[tuple[LinkTransfer, Segment | Ending]] = deque()
-        self.reading: tuple[LinkTransfer, Segment] | None = None  # the thread is inside a read
+        self.reading: tuple[LinkTransfer, Segment] | None = None  # the thread is in a read
         self.frames: deque[SegmentFrame | CommitFrame] = deque()
         self.answers: deque[tuple[HandoffKey, str]] = deque()
         self.link_transfers: dict[HandoffKey, LinkTransfer] = {}
@@ -57,13 +57,13 @@ class Link:
         self._changed(link_transfer)
 
     def fail(self, reason: str) -> None:
-        """The sending side learns of it now; frames under way may still arrive."""
+        """Fail the link at the sending side. Frames on the wire may still arrive."""
         self.failure = self.failure or LinkClosed(reason)
         for link_transfer in list(self.link_transfers.values()):
             self.abort(link_transfer, self.failure)
 
     def run_thread(self) -> None:
-        """The thread takes its next job; it may stop in the middle of a read."""
+        """Run the thread's next job, which may stop in the middle of a read."""
         if self.reading:
             self._finish_read()
         else:
@@ -92,7 +92,7 @@ class Link:
             )
 
     def deliver(self) -> None:
-        """The receiving rank's thread takes the next frame."""
+        """Deliver the next frame to the receiving rank."""
         frame = self.frames.popleft()
         try:
             self.receiver.take(frame, self)
@@ -125,7 +125,7 @@ class SendingRank:
         self.pool: dict[int, tuple[str, int]] = {}  # slot → (handoff, position) that was computed there
         self.transfers: dict[HandoffKey, RankTransfer] = {}
         self.links: dict[int, Link] = {}
-        self.orders: deque[Callable[[], None]] = deque()  # of rank 0, carried out one after the other
+        self.orders: deque[Callable[[], None]] = deque()  # from rank 0, executed in order
 
     def begin(self, job: Job) -> None:
         copies = plan_heads(sender=layout(self.replica.tp), receiver=layout(len(job.handoff.ranks)))
@@ -149,13 +149,13 @@ class SendingRank:
                 transfer.commit(end, [7] if self.rank == 0 else [])
 
     def fill(self, prefix: int, blocks: list[int], first_block: int) -> None:
-        """It comes to hold blocks of a prefix, whoever computed them."""
+        """Write blocks of a prefix into the pool."""
         for position in range(first_block * BLOCK_SIZE, len(blocks) * BLOCK_SIZE):
             slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
             self.pool[slot] = (content_of(prefix), position)
 
     def served_fetch(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
-        """What worker.gang_runner does with such an order."""
+        """Execute the order as worker.gang_runner does."""
         self.begin(Job(handoff, blocks))
         if transfer := self.transfers.get((handoff.id, handoff.epoch)):
             transfer.all_layers_ready(0, num_tokens)
@@ -171,11 +171,11 @@ class SendingRank:
     def check_read(self, transfer: RankTransfer, segment: Segment) -> None:
         for position in range(segment.first_token, segment.first_token + segment.num_tokens):
             block = transfer.blocks[position // BLOCK_SIZE]
-            self.replica.blocks.share([block])  # fails unless somebody holds it
+            self.replica.blocks.share([block])  # fails unless the block is referenced
             self.replica.blocks.free([block])
             slot = block * BLOCK_SIZE + position % BLOCK_SIZE
             content = self.replica.contents.get(transfer.handoff.id, transfer.handoff.id)
-            assert self.pool.get(slot) == (content, position), "read from a block that is another's by now"
+            assert self.pool.get(slot) == (content, position), "read from a block that was reused"
 
     def _link_to(self, copy: HeadCopy) -> Link:
         link = self.links.get(copy.receiver)
@@ -192,7 +192,7 @@ class SendingRank:
 
 
 class Prefill:
-    """What prefill_worker.worker does with its departures and grants."""
+    """Transfer and served-fetch handling of prefill_worker.worker."""
 
     def __init__(self, world: World, tp: int) -> None:
         self.world, self.tp = world, tp
@@ -201,7 +201,7 @@ class Prefill:
         self.outgoing_transfers: OutgoingTransfers[Job] = OutgoingTransfers(self.blocks)
         no_tiers: Tiers[object] = Tiers(self.blocks, None, layout(tp), eviction="lru", timeout_s=1.0)
         self.served_fetches = ServedFetches(self.blocks, layout(tp), no_tiers)
-        self.contents: dict[str, str] = {}  # of grants' handoffs: which prefix
+        self.contents: dict[str, str] = {}  # served fetches: prefix by handoff id
         self.ranks = [SendingRank(self, rank) for rank in range(tp)]
         self.jobs: list[Job] = []
         self.is_alive = True
@@ -212,7 +212,7 @@ class Prefill:
             self.jobs.append(Job(handoff, taken[0]))
 
     def step(self, job: Job, num_tokens: int) -> None:
-        """One chunk of one prompt, and whatever has to be aborted."""
+        """Compute one chunk of one prompt, and send pending aborts."""
         start, end = job.num_computed, min(job.num_computed + num_tokens, job.handoff.num_tokens)
         if job.outgoing is None:
             ranks = sending_ranks(layout(self.tp), num_receivers=len(job.handoff.ranks))
@@ -224,7 +224,7 @@ class Prefill:
             self._release(job)
 
     def hold(self, prefix: int, num_blocks: int) -> None:
-        """It has the leading blocks of a prefix in its cache from now on, or until they are evicted."""
+        """Cache the leading blocks of a prefix. They may be evicted later."""
         hashes = hashes_of(prefix)[:num_blocks]
         if taken := self.blocks.allocate(hashes, num_blocks):
             blocks, num_cached = taken
@@ -244,7 +244,7 @@ class Prefill:
         self.order_aborts()
 
     def cancel(self, job: Job) -> None:
-        self._stop(job, HandoffExpired("not wanted"))
+        self._stop(job, HandoffExpired("cancelled"))
 
     def order_aborts(self) -> None:
         for key in self.outgoing_transfers.take_aborts() + self.served_fetches.take_aborts():
@@ -269,7 +269,7 @@ class Prefill:
             self.blocks.free(job.blocks)
 
     def _order(self, order: Callable[[SendingRank], None]) -> None:
-        """Rank 0 acts at once, the others in their time and in this order."""
+        """Execute an order on rank 0 at once, and queue it for the other ranks."""
         order(self.ranks[0])
         for rank in self.ranks[1:]:
             rank.orders.append(partial(order, rank))

@@ -1,4 +1,4 @@
-"""What the ranks of one replica say of a handoff, when they do not agree: it fails, and nothing else does."""
+"""A handoff fails alone if the ranks of a replica report different results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _landing(num_tokens: int, *, epoch: int = 1) -> Landing:
 
 
 @pytest.mark.parametrize("counts", [(20, 21), (19, 19), (25, 25), (0, 0)])
-def test_ranks_that_have_not_what_was_asked_for_end_the_handoff_at_once(counts: tuple[int, int]) -> None:
+def test_handoff_fails_at_once_if_ranks_report_unexpected_positions(counts: tuple[int, int]) -> None:
     incoming_transfers, incoming, blocks = _incoming_transfers()
     assert [incoming_transfers.landed(rank, _landing(count)) for rank, count in enumerate(counts)] == [None, None]
     assert incoming_transfers.expired(0.0) == [incoming] and str(counts[0]) in incoming.problem
@@ -53,7 +53,7 @@ def test_ranks_that_have_not_what_was_asked_for_end_the_handoff_at_once(counts: 
 
 
 @pytest.mark.parametrize("pending_peer", [2, -1, 1 << 31])
-def test_a_rank_that_there_is_not_counts_for_nothing(pending_peer: int) -> None:
+def test_landing_of_an_unknown_rank_is_ignored(pending_peer: int) -> None:
     incoming_transfers, incoming, _ = _incoming_transfers()
     assert incoming_transfers.landed(1, _landing(22)) is None
     assert incoming_transfers.landed(pending_peer, _landing(22)) is None

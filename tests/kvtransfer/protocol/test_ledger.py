@@ -1,4 +1,4 @@
-"""What a receiving rank's books refuse, frame by frame."""
+"""Ledger: acceptance and rejection of frames."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvtransfer.protocol.ledger import Ledger, LedgerState
 from kvtransfer.protocol.segment import Segment, combine_checksums
 
 _OPENING = Opening(handoff="h", num_tokens=6, max_tokens=6, block_ids=(0, 1, 2))
-_SPANS = ((0, 4), (4, 6))  # of the two segments that every sender makes of it
+_SPANS = ((0, 4), (4, 6))  # the two segments of every sender
 
 
 def _segment(number: int, *, epoch: int) -> SegmentFrame:
@@ -26,20 +26,20 @@ def _commit(*, epoch: int) -> CommitFrame:
     return CommitFrame(handoff="h", epoch=epoch, num_segments=2, checksum=checksum, num_tokens=6, next_tokens=(epoch,))
 
 
-def test_a_sender_of_an_older_epoch_is_fenced_by_the_first_frame_of_a_newer_one() -> None:
+def test_first_frame_of_a_newer_epoch_fences_the_older_sender() -> None:
     ledger = Ledger(_OPENING, num_layers=2)
     assert ledger.accept(_segment(0, epoch=1), source=0)
-    assert ledger.accept(_segment(0, epoch=2), source=0), "the newer sender begins anew"
+    assert ledger.accept(_segment(0, epoch=2), source=0), "the newer sender starts over"
     with pytest.raises(HandoffExpired, match="fenced"):
-        ledger.accept(_segment(1, epoch=1), source=0)  # it would fit behind the other one's first
+        ledger.accept(_segment(1, epoch=1), source=0)  # would fit after the first segment
     assert ledger.accept(_segment(1, epoch=2), source=0)
     with pytest.raises(HandoffExpired, match="fenced"):
-        ledger.commit(_commit(epoch=1), source=0, num_sources=1)  # and so would this
+        ledger.commit(_commit(epoch=1), source=0, num_sources=1)  # would fit, too
     landing = ledger.commit(_commit(epoch=2), source=0, num_sources=1)
     assert landing and (landing.epoch, landing.next_tokens) == (2, (2,))
 
 
-def test_what_an_older_sender_commits_after_the_handoff_has_landed_is_not_told() -> None:
+def test_commit_of_an_older_epoch_after_landing_is_rejected() -> None:
     ledger = Ledger(_OPENING, num_layers=2)
     for number in range(2):
         ledger.accept(_segment(number, epoch=2), source=0)
@@ -48,26 +48,26 @@ def test_what_an_older_sender_commits_after_the_handoff_has_landed_is_not_told()
     with pytest.raises(HandoffExpired, match="fenced"):
         ledger.commit(_commit(epoch=1), source=0, num_sources=1)
     newer = ledger.commit(_commit(epoch=3), source=0, num_sources=1)
-    assert newer and newer.next_tokens == (3,), "the client hears of its tokens from the newest sender"
+    assert newer and newer.next_tokens == (3,), "the newest sender reports the next tokens"
 
 
 def test_an_epoch_is_one_replicas() -> None:
-    """Else two of them together could fill it, or one could spoil what another one sends."""
+    """Otherwise two replicas could fill a handoff together, or one could corrupt another's."""
     ledger = Ledger(_OPENING, num_layers=2)
     ledger.admit(1, sender="prefill-0")
-    with pytest.raises(TransferError, match="another replica than prefill-1"):
+    with pytest.raises(TransferError, match="from prefill-1 rejected: another replica sends it"):
         ledger.admit(1, sender="prefill-1")
     ledger.admit(2, sender="prefill-1")
-    with pytest.raises(TransferError, match="another replica than prefill-0"):
+    with pytest.raises(TransferError, match="another replica sends it"):
         ledger.admit(2, sender="prefill-0")
-    ledger.admit(1, sender="prefill-0")  # which is fenced, and is told so
+    ledger.admit(1, sender="prefill-0")  # admitted, and rejected later by `accept`, because its epoch is fenced
     ledger.admit(2, sender="prefill-1")
 
 
 def test_a_handoff_that_names_its_sender_takes_nothing_from_others() -> None:
     ledger = Ledger(replace(_OPENING, sender="decode-1"), num_layers=2)
     for epoch in (1, 9):
-        with pytest.raises(TransferError, match="another replica than prefill-0"):
+        with pytest.raises(TransferError, match="another replica sends it"):
             ledger.admit(epoch, sender="prefill-0")
     ledger.admit(1, sender="decode-1")
-    assert ledger.accept(_segment(0, epoch=1), source=0), "no epoch of another replica's has fenced it"
+    assert ledger.accept(_segment(0, epoch=1), source=0), "another replica's epoch must not fence it"

@@ -1,4 +1,4 @@
-"""Every head of every receiving rank is covered once, by a rank that holds it."""
+"""Head plans cover every head of every receiving rank once, from a rank that holds it."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +23,7 @@ def _pairs(draw: st.DrawFn) -> tuple[KVLayout, KVLayout]:
 
 
 @given(_pairs())
-def test_every_head_of_every_receiver_comes_once_from_a_rank_that_holds_it(pair: tuple[KVLayout, KVLayout]) -> None:
+def test_every_receiver_head_is_copied_once_from_a_rank_that_holds_it(pair: tuple[KVLayout, KVLayout]) -> None:
     sender, receiver = pair
     arrived: dict[int, list[int]] = {rank: [] for rank in range(receiver.tensor_parallel)}
     for copy in plan_heads(sender=sender, receiver=receiver):
@@ -37,7 +37,7 @@ def test_every_head_of_every_receiver_comes_once_from_a_rank_that_holds_it(pair:
 
 
 @given(_pairs())
-def test_every_count_of_heads_that_travel_is_known(pair: tuple[KVLayout, KVLayout]) -> None:
+def test_head_counts_cover_every_plan(pair: tuple[KVLayout, KVLayout]) -> None:
     for copy in plan_heads(sender=pair[0], receiver=pair[1]):
         assert all(copy.num_heads in head_counts(layout) for layout in pair)
 

@@ -1,8 +1,8 @@
-"""The handoff protocol against everything that may happen to it, at every state: docs/HANDOFF.md is its description.
+"""Model test of the handoff protocol (docs/HANDOFF.md) under random events in every state.
 
-What is checked after every event: each block is in one state; no block is written that the handoff does not own at that
-moment, and none is read that another sequence has by now (these worlds assert both at the write and at the read); a
-handoff that is whole was filled by one sender per rank. And in the end: nothing is held by anybody.
+Checked after every event: each block is in one state; a handoff writes only blocks that it owns at that moment, and
+reads no block that was reused (asserted by the model at each access); a complete handoff was filled by one sender per
+rank. At the end no block is held.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _RANDOM = st.randoms(use_true_random=False)
 
 
 class Protocol(RuleBasedStateMachine):
-    """Router, time and misfortune, each at a place that is drawn."""
+    """State machine whose rules play the router, timeouts and faults."""
 
     world: World
 
@@ -62,7 +62,7 @@ class Protocol(RuleBasedStateMachine):
         prefill=st.integers(0, 1),
     )
     def fetch(self, prefix: int, num_held: int, num_blocks: int, prefill: int) -> None:
-        """What it is said to hold, and what it holds, may be two things."""
+        """Fetch a prefix from a source that may hold fewer blocks than reported."""
         prefix_source = self.world.prefills[prefill]
         prefix_source.hold(prefix, num_held)
         self.world.decode.puller.want(prefix, num_blocks, prefix_source)
@@ -78,7 +78,7 @@ class Protocol(RuleBasedStateMachine):
 
     @rule(num_events=st.integers(1, 12), random=_RANDOM)
     def go_on(self, num_events: int, random: Random) -> None:
-        """Whatever is under way goes a little further, except for what has stopped for a while."""
+        """Run some pending events, except for those of one stopped thread."""
         threads = [link.run_thread for link in self.world.links]
         stopped = random.choice([None, self.world.tell, *threads])
         for _ in range(num_events):
@@ -103,7 +103,7 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.links)
     @rule(random=_RANDOM, is_cut=st.booleans())
     def break_a_link(self, random: Random, is_cut: bool) -> None:
-        """What is on the wire is lost, or comes much later."""
+        """Fail a link. Its frames on the wire are lost or arrive late."""
         link = random.choice(self.world.links)
         if is_cut:
             link.frames.clear()
@@ -124,17 +124,17 @@ class Protocol(RuleBasedStateMachine):
     @precondition(lambda self: self.world.messages)
     @rule(random=_RANDOM)
     def tell_twice(self, random: Random) -> None:
-        """Within a replica, a call that was not answered in time is made again."""
+        """Repeat a message within a replica, as a retry does."""
         random.choice(self.world.messages)()
 
     @rule(random=_RANDOM)
     def kill(self, random: Random) -> None:
-        """Rarely, or nothing would ever come to its end."""
-        who = random.randrange(15)
-        if who == 2:
+        """Kill a replica rarely, so that handoffs can complete."""
+        index = random.randrange(15)
+        if index == 2:
             self.world.kill_decode()
-        elif who < 2:
-            self.world.kill_prefill(who)
+        elif index < 2:
+            self.world.kill_prefill(index)
 
     @invariant()
     def every_block_is_in_one_state(self) -> None:
@@ -142,7 +142,7 @@ class Protocol(RuleBasedStateMachine):
             self.world.check()
 
     def teardown(self) -> None:
-        """Everybody goes away; then nothing is left."""
+        """End all requests and check that no state is left."""
         if not hasattr(self, "world"):
             return
         for request in list(self.world.decode.requests):
@@ -153,7 +153,7 @@ class Protocol(RuleBasedStateMachine):
             prefill.cancel(job)
         self.world.settle()
         for link in self.world.links:
-            link.fail("nothing was heard of it in time")
+            link.fail("timed out")
         self.world.settle()
         self.world.check_empty()
 
@@ -170,10 +170,10 @@ class Protocol(RuleBasedStateMachine):
 _SETTINGS = settings(suppress_health_check=list(HealthCheck), print_blob=True)
 
 
-def test_both_ends_survive_whatever_happens() -> None:
+def test_protocol_invariants_hold_under_random_events() -> None:
     run_state_machine_as_test(Protocol, settings=settings(_SETTINGS, max_examples=60, stateful_step_count=60))
 
 
 @pytest.mark.slow
-def test_both_ends_survive_whatever_happens_for_long() -> None:
+def test_protocol_invariants_hold_under_long_random_runs() -> None:
     run_state_machine_as_test(Protocol, settings=settings(_SETTINGS, max_examples=5000, stateful_step_count=100))

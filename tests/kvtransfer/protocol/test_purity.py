@@ -1,4 +1,4 @@
-"""The protocol's modules can be driven by any test and run in any order: no lock, no clock, no wire is in them."""
+"""Protocol modules are pure: they import no locks, clocks, networking or torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MODULES = sorted(Path(kvtransfer.protocol.__path__[0]).glob("*.py"))
 
 
 @pytest.mark.parametrize("path", _MODULES, ids=lambda path: path.stem)
-def test_a_module_of_the_protocol_imports_nothing_impure(path: Path) -> None:
+def test_protocol_module_imports_are_pure(path: Path) -> None:
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

@@ -1,5 +1,4 @@
-"""What a passage hands to its links: every position of every layer once, in payloads whose size does not follow from
-how long a prompt is."""
+"""RankTransfer sends every position of every layer once, in payloads whose size is independent of the prompt length."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ _COPY = HeadCopy(sender=0, receiver=0, sender_head=0, receiver_head=0, num_heads
 
 
 class FakeCarrier:
-    """A link that announces at once what it is given, to a rank that books it."""
+    """Carrier that announces every item at once to a ledger."""
 
     def __init__(self, handoff: Handoff) -> None:
         self.sizes: list[int] = []  # rows of each payload
@@ -43,15 +42,13 @@ class FakeCarrier:
 @pytest.mark.parametrize(
     ("first", "end", "sizes"),
     [
-        (0, 3, [6]),  # all layers of a short prompt together
+        (0, 3, [6]),  # short prompt: all layers together
         (0, 9, [18]),
         (0, 10, [10, 10]),  # layer by layer
-        (4, 30, [10, 10, 10, 10, 12]),  # and of a longer one some positions after others
+        (4, 30, [10, 10, 10, 10, 12]),  # long prompt: ranges of positions
     ],
 )
-def test_what_lies_in_the_pool_goes_in_payloads_that_do_not_grow_with_the_prompt(
-    first: int, end: int, sizes: list[int]
-) -> None:
+def test_payload_size_of_cached_kv_is_independent_of_prompt_length(first: int, end: int, sizes: list[int]) -> None:
     handoff = Handoff(
         id="h",
         epoch=1,

@@ -1,4 +1,4 @@
-"""Which handoffs are open on a rank, in whatever order it is told."""
+"""Register of open handoffs, for any order of Open and Close."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from kvtransfer.protocol import register as register_module
 from kvtransfer.protocol.register import Register
 
 
-def test_a_handoff_that_is_opened_twice_is_the_first_one() -> None:
-    """That has what arrived, and whoever closes it waits for what is being written there: of a second one with its id
-    nobody would hear again."""
+def test_second_open_keeps_the_first_entry() -> None:
+    """The first entry holds the received data, and `close` must wait for its writes."""
     register: Register[str] = Register()
     register.open("h", "first")
     register.open("h", "second")
@@ -19,8 +18,8 @@ def test_a_handoff_that_is_opened_twice_is_the_first_one() -> None:
     assert (len(register), register.close("h"), register.close("h")) == (1, "first", None)
 
 
-def test_a_handoff_that_was_closed_is_not_opened_again() -> None:
-    """Also where it never was open: an Open may be overtaken by its Close."""
+def test_closed_handoff_cannot_be_reopened() -> None:
+    """This holds even if it was never open, because an Open may be overtaken by its Close."""
     register: Register[str] = Register()
     register.open("h", "first")
     for handoff in ("h", "overtaken"):
@@ -31,7 +30,7 @@ def test_a_handoff_that_was_closed_is_not_opened_again() -> None:
     assert register.handoffs == []
 
 
-def test_what_is_closed_is_not_remembered_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_remembered_closed_handoffs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(register_module, "_MAX_CLOSED", 2)
     register: Register[str] = Register()
     for number in range(3):

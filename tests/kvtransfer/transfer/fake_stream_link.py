@@ -1,4 +1,4 @@
-"""A link between two fake devices in one process: bytes move on a stream of its own, as NCCL's do."""
+"""Fake link between two fake devices in one process. Bytes move on a separate stream, as with NCCL."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ _POLL_S = 0.02
 
 
 class FakeWires:
-    """All that is under way, by link."""
+    """Operations in flight of all links."""
 
     def __init__(self, streams: FakeStreams, *, num_buffers: int = 2) -> None:
         self.streams = streams
         self.num_buffers = num_buffers
         self.sent: defaultdict[str, queue.SimpleQueue[tuple[Tensor, Clock]]] = defaultdict(queue.SimpleQueue)
-        self.held: list[
-            _Operation
-        ] = []  # of links that have failed, for as long as the device may be at their payloads
+        self.held: list[_Operation] = []  # of failed links, while the device may use their payloads
 
     def open(self, end: LinkEnd) -> FakeStreamLink:
         return FakeStreamLink(self, end)
 
     def let_go(self) -> None:
-        """The device has ended what closed links had under way."""
+        """Wait until the device has finished the operations of closed links."""
         for operation in self.held:
             operation.event.wait()
 
 
 class FakeStreamLink:
-    """Implements Link. A payload is read when its sending is started, for all that the sender can know, and until its
-    operation has been waited for; it is written to from when its receipt is started. What a closed link had under way
-    it holds, as NcclLink does."""
+    """Fake link; implements Link.
+
+    A sent payload is read from the start of the send until its operation was waited for; a received one is written from
+    the start of the receive. A closed link holds its operations in flight, as NcclLink does.
+    """
 
     backend = "fake"
     device = torch.device("cpu")
@@ -52,7 +52,7 @@ class FakeStreamLink:
         self.under_way: list[_Operation] = []
 
     def meet(self) -> None:
-        """They are in one process."""
+        """Do nothing, because both ends are in one process."""
 
     def send(self, payload: Tensor) -> _Operation:
         return _Operation(self, payload, is_sending=True)
@@ -65,11 +65,11 @@ class FakeStreamLink:
         self.hold()
 
     def hold(self) -> None:
-        """What is under way now."""
+        """Keep the operations in flight."""
         self.wires.held += self.under_way
 
     def take(self, timeout_s: float) -> tuple[Tensor, Clock]:
-        """What was sent next. Raises LinkClosed."""
+        """Return the next payload that was sent. Raises LinkClosed."""
         for _ in range(int(timeout_s / _POLL_S) + 1):
             if self.is_closed:
                 break
@@ -77,7 +77,7 @@ class FakeStreamLink:
                 return self.sent.get(timeout=_POLL_S)
             except queue.Empty:
                 continue
-        raise LinkClosed("the link is closed, or nothing came")
+        raise LinkClosed("the link is closed, or the receive timed out")
 
 
 class _Operation:
@@ -89,11 +89,11 @@ class _Operation:
         behind = streams.mark()
         with streams.watched(link.name):
             behind.hold_up()
-            # On its way from now on: what touches the payload before this has been waited for is a race.
+            # In flight from here on: any access to the payload before the wait is a race.
             streams.launch("wire", **{"reads" if is_sending else "writes": [payload]})
             self.event = streams.mark()
         link.under_way.append(self)
-        if link.is_closed:  # meanwhile
+        if link.is_closed:  # closed by another thread
             link.hold()
         if is_sending:
             link.sent.put((torch.from_numpy(payload.numpy().copy()), self.event.clock))

@@ -1,4 +1,4 @@
-"""A receiving rank in a process of its own, to be killed, frozen and started again."""
+"""Receiving rank in a separate process, which tests kill, freeze and restart."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IDENTITY = in_clear(rank("decode-0"))
 
 
 def config(failpoint: Failpoint = unobserved, *, silence_s: float = SILENCE_S) -> LinkConfig:
-    """Of either side."""
+    """Return the link configuration of either side."""
     pool = KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=torch.device("cpu"))
     return LinkConfig(
         rank=0,
@@ -50,7 +50,7 @@ def config(failpoint: Failpoint = unobserved, *, silence_s: float = SILENCE_S) -
 
 @dataclass
 class ReceivingProcess:
-    """Every handoff "h0", "h1", … is open there, for all blocks: they only come one after the other."""
+    """Receiver with handoffs "h0", "h1", … open for all blocks. They must be sent one after the other."""
 
     address: str
     process: BaseProcess
@@ -63,7 +63,7 @@ class ReceivingProcess:
 @contextmanager
 def receiving_process(port: int = 0) -> Iterator[ReceivingProcess]:
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed"])  # takes seconds; grpc must not be there before a fork
+    context.set_forkserver_preload(["torch.distributed"])  # takes seconds; grpc must not be imported before a fork
     ours, theirs = context.Pipe()
     process = context.Process(target=_serve, args=(port, theirs), daemon=True)
     process.start()

@@ -1,4 +1,4 @@
-"""What is packed out of one pool arrives in another; damage and disorder change the checksum."""
+"""Codec round trips between pools, and checksums of damaged and reordered payloads."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def _filled_pool(layout: KVLayout, slots_T: torch.Tensor) -> KVPool:
 
 
 def _carry(dtype: str, wire: str) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """KV (layers, 2, heads, tokens, 64) of the segment before and after, and the payload's size."""
+    """Return KV (layers, 2, heads, tokens, 64) of the segment before and after, and the payload's size."""
     layout = _layout(dtype)
     from_slots, to_slots = torch.randperm(128)[:21], torch.randperm(128)[:21]
     source, target = _filled_pool(layout, from_slots), KVPool(layout, num_blocks=8, device=torch.device("cpu"))
@@ -49,26 +49,26 @@ def _carry(dtype: str, wire: str) -> tuple[torch.Tensor, torch.Tensor, int]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8_e4m3", "int8"])
-def test_a_raw_wire_carries_the_pool_bit_for_bit(dtype: str) -> None:
+def test_raw_wire_is_bit_exact(dtype: str) -> None:
     before, after, _ = _carry(dtype, "raw")
     assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
-def test_a_pool_of_8_bits_is_not_quantised_again(dtype: str, wire: str) -> None:
+def test_8_bit_pool_is_not_quantized_again(dtype: str, wire: str) -> None:
     before, after, _ = _carry(dtype, wire)
     assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
-def test_a_wire_of_8_bits_keeps_each_row_within_its_step(dtype: str, wire: str) -> None:
+def test_8_bit_wire_error_is_within_the_quantization_step(dtype: str, wire: str) -> None:
     before, after, _ = _carry(dtype, wire)
     assert not torch.equal(before, after)
     most = before.abs().amax(-1, keepdim=True)
     # e4m3 has 3 bits of mantissa: half a step is 1/16 of the value, and 2^-10 of the row's scale near zero. int8's
-    # steps are all one scale. What comes back is rounded once more, to the pool's dtype.
+    # steps are all one scale. The result is rounded once more, to the pool's dtype.
     bound = before.abs() / 16 + most / 448 * 2**-9 + 1e-3 if wire == "fp8_e4m3" else most / 127 * 0.51 + most / 256
     assert ((before - after).abs() <= bound).all()
 
@@ -86,7 +86,7 @@ def test_a_wire_of_8_bits_keeps_each_row_within_its_step(dtype: str, wire: str) 
     ],
 )
 def test_latent_rows_keep_their_rotated_key(dtype: str, wire: str, row_bytes: int) -> None:
-    """One row per token and layer, whatever the number of ranks; in 8 bits its last numbers travel in bf16."""
+    """There is one row per token and layer, for any number of ranks; in 8 bits its last numbers are sent as bf16."""
     layout = KVLayout(
         model="m", num_layers=4, num_kv_heads=1, head_dim=80, block_size=16, dtype=dtype, num_sides=1, exact_dim=16
     )
@@ -116,8 +116,8 @@ def test_latent_rows_keep_their_rotated_key(dtype: str, wire: str, row_bytes: in
 
 @pytest.mark.parametrize("wire", ["raw", "int8"])
 @pytest.mark.parametrize("ends", [(40,), (5, 16, 31, 40), (32, 40)])
-def test_rows_of_full_blocks_come_with_the_last_layer(wire: str, ends: tuple[int, ...]) -> None:
-    """In however many pieces; bit for bit on every wire, and of no block that is not full."""
+def test_feature_rows_of_full_blocks_are_sent_with_the_last_layer(wire: str, ends: tuple[int, ...]) -> None:
+    """Feature rows are sent for full blocks only, in any number of pieces, unchanged on every wire."""
     layout = replace(_layout("float32"), draft="heads", num_draft_layers=1, feature_bytes=12)
     source, target = (KVPool(layout, num_blocks=8, device=torch.device("cpu")) for _ in range(2))
     source.features.copy_(torch.randint(1, 256, source.features.shape, dtype=torch.uint8))
@@ -137,7 +137,7 @@ def test_rows_of_full_blocks_come_with_the_last_layer(wire: str, ends: tuple[int
 
 
 @pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
-def test_8_bits_with_their_scales_are_at_most_0_53_of_bf16(wire: str) -> None:
+def test_8_bit_payloads_are_at_most_0_53_of_bf16(wire: str) -> None:
     assert _carry("bfloat16", wire)[2] <= 0.53 * _carry("bfloat16", "raw")[2]
 
 
@@ -150,7 +150,7 @@ def test_any_damaged_byte_changes_the_checksum(data: bytes, draw: st.DataObject)
     assert checksum(payload) != checksum(damaged)
 
 
-def test_the_order_of_words_and_of_segments_counts() -> None:
+def test_checksums_depend_on_order() -> None:
     payload = torch.arange(16, dtype=torch.uint8)
     assert checksum(payload) != checksum(payload.roll(8))
     assert combine_checksums([1, 2]) != combine_checksums([2, 1])

@@ -1,4 +1,4 @@
-"""How a sender learns that a receiving rank is gone, and that it costs nobody else anything."""
+"""Detection of dead and frozen receivers by a sender, without effect on other transfers."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tests.kvtransfer.transfer.receiving_process import (
 )
 
 _NUM_TOKENS = NUM_BLOCKS * LAYOUT.block_size
-_END_S = 40.0  # for what must end, on any machine
-_NEVER_S = 600.0  # a sender that has so much patience ends nothing because of silence before a test has failed
+_END_S = 40.0  # bound for events that must happen, on any machine
+_NEVER_S = 600.0  # timeout that does not expire within a test
 
 
 class Shipping:
-    """A sender and what became of its handoffs."""
+    """A sender and the results of its handoffs."""
 
     def __init__(self, silence_s: float) -> None:
         self.shipments: asyncio.Queue[Shipment] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        self.sending: asyncio.Queue[str] = asyncio.Queue()  # the handoff of each payload that is put on the wire
+        self.sending: asyncio.Queue[str] = asyncio.Queue()  # handoff of each payload put on the wire
 
         def failpoint(milestone: FailpointStage, handoff: str) -> None:
             if milestone is FailpointStage.SENDING:
@@ -87,15 +87,13 @@ async def _shipping(*, silence_s: float = _NEVER_S) -> AsyncIterator[Shipping]:
     await shipping.sender.close()
 
 
-async def test_a_killed_receiver_is_known_without_a_deadline_in_the_middle_of_a_send_and_costs_its_own_links_only() -> (
-    None
-):
+async def test_killed_receiver_is_detected_at_once_and_fails_only_its_own_links() -> None:
     with receiving_process() as victim, receiving_process() as bystander:
         async with _shipping() as shipping:
             shipping.ship(victim, 0)
             shipping.ship(bystander, 2)
             assert [(await shipping.ended()).error for _ in range(2)] == [None, None]
-            victim.signal(signal.SIGSTOP)  # so that the send cannot get through before the kill
+            victim.signal(signal.SIGSTOP)  # so that the send cannot complete before the kill
             shipping.ship(victim, 1)
             await shipping.is_sending(1)
             victim.signal(signal.SIGKILL)
@@ -105,7 +103,7 @@ async def test_a_killed_receiver_is_known_without_a_deadline_in_the_middle_of_a_
             assert (await shipping.ended()).error is None
 
 
-async def test_a_frozen_receiver_is_known_by_the_deadline_whether_it_was_connected_or_not() -> None:
+async def test_frozen_receiver_is_detected_by_the_deadline() -> None:
     with receiving_process() as connected, receiving_process() as pending_peer:
         async with _shipping(silence_s=SILENCE_S) as shipping:
             shipping.ship(connected, 0)
@@ -117,7 +115,7 @@ async def test_a_frozen_receiver_is_known_by_the_deadline_whether_it_was_connect
             assert all(isinstance(error, LinkClosed) for error in errors)
 
 
-async def test_a_passage_is_aborted_at_once_while_the_link_is_stuck() -> None:
+async def test_transfer_is_aborted_at_once_while_the_link_is_stuck() -> None:
     with receiving_process() as peer:
         async with _shipping() as shipping:
             shipping.ship(peer, 0)
@@ -132,8 +130,8 @@ async def test_a_passage_is_aborted_at_once_while_the_link_is_stuck() -> None:
             assert (await shipping.ended()).error is None, "the link lives on"
 
 
-async def test_a_link_that_cannot_begin_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the reason: who waits for it hears of it, and the next handoff finds a new one."""
+async def test_link_that_fails_to_start_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its handoffs fail, and the next handoff gets a new link."""
     num_threads = 0
 
     def thread(**more: Any) -> threading.Thread:
@@ -153,7 +151,7 @@ async def test_a_link_that_cannot_begin_is_not_used_again(monkeypatch: pytest.Mo
             assert (await shipping.ended()).error is None
 
 
-async def test_a_receiver_that_comes_back_is_found_again_under_a_new_epoch() -> None:
+async def test_restarted_receiver_is_reached_under_a_new_epoch() -> None:
     async with _shipping() as shipping:
         with receiving_process() as first:
             shipping.ship(first, 0)

@@ -1,4 +1,4 @@
-"""What another process says to a rank is refused by name, or costs its own link: nothing else, and nothing of ours."""
+"""Invalid messages from other processes are rejected by field, or close their own link, without other effects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from worker.step_inbox import Inbox
 
 _LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")
 _NUM_BLOCKS, _NUM_TOKENS = 12, 20
-_ROW_BYTES = 2 * 4 * 16 * 4  # of one position of one layer
+_ROW_BYTES = 2 * 4 * 16 * 4  # one position of one layer
 _HELLO = pb.Hello(
     wire_version=WIRE_VERSION,
     layout=_LAYOUT.fingerprint,
@@ -72,7 +72,7 @@ def _config() -> LinkConfig:
 
 
 class ServedRank:
-    """A receiving rank at a port, and a stub of whoever may call it."""
+    """A receiving rank and a client stub."""
 
     def __init__(self, address: str, servicer: RankServicer, receiver: Receiver, stub: rpc.RankStub) -> None:
         self.address, self.servicer, self.receiver, self.stub = address, servicer, receiver, stub
@@ -85,7 +85,7 @@ class ServedRank:
         return raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT and is_named
 
     async def hears(self, *frames: pb.SenderFrame) -> list[str]:
-        """The kinds of what it answers to these, until it ends the link."""
+        """Send these frames and return the kinds of the answers, until the rank ends the link."""
         has_ended = asyncio.Event()
 
         async def say() -> AsyncIterator[pb.SenderFrame]:
@@ -97,7 +97,7 @@ class ServedRank:
         try:
             async for answer in self.stub.Connect(say(), timeout=60):
                 answers.append(str(answer.WhichOneof("frame")))
-        except aio.AioRpcError as error:  # it ended the call while we were still speaking
+        except aio.AioRpcError as error:  # the rank ended the call before all frames were sent
             assert error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED
         has_ended.set()
         return answers
@@ -156,11 +156,11 @@ async def test_an_opening_of_blocks_that_there_are_not_is_refused(field: str, ch
 
 
 def test_no_slot_is_made_of_a_block_that_is_not_in_the_pool() -> None:
-    """The one place before the kernels, those of engine/cpu/wire.h and those of a GPU, whatever was checked before."""
+    """This is the only bounds check before the kernels of engine/cpu/wire.h and of the GPU."""
     pool = _config().pool
     assert slots_of(pool, [3, 1, 8], 4, 8).tolist() == [28, 29, 30, 31, 8, 9, 10, 11]
     for blocks in ([3, _NUM_BLOCKS], [3, -1], [3, 1 << 60], [3]):
-        with pytest.raises(TransferError, match="do not lie in the pool"):
+        with pytest.raises(TransferError, match="are outside the pool"):
             slots_of(pool, blocks, 0, 16)
     opening = Opening(handoff="h", num_tokens=16, max_tokens=16, block_ids=(3, 999_999_999))
     receiver = Receiver(_config(), rendezvous=RankServicer().rendezvous, on_landed=lambda landing: None)
@@ -229,7 +229,7 @@ async def test_a_greeting_that_fits_nothing_here_is_refused_and_learns_nothing(c
         assert _LAYOUT.fingerprint not in answers[0].rejected.reason and len(answers[0].rejected.reason) < 2000
 
 
-async def test_what_no_hello_begins_ends() -> None:
+async def test_call_without_a_hello_ends() -> None:
     async with _rank() as rank:
         assert [answer async for answer in rank.stub.Connect(iter([]), timeout=10)] == []
         assert [a.WhichOneof("frame") async for a in rank.stub.Connect(iter([_segment()]), timeout=10)] == ["rejected"]
@@ -254,7 +254,7 @@ async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() 
 
 
 class FakeDevice:
-    """Of which only is noted which threads have anything to do with it: any of them may have to wait for it."""
+    """Event that records the threads that use it, because each may block on the device."""
 
     is_at_once = False
 
@@ -275,14 +275,14 @@ class FakeDevice:
         return getattr(streams.AtOnce(), name)
 
 
-async def test_the_event_loop_leaves_the_device_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device may be many steps behind, and every other call of the rank would wait for it as well."""
+async def test_event_loop_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may lag many steps behind, and waiting for it on the event loop would block every other call."""
     async with _rank() as rank:
         sender, _ = _sender()
         device = FakeDevice()
         monkeypatch.setattr(streams, "streams_of", device.streams_of)
 
-        def ship() -> None:  # as a replica's thread of steps does
+        def ship() -> None:  # as the step thread does
             transfer = sender.begin(_handoff(rank.address), [0, 1, 2])
             assert transfer
             for layer in range(2):
@@ -299,7 +299,7 @@ async def test_the_event_loop_leaves_the_device_alone(monkeypatch: pytest.Monkey
 
 
 async def test_only_the_replica_that_a_handoff_names_fills_it() -> None:
-    """Also where another one has learnt its id, and knows what it is for."""
+    """This holds even if another replica knows the handoff's id."""
     async with _rank() as rank:
         sender, shipments = _sender()
 
@@ -317,7 +317,7 @@ async def test_only_the_replica_that_a_handoff_names_fills_it() -> None:
             opening = _fields(_OPEN) | {"handoff": id, "sender": by, "block_ids": blocks}
             await rank.stub.Open(pb.OpenRequest(**opening), timeout=10)
         error = await ship("theirs")
-        assert error and "comes from another replica than decode-0" in str(error)
+        assert error and "another replica sends it" in str(error)
         assert await ship("ours") is None
         assert (await asyncio.wait_for(rank.landings.get(), 10)).handoff == "ours"
         await sender.close()
@@ -326,7 +326,7 @@ async def test_only_the_replica_that_a_handoff_names_fills_it() -> None:
 
 
 def _sender() -> tuple[Sender, asyncio.Queue[Shipment]]:
-    """Of a pool full of 1.5, and what becomes of what it ships. Whoever asks for it closes it."""
+    """Create a sender with a pool full of 1.5, and a queue of its shipments. The caller closes it."""
     shipments: asyncio.Queue[Shipment] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     sender = Sender(
@@ -357,7 +357,7 @@ def _handoff(*ranks: str, id: str = "h") -> Handoff:
     )
 
 
-# Words, and reports of the ranks of one replica.
+# Rendezvous and reports of the ranks of one replica.
 
 
 async def test_words_that_are_asked_for_and_never_told_are_not_kept() -> None:
@@ -367,7 +367,7 @@ async def test_words_that_are_asked_for_and_never_told_are_not_kept() -> None:
                 await rank.stub.Ask(pb.AskRequest(key=f"nobody/{number}"), timeout=0.01)
         await rank.stub.Tell(pb.TellRequest(key="gang/come/1", value=b"here"), timeout=10)
         assert (await rank.stub.Ask(pb.AskRequest(key="gang/come/1"), timeout=10)).value == b"here"
-        await becomes(lambda: len(rank.servicer.rendezvous) == 1)  # a call that was given up ends a moment later here
+        await becomes(lambda: len(rank.servicer.rendezvous) == 1)  # a cancelled call ends a moment later on the server
         assert await rank.rejects("Tell", pb.TellRequest(key="k" * 5000), "key")
         assert await rank.rejects("Tell", pb.TellRequest(key="k", value=bytes(1 << 20)), "value")
         assert await rank.rejects("Ask", pb.AskRequest(), "key")
@@ -407,14 +407,14 @@ async def test_a_report_that_no_rank_of_ours_would_make_is_refused(field: str, r
     inbox, worker = Inbox(setup, SimpleNamespace()), SimpleNamespace()  # type: ignore[arg-type]
     inbox.open(worker, posted.append)  # type: ignore[arg-type]
     async with _rank() as rank:
-        rank.servicer.on_report = inbox.reported
+        rank.servicer.on_report = inbox.on_report
         assert await rank.rejects("Report", report, field)
         assert posted == []
         await rank.stub.Report(pb.ReportRequest(rank=1, shipped=_GOOD), timeout=10)
         assert len(posted) == 1
 
 
-# What others ask a holder for.
+# Fetch calls of other replicas.
 
 
 @pytest.mark.parametrize(
@@ -451,20 +451,20 @@ async def test_a_prefix_is_not_shipped_along_a_ticket_that_cannot_be(field: str,
     assert posted == []
 
 
-def test_a_meeting_holds_so_much_and_no_more() -> None:
-    rendezvous = Rendezvous(max_words=3)
+def test_rendezvous_store_is_bounded() -> None:
+    rendezvous = Rendezvous(max_keys=3)
     for number in range(10):
-        rendezvous.tell(f"key/{number}", b"word")
-    assert len(rendezvous) == 3 and rendezvous.ask("key/9", timeout_s=1) == b"word"
+        rendezvous.set(f"key/{number}", b"word")
+    assert len(rendezvous) == 3 and rendezvous.get("key/9", timeout_s=1) == b"word"
     with pytest.raises(TimeoutError):
-        rendezvous.ask("key/0", timeout_s=0)
-    rendezvous.tell("key/9", b"another")
-    assert rendezvous.ask("key/9", timeout_s=1) == b"another"
+        rendezvous.get("key/0", timeout_s=0)
+    rendezvous.set("key/9", b"another")
+    assert rendezvous.get("key/9", timeout_s=1) == b"another"
     rendezvous.forget("key/")
     assert len(rendezvous) == 0
 
 
-def test_check_refuses_with_the_fields_name() -> None:
+def test_check_names_the_field() -> None:
     with pytest.raises(RequestError) as rejected:
         Receiver(_config(), rendezvous=RankServicer().rendezvous, on_landed=lambda landing: None).checked(
             Opening(handoff="h", num_tokens=8, max_tokens=8, block_ids=(99,))

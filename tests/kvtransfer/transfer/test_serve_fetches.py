@@ -1,4 +1,4 @@
-"""What the model test found once in five thousand: a call that is made twice, and a report that comes late."""
+"""Duplicate fetch calls and late reports, a case that the model test finds once in five thousand runs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Listener:
 
 
 def test_a_prefix_is_not_shipped_twice_under_one_handoff() -> None:
-    """A late report of the first passage would end the second one, and free blocks that are still read."""
+    """A late report of the first transfer would end the second one, and free blocks that are still being read."""
     blocks = BlockManager(NUM_BLOCKS)
     no_tiers: Tiers[object] = Tiers(blocks, None, layout(1), eviction="lru", timeout_s=1.0)
     served_fetches = ServedFetches(blocks, layout(1), no_tiers)
@@ -51,6 +51,6 @@ def test_a_prefix_is_not_shipped_twice_under_one_handoff() -> None:
     served_fetches.give(handoff, hashes_of(0), again)
     served_fetches.shipped(0, failed)
     assert [str(error) for error in first.errors] == ["gone"]
-    assert [str(error) for error in again.errors] == ["handoff h is under way already, or was"]
+    assert [str(error) for error in again.errors] == ["handoff h is a duplicate"]
     assert len(served_fetches.take_orders()) == 1 and not len(served_fetches)
     assert blocks.num_available == NUM_BLOCKS

@@ -1,5 +1,4 @@
-"""Links on a device whose streams are in no order but what marks say: nothing is read or written out of order, and the
-checker would see it if it were."""
+"""Links on a fake device whose streams are ordered by events only: no access is out of order, and the checker works."""
 
 from __future__ import annotations
 
@@ -48,20 +47,19 @@ HERE, THERE = "prefill computes", "decode computes"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is shipped, one after the other, and what becomes of it."""
+    """Handoffs shipped one after the other, with their outcomes."""
 
-    # Tokens, and how it ends: whole; or given up before the last chunk, while the others are on their way, or when they
-    # have been written.
+    # Tokens and outcome: complete, or cancelled before the last chunk, while the others are in flight or written.
     handoffs: list[tuple[int, str]]
     chunk: int = 8
-    ranks: int = 1  # of the receiver
-    sources: int = 1  # ranks of the sender
+    ranks: int = 1  # receiver
+    sources: int = 1  # sender ranks
     num_streams: int | None = None
     num_buffers: int = 2
 
 
 class Side:
-    """A replica's ranks, its step thread, and what it has been told."""
+    """Ranks of a replica, its step stream, and its results."""
 
     def __init__(self, stream: str) -> None:
         self.stream = stream
@@ -72,7 +70,7 @@ class Side:
         self.shipments: asyncio.Queue[Shipment] = asyncio.Queue()
 
     def compute(self, device: FakeStreams, layer: int, slots: list[int]) -> None:
-        """Write KV, as a step does."""
+        """Write KV as a step does."""
         with device.watched(self.stream):
             for sender in self.senders:
                 pool = sender.config.pool
@@ -125,8 +123,10 @@ async def replica(name: str, stream: str, ranks: int) -> AsyncIterator[Side]:
 
 
 async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> None:
-    """Prompts are computed chunk by chunk and shipped layer by layer; where they land somebody attends to them. Blocks
-    are used again on both sides as soon as they may be."""
+    """Compute prompts by chunk, ship them by layer, and read them at the receiver.
+
+    Blocks are reused on both sides as early as allowed.
+    """
     written: queue.SimpleQueue[None] = queue.SimpleQueue()
     unpack = codec.Codec.unpack
 
@@ -151,7 +151,7 @@ async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> No
                 first_token=0,
                 ttl_s=END_S,
             )
-            with device.watched(THERE):  # somebody else had these blocks, until now
+            with device.watched(THERE):  # another sequence used these blocks before
                 for layer in range(LAYOUT.num_layers):
                     there.compute(device, layer, [block * 4 for block in targets])
                 opening = Opening.of(handoff, targets[: -(-num_tokens // 4)])
@@ -225,11 +225,11 @@ plans = st.builds(
 
 @settings(max_examples=8)
 @given(plan=plans)
-def test_nothing_that_a_link_touches_is_out_of_order(plan: Plan) -> None:
+def test_link_accesses_are_ordered(plan: Plan) -> None:
     assert races(plan) == []
 
 
-# What would be wrong, and is to be found: each a function that makes it so.
+# Faults that the checker must find. Each function injects one.
 
 
 def pack_without_waiting_for_the_layer(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
@@ -257,7 +257,7 @@ def unpack_without_waiting_for_who_had_the_blocks(patch: pytest.MonkeyPatch, dev
 
 
 def mark_before_the_blocks_are_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    """What `close` waits for then is the write before."""
+    """Make `close` wait for the previous write instead of the last one."""
     before = [device.mark()]
     unpack = codec.Codec.unpack
 
@@ -308,7 +308,7 @@ def upload_slots_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStream
 
 
 def open_before_who_had_the_blocks_is_through(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    """As on a rank that is behind: the mark is made, and then comes a step that writes to the blocks."""
+    """Run a step that writes to the blocks after the event is recorded, as on a rank that lags behind."""
     opened = Receiver.open
 
     def too_early(receiver: Receiver, opening: Opening) -> None:
@@ -322,7 +322,7 @@ def open_before_who_had_the_blocks_is_through(patch: pytest.MonkeyPatch, device:
 
 
 def wait_for_one_of_two_ranks(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    """Each writes on a lane of its own."""
+    """Write from each source on its own stream, without waiting for the others."""
     written = incoming.Incoming.write
 
     def write(arriving: incoming.Incoming, *arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Sender to receiver over real gRPC and real links, in one process: what is shipped lands whole, or is refused."""
+"""Sender to receiver over real gRPC and real links, in one process: KV lands completely or is rejected."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ _BLOCKS = [5, 2, 9, 0, 7]
 
 
 class Side:
-    """One replica's ranks on one side of a transfer."""
+    """Ranks of one replica, on one side of a transfer."""
 
     def __init__(self) -> None:
         self.landings: asyncio.Queue[Landing] = asyncio.Queue()
@@ -124,7 +124,7 @@ async def _replica(
 
 
 def _fill(side: Side) -> torch.Tensor:
-    """Random KV of every head at _BLOCKS: (layers, 2, heads, tokens, D)."""
+    """Write random KV (layers, 2, heads, tokens, D) of every head at _BLOCKS and return it."""
     kv = torch.randn(_LAYOUT.num_layers, 2, 4, _NUM_TOKENS, 16, generator=torch.Generator().manual_seed(1))
     positions = torch.arange(_NUM_TOKENS)
     slots = torch.tensor(_BLOCKS)[positions // 8] * 8 + positions % 8
@@ -137,7 +137,7 @@ def _fill(side: Side) -> torch.Tensor:
 
 
 def _read(side: Side, blocks: list[int]) -> torch.Tensor:
-    """The same shape, as it lies in the receiving side's pools."""
+    """Return the KV in the receiving side's pools, in the same shape."""
     kv = torch.empty(_LAYOUT.num_layers, 2, 4, _NUM_TOKENS, 16)
     for receiver in side.receivers:
         start, end = receiver.config.pool.layout.head_range(receiver.config.rank)
@@ -162,7 +162,7 @@ def _handoff(side: Side, *, first_token: int = 0, epoch: int = 1, id: str = "h")
 
 
 def _ship(side: Side, handoff: Handoff, *, chunks: tuple[int, ...] = (_NUM_TOKENS,), commit: bool = True) -> None:
-    """What the step loop does: chunk by chunk, layer by layer."""
+    """Ship a prompt by chunk and layer, as the step loop does."""
     for sender in side.senders:
         transfer = sender.begin(handoff, _BLOCKS)
         if transfer is None:
@@ -178,7 +178,7 @@ def _ship(side: Side, handoff: Handoff, *, chunks: tuple[int, ...] = (_NUM_TOKEN
 
 @pytest.mark.parametrize("receiver_tp", [1, 2, 8])
 @pytest.mark.parametrize("sender_tp", [1, 2, 8])
-async def test_kv_lands_whole_for_any_pair_of_tensor_parallel_sizes(sender_tp: int, receiver_tp: int) -> None:
+async def test_kv_lands_completely_for_any_pair_of_tensor_parallel_sizes(sender_tp: int, receiver_tp: int) -> None:
     async with _replica(sender_tp) as p, _replica(receiver_tp) as d:
         kv, handoff, blocks = _fill(p), _handoff(d), [3, 1, 8, 11, 6]
         d.open(handoff, blocks)
@@ -191,8 +191,8 @@ async def test_kv_lands_whole_for_any_pair_of_tensor_parallel_sizes(sender_tp: i
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
 @pytest.mark.parametrize(("sender_tp", "receiver_tp"), [(1, 1), (2, 1), (1, 4)])
-async def test_a_pool_of_8_bits_lands_code_for_code(sender_tp: int, receiver_tp: int, dtype: str) -> None:
-    """Whatever the wire's dtype: the pool's own codes and scales travel."""
+async def test_8_bit_pool_lands_bit_exact(sender_tp: int, receiver_tp: int, dtype: str) -> None:
+    """The pool's codes and scales are sent unchanged, for any wire dtype."""
     layout, blocks = replace(_LAYOUT, dtype=dtype), [3, 1, 8, 11, 6]
     async with (
         _replica(sender_tp, wire="fp8_e4m3", layout=layout) as p,
@@ -209,7 +209,7 @@ async def test_a_pool_of_8_bits_lands_code_for_code(sender_tp: int, receiver_tp:
             assert torch.equal(landed, sent)
 
 
-async def test_only_what_the_receiver_lacks_travels() -> None:
+async def test_only_missing_positions_are_sent() -> None:
     async with _replica(1) as p, _replica(1) as d:
         kv = _fill(p)
         d.open(_handoff(d, first_token=16), [3, 1, 8, 11, 6])
@@ -232,7 +232,7 @@ async def test_a_receiver_that_has_everything_gets_only_the_commit() -> None:
         assert (await d.landed()).next_tokens == (42, 43)
 
 
-async def test_a_closed_handoff_is_refused_and_its_blocks_stay_as_they_are() -> None:
+async def test_closed_handoff_is_rejected_and_its_blocks_are_unchanged() -> None:
     async with _replica(1) as p, _replica(1) as d:
         _fill(p)
         d.open(_handoff(d), [3, 1, 8, 11, 6])
@@ -263,7 +263,7 @@ async def test_a_newer_epoch_fences_an_older_one() -> None:
         pytest.param("nixl", marks=pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed")),
     ],
 )
-async def test_handoffs_share_a_link_and_one_refusal_does_not_hurt_the_others(link: str) -> None:
+async def test_rejected_handoff_does_not_affect_others_on_the_link(link: str) -> None:
     async with _replica(1, link=link) as p, _replica(1, link=link) as d:
         kv = _fill(p)
         for i in range(8):
@@ -306,7 +306,7 @@ async def test_another_wire_is_refused_at_once(theirs: dict[str, Any], what: str
         assert what in str((await p.shipped()).error)
 
 
-async def test_a_receiver_that_is_not_there_fails_the_shipment_and_a_later_one_gets_through() -> None:
+async def test_shipment_to_a_missing_receiver_fails_and_a_later_one_succeeds() -> None:
     async with _replica(1) as p:
         kv = _fill(p)
         async with _replica(1) as gone:
@@ -320,7 +320,7 @@ async def test_a_receiver_that_is_not_there_fails_the_shipment_and_a_later_one_g
             assert torch.equal(_read(d, [3, 1, 8, 11, 6]), kv)
 
 
-async def test_an_aborted_passage_ends_and_the_link_lives_on() -> None:
+async def test_aborted_transfer_ends_and_the_link_stays_open() -> None:
     async with _replica(1) as p, _replica(1) as d:
         kv = _fill(p)
         d.open(_handoff(d), [3, 1, 8, 11, 6])
@@ -335,7 +335,7 @@ async def test_an_aborted_passage_ends_and_the_link_lives_on() -> None:
 
 
 class WaitingLink:
-    """Its peer never comes; only closing it ends that."""
+    """Link whose peer never connects. Only `close` ends the wait."""
 
     backend = "waiting"
     device = _CPU
@@ -360,8 +360,8 @@ class WaitingLink:
 
 
 @pytest.mark.timeout(30)
-async def test_both_owners_close_a_link_that_meets_still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They have it from the first moment: its thread is not left to a deadline, nor for ever."""
+async def test_both_ends_can_close_a_connecting_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Owners can close the link while it connects, so its thread ends at once."""
     made: list[WaitingLink] = []
 
     def make(end: LinkEnd) -> WaitingLink:
@@ -380,8 +380,8 @@ async def test_both_owners_close_a_link_that_meets_still(monkeypatch: pytest.Mon
 
 
 @pytest.mark.timeout(30)
-async def test_a_link_whose_owner_has_gone_when_it_is_made_meets_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making one takes a while, as NCCL is loaded for the first: nobody could close it before."""
+async def test_link_is_not_connected_if_its_owner_closed_during_construction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Constructing a link may take long (NCCL is loaded first), and it cannot be closed until then."""
     making: list[None] = []
     may_go = threading.Event()
     made: list[WaitingLink] = []
@@ -412,7 +412,7 @@ async def test_a_link_whose_owner_has_gone_when_it_is_made_meets_nobody(monkeypa
 
 
 class ToldLink:
-    """Nothing comes through; it notes how long somebody would wait for that. Implements Operation, too."""
+    """Link that never completes an operation, and records the timeouts. Implements Operation, too."""
 
     backend = "told"
     device = _CPU
@@ -438,8 +438,8 @@ class ToldLink:
 
 
 @pytest.mark.timeout(30)
-async def test_an_operation_is_waited_for_by_the_deadline_of_its_link(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At both ends. Not for ever: a peer may be frozen while its host still answers."""
+async def test_operations_wait_at_most_until_their_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ends use a deadline, because a peer may be frozen while its host still answers."""
     made: list[ToldLink] = []
 
     def make(end: LinkEnd) -> ToldLink:
@@ -449,6 +449,6 @@ async def test_an_operation_is_waited_for_by_the_deadline_of_its_link(monkeypatc
     monkeypatch.setitem(LINKS, "told", make)
     async with _replica(1, link="told") as p, _replica(1, link="told") as d:
         while len({link.end.is_sender for link in made if link.waited_s}) < 2:
-            _ship(p, _handoff(d))  # again, where one end has failed before the other one began to wait
+            _ship(p, _handoff(d))  # repeat in case one end failed before the other one started to wait
             assert isinstance((await p.shipped()).error, TransferError)
     assert all(waited_s <= 2 * link.end.timeout_s for link in made for waited_s in link.waited_s)

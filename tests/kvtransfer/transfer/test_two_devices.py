@@ -1,4 +1,4 @@
-"""KV from the pool of one process into that of another, on CPUs and on GPUs: what lands is what was there."""
+"""KV transfer between the pools of two processes, on CPUs and on GPUs."""
 
 from __future__ import annotations
 
@@ -31,17 +31,20 @@ from tests.support.forks import forks
 from tests.support.identities import in_clear, rank
 
 _LAYOUT = KVLayout(model="m", num_layers=4, num_kv_heads=4, head_dim=64, block_size=16, dtype="bfloat16")
-_NUM_BLOCKS, _NUM_TOKENS = 24, 187  # neither a whole block, nor a whole word of the last payload
+_NUM_BLOCKS, _NUM_TOKENS = 24, 187  # ends within a block, and within a word of the last payload
 _OURS = [5, 2, 9, 0, 7, 23, 11, 3, 16, 21, 1, 13]
-_THEIRS = [[3, 1, 8, 11, 6, 0, 2, 4, 5, 7, 9, 10], [12, 23, 13, 22, 14, 21, 15, 20, 16, 19, 17, 18]]  # of two handoffs
+_THEIRS = [
+    [3, 1, 8, 11, 6, 0, 2, 4, 5, 7, 9, 10],
+    [12, 23, 13, 22, 14, 21, 15, 20, 16, 19, 17, 18],
+]  # blocks of two handoffs
 
 
-@pytest.mark.timeout(110)  # on a new machine kernels are compiled first
+@pytest.mark.timeout(110)  # kernels may have to be compiled first
 @pytest.mark.parametrize(("pool_dtype", "wire"), [("bfloat16", "raw"), ("bfloat16", "fp8_e4m3"), ("fp8_e4m3", "raw")])
 @pytest.mark.parametrize(("device", "link"), [("cpu", "tcp"), pytest.param("cuda", "nccl", marks=pytest.mark.gpu)])
-def test_what_lands_is_what_was_there(device: str, link: str, pool_dtype: str, wire: str) -> None:
-    """Two handoffs beside each other, layer by layer and in chunks; other blocks stay as they are."""
-    asyncio.run(_carry_over(device, link, pool_dtype, wire))  # a machine with a GPU may have no pytest-asyncio
+def test_kv_is_equal_after_the_transfer(device: str, link: str, pool_dtype: str, wire: str) -> None:
+    """Two concurrent handoffs, by layer and chunk, change no other blocks."""
+    asyncio.run(_carry_over(device, link, pool_dtype, wire))  # the GPU machine may lack pytest-asyncio
 
 
 async def _carry_over(device: str, link: str, pool_dtype: str, wire: str) -> None:
@@ -94,7 +97,7 @@ def _config(replica: str, layout: KVLayout, *, device: str, link: str, wire: str
 
 
 def _filled(pool: KVPool) -> KVPool:
-    """Random numbers everywhere; the same pool on the CPU."""
+    """Fill the pool with random numbers and return a copy on the CPU."""
     copy = KVPool(pool.layout, num_blocks=_NUM_BLOCKS, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(1)
     slots = torch.arange(_NUM_BLOCKS * pool.layout.block_size)
@@ -107,7 +110,7 @@ def _filled(pool: KVPool) -> KVPool:
 
 
 def _carry(source: KVPool, target: KVPool, blocks: list[int], wire: str) -> None:
-    """What a handoff does, by the codec alone."""
+    """Copy KV with the codec alone, to get the expected result of a handoff."""
     codec = codec_for(source.layout, wire)
     segment = Segment(first_layer=0, num_layers=4, first_token=0, num_tokens=_NUM_TOKENS, first_head=0, num_heads=4)
     payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8)
@@ -142,7 +145,7 @@ async def _far_side(layout: KVLayout, **how: str) -> AsyncIterator[tuple[str, Co
 
 
 def _receive(orders: Connection, layout: dict[str, Any], how: dict[str, str]) -> None:
-    os.environ["NCCL_HOSTID"] = "the peer's"  # so that NCCL takes two ranks on one GPU: for correctness only
+    os.environ["NCCL_HOSTID"] = "the peer's"  # allows two NCCL ranks on one GPU
     asyncio.run(_serve(orders, KVLayout(**layout), how))
 
 
