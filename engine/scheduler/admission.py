@@ -1,4 +1,4 @@
-"""When a prompt that waits gets its blocks: one rule for engines that decode, one for those that only prefill."""
+"""Admission policies: when a waiting prompt gets its blocks, on engines that decode and on those that only prefill."""
 
 from __future__ import annotations
 
@@ -14,30 +14,33 @@ from engine.scheduler.sequence import Sequence
 
 
 class Admission(Protocol):
-    """Asked twice in each step."""
+    """Admission policy. The engine calls `ahead` and then `in_time` once in each step."""
 
     @property
     def num_running(self) -> int:
-        """Sequences that run, or will as soon as their KV is there: what max_running limits."""
+        """Sequences that run, or will run as soon as their KV is here; limited by max_running."""
         ...
 
     def ahead(self) -> list[Prompt]:
-        """Before the rows are chosen: those that are admitted now, whether or not there is a chunk for them yet."""
+        """Admit prompts before the rows are chosen, even if this step has no budget for them. Return the admitted
+        prompts."""
         ...
 
     def in_time(self) -> Iterator[Prompt]:
-        """While the step has room for another chunk: each prompt is admitted as it is asked for."""
+        """Yield prompts while the step has budget for another chunk; each is admitted when it is yielded."""
         ...
 
     def may_go_on(self, sequence: Sequence) -> bool:
-        """Whether one that was preempted may have blocks again, if there are any."""
+        """Return True if a preempted sequence may get blocks again, provided there are any."""
         ...
 
 
 class AdmitWithRoomToGrow:
-    """Whoever fits gets blocks at once, for others may be waiting to fill them, as long as each sequence that decodes
-    is left one to grow into. Those that were preempted come before all, but for prompts of tenants who have less than
-    theirs; for these, sequences of whoever has more are preempted."""
+    """Admits every prompt that fits, because other replicas may be waiting to fill its blocks.
+
+    Each decoding sequence keeps one free block to grow into. Preempted sequences come before new prompts, except
+    prompts of tenants that hold less than their share: for these, sequences of the tenant holding most are preempted.
+    """
 
     def __init__(self, blocks: BlockManager, prompts: PromptQueue, decoding: Decoding, *, max_running: int) -> None:
         self._blocks = blocks
@@ -62,7 +65,7 @@ class AdmitWithRoomToGrow:
                 held_up.add(tenant)
                 continue
             if not prompt.is_received and self._prompts.is_on_its_way(prompt):
-                continue  # others go on meanwhile
+                continue
             if self._has_room(prompt) and self._prompts.admit(prompt):
                 admitted.append(prompt)
             else:
@@ -90,7 +93,7 @@ class AdmitWithRoomToGrow:
 
 
 def _wanted(prompt: Prompt) -> tuple[str, int]:
-    """By whom, and how many blocks to begin with."""
+    """Return the tenant and the number of blocks that the prompt starts with."""
     sequence = prompt.sequence
     return sequence.request.tenant, sequence.num_blocks_for(len(sequence.tokens) + max(1, prompt.room))
 
@@ -100,8 +103,11 @@ def _is_offline(prompt: Prompt) -> bool:
 
 
 class AdmitInTime:
-    """A prompt gets blocks when there is a chunk for it to compute; or before, when a part of it is fetched meanwhile
-    and there is room for it and for all who came before. Guests that have no room yet are passed by."""
+    """Admits a prompt when the step has budget for a chunk of it.
+
+    A prompt with a prefix to fetch is admitted earlier, if there is room for it and for all prompts before it. Local
+    decodes without room are skipped.
+    """
 
     def __init__(
         self, blocks: BlockManager, prompts: PromptQueue, local_decodes: LocalDecodes, *, max_running: int
@@ -121,7 +127,7 @@ class AdmitInTime:
     def ahead(self) -> list[Prompt]:
         self._local_decodes.give_way()
         prompts, begun = self._prompts, []
-        num_ahead = 0  # blocks for those who came before, at most
+        num_ahead = 0  # upper bound of the blocks that earlier prompts need
         for prompt in tuple(prompts.waiting):
             if self.num_running >= self._max_running:
                 break
@@ -142,9 +148,9 @@ class AdmitInTime:
             if self.num_running >= self._max_running:
                 return
             if prompts.is_on_its_way(prompt) or (prompt.is_local_decode and not self._local_decodes.has_room(prompt)):
-                continue  # others go on meanwhile
+                continue
             if prompts.check_offer(prompt) or not prompts.admit(prompt):
-                return  # there was no room
+                return
             yield prompt
 
     def may_go_on(self, sequence: Sequence) -> bool:

@@ -1,4 +1,4 @@
-"""Running acceptance rates of proposers, learned from the tokens that sequences went on with, drafted or not."""
+"""Running acceptance rates of proposers, learned from the actual next tokens of sequences, drafted or not."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class _Row:
 
 
 class AcceptanceTracker:
-    """Proposals for the current tokens of sequences, and the acceptance rates learned from earlier ones.
+    """Current proposals of sequences, and the acceptance rates learned from earlier ones.
 
     Owned by the step thread. A proposal teaches as soon as its sequence has grown, whether it was drafted or not.
     """

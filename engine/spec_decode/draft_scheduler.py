@@ -1,9 +1,9 @@
-"""Rule that decides before each step which rows are looked up and which model proposer is called, for which rows.
+"""Scheduler of proposers: which rows to look up before a step, and which model proposer to call for which rows.
 
-Look-ups are cheap: each row has one before every step, and a row whose look-ups were not worth a draft backs off.
-A model proposer is called where its learned acceptance rate and its learned cost give more tokens per second than
-the proposals at hand (`plan_call`). Where calls do not pay, small trials keep both estimates true. Trials back off
-exponentially and are paid from a budget, so that exploration takes at most 0.5 % of the time of steps.
+Look-ups are cheap: each row has one before every step, and a row whose look-ups were not worth a draft backs off. A
+model proposer is called if its learned acceptance rate and cost give more tokens per second than the proposals at hand
+(`plan_call`). If calls do not pay, small trials keep both estimates current. Trials back off exponentially and are paid
+from a budget, so that exploration takes at most 0.5 % of the step time.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ class _Model:
 
     @property
     def is_promising(self) -> bool:
-        """Return whether a trial was a surprise lately."""
+        """True if a trial succeeded recently."""
         return self.trial_interval < _TRIAL_WITHIN
 
     def judge_trial(self) -> None:
-        """Once the token is known: after a success the next trial is due at once, after a failure the interval
+        """Judge the last trial if its token is known. On success the next trial is due at once, else the interval
         doubles."""
         if self.last_trial is not None:
             sequence, position, token = self.last_trial
@@ -123,7 +123,7 @@ class _Model:
 
 
 class DraftScheduler:
-    """Owned by the step thread.
+    """Decides before each step which proposers run, and runs the model proposers. Owned by the step thread.
 
     A model proposer whose calls have not paid for 256 steps rests: it need not collect state in each step. It is then
     tried in the first tokens of answers that begin while a trial is due.
@@ -249,7 +249,7 @@ class DraftScheduler:
         self._drop_trial(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Free what is kept for a sequence that gets no more tokens here, or none for now."""
+        """Free the state of a sequence that ended or paused here."""
         for model in self._models.values():
             model.proposer.forget(sequence)
         self._drop_trial(sequence)
