@@ -1,13 +1,13 @@
 """Sampling of draft tokens from a draft model's logits.
 
-A draft token is sampled with the same random number as the sequence's own token at that position will be. Where the
-draft's distribution equals the target's, so does every token. Where they differ, tokens agree as often as the two
-cumulative distributions have the same token at a random number. A weak draft's likeliest token agrees more often than
-that; which of the two to propose is learned by temperature.
+A draft token is sampled with the random number that the sequence's own token at that position will use. If both
+distributions are equal, so is every token. If they differ, tokens agree as often as the two cumulative distributions
+give the same token for a random number. A weak draft's likeliest token agrees more often than that; which of the two to
+propose is learned by temperature.
 
-The second token, which may begin a branch, is not simply the likeliest other one. For a sampled token it is the
-neighbour of the number: the target's cumulative distribution is that of the draft, moved a little. For the likeliest
-token of a row that samples it is the sampled one; for a greedy row, the second likeliest.
+The second token, which may begin a branch, is not simply the second likeliest. For a sampled token it is the neighbour
+of the random number, because the target's cumulative distribution is the draft's, shifted a little. For the likeliest
+token of a row that samples it is the sampled token; for a greedy row, the second likeliest.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class DraftSampler:
         self._rows: WeakKeyDictionary[Sequence, SamplingRow] = WeakKeyDictionary()
         self._learns = learns
         self._balance: dict[float, float] = {}  # by temperature, in tenths: above 0 where the likeliest is right
-        self._said: WeakKeyDictionary[Sequence, tuple[int, int, int]] = WeakKeyDictionary()
+        self._last: WeakKeyDictionary[Sequence, tuple[int, int, int]] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def draw(
@@ -129,8 +129,8 @@ class DraftSampler:
         for sequence, *both in zip(sequences, drawn, likeliest, strict=True):
             if sequence.sampling_row.sampling.is_greedy:
                 continue
-            position, *before = self._said.get(sequence, (len(sequence.tokens), -1, -1))
-            self._said[sequence] = len(sequence.tokens), both[0], both[1]
+            position, *before = self._last.get(sequence, (len(sequence.tokens), -1, -1))
+            self._last[sequence] = len(sequence.tokens), both[0], both[1]
             if position >= len(sequence.tokens) or before[0] == before[1]:
                 continue
             if (token := sequence.tokens[position]) in before:
@@ -181,8 +181,8 @@ def draw_drafts(logits_RV: Tensor, rows: Seq[SamplingRow], kinds: Seq[int]) -> D
 
 
 def _is_filtered(row: SamplingRow) -> bool:
-    asked = row.sampling
-    return not asked.is_greedy and (asked.top_k > 0 or asked.top_p < 1 or asked.min_p > 0)
+    sampling = row.sampling
+    return not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def _temperature(row: SamplingRow) -> float:

@@ -1,18 +1,18 @@
-"""Drafts of a decoder layer beside the model, which goes on from its own output: EAGLE-1 and 3, and DeepSeek-V3's MTP.
+"""Autoregressive draft heads on a decoder layer: EAGLE-1 and 3, and DeepSeek-V3's MTP.
 
-    feature  what the model has made of a position: which of its hidden states, says the layer (DraftLayer)
-    entry    at slot t: token t, and the feature of position t - 1; at slot 0, where nothing is before, zeros
-    layer    makes of the entry at t what stands for the feature of t, and says of that what token t + 1 is
-    next     while it drafts, that takes the feature's place
+    feature  the model's output at a position; DraftLayer defines which hidden states
+    entry    at slot t: token t, and the feature of position t - 1 (zeros at position 0)
+    layer    maps the entry at t to an approximation of the feature of t, and that to the logits of token t + 1
+    next     while drafting, the approximation takes the feature's place
 
-So what slot t keeps follows from the tokens up to t, as in every other layer; the layer is one more of the KV pool, and
-whoever ships, stores or finds a block has it along. Keys and values of a step's tokens are put there by the step, or
-later (`LateEntries`); all the rest is computed only where a draft is asked for. Published layers are trained without an
-entry at slot 0: it is one more key.
+The content of slot t depends on the tokens up to t, as in any other layer. So the layer is one more layer of the KV
+pool, and is shipped, stored and found with its block. The KV of a step's tokens is written by the step, or later
+(`LateEntries`); everything else is computed only when a draft is requested. Published layers are trained without an
+entry at slot 0; here it is one more key.
 
-Where it is hardly ever worth asking (`rest`), tokens of answers wait until somebody asks: of each sequence the first
-ones, as many as may be asked about, perhaps none. What is behind these, or would have to be there for somebody else, is
-passed over: nothing is drafted behind it any more (Features). Then steps do nothing for the layer.
+If drafts rarely pay (`rest`), only the first tokens of each answer are deferred, perhaps none. Later tokens, and tokens
+whose KV another component needs, are passed over: nothing is drafted behind them any more (Features), and steps do no
+work for the layer.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ from engine.spec_decode.heads.features import UNKNOWN, Features, going_on, list_
 from engine.spec_decode.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.spec_decode.heads.heads import HeadsRoom
 
-# N tokens, M of these, F those before which none of them is, K rows of features, R rows, B blocks of the longest
-# table, E hidden_size
+# N tokens, M a subset, F tokens whose predecessor is not among them, K rows of features, R rows, B blocks of the
+# longest table, E hidden_size
 
-_ENOUGH = 64  # tokens that wait before they are computed together
-_MOST = 512  # while nobody asks
+_ENOUGH = 64  # deferred tokens that are computed together
+_MOST = 512  # the same while resting
 
 
 class Eagle:
-    """Implements DraftHeads."""
+    """DraftHeads of one autoregressive layer."""
 
     def __init__(
         self, layer: DraftLayer, aux_hidden_states: tuple[int, ...], model: ModelConfig, room: HeadsRoom
     ) -> None:
-        """taps: the hidden states that the layer wants."""
+        """aux_hidden_states: the model's layers whose hidden states the draft layer reads."""
         self.layers = aux_hidden_states
         self._layer = layer
         self._room = room
@@ -56,7 +56,7 @@ class Eagle:
         self._hidden_size = model.hidden_size
 
     def attach(self, pool: KVPool) -> None:
-        """pool: with a spare block for every row that is asked about at a time."""
+        """pool: has a spare block for every row of a `draft` call."""
         self._layer.attach(pool)
         self._can_wait = self._room.can_wait
         self._num_first: int | None = None
@@ -110,12 +110,12 @@ class Eagle:
     def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None) -> None:
         slots = [slot for before in self.features.slots_before(rows) for slot in self._late.up_to(before)[:max_tokens]]
         if entries := self._late.take(slots):
-            # Whoever goes on from others has gone: so much has no place in the ring.
+            # Only sequence ends need a place in the ring: other sequences that continue from these tokens are gone.
             is_last_N = ~np.isin(entries.slots_N, entries.before_N)
             self._put(entries, np.flatnonzero(is_last_N))
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
-        """At most a block of tokens of at most `max_rows` rows: so much is spare."""
+        """Draft at most a block of tokens for at most `max_rows` rows, the capacity of the spare blocks."""
         pool, size, most_rows = self._pool, self._pool.layout.block_size, self._room.max_rows
         if self._num_first is None:
             self.settle()
@@ -124,13 +124,13 @@ class Eagle:
         known, feature_RE = self.features.before(rows[:most_rows])
         if not known:
             return
-        asked = [rows[i] for i in known]
-        # What is beyond a row's own blocks is written behind the pool.
-        tables = [[*row.blocks[: row.position // size + 1], pool.num_blocks + i] for i, row in enumerate(asked)]
+        drafting = [rows[i] for i in known]
+        # Tokens beyond a row's own blocks go to the spare blocks at the end of the pool.
+        tables = [[*row.blocks[: row.position // size + 1], pool.num_blocks + i] for i, row in enumerate(drafting)]
         width = max(map(len, tables))
         tables_RB = np.array([[*table, *[0] * (width - len(table))] for table in tables], dtype=np.int64)
-        positions_R = np.array([row.position for row in asked], dtype=np.int64)
-        token_ids: Sequence[int] = [row.token_id for row in asked]
+        positions_R = np.array([row.position for row in drafting], dtype=np.int64)
+        token_ids: Sequence[int] = [row.token_id for row in drafting]
         num_places = min(max_tokens, size)
         places = DraftPlaces.behind(positions_R, num_places, tables_RB=tables_RB, block_size=size)
         for place in range(num_places):
@@ -139,14 +139,15 @@ class Eagle:
             token_ids = choose(HeadLogits(self._layer.logits(feature_RE), self._layer.known_D), known, place)
 
     def _are_over(self, batch: Batch, slots: Sequence[int]) -> bool:
-        """Whether all its rows are passed over."""
+        """Return True if all rows of the batch are passed over."""
         befores = list_before(batch, slots, batch.positions.tolist(), block_size=self._pool.layout.block_size)
-        if len(befores) > len(batch.query_lens):  # with drafts: the first of each row says what becomes of it
+        # With drafts, the first token of each row decides.
+        if len(befores) > len(batch.query_lens):
             befores = [befores[i] for i in (np.cumsum(batch.query_lens) - batch.query_lens).tolist()]
         return all(map(self._is_over, befores))
 
     def _is_over(self, before: int) -> bool:
-        """Whether what goes on there is passed over."""
+        """Return True if tokens after this slot are passed over."""
         if self._num_first is not None and self._late.most_up_to(before) >= self._num_first:
             return True
         return self._is_passed_over(before)
@@ -155,7 +156,7 @@ class Eagle:
         return before != UNKNOWN and not self._late.has(before) and self.features.is_passed_over(before)
 
     def _takes(self, slot: int, before: int) -> bool:
-        """Whether a token waits; else it is passed over."""
+        """Return True if the token is deferred; otherwise mark it as passed over."""
         if self._is_over(before):
             self.features.pass_over((slot,))
             return False
@@ -163,7 +164,7 @@ class Eagle:
         return True
 
     def _behind_what_is_over(self, batch: Batch, entries: Entries) -> list[int]:
-        """The slots of those rows. Nothing waits."""
+        """Return the slots of the rows that continue a passed-over position. Requires that no token is deferred."""
         if not self._can_wait:
             return []
         firsts_R = np.cumsum(batch.query_lens) - batch.query_lens
@@ -172,7 +173,7 @@ class Eagle:
         return over
 
     def _put(self, entries: Entries, going_on_M: Ints | None = None) -> None:
-        """Into the pool. Sequences may go on from so many of them; None: from all."""
+        """Write entries to the pool. going_on_M: those that sequences may continue from; None: all."""
         slots_N = entries.slots_N
         self.features.take_up(slots_N)
         feature_NE = self._layer.features(entries.hidden_NW)
@@ -183,14 +184,15 @@ class Eagle:
         self.features.keep(slots_N, feature_NE)
 
     def _before(self, entries: Entries, feature_NE: Tensor) -> Tensor:
-        """The feature before each, of these or of what is known; zeros where nothing is, and before the first
-        position."""
+        """Return the feature before each entry, from these entries or from `features`; zeros if unknown or at position
+        0."""
         places_N = self._late.places(entries.slots_N, entries.before_N)
         first_F = np.flatnonzero(places_N == UNKNOWN)
         first_FE = self.features.read(self.features.places(entries.before_N[first_F].tolist()))
         known_KE, places_N = torch.cat((first_FE, feature_NE)), places_N + len(first_F)
         places_N[first_F] = np.arange(len(first_F))
-        if (places_N == np.arange(len(places_N))).all():  # mostly: of one sequence, in order
+        # The usual case: tokens of one sequence, in order.
+        if (places_N == np.arange(len(places_N))).all():
             return known_KE[: len(places_N)]
         return known_KE[self._on_device(places_N)]
 

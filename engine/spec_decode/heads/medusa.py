@@ -1,9 +1,9 @@
-"""Medusa: heads beside the model's own, each of which guesses one token further. Cai et al. 2024, arXiv:2401.10774.
+"""Medusa heads: each drafts one token further ahead. Cai et al. 2024, arXiv:2401.10774.
 
     x = the model's last hidden state, normed, of a sequence's last position but one
-    head i:  x + silu(linear(x)), so many times; then a projection to the vocabulary: the token i + 1 behind the next
+    head i:  x + silu(linear(x)), num_residuals times; then a projection to the vocabulary: token i + 1 after the next
 
-What the model's own head says of that position is the sequence's last token, so head 0 guesses the next one.
+The model's own head at that position gives the sequence's last token, so head 0 drafts the next one.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from engine.weights.checkpoint import Shape, check_tensors
 
 
 class Medusa:
-    """Implements DraftHeads. It keeps nothing in the pool: what is not in the ring any more, or came without it, costs
-    one step without a draft."""
+    """DraftHeads of Medusa. Keeps nothing in the pool: a feature missing from the ring costs one step without a
+    draft."""
 
     def __init__(self, config: HeadsConfig, model: ModelConfig, room: HeadsRoom) -> None:
-        """Reads the heads. Raises SpecError if they do not fit config.json, or the model."""
+        """Read the heads. Raises SpecError if they do not fit config.json or the model."""
         reader, found = room.reader, room.reader.checkpoint.shapes
         names = _OLD if "0.0.linear.weight" in found else _NEW
         check_tensors(found, _expected(config, model, names), optional=frozenset())
@@ -96,7 +96,7 @@ def _through(residuals: Sequence[Linear], x_RE: Tensor) -> Tensor:
     return x_RE
 
 
-_OLD = "{i}.{j}.linear", "{i}.{n}"  # as Medusa's own repository saves them
+_OLD = "{i}.{j}.linear", "{i}.{n}"  # names in checkpoints of Medusa's own repository
 _NEW = "blocks.{i}.layers.{j}", "lm_heads.{i}"
 
 
