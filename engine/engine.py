@@ -11,7 +11,7 @@ from core.types.errors import ContextLengthExceeded, RequestError
 from core.types.request import SampledToken
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import Chosen, Sampler
-from engine.scheduler.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
+from engine.scheduler.admission import Admission, AdmitOnDemand, AdmitWithRoomToGrow
 from engine.scheduler.async_steps import device_tokens_of, expect, may_be_followed
 from engine.scheduler.decoding import Decoding
 from engine.scheduler.jump_forward import take_known
@@ -83,7 +83,7 @@ class Engine(Generic[Logits]):
         self._admission: Admission = (
             AdmitWithRoomToGrow(blocks, self.prompts, self.decoding, max_running=config.max_running)
             if config.decodes
-            else AdmitInTime(blocks, self.prompts, self.local_decodes, max_running=config.max_running)
+            else AdmitOnDemand(blocks, self.prompts, self.local_decodes, max_running=config.max_running)
         )
         self._runner = runner
         self._config = config
@@ -108,14 +108,14 @@ class Engine(Generic[Logits]):
     def step(self) -> StepResult:
         """Run one step. With async scheduling, the next step is already running when this returns."""
         step, self._under_way = self._under_way or self.launch(), None
-        if self._is_to_be_followed(step):
+        if self._can_run_ahead(step):
             ahead = self.launch(behind=step)
-            step.take_what_came_before(ahead)
+            step.take_early_results(ahead)
             if ahead.has_rows:
                 self._under_way = ahead
         return self.complete(step)
 
-    def _is_to_be_followed(self, step: ScheduledStep) -> bool:
+    def _can_run_ahead(self, step: ScheduledStep) -> bool:
         running = self.decoding.running
         return self._is_async and may_be_followed(step, running) and not self._drafting.awaits(running)
 
@@ -232,7 +232,7 @@ class Engine(Generic[Logits]):
         for prompt, num_tokens in step.prompts:
             if prompt in computing:
                 prompt.sequence.computed(num_tokens, self.blocks)
-        step.note_scores()
+        step.store_scores()
         for prompt in step.whole:
             firsts = [next(chosen) for _ in prompt.choices]
             if prompt not in computing:
@@ -255,13 +255,13 @@ class Engine(Generic[Logits]):
         planned = self.decoding.make_room()
         decoding = planned.rows.sequences
         preempted = self.decoding.preempted
-        while preempted and self._admission.may_go_on(preempted[0]):
+        while preempted and self._admission.may_resume(preempted[0]):
             if not allocate(preempted[0], self.blocks):
                 break
             self.prompts.restart(preempted.popleft())
         budget = self._config.max_batch_tokens - len(decoding)
         known = take_known(planned.rows.masked, budget, self.blocks)
-        prompts = self.prompts.chunks(budget - len(known), self._admission.in_time())
+        prompts = self.prompts.chunks(budget - len(known), self._admission.admit_on_demand())
         over = {sequence for sequence, token in known if token.finish_reason}
         going_on = [(one, one.num_missing) for one in decoding if one not in over] if known else planned.rows.decoding
         whole = [prompt for prompt, num_tokens in prompts if num_tokens == prompt.sequence.num_missing]

@@ -85,7 +85,7 @@ class DecodeGraphs:
         max_rows: int,
         num_sizes: int | None = None,
         max_context: int,
-        most_read_again: int,
+        max_read_again: int,
         most_queries: int,
         block_size: int,
         vocab_size: int,
@@ -94,14 +94,14 @@ class DecodeGraphs:
         """Record a step of each size with padding tokens only, which neither read nor write the pool.
 
         compute: from N tokens to their logits (N, V); its launches may depend only on shapes and `longest`. num_sizes:
-        only that many of the largest sizes. most_queries: queries per group. most_read_again: limit of the positions
+        only that many of the largest sizes. most_queries: queries per group. max_read_again: limit of the positions
         that all groups of a batch read together beyond one read per row.
         """
         self._sizes = graph_sizes(max_rows)[-(num_sizes or 0) :]
         self._compute = compute
         self._device = device
         self._longest = max_context
-        self._most_read_again = most_read_again
+        self._max_read_again = max_read_again
         self._most_queries = most_queries
         largest = self._sizes[-1]
         self._numbers_7M = torch.from_numpy(_ABSENT).to(device).repeat(1, largest)
@@ -124,7 +124,7 @@ class DecodeGraphs:
         query_groups = None if num_tokens == len(batch.query_lens) else self._cut(batch)
         if (
             query_groups is not None
-            and int(query_groups.contexts_U.sum() - batch.context_lens.sum()) > self._most_read_again
+            and int(query_groups.contexts_U.sum() - batch.context_lens.sum()) > self._max_read_again
         ):
             return None
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
@@ -132,7 +132,7 @@ class DecodeGraphs:
         numbers, *wanted = self._upload_tables(batch, [self._numbers(batch, query_groups, size), *more], query_groups)
         self._numbers_7M[:, :size].copy_(numbers)
         if batch.device_tokens:
-            self._feed(batch.device_tokens)
+            self._copy_device_tokens(batch.device_tokens)
         self._replays[size]()
         return self._logits_MV[:num_tokens] if batch.wants_all_logits else self._logits_MV.index_select(0, wanted[0])
 
@@ -185,7 +185,7 @@ class DecodeGraphs:
         self._last = batch.number, tables_RB.base
         return uploaded[:count]
 
-    def _feed(self, device_tokens: DeviceTokens) -> None:
+    def _copy_device_tokens(self, device_tokens: DeviceTokens) -> None:
         """Copy the tokens that the step before chooses into the static input."""
         tokens_M = self._numbers_7M[_ID]
         if device_tokens.is_in_place:

@@ -76,7 +76,7 @@ class Recorder:
             max_rows=self.max_rows,
             num_sizes=num_sizes,
             max_context=max_context,
-            most_read_again=READ_AGAIN_BYTES // self.bytes_per_token,
+            max_read_again=READ_AGAIN_BYTES // self.bytes_per_token,
             most_queries=self.model.most_queries,
             block_size=self.block_size,
             vocab_size=self.vocab_size,

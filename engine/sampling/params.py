@@ -96,14 +96,14 @@ class SamplingRow:
     is_contradicted: bool = field(default=False, init=False)
     has_penalties: bool = field(init=False, repr=False)
     # More than the greatest logit is needed, apart from the mask.
-    asks_more: bool = field(init=False, repr=False)
+    has_options: bool = field(init=False, repr=False)
     _reads_tokens: bool = field(init=False, repr=False)
     _filters: tuple[int, ...] | None = field(default=None, init=False, repr=False)
     _penalties: Penalties | None = field(default=None, init=False, repr=False)
     _early_stops: NDArray[np.int64] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.asks_more = not self.sampling.is_plain
+        self.has_options = not self.sampling.is_plain
         if self.ruled is None and self.sampling.token_rules is not None:
             self.ruled = TokenRuleTensors(self.sampling.token_rules)
         self.has_penalties = self.sampling.has_penalties
@@ -112,7 +112,7 @@ class SamplingRow:
     @property
     def is_plain(self) -> bool:
         """True if only the greatest logit is needed."""
-        return not (self.asks_more or self.is_masked)
+        return not (self.has_options or self.is_masked)
 
     @property
     def is_masked(self) -> bool:
@@ -134,7 +134,7 @@ class SamplingRow:
         """True if the parameters of the token after next depend on the next token."""
         return self._reads_tokens or self._is_masked_behind(1)
 
-    def goes_one_by_one(self, num_drafted: int) -> bool:
+    def is_sequential(self, num_drafted: int) -> bool:
         """Return True if the choices behind up to `num_drafted` tokens depend on each other, so that they are made in
         order."""
         return self._reads_tokens or self.ruled is not None or self._is_masked_behind(num_drafted)
@@ -144,7 +144,7 @@ class SamplingRow:
 
         Only for rows that do not go one by one. A plain greedy row, the usual case, is the same at every position.
         """
-        if not self.asks_more and self.mask is None:
+        if not self.has_options and self.mask is None:
             return self
         row = copy(self)
         row.num_in_flight = num_drafted
@@ -181,7 +181,7 @@ class SamplingRow:
         return ruled.forbidden(self.tokens, self.num_prompt_tokens)
 
     @property
-    def may_be_known(self) -> bool:
+    def may_be_forced(self) -> bool:
         """True if the next token may be known before there are logits."""
         return self.mask is not None and self.sampling.num_logprobs is None
 

@@ -55,7 +55,7 @@ def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None
     Log-probabilities are those of the logits as given, before any processing.
     """
     logits_RV = logits_PV if positions is None else logits_PV[_place(positions, torch.int64, logits_PV.device)]
-    special = [(i, row) for i, row in enumerate(rows) if row.asks_more or (row.mask is not None and row.is_masked)]
+    special = [(i, row) for i, row in enumerate(rows) if row.has_options or (row.mask is not None and row.is_masked)]
     with_logprobs = [(i, row) for i, row in special if row.sampling.num_logprobs is not None]
     given_NV = logits_RV[_numbers(with_logprobs, logits_RV.device)] if with_logprobs else None
     if special:

@@ -14,7 +14,7 @@ from engine.scheduler.sequence import Sequence
 
 
 class Admission(Protocol):
-    """Admission policy. The engine calls `ahead` and then `in_time` once in each step."""
+    """Admission policy. The engine calls `ahead` and then `admit_on_demand` once in each step."""
 
     @property
     def num_running(self) -> int:
@@ -26,11 +26,11 @@ class Admission(Protocol):
         prompts."""
         ...
 
-    def in_time(self) -> Iterator[Prompt]:
+    def admit_on_demand(self) -> Iterator[Prompt]:
         """Yield prompts while the step has budget for another chunk; each is admitted when it is yielded."""
         ...
 
-    def may_go_on(self, sequence: Sequence) -> bool:
+    def may_resume(self, sequence: Sequence) -> bool:
         """Return True if a preempted sequence may get blocks again, provided there are any."""
         ...
 
@@ -51,31 +51,31 @@ class AdmitWithRoomToGrow:
     @property
     def num_running(self) -> int:
         prompts = self._prompts
-        to_come = (*prompts.reserved, *prompts.fetching, *prompts.computing)
-        return len(self._decoding.running) + sum(len(prompt.choices) for prompt in to_come)
+        pending = (*prompts.reserved, *prompts.fetching, *prompts.computing)
+        return len(self._decoding.running) + sum(len(prompt.choices) for prompt in pending)
 
     def ahead(self) -> list[Prompt]:
         admitted = []
-        held_up = {sequence.request.tenant for sequence in self._decoding.preempted}
+        blocked = {sequence.request.tenant for sequence in self._decoding.preempted}
         for prompt in tuple(self._prompts.waiting):
             tenant, num_blocks = _wanted(prompt)
-            if tenant in held_up:
+            if tenant in blocked:
                 continue
-            if held_up and (_is_offline(prompt) or not self._decoding.is_poorer(tenant, num_blocks, than=held_up)):
-                held_up.add(tenant)
+            if blocked and (_is_offline(prompt) or not self._decoding.is_poorer(tenant, num_blocks, than=blocked)):
+                blocked.add(tenant)
                 continue
-            if not prompt.is_received and self._prompts.is_on_its_way(prompt):
+            if not prompt.is_received and self._prompts.is_in_flight_elsewhere(prompt):
                 continue
             if self._has_room(prompt) and self._prompts.admit(prompt):
                 admitted.append(prompt)
             else:
-                held_up.add(tenant)
+                blocked.add(tenant)
         return admitted
 
-    def in_time(self) -> Iterator[Prompt]:
+    def admit_on_demand(self) -> Iterator[Prompt]:
         return iter(())
 
-    def may_go_on(self, sequence: Sequence) -> bool:
+    def may_resume(self, sequence: Sequence) -> bool:
         return self.num_running < self._max_running
 
     def _has_room(self, prompt: Prompt) -> bool:
@@ -89,7 +89,7 @@ class AdmitWithRoomToGrow:
         missing = needed + len(self._decoding.running) - self._blocks.num_available
         if missing <= 0:
             return True
-        return not _is_offline(prompt) and self._decoding.make_way(tenant, num_blocks, num_missing=missing)
+        return not _is_offline(prompt) and self._decoding.preempt_for_tenant(tenant, num_blocks, num_missing=missing)
 
 
 def _wanted(prompt: Prompt) -> tuple[str, int]:
@@ -102,7 +102,7 @@ def _is_offline(prompt: Prompt) -> bool:
     return prompt.sequence.request.priority >= OFFLINE
 
 
-class AdmitInTime:
+class AdmitOnDemand:
     """Admits a prompt when the step has budget for a chunk of it.
 
     A prompt with a prefix to fetch is admitted earlier, if there is room for it and for all prompts before it. Local
@@ -125,7 +125,7 @@ class AdmitInTime:
         return sum(1 for _ in to_ship) + self._local_decodes.num_choices
 
     def ahead(self) -> list[Prompt]:
-        self._local_decodes.give_way()
+        self._local_decodes.preempt_for()
         prompts, begun = self._prompts, []
         num_ahead = 0  # upper bound of the blocks that earlier prompts need
         for prompt in tuple(prompts.waiting):
@@ -134,7 +134,7 @@ class AdmitInTime:
             if prompt.is_local_decode and not self._local_decodes.has_room(prompt):
                 continue
             needed = prompt.sequence.num_blocks_for(len(prompt.sequence.tokens))
-            if not prompts.check_offer(prompt) or prompts.is_on_its_way(prompt):
+            if not prompts.has_offer(prompt) or prompts.is_in_flight_elsewhere(prompt):
                 num_ahead += needed
             elif (num_ahead and num_ahead + needed > self._blocks.num_available) or not prompts.admit(prompt):
                 break
@@ -142,16 +142,18 @@ class AdmitInTime:
                 begun.append(prompt)
         return begun
 
-    def in_time(self) -> Iterator[Prompt]:
+    def admit_on_demand(self) -> Iterator[Prompt]:
         prompts = self._prompts
         for prompt in tuple(prompts.waiting):
             if self.num_running >= self._max_running:
                 return
-            if prompts.is_on_its_way(prompt) or (prompt.is_local_decode and not self._local_decodes.has_room(prompt)):
+            if prompts.is_in_flight_elsewhere(prompt) or (
+                prompt.is_local_decode and not self._local_decodes.has_room(prompt)
+            ):
                 continue
-            if prompts.check_offer(prompt) or not prompts.admit(prompt):
+            if prompts.has_offer(prompt) or not prompts.admit(prompt):
                 return
             yield prompt
 
-    def may_go_on(self, sequence: Sequence) -> bool:
-        return self.num_running < self._max_running and self._local_decodes.may_go_on(sequence)
+    def may_resume(self, sequence: Sequence) -> bool:
+        return self.num_running < self._max_running and self._local_decodes.may_resume(sequence)

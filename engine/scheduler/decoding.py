@@ -44,7 +44,7 @@ class Decoding:
         """Return the rows of the next step, each with a block for its token. Preempts the youngest sequences if blocks
         run out."""
         if self._max_blocks is not None:
-            self._keep_to(self._max_blocks)
+            self._limit_blocks(self._max_blocks)
         planned = self._next_tokens(list(self.running))
         if planned.may_be_over:
             planned = self._next_tokens([one for one in self.running if not (one.num_in_flight and one.ends_with_next)])
@@ -52,7 +52,7 @@ class Decoding:
         tables = [(sequences[row].blocks, place) for row, place in planned.first_of_blocks]
         if self._blocks.extend_each([table for table, place in tables if len(table) == place]):
             return planned
-        return self._next_tokens(self._preempt_for_room(list(sequences)))
+        return self._next_tokens(self._preempt_until_room(list(sequences)))
 
     def _next_tokens(self, sequences: list[Sequence]) -> NextTokens:
         # Usually they are those of the step before.
@@ -60,7 +60,7 @@ class Decoding:
             self._rows = DecodingRows(sequences)
         return NextTokens(self._rows)
 
-    def _preempt_for_room(self, kept: list[Sequence]) -> list[Sequence]:
+    def _preempt_until_room(self, kept: list[Sequence]) -> list[Sequence]:
         """Preempt until every remaining sequence has a block for its next token; return these."""
         num_kept = 0
         while num_kept < len(kept):
@@ -69,7 +69,7 @@ class Decoding:
             if self._blocks.extend(blocks, sequence.num_blocks_for(num_tokens)):
                 num_kept += 1
                 continue
-            victim = _youngest_of_most(kept, _blocks_by_tenant(kept))
+            victim = _youngest_of_largest(kept, _blocks_by_tenant(kept))
             at = kept.index(victim)
             del kept[at]
             num_kept -= at < num_kept
@@ -81,7 +81,7 @@ class Decoding:
         held = _blocks_by_tenant(self.running)
         return all(held[tenant] + num_blocks <= held[other] for other in than)
 
-    def make_way(self, tenant: str, num_blocks: int, *, num_missing: int) -> bool:
+    def preempt_for_tenant(self, tenant: str, num_blocks: int, *, num_missing: int) -> bool:
         """Preempt other tenants' sequences until `num_missing` more blocks are available to a tenant that needs
         `num_blocks`.
 
@@ -96,7 +96,7 @@ class Decoding:
             richer = [one for one in candidates if held[one.request.tenant] - len(one.blocks) >= own]
             if not richer:
                 return False
-            victim = _youngest_of_most(richer, held)
+            victim = _youngest_of_largest(richer, held)
             victims.append(victim)
             candidates.remove(victim)
             held[victim.request.tenant] -= len(victim.blocks)
@@ -105,21 +105,21 @@ class Decoding:
             self._preempt(victim)
         return True
 
-    def give_way(self, num_missing: int) -> None:
+    def preempt_for(self, num_missing: int) -> None:
         """Preempt until `num_missing` more blocks are available or none runs; youngest sequence of the largest tenant
         first."""
         victims, candidates = list[Sequence](), list(self.running)
         while candidates and self._blocks.num_freed_by(one.blocks for one in victims) < num_missing:
-            victims.append(_youngest_of_most(candidates, _blocks_by_tenant(candidates)))
+            victims.append(_youngest_of_largest(candidates, _blocks_by_tenant(candidates)))
             candidates.remove(victims[-1])
         for victim in victims:
             self._preempt(victim)
 
-    def _keep_to(self, max_blocks: int) -> None:
+    def _limit_blocks(self, max_blocks: int) -> None:
         num_blocks = sum(len(sequence.blocks) for sequence in self.running)
         while num_blocks > max_blocks and len(self.running) > 1:
             running = list(self.running)
-            victim = _youngest_of_most(running, _blocks_by_tenant(running))
+            victim = _youngest_of_largest(running, _blocks_by_tenant(running))
             num_blocks -= len(victim.blocks)
             self._preempt(victim)
 
@@ -137,7 +137,7 @@ def _blocks_by_tenant(sequences: Iterable[Sequence]) -> Counter[str]:
     return held
 
 
-def _youngest_of_most(sequences: list[Sequence], held: Counter[str]) -> Sequence:
+def _youngest_of_largest(sequences: list[Sequence], held: Counter[str]) -> Sequence:
     """Return the youngest sequence of the tenant holding most blocks.
 
     sequences: oldest first. held: blocks by tenant.

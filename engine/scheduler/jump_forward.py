@@ -25,7 +25,7 @@ def take_known(sequences: Iterable[Sequence], budget: int, blocks: BlockManager)
     known: list[tuple[Sequence, SampledToken]] = []
     for sequence in sequences:
         # The usual case.
-        if not sequence.sampling_row.may_be_known:
+        if not sequence.sampling_row.may_be_forced:
             continue
         most = min(MAX_KNOWN, budget - len(known), sequence.most_tokens - len(sequence.tokens))
         for _ in range(most):

@@ -44,39 +44,39 @@ class LocalDecodes:
         return sum(len(sequence.blocks) for sequence in sequences)
 
     def may_ever_fit(self, prompt: Prompt) -> bool:
-        return len(prompt.choices) <= self._max_choices and _num_wanted(prompt.sequence) <= self._max_blocks
+        return len(prompt.choices) <= self._max_choices and _blocks_to_resume(prompt.sequence) <= self._max_blocks
 
     def has_room(self, prompt: Prompt) -> bool:
         """Return True if the prompt fits into the share. Preempted sequences come before it."""
         if self._decoding.preempted or self.num_choices + len(prompt.choices) > self._max_choices:
             return False
-        return self.num_blocks + _num_wanted(prompt.sequence) <= self._max_blocks
+        return self.num_blocks + _blocks_to_resume(prompt.sequence) <= self._max_blocks
 
-    def may_go_on(self, sequence: Sequence) -> bool:
+    def may_resume(self, sequence: Sequence) -> bool:
         """Return True if a preempted sequence may get blocks again.
 
         A single sequence may exceed the share as long as no prompt needs the blocks beyond it.
         """
-        num_choices, num_blocks = self.num_choices, self.num_blocks + _num_wanted(sequence)
-        if self._too_large_beside(num_blocks):
+        num_choices, num_blocks = self.num_choices, self.num_blocks + _blocks_to_resume(sequence)
+        if self._first_that_cannot_fit(num_blocks):
             return False
         return not num_choices or (num_blocks <= self._max_blocks and num_choices < self._max_choices)
 
-    def give_way(self) -> None:
+    def preempt_for(self) -> None:
         """Preempt for the first waiting prompt if it could never fit beside the share, or beside a sequence larger than
         it.
 
         Called before the rows of a step are chosen.
         """
-        if not self._decoding.running or not (prompt := self._too_large_beside(self.num_blocks)):
+        if not self._decoding.running or not (prompt := self._first_that_cannot_fit(self.num_blocks)):
             return
         sequence, num_tokens = prompt.sequence, len(prompt.sequence.tokens)
         reusable = sequence.hashes()[: sequence.num_reusable(num_tokens) // sequence.block_size]
         missing = self._blocks.num_needed(reusable, sequence.num_blocks_for(num_tokens)) - self._blocks.num_available
         if missing > 0:
-            self._decoding.give_way(missing)
+            self._decoding.preempt_for(missing)
 
-    def _too_large_beside(self, num_blocks: int) -> Prompt | None:
+    def _first_that_cannot_fit(self, num_blocks: int) -> Prompt | None:
         """Return the first waiting prompt if it does not fit beside the share, or beside `num_blocks` blocks if that is
         more."""
         first = next((prompt for prompt in self._prompts.waiting if not prompt.is_local_decode), None)
@@ -87,6 +87,6 @@ class LocalDecodes:
         return (prompt for prompt in (*self._prompts.computing, *self._prompts.fetching) if prompt.is_local_decode)
 
 
-def _num_wanted(sequence: Sequence) -> int:
+def _blocks_to_resume(sequence: Sequence) -> int:
     """Return the blocks needed to resume: for one token more than there are."""
     return sequence.num_blocks_for(len(sequence.tokens) + 1)

@@ -194,18 +194,18 @@ class PromptQueue:
     def take_fetched(self) -> list[Prompt]:
         """Remove and return the fetch-only prompts that have all there is. Their blocks are the caller's."""
         over = [prompt for prompt in self.computing if prompt.fetch_only]
-        over += [prompt for prompt in self.waiting if prompt.fetch_only and not self.check_offer(prompt)]
+        over += [prompt for prompt in self.waiting if prompt.fetch_only and not self.has_offer(prompt)]
         for prompt in over:
             self.remove(prompt)
         return over
 
-    def is_on_its_way(self, prompt: Prompt) -> bool:
+    def is_in_flight_elsewhere(self, prompt: Prompt) -> bool:
         """Return True if another prompt's computation or fetch brings the first block that this one lacks; then it
         waits."""
         others = [other.sequence for other in (*self.computing, *self.fetching)]
         return prompt.sequence.is_behind(others, self._blocks)
 
-    def check_offer(self, prompt: Prompt) -> bool:
+    def has_offer(self, prompt: Prompt) -> bool:
         """Return True if the offer exceeds the cached prefix. Drop the offer otherwise: fetches never leave a gap."""
         sequence = prompt.sequence
         if prompt.num_offered and self._blocks.match(sequence.hashes()) * sequence.block_size >= prompt.fetch_end:

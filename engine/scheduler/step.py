@@ -48,7 +48,7 @@ class ScheduledStep:
     def has_rows(self) -> bool:
         return bool(self.decoding or self.prompts)
 
-    def take_what_came_before(self, ahead: ScheduledStep) -> None:
+    def take_early_results(self, ahead: ScheduledStep) -> None:
         """Move the results that planning `ahead` produced into this step.
 
         They are final already, and their sequences may leave before that step completes.
@@ -86,14 +86,14 @@ class ScheduledStep:
             positions.append(first_logits)
             if draft:
                 draft.first_logits, num_drafted = first_logits, len(draft.tokens)
-                goes_at_once = not row.goes_one_by_one(draft.depth)
-                if goes_at_once:
+                is_parallel = not row.is_sequential(draft.depth)
+                if is_parallel:
                     rows += [row.behind(i) for i in range(1, num_drafted + 1)]
                     positions += range(first_logits + 1, first_logits + num_drafted + 1)
                 first_logits += num_drafted
                 for branch in draft.branches:
                     branch.first_logits, count = in_branches, len(branch.tokens)
-                    if goes_at_once:
+                    if is_parallel:
                         rows += [row.behind(branch.place + i) for i in range(1, count + 1)]
                         positions += range(in_branches, in_branches + count)
                     in_branches += count
@@ -105,7 +105,7 @@ class ScheduledStep:
         is_in_order = positions == list(range(in_branches))
         return rows, None if is_in_order else positions
 
-    def note_scores(self) -> None:
+    def store_scores(self) -> None:
         """Store the scores of this step on their prompts."""
         if not self.scored:
             return

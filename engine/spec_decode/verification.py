@@ -72,7 +72,7 @@ def choices_of(
 ) -> Choose:
     """Return the choices of one row. chosen: the sampler's output of the step; the row's entries are consumed."""
     first, row = next(chosen), sequence.sampling_row
-    if row.goes_one_by_one(draft.depth):
+    if row.is_sequential(draft.depth):
 
         def choose(branch: Branch | None, place: int) -> Chosen | None:
             if branch is None and place == 0:

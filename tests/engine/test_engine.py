@@ -975,7 +975,7 @@ def test_whoever_guesses_sequences_and_blocks_stay_whole() -> None:
         (engine_module, "verify", _one_too_many),
         (engine_module, "verify", _all_are_booked),
         (SamplingRow, "behind", _one_position_early),
-        (SamplingRow, "goes_one_by_one", lambda self, num_drafted: False),
+        (SamplingRow, "is_sequential", lambda self, num_drafted: False),
         (Draft, "give_back", lambda self, sequence, blocks: None),
         (speculation_module, "take_room", _without_asking),
         (Branch, "take_over", _stay_where_it_was),

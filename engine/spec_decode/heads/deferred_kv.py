@@ -47,7 +47,7 @@ class Entries:
         )
 
 
-class _Late(NamedTuple):
+class _Deferred(NamedTuple):
     """Deferred token."""
 
     token_id: int
@@ -58,7 +58,7 @@ class _Late(NamedTuple):
     row: int  # row in hidden_NW
 
 
-class LateEntries:
+class DeferredEntries:
     """Deferred tokens by slot. Owned by the step thread.
 
     `add` runs in every step, when caches are cold, so it uses plain Python numbers and hardly any numpy or torch.
@@ -66,12 +66,12 @@ class LateEntries:
 
     def __init__(self, num_slots: int, *, block_size: int) -> None:
         self._size = block_size
-        self._late: dict[int, _Late] = {}  # by slot, in order of arrival
+        self._deferred: dict[int, _Deferred] = {}  # by slot, in order of arrival
         # One extra element, for index UNKNOWN. All UNKNOWN between calls.
         self._place_of_S = np.full(num_slots + 1, UNKNOWN)
 
     def __len__(self) -> int:
-        return len(self._late)
+        return len(self._deferred)
 
     def add(
         self, batch: Batch, hidden_NW: Tensor, is_kept: Callable[[int, int], bool] = lambda slot, before: True
@@ -82,36 +82,36 @@ class LateEntries:
         hidden_NW: kept. is_kept: called for each token in order with its slot and the slot before.
         """
         tokens, positions = batch.token_ids.tolist(), batch.positions.tolist()
-        slots, late = batch.slots.tolist(), self._late
+        slots, late = batch.slots.tolist(), self._deferred
         befores = list_before(batch, slots, positions, block_size=self._size)
         for i, (slot, before) in enumerate(zip(slots, befores, strict=True)):
             late.pop(slot, None)
             if is_kept(slot, before):
                 num_behind = 1 + (late[before].num_behind if before in late else 0)
-                late[slot] = _Late(tokens[i], positions[i], before, num_behind, hidden_NW, i)
+                late[slot] = _Deferred(tokens[i], positions[i], before, num_behind, hidden_NW, i)
 
     def has(self, slot: int) -> bool:
         """Return True if the slot's token is deferred."""
-        return slot in self._late
+        return slot in self._deferred
 
     def most_up_to(self, slot: int) -> int:
         """Return an upper bound of the deferred tokens of the slot's sequence up to this slot."""
-        return self._late[slot].num_behind if slot in self._late else 0
+        return self._deferred[slot].num_behind if slot in self._deferred else 0
 
     def up_to(self, slot: int) -> list[int]:
         """Return the slots of the deferred tokens up to this slot, in order; a draft behind it needs all of them."""
         found: list[int] = []
-        while slot in self._late:
+        while slot in self._deferred:
             found.append(slot)
-            slot = self._late[slot].before
+            slot = self._deferred[slot].before
         return found[::-1]
 
     def take(self, slots: Iterable[int] | None = None) -> Entries | None:
         """Remove and return the tokens of these slots, or all. Forked sequences may continue from the same tokens."""
-        taken = list(self._late if slots is None else dict.fromkeys(slots))
+        taken = list(self._deferred if slots is None else dict.fromkeys(slots))
         if not taken:
             return None
-        late = [self._late.pop(slot) for slot in taken]
+        late = [self._deferred.pop(slot) for slot in taken]
         first_of: dict[int, int] = {}
         steps: list[Tensor] = []
         num_before = 0
@@ -134,12 +134,12 @@ class LateEntries:
     def forget(self, slots: Iterable[int]) -> None:
         """Discard the deferred tokens of these slots, which belong to their previous owner."""
         for slot in slots:
-            self._late.pop(slot, None)
+            self._deferred.pop(slot, None)
 
     def drop(self) -> list[int]:
         """Discard all deferred tokens, and return their slots."""
-        slots = list(self._late)
-        self._late.clear()
+        slots = list(self._deferred)
+        self._deferred.clear()
         return slots
 
     def places(self, slots_N: Ints, wanted: Ints) -> Ints:

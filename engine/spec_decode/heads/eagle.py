@@ -7,7 +7,7 @@
 
 The content of slot t depends on the tokens up to t, as in any other layer. So the layer is one more layer of the KV
 pool, and is shipped, stored and found with its block. The KV of a step's tokens is written by the step, or later
-(`LateEntries`); everything else is computed only when a draft is requested. Published layers are trained without an
+(`DeferredEntries`); everything else is computed only when a draft is requested. Published layers are trained without an
 entry at slot 0; here it is one more key.
 
 If drafts rarely pay (`rest`), only the first tokens of each answer are deferred, perhaps none. Later tokens, and tokens
@@ -29,7 +29,7 @@ from engine.batch.rows import Ints
 from engine.kv.pool import KVPool
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner import streams
-from engine.spec_decode.heads.deferred_kv import Entries, LateEntries, side_by_side
+from engine.spec_decode.heads.deferred_kv import Entries, DeferredEntries, side_by_side
 from engine.spec_decode.heads.draft_layer import DraftLayer, DraftPlaces
 from engine.spec_decode.heads.features import UNKNOWN, Features, going_on, list_before
 from engine.spec_decode.heads.head_row import Choose, HeadLogits, HeadRow
@@ -60,7 +60,7 @@ class Eagle:
         self._layer.attach(pool)
         self._can_wait = self._room.can_wait
         self._num_first: int | None = None
-        self._late = LateEntries(pool.num_blocks * pool.layout.block_size, block_size=pool.layout.block_size)
+        self._deferred = DeferredEntries(pool.num_blocks * pool.layout.block_size, block_size=pool.layout.block_size)
         self.features = Features(
             pool, dim=self._hidden_size, dtype=self._room.reader.dtype, capacity=self._room.num_places
         )
@@ -73,21 +73,21 @@ class Eagle:
         if self._num_first is None or on_layer is not None or not batch.wants_all_logits:
             return False
         slots = batch.slots.tolist()
-        if self._num_first and not self._are_over(batch, slots):
+        if self._num_first and not self._are_passed_over(batch, slots):
             return False
-        self._late.forget(slots)
+        self._deferred.forget(slots)
         self.features.pass_over(slots)
         return True
 
     def follow(self, batch: Batch, aux_hidden_states: AuxHiddenStates, on_layer: Callable[[int], None] | None) -> None:
         if self._can_wait and batch.wants_all_logits and on_layer is None:
-            self._late.add(batch, side_by_side(aux_hidden_states, self.layers), self._takes)
-            if len(self._late) >= (_ENOUGH if self._num_first is None else _MOST):
+            self._deferred.add(batch, side_by_side(aux_hidden_states, self.layers), self._takes)
+            if len(self._deferred) >= (_ENOUGH if self._num_first is None else _MOST):
                 self.settle()
             return
         self.settle()
         entries = Entries.of(batch, aux_hidden_states, self.layers, block_size=self._pool.layout.block_size)
-        over = self._behind_what_is_over(batch, entries)
+        over = self._slots_passed_over(batch, entries)
         self._put(entries, going_on(batch))
         self.features.pass_over(over)
         if on_layer is not None:
@@ -95,21 +95,23 @@ class Eagle:
 
     def settle(self) -> None:
         if self._num_first is not None:
-            self.features.pass_over(self._late.drop())
-        elif entries := self._late.take():
+            self.features.pass_over(self._deferred.drop())
+        elif entries := self._deferred.take():
             self._put(entries)
 
     def knows(self, rows: Sequence[HeadRow]) -> bool:
-        return self.features.knows(rows, self._late.has)
+        return self.features.knows(rows, self._deferred.has)
 
     def num_behind(self, row: HeadRow) -> int | None:
         if not self.knows([row]):
             return None
-        return 0 if self._num_first is None else len(self._late.up_to(*self.features.slots_before([row])))
+        return 0 if self._num_first is None else len(self._deferred.up_to(*self.features.slots_before([row])))
 
     def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None) -> None:
-        slots = [slot for before in self.features.slots_before(rows) for slot in self._late.up_to(before)[:max_tokens]]
-        if entries := self._late.take(slots):
+        slots = [
+            slot for before in self.features.slots_before(rows) for slot in self._deferred.up_to(before)[:max_tokens]
+        ]
+        if entries := self._deferred.take(slots):
             # Only sequence ends need a place in the ring: other sequences that continue from these tokens are gone.
             is_last_N = ~np.isin(entries.slots_N, entries.before_N)
             self._put(entries, np.flatnonzero(is_last_N))
@@ -138,7 +140,7 @@ class Eagle:
             feature_RE = self._layer(places, place, token_ids_R, feature_RE)
             token_ids = choose(HeadLogits(self._layer.logits(feature_RE), self._layer.known_D), known, place)
 
-    def _are_over(self, batch: Batch, slots: Sequence[int]) -> bool:
+    def _are_passed_over(self, batch: Batch, slots: Sequence[int]) -> bool:
         """Return True if all rows of the batch are passed over."""
         befores = list_before(batch, slots, batch.positions.tolist(), block_size=self._pool.layout.block_size)
         # With drafts, the first token of each row decides.
@@ -148,22 +150,22 @@ class Eagle:
 
     def _is_over(self, before: int) -> bool:
         """Return True if tokens after this slot are passed over."""
-        if self._num_first is not None and self._late.most_up_to(before) >= self._num_first:
+        if self._num_first is not None and self._deferred.most_up_to(before) >= self._num_first:
             return True
         return self._is_passed_over(before)
 
     def _is_passed_over(self, before: int) -> bool:
-        return before != UNKNOWN and not self._late.has(before) and self.features.is_passed_over(before)
+        return before != UNKNOWN and not self._deferred.has(before) and self.features.is_passed_over(before)
 
     def _takes(self, slot: int, before: int) -> bool:
         """Return True if the token is deferred; otherwise mark it as passed over."""
         if self._is_over(before):
             self.features.pass_over((slot,))
             return False
-        self.features.take_up(slot)
+        self.features.clear_passed_over(slot)
         return True
 
-    def _behind_what_is_over(self, batch: Batch, entries: Entries) -> list[int]:
+    def _slots_passed_over(self, batch: Batch, entries: Entries) -> list[int]:
         """Return the slots of the rows that continue a passed-over position. Requires that no token is deferred."""
         if not self._can_wait:
             return []
@@ -172,21 +174,21 @@ class Eagle:
         over: list[int] = entries.slots_N[np.repeat(is_over_R, batch.query_lens)].tolist() if any(is_over_R) else []
         return over
 
-    def _put(self, entries: Entries, going_on_M: Ints | None = None) -> None:
-        """Write entries to the pool. going_on_M: those that sequences may continue from; None: all."""
+    def _put(self, entries: Entries, continued_M: Ints | None = None) -> None:
+        """Write entries to the pool. continued_M: those that sequences may continue from; None: all."""
         slots_N = entries.slots_N
-        self.features.take_up(slots_N)
+        self.features.clear_passed_over(slots_N)
         feature_NE = self._layer.features(entries.hidden_NW)
         self._layer.keep(entries, self._before(entries, feature_NE))
         self.features.keep_ends(slots_N, feature_NE)
-        if going_on_M is not None:
-            slots_N, feature_NE = slots_N[going_on_M], feature_NE[self._on_device(going_on_M)]
+        if continued_M is not None:
+            slots_N, feature_NE = slots_N[continued_M], feature_NE[self._on_device(continued_M)]
         self.features.keep(slots_N, feature_NE)
 
     def _before(self, entries: Entries, feature_NE: Tensor) -> Tensor:
         """Return the feature before each entry, from these entries or from `features`; zeros if unknown or at position
         0."""
-        places_N = self._late.places(entries.slots_N, entries.before_N)
+        places_N = self._deferred.places(entries.slots_N, entries.before_N)
         first_F = np.flatnonzero(places_N == UNKNOWN)
         first_FE = self.features.read(self.features.places(entries.before_N[first_F].tolist()))
         known_KE, places_N = torch.cat((first_FE, feature_NE)), places_N + len(first_F)

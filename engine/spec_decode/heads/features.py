@@ -79,7 +79,7 @@ class Features:
             if self._of_blocks is not None and slot % self._size == last:
                 self._of_blocks[slot // self._size] = 0
 
-    def take_up(self, slots_N: Ints | int) -> None:
+    def clear_passed_over(self, slots_N: Ints | int) -> None:
         """Clear the marks of these slots, which belong to the previous owner of the blocks."""
         self._is_over_S[slots_N] = False
 

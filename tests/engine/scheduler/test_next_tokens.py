@@ -113,7 +113,7 @@ def test_who_is_paused_while_it_is_computed_again_goes_on() -> None:
     engine = engine_of([first, second], is_async=False, max_batch_tokens=3)
     while len(engine.decoding.running) < 2:
         engine.step()
-    engine.decoding.give_way(1)
+    engine.decoding.preempt_for(1)
     assert list(engine.decoding.running) == [first]
     while not second.blocks:
         engine.step()

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
-from engine.spec_decode.heads.deferred_kv import LateEntries
+from engine.spec_decode.heads.deferred_kv import DeferredEntries
 from engine.spec_decode.heads.features import UNKNOWN
 
 _SLOTS, _SIZE = 40, 8
@@ -25,7 +25,7 @@ def _batch(slots: list[int], first: int) -> Batch:
 
 @given(steps=st.lists(st.lists(st.integers(0, _SLOTS - 1), unique=True, min_size=1, max_size=6), max_size=9))
 def test_of_each_slot_the_last_that_came_is_taken_once(steps: list[list[int]]) -> None:
-    late, expected, count = LateEntries(_SLOTS, block_size=_SIZE), dict[int, int](), 0
+    late, expected, count = DeferredEntries(_SLOTS, block_size=_SIZE), dict[int, int](), 0
     for slots in steps:
         numbers = torch.arange(count, count + len(slots))
         late.add(_batch(slots, count), numbers.float().unsqueeze(-1))
