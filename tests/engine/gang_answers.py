@@ -1,5 +1,4 @@
-"""What several ranks answer, in processes of their own, whose steps wait for each token or run ahead: what each of them
-runs."""
+"""Functions that run on ranks in separate processes: answers with and without async scheduling."""
 
 from __future__ import annotations
 
@@ -32,16 +31,18 @@ from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.worker.rank_of_one import FakeSender
 from worker.gang_runner import GangRunner
 
-_STOPS = tuple(range(0, VOCAB_SIZE, 9))  # so many that answers end where nobody expects it
+# So many stop tokens that answers end at unpredictable places.
+_STOPS = tuple(range(0, VOCAB_SIZE, 9))
 _NUM_BLOCKS = 512
-_FAILING = 3  # the seed of a choice that gets no sixth token, where steps are replayed
+# Seed of a choice that gets no sixth token, if steps are replayed.
+_FAILING = 3
 
 
 class Leader:
-    """A gang as rank 0 has it, for `answers`."""
+    """Rank 0 of a gang, for `answers`."""
 
     def __init__(self, gang: GangRunner, *, beats: bool = False) -> None:
-        """beats: orders without rows come between all steps, as they do where a replica ships and stores blocks."""
+        """beats: send orders without rows between all steps, as a replica does that ships and stores blocks."""
         self.gang = gang
         self.layout = gang.runner.layout
         self._beats = beats
@@ -62,7 +63,7 @@ def _gang(parallel: Any, directory: Path, *, dtype: str = "float32", capture: An
 def said_of_each_kind(
     place: Path, prefix: str, rank: int, size: int, directory: Path, grammars: Path
 ) -> tuple[AnswerText, AnswerText] | None:
-    """Where each step waits, and where steps run ahead; None on the ranks that follow."""
+    """Return the answers without and with async scheduling; None on the ranks that follow."""
     gang = _gang(join(place, prefix, rank, size), directory)
     if rank:
         gang.follow()
@@ -76,7 +77,7 @@ def said_of_each_kind(
 
 
 def _soon_over(one: Asked) -> Asked:
-    """If each of its tokens must be known before the next: beside it no step runs ahead."""
+    """Return a request whose tokens must be known one by one, which disables async scheduling while it runs."""
     rules = one.sampling.token_rules
     waits = one.grammar or one.sampling.has_penalties or (rules and rules.bad_words)
     return replace(one, sampling=replace(one.sampling, max_tokens=4)) if waits else one
@@ -85,7 +86,7 @@ def _soon_over(one: Asked) -> Asked:
 def said_where_blocks_run_out(
     place: Path, prefix: str, rank: int, size: int, directory: Path
 ) -> list[tuple[AnswerText, AnswerText]] | None:
-    """As above, of rows whose bits are the same whatever is beside them."""
+    """Like `said_of_each_kind`, with preemption, and with rows whose bits do not depend on the batch."""
     gang = _gang(join(place, prefix, rank, size), directory, dtype="bfloat16", deterministic=True)
     if rank:
         gang.follow()
@@ -109,8 +110,10 @@ def said_where_blocks_run_out(
 def said_by_replays(
     place: Path, prefix: str, rank: int, size: int, directory: Path
 ) -> tuple[AnswerText, AnswerText, int] | None:
-    """Every step is replayed, and its fed tokens come on the device, whatever the host says of them: where each step
-    waits, where steps run ahead, and the replays."""
+    """Replay every step with device-side tokens, whatever the host knows of them.
+
+    Returns the answers without and with async scheduling, and the number of replays.
+    """
     replays: list[Step] = []
 
     def capture(recorded: Step) -> Step:
@@ -148,14 +151,14 @@ def _not_on_the_host(device_tokens: DeviceTokens, token_ids_T: np.ndarray) -> No
 
 
 def _as_a_gpu_does(logits_RV: Tensor, rows: Any) -> Tensor:
-    """And finds nothing for one of them, as if its logits were not finite."""
+    """Sample on the device; one choice finds no token, as if its logits were not finite."""
     chosen_R = choose_by_torch(logits_RV, rows).to(torch.int32)
     failing = [i for i, row in rows if row.sampling.seed == _FAILING and row.num_generated == 5]
     return chosen_R.index_fill(0, torch.tensor(failing, dtype=torch.int64), NOT_FINITE)
 
 
 def leads_one_that_dies(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
-    """Its other rank ends when it has been told of a step behind another one, and gets no tokens for it."""
+    """Lead a rank that ends after it has received a step behind another one, and gets no tokens for it."""
     gang = _gang(join(place, prefix, rank, size, timeout_s=5.0), directory)
     if rank:
         gang.runner.parallel.broadcast_on_device = _die  # type: ignore[method-assign]
@@ -169,7 +172,7 @@ def leads_one_that_dies(place: Path, prefix: str, rank: int, size: int, director
 
 
 def leads_and_fails(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
-    """Rank 0 fails when it has told the other one of a step behind another one, and hands on no tokens for it."""
+    """Fail on rank 0 after sending a step behind another one, without sending its tokens."""
     gang = _gang(join(place, prefix, rank, size, timeout_s=5.0), directory)
     asked = [Asked(prompt, Sampling(temperature=0.0, max_tokens=9)) for prompt in prompts(9, 20)]
     try:

@@ -1,4 +1,4 @@
-"""An engine that is asked for the log-probabilities of prompts' own tokens, and transformers, which knows them."""
+"""Engine that computes log-probabilities of prompt tokens, and transformers as the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.scheduler.sequence import Sequence as TokenSequence
 
 
 class ScoredPrompts:
-    """One engine of a runner's, whose cache stays warm."""
+    """Engine over one runner, whose prefix cache stays warm."""
 
     def __init__(self, runner: ModelRunner, *, max_batch_tokens: int) -> None:
         config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=8, max_waiting=8)
@@ -28,7 +28,7 @@ class ScoredPrompts:
         )
 
     def tell(self, asked: Sequence[tuple[list[int], int | None]], *, n: int = 1) -> list[PromptLogprobs]:
-        """Of each prompt, all in one batch: what is told of it with so many likeliest tokens; None: it does not ask."""
+        """Score all prompts in one batch with these numbers of likeliest tokens; None: the prompt is not scored."""
         prompts = []
         for number, (tokens, num_top) in enumerate(asked):
             request = SequenceRequest(
@@ -52,7 +52,7 @@ class ScoredPrompts:
 
 
 def check_told(told: PromptLogprobs, model: PreTrainedModel, tokens: list[int], num_top: int, *, within: float) -> None:
-    """By transformers' logits of the whole prompt."""
+    """Compare with transformers' logits of the whole prompt."""
     with torch.inference_mode():
         logprobs_TV = model(torch.tensor([tokens])).logits[0, :-1].float().log_softmax(-1)
     own_T = logprobs_TV.gather(-1, torch.tensor(tokens[1:])[:, None]).squeeze(-1)

@@ -1,4 +1,4 @@
-"""Answers are token for token those without drafts where drafts branch, too, and sequences go on in branches."""
+"""Branching drafts: answers equal those without drafts token for token, and sequences continue in branches."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _speculation(**methods: Proposer) -> Speculation:
 def test_where_a_branch_is_right_nothing_changes(
     every: int, num_blocks: int, runner: ModelRunner, asked: list[Asked]
 ) -> None:
-    """In small steps, and in a pool where some are preempted. Of rarer ones few would have room beside drafts there."""
+    """In small steps, and in a pool with preemption, where drafts have little room."""
     expected = answers(runner, asked)
     speculation = _speculation(tree=Branching(expected, asked, every=every))
     found = answers(runner, asked, _ROOM if num_blocks == 512 else _SMALL, num_blocks, speculation=speculation)
@@ -74,7 +74,7 @@ def test_where_a_branch_is_right_nothing_changes(
 def test_a_branch_that_is_right_takes_as_few_steps_as_a_draft_that_is(runner: ModelRunner) -> None:
     ask = [Asked(prompt, Sampling(max_tokens=29, temperature=0.7, seed=1)) for prompt in prompts(11, 12)]
     expected = answers(runner, ask)
-    speculation = _speculation(tree=Branching(expected, ask, every=1))  # never right but for its branches
+    speculation = _speculation(tree=Branching(expected, ask, every=1))  # right only in its branches
     found = answers(runner, ask, _ROOM, speculation=speculation)
     compare(found, expected)
     assert expected.num_steps == 29 and found.num_steps == 1 + 4  # 28 tokens, 7 a step
@@ -111,7 +111,7 @@ def test_of_other_families_too(family: str, tiny_model: MakeModel, make_runner: 
     runner = make_runner(tiny_model(family)[0], num_blocks=512)
     expected = answers(runner, asked)
     speculation = _speculation(tree=Branching(expected, asked, every=3))
-    # Latents of one query are attended to in another order than those of several: their float32 rounds more.
+    # Attention over latents sums in another order for one query than for several, so float32 rounds differently.
     found = answers(runner, asked, _ROOM, speculation=speculation)
     compare(found, expected, atol=1e-3 if "deepseek" in family else 1e-4)
     assert num_in_branches(speculation) > 20
@@ -134,10 +134,10 @@ def test_a_model_sees_what_is_wrong_with_a_branch(
 
 
 class TestOurs:
-    """Whoever offers branches of their own: how many, and which, is for their own tests to say."""
+    """Proposers with their own branches; the number and choice of branches is tested elsewhere."""
 
     def test_places_in_texts(self, runner: ModelRunner, asked: list[Asked]) -> None:
-        """Others have been answered nearly so, one of them just so."""
+        """Earlier answers are similar, one of them identical."""
         expected, corpus = answers(runner, asked), Corpus()
         for said in expected.ids:
             nearly = [(token + 1) % VOCAB_SIZE if i % 4 == 3 else token for i, token in enumerate(said)]
@@ -171,7 +171,7 @@ class TestOurs:
         assert bool(found.num_preemptions) == (num_blocks < 512)
 
     def test_two_methods_in_one_step(self, runner: ModelRunner, asked: list[Asked]) -> None:
-        """Each is wrong where the other is not."""
+        """Each method is wrong where the other is right."""
         expected = answers(runner, asked)
         speculation = _speculation(
             one=FakeProposer(Oracle(expected, asked, lambda i: i % 5 > 1)),
@@ -183,6 +183,6 @@ class TestOurs:
 
 
 def test_in_steps_as_replicas_have_them(runner: ModelRunner, asked: list[Asked]) -> None:
-    """No more logits than rows may run."""
+    """With no more logits than max_running."""
     expected = answers(runner, asked)
     compare(answers(runner, asked, AMPLE, speculation=_speculation(t=Branching(expected, asked, every=2))), expected)

@@ -1,5 +1,4 @@
-"""The engine's loop over a pool that remembers what was written to it: whatever happens, every sequence goes on from
-its own tokens, and every block is in one state."""
+"""Engine over a fake pool that remembers writes: each sequence reads its own tokens, and each block has one owner."""
 
 from __future__ import annotations
 
@@ -40,23 +39,23 @@ from engine.spec_decode.verification import Choose
 
 _BLOCK = 4
 _NUM_BLOCKS = 24
-_NUM_TEMPERS = 8  # of the hostile proposer
-POISON = 99  # as a token: no token is found behind it
-UNTOLD = 98  # nothing is to be said of it
+_NUM_TEMPERS = 8  # of HostileProposer
+POISON = 99  # a token that no token can follow
+UNTOLD = 98  # a token without scores
 
 
 def _next(tokens: Sequence[int], seed: int) -> int:
-    """The token that follows these."""
+    """Return the token that follows these."""
     return hash((tuple(tokens), seed if _depends(tokens) else 0)) % 50
 
 
 def _depends(tokens: Sequence[int]) -> bool:
-    """The token that follows depends on the choice: nobody knows it before."""
+    """Return True if the next token depends on the choice, so that it cannot be known before."""
     return hash(tuple(tokens)) % 4 == 0
 
 
 class FakeMask:
-    """Implements engine.sampling.params.TokenMask, for `choose` below, which asks none what is allowed."""
+    """TokenMask for `choose` below, which ignores `allowed`."""
 
     failure = ""
 
@@ -74,8 +73,7 @@ class FakeMask:
 
 
 class FakePool:
-    """Implements engine.scheduler.step.Runner: a row's logits are the tokens that its blocks hold up to its last
-    position."""
+    """Runner whose logits are the tokens that a row's blocks hold up to its last position."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, int] = {}  # by slot
@@ -97,7 +95,7 @@ class FakePool:
         return self._read(batch, batch.logits_rows.tolist())
 
     def _read(self, batch: Batch, places: list[int]) -> list[tuple[int, ...]]:
-        """What the pool holds for each of these tokens of the step, from position 0 to its own."""
+        """Return what the pool holds for each token of the step, from position 0 to its own."""
         row_of = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
         ends = (batch.positions[places] + 1).tolist()
         return [
@@ -106,7 +104,7 @@ class FakePool:
         ]
 
     def _score(self, step: ScheduledStep, batch: Batch) -> None:
-        """That each token is as likely as there are few before it; nothing of UNTOLD."""
+        """Score each token by its position; UNTOLD has no scores."""
         found = iter(self._read(batch, batch.scored_rows.tolist()))
         scores: list[PromptLogprobs | None] = []
         for row in step.scored:
@@ -123,11 +121,10 @@ class FakePool:
             step.scores = lambda: scores
 
     def _check_follower(self, changes: RowChanges, batch: Batch) -> None:
-        """A rank that hears of the changes only, and may have heard of nothing before, makes the same batch."""
+        """Check that a rank that only receives the changes makes the same batch, even if it has received nothing
+        before."""
         assert changes.is_whole or changes.number == self._follower.number + 1
-        if (
-            device_tokens := batch.device_tokens
-        ):  # which it cannot be told: as many come as the step before has rows, for those behind them
+        if device_tokens := batch.device_tokens:
             rows = np.repeat(np.arange(len(changes.kept)), changes.query_lens)[device_tokens.places]
             assert (
                 len(device_tokens.token_ids) == len(self._follower)
@@ -149,7 +146,7 @@ def _slot(blocks: Sequence[int], position: int) -> int:
 
 
 def choose(logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], positions: Sequence[int] | None) -> Sampled:
-    """As a sampler that finds no token behind POISON."""
+    """Sampler that finds no token behind POISON."""
     found = [logits[i] for i in (range(len(rows)) if positions is None else positions)]
     for tokens, row in zip(found, rows, strict=True):
         assert row.position == len(tokens) and not (row.reads_tokens and row.num_in_flight)
@@ -209,7 +206,7 @@ def test_the_loop_gives_every_sequence_its_tokens_and_all_blocks_back() -> None:
 def test_a_prompt_without_a_next_token_fails_alone_and_its_kv_is_not_found_again(
     decodes: bool, is_scored: bool
 ) -> None:
-    """Nor one of whose own tokens nothing can be said."""
+    """The same holds for a prompt with a token that has no scores."""
     blocks = BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9, decodes=decodes)
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
@@ -267,12 +264,12 @@ def test_what_was_preempted_waits_while_others_have_been_promised_its_place() ->
     engine.add(_prompt(range(9)))
     (prefilled,) = engine.step().prefilled
     (paused,) = prefilled.sequences
-    engine.pause(paused)  # it is about to leave
+    engine.pause(paused)  # before a transfer
     paused.release(blocks)
     received = _prompt([3] * 9, source=KVSource.PREFILL)
     engine.add(received)
     engine.step()
-    engine.resume(paused)  # it stays
+    engine.resume(paused)  # the transfer failed
     engine.step()
     assert list(engine.prompts.reserved) == [received] and list(engine.decoding.preempted) == [paused]
     engine.cancel(received)
@@ -280,7 +277,7 @@ def test_what_was_preempted_waits_while_others_have_been_promised_its_place() ->
 
 
 def test_known_tokens_are_told_by_the_step_that_takes_them() -> None:
-    """Where steps run ahead, too: whom they are about may be gone before that step is over."""
+    """Also with async scheduling, where their sequences may end before the next step does."""
     pool, blocks = FakePool(), BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=40, max_running=20, max_waiting=20)
     engine = Engine(pool, choose, blocks, config, block_size=_BLOCK, is_async=True)
@@ -312,7 +309,7 @@ def test_long_answers_of_one_tenant_take_no_blocks_from_another_who_has_less() -
     for number in range(5):
         engine.add(_prompt([number] * 3, max_tokens=60, tenant="greedy"))
     _run(engine, 2)
-    modest = _prompt([9] * 3, max_tokens=30, tenant="modest")  # the youngest of all
+    modest = _prompt([9] * 3, max_tokens=30, tenant="modest")  # the youngest
     engine.add(modest)
     _run(engine, 31)
     assert engine.decoding.num_preemptions > 0, "nothing was short"
@@ -348,7 +345,7 @@ def test_a_tenant_who_has_nothing_is_given_blocks_of_one_who_has_all() -> None:
 
 
 def test_blocks_that_others_share_are_not_taken_for_free_ones() -> None:
-    """Of choices that share their prompt, the last one alone gives it back."""
+    """Choices share the blocks of their prompt, which only the last one frees."""
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     engine.add(_prompt([1] * 60, max_tokens=60, choices=4, tenant="one"))
@@ -391,7 +388,7 @@ def test_nobody_is_preempted_for_what_would_not_be_enough() -> None:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Prompts come, are fetched, shipped, cancelled, paused and computed in any order."""
+    """State machine: prompts arrive, are fetched, shipped, cancelled, paused and computed in any order."""
 
     decodes = True
     is_async = False
@@ -416,7 +413,7 @@ class EngineMachine(RuleBasedStateMachine):
             is_async=self.is_async,
             speculation=self.speculation if self.drafts else None,
         )
-        self.prompts: list[Prompt] = []  # not whole yet
+        self.prompts: list[Prompt] = []  # not complete yet
         self.running: list[TokenSequence] = []
         self.paused: list[TokenSequence] = []
         self.read_blocks: dict[TokenSequence, list[int]] = {}
@@ -555,7 +552,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.read(data.draw(st.sampled_from(self.running)))
 
     def read(self, sequence: TokenSequence) -> None:
-        """Somebody ships its blocks from now on, and must find them where they are."""
+        """Start shipping the blocks of a sequence, which must stay in place from then on."""
         if sequence.blocks and sequence not in self.read_blocks:
             sequence.keeps_blocks = True
             self.num_preempted = self.engine.decoding.num_preemptions
@@ -566,7 +563,7 @@ class EngineMachine(RuleBasedStateMachine):
         for sequence, blocks in list(self.read_blocks.items()):
             if sequence in self.engine.decoding.running and self.num_preempted == self.engine.decoding.num_preemptions:
                 assert sequence.blocks[: len(blocks)] == blocks
-            else:  # perhaps it was preempted, and is back
+            else:  # it may have been preempted and resumed
                 sequence.keeps_blocks = False
                 del self.read_blocks[sequence]
 
@@ -606,7 +603,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.running += [sequence for sequence in prefilled.sequences if not self._is_over(sequence)]
 
     def _check_scores(self, prompt: Prompt) -> None:
-        """Of each token once, and from all that is before it; where others compute the prompt, they tell."""
+        """Check that each token is scored once, from all tokens before it, unless another replica computes the
+        prompt."""
         request, told = prompt.sequence.request, prompt.take_scores()
         is_told = request.num_prompt_logprobs is not None and not prompt.is_received
         tokens = request.token_ids if is_told else ()
@@ -626,50 +624,50 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 class PrefillingMachine(EngineMachine):
-    """The same for an engine that only prefills."""
+    """State machine of an engine that only prefills."""
 
     decodes = False
 
 
 class AheadMachine(EngineMachine):
-    """The same where steps run ahead."""
+    """State machine with async scheduling."""
 
     is_async = True
 
 
 class SpeculatingMachine(EngineMachine):
-    """The same with drafts, of which nobody knows how good they are."""
+    """State machine with drafts of random quality."""
 
     max_running = 12
     drafts = True
 
 
 class BranchingMachine(SpeculatingMachine):
-    """The same with room for branches."""
+    """State machine with drafts and room for branches."""
 
     max_batch_tokens = 32
     max_running = 32
 
 
 class SpeculatingAheadMachine(BranchingMachine):
-    """The same where steps run ahead, if they have nothing to draft."""
+    """State machine with drafts and async scheduling."""
 
     is_async = True
 
 
 class HostileProposer:
-    """Implements Proposer: knows what comes, or nearly, or says what no model could."""
+    """Proposer whose proposals are right, nearly right, or invalid."""
 
     temper = 0
 
-    # Tempers up to 4 are of one mind; from 5 on there are branches: the right one, several, or such as none can be.
+    # Tempers up to 4 have no branches; from 5 on the right one, several, or invalid ones.
 
     def propose(self, sequences: Seq[TokenSequence], max_tokens: int) -> list[Proposal]:
         return [self._propose(sequence, max_tokens) for sequence in sequences]
 
     def _propose(self, sequence: TokenSequence, max_tokens: int) -> Proposal:
         tokens = list(sequence.tokens)
-        for _ in range(max_tokens + 2):  # more than was asked for, and beyond any end
+        for _ in range(max_tokens + 2):  # more than requested, and beyond any end
             tokens.append(_next(tokens, sequence.sampling_row.seed))
         guess = tokens[len(sequence.tokens) :]
         dice = hash(tuple(tokens))
@@ -687,10 +685,10 @@ class HostileProposer:
     def _branches(self, guess: list[int], kinds: list[int], dice: int) -> list[ProposedBranch]:
         right, place = list(guess), dice % 3
         wrong = [(token + 1) % UNTOLD for token in right]
-        if self.temper == 5:  # what the draft does not know from one place on, its branch does
+        if self.temper == 5:  # the branch continues where the draft becomes wrong
             guess[place] = wrong[place]
             return [ProposedBranch(place, right[place:], kinds)]
-        if self.temper == 6:  # some are right for a while, some were at another place
+        if self.temper == 6:  # partly right branches, or at a wrong place
             guess[place:] = wrong[place:]
             return [
                 ProposedBranch(0, [wrong[0], *right[1:]], kinds),
@@ -704,12 +702,12 @@ class HostileProposer:
             ProposedBranch(99, right, kinds),
             ProposedBranch(0, [bad, *right], kinds),
             ProposedBranch(1, [], []),
-            ProposedBranch(1, right[1:], kinds),  # the draft itself
+            ProposedBranch(1, right[1:], kinds),  # equal to the draft
             ProposedBranch(1, [wrong[1], bad, *right], kinds * 2),
         ]
 
     def finished(self, sequence: TokenSequence) -> None:
-        assert sequence.num_generated > 0, "it has no last token"  # a choice may get it before it gets blocks
+        assert sequence.num_generated > 0, "finished without a last token"  # a choice may get it before it gets blocks
 
 
 _SETTINGS = settings(
@@ -718,7 +716,7 @@ _SETTINGS = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-_SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derandomize=True)  # any failure will do
+_SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derandomize=True)  # any failure is enough
 
 
 @pytest.mark.parametrize(
@@ -803,7 +801,7 @@ def _nobody_leaves(self: Engine[object], step: ScheduledStep) -> object:
 
 
 def _all_that_was_computed(self: TokenSequence, num_tokens: int, blocks: BlockManager) -> None:
-    """And what a step that runs ahead may have written behind it."""
+    """Fault: count all computed positions, including those that a step in flight may have written."""
     _computed(self, num_tokens, blocks)
     room = len(self.blocks) * _BLOCK - len(self.tokens)
     if self.num_missing == 1 and room >= 0:
@@ -833,7 +831,7 @@ def test_a_fault_of_steps_that_run_ahead_is_found(
 
 
 def test_a_sequence_without_a_next_token_fails_alone_while_the_next_step_is_under_way() -> None:
-    """The step behind goes on from no token of it, and is told to nobody; what it has written nobody finds."""
+    """Its row in the step in flight is discarded, and the KV written by it cannot be found."""
     blocks, pool = BlockManager(_NUM_BLOCKS), FakePool()
 
     def choose_but_one(logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], places: Seq[int] | None) -> Sampled:
@@ -863,7 +861,7 @@ def test_a_sequence_without_a_next_token_fails_alone_while_the_next_step_is_unde
 def test_a_row_that_was_dropped_is_computed_again_where_it_was(
     is_faulty: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is different about the next step's rows but where they end. Random plays hardly ever come to that."""
+    """Only the end of the row differs in the next step. Random runs rarely reach this case."""
     if is_faulty:
         monkeypatch.setattr(KeptRows, "end_before", lambda self, ends: True)
     blocks = BlockManager(_NUM_BLOCKS)
@@ -872,7 +870,7 @@ def test_a_row_that_was_dropped_is_computed_again_where_it_was(
     engine.add(_prompt(range(9), max_tokens=9))
     _run(engine, 2)
     (sequence,) = engine.decoding.running
-    engine.pause(sequence)  # while a step with it is under way
+    engine.pause(sequence)  # while a step with it is in flight
     num_told = len(sequence.tokens)
     assert not engine.step().sampled and len(sequence.tokens) == num_told
     engine.resume(sequence)
@@ -886,7 +884,7 @@ def test_a_row_that_was_dropped_is_computed_again_where_it_was(
 def _one_too_many(
     draft: Draft, sequence: TokenSequence, num_tokens: int, choose: Choose, blocks: BlockManager
 ) -> object:
-    """What was chosen behind the first drafted token counts, though that is not the sequence's next one."""
+    """Fault: accept the token chosen behind the first drafted token, although that is not the sequence's next token."""
     first = choose(None, 0)
     draft.tokens = [first[0] if first else -1, *draft.tokens[1:]]
     return _verify(draft, sequence, num_tokens, choose, blocks)
@@ -895,7 +893,7 @@ def _one_too_many(
 def _all_are_booked(
     draft: Draft, sequence: TokenSequence, num_tokens: int, choose: Choose, blocks: BlockManager
 ) -> object:
-    """The KV of rejected positions, too; for others to find, where it fills a block."""
+    """Fault: record the KV of rejected positions, and cache the blocks that they fill."""
     found = _verify(draft, sequence, num_tokens, choose, blocks)
     num_computed = sequence.num_computed
     while sequence.num_computed < len(sequence.tokens):
@@ -913,11 +911,11 @@ def _one_position_early(self: SamplingRow, num_drafted: int) -> SamplingRow:
 
 
 def _stay_where_it_was(self: Branch, sequence: TokenSequence) -> None:
-    """Its blocks go back though they hold what was chosen."""
+    """Fault: free the branch's blocks although the sequence continues in them."""
 
 
 def _in_the_same_table(self: Branch, sequence: TokenSequence) -> None:
-    """Whoever knows the table by having it is not told of what has changed in it."""
+    """Fault: change the block table in place, so that holders of the list miss the change."""
     table = sequence.blocks
     _take_over(self, sequence)
     table[:] = sequence.blocks
@@ -934,7 +932,7 @@ def _wherever_it_begins(self: Draft, place: int, token: int) -> Branch | None:
 
 
 def _behind_nothing(self: Branch, sequence: TokenSequence, draft: Draft) -> Row:
-    """As if it were the first place."""
+    """Fault: treat every branch as if it began at the first place."""
     row = _row(self, sequence, draft)
     own = len(sequence.tokens) - sequence.num_computed
     token_ids = [*row.token_ids[:own], *self.tokens, *draft.tokens[: self.place]]
@@ -946,7 +944,7 @@ _take_over, _row, _give_back = Branch.take_over, Branch.row, Draft.give_back
 
 
 def _with_every_temper() -> None:
-    """A few requests to a replica that drafts, until all is said, with each way to guess."""
+    """Run a few requests with drafts to the end, once with each temper."""
     for temper, length, max_tokens in product(range(_NUM_TEMPERS), (3, 6), (5, 11)):
         machine = (BranchingMachine if temper > 4 else SpeculatingMachine)()
         machine.hostile.temper = temper
@@ -990,6 +988,6 @@ def test_whoever_guesses_sequences_and_blocks_stay_whole() -> None:
 def test_a_fault_of_drafts_is_found(
     owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, fault, raising=False)  # some are no names of the class
+    monkeypatch.setattr(owner, name, fault, raising=False)  # some faults add a name
     with pytest.raises((AssertionError, LookupError, ValueError)):
         _with_every_temper()

@@ -1,4 +1,4 @@
-"""Several ranks whose steps run ahead say what they say where each step waits, and what one rank says alone."""
+"""Async scheduling on several ranks: answers equal those without it, and those of one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WITHIN_S = 100.0
 def test_what_is_said_is_the_same_on_two_ranks_and_on_one(
     tiny_model: MakeModel, start_gang: StartGang, tmp_path: Path
 ) -> None:
-    """Whatever is asked of a choice, and whoever comes and leaves meanwhile."""
+    """With requests of every kind, some of which arrive late or leave early."""
     directory, _ = tiny_model("llama")
     alone, leader, other = (
         *start_gang(1, gang_answers.said_of_each_kind, directory, tmp_path),

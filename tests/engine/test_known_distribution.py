@@ -1,5 +1,4 @@
-"""Answers of an engine whose model has a known distribution, with drafts of another known one: what is said is
-distributed as it was, and drafts, and what may come instead of them, are right as often as theory says."""
+"""Answers and drafts of known distributions: answers keep theirs, and acceptance rates match the theory."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _DEPTH = 2
 
 
 class _FakeModel:
-    """Implements Runner: whatever comes before, the same may follow."""
+    """Runner whose logits are the same after any tokens."""
 
     def __init__(self, logits_V: Tensor) -> None:
         self._logits_V = logits_V
@@ -42,7 +41,7 @@ class _FakeModel:
 
 
 class _Drawing:
-    """Implements Proposer: draws from its own distribution as models and heads do."""
+    """Proposer that samples from its own distribution, as models and heads do."""
 
     def __init__(self, logits_V: Tensor) -> None:
         self._logits_V = logits_V
@@ -61,8 +60,11 @@ class _Drawing:
 
 
 def _shares_right(p_V: Tensor, q_V: Tensor) -> tuple[float, float]:
-    """How often a token of q drawn by the same number as one of p is that one; and how often else the one that has most
-    of q within 0.05 of the number is."""
+    """Return how often tokens of p and q drawn with the same number agree, and how often otherwise the second candidate
+    is right.
+
+    The second candidate has the largest share of q within 0.05 of the number.
+    """
     numbers = (torch.arange(100_000).double() + 0.5) / 100_000
     chosen = torch.searchsorted(p_V.cumsum(0), numbers).clamp_max(_VOCAB - 1)
     drafted = torch.searchsorted(q_V.cumsum(0), numbers).clamp_max(_VOCAB - 1)

@@ -1,5 +1,4 @@
-"""Steps that run ahead, with what samples and brings back their tokens, on a device whose streams are in no order but
-what marks say."""
+"""Async scheduling, sampling and downloads on a device whose streams are ordered by events only."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ Mutate = Callable[[pytest.MonkeyPatch, FakeStreams, FakeLane], None]
 
 
 def likeliest(logits_RV: Tensor, rows: Any) -> Tensor:
-    """As a GPU's kernel chooses: the host waits for nothing."""
+    """Choose like a GPU kernel: the host does not wait."""
     return logits_RV.argmax(dim=-1).to(torch.int32)
 
 
@@ -43,7 +42,8 @@ def races(
     *,
     recorded_rows: int = 4,
 ) -> list[str]:
-    """asks: of each prompt its tokens, those of its answer, and how many log-probabilities are told with them."""
+    """Run requests and return the unordered accesses. asks: per prompt its tokens, the answer's length, and
+    num_logprobs."""
     with pytest.MonkeyPatch.context() as patch:
         device = FakeStreams()
         copies = device.device_stream()
@@ -81,13 +81,13 @@ def test_a_loop_that_runs_ahead_is_in_order(asks: list[tuple[int, int, int | Non
     assert races(tiny_model, asks) == []
 
 
-# What would be wrong, and is to be found.
+# Faults that the test must find.
 
 
 def copy_ids_before_they_are_chosen(patch: pytest.MonkeyPatch, device: FakeStreams, copies: FakeLane) -> None:
     begun = device.mark()
     mark = device.mark
-    # Whoever copies comes behind the beginning of all alone.
+    # The copy is ordered only after the start of the work.
     patch.setattr(device, "mark", lambda: begun if device.current == "compute" else mark())
 
 

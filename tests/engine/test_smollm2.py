@@ -1,4 +1,4 @@
-"""The demo model, from its GGUF: transformers is the reference, over the tensors that the gguf package reads."""
+"""SmolLM2 from its GGUF against transformers, over the tensors that the gguf package reads."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def gguf(smollm2_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(smollm2_dir: Path) -> ModelRunner:
-    """In float32."""
+    """Return a float32 runner."""
     return load(smollm2_dir, "float32")
 
 

@@ -1,4 +1,4 @@
-"""Answers are token for token those without drafts, whoever guesses, and whatever is asked."""
+"""Speculative decoding: answers equal those without drafts token for token, for every proposer and kind of request."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_ours_change_nothing(name: str, runner: ModelRunner, asked: list[Asked])
     expected = answers(runner, asked)
     makers = OURS if name == "auto" else {name: OURS[name]}
     speculation = _speculation(**{method: make() for method, make in makers.items()})
-    for _ in range(2):  # the second time, the first one's answers are known
+    for _ in range(2):  # the second time, the corpus contains the first answers
         compare(answers(runner, asked, speculation=speculation), expected)
     assert any(counts.drafted for counts in speculation.counts.values())
     assert name == "ngram" or num_accepted(speculation) > 50
@@ -79,7 +79,7 @@ def test_ours_change_nothing(name: str, runner: ModelRunner, asked: list[Asked])
 def test_drafts_that_are_right_but_for_some_change_nothing(
     every: int, num_blocks: int, runner: ModelRunner, asked: list[Asked]
 ) -> None:
-    """In small steps, and in a pool where some are preempted."""
+    """In small steps, and in a pool with preemption."""
     expected = answers(runner, asked)
     speculation = _speculation(oracle=FakeProposer(Oracle(expected, asked, lambda i: every == 1 or i % every > 0)))
     found = answers(runner, asked, _SMALL, num_blocks, speculation=speculation)
@@ -121,7 +121,7 @@ def test_an_answer_that_ends_within_a_draft_ends_there(asking: str, max_tokens: 
 def test_what_is_told_of_steps_without_a_draft_is_true_also_where_steps_run_ahead(
     guesses: bool, is_async: bool, runner: ModelRunner
 ) -> None:
-    """Nobody guesses, or a guess is never worth it: beside one row a token costs as much as a step."""
+    """Either no row has a proposal, or no proposal is worth it: beside one row a token costs as much as a step."""
     speculation = _speculation(one=FakeProposer(lambda tokens, most: [0] * most if guesses else []))
     blocks, config = BlockManager(64), SchedulerConfig(max_batch_tokens=64, max_running=4, max_waiting=4)
     engine = Engine(
@@ -137,8 +137,10 @@ def test_what_is_told_of_steps_without_a_draft_is_true_also_where_steps_run_ahea
 
 
 def test_who_leaves_while_a_step_is_under_way_has_no_draft_in_it() -> None:
-    """One comes back meanwhile, and takes the last block from the other, so that no token is coming for any row that is
-    left: still nothing may be drafted, for whom it was drafted for may leave before it is verified."""
+    """A sequence resumes during the step and preempts the other, so no remaining row has a token in flight.
+
+    Still nothing may be drafted, because a drafted sequence may leave before its draft is verified.
+    """
     blocks, asked = BlockManager(4), [Asked([1] * 3, Sampling(max_tokens=40)), Asked([2] * 2, Sampling(max_tokens=40))]
     guesses = FakeProposer(lambda tokens, most: [0] * most if tokens[0] == 2 else [])
     engine: Engine[str] = Engine(
@@ -168,7 +170,7 @@ def test_who_leaves_while_a_step_is_under_way_has_no_draft_in_it() -> None:
 
 
 class _Dear:
-    """StepTimes: whatever is computed costs a second a token, and nothing else."""
+    """StepTimes in which each token costs a second, and nothing else costs anything."""
 
     timing, draft_factors = StepTiming(base_s=0.0, token_s=1.0), (1.0,)
 
@@ -179,7 +181,7 @@ class _Dear:
 def test_what_is_judged_at_once_is_not_copied_before(
     runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits of a step with drafts are megabytes. Where a row goes one by one, its own are wanted again."""
+    """The logits of a step with drafts take megabytes. They are kept only for rows that choose in sequence."""
     copied: set[bool] = set()
 
     def recording(logits: torch.Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> Sampled:
@@ -203,8 +205,10 @@ def test_what_is_judged_at_once_is_not_copied_before(
 def test_what_was_judged_at_once_is_read_by_nobody_after_that(
     every: int, runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sampler may overwrite logits that are chosen from in order: here nothing is left of them. Beside rows that go
-    one by one, and branches, prompts that become whole, and choices."""
+    """A sampler may overwrite logits that it reads in order; this one clears them.
+
+    Beside rows that choose in sequence, branches, prompts that become complete, and choices.
+    """
     spoilt = 0
 
     @torch.inference_mode()
@@ -264,6 +268,6 @@ def test_of_other_families_too(family: str, tiny_model: MakeModel, make_runner: 
     runner = make_runner(tiny_model(family)[0], num_blocks=512)
     expected = answers(runner, asked)
     speculation = _speculation(oracle=FakeProposer(Oracle(expected, asked, lambda i: i % 3 > 0)))
-    # Latents of one query are attended to in another order than those of several: their float32 rounds more.
+    # Attention over latents sums in another order for one query than for several, so float32 rounds differently.
     compare(answers(runner, asked, speculation=speculation), expected, atol=1e-3 if "deepseek" in family else 1e-4)
     assert num_accepted(speculation) > 40

@@ -29,7 +29,7 @@ from engine.batch.rows import Ints
 from engine.kv.pool import KVPool
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner import streams
-from engine.spec_decode.heads.deferred_kv import Entries, DeferredEntries, side_by_side
+from engine.spec_decode.heads.deferred_kv import DeferredEntries, Entries, side_by_side
 from engine.spec_decode.heads.draft_layer import DraftLayer, DraftPlaces
 from engine.spec_decode.heads.features import UNKNOWN, Features, going_on, list_before
 from engine.spec_decode.heads.head_row import Choose, HeadLogits, HeadRow

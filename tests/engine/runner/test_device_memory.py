@@ -1,4 +1,4 @@
-"""A GPU's memory is shared out by what was measured there: nothing is charged twice, and who has no room is told so."""
+"""Memory plan of a GPU: shares follow measurements, nothing is counted twice, and a lack of room is reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def memory(**changes: int) -> DeviceMemory:
 
 
 class FakeGauge:
-    """Implements Gauge: of what is not seen on a CPU it says what it is told to say."""
+    """Gauge with values set by the test."""
 
     def __init__(self, *, free: int, weights: int = 0, step: int = 0, graph: int = 0) -> None:
         self.total = TOTAL
@@ -102,8 +102,7 @@ def test_the_largest_step_is_full(max_tokens: int, max_rows: int, blocks: int, s
 
 
 def test_a_runner_makes_its_pool_of_what_is_left(tiny_model: MakeModel, caplog: pytest.LogCaptureFixture) -> None:
-    """Weights count as what they take, whatever they were stored as; the sizes that are not recorded for the trial as
-    those that are."""
+    """Weights count with their size in memory. Graph sizes that are not profiled count like those that are."""
     directory, _ = tiny_model("llama")
     gauge = FakeGauge(free=3 * GIB, weights=GIB, step=100 * MIB, graph=MIB)
     config = EngineConfig(
@@ -120,7 +119,7 @@ def test_a_runner_makes_its_pool_of_what_is_left(tiny_model: MakeModel, caplog: 
 
 
 def test_what_ranks_hand_on_to_each_other_is_tried_before_memory_is_shared_out(tiny_model: MakeModel) -> None:
-    """NCCL's connections for it are made with the first, and stay."""
+    """NCCL allocates its connections with the first broadcast, and keeps them."""
     directory, _ = tiny_model("llama")
     parallel, gauge, done = TensorParallel(), FakeGauge(free=3 * GIB, weights=GIB), list[str]()
     parallel.broadcast_on_device = lambda x: done.append("handed on") or x  # type: ignore[method-assign,func-returns-value]
@@ -134,13 +133,13 @@ def test_what_ranks_hand_on_to_each_other_is_tried_before_memory_is_shared_out(t
 def test_what_heads_keep_beside_the_blocks_is_set_aside(
     kind: HeadsKind, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever sizes a pool counts the same: a runner by what a GPU has left, one on a CPU, and a plan."""
+    """A runner on a GPU, a runner on a CPU, and a plan count the same bytes."""
     directory, _ = tiny_model("llama")
     (write_eagle if kind == "eagle" else write_medusa)(tmp_path)
     config = EngineConfig(
         model_dir=directory, dtype="float32", max_batch_tokens=64, max_running=9, heads=HeadsPlace(kind, tmp_path)
     )
-    layer = 2 * 2 * 16 * 16 * 4  # keys and values, heads, numbers, positions, bytes of each
+    layer = 2 * 2 * 16 * 16 * 4  # keys and values, heads, dimensions, positions, bytes
     block = 4 * layer + 48 * 4 if kind == "eagle" else 3 * layer
     beside = 9 * (4 * 48 * 4 + (layer if kind == "eagle" else 0))  # nine rows: features of four steps, a spare block
     heads = Eagle if kind == "eagle" else Medusa
@@ -203,7 +202,7 @@ def _runner_on_gpu(directory: Path, *, link_bytes: int) -> ModelRunner:
 def test_a_gpu_computes_the_largest_step_beside_a_pool_of_all_that_is_left(tiny_model: MakeModel) -> None:
     directory, _ = tiny_model("llama", head_dim=64)
     free = torch.cuda.mem_get_info()[0]
-    away = max(0, free - 16 * GIB)  # on any GPU, a pool that is soon filled with zeros
+    away = max(0, free - 16 * GIB)  # on any GPU, a pool that is quickly filled with zeros
     runner = _runner_on_gpu(directory, link_bytes=away)
     size, most = runner.layout.block_size, runner.max_tokens
     assert 0 < runner.pool.num_blocks * runner.layout.block_bytes < free - away

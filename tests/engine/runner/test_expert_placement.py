@@ -1,4 +1,4 @@
-"""Every expert is somewhere, no rank holds one twice, and the busiest rank has less to do than before."""
+"""Expert placement: every expert is placed, no rank holds one twice, and the busiest rank has less load."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_every_place_is_taken_and_no_rank_holds_an_expert_twice(case: tuple[list
 @pytest.mark.parametrize(
     ("counts", "ranks", "redundant", "bound"),
     [
-        ([100, 1, 1, 1, 1, 1, 1, 1], 2, 2, 1.1),  # one does nearly everything: both ranks hold it
+        ([100, 1, 1, 1, 1, 1, 1, 1], 2, 2, 1.1),  # one expert has nearly all the load: both ranks hold it
         ([50, 40, 30, 20, 10, 5, 3, 2], 4, 4, 1.15),
-        ([90, 80, 1, 1], 2, 0, 1.1),  # nothing to copy: the two great ones lie apart
+        ([90, 80, 1, 1], 2, 0, 1.1),  # without copies, the two busy experts are on different ranks
         ([0, 0, 0, 0], 2, 2, 1.0),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tensor parallelism over Gloo, in real processes: the same logits on every rank as one rank computes alone."""
+"""Tensor parallelism over Gloo in real processes: every rank gets the logits that one rank computes alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
 
 
 def test_a_gang_replays_what_one_rank_computes(tiny_model: MakeModel, start_gang: StartGang) -> None:
-    """The ranks record the sums and gathers of a step with it, and fill it up to the same size."""
+    """The recorded steps include sums and gathers, and all ranks pad to the same size."""
     directory, _ = tiny_model("llama")
     (alone,), gang_of_two = (start_gang(size, gang.replayed_steps, directory) for size in (1, 2))
     expected, _ = alone.result(TIMEOUT_S)

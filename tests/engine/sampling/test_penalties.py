@@ -1,4 +1,4 @@
-"""What penalties do to logits: kept from step to step, by our kernel, and by torch."""
+"""Penalties on logits: incremental updates, our kernel, and torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.sampling import greedy as module
 from engine.sampling.greedy import likeliest, penalise
 from engine.sampling.penalties import Penalties
 
-V = 3000  # more than two stretches in which the kernel looks, and not a whole number of them
+V = 3000  # more than two of the kernel's stretches, and not a multiple of them
 
 _samplings = st.builds(
     Sampling,
@@ -55,7 +55,7 @@ def test_what_is_kept_is_what_would_be_made_anew(
 
 
 def _rows(sampling: Sampling, num_rows: int) -> dict[int, Penalties]:
-    """Of all rows but every third."""
+    """Return penalties for two of three rows."""
     numbers = np.random.default_rng(3)
     found = {}
     for row in range(num_rows):
@@ -87,7 +87,7 @@ def _rows(sampling: Sampling, num_rows: int) -> dict[int, Penalties]:
 def test_the_best_is_the_same_whether_penalties_are_written_or_only_looked_at(
     sampling: Sampling, width: int, num_prompt: int, num_said: int, values: int, lead: float, odd: float, seed: int
 ) -> None:
-    """Few values, so that most are equal to others; and where those that have a penalty lead, and where they do not."""
+    """With few distinct values, so that most logits are equal; with and without a penalty on the greatest."""
     numbers = np.random.default_rng(seed)
     tokens = numbers.integers(0, width, num_prompt).tolist()
     penalties = Penalties(sampling, tokens, num_prompt)
@@ -153,7 +153,7 @@ def test_the_first_of_the_greatest_is_found_wherever_it_is(width: int) -> None:
     for row, place in enumerate(places):
         logits[row, place] = 5.0
         logits[row, place:] = logits[row, place:].clamp_min(-1.0)
-        logits[row, -1] = 5.0  # another one, no less great
+        logits[row, -1] = 5.0  # equal to the greatest
     assert likeliest(logits, {})[0].tolist() == places
 
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts' own tokens are transformers', however the prompts are computed."""
+"""Log-probabilities of prompt tokens equal transformers', however the prompts are computed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.tiny_models import DEEPSEEK_V3, MakeModel, MakeRunner
 def test_they_are_transformers_in_chunks_beside_others_and_over_a_warm_cache(
     family: str, max_batch_tokens: int, tiny_model: MakeModel, make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transformer, "SLICE_BYTES", 4 * VOCAB_SIZE * 5)  # five positions in a slice
+    monkeypatch.setattr(transformer, "SLICE_BYTES", 4 * VOCAB_SIZE * 5)  # five positions per slice
     directory, model = tiny_model(family, **(DEEPSEEK_V3 if family == "deepseek_v3" else {}))
     engine = ScoredPrompts(make_runner(directory), max_batch_tokens=max_batch_tokens)
     first, second, third, one = prompts(30, 33, 17, 1)

@@ -1,4 +1,4 @@
-"""Which tokens would end a bad word, against the plain definition."""
+"""Tokens that complete a bad word, against the naive definition."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from core.types.token_rules import TokenRules
 from engine.sampling.token_masks import TokenRuleTensors
 
-_tokens = st.integers(0, 3)  # so few that they often repeat
+_tokens = st.integers(0, 3)  # so few that they repeat often
 _words = st.lists(st.lists(_tokens, min_size=1, max_size=4).map(tuple), max_size=6).map(tuple)
 
 
@@ -16,7 +16,7 @@ _words = st.lists(st.lists(_tokens, min_size=1, max_size=4).map(tuple), max_size
 def test_the_last_token_of_a_word_is_forbidden_behind_the_rest_of_it(
     words: tuple[tuple[int, ...], ...], prompt: list[int], output: list[int]
 ) -> None:
-    """What was generated counts alone: a word may begin in the prompt."""
+    """Only generated tokens count: a bad word does not begin in the prompt."""
     found = TokenRuleTensors(TokenRules(bad_words=words)).forbidden(prompt + output, len(prompt))
     assert set(found) == {word[-1] for word in words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]}
 

@@ -1,6 +1,6 @@
-"""Steps that run ahead, over a real model: what is said is what steps say that wait for each token.
+"""Async scheduling over a real model: answers equal those of steps that wait for each token.
 
-What may happen between steps is played by the machine of test_engine.py.
+Events between steps are covered by the state machine in test_engine.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tests.engine.tiny_models import MakeModel, MakeRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-_STOPS = tuple(range(0, VOCAB_SIZE, 9))  # so many that answers end where nobody expects it
+# So many stop tokens that answers end at unpredictable places.
+_STOPS = tuple(range(0, VOCAB_SIZE, 9))
 
 samplings = st.builds(
     Sampling,
@@ -32,7 +33,7 @@ samplings = st.builds(
     min_tokens=st.sampled_from([0, 7]),
     stop_token_ids=st.sampled_from([(), _STOPS]),
     num_logprobs=st.sampled_from([None, 2]),
-    # These must be told of each token before the next one: a step with one of them waits.
+    # Requests that need each token on the host before the next step, which therefore waits.
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.3]),
     token_rules=st.sampled_from([None, None, TokenRules(logit_bias=((3, 4.0),)), TokenRules(bad_words=((3, 4),))]),
 )
@@ -42,7 +43,7 @@ asks = st.tuples(st.integers(2, 40), samplings, st.integers(1, 3), thoughts)
 
 @pytest.fixture
 def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
-    """Whatever is computed beside a row, its bits are the same."""
+    """Return a runner whose rows do not depend on the batch, bit for bit."""
     return make_runner(tiny_model("llama")[0], dtype="bfloat16", deterministic=True)
 
 
@@ -65,7 +66,7 @@ def test_what_is_said_is_the_same(asked: list[Any], num_blocks: int, budget: int
 
 
 def test_a_bounded_thought_waits_at_its_end_alone(runner: ModelRunner) -> None:
-    """12 tokens of thought and 20 behind the marker; of the 8 of that, none is computed before it is known."""
+    """12 tokens of thinking and 20 after the marker; the 8 tokens of the marker are known before they are computed."""
     (prompt,) = prompts(9)
     (said,) = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))]).ids
     ahead = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))], is_async=True)
@@ -77,7 +78,7 @@ def test_all_but_the_first_token_of_an_answer_are_fed(runner: ModelRunner) -> No
     sampling = Sampling(temperature=0.0, max_tokens=12)
     said = answers(runner, [Asked(prompt, sampling) for prompt in prompts(9, 20)], is_async=True)
     assert [len(ids) for ids in said.ids] == [12, 12]
-    # The first is chosen with the prompt, whose step is waited for; the last is never computed.
+    # The first token is chosen with the prompt, whose step is waited for; the last is never computed.
     assert (said.num_device_tokens, said.num_steps) == (20, 12)
 
 
@@ -91,7 +92,7 @@ def test_what_must_be_told_of_each_token_waits_for_it(asks: dict[str, Any], runn
 @pytest.mark.parametrize("recorded_rows", [0, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_on_a_gpu(temperature: float, recorded_rows: int, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
-    """Replayed or launched one by one; answers end at different steps, some where nobody expects it."""
+    """With and without graphs; answers end at different and unpredictable steps."""
     runner = make_runner(tiny_model("llama")[0], device="cuda", recorded_rows=recorded_rows)
     asked = [
         Asked(prompt, Sampling(temperature=temperature, top_p=0.9, seed=i, max_tokens=9 + 5 * i, stop_token_ids=stops))

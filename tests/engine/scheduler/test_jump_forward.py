@@ -1,4 +1,4 @@
-"""Tokens that a grammar forces are computed together, and are those that steps choose one by one."""
+"""Jump-forward decoding: forced tokens are computed together, and equal those chosen one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _B = CHARACTERS.index("b")
 
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Until `undo`, no token is known before it is chosen."""
+    """Disable forced tokens until `undo`."""
     monkeypatch.setattr(SamplingRow, "known_token", lambda row: None)
     yield monkeypatch
 
@@ -65,7 +65,7 @@ def test_answers_to_random_schemas_are_those_of_masks_alone(
     make_runner: MakeRunner,
     one_by_one: pytest.MonkeyPatch,
 ) -> None:
-    """Beside others that keep to none, two choices each, in a pool where some are preempted, in small steps."""
+    """Beside requests without a grammar, two choices each, in a pool with preemption, in small steps."""
     if vocabulary == "characters":
         directory, compiler, ends = tiny_model("llama")[0], letters, (END,)
     else:
@@ -73,7 +73,7 @@ def test_answers_to_random_schemas_are_those_of_masks_alone(
         shutil.copytree(tiny_model("llama", vocab_size=49152)[0], directory)
         shutil.copy(smollm2_dir / "tokenizer.json", directory)
         compiler, ends = GrammarCompiler(directory, vocab_size=49152), (0, 2)
-    # Whatever is computed beside a row, its bits are the same: so are the tokens of those that keep to no grammar.
+    # Rows do not depend on the batch, bit for bit, so the answers without a grammar are equal, too.
     runner = make_runner(directory, num_blocks=512, dtype="bfloat16", deterministic=True)
     known = [
         _compiled(compiler, json.dumps(schema), GrammarKind.JSON_SCHEMA) if number % 4 else None
@@ -105,9 +105,10 @@ def test_they_take_one_step_where_there_is_room(letters: GrammarCompiler, runner
     said = answers(runner, [ask])
     text = "".join(CHARACTERS[token] for token in said.ids[0][:-1])
     assert text[14:] == ": the rest is known, and more than 32 tokens of it" and said.ids[0][-1] == END
-    # The prompt; 12 and the digit; 32, and the one after them; the rest, which ends it, without a step of its own.
+    # The prompt; 12 tokens and the digit; 32 tokens, and the one after them; the rest, which ends the answer without a
+    # step.
     assert (said.num_known, said.num_steps) == (len(said.ids[0]) - 3, 4)
-    for budget in (1, 2, 5):  # tokens of a step
+    for budget in (1, 2, 5):  # tokens per step
         small = answers(runner, [ask], replace(AMPLE, max_batch_tokens=budget))
         assert small.ids == said.ids
 

@@ -1,4 +1,4 @@
-"""Prompts whose prefixes are on their way into this pool: who waits for whom, and for how long."""
+"""Prompts whose prefix is being fetched or computed: which prompts wait, and for how long."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _prompt(tokens: list[int], *, offered: int = 0, priority: int = 0, fetch_onl
 
 
 class Queue:
-    """An engine, of whose steps it is told who took part."""
+    """Engine that records which prompts take part in its steps."""
 
     def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, decodes: bool = False) -> None:
         config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=8, max_waiting=100, decodes=decodes)
@@ -42,7 +42,7 @@ class Queue:
         self.prompts = self.engine.prompts
 
     def run(self) -> tuple[list[Prompt], list[Prompt]]:
-        """One step: those that got their blocks ahead of it, and those that took part in it."""
+        """Run one step; return the prompts admitted before it, and those that took part in it."""
         step = self.engine.launch()
         self.engine.complete(step)
         return self.connector.admitted, [prompt for prompt, _ in step.prompts]
@@ -84,7 +84,7 @@ def test_siblings_wait_for_blocks_that_are_on_their_way(queue: Queue, blocks: Bl
 
 
 class CountingBlocks(BlockManager):
-    """Counts the blocks of prefixes that were looked for."""
+    """BlockManager that counts the blocks looked up."""
 
     num_looked_for = 0
 

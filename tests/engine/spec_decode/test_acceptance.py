@@ -1,4 +1,4 @@
-"""What may come instead of a draft's tokens is believed as often as it has come."""
+"""Acceptance rates of branches follow their outcomes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _best(tracker: AcceptanceTracker, sequence: Sequence) -> RatedProposal:
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
 def test_a_second_token_is_believed_as_often_as_it_is_right(share: float) -> None:
-    """Nothing needs to be drafted for that; and of all that may come next one comes."""
+    """Without any draft; the chances of alternatives add up to at most 1."""
     generator, tracker, sequence = random.Random(1), _tracker("one"), sequence_of([1, 2])
     for _ in range(400):
         tracker.learn([sequence])
@@ -66,7 +66,7 @@ def test_what_no_branch_can_be_is_left_out() -> None:
     places = [
         ProposedBranch(-1, [6], [5]),
         ProposedBranch(2, [6], [5]),
-        ProposedBranch(0, [3, 6], [5, 5]),  # the draft itself
+        ProposedBranch(0, [3, 6], [5, 5]),  # equal to the draft
         ProposedBranch(0, [50], [5]),
         ProposedBranch(0, [], []),
         ProposedBranch(1, [7, 50, 8], [5, 5, 5]),

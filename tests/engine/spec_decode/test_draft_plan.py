@@ -1,4 +1,4 @@
-"""Drafts as long as they pay."""
+"""Optimal draft lengths and branches."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_no_other_lengths_give_tokens_sooner(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_other_branches_give_tokens_sooner(seed: int) -> None:
-    """Where a step has room for all of them."""
+    """In a step with room for all of them."""
     generator = random.Random(seed)
 
     def falling(chance: float, length: int) -> list[float]:
@@ -79,13 +79,13 @@ def test_no_other_branches_give_tokens_sooner(seed: int) -> None:
 
 
 def _hangs_together(offers: Seq[BranchOffer], lengths: Seq[int], branches: Seq[int]) -> bool:
-    """What a branch hangs on is drafted."""
+    """Return True if every branch has the draft tokens before it."""
     pairs = zip(offers, branches, strict=True)
     return all(not length or offer.place <= lengths[offer.row] for offer, length in pairs)
 
 
 def test_a_branch_must_pay_for_what_is_computed_again_and_read_again() -> None:
-    """Beside one row of a small model; not where its context is long, and not beside many rows."""
+    """It pays beside one row of a small model, but not with a long context or beside many rows."""
     price = StepCost(plain=12.0, token=0.9, context=0.001)
 
     def taken(num_rows: int, num_context: int, place: int = 0) -> int:
@@ -107,7 +107,7 @@ def test_branches_are_within_the_room_of_a_step(room: int) -> None:
 
 
 def test_what_fills_a_step_is_not_drafted() -> None:
-    """Of a step of 11 + T: beside few rows a likely token pays, beside many none does."""
+    """A step costs 11 + T: beside few rows a likely token pays, beside many it does not."""
     chances = [[0.7, 0.5]]
     for num_rows, pays in ((1, True), (4, True), (64, False)):
         price = StepCost(plain=11.0 + num_rows, token=1.0)
@@ -124,7 +124,7 @@ def test_what_is_right_more_often_is_believed_more() -> None:
     assert acceptance.rates[3] > 0.95 and acceptance.rates[5] > 0.95 and acceptance.rates[4] < 0.05
     for _ in range(600):
         acceptance.saw([3], 0, 1)
-    assert acceptance.rates[3] < 0.15, "what was true is not forgotten"
+    assert acceptance.rates[3] < 0.15, "old outcomes must be forgotten"
 
 
 def test_a_request_of_its_own_is_known_for_it() -> None:
@@ -136,11 +136,11 @@ def test_a_request_of_its_own_is_known_for_it() -> None:
     assert worse.value < 0.2 and better.value > 1.1
     for _ in range(20):
         worse.saw(0.05, 1)
-    assert worse.value > 1.1, "it was not like this before"
+    assert worse.value > 1.1, "the factor must follow a change"
 
 
 def test_a_draft_ends_before_a_step_of_many_more_seconds() -> None:
-    """The thirteenth drafted token is the seventeenth of its step, which takes half as long again from there on."""
+    """The thirteenth draft token is the seventeenth of its step, from which on the step takes half as long again."""
     chances = [[0.95**place for place in range(1, 17)]]
     smooth = StepCost(plain=10.0, token=0.1, num_tokens=4)
     assert plan_drafts(chances, 4, smooth, 100) == [16]

@@ -1,4 +1,4 @@
-"""Who computes is asked where that pays, and hardly ever where it does not."""
+"""DraftScheduler: calls model proposers where they pay, and hardly ever where they do not."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _row(tokens: Seq[int]) -> Sequence:
 
 
 class Replica:
-    """Rows that go on as `_next` says, by the fake clock; after so many tokens another comes in the place of each."""
+    """Rows that continue by `_next`, timed by the fake clock. Each ends after `num_tokens` and is replaced."""
 
     def __init__(self, clock: FakeClock, num_rows: int = 1, *, num_tokens: int = 200, **methods: object) -> None:
         free = {name: one for name, one in methods.items() if isinstance(one, FakeProposer)}
@@ -55,7 +55,7 @@ class Replica:
         self._clock, self._ends_after, self._computing = clock, num_tokens, list(models.values())
 
     def step(self, price: StepCost = _STEP, *, room: int = 64) -> int:
-        """Tokens that were drafted."""
+        """Run a step; return the number of drafted tokens."""
         begin = self._clock.now
         drafts = self.speculation.draft(self.rows, lambda: price, max_tokens=room, blocks=self.blocks)
         num_drafted = sum(len(draft.tokens) for draft in drafts.values())
@@ -81,7 +81,7 @@ class Replica:
         return num_drafted
 
     def steps(self, count: int, price: StepCost = _STEP) -> float:
-        """Tokens a second, in so many steps, beside those without drafts."""
+        """Return the tokens per second over `count` steps, relative to steps without drafts."""
         tokens, seconds = self.num_tokens, self.seconds
         for _ in range(count):
             self.step(price)
@@ -92,7 +92,7 @@ class Replica:
 def _rate(
     guessed: Seq[Seq[float]], offer: CallOffer, depth: int, rows: Seq[int], price: StepCost, max_tokens: int
 ) -> float:
-    """The best that can be made of asking for these."""
+    """Return the best token rate with a call for these rows."""
     chances = [offer.chances[row][:depth] if row in rows else guess for row, guess in enumerate(guessed)]
     tokens = sorted((chance for row in chances for chance in row), reverse=True)[:max_tokens]
     asking_s = offer.cost.seconds(depth, sum(offer.missing[row] + depth - 1 for row in rows)) if rows else 0.0
@@ -160,7 +160,8 @@ def test_what_asking_takes_is_learnt_whatever_is_asked() -> None:
         depth, num_tokens = generator.randrange(1, 8), generator.randrange(1, 60)
         learned.saw(depth, num_tokens, 3 * true.seconds(depth, num_tokens))
     assert learned.cost.seconds(4, 20) == pytest.approx(3 * true.seconds(4, 20), rel=0.3)
-    same = LearnedProposalCost()  # of one kind alone: what is not known apart is known together
+    # Calls of one kind determine only the sum of the terms.
+    same = LearnedProposalCost()
     for _ in range(20):
         same.saw(3, 5, true.seconds(3, 5))
     assert same.cost and same.cost.seconds(3, 5) == pytest.approx(true.seconds(3, 5), rel=0.01)
@@ -185,7 +186,7 @@ def test_where_it_does_not_pay_it_takes_next_to_nothing(guess: type, price: Prop
     replica.steps(100)
     before_s = proposer.spent_s
     assert replica.steps(3000) > 0.993
-    assert len(proposer.asked) > 5, "whether it has become better is never known"
+    assert len(proposer.asked) > 5, "trials must continue, to notice an improvement"
     assert before_s < 12 * _STEP.plain
     assert proposer.spent_s < 0.006 * replica.seconds
 
@@ -225,20 +226,20 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
 
     proposer = FakeModelProposer(guess, clock, ProposalCost(0.2, 0.5, 0.01), can_guess=knows)
     replica = Replica(clock, m=proposer)
-    assert proposer.rests, "until it is worth it"
+    assert proposer.rests, "a proposer rests until a call pays"
     replica.steps(400)
     assert tried and proposer.rests
     tried.clear()
     planned.clear()
     replica.steps(6000)
     assert proposer.rests and len(tried) > 10
-    assert sum(place > 16 for place in planned) <= 6000 // 32, "behind the first tokens hardly anybody thinks of it"
-    assert max(tried) < 32 and len(set(tried)) > 2, "not always the first token"
+    assert sum(place > 16 for place in planned) <= 6000 // 32, "plans after the first tokens of an answer must be rare"
+    assert max(tried) < 32 and len(set(tried)) > 2, "trials must vary in position"
     num_gathered = 0
     for _ in range(3000):
         replica.steps(1)
         num_gathered += proposer.num_first != 0
-    assert 0 < num_gathered < 1500, "it need not gather where no trial is due"
+    assert 0 < num_gathered < 1500, "it must not collect state while no trial is due"
     is_right[0] = True
     replica.steps(1000)
     assert not proposer.rests and replica.steps(100) > 1.5
@@ -250,7 +251,7 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
 @pytest.mark.parametrize("num_tokens", [20, 100])
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_who_has_become_right_wakes_within_a_few_answers(num_rows: int, num_tokens: int) -> None:
-    """Though it knows nothing of what it has missed."""
+    """Although it has no state of the tokens that it has missed."""
     for others in range(0, 200, 37):
         clock, is_right = FakeClock(), [False]
 
@@ -297,7 +298,7 @@ def test_only_rows_for_which_it_pays_are_asked() -> None:
     clock = FakeClock()
 
     def guess(tokens: Seq[int], most: int) -> list[int]:
-        return (_right if sum(tokens[:1]) % 2 else _wrong)(tokens, most)  # its first token never changes
+        return (_right if sum(tokens[:1]) % 2 else _wrong)(tokens, most)  # the first token of a row never changes
 
     proposer = FakeModelProposer(guess, clock, ProposalCost(0.0, 0.2, 0.3))
     replica = Replica(clock, num_rows=4, m=proposer)
@@ -355,7 +356,7 @@ def test_who_looks_up_what_is_right_is_enough() -> None:
     assert len(proposer.asked) <= 300 // 64 + 1
     other = Replica(clock, look=FakeProposer(_wrong), m=proposer)
     other.steps(100)
-    assert other.steps(50) > 2.5, "the one that is right is asked"
+    assert other.steps(50) > 2.5, "the proposer that is right must be called"
 
 
 def test_nobody_is_asked_while_a_step_is_under_way() -> None:
@@ -370,7 +371,7 @@ def test_nobody_is_asked_while_a_step_is_under_way() -> None:
     assert replica.step() and proposer.asked
     dear = StepCost(plain=10.0, token=20.0)
     awaited = [replica.speculation.would_draft(replica.rows, lambda: dear, max_tokens=8) for _ in range(200)]
-    assert not any(awaited[:32]) and any(awaited), "steps that run ahead know no trial"
+    assert not any(awaited[:32]) and any(awaited), "would_draft must allow trials"
 
 
 def test_prices_and_guesses_are_those_of_who_leaves_too() -> None:

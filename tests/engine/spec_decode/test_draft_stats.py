@@ -1,4 +1,4 @@
-"""What rows of steps bring is told to routers, which take nothing that cannot have been measured."""
+"""Reported yields of rows pass the routers' plausibility check."""
 
 from __future__ import annotations
 

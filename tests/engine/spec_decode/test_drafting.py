@@ -1,4 +1,4 @@
-"""What a step costs is known of the rows that it has, as they are."""
+"""Drafting: costs follow the current rows, and ended sequences are released."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _step(drafting: Drafting, rows: list[Sequence]) -> None:
 
 
 def test_where_prices_never_change_a_step_is_dearer_all_the_same_with_what_its_rows_read() -> None:
-    """So a drafted token may be less likely: it is a smaller part of it."""
+    """So the break-even chance of a draft token falls: it is a smaller part of the step."""
     drafting, row = _drafting(), sequence_of([1, 2])
     floors = []
     for _ in range(4):

@@ -1,4 +1,4 @@
-"""What is drafted follows what was right before, and what steps take; without a draft, that is learnt all the same."""
+"""Speculation: drafts follow earlier outcomes and step costs, and rates are learned without drafts, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.spec_decode.proposers import FakeClock, FakeModelProposer, Fak
 
 _CHEAP = StepCost(plain=12.0, token=0.9)  # one row of a small model
 _FULL = StepCost(plain=70.0, token=0.9)  # 64 of them
-_BLOCKS = 400  # of a row
+_BLOCKS = 400  # per row
 
 
 def _next(tokens: Seq[int]) -> int:
@@ -40,7 +40,7 @@ def _nothing(tokens: Seq[int], max_tokens: int) -> list[int]:
 
 
 class Replica:
-    """Rows that all go on as `_next` says, with what is drafted for them."""
+    """Rows that all continue by `_next`, with their drafts."""
 
     def __init__(self, speculation: Speculation, num_rows: int = 1, max_tokens: int = 4000) -> None:
         self.blocks = BlockManager(_BLOCKS * num_rows)
@@ -81,7 +81,7 @@ def test_what_is_right_is_drafted_ever_longer_and_what_is_wrong_no_more() -> Non
     before = wrong.counts["wrong"].drafted.total()
     for _ in range(500):
         other.step(_CHEAP)
-    assert wrong.counts["wrong"].drafted.total() == before, "what is never right is tried again and again"
+    assert wrong.counts["wrong"].drafted.total() == before, "a proposer that is never right must not be drafted"
 
 
 def test_who_is_off_learns_from_what_rows_become() -> None:
@@ -90,7 +90,7 @@ def test_who_is_off_learns_from_what_rows_become() -> None:
     replica = Replica(speculation)
     assert not any(replica.step(dear) for _ in range(40))
     drafted = [sum(len(draft.tokens) for draft in replica.step(_CHEAP).values()) for _ in range(8)]
-    assert drafted[3:] == [8] * 5, "as soon as somebody looks again"
+    assert drafted[3:] == [8] * 5, "drafts must resume with the next look-up"
 
 
 def test_beside_many_rows_there_is_nothing_but_a_trial_now_and_then() -> None:
@@ -117,9 +117,11 @@ def test_nobody_looks_each_time_at_a_row_where_it_was_in_vain(
             before = proposer.num_asked
             replica.step(StepCost(plain=1.0, token=1.0))
             asked.append(proposer.num_asked - before)
-        assert asked[:8] == [num_rows] * 8, "nobody knows yet"
+        assert asked[:8] == [num_rows] * 8, "every row is looked up at first"
         assert [count for i, count in enumerate(asked[8:], 9) if i % every == 0] == [num_rows] * (192 // every)
-        assert sum(asked[8:]) == num_rows * (192 // every), "all such rows in the same steps, and in no other"
+        assert sum(asked[8:]) == num_rows * (192 // every), (
+            "rows under backoff must be looked up in the same steps only"
+        )
 
 
 def test_where_steps_run_ahead_nobody_looks_each_time_either() -> None:
@@ -139,12 +141,12 @@ def test_nobody_waits_for_a_row_at_which_nobody_would_look() -> None:
     assert [speculation.would_draft(replica.rows, lambda: _CHEAP, max_tokens=8) for _ in range(4)] == [False] * 3 + [
         True
     ]
-    assert replica.step(_CHEAP), "who was waited for is drafted for"
+    assert replica.step(_CHEAP), "a row that the step waited for must be drafted"
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_what_is_drafted_was_said_of_the_tokens_as_they_are(seed: int) -> None:
-    """Who looks up and who computes is right, if anybody says anything: a guess of some steps before would be wrong."""
+    """Every proposal is right for the current tokens, so a stale one would be wrong."""
     generator, clock = random.Random(seed), FakeClock()
     speculation = Speculation(
         {"sometimes": FakeProposer(lambda tokens, most: _right(tokens, most) if generator.random() < 0.05 else [])},
@@ -177,7 +179,7 @@ def test_what_has_become_worth_it_is_seen_soon(num_rows: int) -> None:
 
 
 def test_one_row_that_is_guessed_makes_nobody_look_at_the_others() -> None:
-    """The last row follows the rule; what is said of the others is wrong."""
+    """The proposals for the last row are right, those for the others wrong."""
     asked: list[int] = []
 
     def guess(tokens: Seq[int], max_tokens: int) -> list[int]:
@@ -194,7 +196,7 @@ def test_one_row_that_is_guessed_makes_nobody_look_at_the_others() -> None:
 
 
 def test_rows_at_which_nobody_looks_wait_for_a_draft_all_the_same() -> None:
-    """What pays beside one row does not beside four, three of whom nobody guesses."""
+    """A draft that pays beside one row does not pay beside four, three of them without proposals."""
     one_of_four = FakeProposer(lambda tokens, most: _right(tokens, most) if tokens[0] == 3 else [])
     speculation = _speculation(guess=one_of_four)
     replica = Replica(speculation, num_rows=4)
@@ -230,7 +232,7 @@ def test_nothing_is_drafted_beyond_the_end_of_an_answer(ends_after: int) -> None
     drafts = replica.step(FREE)
     assert sum(len(draft.tokens) for draft in drafts.values()) == max(0, min(8, ends_after - 1))
     moving = Replica(_speculation(right=FakeProposer(_right)))
-    moving.rows[0].most_tokens = 1 + ends_after  # it finds room for the KV of so many elsewhere
+    moving.rows[0].most_tokens = 1 + ends_after  # room for KV at its destination
     assert sum(len(draft.tokens) for draft in moving.step(FREE).values()) == min(8, ends_after)
 
 

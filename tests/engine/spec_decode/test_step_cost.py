@@ -1,4 +1,4 @@
-"""What is learnt of steps with drafts stays within bounds, and what was dear long ago is forgotten."""
+"""LearnedDraftCost: factors stay within bounds, and old costs are forgotten."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def test_what_was_dear_is_forgotten_while_fewer_tokens_are_drafted() -> None:
 
 
 def test_what_steps_without_drafts_take_is_seen_where_nothing_is_drafted() -> None:
-    """They take half of what the line says: one with a draft takes what it says, twice as much."""
+    """Plain steps take half the expected time, so a step with a draft that takes the expected time is twice as
+    expensive."""
     cost = LearnedDraftCost()
     assert factor_of(cost.factors(), 4) == 1.0
     for _ in range(200):
@@ -34,7 +35,7 @@ def test_what_steps_without_drafts_take_is_seen_where_nothing_is_drafted() -> No
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_steps_take_factors_stay_within_bounds(seed: int) -> None:
-    """A step may be one that nobody expected: no prices are learnt from a clock that stood still."""
+    """Ratios may be extreme, for example with a clock that stood still."""
     generator, cost = random.Random(seed), LearnedDraftCost()
     for _ in range(3000):
         ratio = generator.choice([0.0, 1e-9, 0.5, 1.0, 2.0, 1e9, math.inf])

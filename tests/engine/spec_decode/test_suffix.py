@@ -1,4 +1,4 @@
-"""What every proposer keeps to, and what ours find."""
+"""Look-up proposers: their contract, and their matches."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_answers_are_drafted_for_others_like_them_of_the_same_tenant_and_salt_al
     assert list(propose(suffix, sequence_of([40, 5, 6], tenant="acme", salt="s"), 3).tokens) == [7, 8, 9]
     for tenant, salt in (("", ""), ("acme", ""), ("", "s"), ("other", "s")):
         assert not propose(suffix, sequence_of([40, 5, 6], tenant=tenant, salt=salt), 3).tokens
-    # Nobody has answered with what was asked.
+    # The prompt is not an answer.
     assert not propose(suffix, sequence_of([40, 15, 16], tenant="acme", salt="s"), 3).tokens
 
 

@@ -1,4 +1,4 @@
-"""Which seconds count for which steps."""
+"""Attribution of time to steps."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_steps_that_only_decode_and_those_that_compute_prompts_are_told_apart(cl
     assert (pace.decode_step_s, pace.prompt_tokens_per_s, pace.timing) == (0.0, 0.0, None)
     _step(pace, clock, 0.5, 1, 1, 1)
     _step(pace, clock, 2.0, 40, 1, has_prompts=True)
-    _step(pace, clock, 0.5, 9, 1)  # tokens that were known
+    _step(pace, clock, 0.5, 9, 1)  # forced tokens
     assert pace.decode_step_s == pytest.approx(0.5)
     assert pace.prompt_tokens_per_s == pytest.approx(41 / 2.0)
     assert pace.timing is not None
@@ -94,18 +94,18 @@ def test_what_lies_between_two_steps_counts_unless_there_was_nothing_to_do(clock
 
 
 class FakeDevice:
-    """Does what is launched when a test lets it."""
+    """Device that does launched work when the test lets it."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.marks: list[FakeMark] = []  # made and not come to
+        self.marks: list[FakeMark] = []  # events not reached yet
 
     def mark(self) -> FakeMark:
         self.marks.append(FakeMark())
         return self.marks[-1]
 
     def work(self, seconds: float) -> None:
-        """Up to the next mark that it has not come to."""
+        """Work up to the next event."""
         self.now += seconds
         self.marks.pop(0).at = self.now
 
@@ -127,14 +127,14 @@ class FakeMark:
 def test_chunks_that_nobody_waits_for_take_as_long_as_the_device_says(clock: Clock) -> None:
     device = FakeDevice()
     pace = Pace(device.mark)
-    for count in (40, 60, 50):  # launched one behind the other, in no time
+    for count in (40, 60, 50):  # launched at once
         _step(pace, clock, 1e-4, count, has_prompts=True)
     assert pace.prompt_tokens_per_s == 0, "nothing is over"
-    device.work(7.0)  # the mark before the first: what it did until then is no step
+    device.work(7.0)  # the event before the first step: earlier work is not part of it
     device.work(2.0)
     device.work(3.0)
     assert pace.prompt_tokens_per_s == 0
-    _step(pace, clock, 1e-4, 10, has_prompts=True)  # the first two are seen to be over
+    _step(pace, clock, 1e-4, 10, has_prompts=True)  # the first two are seen to be complete
     weighed = 40 * 0.8 + 60, 2.0 * 0.8 + 3.0
     assert pace.prompt_tokens_per_s == pytest.approx(weighed[0] / weighed[1])
 

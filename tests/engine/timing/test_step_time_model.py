@@ -1,4 +1,4 @@
-"""A replica's timing is found again from its steps, whatever mixture of them it is shown."""
+"""StepTimeModel recovers a replica's timing from any mixture of steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_all_four_numbers_are_found_through_noise() -> None:
 
 
 def test_noise_that_only_slows_steps_down_is_part_of_the_mean() -> None:
-    """Every third step takes three times as long: the machine is shared. What counts is what steps take on average."""
+    """Every third step takes three times as long, as on a shared machine. The mean is what counts."""
     learned = StepTimeModel()
     for number in range(600):
         batch = 1 + number % 4

@@ -1,4 +1,4 @@
-"""Answers are token for token those without drafts, whichever model drafts, and whatever is asked."""
+"""Model drafts: answers equal those without drafts token for token, for every model and kind of request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def runner(model_dir: Path, make_runner: MakeRunner) -> ModelRunner:
 
 @pytest.fixture(params=["draft", "the model itself", "self"])
 def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path, make_runner: MakeRunner) -> Drafts:
-    """Of a smaller model; of one that is always right; of layers of its own."""
+    """Speculations by a smaller model, by a model that is always right, and by the model's own layers."""
 
     def models(blocks: BlockManager) -> ModelProposer:
         if request.param == "self":
@@ -67,7 +67,7 @@ def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path,
         return DraftModel(make_runner(own, num_blocks=512), vocab_size=VOCAB_SIZE)
 
     def drafting(blocks: BlockManager) -> Speculation:
-        """By a clock of its own: else it depends on the machine's whether anybody is worth asking."""
+        """Make them with a fake clock, so that calls do not depend on the machine's speed."""
         asked, clock = {"m": models(blocks)}, partial(next, count(step=1e-3))
         return Speculation({}, models=asked, max_tokens=6, vocab_size=VOCAB_SIZE, clock=clock)
 
@@ -80,7 +80,7 @@ def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path,
 def test_they_change_nothing(
     config: SchedulerConfig, num_blocks: int, is_async: bool, runner: ModelRunner, asked: list[Asked], drafts: Drafts
 ) -> None:
-    """Also in small steps, and in a pool where some are preempted."""
+    """Also in small steps, and in a pool with preemption."""
     expected = answers(runner, asked)
     found = answers(runner, asked, config, num_blocks, is_async=is_async, speculation=drafts)
     compare(found, expected)
@@ -122,7 +122,7 @@ def test_who_leaves_early_changes_nothing_and_keeps_nothing(
 
 
 def test_blocks_that_others_are_still_to_save_are_not_written_to(runner: ModelRunner) -> None:
-    """What a free block held before is looked after first."""
+    """The old content of a free block is saved first."""
     blocks = BlockManager(runner.pool.num_blocks)
     ready: list[int] = []
     own = OwnLayers(runner, blocks, before_writing=lambda: ready.append(blocks.num_available))

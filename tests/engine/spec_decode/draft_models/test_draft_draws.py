@@ -1,4 +1,4 @@
-"""What is drafted from logits, and what may be there instead: as sums and searches in fp64 say."""
+"""Draft tokens and alternatives from logits, against sums and searches in fp64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from engine.spec_decode.draft_models.draft_sampler import DRAWN, GREEDY, LIKELIE
 # R rows, V vocabulary
 
 _SIZES = [2, 15, 16, 17, 33, 64, 65, 4928, 49_152]
-_NEAR = 1e-5  # of a distribution: where fp32 may take its neighbour
+# Distance in the distribution at which fp32 may choose the neighbour.
+_NEAR = 1e-5
 _NEARBY = 0.05
 
 

@@ -1,4 +1,4 @@
-"""A draft model says what it would go on with, keeps to its own pool, and gives back what nobody needs."""
+"""DraftModel: its proposals, its own pool, and the release of blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
 
 @pytest.fixture
 def recorded(tiny_model: MakeModel) -> ModelRunner:
-    """Its steps are replayed, where they are not too long."""
+    """Return a draft model whose steps are replayed, unless they are too long."""
     config = EngineConfig(
         model_dir=tiny_model("llama")[0], dtype="float32", block_size=_SIZE, num_blocks=96, recorded_rows=8
     )
@@ -64,7 +64,7 @@ def _sequences(asked: list[Asked]) -> list[Sequence]:
 def test_of_the_same_model_every_token_is_the_one_that_comes(
     runner: ModelRunner, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    """Greedy and drawn, whatever came before: a prompt, drafts that were right, or some that were not."""
+    """Greedy and sampled, after a prompt, after right drafts, and after wrong ones."""
     asked = _asked(7, 19, 24, 33, 8)
     expected = answers(runner, asked).ids
     draft, generator = _draft(request.getfixturevalue(kind)), random.Random(0)
@@ -84,7 +84,7 @@ def test_of_the_same_model_every_token_is_the_one_that_comes(
 
 
 def test_what_is_said_depends_on_the_tokens_alone(runner: ModelRunner) -> None:
-    """Drafts that were wrong, pieces of a prompt, rows beside it, and a pool too small for all: none leaves a trace."""
+    """Not on wrong drafts, pieces of a prompt, other rows, or evictions from a small pool."""
     asked = _asked(30, 41, 22, 17)
     alone = [proposers.propose(_draft(runner), sequence, 5) for sequence in _sequences(asked)]
     draft = DraftModel(runner, vocab_size=VOCAB_SIZE)
@@ -135,7 +135,7 @@ def test_blocks_come_back_when_a_sequence_leaves_or_is_gone(runner: ModelRunner)
     draft.forget(sequences[0])
     draft.forget(sequences[0])
     del sequences[:2]
-    draft.propose(sequences, 1)  # it is noticed when somebody asks
+    draft.propose(sequences, 1)  # noticed in the next call
     assert len(draft.tables) == 1
     assert blocks.num_blocks - blocks.num_available == 4
     draft.forget(sequences[0])
@@ -154,7 +154,7 @@ def test_blocks_of_drafted_tokens_that_did_not_come_go_back(runner: ModelRunner)
 
 
 def test_nothing_is_noted_for_nobody() -> None:
-    """A replica that lives for months drafts for millions of sequences."""
+    """A replica that runs for months drafts for millions of sequences."""
     tables = DraftTables(8, block_size=_SIZE)
     for asked in _asked(*[40] * 50):
         (sequence,) = _sequences([asked])

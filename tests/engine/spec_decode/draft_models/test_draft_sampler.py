@@ -1,4 +1,4 @@
-"""Drafted tokens are those that the model would draw; and they are right as often as theory says."""
+"""DraftSampler: draft tokens equal the model's samples, and acceptance rates match the theory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _sequences(temperature: float) -> list[Sequence]:
 
 
 def _logits() -> tuple[Tensor, Tensor]:
-    """Of a model, and of one that drafts for it."""
+    """Return the logits of a model, and of a draft model."""
     generator = torch.Generator().manual_seed(1)
     target_V = torch.randn(_VOCAB, generator=generator) * 2
     return target_V, target_V + torch.randn(_VOCAB, generator=generator) * 0.3
@@ -47,7 +47,7 @@ def test_of_a_known_distribution_drafts_are_right_as_often_as_theory_says(temper
     assert chi_square(chosen, p_V) < 4, "a draft changes what is drawn"
     assert chi_square(drafted, q_V) < 4
     assert chi_square(drafted, p_V) > 6, "a test that sees nothing"
-    # Tokens are the same where the number falls into the intervals of both.
+    # Tokens are equal if the number falls into the intervals of both.
     ends_p, ends_q = p_V.cumsum(0), q_V.cumsum(0)
     both = torch.minimum(ends_p, ends_q) - torch.maximum(ends_p - p_V, ends_q - q_V)
     theory = float(both.clamp_min(0).sum())
@@ -73,7 +73,7 @@ def test_greedy_takes_the_likeliest_and_says_how_likely_it_is() -> None:
 
 @pytest.mark.parametrize("ids_V", [None, torch.arange(_VOCAB) * 3])
 def test_of_who_draws_nothing_the_second_token_may_come_instead(ids_V: Tensor | None) -> None:
-    """Also where others draw."""
+    """Also beside rows that sample."""
     _, draft_V = _logits()
     best, second = draft_V.topk(2).indices.tolist()
     ids = list(range(_VOCAB)) if ids_V is None else ids_V.tolist()
@@ -112,8 +112,7 @@ def test_where_there_are_no_logits_there_is_no_token() -> None:
 
 @pytest.mark.parametrize(("sureness", "expected"), [(1.0, "drawn"), (0.3, "likeliest")])
 def test_which_of_the_two_is_taken_is_learnt(sureness: float, expected: str) -> None:
-    """A draft that is much like the model draws as it does; one that is less sure is right more often with its
-    likeliest token."""
+    """A draft similar to the model samples like it; a less certain one is right more often with its likeliest token."""
     generator = torch.Generator().manual_seed(4)
     sequences, drawn = _sequences(1.0)[:24], DraftSampler()
     kinds: list[str] = []

@@ -1,4 +1,4 @@
-"""A small random DeepSeek-V3 with a layer that predicts a further token, as published, and what that says of tokens."""
+"""Small random DeepSeek-V3 with an MTP layer in the published format, and its reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUM_LAYERS = 3
 
 @dataclass(frozen=True)
 class Mtp:
-    """The model without its further layer, and that: the decoder layer is transformers'."""
+    """Model without its MTP layer, and that layer, whose decoder block is transformers'."""
 
     model: PreTrainedModel
     layer: nn.Module
@@ -31,7 +31,7 @@ class Mtp:
 
     @torch.inference_mode()
     def reference(self, tokens: list[int], num_tokens: int, *, choose: Choice = likeliest) -> list[int]:
-        """What the layer guesses behind `tokens`: DeepSeek-V3, section 2.2, with the one layer for every place."""
+        """Return the layer's draft after `tokens`: DeepSeek-V3, section 2.2, with the one layer for every place."""
         return chained(
             states_of(self.model, tokens)[-1],  # normed
             self._layer,
@@ -52,7 +52,7 @@ class Mtp:
 
 
 def write_mtp(directory: Path, *, config: dict[str, Any] | None = None, **changes: Any) -> Mtp:
-    """config: changes of config.json, which the weights do not know. changes: of the model's shape."""
+    """Write the model. config: changes of config.json only. changes: of the model's shape."""
     shape = tiny_config("deepseek_v3", **DEEPSEEK_V3 | changes | {"num_hidden_layers": _NUM_LAYERS + 1})
     model: Any = random_model(shape)
     model.save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""Tokens that wait to be put into the pool."""
+"""DeferredEntries: tokens whose draft KV is not in the pool yet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLOTS, _SIZE = 40, 8
 
 
 def _batch(slots: list[int], first: int) -> Batch:
-    """Rows of one token each, numbered from `first` on, at the places of these slots in their blocks."""
+    """Return a batch of rows of one token each, numbered from `first` on, at these slots."""
     rows = [
         Row(token_ids=[first + i], start=slot % _SIZE, blocks=[slot // _SIZE], num_logits=1)
         for i, slot in enumerate(slots)

@@ -1,4 +1,4 @@
-"""What heads guess is what their papers say, however a sequence came to where it is; and answers stay what they are."""
+"""Draft heads: drafts equal the papers' references in any situation, and answers do not change."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ Reference = Callable[[list[int], Choice], list[int]]
 
 
 class Case:
-    """A model, its heads, and what they say by definition."""
+    """Model, its heads, and their reference."""
 
     def __init__(self, runner: ModelRunner, reference: Reference, *, every: int = 1) -> None:
-        """every: so many guesses one is looked at."""
+        """every: check one of this many drafts."""
         self.runner, self.reference, self.every = runner, reference, every
 
 
@@ -95,7 +95,7 @@ def _mtp(directory: Path) -> Reference:
 
 
 class Checked:
-    """Implements Proposer: asked for every row of every step, it looks whether heads say what they are to say."""
+    """Proposer that drafts with heads for every row of every step, and compares with the reference."""
 
     def __init__(self, case: Case) -> None:
         self._case, self._heads = case, HeadProposer(case.runner, DraftSampler(learns=False))
@@ -119,8 +119,10 @@ class Checked:
 
 
 class BranchChecked(Checked):
-    """Checks what heads say in one step of three, after one in which nothing is drafted and one with what goes wrong
-    for a branch to be right: so entries wait when a block is copied."""
+    """Check the heads in one step of three, after one without a draft and one in which only a branch is right.
+
+    So deferred entries exist when a block is copied.
+    """
 
     num_looks = 0
 
@@ -136,7 +138,7 @@ class BranchChecked(Checked):
 
 
 class SeldomChecked(Checked):
-    """Asks heads in one step of seven; in the others it drafts what is hardly ever right."""
+    """Check the heads in one step of seven; propose in the others what is rarely right."""
 
     num_looks = 0
 
@@ -148,8 +150,10 @@ class SeldomChecked(Checked):
 
 
 class RestingChecked(Checked):
-    """Heads rest in two of three stretches, and gather nothing in one of these; of those of whom they know something,
-    they are asked in one step of seven, or of 49. Drafts are hardly ever right."""
+    """Let the heads rest in two of three periods, without collecting state in one of these.
+
+    Check rows with state in one step of seven, or of 49. Proposals are rarely right.
+    """
 
     num_looks = 0
     num_unknown = 0
@@ -168,7 +172,7 @@ class RestingChecked(Checked):
 
 
 def _drawn(sequence: Sequence) -> Choice:
-    """As the sequence's own tokens are drawn."""
+    """Sample like the sequence's own tokens."""
 
     def choose(logits_V: torch.Tensor, place: int) -> int:
         (drawn,) = DraftSampler().draw(logits_V[None], [sequence], place)
@@ -200,7 +204,7 @@ def asked() -> list[Asked]:
 def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
     case: Case, asked: list[Asked], num_blocks: int
 ) -> None:
-    """Prompts in chunks, choices that fork inside a block, rejected drafts at the ends of blocks, preemption."""
+    """With chunked prompts, choices that fork inside a block, rejected drafts at the ends of blocks, and preemption."""
     expected = answers(case.runner, asked)
     checked = Checked(case)
     speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
@@ -216,7 +220,7 @@ def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
     indirect=["case"],
 )
 def test_what_is_guessed_is_the_same_behind_what_was_a_branch(case: Case, asked: list[Asked], num_blocks: int) -> None:
-    """What heads know of a position lies where its keys do, whichever block that is now."""
+    """Features are found by the slot of the keys, in whichever block that is now."""
     expected = answers(case.runner, asked)
     checked = BranchChecked(case, Branching(expected, asked, every=3))
     speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
@@ -230,7 +234,7 @@ def test_what_is_guessed_is_the_same_behind_what_was_a_branch(case: Case, asked:
 def test_what_waits_to_be_put_into_the_pool_is_there_when_a_head_is_asked(
     case: Case, asked: list[Asked], num_blocks: int
 ) -> None:
-    """Entries of several steps at once, among them rejected drafts; blocks that fork, and others' that are free."""
+    """With entries of several steps, rejected drafts among them; with forks, and blocks freed by other sequences."""
     expected = answers(case.runner, asked)
     checked = SeldomChecked(case)
     speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
@@ -243,7 +247,7 @@ def test_what_waits_to_be_put_into_the_pool_is_there_when_a_head_is_asked(
 def test_heads_that_rest_guess_from_what_they_have_seen_or_not_at_all(
     case: Case, asked: list[Asked], num_blocks: int
 ) -> None:
-    """Whatever was passed over, whoever had its blocks then, and whoever has them now."""
+    """Whatever was passed over, and whatever the blocks' previous owners were."""
     checked = RestingChecked(case)
     speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
     longer = [replace(one, sampling=replace(one.sampling, max_tokens=70)) for one in asked]
@@ -260,8 +264,8 @@ def test_heads_that_rest_guess_from_what_they_have_seen_or_not_at_all(
 def test_the_kernels_of_a_cpu_guess_as_torch_does(
     kind: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
-    """Entries of prompts and of answers, by one program and layer by layer: the head's layer of the pool is the same,
-    but for rounding."""
+    """Entries of prompts and answers, compiled and layer by layer: the head's layer of the pool is equal up to
+    rounding."""
     directory = tmp_path if kind == "mtp" else tiny_model("llama")[0]
     _WRITERS[kind](tmp_path)
     heads = {"heads": HeadsPlace("eagle" if kind == "eagle1" else kind, tmp_path), "num_blocks": 12}
@@ -275,7 +279,7 @@ def test_the_kernels_of_a_cpu_guess_as_torch_does(
     blocks = torch.tensor([3, 5, 7, 9])
     for layer in range(4):
         ours, theirs = (runner.pool.read(layer, blocks, torch.float32)[:, :, :30] for runner in (compiled, exact))
-        assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean(), layer  # of eight bits, the head
+        assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean(), layer  # the head has int8 weights
     row = HeadRow(7, 30, [3, 5, 7, 9])
     guessed: list[torch.Tensor] = []
 
@@ -362,7 +366,7 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(
 def test_what_heads_need_not_have_must_fit_where_they_have_it(
     name: str, tensor: torch.Tensor, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
-    """It would be the first step that failed, and with it the replica."""
+    """Otherwise the first step would fail, and with it the replica."""
     tensors = write_eagle(tmp_path, draft_vocab_size=VOCAB_SIZE)
     whole = {"lm_head.weight": torch.zeros(VOCAB_SIZE, 48), "d2t": torch.zeros(VOCAB_SIZE, dtype=torch.int64)}
     save_file(tensors | whole | {name: tensor}, tmp_path / "model.safetensors")
@@ -426,7 +430,7 @@ def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_
 
 
 def test_what_arrives_after_a_warm_up_is_taken(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
-    """On a GPU heads are tried, and attached anew, in inference mode; what arrives comes outside of it."""
+    """A GPU warms heads up and attaches them in inference mode; KV arrives outside of it."""
     write_medusa(tmp_path)
     runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("medusa", tmp_path))
     heads = runner.heads

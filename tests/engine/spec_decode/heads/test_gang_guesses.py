@@ -1,5 +1,4 @@
-"""Heads on several ranks guess what they guess on one: every rank has a share of a head with a layer, and has been told
-of all that has come; what keeps nothing in the pool is rank 0's alone."""
+"""Heads on several ranks draft as on one: heads with a layer are split over the ranks, others run on rank 0 only."""
 
 from __future__ import annotations
 
@@ -27,11 +26,11 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> HeadsKind:
 
 @pytest.fixture
 def directory(kind: HeadsKind, tiny_model: MakeModel, tmp_path: Path) -> Path:
-    """Of the model."""
+    """Directory of the model."""
     return tmp_path if kind == "mtp" else tiny_model("llama")[0]
 
 
-@pytest.mark.slow  # in short: tests/e2e/test_heads.py
+@pytest.mark.slow  # a short version is in tests/e2e/test_heads.py
 def test_guesses_and_answers_do_not_depend_on_the_number_of_ranks(
     kind: HeadsKind, directory: Path, start_gang: StartGang, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""What is said of a model that has no layer of its own to draft with."""
+"""Error for a model without an MTP layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as `speculators` and SpecForge write them: read, and computed as those libraries compute them."""
+"""EAGLE-3 heads written by `speculators` and SpecForge: logits equal those libraries'."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_kernels_of_a_cpu_draft_as_the_library_does(
     runner = make_runner(tiny_model("llama")[0], dtype="bfloat16", heads=place)
     for position in (5, 17):
         ours, theirs = _logits(runner, _PUBLISHED / library, position)
-        first = (ours - theirs)[0].abs().mean()  # eight bits a weight: the error of further places builds on it
+        first = (ours - theirs)[0].abs().mean()  # int8 weights; errors accumulate at later places
         assert first < 0.1 * theirs[0].abs().mean()
 
 
@@ -135,16 +135,18 @@ def _change(library: str, directory: Path, **changes: Any) -> None:
 
 
 def _logits(runner: ModelRunner, directory: Path, position: int) -> tuple[Tensor, Tensor]:
-    """Logits of three places behind a position, (P, D): the engine's, and those that the library recorded.
+    """Return the logits of three places after a position, (P, D): the engine's, and those that the library recorded.
 
-    The library sees the tokens of the text instead of the head's own, and so does the engine here."""
+    The library reads the tokens of the text instead of the head's own, and so does the engine here.
+    """
     recorded = load_file(directory / RECORDED)
     token_ids = recorded["token_ids"].tolist()
     batch = Batch.of([Row(token_ids[:position], 0, _BLOCKS, num_logits=1)], block_size=runner.layout.block_size)
     assert runner.heads
     aux_hidden_states = AuxHiddenStates(runner.heads.layers)
     aux_hidden_states.token_ids_T = torch.tensor(token_ids[:position], dtype=torch.int32)
-    hidden_T3E = recorded["hidden"][1 : position + 1].to(runner.dtype)  # that of a token is kept with the next one
+    # the hidden state of a token is stored with the next token
+    hidden_T3E = recorded["hidden"][1 : position + 1].to(runner.dtype)
     for layer, hidden_TE in zip(runner.heads.layers, hidden_T3E.chunk(3, dim=-1), strict=True):
         aux_hidden_states.note(layer, hidden_TE.contiguous())
     drafted: list[Tensor] = []

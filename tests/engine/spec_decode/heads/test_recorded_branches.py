@@ -1,5 +1,5 @@
-"""Steps whose drafts branch, where steps are recorded: those that a graph has room for are replayed, the others are
-launched, and neither answers nor what heads say tell one from the other."""
+"""Branching drafts with recorded steps: steps that fit a graph are replayed, with the same answers and drafts of
+heads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
     "medusa": write_medusa,
     "eagle": write_eagle,
     "eagle1": write_eagle1,
-    "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4),  # experts are called one by one on a CPU
+    "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4),  # on a CPU experts are called one by one
 }
 _ASKED = [
     Asked(prompt, Sampling(max_tokens=20 + 15 * i, temperature=0.7 * (i % 2), seed=i), num_choices=2 - i % 2)
@@ -56,7 +56,7 @@ class _Step(NamedTuple):
 
 
 class _Watched:
-    """Implements Runner: which steps were replayed."""
+    """Runner that records which steps were replayed."""
 
     def __init__(self, runner: ModelRunner, replays: FakeReplays) -> None:
         self.layout = runner.layout
@@ -73,8 +73,10 @@ class _Watched:
 
 
 class _Overheard:
-    """Implements Proposer: drafts as a tree does, and in every third step also asks the heads, and forgets it. So what
-    heads keep waits while blocks are copied for branches."""
+    """Proposer of tree drafts that also calls the heads in every third step, and discards their drafts.
+
+    So deferred entries exist while blocks are copied for branches.
+    """
 
     def __init__(self, runner: ModelRunner, tree: Branching) -> None:
         self._heads = HeadProposer(runner, DraftSampler(learns=False))
@@ -94,7 +96,7 @@ class _Overheard:
 
 
 class _Models:
-    """One model, with heads of a kind, launched or recorded."""
+    """One model with heads of a kind, with and without recorded steps."""
 
     def __init__(self, kind: str, model_dir: Path, heads_dir: Path) -> None:
         heads = HeadsPlace("eagle" if kind == "eagle1" else kind, heads_dir)
@@ -105,7 +107,7 @@ class _Models:
         self.expected = answers(self.plain, _ASKED, num_blocks=_NUM_BLOCKS)
 
     def answer(self, recorded_rows: int) -> tuple[AnswerText, _Overheard, list[_Step], Speculation]:
-        """With drafts that branch; 0: every step is launched."""
+        """Answer with branching drafts. recorded_rows: 0 to launch every step."""
         replays = FakeReplays()
         runner = self.plain
         if recorded_rows:
@@ -147,7 +149,7 @@ def test_branches_within_a_graph_and_beyond_the_largest(models: _Models, recorde
 
 @pytest.mark.parametrize("models", ["medusa", "eagle"], indirect=True)
 def test_hidden_states_of_an_earlier_step_would_be_seen(models: _Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a replayed step has left is not what the step before it has."""
+    """The static hidden states of a replayed step differ from those of the step before it."""
     _, launched, *_ = models.answer(0)
     keep, num_kept = StaticAuxHiddenStates.keep, 0
 

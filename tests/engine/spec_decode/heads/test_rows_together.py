@@ -1,4 +1,4 @@
-"""What a layer that drafts knows, and guesses, of a row does not depend on the rows beside it."""
+"""Drafts and features of a row do not depend on the rows beside it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _compute(runner: ModelRunner, *rows: Row) -> None:
 
 
 def _drafted(runner: ModelRunner, rows: Seq[HeadRow], num_places: int) -> list[Tensor]:
-    """By place the logits of all rows; the same tokens for all of them."""
+    """Return the logits of all rows by place, drafting the same tokens for all of them."""
     logits: list[Tensor] = []
 
     def choose(said: HeadLogits, known: Seq[int], place: int) -> list[int]:
@@ -78,7 +78,7 @@ def test_entries_that_wait_in_any_order_are_each_of_its_own_sequence(
     runner.rest(num_first)
     for number in range(10):
         some_of = [generator.sample(range(3), generator.randrange(1, 4)) for _ in range(generator.randrange(2, 6))]
-        for some in some_of if number else [[0, 1], [1, 0], [1]]:  # whose first and last are where they would be anyway
+        for some in some_of if number else [[0, 1], [1, 0], [1]]:  # whose first and last place is the same in any case
             _compute(runner, *[Row([every[i][ends[i]]], ends[i], tables[i], num_logits=1) for i in some])
             for i in some:
                 ends[i] += 1
@@ -100,7 +100,7 @@ def test_entries_that_wait_in_any_order_are_each_of_its_own_sequence(
 def test_rows_are_drafted_for_together_as_alone(
     num_rows: int, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
-    """By the CPU kernels: tables of different widths, and places in a row's next block."""
+    """With CPU kernels, tables of different widths, and places in a row's next block."""
     directory, _ = tiny_model("llama")
     write_eagle(tmp_path)
     heads = HeadsPlace("eagle", tmp_path)
@@ -117,7 +117,7 @@ def test_rows_are_drafted_for_together_as_alone(
         for one, every in zip(_drafted(runner, rows[i : i + 1], _SIZE), together, strict=True):
             if num_rows == 4:
                 assert (one[0] == every[i]).all()
-            else:  # the layer's parts round between them, a program does not
+            else:  # the layer's parts round in between, a compiled program does not
                 assert (one[0] - every[i]).abs().mean() < 0.05 * one.abs().mean()
 
 
