@@ -94,7 +94,7 @@ def broadcasts(place: Path, prefix: str, rank: int, size: int, messages: list[by
     return received
 
 
-def wait_for_a_rank_that_dies(place: Path, prefix: str, rank: int, size: int) -> str:
+def wait_for_dying_rank(place: Path, prefix: str, rank: int, size: int) -> str:
     """End the last rank in the middle of an operation; the others return their error."""
     parallel = join(place, prefix, rank, size, timeout_s=5.0)
     parallel.all_reduce(torch.ones(4))

@@ -51,7 +51,7 @@ class ScoredPrompts:
         return [prompt.take_scores() for prompt in prompts]
 
 
-def check_told(told: PromptLogprobs, model: PreTrainedModel, tokens: list[int], num_top: int, *, within: float) -> None:
+def check_scores(told: PromptLogprobs, model: PreTrainedModel, tokens: list[int], num_top: int, *, within: float) -> None:
     """Compare with transformers' logits of the whole prompt."""
     with torch.inference_mode():
         logprobs_TV = model(torch.tensor([tokens])).logits[0, :-1].float().log_softmax(-1)

@@ -59,7 +59,7 @@ def _speculation(**methods: Proposer) -> Speculation:
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_blocks", [512, 56])
-def test_where_a_branch_is_right_nothing_changes(
+def test_right_branches_do_not_change_answers(
     every: int, num_blocks: int, runner: ModelRunner, asked: list[Asked]
 ) -> None:
     """In small steps, and in a pool with preemption, where drafts have little room."""
@@ -71,7 +71,7 @@ def test_where_a_branch_is_right_nothing_changes(
     assert bool(found.num_preemptions) == (num_blocks < 512)
 
 
-def test_a_branch_that_is_right_takes_as_few_steps_as_a_draft_that_is(runner: ModelRunner) -> None:
+def test_right_branch_saves_as_many_steps_as_right_draft(runner: ModelRunner) -> None:
     ask = [Asked(prompt, Sampling(max_tokens=29, temperature=0.7, seed=1)) for prompt in prompts(11, 12)]
     expected = answers(runner, ask)
     speculation = _speculation(tree=Branching(expected, ask, every=1))  # right only in its branches
@@ -84,7 +84,7 @@ def test_a_branch_that_is_right_takes_as_few_steps_as_a_draft_that_is(runner: Mo
     assert counts[BRANCHES].drafted == {place: 16 for place in range(6)}
 
 
-def test_who_comes_late_or_leaves_early_changes_nothing(runner: ModelRunner, asked: list[Asked]) -> None:
+def test_late_and_cancelled_requests_do_not_change_answers(runner: ModelRunner, asked: list[Asked]) -> None:
     expected = answers(runner, asked)
     speculation = _speculation(tree=Branching(expected, asked, every=3))
     check_with_leavers(runner, asked, expected, speculation, blocks=BlockManager(400))
@@ -94,7 +94,7 @@ def test_who_comes_late_or_leaves_early_changes_nothing(runner: ModelRunner, ask
 @pytest.mark.skipif(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
-def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
+def test_deterministic_answers_are_bitwise_equal_with_drafts(
     tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]
 ) -> None:
     runner = make_runner(tiny_model("llama")[0], num_blocks=512, dtype="bfloat16", deterministic=True)
@@ -107,7 +107,7 @@ def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "deepseek_v3"])
-def test_of_other_families_too(family: str, tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]) -> None:
+def test_other_model_families(family: str, tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]) -> None:
     runner = make_runner(tiny_model(family)[0], num_blocks=512)
     expected = answers(runner, asked)
     speculation = _speculation(tree=Branching(expected, asked, every=3))
@@ -124,7 +124,7 @@ def test_of_other_families_too(family: str, tiny_model: MakeModel, make_runner: 
         ("take_over", lambda self, sequence: None),
     ],
 )
-def test_a_model_sees_what_is_wrong_with_a_branch(
+def test_faulty_branch_changes_answers(
     name: str, fault: object, runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(runner, asked)
@@ -182,7 +182,7 @@ class TestOurs:
         assert found.num_accepted > 20
 
 
-def test_in_steps_as_replicas_have_them(runner: ModelRunner, asked: list[Asked]) -> None:
+def test_with_logits_limited_to_max_running(runner: ModelRunner, asked: list[Asked]) -> None:
     """With no more logits than max_running."""
     expected = answers(runner, asked)
     compare(answers(runner, asked, AMPLE, speculation=_speculation(t=Branching(expected, asked, every=2))), expected)

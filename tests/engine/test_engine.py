@@ -41,7 +41,7 @@ _BLOCK = 4
 _NUM_BLOCKS = 24
 _NUM_TEMPERS = 8  # of HostileProposer
 POISON = 99  # a token that no token can follow
-UNTOLD = 98  # a token without scores
+UNSCORABLE = 98  # a token without scores
 
 
 def _next(tokens: Sequence[int], seed: int) -> int:
@@ -104,7 +104,7 @@ class FakePool:
         ]
 
     def _score(self, step: ScheduledStep, batch: Batch) -> None:
-        """Score each token by its position; UNTOLD has no scores."""
+        """Score each token by its position; UNSCORABLE has no scores."""
         found = iter(self._read(batch, batch.scored_rows.tolist()))
         scores: list[PromptLogprobs | None] = []
         for row in step.scored:
@@ -115,7 +115,7 @@ class FakePool:
                 top_ids_PK=np.array(row.next_tokens, np.int32)[:, None],
                 top_logprobs_PK=np.zeros((len(read), 1), np.float32),
             )
-            scores.append(None if UNTOLD in row.next_tokens else told)
+            scores.append(None if UNSCORABLE in row.next_tokens else told)
         assert next(found, None) is None
         if step.scored:
             step.scores = lambda: scores
@@ -133,7 +133,7 @@ class FakePool:
             assert (changes.query_lens[rows] == 1).all()
         theirs = self._follower.apply(RowChanges.decode(changes.encode()))
         for name, numbers in vars(batch).items():
-            if name != "fed":
+            if name != "device_tokens":
                 np.testing.assert_array_equal(getattr(theirs, name), numbers)
 
     def write(self, blocks: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
@@ -182,7 +182,7 @@ def _prompt(
     return Prompt(sequence, **fields)  # type: ignore[arg-type]
 
 
-def test_the_loop_gives_every_sequence_its_tokens_and_all_blocks_back() -> None:
+def test_step_loop_generates_all_tokens_and_frees_blocks() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=5, max_running=4, max_waiting=9)
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
@@ -203,7 +203,7 @@ def test_the_loop_gives_every_sequence_its_tokens_and_all_blocks_back() -> None:
 
 @pytest.mark.parametrize("is_scored", [True, False])
 @pytest.mark.parametrize("decodes", [True, False])
-def test_a_prompt_without_a_next_token_fails_alone_and_its_kv_is_not_found_again(
+def test_prompt_without_next_token_fails_alone_and_is_uncached(
     decodes: bool, is_scored: bool
 ) -> None:
     """The same holds for a prompt with a token that has no scores."""
@@ -212,7 +212,7 @@ def test_a_prompt_without_a_next_token_fails_alone_and_its_kv_is_not_found_again
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
     good, bad = (
         _prompt(range(9)),
-        _prompt([*range(20, 28), UNTOLD if is_scored else POISON], choices=2, is_scored=is_scored),
+        _prompt([*range(20, 28), UNSCORABLE if is_scored else POISON], choices=2, is_scored=is_scored),
     )
     engine.add(good)
     engine.add(bad)
@@ -224,7 +224,7 @@ def test_a_prompt_without_a_next_token_fails_alone_and_its_kv_is_not_found_again
     assert (blocks.num_available, engine.num_running, engine.num_waiting) == (_NUM_BLOCKS, 0, 0)
 
 
-def test_a_sequence_without_a_next_token_fails_alone() -> None:
+def test_sequence_without_next_token_fails_alone() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = Engine(
         FakePool(),
@@ -244,7 +244,7 @@ def test_a_sequence_without_a_next_token_fails_alone() -> None:
     assert good.num_generated == 8 and blocks.num_available == _NUM_BLOCKS
 
 
-def test_a_prompt_that_is_computed_counts_as_all_its_choices() -> None:
+def test_computing_prompt_counts_as_all_its_choices() -> None:
     config = SchedulerConfig(max_batch_tokens=5, max_running=4, max_waiting=9)
     engine = Engine(FakePool(), choose, BlockManager(_NUM_BLOCKS), config, block_size=_BLOCK)
     engine.add(_prompt(range(9), choices=3))
@@ -257,7 +257,7 @@ def test_a_prompt_that_is_computed_counts_as_all_its_choices() -> None:
     assert most == 3, "the second prompt waits for the first one's choices"
 
 
-def test_what_was_preempted_waits_while_others_have_been_promised_its_place() -> None:
+def test_preempted_sequence_waits_for_reserved_prompts() -> None:
     config = SchedulerConfig(max_batch_tokens=9, max_running=1, max_waiting=9)
     blocks = BlockManager(_NUM_BLOCKS)
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
@@ -276,7 +276,7 @@ def test_what_was_preempted_waits_while_others_have_been_promised_its_place() ->
     assert engine.step().num_computed > 0 and not engine.decoding.preempted
 
 
-def test_known_tokens_are_told_by_the_step_that_takes_them() -> None:
+def test_forced_tokens_are_in_the_result_of_their_step() -> None:
     """Also with async scheduling, where their sequences may end before the next step does."""
     pool, blocks = FakePool(), BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=40, max_running=20, max_waiting=20)
@@ -303,7 +303,7 @@ def _engine(blocks: BlockManager) -> Engine[list[tuple[int, ...]]]:
     return Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
 
 
-def test_long_answers_of_one_tenant_take_no_blocks_from_another_who_has_less() -> None:
+def test_preemption_spares_tenants_with_fewer_blocks() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     for number in range(5):
@@ -319,7 +319,7 @@ def test_long_answers_of_one_tenant_take_no_blocks_from_another_who_has_less() -
     blocks.check_integrity()
 
 
-def test_a_tenant_who_has_nothing_is_given_blocks_of_one_who_has_all() -> None:
+def test_admission_preempts_the_tenant_with_most_blocks() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     greedy = [_prompt([number] * 3, max_tokens=60, tenant="greedy") for number in range(5)]
@@ -344,7 +344,7 @@ def test_a_tenant_who_has_nothing_is_given_blocks_of_one_who_has_all() -> None:
     blocks.check_integrity()
 
 
-def test_blocks_that_others_share_are_not_taken_for_free_ones() -> None:
+def test_shared_blocks_do_not_count_as_freed() -> None:
     """Choices share the blocks of their prompt, which only the last one frees."""
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
@@ -362,7 +362,7 @@ def test_blocks_that_others_share_are_not_taken_for_free_ones() -> None:
     assert engine.decoding.num_preemptions <= 4
 
 
-def test_what_nobody_waits_for_makes_nobody_wait() -> None:
+def test_offline_prompt_preempts_no_sequence() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     for number in range(5):
@@ -376,7 +376,7 @@ def test_what_nobody_waits_for_makes_nobody_wait() -> None:
     assert not engine.decoding.running or offline.sequence.blocks
 
 
-def test_nobody_is_preempted_for_what_would_not_be_enough() -> None:
+def test_no_preemption_if_it_cannot_free_enough() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     for number in range(2):
@@ -402,7 +402,7 @@ class EngineMachine(RuleBasedStateMachine):
         limits = {"max_batch_tokens": self.max_batch_tokens, "max_running": self.max_running, "max_waiting": 20}
         config = SchedulerConfig(**limits, decodes=self.decodes)
         self.hostile = HostileProposer()
-        self.speculation = Speculation({"hostile": self.hostile}, max_tokens=5, vocab_size=UNTOLD)
+        self.speculation = Speculation({"hostile": self.hostile}, max_tokens=5, vocab_size=UNSCORABLE)
         self.engine = Engine(
             self.pool,
             choose,
@@ -676,7 +676,7 @@ class HostileProposer:
         elif self.temper == 2:
             guess = [POISON - 2] * len(guess)
         elif self.temper == 3:
-            guess[dice % len(guess)] = (-1, UNTOLD, POISON, 1 << 40)[dice % 4]
+            guess[dice % len(guess)] = (-1, UNSCORABLE, POISON, 1 << 40)[dice % 4]
         elif self.temper == 4:
             guess = guess[: dice % 3]
         kinds = [dice % NUM_KINDS] * len(guess)
@@ -684,7 +684,7 @@ class HostileProposer:
 
     def _branches(self, guess: list[int], kinds: list[int], dice: int) -> list[ProposedBranch]:
         right, place = list(guess), dice % 3
-        wrong = [(token + 1) % UNTOLD for token in right]
+        wrong = [(token + 1) % UNSCORABLE for token in right]
         if self.temper == 5:  # the branch continues where the draft becomes wrong
             guess[place] = wrong[place]
             return [ProposedBranch(place, right[place:], kinds)]
@@ -696,7 +696,7 @@ class HostileProposer:
                 ProposedBranch(1, right[2:], kinds),
                 ProposedBranch(2, right[1:], kinds),
             ]
-        bad = (-1, UNTOLD, POISON, 1 << 40)[dice % 4]
+        bad = (-1, UNSCORABLE, POISON, 1 << 40)[dice % 4]
         return [
             ProposedBranch(-1, right, kinds),
             ProposedBranch(99, right, kinds),
@@ -723,7 +723,7 @@ _SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derand
     "machine",
     [EngineMachine, PrefillingMachine, AheadMachine, SpeculatingMachine, BranchingMachine, SpeculatingAheadMachine],
 )
-def test_whatever_happens_sequences_and_blocks_stay_whole(machine: type[EngineMachine]) -> None:
+def test_random_runs_keep_sequences_and_blocks_consistent(machine: type[EngineMachine]) -> None:
     run_state_machine_as_test(machine, settings=_SETTINGS)
 
 
@@ -778,7 +778,7 @@ _execute, _fetched, _computed = FakePool.execute, PromptQueue.fetched, TokenSequ
         (TokenSequence, "computed", _one_position_only),
     ],
 )
-def test_a_planted_fault_is_found(
+def test_state_machine_finds_planted_faults(
     owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
@@ -786,7 +786,7 @@ def test_a_planted_fault_is_found(
         run_state_machine_as_test(EngineMachine, settings=_SEARCH)
 
 
-def _whatever_comes(step: ScheduledStep, running: Collection[TokenSequence]) -> bool:
+def _always(step: ScheduledStep, running: Collection[TokenSequence]) -> bool:
     return not step.prompts and any(sequence in running for sequence, _ in step.decoding)
 
 
@@ -795,7 +795,7 @@ def _in_another_order(step: ScheduledStep, behind: ScheduledStep) -> DeviceToken
     return device_tokens and replace(device_tokens, sources=device_tokens.sources[::-1])
 
 
-def _nobody_leaves(self: Engine[object], step: ScheduledStep) -> object:
+def _keep_finished_rows(self: Engine[object], step: ScheduledStep) -> object:
     self.decoding.running |= dict.fromkeys(sequence for sequence, _ in step.decoding)
     return _complete(self, step)
 
@@ -814,15 +814,15 @@ _fed_tokens, _complete = async_steps.device_tokens_of, Engine.complete
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
-        (engine_module, "may_be_followed", _whatever_comes),
+        (engine_module, "may_be_followed", _always),
         (engine_module, "device_tokens_of", _in_another_order),
-        (Engine, "complete", _nobody_leaves),
+        (Engine, "complete", _keep_finished_rows),
         (SamplingRow, "position", property(lambda self: len(self.tokens))),
         (TokenSequence, "computed", _all_that_was_computed),
         (TokenSequence, "num_in_flight", property(lambda self: 0)),
     ],
 )
-def test_a_fault_of_steps_that_run_ahead_is_found(
+def test_state_machine_finds_faults_of_async_scheduling(
     owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
@@ -830,7 +830,7 @@ def test_a_fault_of_steps_that_run_ahead_is_found(
         run_state_machine_as_test(AheadMachine, settings=_SEARCH)
 
 
-def test_a_sequence_without_a_next_token_fails_alone_while_the_next_step_is_under_way() -> None:
+def test_failed_sequence_discards_its_row_of_the_step_in_flight() -> None:
     """Its row in the step in flight is discarded, and the KV written by it cannot be found."""
     blocks, pool = BlockManager(_NUM_BLOCKS), FakePool()
 
@@ -858,7 +858,7 @@ def test_a_sequence_without_a_next_token_fails_alone_while_the_next_step_is_unde
 
 
 @pytest.mark.parametrize("is_faulty", [False, True])
-def test_a_row_that_was_dropped_is_computed_again_where_it_was(
+def test_dropped_row_is_recomputed_at_its_position(
     is_faulty: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the end of the row differs in the next step. Random runs rarely reach this case."""
@@ -963,7 +963,7 @@ def _with_every_temper() -> None:
         machine.teardown()
 
 
-def test_whoever_guesses_sequences_and_blocks_stay_whole() -> None:
+def test_any_drafts_keep_sequences_and_blocks_consistent() -> None:
     _with_every_temper()
 
 
@@ -985,7 +985,7 @@ def test_whoever_guesses_sequences_and_blocks_stay_whole() -> None:
         (TokenSequence, "keeps_blocks", property(lambda self: False, lambda self, value: None)),
     ],
 )
-def test_a_fault_of_drafts_is_found(
+def test_state_machine_finds_faults_of_drafts(
     owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, fault, raising=False)  # some faults add a name

@@ -59,7 +59,7 @@ class _Drawing:
         pass
 
 
-def _shares_right(p_V: Tensor, q_V: Tensor) -> tuple[float, float]:
+def _expected_acceptance(p_V: Tensor, q_V: Tensor) -> tuple[float, float]:
     """Return how often tokens of p and q drawn with the same number agree, and how often otherwise the second candidate
     is right.
 
@@ -75,7 +75,7 @@ def _shares_right(p_V: Tensor, q_V: Tensor) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_of_ten_thousand_draws(temperature: float) -> None:
+def test_drafts_keep_the_distribution_and_match_expected_acceptance(temperature: float) -> None:
     generator = torch.Generator().manual_seed(1)
     target_V = torch.randn(_VOCAB, generator=generator) * 2
     draft_V = target_V + torch.randn(_VOCAB, generator=generator) * 0.6
@@ -94,7 +94,7 @@ def test_of_ten_thousand_draws(temperature: float) -> None:
     assert len(said) == _ROWS * _TOKENS
     assert chi_square(said, p_V) < 4, "drafts change what is drawn"
     assert chi_square(said, q_V) > 6, "a test that sees nothing"
-    first, instead = _shares_right(p_V, q_V)
+    first, instead = _expected_acceptance(p_V, q_V)
     own, branches = speculation.counts["q"], speculation.counts[BRANCHES]
     for share, counts in ((first, own), (instead, branches)):
         drafted, right = counts.drafted[0], counts.accepted[0]

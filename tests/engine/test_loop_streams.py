@@ -77,7 +77,7 @@ def races(
 @given(
     asks=st.lists(st.tuples(st.integers(2, 10), st.integers(1, 7), st.sampled_from([None, 2])), min_size=1, max_size=3)
 )
-def test_a_loop_that_runs_ahead_is_in_order(asks: list[tuple[int, int, int | None]], tiny_model: MakeModel) -> None:
+def test_async_loop_orders_all_accesses(asks: list[tuple[int, int, int | None]], tiny_model: MakeModel) -> None:
     assert races(tiny_model, asks) == []
 
 

@@ -64,7 +64,7 @@ def _speculation(**methods: Proposer) -> Speculation:
 
 
 @pytest.mark.parametrize("name", [*OURS, "auto"])
-def test_ours_change_nothing(name: str, runner: ModelRunner, asked: list[Asked]) -> None:
+def test_drafting_methods_do_not_change_answers(name: str, runner: ModelRunner, asked: list[Asked]) -> None:
     expected = answers(runner, asked)
     makers = OURS if name == "auto" else {name: OURS[name]}
     speculation = _speculation(**{method: make() for method, make in makers.items()})
@@ -76,7 +76,7 @@ def test_ours_change_nothing(name: str, runner: ModelRunner, asked: list[Asked])
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_blocks", [512, 48])
-def test_drafts_that_are_right_but_for_some_change_nothing(
+def test_mostly_right_drafts_do_not_change_answers(
     every: int, num_blocks: int, runner: ModelRunner, asked: list[Asked]
 ) -> None:
     """In small steps, and in a pool with preemption."""
@@ -88,7 +88,7 @@ def test_drafts_that_are_right_but_for_some_change_nothing(
     assert bool(found.num_preemptions) == (num_blocks == 48)
 
 
-def test_right_drafts_take_fewer_steps_and_each_row_its_own(runner: ModelRunner) -> None:
+def test_right_drafts_save_steps_per_row(runner: ModelRunner) -> None:
     ask = [Asked(prompt, Sampling(max_tokens=29, temperature=0.7, seed=1)) for prompt in prompts(11, 12)]
     expected = answers(runner, ask)
     speculation = _speculation(oracle=FakeProposer(Oracle(expected, ask)))
@@ -102,7 +102,7 @@ def test_right_drafts_take_fewer_steps_and_each_row_its_own(runner: ModelRunner)
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 @pytest.mark.parametrize("asking", ["length", "stop"])
-def test_an_answer_that_ends_within_a_draft_ends_there(asking: str, max_tokens: int, runner: ModelRunner) -> None:
+def test_answer_can_end_within_a_draft(asking: str, max_tokens: int, runner: ModelRunner) -> None:
     free = Asked(prompts(11)[0], Sampling(max_tokens=20, temperature=1.0, seed=1))
     whole = answers(runner, [free])
     if asking == "stop":
@@ -118,7 +118,7 @@ def test_an_answer_that_ends_within_a_draft_ends_there(asking: str, max_tokens: 
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("guesses", [False, True])
-def test_what_is_told_of_steps_without_a_draft_is_true_also_where_steps_run_ahead(
+def test_draft_tally_counts_steps_without_draft(
     guesses: bool, is_async: bool, runner: ModelRunner
 ) -> None:
     """Either no row has a proposal, or no proposal is worth it: beside one row a token costs as much as a step."""
@@ -136,7 +136,7 @@ def test_what_is_told_of_steps_without_a_draft_is_true_also_where_steps_run_ahea
     assert tally.floors / tally.steps == pytest.approx(1.5, rel=0.01)
 
 
-def test_who_leaves_while_a_step_is_under_way_has_no_draft_in_it() -> None:
+def test_nothing_is_drafted_while_a_step_is_in_flight() -> None:
     """A sequence resumes during the step and preempts the other, so no remaining row has a token in flight.
 
     Still nothing may be drafted, because a drafted sequence may leave before its draft is verified.
@@ -178,7 +178,7 @@ class _Dear:
         pass
 
 
-def test_what_is_judged_at_once_is_not_copied_before(
+def test_logits_are_kept_only_for_sequential_verification(
     runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The logits of a step with drafts take megabytes. They are kept only for rows that choose in sequence."""
@@ -202,7 +202,7 @@ def test_what_is_judged_at_once_is_not_copied_before(
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_what_was_judged_at_once_is_read_by_nobody_after_that(
+def test_logits_are_not_read_after_sampling(
     every: int, runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sampler may overwrite logits that it reads in order; this one clears them.
@@ -232,7 +232,7 @@ def test_what_was_judged_at_once_is_read_by_nobody_after_that(
         assert spoilt or some is asked
 
 
-def test_a_wrong_number_for_a_position_is_seen(
+def test_wrong_logits_position_changes_answers(
     runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(runner, asked)
@@ -242,7 +242,7 @@ def test_a_wrong_number_for_a_position_is_seen(
     assert answers(runner, asked, speculation=speculation).ids != expected.ids
 
 
-def test_who_comes_late_or_leaves_early_changes_nothing(runner: ModelRunner, asked: list[Asked]) -> None:
+def test_late_and_cancelled_requests_do_not_change_answers(runner: ModelRunner, asked: list[Asked]) -> None:
     expected = answers(runner, asked)
     proposer = FakeProposer(Oracle(expected, asked, lambda i: i % 5 > 0))
     check_with_leavers(runner, asked, expected, _speculation(oracle=proposer), blocks=BlockManager(200))
@@ -251,7 +251,7 @@ def test_who_comes_late_or_leaves_early_changes_nothing(runner: ModelRunner, ask
 @pytest.mark.skipif(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
-def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
+def test_deterministic_answers_are_bitwise_equal_with_drafts(
     tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]
 ) -> None:
     runner = make_runner(tiny_model("llama")[0], num_blocks=512, dtype="bfloat16", deterministic=True)
@@ -264,7 +264,7 @@ def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "deepseek_v3"])
-def test_of_other_families_too(family: str, tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]) -> None:
+def test_other_model_families(family: str, tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]) -> None:
     runner = make_runner(tiny_model(family)[0], num_blocks=512)
     expected = answers(runner, asked)
     speculation = _speculation(oracle=FakeProposer(Oracle(expected, asked, lambda i: i % 3 > 0)))

@@ -39,7 +39,7 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Asked]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_answers_are_what_they_are_without_drafts(
+def test_answers_equal_those_without_drafts(
     method: str, asked: list[Asked], tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     """In batches, in a pool with preemption and async scheduling, and with requests that leave."""
@@ -62,7 +62,7 @@ def test_answers_are_what_they_are_without_drafts(
 @pytest.mark.gpu
 @pytest.mark.parametrize("recorded_rows", [0, 40])
 @pytest.mark.parametrize("method", METHODS)
-def test_so_are_they_on_a_gpu(
+def test_answers_equal_those_without_drafts_on_a_gpu(
     method: str,
     recorded_rows: int,
     asked: list[Asked],

@@ -25,7 +25,7 @@ class Part:
     timeout_s: float
     environment: dict[str, str] = field(default_factory=dict)
     is_tests: bool = False  # pytest, with results in JUnit format
-    is_alone: bool = False  # nothing may run beside it, as nothing does beside what is timed
+    is_alone: bool = False  # no other part may run at the same time
     hindrance: str = ""  # reason why it cannot run here
 
     def writing(self, junit: Path) -> list[str]:
@@ -55,7 +55,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     )
     yield _tests(
         *("answers with drafts", "tests/engine/test_two_hundred_prompts.py tests/engine/spec_decode/heads"),
-        few="what_is_guessed_behind and medusa" if rehearses else "",
+        few="test_drafts_after_replayed_steps and medusa" if rehearses else "",
         timeout_s=240,
         share=0.25,
     )
@@ -86,7 +86,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     )
     yield _tests(
         *("a pool of all memory that is left", "tests/engine/runner/test_device_memory.py"),
-        few="does_not_fit" if rehearses else "",
+        few="test_error_if_memory_does_not_fit" if rehearses else "",
         timeout_s=60,
         is_alone=True,
     )

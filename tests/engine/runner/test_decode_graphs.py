@@ -159,7 +159,7 @@ def rows_of_several(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 
 @settings(max_examples=20)
 @given(steps=st.lists(rows_of_several(), min_size=1, max_size=3), seed=st.integers(0, 1000))
-def test_rows_of_several_tokens_are_replayed_in_strips(
+def test_rows_of_several_tokens_are_replayed_in_query_groups(
     pair: tuple[ModelRunner, ModelRunner], steps: list[list[tuple[int, int, int]]], seed: int
 ) -> None:
     for runner in pair:
@@ -168,7 +168,7 @@ def test_rows_of_several_tokens_are_replayed_in_strips(
         check_equal(pair, batch_of(rows, seed + i))
 
 
-def test_a_small_batch_sees_nothing_of_a_big_one(pair: tuple[ModelRunner, ModelRunner]) -> None:
+def test_small_batch_does_not_read_state_of_a_big_one(pair: tuple[ModelRunner, ModelRunner]) -> None:
     replaying, _ = pair
     fill(replaying.pool, 1)
     big, small = decode_batch([40] * 8, seed=1), decode_batch([17, 9, 30], seed=2)
@@ -191,7 +191,7 @@ def growing(contexts: list[int], seed: int) -> DecodeSteps:
     return DecodeSteps(contexts, tables, block_size=BLOCK_SIZE)
 
 
-def test_block_tables_that_stay_on_the_device_and_grow_there(make_pair: MakePair) -> None:
+def test_block_tables_grow_in_place_on_the_device(make_pair: MakePair) -> None:
     pair = make_pair(FakeReplays(), "llama")
     for runner in pair:
         fill(runner.pool, 8)
@@ -210,7 +210,7 @@ def test_block_tables_that_stay_on_the_device_and_grow_there(make_pair: MakePair
             del ours.sequences[1]
 
 
-def test_only_new_cells_of_block_tables_go_along(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_block_table_cells_are_uploaded(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     uploaded: list[int] = []
 
     def spy(arrays: Any, device: torch.device) -> list[torch.Tensor]:
@@ -225,7 +225,7 @@ def test_only_new_cells_of_block_tables_go_along(make_pair: MakePair, monkeypatc
     assert uploaded == [numbers + 4 * 3, numbers + 3, numbers, numbers], "tables; the row, column and block of one cell"
 
 
-def test_what_is_recorded_reads_no_host_memory(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recorded_step_reads_no_host_memory(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The uploaded host memory is overwritten before the replay; it has been copied to the static inputs."""
     uploaded: list[torch.Tensor] = []
 
@@ -281,7 +281,7 @@ def test_which_steps_are_replayed(make_pair: MakePair) -> None:
     assert not is_replayed(batch(row(MAX_CONTEXT, MAX_CONTEXT + 1))), "too long a table"
 
 
-def test_what_would_read_much_again_is_not_replayed(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_that_rereads_too_much_kv_is_not_replayed(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve tokens after 50 are two query groups, the first of which reads 58 positions; one group reads its own
     once."""
     for most_bytes, is_replayed in ((1 << 30, True), (0, False)):
@@ -296,7 +296,7 @@ def test_what_would_read_much_again_is_not_replayed(make_pair: MakePair, monkeyp
             assert pair[0].forward(once) is not None and capture.num_replays == before + 1
 
 
-def test_the_logits_of_a_prompt_are_not_lost(make_pair: MakePair) -> None:
+def test_scored_prompt_is_not_replayed(make_pair: MakePair) -> None:
     """No graph returns them."""
     capture = FakeReplays()
     pair = make_pair(capture, "llama")
@@ -314,7 +314,7 @@ def test_the_logits_of_a_prompt_are_not_lost(make_pair: MakePair) -> None:
     ("family", "changes", "reason"),
     [("deepseek_v2", DEEPSEEK_V2, "experts"), ("mixtral", {}, "experts")],  # on a CPU experts are called one by one
 )
-def test_what_cannot_be_recorded_says_why(
+def test_unrecordable_model_logs_the_reason(
     family: str, changes: dict[str, Any], reason: str, make_pair: MakePair, caplog: pytest.LogCaptureFixture
 ) -> None:
     capture = FakeReplays()
@@ -368,7 +368,7 @@ def test_kernels_launched_in_the_interpreter(
 @pytest.mark.parametrize(
     ("sources", "places"), [([0, 1, 2], [0, 1, 2]), ([0, 1], [0, 1]), ([3, 0], [0, 2]), ([2, 1, 0], [0, 1, 2])]
 )
-def test_tokens_that_are_fed_are_those_that_were_chosen(
+def test_device_tokens_equal_chosen_tokens(
     sources: list[int], places: list[int], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replaying, plain = make_pair(FakeReplays(), "llama")

@@ -43,5 +43,5 @@ def test_the_busiest_rank_has_little_more_than_its_share(
     assert busiest(plan_experts(counts, ranks=ranks, redundant=redundant), counts) <= bound
 
 
-def test_without_counts_neighbours_stay_together_in_number_only() -> None:
+def test_equal_counts_give_equal_sizes() -> None:
     assert [len(experts) for experts in plan_experts([1] * 8, ranks=4)] == [2, 2, 2, 2]

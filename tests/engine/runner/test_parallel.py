@@ -80,20 +80,20 @@ def test_spans_cover_everything_once() -> None:
         assert max(e - s for s, e in spans) - min(e - s for s, e in spans) <= 1
 
 
-def test_sizes_that_do_not_fit_are_refused(tiny_model: MakeModel) -> None:
+def test_unsupported_sizes_are_rejected(tiny_model: MakeModel) -> None:
     directory, _ = tiny_model("llama")
     with pytest.raises(SpecError, match="choose one of 1, 2, 4"):
         EngineConfig(model_dir=directory).layout(tensor_parallel=3)
 
 
-def test_absent_ranks_are_not_waited_for_for_ever(tmp_path: Path) -> None:
+def test_join_times_out_without_all_ranks(tmp_path: Path) -> None:
     assert gang.join_alone(tmp_path / "store", "nobody-comes").startswith(
         "ReplicaLost: rank 0: not all 2 ranks were there"
     )
 
 
-def test_a_dead_rank_is_noticed(start_gang: StartGang) -> None:
-    first, second, dead = start_gang(3, gang.wait_for_a_rank_that_dies)
+def test_dead_rank_raises_replica_lost(start_gang: StartGang) -> None:
+    first, second, dead = start_gang(3, gang.wait_for_dying_rank)
     assert isinstance(dead.exception(TIMEOUT_S), BrokenProcessPool)
     for survivor in (first, second):
         assert "ReplicaLost" in survivor.result(TIMEOUT_S) and "another rank is gone" in survivor.result(0)

@@ -32,7 +32,7 @@ def _by_token(penalties: Penalties) -> dict[int, float]:
 
 
 @given(_samplings, st.lists(st.integers(0, 200), max_size=300), st.lists(st.integers(0, 200), max_size=300), st.data())
-def test_what_is_kept_is_what_would_be_made_anew(
+def test_incremental_penalties_equal_rebuilt_ones(
     sampling: Sampling, prompt: list[int], output: list[int], data: st.DataObject
 ) -> None:
     tokens = list(prompt)
@@ -84,7 +84,7 @@ def _rows(sampling: Sampling, num_rows: int) -> dict[int, Penalties]:
     st.sampled_from([0.0, -math.inf, math.inf, math.nan]),
     st.integers(0, 1 << 30),
 )
-def test_the_best_is_the_same_whether_penalties_are_written_or_only_looked_at(
+def test_kernel_finds_same_token_with_and_without_writing_penalties(
     sampling: Sampling, width: int, num_prompt: int, num_said: int, values: int, lead: float, odd: float, seed: int
 ) -> None:
     """With few distinct values, so that most logits are equal; with and without a penalty on the greatest."""
@@ -114,7 +114,7 @@ def _logits(num_rows: int) -> torch.Tensor:
 
 @pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_our_kernel_does_what_torch_does_to_the_last_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_equals_torch_bit_for_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.37, frequency_penalty=0.21)
     ours, theirs, before = _logits(7), _logits(7), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -134,7 +134,7 @@ def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("_either")
-def test_penalties_do_what_their_definition_says() -> None:
+def test_penalties_equal_their_definition() -> None:
     sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.37, frequency_penalty=0.21)
     logits, penalties = _logits(7), _rows(sampling, 7)
     likeliest(logits, penalties)
@@ -147,7 +147,7 @@ def test_penalties_do_what_their_definition_says() -> None:
 
 @pytest.mark.usefixtures("_either")
 @pytest.mark.parametrize("width", [1, 15, 16, 64, 1023, 1024, 1025, V])
-def test_the_first_of_the_greatest_is_found_wherever_it_is(width: int) -> None:
+def test_first_greatest_logit_is_found(width: int) -> None:
     places = sorted({0, 1, 7, 63, 500, 1000, width - 1} & set(range(width)))
     logits = torch.full((len(places), width), -2.0)
     for row, place in enumerate(places):
@@ -159,7 +159,7 @@ def test_the_first_of_the_greatest_is_found_wherever_it_is(width: int) -> None:
 
 @pytest.mark.usefixtures("_either")
 @pytest.mark.parametrize("place", [0, 5, 1030, V - 1])
-def test_what_is_no_number_is_found_before_any(place: int) -> None:
+def test_nan_is_found_first(place: int) -> None:
     logits = _logits(3)
     logits[0, place] = math.nan
     logits[1] = -math.inf

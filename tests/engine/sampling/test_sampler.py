@@ -150,7 +150,7 @@ def test_filters_are_those_of_transformers(sampling: Sampling, theirs: list[Any]
         np.testing.assert_allclose(naive_distribution(logits[0].numpy(), r), expected, atol=1e-6)
 
 
-def test_draws_are_even_and_fixed() -> None:
+def test_draws_are_uniform_and_stable() -> None:
     draws = [uniform(seed, position) for seed in range(50) for position in range(100)]
     assert len(set(draws)) == len(draws)
     counts, _ = np.histogram(draws, bins=10, range=(0, 1))
@@ -173,7 +173,7 @@ def test_equal_tokens_stay_or_go_together() -> None:
         assert {sample(logits, [row(sampling, seed=s, prompt=[])])[0][0] for s in range(60)} == {1, 2, 3}
 
 
-def test_a_nucleus_wider_than_the_quick_look() -> None:
+def test_nucleus_wider_than_first_top_k() -> None:
     """Nine tenths of a nearly flat distribution are more tokens than the first top-k covers."""
     logits = torch.linspace(0, 1, 5000).expand(2, -1)
     rows = [row(Sampling(top_p=0.9), seed=1), row(Sampling(top_p=0.001), seed=2)]
@@ -183,7 +183,7 @@ def test_a_nucleus_wider_than_the_quick_look() -> None:
 
 
 @pytest.mark.parametrize(("draw", "chosen"), [(0.0, 2), (1 - 2.0**-48, 4)])
-def test_the_outermost_draws_take_tokens_that_are_allowed(
+def test_extreme_draws_choose_allowed_tokens(
     draw: float, chosen: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sampler, "uniform", lambda seed, position: draw)
@@ -193,7 +193,7 @@ def test_the_outermost_draws_take_tokens_that_are_allowed(
 
 @pytest.mark.parametrize("wanted", [Sampling(temperature=0.9, top_p=0.8, num_logprobs=2), Sampling(temperature=0.0)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_gets_no_token_and_hurts_nobody_else(bad: float, wanted: Sampling) -> None:
+def test_non_finite_row_gets_no_token_alone(bad: float, wanted: Sampling) -> None:
     logits = random_logits(3, rows=3)
     alone = sample(logits[1:2], [row(wanted, seed=5)])
     logits[0] = bad
@@ -203,7 +203,7 @@ def test_a_row_that_is_not_finite_gets_no_token_and_hurts_nobody_else(bad: float
     assert (last is None) == (bad != -math.inf)
 
 
-def test_where_nothing_is_allowed_there_is_no_token() -> None:
+def test_no_token_if_nothing_is_allowed() -> None:
     logits = torch.full((1, V), -math.inf)
     logits[0, 3] = 1.0
     early = Sampling(temperature=0.0, min_tokens=2, stop_token_ids=(3,))
@@ -243,7 +243,7 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize(("asked", "mask"), TOO_MUCH.values(), ids=TOO_MUCH)
-def test_a_row_of_which_too_much_is_asked_says_so_and_hurts_nobody_else(asked: Sampling, mask: FakeMask | None) -> None:
+def test_contradictory_row_is_marked_alone(asked: Sampling, mask: FakeMask | None) -> None:
     wanted, logits = Sampling(token_rules=_ALLOWED), random_logits(4, rows=4)
     lost, beside, sick, plain = (row(one, output=[3]) for one in (asked, wanted, wanted, Sampling(temperature=0.0)))
     lost.mask = mask
@@ -255,7 +255,7 @@ def test_a_row_of_which_too_much_is_asked_says_so_and_hurts_nobody_else(asked: S
     assert not sick.is_contradicted, "it is the model's"
 
 
-def test_a_mask_and_rules_go_together() -> None:
+def test_mask_and_token_rules_combine() -> None:
     logits = random_logits(5)
     both = row(Sampling(temperature=0.0, token_rules=TokenRules(logit_bias=((6, 100.0),), bad_words=((8,),))))
     assert sample(logits, [both])[0][0] == 6
@@ -281,7 +281,7 @@ class CountedIds(tuple[int, ...]):
         return super().__iter__()
 
 
-def test_stop_tokens_that_would_be_early_are_read_once_for_each_choice() -> None:
+def test_stop_tokens_are_converted_once_per_choice() -> None:
     """Not in each step: a request may have a thousand of them, and all rows would wait."""
     CountedIds.num_reads = 0
     stops = CountedIds([*range(V - 1), -1, V, V + 5])  # may include ids outside the vocabulary

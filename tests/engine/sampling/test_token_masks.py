@@ -13,7 +13,7 @@ _words = st.lists(st.lists(_tokens, min_size=1, max_size=4).map(tuple), max_size
 
 
 @given(words=_words, prompt=st.lists(_tokens, max_size=4), output=st.lists(_tokens, max_size=8))
-def test_the_last_token_of_a_word_is_forbidden_behind_the_rest_of_it(
+def test_last_token_of_bad_word_is_forbidden(
     words: tuple[tuple[int, ...], ...], prompt: list[int], output: list[int]
 ) -> None:
     """Only generated tokens count: a bad word does not begin in the prompt."""
@@ -21,7 +21,7 @@ def test_the_last_token_of_a_word_is_forbidden_behind_the_rest_of_it(
     assert set(found) == {word[-1] for word in words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]}
 
 
-def test_a_word_that_is_longer_than_the_answer_so_far_forbids_nothing() -> None:
+def test_bad_word_longer_than_answer_forbids_nothing() -> None:
     ruled = TokenRuleTensors(TokenRules(bad_words=((7, 7, 8), (5,))))
     assert ruled.forbidden([7, 7, 7], 2) == [5]
     assert sorted(ruled.forbidden([7, 7, 7], 1)) == [5, 8]

@@ -51,7 +51,7 @@ def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
 @given(
     asked=st.lists(asks, min_size=1, max_size=6), num_blocks=st.sampled_from([20, 512]), budget=st.sampled_from([9, 64])
 )
-def test_what_is_said_is_the_same(asked: list[Any], num_blocks: int, budget: int, runner: ModelRunner) -> None:
+def test_async_answers_equal_synchronous_ones(asked: list[Any], num_blocks: int, budget: int, runner: ModelRunner) -> None:
     texts = prompts(*(length for length, _, _, _ in asked))
     wanted = [
         Asked(prompt, sampling, num_choices=choices, thinking=thought)
@@ -65,7 +65,7 @@ def test_what_is_said_is_the_same(asked: list[Any], num_blocks: int, budget: int
     assert ahead.failures == waits.failures
 
 
-def test_a_bounded_thought_waits_at_its_end_alone(runner: ModelRunner) -> None:
+def test_bounded_thinking_waits_only_at_its_end(runner: ModelRunner) -> None:
     """12 tokens of thinking and 20 after the marker; the 8 tokens of the marker are known before they are computed."""
     (prompt,) = prompts(9)
     (said,) = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))]).ids
@@ -74,7 +74,7 @@ def test_a_bounded_thought_waits_at_its_end_alone(runner: ModelRunner) -> None:
     assert ahead.num_known == 8 and ahead.num_device_tokens == 11 - 1 + 20 - 2
 
 
-def test_all_but_the_first_token_of_an_answer_are_fed(runner: ModelRunner) -> None:
+def test_all_but_first_token_are_read_on_the_device(runner: ModelRunner) -> None:
     sampling = Sampling(temperature=0.0, max_tokens=12)
     said = answers(runner, [Asked(prompt, sampling) for prompt in prompts(9, 20)], is_async=True)
     assert [len(ids) for ids in said.ids] == [12, 12]
@@ -83,7 +83,7 @@ def test_all_but_the_first_token_of_an_answer_are_fed(runner: ModelRunner) -> No
 
 
 @pytest.mark.parametrize("asks", [{"repetition_penalty": 1.2}, {"token_rules": TokenRules(bad_words=((3, 4),))}])
-def test_what_must_be_told_of_each_token_waits_for_it(asks: dict[str, Any], runner: ModelRunner) -> None:
+def test_requests_that_read_tokens_disable_async_steps(asks: dict[str, Any], runner: ModelRunner) -> None:
     asked = [Asked(prompt, Sampling(max_tokens=9, **asks)) for prompt in prompts(9, 20)]
     assert answers(runner, asked, is_async=True).num_device_tokens == 0
 
@@ -91,7 +91,7 @@ def test_what_must_be_told_of_each_token_waits_for_it(asks: dict[str, Any], runn
 @pytest.mark.gpu
 @pytest.mark.parametrize("recorded_rows", [0, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_on_a_gpu(temperature: float, recorded_rows: int, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+def test_async_answers_on_a_gpu(temperature: float, recorded_rows: int, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     """With and without graphs; answers end at different and unpredictable steps."""
     runner = make_runner(tiny_model("llama")[0], device="cuda", recorded_rows=recorded_rows)
     asked = [

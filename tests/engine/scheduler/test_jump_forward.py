@@ -55,7 +55,7 @@ def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
 
 @pytest.mark.parametrize("count", [24, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 @pytest.mark.parametrize("vocabulary", ["characters", "smollm2"])
-def test_answers_to_random_schemas_are_those_of_masks_alone(
+def test_forced_tokens_do_not_change_answers(
     vocabulary: str,
     count: int,
     letters: GrammarCompiler,
@@ -99,7 +99,7 @@ def test_answers_to_random_schemas_are_those_of_masks_alone(
     assert sum(one.num_known for one in said) > count and sum(one.num_preemptions for one in said)
 
 
-def test_they_take_one_step_where_there_is_room(letters: GrammarCompiler, runner: ModelRunner) -> None:
+def test_forced_tokens_take_one_step(letters: GrammarCompiler, runner: ModelRunner) -> None:
     grammar = _compiled(letters, _TEXT)
     ask = Asked(prompts(11)[0], Sampling(max_tokens=99, temperature=0.0, stop_token_ids=(END,)), grammar)
     said = answers(runner, [ask])
@@ -115,7 +115,7 @@ def test_they_take_one_step_where_there_is_room(letters: GrammarCompiler, runner
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 9, 14, 20])
 @pytest.mark.parametrize("asking", ["nothing", "min_tokens", "penalties", "bad word", "allowed", "logprobs", "no end"])
-def test_what_else_is_asked_holds_within_them(
+def test_sampling_parameters_apply_to_forced_tokens(
     asking: str, max_tokens: int, letters: GrammarCompiler, runner: ModelRunner, one_by_one: pytest.MonkeyPatch
 ) -> None:
     said = "ab, and so on"

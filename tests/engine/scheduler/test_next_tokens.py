@@ -79,7 +79,7 @@ def calls(engine: Engine[Tensor]) -> Counter[str]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_row_without_news_costs_no_call_but_for_its_token(is_async: bool) -> None:
+def test_plain_row_costs_one_call_per_token(is_async: bool) -> None:
     few, many = (calls(decoding(num_rows, is_async=is_async)) for num_rows in (2, 2 + _LONG))
     more = {name: number for name, number in (many - few).items() if number > 2}  # the pace sums up now and then
     assert list(more.values()) == [_LONG], more
@@ -87,7 +87,7 @@ def test_a_row_without_news_costs_no_call_but_for_its_token(is_async: bool) -> N
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_news_are_told_of_the_row_that_has_them(is_async: bool) -> None:
+def test_row_events_are_reported_for_their_row(is_async: bool) -> None:
     """One row ends by a stop token, one by its length, and one fills a block, which is then found in the cache."""
     asked: list[dict[str, Any]] = [{"stop_token_ids": (0,), "min_tokens": 5}, {"max_tokens": 7}, {}]
     engine = engine_of([sequence_of(str(i), _LENGTH, **one) for i, one in enumerate(asked)], is_async=is_async)
@@ -107,7 +107,7 @@ def test_news_are_told_of_the_row_that_has_them(is_async: bool) -> None:
     assert engine.blocks.match(last.hashes()) == 2
 
 
-def test_who_is_paused_while_it_is_computed_again_goes_on() -> None:
+def test_sequence_paused_during_recompute_resumes() -> None:
     """At that time it has blocks, and lacks the KV of more than its last token."""
     first, second = (sequence_of(id, _LENGTH) for id in ("first", "second"))
     engine = engine_of([first, second], is_async=False, max_batch_tokens=3)

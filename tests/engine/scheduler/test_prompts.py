@@ -58,7 +58,7 @@ def queue(blocks: BlockManager) -> Queue:
     return Queue(blocks, max_batch_tokens=16)
 
 
-def test_others_are_computed_while_a_prefix_is_on_its_way(queue: Queue, blocks: BlockManager) -> None:
+def test_other_prompts_are_computed_during_a_fetch(queue: Queue, blocks: BlockManager) -> None:
     first, second = _prompt(_SHARED, offered=32), _prompt(list(range(20)))
     queue.engine.add(first)
     queue.engine.add(second)
@@ -72,7 +72,7 @@ def test_others_are_computed_while_a_prefix_is_on_its_way(queue: Queue, blocks: 
     blocks.check_integrity()
 
 
-def test_siblings_wait_for_blocks_that_are_on_their_way(queue: Queue, blocks: BlockManager) -> None:
+def test_prompts_with_a_common_prefix_wait_for_its_fetch(queue: Queue, blocks: BlockManager) -> None:
     first, sibling, other = _prompt(_SHARED, offered=32), _prompt([*_SHARED, 1, 2]), _prompt([1] * 6)
     for prompt in (first, sibling, other):
         queue.engine.add(prompt)
@@ -95,7 +95,7 @@ class CountingBlocks(BlockManager):
 
 
 @pytest.mark.parametrize("decodes", [False, True])
-def test_who_waits_for_a_long_prefix_does_not_walk_it_in_each_step(decodes: bool) -> None:
+def test_waiting_prompt_does_not_look_up_whole_prefix_each_step(decodes: bool) -> None:
     num_blocks, num_siblings = 256, 8
     shared = list(range(num_blocks * _BLOCK))
     blocks = CountingBlocks(num_blocks + 4 * num_siblings)
@@ -112,7 +112,7 @@ def test_who_waits_for_a_long_prefix_does_not_walk_it_in_each_step(decodes: bool
     blocks.check_integrity()
 
 
-def test_what_does_not_come_is_computed(blocks: BlockManager) -> None:
+def test_prompt_is_computed_after_failed_fetch(blocks: BlockManager) -> None:
     queue = Queue(blocks, max_batch_tokens=100)
     prompt, later = _prompt(_SHARED, offered=32), _prompt([1] * 6)
     queue.engine.add(prompt)
@@ -127,7 +127,7 @@ def test_what_does_not_come_is_computed(blocks: BlockManager) -> None:
     assert blocks.num_available == blocks.num_blocks
 
 
-def test_nothing_is_fetched_that_is_here(blocks: BlockManager) -> None:
+def test_cached_prefix_is_not_fetched(blocks: BlockManager) -> None:
     queue = Queue(blocks, max_batch_tokens=100)
     queue.engine.add(_prompt(_SHARED))
     queue.run()
@@ -139,7 +139,7 @@ def test_nothing_is_fetched_that_is_here(blocks: BlockManager) -> None:
     assert (longer.num_cached, longer.fetch_end, again.num_cached) == (40, 56, 36)
 
 
-def test_who_only_fetches_is_never_computed(queue: Queue, blocks: BlockManager) -> None:
+def test_fetch_only_prompt_is_never_computed(queue: Queue, blocks: BlockManager) -> None:
     comes, fails = (_prompt(tokens, offered=36, fetch_only=True) for tokens in (_SHARED, [9, *_SHARED]))
     other = _prompt([1] * 6)
     for prompt in (comes, fails, other):
@@ -157,7 +157,7 @@ def test_who_only_fetches_is_never_computed(queue: Queue, blocks: BlockManager) 
     blocks.check_integrity()
 
 
-def test_a_fetch_overtakes_nobody_who_needs_the_room(queue: Queue) -> None:
+def test_fetch_does_not_overtake_prompt_that_needs_the_blocks(queue: Queue) -> None:
     running, large, small = _prompt([1] * 80), _prompt([2] * 60), _prompt(_SHARED[:20], offered=16)
     queue.engine.add(running)
     queue.run()
@@ -168,7 +168,7 @@ def test_a_fetch_overtakes_nobody_who_needs_the_room(queue: Queue) -> None:
     assert queue.run() == ([small], [large]), "12 blocks hold nothing, and the cached ones give way"
 
 
-def test_a_decode_replica_fetches_too(blocks: BlockManager) -> None:
+def test_decode_replica_fetches_prefix(blocks: BlockManager) -> None:
     queue = Queue(blocks, max_batch_tokens=16, decodes=True)
     first, sibling = _prompt(_SHARED, offered=32), _prompt([*_SHARED, 1])
     other = Prompt(_sequence([1] * 6), source=KVSource.PREFILL)
@@ -186,7 +186,7 @@ def test_a_decode_replica_fetches_too(blocks: BlockManager) -> None:
     assert blocks.num_available == blocks.num_blocks
 
 
-def test_what_does_not_come_to_a_decode_replica_is_computed(blocks: BlockManager) -> None:
+def test_decode_replica_computes_prompt_after_failed_fetch(blocks: BlockManager) -> None:
     queue, prompt = Queue(blocks, max_batch_tokens=100, decodes=True), _prompt(_SHARED, offered=32)
     queue.engine.add(prompt)
     assert queue.run() == ([prompt], [])

@@ -101,7 +101,7 @@ def _rate(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_other_rows_and_no_other_depth_give_tokens_sooner(seed: int) -> None:
+def test_planned_call_has_the_best_rate(seed: int) -> None:
     generator = random.Random(seed)
 
     def falling(most: int) -> list[float]:
@@ -138,7 +138,7 @@ def test_no_other_rows_and_no_other_depth_give_tokens_sooner(seed: int) -> None:
     assert best > none * 1.01
 
 
-def test_no_more_is_asked_for_than_may_be_drafted() -> None:
+def test_planned_call_stays_within_draft_limit() -> None:
     chances = [[0.9, 0.8, 0.7]] * 5
     offer = CallOffer("m", ProposalCost(0.0, 0.01, 0.01), chances, [1.0] * 5)
     for most in range(1, 20):
@@ -146,7 +146,7 @@ def test_no_more_is_asked_for_than_may_be_drafted() -> None:
         assert plan and (len(plan.rows) - 1) * plan.depth < most
 
 
-def test_what_asking_takes_is_learnt_whatever_is_asked() -> None:
+def test_proposal_cost_is_learned_from_any_calls() -> None:
     generator, true, learned = random.Random(2), ProposalCost(0.003, 0.005, 0.0007), LearnedProposalCost()
     assert learned.cost is None
     for number in range(80):
@@ -167,7 +167,7 @@ def test_what_asking_takes_is_learnt_whatever_is_asked() -> None:
     assert same.cost and same.cost.seconds(3, 5) == pytest.approx(true.seconds(3, 5), rel=0.01)
 
 
-def test_who_is_right_is_asked_for_as_much_as_pays() -> None:
+def test_right_proposer_is_called_at_full_depth() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, m=proposer)
@@ -179,7 +179,7 @@ def test_who_is_right_is_asked_for_as_much_as_pays() -> None:
 
 
 @pytest.mark.parametrize(("guess", "price"), [(_wrong, _CHEAP), (_right, _DEAR)], ids=["wrong", "dear"])
-def test_where_it_does_not_pay_it_takes_next_to_nothing(guess: type, price: ProposalCost) -> None:
+def test_unprofitable_proposer_costs_next_to_nothing(guess: type, price: ProposalCost) -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(guess, clock, price)
     replica = Replica(clock, m=proposer)
@@ -191,7 +191,7 @@ def test_where_it_does_not_pay_it_takes_next_to_nothing(guess: type, price: Prop
     assert proposer.spent_s < 0.006 * replica.seconds
 
 
-def test_what_has_become_worth_it_is_found() -> None:
+def test_trials_find_proposer_that_became_right() -> None:
     clock, is_right = FakeClock(), [False]
     proposer = FakeModelProposer(lambda tokens, most: (_right if is_right[0] else _wrong)(tokens, most), clock, _CHEAP)
     replica = Replica(clock, m=proposer)
@@ -201,7 +201,7 @@ def test_what_has_become_worth_it_is_found() -> None:
     assert replica.steps(100) > 1.5
 
 
-def test_who_was_never_worth_asking_costs_a_step_to_know_that_however_much_it_is() -> None:
+def test_exploration_cost_is_bounded_for_any_price() -> None:
     for price in (_CHEAP, _DEAR, ProposalCost(0.2, 0.1, 0.01)):
         clock = FakeClock()
         proposer = FakeModelProposer(_wrong, clock, price)
@@ -211,7 +211,7 @@ def test_who_was_never_worth_asking_costs_a_step_to_know_that_however_much_it_is
         assert proposer.spent_s <= _STEP.plain * (1 + 0.005 * 100) + longest_s
 
 
-def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_an_answer() -> None:
+def test_unprofitable_proposer_rests_with_trials_early_in_answers() -> None:
     clock, is_right = FakeClock(), [False]
     tried: list[int] = []
     planned: list[int] = []
@@ -250,7 +250,7 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
 
 @pytest.mark.parametrize("num_tokens", [20, 100])
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_who_has_become_right_wakes_within_a_few_answers(num_rows: int, num_tokens: int) -> None:
+def test_resting_proposer_wakes_when_it_becomes_right(num_rows: int, num_tokens: int) -> None:
     """Although it has no state of the tokens that it has missed."""
     for others in range(0, 200, 37):
         clock, is_right = FakeClock(), [False]
@@ -267,7 +267,7 @@ def test_who_has_become_right_wakes_within_a_few_answers(num_rows: int, num_toke
         assert not proposer.rests
 
 
-def test_who_rests_is_tried_also_where_all_answers_are_short() -> None:
+def test_resting_proposer_is_tried_with_short_answers() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_wrong, clock, ProposalCost(0.2, 0.5, 0.01))
     replica = Replica(clock, num_tokens=4, m=proposer)
@@ -277,7 +277,7 @@ def test_who_rests_is_tried_also_where_all_answers_are_short() -> None:
     assert proposer.rests and len(proposer.asked) > 6
 
 
-def test_beside_many_rows_nobody_is_asked_but_now_and_then() -> None:
+def test_calls_are_rare_when_draft_tokens_are_expensive() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, ProposalCost(0.0, 0.2, 0.3))
     replica = Replica(clock, num_rows=4, m=proposer)
@@ -294,7 +294,7 @@ def test_beside_many_rows_nobody_is_asked_but_now_and_then() -> None:
     assert not proposer.asked
 
 
-def test_only_rows_for_which_it_pays_are_asked() -> None:
+def test_only_profitable_rows_are_called() -> None:
     clock = FakeClock()
 
     def guess(tokens: Seq[int], most: int) -> list[int]:
@@ -308,7 +308,7 @@ def test_only_rows_for_which_it_pays_are_asked() -> None:
     assert proposer.asked[-1][0] == 2
 
 
-def test_who_cannot_say_anything_is_not_asked() -> None:
+def test_rows_that_cannot_be_proposed_for_are_not_called() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, _CHEAP, can_guess=lambda sequence: sequence.tokens[0] == 1)
     replica = Replica(clock, num_rows=3, m=proposer)
@@ -316,7 +316,7 @@ def test_who_cannot_say_anything_is_not_asked() -> None:
     assert {num_rows for num_rows, _ in proposer.asked} == {1}
 
 
-def test_a_long_prompt_is_computed_in_pieces_no_longer_than_a_step() -> None:
+def test_long_prompt_catches_up_in_pieces() -> None:
     clock, price = FakeClock(), ProposalCost(0.0, 0.5, 0.05)
     proposer = FakeModelProposer(_right, clock, price)
     replica = Replica(clock, m=proposer)
@@ -332,7 +332,7 @@ def test_a_long_prompt_is_computed_in_pieces_no_longer_than_a_step() -> None:
     assert proposer.asked[-1][1] > 2
 
 
-def test_a_long_prompt_is_not_computed_for_a_short_answer() -> None:
+def test_long_prompt_is_not_computed_for_short_answers() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, ProposalCost(0.0, 0.5, 0.05))
     replica = Replica(clock, m=proposer)
@@ -346,7 +346,7 @@ def test_a_long_prompt_is_not_computed_for_a_short_answer() -> None:
     assert not proposer.pieces
 
 
-def test_who_looks_up_what_is_right_is_enough() -> None:
+def test_no_calls_while_lookups_are_right() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, look=FakeProposer(_right), m=proposer)
@@ -359,7 +359,7 @@ def test_who_looks_up_what_is_right_is_enough() -> None:
     assert other.steps(50) > 2.5, "the proposer that is right must be called"
 
 
-def test_nobody_is_asked_while_a_step_is_under_way() -> None:
+def test_would_draft_calls_no_model() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, m=proposer)
@@ -374,7 +374,7 @@ def test_nobody_is_asked_while_a_step_is_under_way() -> None:
     assert not any(awaited[:32]) and any(awaited), "would_draft must allow trials"
 
 
-def test_prices_and_guesses_are_those_of_who_leaves_too() -> None:
+def test_finished_and_forget_reach_model_proposers() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, m=proposer)
@@ -387,7 +387,7 @@ def test_prices_and_guesses_are_those_of_who_leaves_too() -> None:
     assert replica.speculation.take_model_s() == 0.0
 
 
-def test_where_nobody_is_asked_all_is_as_it_is_with_those_who_look_up() -> None:
+def test_no_call_without_useful_offers() -> None:
     chances = [[0.7, 0.5], []]
     price = StepCost(plain=1.0, token=0.1)
     assert plan_call(chances, [], price, 8) is None

@@ -36,7 +36,7 @@ def _step(drafting: Drafting, rows: list[Sequence]) -> None:
         row.tokens.append(1)
 
 
-def test_where_prices_never_change_a_step_is_dearer_all_the_same_with_what_its_rows_read() -> None:
+def test_step_cost_grows_with_context() -> None:
     """So the break-even chance of a draft token falls: it is a smaller part of the step."""
     drafting, row = _drafting(), sequence_of([1, 2])
     floors = []
@@ -49,7 +49,7 @@ def test_where_prices_never_change_a_step_is_dearer_all_the_same_with_what_its_r
     assert all(later < 0.9 * earlier for earlier, later in pairwise(floors))
 
 
-def test_who_has_ended_is_kept_by_nobody_once_there_is_nothing_to_do() -> None:
+def test_ended_sequence_is_released_when_idle() -> None:
     drafting, rows = _drafting(), [sequence_of([1, 2])]
     seen = weakref.ref(rows[0])
     _step(drafting, rows)

@@ -95,7 +95,7 @@ def test_a_change_of_the_text_is_noticed_within_a_few_steps(num_wrong: int, num_
     steps=st.lists(st.tuples(st.floats(1e-3, 10.0), st.lists(_costs, max_size=3)), max_size=60),
     surprise=st.floats(0.0, 3.0),
 )
-def test_trials_take_no_more_than_their_share_and_what_lies_there_at_first(
+def test_trials_stay_within_budget(
     steps: list[tuple[float, list[float]]], surprise: float
 ) -> None:
     """Trials are made in each step if the budget allows; each takes longer than expected. Unit: steps."""
@@ -110,7 +110,7 @@ def test_trials_take_no_more_than_their_share_and_what_lies_there_at_first(
                 assert spent <= 1 + _SHARE * number + cost * surprise / step + 1e-6
 
 
-def test_what_idling_has_saved_is_not_spent_at_once() -> None:
+def test_budget_is_capped() -> None:
     budget = ExplorationBudget()
     for _ in range(100_000):
         budget.earn(2.0)
@@ -141,7 +141,7 @@ def _guesses(chance: float, seed: int) -> Callable[[Seq[int], int], list[int]]:
     seed=st.integers(0, 1 << 20),
 )
 @pytest.mark.timeout(300)
-def test_with_drafts_it_is_hardly_ever_slower_than_without(
+def test_drafts_are_hardly_ever_slower(
     kind: str, chance: float, depth: float, token: float, num_rows: int, seed: int
 ) -> None:
     """depth, token: cost of proposing and of verifying a token, relative to a step.

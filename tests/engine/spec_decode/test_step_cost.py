@@ -10,7 +10,7 @@ import pytest
 from engine.spec_decode.step_cost import LearnedDraftCost, factor_of
 
 
-def test_what_was_dear_is_forgotten_while_fewer_tokens_are_drafted() -> None:
+def test_unused_bucket_forgets_its_cost() -> None:
     cost = LearnedDraftCost()
     for _ in range(200):
         cost.saw(4, 1.0, has_drafts=False)
@@ -22,7 +22,7 @@ def test_what_was_dear_is_forgotten_while_fewer_tokens_are_drafted() -> None:
     assert factor_of(cost.factors(), 20) < 1.25
 
 
-def test_what_steps_without_drafts_take_is_seen_where_nothing_is_drafted() -> None:
+def test_plain_steps_update_factors() -> None:
     """Plain steps take half the expected time, so a step with a draft that takes the expected time is twice as
     expensive."""
     cost = LearnedDraftCost()
@@ -34,7 +34,7 @@ def test_what_steps_without_drafts_take_is_seen_where_nothing_is_drafted() -> No
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_steps_take_factors_stay_within_bounds(seed: int) -> None:
+def test_factors_stay_within_bounds(seed: int) -> None:
     """Ratios may be extreme, for example with a clock that stood still."""
     generator, cost = random.Random(seed), LearnedDraftCost()
     for _ in range(3000):

@@ -39,7 +39,7 @@ def _step(
     pace.end(_batch(*counts), has_prompts=has_prompts, has_drafts=has_drafts)
 
 
-def test_what_drafts_cost_beyond_their_tokens_is_learnt(clock: Clock) -> None:
+def test_pace_learns_overhead_of_drafts(clock: Clock) -> None:
     pace = Pace()
     for _ in range(100):
         for count in (1, 2, 3, 4):
@@ -58,7 +58,7 @@ def test_what_drafts_cost_beyond_their_tokens_is_learnt(clock: Clock) -> None:
     assert pace.draft_factors == pytest.approx([1.0] * 8, abs=0.02), "that was chance: a neighbour has left in time"
 
 
-def test_what_is_dear_from_so_many_tokens_on_is_learnt(clock: Clock) -> None:
+def test_pace_learns_jump_of_draft_cost(clock: Clock) -> None:
     pace = Pace()
     for _ in range(100):
         _step(pace, clock, 0.10, 1)
@@ -69,7 +69,7 @@ def test_what_is_dear_from_so_many_tokens_on_is_learnt(clock: Clock) -> None:
     assert few < factor_of(pace.draft_factors, 500) < many, "nobody knows, so as all together"
 
 
-def test_steps_that_only_decode_and_those_that_compute_prompts_are_told_apart(clock: Clock) -> None:
+def test_decode_and_prompt_steps_are_counted_separately(clock: Clock) -> None:
     pace = Pace()
     assert (pace.decode_step_s, pace.prompt_tokens_per_s, pace.timing) == (0.0, 0.0, None)
     _step(pace, clock, 0.5, 1, 1, 1)
@@ -80,7 +80,7 @@ def test_steps_that_only_decode_and_those_that_compute_prompts_are_told_apart(cl
     assert pace.timing is not None
 
 
-def test_what_lies_between_two_steps_counts_unless_there_was_nothing_to_do(clock: Clock) -> None:
+def test_time_between_steps_counts_unless_idle(clock: Clock) -> None:
     pace = Pace()
     _step(pace, clock, 1.0, 1)
     clock.now += 1.0  # sampling, sending tokens
@@ -124,7 +124,7 @@ class FakeMark:
         return self.at - earlier.at
 
 
-def test_chunks_that_nobody_waits_for_take_as_long_as_the_device_says(clock: Clock) -> None:
+def test_async_chunks_are_timed_by_the_device(clock: Clock) -> None:
     device = FakeDevice()
     pace = Pace(device.mark)
     for count in (40, 60, 50):  # launched at once
@@ -139,7 +139,7 @@ def test_chunks_that_nobody_waits_for_take_as_long_as_the_device_says(clock: Clo
     assert pace.prompt_tokens_per_s == pytest.approx(weighed[0] / weighed[1])
 
 
-def test_a_device_that_had_nothing_to_do_does_not_count_as_slow(clock: Clock) -> None:
+def test_idle_device_time_is_not_counted(clock: Clock) -> None:
     device = FakeDevice()
     pace = Pace(device.mark)
     _step(pace, clock, 1e-4, 1)

@@ -77,7 +77,7 @@ def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path,
 @pytest.mark.parametrize(
     ("config", "num_blocks", "is_async"), [(AMPLE, 512, False), (_SMALL, 48, True)], ids=["ample", "small, ahead"]
 )
-def test_they_change_nothing(
+def test_model_drafts_do_not_change_answers(
     config: SchedulerConfig, num_blocks: int, is_async: bool, runner: ModelRunner, asked: list[Asked], drafts: Drafts
 ) -> None:
     """Also in small steps, and in a pool with preemption."""
@@ -88,7 +88,7 @@ def test_they_change_nothing(
     assert bool(found.num_preemptions) == (num_blocks == 48)
 
 
-def test_the_same_model_is_right_at_any_temperature(
+def test_same_model_is_right_at_any_temperature(
     runner: ModelRunner, model_dir: Path, make_runner: MakeRunner
 ) -> None:
     samplings = [
@@ -108,7 +108,7 @@ def test_the_same_model_is_right_at_any_temperature(
     assert draft.tables.blocks.num_available == draft.tables.blocks.num_blocks, "who is finished keeps blocks"
 
 
-def test_who_leaves_early_changes_nothing_and_keeps_nothing(
+def test_cancelled_requests_keep_no_draft_state(
     runner: ModelRunner, model_dir: Path, make_runner: MakeRunner, asked: list[Asked]
 ) -> None:
     expected = answers(runner, asked)
@@ -121,7 +121,7 @@ def test_who_leaves_early_changes_nothing_and_keeps_nothing(
     assert draft_blocks.num_available == draft_blocks.num_blocks and not len(draft.tables)
 
 
-def test_blocks_that_others_are_still_to_save_are_not_written_to(runner: ModelRunner) -> None:
+def test_own_layers_save_free_blocks_before_writing(runner: ModelRunner) -> None:
     """The old content of a free block is saved first."""
     blocks = BlockManager(runner.pool.num_blocks)
     ready: list[int] = []
@@ -144,7 +144,7 @@ def test_blocks_that_others_are_still_to_save_are_not_written_to(runner: ModelRu
 @pytest.mark.skipif(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
-def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
+def test_deterministic_answers_are_bitwise_equal_with_drafts(
     model_dir: Path, make_runner: MakeRunner, asked: list[Asked]
 ) -> None:
     runner = make_runner(model_dir, num_blocks=512, dtype="bfloat16", deterministic=True)

@@ -61,7 +61,7 @@ def _sequences(asked: list[Asked]) -> list[Sequence]:
 
 
 @pytest.mark.parametrize("kind", ["runner", "recorded"])
-def test_of_the_same_model_every_token_is_the_one_that_comes(
+def test_same_model_drafts_every_token_right(
     runner: ModelRunner, kind: str, request: pytest.FixtureRequest
 ) -> None:
     """Greedy and sampled, after a prompt, after right drafts, and after wrong ones."""
@@ -83,7 +83,7 @@ def test_of_the_same_model_every_token_is_the_one_that_comes(
         draft.tables.blocks.check_integrity()
 
 
-def test_what_is_said_depends_on_the_tokens_alone(runner: ModelRunner) -> None:
+def test_proposals_depend_on_tokens_only(runner: ModelRunner) -> None:
     """Not on wrong drafts, pieces of a prompt, other rows, or evictions from a small pool."""
     asked = _asked(30, 41, 22, 17)
     alone = [proposers.propose(_draft(runner), sequence, 5) for sequence in _sequences(asked)]
@@ -107,7 +107,7 @@ def test_what_is_said_depends_on_the_tokens_alone(runner: ModelRunner) -> None:
         draft.tables.blocks.check_integrity()
 
 
-def test_what_it_lacks_is_what_it_computes(runner: ModelRunner) -> None:
+def test_num_behind_equals_tokens_to_compute(runner: ModelRunner) -> None:
     draft = _draft(runner)
     (sequence,) = _sequences(_asked(30))
     assert draft.num_behind(sequence) == 30
@@ -126,7 +126,7 @@ def test_what_it_lacks_is_what_it_computes(runner: ModelRunner) -> None:
     assert draft.num_behind(sequence) in (2, 3)
 
 
-def test_blocks_come_back_when_a_sequence_leaves_or_is_gone(runner: ModelRunner) -> None:
+def test_blocks_are_freed_on_forget_and_garbage_collection(runner: ModelRunner) -> None:
     draft = _draft(runner)
     blocks = draft.tables.blocks
     sequences = _sequences(_asked(30, 20, 25))
@@ -142,7 +142,7 @@ def test_blocks_come_back_when_a_sequence_leaves_or_is_gone(runner: ModelRunner)
     assert blocks.num_available == blocks.num_blocks and not len(draft.tables)
 
 
-def test_blocks_of_drafted_tokens_that_did_not_come_go_back(runner: ModelRunner) -> None:
+def test_blocks_of_rejected_tokens_are_freed(runner: ModelRunner) -> None:
     draft = _draft(runner)
     (sequence,) = _sequences(_asked(15))
     draft.propose([sequence], 20)
@@ -153,7 +153,7 @@ def test_blocks_of_drafted_tokens_that_did_not_come_go_back(runner: ModelRunner)
     assert blocks.num_blocks - blocks.num_available == 2
 
 
-def test_nothing_is_noted_for_nobody() -> None:
+def test_unread_block_changes_do_not_accumulate() -> None:
     """A replica that runs for months drafts for millions of sequences."""
     tables = DraftTables(8, block_size=_SIZE)
     for asked in _asked(*[40] * 50):
@@ -165,7 +165,7 @@ def test_nothing_is_noted_for_nobody() -> None:
     assert len(tables.blocks.take_changes()) <= 2 * tables.blocks.num_blocks
 
 
-def test_a_prompt_that_another_sequence_has_is_computed_once(runner: ModelRunner) -> None:
+def test_common_prefix_is_computed_once(runner: ModelRunner) -> None:
     draft = _draft(runner)
     first, second = _sequences(_asked(30) * 2)
     proposers.propose(draft, first, 2)
@@ -173,7 +173,7 @@ def test_a_prompt_that_another_sequence_has_is_computed_once(runner: ModelRunner
     assert proposers.propose(draft, second, 4) == proposers.propose(_draft(runner), second, 4)
 
 
-def test_where_there_is_no_room_nothing_is_said(runner: ModelRunner) -> None:
+def test_no_proposal_without_room(runner: ModelRunner) -> None:
     draft = _draft(runner)
     draft.tables = DraftTables(4, block_size=_SIZE)
     long, short = _sequences(_asked(60, 9))
@@ -183,7 +183,7 @@ def test_where_there_is_no_room_nothing_is_said(runner: ModelRunner) -> None:
     assert draft.num_behind(long) == 60
 
 
-def test_it_says_nothing_of_what_it_cannot_read(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+def test_no_proposal_for_unknown_tokens_or_long_sequences(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     draft = DraftModel(make_runner(tiny_model("llama", vocab_size=100)[0]), vocab_size=VOCAB_SIZE)
     known, foreign, longest = _sequences(
         [Asked([5] * 9, _SAMPLINGS[0]), Asked([5, 120, 6], _SAMPLINGS[0]), Asked([5] * 128, _SAMPLINGS[0])]
@@ -194,14 +194,14 @@ def test_it_says_nothing_of_what_it_cannot_read(tiny_model: MakeModel, make_runn
     assert 1 <= len(proposers.propose(draft, longest, 8).tokens) <= 3
 
 
-def test_rules_and_penalties_are_not_asked_of_drafts(runner: ModelRunner) -> None:
+def test_drafts_ignore_rules_and_penalties(runner: ModelRunner) -> None:
     (plain,) = _sequences([Asked(prompts(20)[0], _SAMPLINGS[1])])
     asked = replace(_SAMPLINGS[1], presence_penalty=2.0, min_tokens=5, num_logprobs=2, stop_token_ids=(3,))
     (penalised,) = _sequences([Asked(prompts(20)[0], asked)])
     assert proposers.propose(_draft(runner), plain, 6) == proposers.propose(_draft(runner), penalised, 6)
 
 
-def test_recorded_steps_have_their_part_of_a_gpu(tiny_model: MakeModel) -> None:
+def test_memory_estimate_includes_recorded_steps(tiny_model: MakeModel) -> None:
     config = EngineConfig(model_dir=tiny_model("llama")[0], device="cuda", max_running=8)
     launched, recorded = (bytes_of(replace(config, recorded_rows=rows)) for rows in (0, 8))
     assert recorded - launched >= len(graph_sizes(8)) << 20

@@ -36,7 +36,7 @@ def _shares(logits_V: Tensor, temperature: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("temperature", "place"), [(0.7, 0), (1.0, 2)])
-def test_of_a_known_distribution_drafts_are_right_as_often_as_theory_says(temperature: float, place: int) -> None:
+def test_acceptance_matches_theory(temperature: float, place: int) -> None:
     target_V, draft_V = _logits()
     sequences = _sequences(temperature)
     drawn = DraftSampler().draw(draft_V.repeat(_DRAWS, 1), sequences, place)
@@ -57,7 +57,7 @@ def test_of_a_known_distribution_drafts_are_right_as_often_as_theory_says(temper
     assert found > independent + 0.1
 
 
-def test_greedy_takes_the_likeliest_and_says_how_likely_it_is() -> None:
+def test_greedy_draft_is_likeliest_with_its_confidence() -> None:
     _, draft_V = _logits()
     sequences = _sequences(0.0)[:2]
     share = float(_shares(draft_V, 1.0).max())
@@ -72,7 +72,7 @@ def test_greedy_takes_the_likeliest_and_says_how_likely_it_is() -> None:
 
 
 @pytest.mark.parametrize("ids_V", [None, torch.arange(_VOCAB) * 3])
-def test_of_who_draws_nothing_the_second_token_may_come_instead(ids_V: Tensor | None) -> None:
+def test_greedy_alternative_is_second_likeliest(ids_V: Tensor | None) -> None:
     """Also beside rows that sample."""
     _, draft_V = _logits()
     best, second = draft_V.topk(2).indices.tolist()
@@ -86,7 +86,7 @@ def test_of_who_draws_nothing_the_second_token_may_come_instead(ids_V: Tensor | 
         assert all(one and one.second is None for one in deeper)
 
 
-def test_instead_of_the_likeliest_the_one_that_was_drawn_may_come() -> None:
+def test_alternative_of_likeliest_is_sampled_token() -> None:
     _, draft_V = _logits()
     best = int(draft_V.argmax())
     sequences, drawn = _sequences(1.0)[:200], DraftSampler()
@@ -103,7 +103,7 @@ def test_instead_of_the_likeliest_the_one_that_was_drawn_may_come() -> None:
     assert len({one.second[0] for one in found if one and one.second}) > 3
 
 
-def test_where_there_are_no_logits_there_is_no_token() -> None:
+def test_no_token_for_nan_logits() -> None:
     logits_RV = torch.zeros(3, _VOCAB)
     logits_RV[1] = math.nan
     found = DraftSampler().draw(logits_RV, _sequences(0.0)[:3], 0)
@@ -111,7 +111,7 @@ def test_where_there_are_no_logits_there_is_no_token() -> None:
 
 
 @pytest.mark.parametrize(("sureness", "expected"), [(1.0, "drawn"), (0.3, "likeliest")])
-def test_which_of_the_two_is_taken_is_learnt(sureness: float, expected: str) -> None:
+def test_sampler_learns_sampled_or_likeliest(sureness: float, expected: str) -> None:
     """A draft similar to the model samples like it; a less certain one is right more often with its likeliest token."""
     generator = torch.Generator().manual_seed(4)
     sequences, drawn = _sequences(1.0)[:24], DraftSampler()

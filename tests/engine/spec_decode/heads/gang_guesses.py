@@ -80,7 +80,7 @@ def guessed(
     return said.ids, recorded.guesses
 
 
-def guessed_after_an_arrival(
+def drafts_after_transfer(
     place: Path, prefix: str, rank: int, size: int, directory: Path, kind: HeadsKind, heads: Path
 ) -> list[Tensor] | None:
     """Return the logits of drafts before and after a step that continues from received KV.

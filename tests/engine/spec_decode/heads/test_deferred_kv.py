@@ -24,7 +24,7 @@ def _batch(slots: list[int], first: int) -> Batch:
 
 
 @given(steps=st.lists(st.lists(st.integers(0, _SLOTS - 1), unique=True, min_size=1, max_size=6), max_size=9))
-def test_of_each_slot_the_last_that_came_is_taken_once(steps: list[list[int]]) -> None:
+def test_last_entry_of_each_slot_is_taken_once(steps: list[list[int]]) -> None:
     late, expected, count = DeferredEntries(_SLOTS, block_size=_SIZE), dict[int, int](), 0
     for slots in steps:
         numbers = torch.arange(count, count + len(slots))

@@ -201,7 +201,7 @@ def asked() -> list[Asked]:
     ],
     indirect=["case"],
 )
-def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
+def test_drafts_equal_reference_and_do_not_change_answers(
     case: Case, asked: list[Asked], num_blocks: int
 ) -> None:
     """With chunked prompts, choices that fork inside a block, rejected drafts at the ends of blocks, and preemption."""
@@ -219,7 +219,7 @@ def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
     [("medusa", 512), ("eagle", 512), ("eagle", 40), ("eagle1", 40), ("mtp", 40)],
     indirect=["case"],
 )
-def test_what_is_guessed_is_the_same_behind_what_was_a_branch(case: Case, asked: list[Asked], num_blocks: int) -> None:
+def test_drafts_after_accepted_branch_equal_reference(case: Case, asked: list[Asked], num_blocks: int) -> None:
     """Features are found by the slot of the keys, in whichever block that is now."""
     expected = answers(case.runner, asked)
     checked = BranchChecked(case, Branching(expected, asked, every=3))
@@ -231,7 +231,7 @@ def test_what_is_guessed_is_the_same_behind_what_was_a_branch(case: Case, asked:
 
 
 @pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
-def test_what_waits_to_be_put_into_the_pool_is_there_when_a_head_is_asked(
+def test_deferred_entries_are_written_before_drafting(
     case: Case, asked: list[Asked], num_blocks: int
 ) -> None:
     """With entries of several steps, rejected drafts among them; with forks, and blocks freed by other sequences."""
@@ -244,7 +244,7 @@ def test_what_waits_to_be_put_into_the_pool_is_there_when_a_head_is_asked(
 
 
 @pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
-def test_heads_that_rest_guess_from_what_they_have_seen_or_not_at_all(
+def test_resting_heads_draft_correctly_or_not_at_all(
     case: Case, asked: list[Asked], num_blocks: int
 ) -> None:
     """Whatever was passed over, and whatever the blocks' previous owners were."""
@@ -261,7 +261,7 @@ def test_heads_that_rest_guess_from_what_they_have_seen_or_not_at_all(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
 @pytest.mark.parametrize("kind", ["eagle", "eagle1", "mtp"])
-def test_the_kernels_of_a_cpu_guess_as_torch_does(
+def test_cpu_kernels_draft_like_torch(
     kind: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     """Entries of prompts and answers, compiled and layer by layer: the head's layer of the pool is equal up to
@@ -337,7 +337,7 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
         ("medusa", {"medusa_num_layers": 10**9}, "medusa_num_layers is 1000000000, and must be a number from 0"),
     ],
 )
-def test_heads_that_do_not_fit_are_refused_in_one_line(
+def test_unsupported_heads_are_rejected(
     kind: str,
     changes: dict[str, Any],
     complaint: str,
@@ -363,7 +363,7 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(
         ("embed_tokens.weight", torch.zeros(VOCAB_SIZE, 47)),
     ],
 )
-def test_what_heads_need_not_have_must_fit_where_they_have_it(
+def test_optional_tensors_must_have_the_right_shape(
     name: str, tensor: torch.Tensor, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     """Otherwise the first step would fail, and with it the replica."""
@@ -375,17 +375,17 @@ def test_what_heads_need_not_have_must_fit_where_they_have_it(
 
 
 @pytest.mark.parametrize(("has_biases", "has_copies"), [(False, True), (True, False)])
-def test_eagle_1_with_biases_or_without_and_with_copies_of_what_is_the_models(
+def test_eagle1_with_and_without_biases_and_copies(
     has_biases: bool, has_copies: bool, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     directory, model = tiny_model("llama")
     tensors = write_eagle1(tmp_path, has_biases=has_biases, has_copies=has_copies)
     runner = make_runner(directory, heads=HeadsPlace("eagle", tmp_path))
     tokens = prompts(12)[0]
-    assert _guessed(runner, tokens) == eagle1_reference(model, tensors, tokens, _NUM_TOKENS)
+    assert _drafts_of(runner, tokens) == eagle1_reference(model, tensors, tokens, _NUM_TOKENS)
 
 
-def _guessed(runner: ModelRunner, tokens: list[int]) -> list[int]:
+def _drafts_of(runner: ModelRunner, tokens: list[int]) -> list[int]:
     runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
     guessed: list[int] = []
 
@@ -398,17 +398,17 @@ def _guessed(runner: ModelRunner, tokens: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("is_old", [True, False])
-def test_both_names_of_medusa_heads_are_read(
+def test_both_naming_schemes_of_medusa_are_read(
     is_old: bool, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     directory, model = tiny_model("llama")
     tensors = write_medusa(tmp_path, is_old=is_old, num_residuals=1)
     runner = make_runner(directory, heads=HeadsPlace("medusa", tmp_path))
     tokens = prompts(12)[0]
-    assert _guessed(runner, tokens) == medusa_reference(model, tensors, tokens)
+    assert _drafts_of(runner, tokens) == medusa_reference(model, tensors, tokens)
 
 
-def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_not(case: Case) -> None:
+def test_received_kv_without_features_delays_drafting_one_step(case: Case) -> None:
     runner, tokens = case.runner, prompts(12)[0]
     assert runner.heads
     runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
@@ -429,7 +429,7 @@ def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_
     assert not runner.heads.knows([row]), "what is there is of whoever had the blocks before"
 
 
-def test_what_arrives_after_a_warm_up_is_taken(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+def test_features_received_after_warm_up_are_kept(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
     """A GPU warms heads up and attaches them in inference mode; KV arrives outside of it."""
     write_medusa(tmp_path)
     runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("medusa", tmp_path))
@@ -441,7 +441,7 @@ def test_what_arrives_after_a_warm_up_is_taken(tiny_model: MakeModel, make_runne
     assert heads.knows([HeadRow(0, 11, [4, 5])])
 
 
-def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_layout_fingerprint_includes_heads_with_kv(tiny_model: MakeModel, tmp_path: Path) -> None:
     directory, _ = tiny_model("llama")
     write_eagle(tmp_path / "one")
     write_eagle(tmp_path / "two", own_embedding=True)

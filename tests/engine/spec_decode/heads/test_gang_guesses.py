@@ -31,7 +31,7 @@ def directory(kind: HeadsKind, tiny_model: MakeModel, tmp_path: Path) -> Path:
 
 
 @pytest.mark.slow  # a short version is in tests/e2e/test_heads.py
-def test_guesses_and_answers_do_not_depend_on_the_number_of_ranks(
+def test_drafts_and_answers_do_not_depend_on_number_of_ranks(
     kind: HeadsKind, directory: Path, start_gang: StartGang, tmp_path: Path
 ) -> None:
     (alone,) = start_gang(1, gang_guesses.guessed, directory, kind, tmp_path)
@@ -42,12 +42,12 @@ def test_guesses_and_answers_do_not_depend_on_the_number_of_ranks(
     assert other.result(_WITHIN_S) is None
 
 
-def test_every_rank_knows_of_what_has_come(
+def test_every_rank_records_received_kv(
     kind: HeadsKind, directory: Path, start_gang: StartGang, tmp_path: Path
 ) -> None:
-    (alone,) = start_gang(1, gang_guesses.guessed_after_an_arrival, directory, kind, tmp_path)
+    (alone,) = start_gang(1, gang_guesses.drafts_after_transfer, directory, kind, tmp_path)
     expected = alone.result(_WITHIN_S)
-    leader, _ = start_gang(2, gang_guesses.guessed_after_an_arrival, directory, kind, tmp_path)
+    leader, _ = start_gang(2, gang_guesses.drafts_after_transfer, directory, kind, tmp_path)
     found = leader.result(_WITHIN_S)
     assert len(found) == len(expected) >= 6
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)

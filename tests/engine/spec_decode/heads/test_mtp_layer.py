@@ -13,7 +13,7 @@ from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
 
-def test_a_model_without_a_layer_of_its_own_is_refused_in_one_line(
+def test_model_without_mtp_layer_is_rejected(
     tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     write_mtp(tmp_path)

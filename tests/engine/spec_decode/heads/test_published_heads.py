@@ -32,7 +32,7 @@ _BLOCKS = [3, 5, 7]
 
 
 @pytest.mark.parametrize("library", WRITERS)
-def test_a_published_head_drafts_as_its_library_does(
+def test_published_head_drafts_like_its_library(
     library: str, tiny_model: MakeModel, make_runner: MakeRunner
 ) -> None:
     runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", _PUBLISHED / library))
@@ -46,7 +46,7 @@ def test_a_published_head_drafts_as_its_library_does(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
 @pytest.mark.parametrize("library", WRITERS)
-def test_the_kernels_of_a_cpu_draft_as_the_library_does(
+def test_cpu_kernels_draft_like_the_library(
     library: str, tiny_model: MakeModel, make_runner: MakeRunner
 ) -> None:
     place = HeadsPlace("eagle", _PUBLISHED / library)
@@ -70,7 +70,7 @@ def test_the_kernels_of_a_cpu_draft_as_the_library_does(
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_a_head_that_the_installed_library_writes_drafts_as_it_does(
+def test_head_of_installed_library_drafts_like_it(
     library: str, changes: dict[str, Any], tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     pytest.importorskip(library)
@@ -95,7 +95,7 @@ def test_a_head_that_the_installed_library_writes_drafts_as_it_does(
         ("specforge", {"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel is not EAGLE-3"),
     ],
 )
-def test_a_published_head_that_does_not_fit_is_refused_in_one_line(
+def test_unsupported_published_head_is_rejected(
     library: str,
     changes: dict[str, Any],
     complaint: str,
@@ -118,7 +118,7 @@ def test_a_published_head_that_does_not_fit_is_refused_in_one_line(
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
     ],
 )
-def test_a_layer_that_does_not_fit_is_refused_in_one_line(
+def test_unsupported_layer_is_rejected(
     changes: dict[str, Any], complaint: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     layer = json.loads((_PUBLISHED / "speculators" / "config.json").read_text())["transformer_layer_config"]

@@ -72,7 +72,7 @@ class _Watched:
         return logits
 
 
-class _Overheard:
+class _RecordingProposer:
     """Proposer of tree drafts that also calls the heads in every third step, and discards their drafts.
 
     So deferred entries exist while blocks are copied for branches.
@@ -106,14 +106,14 @@ class _Models:
         self.plain = ModelRunner(self._config)
         self.expected = answers(self.plain, _ASKED, num_blocks=_NUM_BLOCKS)
 
-    def answer(self, recorded_rows: int) -> tuple[AnswerText, _Overheard, list[_Step], Speculation]:
+    def answer(self, recorded_rows: int) -> tuple[AnswerText, _RecordingProposer, list[_Step], Speculation]:
         """Answer with branching drafts. recorded_rows: 0 to launch every step."""
         replays = FakeReplays()
         runner = self.plain
         if recorded_rows:
             runner = ModelRunner(replace(self._config, recorded_rows=recorded_rows), capture=replays)
         watched = _Watched(runner, replays)
-        overheard = _Overheard(runner, Branching(self.expected, _ASKED, every=3))
+        overheard = _RecordingProposer(runner, Branching(self.expected, _ASKED, every=3))
         speculation = Speculation({"heads": overheard}, max_tokens=5, vocab_size=VOCAB_SIZE)
         replays.num_replays = 0
         said = answers(watched, _ASKED, _ROOM, _NUM_BLOCKS, speculation=speculation)  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def models(request: pytest.FixtureRequest, tiny_model: MakeModel, tmp_path: Path
 
 @pytest.mark.parametrize("recorded_rows", [_FEW, _MANY])
 @pytest.mark.parametrize("models", _WRITERS, indirect=True)
-def test_branches_within_a_graph_and_beyond_the_largest(models: _Models, recorded_rows: int) -> None:
+def test_branches_within_and_beyond_largest_graph(models: _Models, recorded_rows: int) -> None:
     said, overheard, steps, speculation = models.answer(recorded_rows)
     assert said.ids == models.expected.ids
     assert num_in_branches(speculation) > 20
@@ -148,7 +148,7 @@ def test_branches_within_a_graph_and_beyond_the_largest(models: _Models, recorde
 
 
 @pytest.mark.parametrize("models", ["medusa", "eagle"], indirect=True)
-def test_hidden_states_of_an_earlier_step_would_be_seen(models: _Models, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stale_hidden_states_change_drafts(models: _Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """The static hidden states of a replayed step differ from those of the step before it."""
     _, launched, *_ = models.answer(0)
     keep, num_kept = StaticAuxHiddenStates.keep, 0

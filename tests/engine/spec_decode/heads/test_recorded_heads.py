@@ -36,7 +36,7 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
 }
 
 
-class Overheard:
+class RecordingProposer:
     """Proposer that records the drafts of the heads in each step."""
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -53,7 +53,7 @@ class Overheard:
 
 
 @pytest.mark.parametrize("kind", _WRITERS)
-def test_what_is_guessed_behind_replayed_steps(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_drafts_after_replayed_steps(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
     """With prompts, answers, verified drafts, and forks; all steps but the longest prompts are replayed."""
     capture = FakeReplays()
     plain, expected = _said(kind, tiny_model, tmp_path)
@@ -65,7 +65,7 @@ def test_what_is_guessed_behind_replayed_steps(kind: str, tiny_model: MakeModel,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", _WRITERS)
-def test_what_is_guessed_on_a_gpu(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_drafts_on_a_gpu(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
     plain, expected = _said(kind, tiny_model, tmp_path)
     for recorded_rows in (0, _MOST_ROWS):
         said, guesses = _said(kind, tiny_model, tmp_path, recorded_rows=recorded_rows, device="cuda")
@@ -83,7 +83,7 @@ def _said(
         EngineConfig(model_dir=model_dir, dtype="float32", block_size=8, num_blocks=256, heads=heads, **config),
         capture=capture,
     )
-    overheard = Overheard(runner)
+    overheard = RecordingProposer(runner)
     asked = [
         Asked(prompt, Sampling(max_tokens=14 + i, temperature=0.7 * (i % 2), seed=i), num_choices=1 + i % 2)
         for i, prompt in enumerate(prompts(3, 40, 9, 17))

@@ -103,7 +103,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_heads_that_nobody_asks_compute_nothing_in_steps_that_decode(case: Case, counts: Counter[str]) -> None:
+def test_resting_heads_compute_nothing_in_decode_steps(case: Case, counts: Counter[str]) -> None:
     for row in (0, 1):
         case.prompt(row)
     case.runner.rest(_FEW)
@@ -116,7 +116,7 @@ def test_heads_that_nobody_asks_compute_nothing_in_steps_that_decode(case: Case,
     assert counts["keep"] == 2 * _FEW, "expected only the deferred tokens, and none behind passed-over ones"
 
 
-def test_while_nobody_is_to_ask_of_any_answer_nothing_of_it_is_gathered(case: Case, counts: Counter[str]) -> None:
+def test_heads_without_trials_collect_no_state(case: Case, counts: Counter[str]) -> None:
     case.prompt(0)
     case.runner.rest(_FEW)
     case.steps(13, 20, [0])
@@ -137,7 +137,7 @@ def test_while_nobody_is_to_ask_of_any_answer_nothing_of_it_is_gathered(case: Ca
     assert case.guess(case.row(1, 20)) == case.expected(1, 20), "a sequence that begins after the change is followed"
 
 
-def test_who_asks_in_time_gets_what_the_tokens_say_and_pays_for_that_row_alone(
+def test_early_draft_of_resting_heads_catches_up_one_row(
     case: Case, counts: Counter[str]
 ) -> None:
     for row in (0, 1):
@@ -157,7 +157,7 @@ def test_who_asks_in_time_gets_what_the_tokens_say_and_pays_for_that_row_alone(
 
 
 @pytest.mark.parametrize("num_tokens", [71, 72], ids=["in a block", "at the end of one"])
-def test_what_was_passed_over_is_so_wherever_it_goes(case: Case, num_tokens: int) -> None:
+def test_passed_over_mark_moves_with_sequence_and_blocks(case: Case, num_tokens: int) -> None:
     """Missing keys are never used, whoever receives the sequence or its blocks."""
     case.prompt(0)
     case.runner.rest(_FEW)
@@ -178,7 +178,7 @@ def test_what_was_passed_over_is_so_wherever_it_goes(case: Case, num_tokens: int
     assert case.guess(case.row(1, 20, _OTHER)) == case.expected(1, 20), "a new owner of the blocks is not affected"
 
 
-def test_what_must_be_there_for_somebody_else_is_there_or_passed_over(case: Case, counts: Counter[str]) -> None:
+def test_settle_writes_or_passes_over_deferred_entries(case: Case, counts: Counter[str]) -> None:
     assert case.heads.features.of(_TABLES[0], 13) == b"", "expected neither a feature nor a mark"
     for row in (0, 1):
         case.prompt(row)
@@ -199,7 +199,7 @@ def test_what_must_be_there_for_somebody_else_is_there_or_passed_over(case: Case
     assert any(features)
 
 
-def test_what_waits_of_blocks_that_are_somebody_elses_now_is_not_taken_for_theirs(case: Case) -> None:
+def test_deferred_entries_of_previous_owner_are_not_used(case: Case) -> None:
     case.prompt(1)
     case.runner.rest(_FEW)
     case.steps(13, 64, [1])

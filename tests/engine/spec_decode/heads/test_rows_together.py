@@ -50,7 +50,7 @@ def _drafted(runner: ModelRunner, rows: Seq[HeadRow], num_places: int) -> list[T
 
 
 @pytest.mark.parametrize("num_first", [None, 20], ids=["asked", "resting"])
-def test_entries_that_wait_in_any_order_are_each_of_its_own_sequence(
+def test_deferred_entries_in_any_order_keep_their_sequence(
     num_first: int | None, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     directory, model = tiny_model("llama")
@@ -97,7 +97,7 @@ def test_entries_that_wait_in_any_order_are_each_of_its_own_sequence(
 
 @_needs_compiler
 @pytest.mark.parametrize("num_rows", [4, 70], ids=["few", "more than a program takes"])
-def test_rows_are_drafted_for_together_as_alone(
+def test_rows_draft_together_as_alone(
     num_rows: int, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     """With CPU kernels, tables of different widths, and places in a row's next block."""
@@ -122,7 +122,7 @@ def test_rows_are_drafted_for_together_as_alone(
 
 
 @_needs_compiler
-def test_heads_of_a_checkpoint_of_their_own_multiply_by_eight_bits_where_there_are_kernels(
+def test_separate_heads_use_int8_weights_with_kernels(
     tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: Counter[str] = Counter()
