@@ -68,7 +68,7 @@ def answers(
     is_async: bool = False,
     speculation: Speculation | Callable[[BlockManager], Speculation] | None = None,
 ) -> AnswerText:
-    said, blocks = AnswerText(), BlockManager(num_blocks)
+    outputs, blocks = AnswerText(), BlockManager(num_blocks)
     if speculation is not None and not isinstance(speculation, Speculation):
         speculation = speculation(blocks)
     bounded = _Bounded(runner, config.max_batch_tokens)
@@ -84,28 +84,29 @@ def answers(
     for number, one in enumerate(asked):
         engine.add(Prompt(sequence_of(one, str(number), block_size=runner.layout.block_size)))
     while (result := engine.step()).did_work:
-        said.num_steps += 1
-        said.num_known += result.num_known
+        outputs.num_steps += 1
+        outputs.num_known += result.num_known
         first = [pair for p in result.prefilled for pair in zip(p.sequences, p.tokens, strict=True)]
         for sequence, token in (*first, *result.sampled):
-            said.tokens.setdefault((sequence.request.id, sequence.choice), []).append(token)
+            outputs.tokens.setdefault((sequence.request.id, sequence.choice), []).append(token)
         for sequence in result.failed:
-            said.failures[sequence.request.id] = type(sequence.failure).__name__
+            outputs.failures[sequence.request.id] = type(sequence.failure).__name__
         blocks.check_integrity()
     assert blocks.num_available == num_blocks
-    said.num_accepted = num_accepted(speculation) if speculation else 0
-    said.num_preemptions, said.num_device_tokens = engine.decoding.num_preemptions, bounded.num_device_tokens
-    return said
+    outputs.num_accepted = num_accepted(speculation) if speculation else 0
+    outputs.num_preemptions, outputs.num_device_tokens = engine.decoding.num_preemptions, bounded.num_device_tokens
+    return outputs
 
 
 class Oracle:
     """Proposer that knows the answers to some prompts, and is right where `is_right` returns True for the position."""
 
     def __init__(
-        self, said: AnswerText, asked: Sequence[Asked], is_right: Callable[[int], bool] = lambda position: True
+        self, outputs: AnswerText, asked: Sequence[Asked], is_right: Callable[[int], bool] = lambda position: True
     ) -> None:
         self._whole = [
-            [*asked[int(id)].prompt, *(token.token_id for token in tokens)] for (id, _), tokens in said.tokens.items()
+            [*asked[int(id)].prompt, *(token.token_id for token in tokens)]
+            for (id, _), tokens in outputs.tokens.items()
         ]
         self._is_right = is_right
 
@@ -121,10 +122,10 @@ class Branching:
     """Proposer whose draft is wrong from some place on, where a branch of it is right; next to a draft that is
     right."""
 
-    def __init__(self, said: AnswerText, asked: Sequence[Asked], *, every: int) -> None:
+    def __init__(self, outputs: AnswerText, asked: Sequence[Asked], *, every: int) -> None:
         """every: distance between wrong places, in tokens."""
-        self._right = Oracle(said, asked)
-        self._wrong = Oracle(said, asked, lambda position: position % every > 0)
+        self._right = Oracle(outputs, asked)
+        self._wrong = Oracle(outputs, asked, lambda position: position % every > 0)
 
     def propose(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[Proposal]:
         return [self._propose(sequence.tokens, max_tokens) for sequence in sequences]

@@ -51,18 +51,20 @@ class ScoredPrompts:
         return [prompt.take_scores() for prompt in prompts]
 
 
-def check_scores(told: PromptLogprobs, model: PreTrainedModel, tokens: list[int], num_top: int, *, within: float) -> None:
+def check_scores(
+    scores: PromptLogprobs, model: PreTrainedModel, tokens: list[int], num_top: int, *, within: float
+) -> None:
     """Compare with transformers' logits of the whole prompt."""
     with torch.inference_mode():
         logprobs_TV = model(torch.tensor([tokens])).logits[0, :-1].float().log_softmax(-1)
     own_T = logprobs_TV.gather(-1, torch.tensor(tokens[1:])[:, None]).squeeze(-1)
     top = logprobs_TV.topk(num_top, dim=-1)
     for name, found, expected in (
-        ("own", told.logprobs_P, own_T),
-        ("likeliest", told.top_logprobs_PK, top.values),
-        ("by their ids", told.top_logprobs_PK, logprobs_TV.gather(-1, torch.from_numpy(told.top_ids_PK).long())),
+        ("own", scores.logprobs_P, own_T),
+        ("likeliest", scores.top_logprobs_PK, top.values),
+        ("by their ids", scores.top_logprobs_PK, logprobs_TV.gather(-1, torch.from_numpy(scores.top_ids_PK).long())),
     ):
         difference = (torch.from_numpy(found.copy()) - expected).abs()
         assert found.shape == tuple(expected.shape) and (not difference.numel() or difference.max() < within), name
-    for rank, own, row in zip(told.ranks_P.tolist(), own_T, logprobs_TV, strict=True):
+    for rank, own, row in zip(scores.ranks_P.tolist(), own_T, logprobs_TV, strict=True):
         assert (row > own + within).sum() < rank <= (row > own - within).sum() + 1

@@ -139,9 +139,9 @@ class TestOurs:
     def test_places_in_texts(self, runner: ModelRunner, asked: list[Asked]) -> None:
         """Earlier answers are similar, one of them identical."""
         expected, corpus = answers(runner, asked), Corpus()
-        for said in expected.ids:
-            nearly = [(token + 1) % VOCAB_SIZE if i % 4 == 3 else token for i, token in enumerate(said)]
-            for answer in (nearly, said, nearly):
+        for outputs in expected.ids:
+            nearly = [(token + 1) % VOCAB_SIZE if i % 4 == 3 else token for i, token in enumerate(outputs)]
+            for answer in (nearly, outputs, nearly):
                 corpus.add(Scope("", "", ""), answer)
         speculation = _speculation(suffix=Suffix(corpus))
         compare(answers(runner, asked, _ROOM, speculation=speculation), expected)

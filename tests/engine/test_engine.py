@@ -109,13 +109,13 @@ class FakePool:
         scores: list[PromptLogprobs | None] = []
         for row in step.scored:
             read = [next(found) for _ in row.next_tokens]
-            told = PromptLogprobs(
+            results = PromptLogprobs(
                 logprobs_P=np.array([-len(tokens) for tokens in read], np.float32),
                 ranks_P=np.array([hash(tokens) % 50 for tokens in read], np.int32),
                 top_ids_PK=np.array(row.next_tokens, np.int32)[:, None],
                 top_logprobs_PK=np.zeros((len(read), 1), np.float32),
             )
-            scores.append(None if UNSCORABLE in row.next_tokens else told)
+            scores.append(None if UNSCORABLE in row.next_tokens else results)
         assert next(found, None) is None
         if step.scored:
             step.scores = lambda: scores
@@ -203,9 +203,7 @@ def test_step_loop_generates_all_tokens_and_frees_blocks() -> None:
 
 @pytest.mark.parametrize("is_scored", [True, False])
 @pytest.mark.parametrize("decodes", [True, False])
-def test_prompt_without_next_token_fails_alone_and_is_uncached(
-    decodes: bool, is_scored: bool
-) -> None:
+def test_prompt_without_next_token_fails_alone_and_is_uncached(decodes: bool, is_scored: bool) -> None:
     """The same holds for a prompt with a token that has no scores."""
     blocks = BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9, decodes=decodes)
@@ -254,7 +252,7 @@ def test_computing_prompt_counts_as_all_its_choices() -> None:
     most = 0
     while engine.step().did_work:
         most = max(most, len(engine.decoding.running))
-    assert most == 3, "the second prompt waits for the first one's choices"
+    assert most == 3, "the second prompt must wait for the first one's choices"
 
 
 def test_preempted_sequence_waits_for_reserved_prompts() -> None:
@@ -289,8 +287,8 @@ def test_forced_tokens_are_in_the_result_of_their_step() -> None:
     pool.write(masked.sequence.blocks, 0, tokens)
     engine.landed(masked, 9, [_next(tokens, 7)])
     result = engine.step()
-    told = [token.token_id for sequence, token in result.sampled if sequence is masked.sequence]
-    assert told and masked.sequence.tokens[10:] == told and result.num_known == len(told)
+    results = [token.token_id for sequence, token in result.sampled if sequence is masked.sequence]
+    assert results and masked.sequence.tokens[10:] == results and result.num_known == len(results)
 
 
 def _run(engine: Engine[list[tuple[int, ...]]], num_steps: int) -> None:
@@ -312,8 +310,10 @@ def test_preemption_spares_tenants_with_fewer_blocks() -> None:
     modest = _prompt([9] * 3, max_tokens=30, tenant="modest")  # the youngest
     engine.add(modest)
     _run(engine, 31)
-    assert engine.decoding.num_preemptions > 0, "nothing was short"
-    assert modest.sequence.num_generated == 30 and not modest.sequence.blocks, "it was held up"
+    assert engine.decoding.num_preemptions > 0, "the test needs a shortage of blocks"
+    assert modest.sequence.num_generated == 30 and not modest.sequence.blocks, (
+        "the tenant with fewer blocks must not be delayed"
+    )
     while engine.step().did_work:
         pass
     blocks.check_integrity()
@@ -333,7 +333,7 @@ def test_admission_preempts_the_tenant_with_most_blocks() -> None:
     engine.add(modest)
     _run(engine, 5)
     assert modest.sequence.num_generated == 4 and not modest.sequence.blocks
-    assert same in engine.prompts.waiting, "its own tenant's others come first"
+    assert same in engine.prompts.waiting, "preempted sequences of the same tenant come first"
     while engine.step().did_work:
         pass
     for prompt in (*greedy, same):
@@ -356,7 +356,7 @@ def test_shared_blocks_do_not_count_as_freed() -> None:
     for _ in range(20):
         num_preempted = engine.decoding.num_preemptions
         engine.step()
-        assert engine.decoding.num_preemptions - num_preempted <= 1, "it is preempted again and again"
+        assert engine.decoding.num_preemptions - num_preempted <= 1, "at most one preemption per step"
         if other not in engine.prompts.waiting:
             break
     assert engine.decoding.num_preemptions <= 4
@@ -423,7 +423,9 @@ class EngineMachine(RuleBasedStateMachine):
         pass
 
     def orders(self, step: ScheduledStep) -> Orders:
-        assert step.num_tokens <= max(self.max_batch_tokens, len(step.decoding)), "each that decodes has a row"
+        assert step.num_tokens <= max(self.max_batch_tokens, len(step.decoding)), (
+            "only decoding rows may exceed the token limit"
+        )
         return Orders()
 
     @rule(
@@ -472,12 +474,12 @@ class EngineMachine(RuleBasedStateMachine):
         result = self.engine.step()
         for sequence, num_blocks in held.items():
             if sequence in self.engine.decoding.running and not self.is_async:
-                assert sequence.num_missing == 1, "as if nothing had been drafted"
+                assert sequence.num_missing == 1, "only the last token's KV may be missing"
                 assert len(sequence.blocks) <= max(num_blocks, sequence.num_blocks_for(sequence.num_computed))
-        said: dict[TokenSequence, list[int]] = {}
+        outputs: dict[TokenSequence, list[int]] = {}
         for sequence, token in result.sampled:
-            said.setdefault(sequence, []).append(token.token_id)
-        for sequence, tokens in said.items():
+            outputs.setdefault(sequence, []).append(token.token_id)
+        for sequence, tokens in outputs.items():
             assert sequence in self.running and tokens == sequence.tokens[-len(tokens) :]
             self._check(sequence, len(tokens))
         for prefilled in result.prefilled:
@@ -544,7 +546,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.blocks.check_integrity()
         assert self.engine.num_queued_tokens >= 0
         held = {block for sequence in self._alive() for block in sequence.blocks}
-        assert self.blocks.num_blocks - self.blocks.num_available == len(held), "held by nobody, or not held"
+        assert self.blocks.num_blocks - self.blocks.num_available == len(held), "leaked or double-freed blocks"
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -575,7 +577,9 @@ class EngineMachine(RuleBasedStateMachine):
                 if prefix_hash in self.blocks:
                     begin = self.blocks.block_of(prefix_hash) * _BLOCK
                     found = [self.pool.tokens.get(slot) for slot in range(begin, begin + _BLOCK)]
-                    assert found == sequence.tokens[number * _BLOCK : (number + 1) * _BLOCK], "nobody has computed this"
+                    assert found == sequence.tokens[number * _BLOCK : (number + 1) * _BLOCK], (
+                        "a cached block does not hold its tokens"
+                    )
 
     @rule(temper=st.integers(0, _NUM_TEMPERS - 1))
     def guess(self, temper: int) -> None:
@@ -605,17 +609,17 @@ class EngineMachine(RuleBasedStateMachine):
     def _check_scores(self, prompt: Prompt) -> None:
         """Check that each token is scored once, from all tokens before it, unless another replica computes the
         prompt."""
-        request, told = prompt.sequence.request, prompt.take_scores()
+        request, results = prompt.sequence.request, prompt.take_scores()
         is_told = request.num_prompt_logprobs is not None and not prompt.is_received
         tokens = request.token_ids if is_told else ()
-        assert told.top_ids_PK.ravel().tolist() == list(tokens[1:])
-        assert told.ranks_P.tolist() == [hash(tokens[:end]) % 50 for end in range(1, len(tokens))]
-        assert told.logprobs_P.tolist() == [-end for end in range(1, len(tokens))]
+        assert results.top_ids_PK.ravel().tolist() == list(tokens[1:])
+        assert results.ranks_P.tolist() == [hash(tokens[:end]) % 50 for end in range(1, len(tokens))]
+        assert results.logprobs_P.tolist() == [-end for end in range(1, len(tokens))]
 
     def _check(self, sequence: TokenSequence, num_tokens: int) -> None:
         tokens, seed = sequence.tokens, sequence.sampling_row.seed
         for end in range(len(tokens) - num_tokens, len(tokens)):
-            assert tokens[end] == _next(tokens[:end], seed), "not from its own tokens"
+            assert tokens[end] == _next(tokens[:end], seed), "the token does not follow from the sequence's own tokens"
 
     def _is_over(self, sequence: TokenSequence) -> bool:
         return not (sequence in self.engine.decoding.running or sequence in self.engine.decoding.preempted) and not any(
@@ -858,9 +862,7 @@ def test_failed_sequence_discards_its_row_of_the_step_in_flight() -> None:
 
 
 @pytest.mark.parametrize("is_faulty", [False, True])
-def test_dropped_row_is_recomputed_at_its_position(
-    is_faulty: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dropped_row_is_recomputed_at_its_position(is_faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the end of the row differs in the next step. Random runs rarely reach this case."""
     if is_faulty:
         monkeypatch.setattr(KeptRows, "end_before", lambda self, ends: True)

@@ -15,10 +15,8 @@ from tests.engine.tiny_models import MakeModel
 _WITHIN_S = 100.0
 
 
-def test_answers_of_two_ranks_equal_those_of_one(
-    tiny_model: MakeModel, start_gang: StartGang, tmp_path: Path
-) -> None:
-    """With requests of every kind, some of which arrive late or leave early."""
+def test_answers_of_two_ranks_equal_those_of_one(tiny_model: MakeModel, start_gang: StartGang, tmp_path: Path) -> None:
+    """With requests of every kind; some arrive late or leave early."""
     directory, _ = tiny_model("llama")
     alone, leader, other = (
         *start_gang(1, gang_answers.answers_of_each_kind, directory, tmp_path),
@@ -32,18 +30,14 @@ def test_answers_of_two_ranks_equal_those_of_one(
     assert ahead.num_device_tokens == alone_ahead.num_device_tokens > 20 and not waits.num_device_tokens
 
 
-def test_answers_are_equal_with_preemption_and_early_ends(
-    tiny_model: MakeModel, start_gang: StartGang
-) -> None:
+def test_answers_are_equal_with_preemption_and_early_ends(tiny_model: MakeModel, start_gang: StartGang) -> None:
     leader, _ = start_gang(2, gang_answers.answers_with_preemption, tiny_model("llama")[0])
     for waits, ahead in leader.result(_WITHIN_S):
         assert ahead.tokens == waits.tokens and ahead.num_device_tokens > 20
         assert waits.num_preemptions and ahead.num_preemptions
 
 
-def test_replayed_steps_read_device_tokens_on_every_rank(
-    tiny_model: MakeModel, start_gang: StartGang
-) -> None:
+def test_replayed_steps_read_device_tokens_on_every_rank(tiny_model: MakeModel, start_gang: StartGang) -> None:
     leader, _ = start_gang(2, gang_answers.answers_by_replays, tiny_model("llama")[0])
     waits, ahead, num_replays = leader.result(_WITHIN_S)
     assert ahead.ids == waits.ids and ahead.num_device_tokens > 20
@@ -51,18 +45,14 @@ def test_replayed_steps_read_device_tokens_on_every_rank(
     assert num_replays >= waits.num_steps + ahead.num_steps - 2, "the last step of each has no rows"
 
 
-def test_leader_notices_rank_that_dies_before_receiving_tokens(
-    tiny_model: MakeModel, start_gang: StartGang
-) -> None:
+def test_leader_notices_rank_that_dies_before_receiving_tokens(tiny_model: MakeModel, start_gang: StartGang) -> None:
     leader, other = start_gang(2, gang_answers.lead_dying_rank, tiny_model("llama")[0])
     assert "another rank is gone" in leader.result(_WITHIN_S)
     with pytest.raises(BrokenProcessPool):
         other.result(_WITHIN_S)
 
 
-def test_follower_ends_when_rank_0_fails_before_sending_tokens(
-    tiny_model: MakeModel, start_gang: StartGang
-) -> None:
+def test_follower_ends_when_rank_0_fails_before_sending_tokens(tiny_model: MakeModel, start_gang: StartGang) -> None:
     leader, other = start_gang(2, gang_answers.fail_while_leading, tiny_model("llama")[0])
     assert leader.result(_WITHIN_S) == "ZeroDivisionError: a fault of rank 0"
     assert other.result(_WITHIN_S).startswith("ReplicaLost: rank 1 of 2: another rank is gone")

@@ -60,10 +60,10 @@ class _Drawing:
 
 
 def _expected_acceptance(p_V: Tensor, q_V: Tensor) -> tuple[float, float]:
-    """Return how often tokens of p and q drawn with the same number agree, and how often otherwise the second candidate
-    is right.
+    """Return the expected acceptance rates of the draft token and of the alternative.
 
-    The second candidate has the largest share of q within 0.05 of the number.
+    The first is how often tokens of p and q drawn with the same number agree. The alternative has the largest share of
+    q within 0.05 of the number.
     """
     numbers = (torch.arange(100_000).double() + 0.5) / 100_000
     chosen = torch.searchsorted(p_V.cumsum(0), numbers).clamp_max(_VOCAB - 1)
@@ -89,11 +89,11 @@ def test_drafts_keep_the_distribution_and_match_expected_acceptance(temperature:
         engine.add(Prompt(sequence))
     while engine.step().did_work:
         blocks.check_integrity()
-    said = [token for sequence in sequences for token in sequence.tokens[3:]]
+    outputs = [token for sequence in sequences for token in sequence.tokens[3:]]
     p_V, q_V = ((logits_V.double() / temperature).softmax(-1) for logits_V in (target_V, draft_V))
-    assert len(said) == _ROWS * _TOKENS
-    assert chi_square(said, p_V) < 4, "drafts change what is drawn"
-    assert chi_square(said, q_V) > 6, "a test that sees nothing"
+    assert len(outputs) == _ROWS * _TOKENS
+    assert chi_square(outputs, p_V) < 4, "drafts must not change the distribution"
+    assert chi_square(outputs, q_V) > 6, "the test must distinguish the distributions"
     first, instead = _expected_acceptance(p_V, q_V)
     own, branches = speculation.counts["q"], speculation.counts[BRANCHES]
     for share, counts in ((first, own), (instead, branches)):

@@ -68,8 +68,8 @@ def races(
         ]
         with device.watched("compute"):
             runner = ModelRunner(config, capture=FakeCapture(device))
-            said = answers(runner, asked, num_blocks=16, is_async=True)
-        assert said.num_device_tokens or all(num_tokens < 3 for _, num_tokens, _ in asks)
+            outputs = answers(runner, asked, num_blocks=16, is_async=True)
+        assert outputs.num_device_tokens or all(num_tokens < 3 for _, num_tokens, _ in asks)
         return device.races
 
 

@@ -69,15 +69,13 @@ def test_prompt_logprobs_equal_transformers(
 ) -> None:
     engine, question = ScoredPrompts(runner, max_batch_tokens=16), tokenizer.encode(QUESTION).ids
     for _ in ("a cold cache", "a warm one"):
-        told, none = engine.tell([(question, 2), (question[:20], None)])
-        check_scores(told, reference, question, 2, within=1e-3)
+        scores, none = engine.tell([(question, 2), (question[:20], None)])
+        check_scores(scores, reference, question, 2, within=1e-3)
         assert not none
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_model_answers_paris(
-    dtype: str, smollm2_dir: Path, runner: ModelRunner, tokenizer: Tokenizer
-) -> None:
+def test_model_answers_paris(dtype: str, smollm2_dir: Path, runner: ModelRunner, tokenizer: Tokenizer) -> None:
     runner = runner if dtype == "float32" else load(smollm2_dir, dtype)
     greedy = Sampling(temperature=0.0, max_tokens=20, stop_token_ids=runner.config.eos_token_ids)
     (answer,) = generate(runner, [tokenizer.encode(QUESTION).ids], greedy)

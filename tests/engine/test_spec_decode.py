@@ -118,9 +118,7 @@ def test_answer_can_end_within_a_draft(asking: str, max_tokens: int, runner: Mod
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("guesses", [False, True])
-def test_draft_tally_counts_steps_without_draft(
-    guesses: bool, is_async: bool, runner: ModelRunner
-) -> None:
+def test_draft_tally_counts_steps_without_draft(guesses: bool, is_async: bool, runner: ModelRunner) -> None:
     """Either no row has a proposal, or no proposal is worth it: beside one row a token costs as much as a step."""
     speculation = _speculation(one=FakeProposer(lambda tokens, most: [0] * most if guesses else []))
     blocks, config = BlockManager(64), SchedulerConfig(max_batch_tokens=64, max_running=4, max_waiting=4)
@@ -185,7 +183,7 @@ def test_logits_are_kept_only_for_sequential_verification(
     copied: set[bool] = set()
 
     def recording(logits: torch.Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> Sampled:
-        if len(logits) > num_asked:
+        if len(logits) > num_proposed:
             copied.add(positions is not None)
         return sample(logits, rows, positions)
 
@@ -193,7 +191,7 @@ def test_logits_are_kept_only_for_sequential_verification(
     plain = [replace(one, sampling=Sampling(max_tokens=20), num_choices=1) for one in asked[:2]]
     ruled = replace(plain[0], sampling=Sampling(max_tokens=20, repetition_penalty=1.3))
     for some in (plain, [*plain, ruled]):
-        num_asked = len(some)
+        num_proposed = len(some)
         expected = answers(runner, some)
         copied.clear()
         speculation = _speculation(oracle=FakeProposer(Oracle(expected, some)))

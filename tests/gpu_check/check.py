@@ -175,12 +175,12 @@ def _lines(process: subprocess.Popen[str], until: float) -> Iterator[str]:
     Neither the end of the process nor of its output suffices: output may still be unread, and a child process may hold
     the output in a session of its own.
     """
-    said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(process, said), daemon=True).start()
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(process, lines), daemon=True).start()
     ended_at = None
     while time.monotonic() < until:
         try:
-            line = said.get(timeout=_LOOK_S)
+            line = lines.get(timeout=_LOOK_S)
         except queue.Empty:
             if _has_ended(process):
                 ended_at = ended_at or time.monotonic()
@@ -193,12 +193,12 @@ def _lines(process: subprocess.Popen[str], until: float) -> Iterator[str]:
         yield line
 
 
-def _read(process: subprocess.Popen[str], said: queue.SimpleQueue[str | None]) -> None:
+def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
     assert process.stdout
     with process.stdout:
         for line in process.stdout:
-            said.put(line)
-    said.put(None)
+            lines.put(line)
+    lines.put(None)
 
 
 def _wait_for(process: subprocess.Popen[str], until: float) -> None:
@@ -233,5 +233,5 @@ def _tested(junit: Path) -> list[Row]:
     skipped = sum("skipped" in of for of in kinds)
     passed = len(cases) - len(failed) - skipped
     rows = [Row(name=name, value="see the log", has_failed=True) for name in failed]
-    said = f"{passed} passed, {len(failed)} failed, {skipped} skipped"
-    return [Row(name="tests", value=said, is_skipped=not passed and not failed), *rows]
+    lines = f"{passed} passed, {len(failed)} failed, {skipped} skipped"
+    return [Row(name="tests", value=lines, is_skipped=not passed and not failed), *rows]

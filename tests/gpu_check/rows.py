@@ -62,15 +62,15 @@ def skip(name: str, why: str) -> None:
 def heard(line: str) -> Row | None:
     """Parse the row of a line; None for other output, such as that of libraries."""
     try:
-        said = json.loads(line)
-        return _row(said) if isinstance(said, dict) else None
+        fields = json.loads(line)
+        return _row(fields) if isinstance(fields, dict) else None
     except (ValueError, TypeError, RecursionError):
         return None
 
 
-def _row(said: dict[str, Any]) -> Row:
+def _row(fields: dict[str, Any]) -> Row:
     """Raises TypeError or ValueError for invalid values."""
-    row = Row(**said)
+    row = Row(**fields)
     thresholds = [one for one in (row.at_least, row.at_most) if one is not None]
     numbers = [*thresholds, *([row.value] if thresholds or not isinstance(row.value, str) else [])]
     if not all(isinstance(one, int | float) for one in numbers):

@@ -47,8 +47,8 @@ def no_device(torch: Any) -> str:
     try:
         torch.cuda.init()
     except RuntimeError as error:  # no driver, or one older than torch's CUDA
-        said = " ".join(str(error).split()).partition(". ")[0]
-        return f"none: torch is built for CUDA {torch.version.cuda}, and says: {said}"
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        return f"none: torch is built for CUDA {torch.version.cuda}, and says: {reason}"
     return "" if torch.cuda.device_count() else "none that torch sees: is CUDA_VISIBLE_DEVICES set?"
 
 

@@ -222,7 +222,9 @@ def test_only_new_block_table_cells_are_uploaded(make_pair: MakePair, monkeypatc
     for _ in range(4):
         pair[0].forward(ours.batch())
     numbers = 7 * 4
-    assert uploaded == [numbers + 4 * 3, numbers + 3, numbers, numbers], "tables; the row, column and block of one cell"
+    assert uploaded == [numbers + 4 * 3, numbers + 3, numbers, numbers], (
+        "expected whole tables first, then the row, column and block of one cell"
+    )
 
 
 def test_recorded_step_reads_no_host_memory(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,10 +275,10 @@ def test_which_steps_are_replayed(make_pair: MakePair) -> None:
 
     assert is_replayed(batch(row(0, 1))) and is_replayed(decode_batch([5] * MAX_ROWS, seed=0))
     most = graph_sizes(MAX_ROWS)[-1]
-    assert is_replayed(batch(row(4, 8, num_logits=4), row(9, 10))), "a draft is verified"
-    assert is_replayed(batch(row(4, 5), row(0, most - 1, num_logits=0))), "a short chunk of a prompt"
-    assert not is_replayed(batch(row(0, most + 1))), "a long one"
-    assert not is_replayed(batch(row(4, 5)), on_layer=lambda layer: None), "somebody waits for its layers"
+    assert is_replayed(batch(row(4, 8, num_logits=4), row(9, 10))), "draft"
+    assert is_replayed(batch(row(4, 5), row(0, most - 1, num_logits=0))), "short chunk"
+    assert not is_replayed(batch(row(0, most + 1))), "long chunk"
+    assert not is_replayed(batch(row(4, 5)), on_layer=lambda layer: None), "on_layer"
     assert not is_replayed(decode_batch([5] * (most + 1), seed=0)), "too many rows"
     assert not is_replayed(batch(row(MAX_CONTEXT, MAX_CONTEXT + 1))), "too long a table"
 
@@ -303,11 +305,11 @@ def test_scored_prompt_is_not_replayed(make_pair: MakePair) -> None:
     row = Row(token_ids=[3, 5, 7], start=0, blocks=[1], num_logits=1)
     batch = Batch.of([row], block_size=BLOCK_SIZE)
     scored = replace(batch, scored_rows=np.array([0, 1]))
-    told = [list[torch.Tensor](), list[torch.Tensor]()]
-    for runner, of in zip(pair, told, strict=True):
+    scores = [list[torch.Tensor](), list[torch.Tensor]()]
+    for runner, of in zip(pair, scores, strict=True):
         runner.forward(scored, on_logits=of.append)
-    assert not capture.num_replays and len(told[0]) == len(told[1]) == 1
-    torch.testing.assert_close(*(of[0] for of in told))
+    assert not capture.num_replays and len(scores[0]) == len(scores[1]) == 1
+    torch.testing.assert_close(*(of[0] for of in scores))
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_runner_sizes_pool_by_remaining_memory(tiny_model: MakeModel, caplog: py
     sampling = 9 * runner.config.vocab_size * SAMPLING_BYTES
     room = gauge.free() + (len(gauge.captured) - 4) * MIB - graphs - sampling - MIB - 228 * MIB - int(TOTAL * 0.02)
     assert runner.pool.num_blocks == room // runner.layout.block_bytes
-    assert len(gauge.captured) == 4 + len(graph_sizes(9)), "a few for the trial, then all over the pool"
+    assert len(gauge.captured) == 4 + len(graph_sizes(9)), "expected a few captures in the trial, then all of them"
     assert "memory of cpu, of 80.0 GiB: weights 1.0, KV 1.2" in caplog.text
 
 
@@ -158,13 +158,13 @@ def test_memory_of_heads_is_reserved(
     runner = ModelRunner(config, gauge=gauge)
     room = 3 * GIB - 100 * MIB - 128 * MIB - 9 * runner.config.vocab_size * SAMPLING_BYTES - int(TOTAL * 0.02)
     assert runner.pool.num_blocks == (room - beside) // block
-    assert tried == [9], "what heads do is tried with the largest step"
+    assert tried == [9], "the trial must include the heads"
 
     gib = (10 * block + beside) / GIB
     small = replace(config, kv_memory_gib=gib)
     assert ModelRunner(small).pool.num_blocks == 10
     assert ModelRunner(replace(small, kv_memory_gib=gib - 1 / GIB)).pool.num_blocks == 9
-    with pytest.raises(SpecError, match=f"and {beside} of heads beside it"):
+    with pytest.raises(SpecError, match=f"plus {beside} bytes of draft heads"):
         ModelRunner(replace(small, kv_memory_gib=beside / GIB))
     plan = KVArithmetic(
         config=runner.config,

@@ -25,7 +25,9 @@ def test_every_place_is_taken_and_no_rank_holds_an_expert_twice(case: tuple[list
     assert all(len(set(experts)) == len(experts) for experts in placement)
     sizes = [len(experts) for experts in placement]
     assert max(sizes) - min(sizes) <= 1
-    assert placement == plan_experts(counts, ranks=ranks, redundant=redundant), "every rank must find the same"
+    assert placement == plan_experts(counts, ranks=ranks, redundant=redundant), (
+        "every rank must compute the same placement"
+    )
 
 
 @pytest.mark.parametrize(

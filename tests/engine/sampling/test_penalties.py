@@ -27,7 +27,9 @@ _samplings = st.builds(
 
 
 def _by_token(penalties: Penalties) -> dict[int, float]:
-    assert len(set(penalties.token_ids.tolist())) == len(penalties) == len(penalties.taken), "each token once"
+    assert len(set(penalties.token_ids.tolist())) == len(penalties) == len(penalties.taken), (
+        "each token must be listed once"
+    )
     return dict(zip(penalties.token_ids.tolist(), penalties.taken.tolist(), strict=True))
 
 
@@ -45,11 +47,11 @@ def test_incremental_penalties_equal_rebuilt_ones(
     anew = Penalties(sampling, tokens, len(prompt))
     anew.note()
     assert _by_token(kept) == _by_token(anew)
-    said = tokens[len(prompt) :]
+    outputs = tokens[len(prompt) :]
     has_prompt = sampling.repetition_penalty != 1.0
-    assert _by_token(kept).keys() == set(tokens if has_prompt else said)
+    assert _by_token(kept).keys() == set(tokens if has_prompt else outputs)
     for token, taken in _by_token(kept).items():
-        count = said.count(token)
+        count = outputs.count(token)
         expected = sampling.presence_penalty + sampling.frequency_penalty * count if count else 0.0
         assert taken == pytest.approx(expected, rel=1e-6)
 
@@ -91,8 +93,8 @@ def test_kernel_finds_same_token_with_and_without_writing_penalties(
     numbers = np.random.default_rng(seed)
     tokens = numbers.integers(0, width, num_prompt).tolist()
     penalties = Penalties(sampling, tokens, num_prompt)
-    for said in numbers.integers(0, width, num_said).tolist():
-        tokens.append(said)
+    for token in numbers.integers(0, width, num_said).tolist():
+        tokens.append(token)
         penalties.note()
     logits = torch.from_numpy(numbers.integers(-values, values + 1, (1, width)).astype(np.float32))
     logits[0, tokens] += lead

@@ -22,12 +22,12 @@ def test_scores_equal_transformers_with_chunks_and_warm_cache(
     engine = ScoredPrompts(make_runner(directory), max_batch_tokens=max_batch_tokens)
     first, second, third, one = prompts(30, 33, 17, 1)
     for n in (1, 2):
-        told = engine.tell([(first, 3), (second, None), (third, 0), (one, 2), (first[:-1], 1)], n=n)
-        for tokens, num_top, each in ((first, 3, told[0]), (third, 0, told[2]), (first[:-1], 1, told[4])):
+        results = engine.tell([(first, 3), (second, None), (third, 0), (one, 2), (first[:-1], 1)], n=n)
+        for tokens, num_top, each in ((first, 3, results[0]), (third, 0, results[2]), (first[:-1], 1, results[4])):
             check_scores(each, model, tokens, num_top, within=2e-4)
-        assert len(told[1]) == len(told[3]) == 0, "nobody asked, and nothing comes before it"
+        assert len(results[1]) == len(results[3]) == 0, "expected no scores: not requested, or a prompt of one token"
     cached = list(engine.cached.values())
-    assert cached[1] == 32 and not cached[0] and not cached[4], "only who is not told takes from the cache"
+    assert cached[1] == 32 and not cached[0] and not cached[4], "only unscored prompts may reuse cached blocks"
 
 
 def test_non_finite_row_has_no_scores_alone() -> None:
@@ -37,4 +37,6 @@ def test_non_finite_row_has_no_scores_alone() -> None:
     bad, good = scorer.scores()
     assert bad is None and good is not None
     assert good.ranks_P.tolist() == [1] and sorted(good.top_ids_PK[0].tolist()) == [2, 3]
-    assert good.logprobs_P[0] == good.top_logprobs_PK[0, 0] == good.top_logprobs_PK[0, 1], "one number for one token"
+    assert good.logprobs_P[0] == good.top_logprobs_PK[0, 0] == good.top_logprobs_PK[0, 1], (
+        "the same token must have the same logprob in both lists"
+    )

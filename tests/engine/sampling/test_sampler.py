@@ -183,9 +183,7 @@ def test_nucleus_wider_than_first_top_k() -> None:
 
 
 @pytest.mark.parametrize(("draw", "chosen"), [(0.0, 2), (1 - 2.0**-48, 4)])
-def test_extreme_draws_choose_allowed_tokens(
-    draw: float, chosen: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extreme_draws_choose_allowed_tokens(draw: float, chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "uniform", lambda seed, position: draw)
     logits = torch.tensor([[-9.0, -9.0, 1.0, 1.1, 1.2, -9.0]])
     assert sample(logits, [row(Sampling(top_k=3))])[0][0] == chosen
@@ -252,7 +250,7 @@ def test_contradictory_row_is_marked_alone(asked: Sampling, mask: FakeMask | Non
     none, *rest = sample(logits, [lost, beside, sick, plain])
     assert none is None and lost.is_contradicted
     assert rest == [alone[0], None, alone[1]]
-    assert not sick.is_contradicted, "it is the model's"
+    assert not sick.is_contradicted, "the cause is the model, not the constraints"
 
 
 def test_mask_and_token_rules_combine() -> None:

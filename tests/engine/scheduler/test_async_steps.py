@@ -51,7 +51,9 @@ def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
 @given(
     asked=st.lists(asks, min_size=1, max_size=6), num_blocks=st.sampled_from([20, 512]), budget=st.sampled_from([9, 64])
 )
-def test_async_answers_equal_synchronous_ones(asked: list[Any], num_blocks: int, budget: int, runner: ModelRunner) -> None:
+def test_async_answers_equal_synchronous_ones(
+    asked: list[Any], num_blocks: int, budget: int, runner: ModelRunner
+) -> None:
     texts = prompts(*(length for length, _, _, _ in asked))
     wanted = [
         Asked(prompt, sampling, num_choices=choices, thinking=thought)
@@ -68,18 +70,18 @@ def test_async_answers_equal_synchronous_ones(asked: list[Any], num_blocks: int,
 def test_bounded_thinking_waits_only_at_its_end(runner: ModelRunner) -> None:
     """12 tokens of thinking and 20 after the marker; the 8 tokens of the marker are known before they are computed."""
     (prompt,) = prompts(9)
-    (said,) = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))]).ids
+    (outputs,) = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))]).ids
     ahead = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))], is_async=True)
-    assert ahead.ids == [said] and said[12:20] == list(range(8))
+    assert ahead.ids == [outputs] and outputs[12:20] == list(range(8))
     assert ahead.num_known == 8 and ahead.num_device_tokens == 11 - 1 + 20 - 2
 
 
 def test_all_but_first_token_are_read_on_the_device(runner: ModelRunner) -> None:
     sampling = Sampling(temperature=0.0, max_tokens=12)
-    said = answers(runner, [Asked(prompt, sampling) for prompt in prompts(9, 20)], is_async=True)
-    assert [len(ids) for ids in said.ids] == [12, 12]
+    outputs = answers(runner, [Asked(prompt, sampling) for prompt in prompts(9, 20)], is_async=True)
+    assert [len(ids) for ids in outputs.ids] == [12, 12]
     # The first token is chosen with the prompt, whose step is waited for; the last is never computed.
-    assert (said.num_device_tokens, said.num_steps) == (20, 12)
+    assert (outputs.num_device_tokens, outputs.num_steps) == (20, 12)
 
 
 @pytest.mark.parametrize("asks", [{"repetition_penalty": 1.2}, {"token_rules": TokenRules(bad_words=((3, 4),))}])
@@ -91,7 +93,9 @@ def test_requests_that_read_tokens_disable_async_steps(asks: dict[str, Any], run
 @pytest.mark.gpu
 @pytest.mark.parametrize("recorded_rows", [0, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_async_answers_on_a_gpu(temperature: float, recorded_rows: int, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+def test_async_answers_on_a_gpu(
+    temperature: float, recorded_rows: int, tiny_model: MakeModel, make_runner: MakeRunner
+) -> None:
     """With and without graphs; answers end at different and unpredictable steps."""
     runner = make_runner(tiny_model("llama")[0], device="cuda", recorded_rows=recorded_rows)
     asked = [

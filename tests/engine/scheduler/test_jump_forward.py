@@ -92,25 +92,25 @@ def test_forced_tokens_do_not_change_answers(
     expected = [answers(runner, group) for group in groups]
     one_by_one.undo()
     small = SchedulerConfig(max_batch_tokens=24, max_running=32, max_waiting=32)
-    said = [answers(runner, group, small, num_blocks=40) for group in groups]
-    for theirs, ours in zip(expected, said, strict=True):
+    outputs = [answers(runner, group, small, num_blocks=40) for group in groups]
+    for theirs, ours in zip(expected, outputs, strict=True):
         assert (ours.ids, ours.failures) == (theirs.ids, theirs.failures)
     assert not sum(one.num_known for one in expected)
-    assert sum(one.num_known for one in said) > count and sum(one.num_preemptions for one in said)
+    assert sum(one.num_known for one in outputs) > count and sum(one.num_preemptions for one in outputs)
 
 
 def test_forced_tokens_take_one_step(letters: GrammarCompiler, runner: ModelRunner) -> None:
     grammar = _compiled(letters, _TEXT)
     ask = Asked(prompts(11)[0], Sampling(max_tokens=99, temperature=0.0, stop_token_ids=(END,)), grammar)
-    said = answers(runner, [ask])
-    text = "".join(CHARACTERS[token] for token in said.ids[0][:-1])
-    assert text[14:] == ": the rest is known, and more than 32 tokens of it" and said.ids[0][-1] == END
+    outputs = answers(runner, [ask])
+    text = "".join(CHARACTERS[token] for token in outputs.ids[0][:-1])
+    assert text[14:] == ": the rest is known, and more than 32 tokens of it" and outputs.ids[0][-1] == END
     # The prompt; 12 tokens and the digit; 32 tokens, and the one after them; the rest, which ends the answer without a
     # step.
-    assert (said.num_known, said.num_steps) == (len(said.ids[0]) - 3, 4)
+    assert (outputs.num_known, outputs.num_steps) == (len(outputs.ids[0]) - 3, 4)
     for budget in (1, 2, 5):  # tokens per step
         small = answers(runner, [ask], replace(AMPLE, max_batch_tokens=budget))
-        assert small.ids == said.ids
+        assert small.ids == outputs.ids
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 9, 14, 20])
@@ -118,7 +118,7 @@ def test_forced_tokens_take_one_step(letters: GrammarCompiler, runner: ModelRunn
 def test_sampling_parameters_apply_to_forced_tokens(
     asking: str, max_tokens: int, letters: GrammarCompiler, runner: ModelRunner, one_by_one: pytest.MonkeyPatch
 ) -> None:
-    said = "ab, and so on"
+    prefix = "ab, and so on"
     rules = {
         "bad word": TokenRules(bad_words=((_B, CHARACTERS.index(",")), (CHARACTERS.index("7"),))),
         "allowed": TokenRules(allowed_token_ids=tuple(CHARACTERS.index(c) for c in "ab, 0123")),
@@ -135,7 +135,7 @@ def test_sampling_parameters_apply_to_forced_tokens(
     )
     asked = [
         Asked(prompt, sampling, _compiled(letters, text))
-        for prompt, text in zip(prompts(7, 12), (f"{said}[0-9]{{1,3}}", "ab?"), strict=True)
+        for prompt, text in zip(prompts(7, 12), (f"{prefix}[0-9]{{1,3}}", "ab?"), strict=True)
     ]
     expected = answers(runner, asked)
     one_by_one.undo()

@@ -91,13 +91,13 @@ def test_row_events_are_reported_for_their_row(is_async: bool) -> None:
     """One row ends by a stop token, one by its length, and one fills a block, which is then found in the cache."""
     asked: list[dict[str, Any]] = [{"stop_token_ids": (0,), "min_tokens": 5}, {"max_tokens": 7}, {}]
     engine = engine_of([sequence_of(str(i), _LENGTH, **one) for i, one in enumerate(asked)], is_async=is_async)
-    said: dict[str, list[SampledToken]] = {}
-    while len(said.get("2", ())) < 2 * _BLOCK - _LENGTH:
+    outputs: dict[str, list[SampledToken]] = {}
+    while len(outputs.get("2", ())) < 2 * _BLOCK - _LENGTH:
         result = engine.step()
         first = [pair for one in result.prefilled for pair in zip(one.sequences, one.tokens, strict=True)]
         for sequence, token in (*first, *result.sampled):
-            said.setdefault(sequence.request.id, []).append(token)
-    stops, short, fills = ([(token.token_id, token.finish_reason) for token in said[id]] for id in "012")
+            outputs.setdefault(sequence.request.id, []).append(token)
+    stops, short, fills = ([(token.token_id, token.finish_reason) for token in outputs[id]] for id in "012")
     assert stops == [(1, None)] * 5 + [(0, FinishReason.STOP)]
     assert short == [(0, None)] * 6 + [(0, FinishReason.LENGTH)]
     assert {reason for _, reason in fills} == {None}

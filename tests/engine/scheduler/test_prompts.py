@@ -67,7 +67,7 @@ def test_other_prompts_are_computed_during_a_fetch(queue: Queue, blocks: BlockMa
     assert (first.sequence.num_computed, first.fetch_end, len(first.sequence.blocks)) == (0, 32, 10)
     queue.prompts.fetched(first, 32)
     assert first.num_fetched == 32 and queue.engine.num_queued_tokens == 8 + 4
-    assert queue.run() == ([], [first, second]), "it has kept its place"
+    assert queue.run() == ([], [first, second]), "the fetched prompt must keep its place in the queue"
     assert (queue.engine.num_running, blocks.match(_sequence(_SHARED).hashes())) == (0, 10)
     blocks.check_integrity()
 
@@ -76,7 +76,7 @@ def test_prompts_with_a_common_prefix_wait_for_its_fetch(queue: Queue, blocks: B
     first, sibling, other = _prompt(_SHARED, offered=32), _prompt([*_SHARED, 1, 2]), _prompt([1] * 6)
     for prompt in (first, sibling, other):
         queue.engine.add(prompt)
-    assert queue.run() == ([first], [other]), "nobody else waits for a sibling"
+    assert queue.run() == ([first], [other]), "only the prompt with the common prefix may wait"
     queue.prompts.fetched(first, 32)
     assert queue.run() == ([], [first])
     assert queue.run() == ([], [sibling]) and sibling.num_cached == 40
@@ -108,7 +108,9 @@ def test_waiting_prompt_does_not_look_up_whole_prefix_each_step(decodes: bool) -
         queue.run()
         num_steps += 1
     assert num_steps >= num_blocks // 2
-    assert blocks.num_looked_for <= 8 * num_siblings * num_blocks, "a few walks of each, not one in each step"
+    assert blocks.num_looked_for <= 8 * num_siblings * num_blocks, (
+        "each prompt may walk the prefix a few times, but not in each step"
+    )
     blocks.check_integrity()
 
 
@@ -121,7 +123,7 @@ def test_prompt_is_computed_after_failed_fetch(blocks: BlockManager) -> None:
     blocks.quarantine(exposed)
     queue.engine.add(later)
     queue.prompts.fetch_failed(prompt)
-    assert queue.run() == ([], [prompt, later]), "the old place, and the old offer is forgotten"
+    assert queue.run() == ([], [prompt, later]), "expected the old place in the queue, without the offer"
     blocks.release(exposed)
     blocks.check_integrity()
     assert blocks.num_available == blocks.num_blocks
@@ -134,7 +136,7 @@ def test_cached_prefix_is_not_fetched(blocks: BlockManager) -> None:
     again, longer = _prompt(_SHARED, offered=40), _prompt([*_SHARED, *range(20)], offered=56)
     queue.engine.add(again)
     queue.engine.add(longer)
-    assert queue.engine.num_queued_tokens == 4 + 4, "what is here or offered is not to be computed"
+    assert queue.engine.num_queued_tokens == 4 + 4, "cached and offered tokens must not count as queued"
     assert queue.run() == ([longer], [again])
     assert (longer.num_cached, longer.fetch_end, again.num_cached) == (40, 56, 36)
 
@@ -151,7 +153,7 @@ def test_fetch_only_prompt_is_never_computed(queue: Queue, blocks: BlockManager)
     assert queue.engine.step().fetched == [comes, fails]
     again = _prompt(_SHARED, offered=36, fetch_only=True)
     queue.engine.add(again)
-    assert queue.engine.step().fetched == [again], "it is here already"
+    assert queue.engine.step().fetched == [again], "a cached prefix must not be fetched"
     assert queue.engine.num_running == queue.engine.num_waiting == 0
     assert blocks.num_available == blocks.num_blocks and blocks.match(comes.sequence.hashes()) == 9
     blocks.check_integrity()
@@ -165,7 +167,7 @@ def test_fetch_does_not_overtake_prompt_that_needs_the_blocks(queue: Queue) -> N
     queue.engine.add(small)
     for _ in range(4):
         assert queue.run() == ([], [running])
-    assert queue.run() == ([small], [large]), "12 blocks hold nothing, and the cached ones give way"
+    assert queue.run() == ([small], [large]), "free and cached blocks must suffice for both"
 
 
 def test_decode_replica_fetches_prefix(blocks: BlockManager) -> None:

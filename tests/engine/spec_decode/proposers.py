@@ -33,10 +33,10 @@ class FakeProposer:
     def __init__(self, guess: Callable[[Seq[int], int], Seq[int]]) -> None:
         self._guess = guess
         self.finished_with: list[list[int]] = []
-        self.num_asked = 0
+        self.num_proposed = 0
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        self.num_asked += len(sequences)
+        self.num_proposed += len(sequences)
         guesses = [self._guess(sequence.tokens, max_tokens) for sequence in sequences]
         return [Proposal(tokens, [0] * len(tokens)) for tokens in guesses]
 
@@ -76,7 +76,7 @@ class FakeModelProposer:
         self._price = price
         self._can_guess = can_guess
         self._computed: dict[Sequence, int] = {}
-        self.asked: list[tuple[int, int]] = []  # rows and depth of each call
+        self.calls: list[tuple[int, int]] = []  # rows and depth of each call
         self.pieces: list[int] = []
         self.spent_s = 0.0
         self.finished_with: list[Sequence] = []
@@ -105,7 +105,7 @@ class FakeModelProposer:
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         assert all(self._can_guess(sequence) for sequence in sequences)
         self._take(max_tokens, sum((self.num_behind(one) or 0) + max_tokens - 1 for one in sequences))
-        self.asked.append((len(sequences), max_tokens))
+        self.calls.append((len(sequences), max_tokens))
         for sequence in sequences:
             self._computed[sequence] = len(sequence.tokens)
         guesses = [self._guess(sequence.tokens, max_tokens) for sequence in sequences]

@@ -90,13 +90,13 @@ class Replica:
 
 
 def _rate(
-    guessed: Seq[Seq[float]], offer: CallOffer, depth: int, rows: Seq[int], price: StepCost, max_tokens: int
+    guesses: Seq[Seq[float]], offer: CallOffer, depth: int, rows: Seq[int], price: StepCost, max_tokens: int
 ) -> float:
     """Return the best token rate with a call for these rows."""
-    chances = [offer.chances[row][:depth] if row in rows else guess for row, guess in enumerate(guessed)]
+    chances = [offer.chances[row][:depth] if row in rows else guess for row, guess in enumerate(guesses)]
     tokens = sorted((chance for row in chances for chance in row), reverse=True)[:max_tokens]
     asking_s = offer.cost.seconds(depth, sum(offer.missing[row] + depth - 1 for row in rows)) if rows else 0.0
-    drafted = [(len(guessed) + sum(tokens[:n])) / (price.step(n) + asking_s) for n in range(len(tokens) + 1)]
+    drafted = [(len(guesses) + sum(tokens[:n])) / (price.step(n) + asking_s) for n in range(len(tokens) + 1)]
     return max(drafted)
 
 
@@ -112,7 +112,7 @@ def test_planned_call_has_the_best_rate(seed: int) -> None:
         return row
 
     num_rows = 1 + generator.randrange(4)
-    guessed = [falling(2) for _ in range(num_rows)]
+    guesses = [falling(2) for _ in range(num_rows)]
     price = StepCost(plain=1.0, token=generator.random() / 6)
     offers = []
     for name in ("one", "other"):
@@ -120,21 +120,21 @@ def test_planned_call_has_the_best_rate(seed: int) -> None:
         missing = [generator.uniform(0, 3) for _ in range(num_rows)]
         offers.append(CallOffer(name, asked, [falling(4) for _ in range(num_rows)], missing))
     every = [
-        (_rate(guessed, offer, depth, rows, price, 99), offer.method)
+        (_rate(guesses, offer, depth, rows, price, 99), offer.method)
         for offer in offers
         for depth in (1, 2, 3, 4)
         for count in range(1, num_rows + 1)
         for rows in combinations(range(num_rows), count)
         if all(offer.chances[row] for row in rows)
     ]
-    none = _rate(guessed, offers[0], 0, (), price, 99)
+    none = _rate(guesses, offers[0], 0, (), price, 99)
     best = max(every, default=(0.0, ""))[0]
-    found = plan_call(guessed, offers, price, 99)
+    found = plan_call(guesses, offers, price, 99)
     if found is None:
         assert best <= none * 1.03
         return
     offer = next(one for one in offers if one.method == found.method)
-    assert _rate(guessed, offer, found.depth, found.rows, price, 99) == pytest.approx(best)
+    assert _rate(guesses, offer, found.depth, found.rows, price, 99) == pytest.approx(best)
     assert best > none * 1.01
 
 
@@ -173,7 +173,7 @@ def test_right_proposer_is_called_at_full_depth() -> None:
     replica = Replica(clock, m=proposer)
     replica.steps(40)
     assert replica.steps(100) > 2.5
-    assert proposer.asked[-1] == (1, _MAX)
+    assert proposer.calls[-1] == (1, _MAX)
     counts = replica.speculation.counts["m"]
     assert counts.accepted.total() == counts.drafted.total() > 500
 
@@ -186,7 +186,7 @@ def test_unprofitable_proposer_costs_next_to_nothing(guess: type, price: Proposa
     replica.steps(100)
     before_s = proposer.spent_s
     assert replica.steps(3000) > 0.993
-    assert len(proposer.asked) > 5, "trials must continue, to notice an improvement"
+    assert len(proposer.calls) > 5, "trials must continue, to notice an improvement"
     assert before_s < 12 * _STEP.plain
     assert proposer.spent_s < 0.006 * replica.seconds
 
@@ -272,9 +272,9 @@ def test_resting_proposer_is_tried_with_short_answers() -> None:
     proposer = FakeModelProposer(_wrong, clock, ProposalCost(0.2, 0.5, 0.01))
     replica = Replica(clock, num_tokens=4, m=proposer)
     replica.steps(6000)
-    proposer.asked.clear()
+    proposer.calls.clear()
     replica.steps(6000)
-    assert proposer.rests and len(proposer.asked) > 6
+    assert proposer.rests and len(proposer.calls) > 6
 
 
 def test_calls_are_rare_when_draft_tokens_are_expensive() -> None:
@@ -283,15 +283,15 @@ def test_calls_are_rare_when_draft_tokens_are_expensive() -> None:
     replica = Replica(clock, num_rows=4, m=proposer)
     few = StepCost(plain=10.0, token=0.1)
     replica.steps(60, few)
-    assert proposer.asked[-1][0] == 4
+    assert proposer.calls[-1][0] == 4
     full = StepCost(plain=10.0, token=3.0)
-    proposer.asked.clear()
+    proposer.calls.clear()
     assert replica.steps(500, full) > 0.98
-    assert {num_rows for num_rows, _ in proposer.asked} == {1} and len(proposer.asked) < 12
-    proposer.asked.clear()
+    assert {num_rows for num_rows, _ in proposer.calls} == {1} and len(proposer.calls) < 12
+    proposer.calls.clear()
     for _ in range(200):
         replica.step(few, room=0)
-    assert not proposer.asked
+    assert not proposer.calls
 
 
 def test_only_profitable_rows_are_called() -> None:
@@ -303,9 +303,9 @@ def test_only_profitable_rows_are_called() -> None:
     proposer = FakeModelProposer(guess, clock, ProposalCost(0.0, 0.2, 0.3))
     replica = Replica(clock, num_rows=4, m=proposer)
     replica.steps(60)
-    proposer.asked.clear()
+    proposer.calls.clear()
     replica.steps(20)
-    assert proposer.asked[-1][0] == 2
+    assert proposer.calls[-1][0] == 2
 
 
 def test_rows_that_cannot_be_proposed_for_are_not_called() -> None:
@@ -313,7 +313,7 @@ def test_rows_that_cannot_be_proposed_for_are_not_called() -> None:
     proposer = FakeModelProposer(_right, clock, _CHEAP, can_guess=lambda sequence: sequence.tokens[0] == 1)
     replica = Replica(clock, num_rows=3, m=proposer)
     replica.steps(60)
-    assert {num_rows for num_rows, _ in proposer.asked} == {1}
+    assert {num_rows for num_rows, _ in proposer.calls} == {1}
 
 
 def test_long_prompt_catches_up_in_pieces() -> None:
@@ -329,7 +329,7 @@ def test_long_prompt_catches_up_in_pieces() -> None:
         longest_s = max(longest_s, proposer.spent_s - before)
     assert len(proposer.pieces) > 10 and sum(proposer.pieces) >= 2500
     assert longest_s <= 2 * _STEP.plain
-    assert proposer.asked[-1][1] > 2
+    assert proposer.calls[-1][1] > 2
 
 
 def test_long_prompt_is_not_computed_for_short_answers() -> None:
@@ -351,9 +351,9 @@ def test_no_calls_while_lookups_are_right() -> None:
     proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, look=FakeProposer(_right), m=proposer)
     replica.steps(300)
-    proposer.asked.clear()
+    proposer.calls.clear()
     replica.steps(300)
-    assert len(proposer.asked) <= 300 // 64 + 1
+    assert len(proposer.calls) <= 300 // 64 + 1
     other = Replica(clock, look=FakeProposer(_wrong), m=proposer)
     other.steps(100)
     assert other.steps(50) > 2.5, "the proposer that is right must be called"
@@ -364,11 +364,11 @@ def test_would_draft_calls_no_model() -> None:
     proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, m=proposer)
     replica.steps(40)
-    proposer.asked.clear()
+    proposer.calls.clear()
     for row in replica.rows:
         row.tokens.append(_next(row.tokens[-1]))
-    assert replica.speculation.would_draft(replica.rows, lambda: _STEP, max_tokens=8) and not proposer.asked
-    assert replica.step() and proposer.asked
+    assert replica.speculation.would_draft(replica.rows, lambda: _STEP, max_tokens=8) and not proposer.calls
+    assert replica.step() and proposer.calls
     dear = StepCost(plain=10.0, token=20.0)
     awaited = [replica.speculation.would_draft(replica.rows, lambda: dear, max_tokens=8) for _ in range(200)]
     assert not any(awaited[:32]) and any(awaited), "would_draft must allow trials"

@@ -95,9 +95,7 @@ def test_a_change_of_the_text_is_noticed_within_a_few_steps(num_wrong: int, num_
     steps=st.lists(st.tuples(st.floats(1e-3, 10.0), st.lists(_costs, max_size=3)), max_size=60),
     surprise=st.floats(0.0, 3.0),
 )
-def test_trials_stay_within_budget(
-    steps: list[tuple[float, list[float]]], surprise: float
-) -> None:
+def test_trials_stay_within_budget(steps: list[tuple[float, list[float]]], surprise: float) -> None:
     """Trials are made in each step if the budget allows; each takes longer than expected. Unit: steps."""
     budget, spent = ExplorationBudget(), 0.0
     assert not budget.can_pay(1e-9), "the cost of a step is not known yet"

@@ -103,9 +103,7 @@ def test_only_rare_trials_when_drafts_do_not_pay() -> None:
 
 @pytest.mark.parametrize("has_model", [False, True])
 @pytest.mark.parametrize("guess", [_wrong, _nothing])
-def test_rows_without_drafts_back_off(
-    guess: Callable[[Seq[int], int], list[int]], has_model: bool
-) -> None:
+def test_rows_without_drafts_back_off(guess: Callable[[Seq[int], int], list[int]], has_model: bool) -> None:
     for num_rows, every in ((2, 4), (16, 8)):
         proposer = FakeProposer(guess)
         mute = FakeModelProposer(_right, FakeClock(), ProposalCost(0.0, 0.0, 0.0), can_guess=lambda sequence: False)
@@ -114,9 +112,9 @@ def test_rows_without_drafts_back_off(
         replica = Replica(speculation, num_rows=num_rows)
         asked = []
         for _ in range(200):
-            before = proposer.num_asked
+            before = proposer.num_proposed
             replica.step(StepCost(plain=1.0, token=1.0))
-            asked.append(proposer.num_asked - before)
+            asked.append(proposer.num_proposed - before)
         assert asked[:8] == [num_rows] * 8, "every row is looked up at first"
         assert [count for i, count in enumerate(asked[8:], 9) if i % every == 0] == [num_rows] * (192 // every)
         assert sum(asked[8:]) == num_rows * (192 // every), (
@@ -130,7 +128,7 @@ def test_would_draft_backs_off() -> None:
     for _ in range(40):
         assert not speculation.would_draft(rows, lambda: StepCost(plain=1.0, token=1.0), max_tokens=8)
         rows[0].tokens.append(_next(rows[0].tokens))
-    assert proposer.num_asked == 8 + (40 - 8) // 4
+    assert proposer.num_proposed == 8 + (40 - 8) // 4
 
 
 def test_would_draft_skips_rows_under_backoff() -> None:
@@ -202,9 +200,10 @@ def test_cost_counts_rows_under_backoff() -> None:
     replica = Replica(speculation, num_rows=4)
     for _ in range(29):
         replica.step(_CHEAP)
-    dear, asked = StepCost(plain=4.0, token=2.0), one_of_four.num_asked
+    dear, asked = StepCost(plain=4.0, token=2.0), one_of_four.num_proposed
     assert (
-        not speculation.would_draft([*replica.rows], lambda: dear, max_tokens=64) and one_of_four.num_asked == asked + 1
+        not speculation.would_draft([*replica.rows], lambda: dear, max_tokens=64)
+        and one_of_four.num_proposed == asked + 1
     )
     assert not replica.step(dear)
     alone = Replica(speculation)
@@ -217,7 +216,7 @@ def test_backoff_can_be_disabled() -> None:
     replica = Replica(Speculation({"silent": silent}, max_tokens=8, vocab_size=50, backs_off=False), num_rows=9)
     for _ in range(100):
         replica.step(_CHEAP)
-    assert silent.num_asked == 900
+    assert silent.num_proposed == 900
 
 
 def test_drafts_stay_within_room() -> None:

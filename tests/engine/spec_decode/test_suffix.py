@@ -41,7 +41,7 @@ class TestConformance:
         kinds = propose(proposer, sequence, 2).kinds
         sequence.tokens += _TEXT[3:5]
         assert list(propose(proposer, sequence, 3).tokens) == _TEXT[5:8]
-        assert propose(proposer, sequence, 2).kinds[0] > kinds[0], "a longer match is no surer"
+        assert propose(proposer, sequence, 2).kinds[0] > kinds[0], "a longer match must have a higher kind"
         sequence.tokens += [77, 78]
         assert not propose(proposer, sequence, 3).tokens
 
@@ -121,7 +121,7 @@ def test_corpus_is_bounded_per_scope_and_in_total() -> None:
     for number in range(30):
         corpus.add(Scope(f"tenant {number}", "", ""), tuple(range(49)))
         assert corpus.num_tokens <= 400
-    assert not corpus.continuations(_SCOPE, [200, 201], 1), "who has not asked for longest is forgotten first"
+    assert not corpus.continuations(_SCOPE, [200, 201], 1), "the least recently used scope must be dropped first"
     corpus.add(_SCOPE, tuple(range(5000)))
     assert corpus.num_tokens <= 400 and corpus.continuations(_SCOPE, [4990, 4991], 1)
     corpus.clear()

@@ -55,7 +55,7 @@ def test_pace_learns_overhead_of_drafts(clock: Clock) -> None:
         for count in (1, 2, 3, 4):
             _step(pace, clock, 0.10 + 0.01 * count, *[1] * count)
             _step(pace, clock, 0.05 + 0.005 * count, count, has_drafts=True)
-    assert pace.draft_factors == pytest.approx([1.0] * 8, abs=0.02), "that was chance: a neighbour has left in time"
+    assert pace.draft_factors == pytest.approx([1.0] * 8, abs=0.02), "drafts must never look free"
 
 
 def test_pace_learns_jump_of_draft_cost(clock: Clock) -> None:
@@ -65,8 +65,8 @@ def test_pace_learns_jump_of_draft_cost(clock: Clock) -> None:
         for count in (4, 12, 20, 28):
             _step(pace, clock, 0.10 if count <= 16 else 0.15, count, has_drafts=True)
     few, many = factor_of(pace.draft_factors, 16), factor_of(pace.draft_factors, 17)
-    assert many > 1.1 * few, "a line by tokens has taken its part of it"
-    assert few < factor_of(pace.draft_factors, 500) < many, "nobody knows, so as all together"
+    assert many > 1.1 * few, "expected a higher factor beyond the jump"
+    assert few < factor_of(pace.draft_factors, 500) < many, "an unseen bucket must have the mean of all"
 
 
 def test_decode_and_prompt_steps_are_counted_separately(clock: Clock) -> None:
@@ -120,7 +120,7 @@ class FakeMark:
         return self.at is not None
 
     def seconds_since(self, earlier: FakeMark) -> float:
-        assert self.at is not None and earlier.at is not None, "who asks would wait"
+        assert self.at is not None and earlier.at is not None, "an event that is not past would block"
         return self.at - earlier.at
 
 
@@ -129,7 +129,7 @@ def test_async_chunks_are_timed_by_the_device(clock: Clock) -> None:
     pace = Pace(device.mark)
     for count in (40, 60, 50):  # launched at once
         _step(pace, clock, 1e-4, count, has_prompts=True)
-    assert pace.prompt_tokens_per_s == 0, "nothing is over"
+    assert pace.prompt_tokens_per_s == 0, "no step is complete yet"
     device.work(7.0)  # the event before the first step: earlier work is not part of it
     device.work(2.0)
     device.work(3.0)

@@ -88,9 +88,7 @@ def test_model_drafts_do_not_change_answers(
     assert bool(found.num_preemptions) == (num_blocks == 48)
 
 
-def test_same_model_is_right_at_any_temperature(
-    runner: ModelRunner, model_dir: Path, make_runner: MakeRunner
-) -> None:
+def test_same_model_is_right_at_any_temperature(runner: ModelRunner, model_dir: Path, make_runner: MakeRunner) -> None:
     samplings = [
         Sampling(temperature=0.0, max_tokens=29),
         Sampling(temperature=0.7, seed=1, max_tokens=29),
@@ -103,9 +101,11 @@ def test_same_model_is_right_at_any_temperature(
     found = answers(runner, ask, speculation=speculation)
     compare(found, expected)
     counts = speculation.counts["draft"]
-    assert found.num_steps <= 1 + 4 + 1, "the first is a trial"
+    assert found.num_steps <= 1 + 4 + 1, "only the first call may be a trial"
     assert counts.accepted == counts.drafted and counts.accepted.total() > 60
-    assert draft.tables.blocks.num_available == draft.tables.blocks.num_blocks, "who is finished keeps blocks"
+    assert draft.tables.blocks.num_available == draft.tables.blocks.num_blocks, (
+        "finished sequences must not keep blocks"
+    )
 
 
 def test_cancelled_requests_keep_no_draft_state(
@@ -135,10 +135,10 @@ def test_own_layers_save_free_blocks_before_writing(runner: ModelRunner) -> None
     assert len(proposal.tokens) == 6 and ready == [blocks.num_blocks - 2 - 1]
     assert blocks.num_available == blocks.num_blocks - 2
     written = [bool((codes != past).any()) for codes, past in zip(runner.pool.codes, before, strict=True)]
-    assert written == [True, False, True], "the layer that is left out"
+    assert written == [True, False, True], "the skipped layer must not be written"
     assert own.num_behind(sequence) == 1
     sequence.tokens.append(5)
-    assert own.num_behind(sequence) is None, "two tokens are missing"
+    assert own.num_behind(sequence) is None, "expected None with two tokens missing"
 
 
 @pytest.mark.skipif(

@@ -61,9 +61,7 @@ def _sequences(asked: list[Asked]) -> list[Sequence]:
 
 
 @pytest.mark.parametrize("kind", ["runner", "recorded"])
-def test_same_model_drafts_every_token_right(
-    runner: ModelRunner, kind: str, request: pytest.FixtureRequest
-) -> None:
+def test_same_model_drafts_every_token_right(runner: ModelRunner, kind: str, request: pytest.FixtureRequest) -> None:
     """Greedy and sampled, after a prompt, after right drafts, and after wrong ones."""
     asked = _asked(7, 19, 24, 33, 8)
     expected = answers(runner, asked).ids
@@ -114,10 +112,10 @@ def test_num_behind_equals_tokens_to_compute(runner: ModelRunner) -> None:
     draft.catch_up(sequence, 12)
     assert draft.num_behind(sequence) == 18
     draft.catch_up(sequence, 100)
-    assert draft.num_behind(sequence) == 1, "the last one is computed when somebody asks"
+    assert draft.num_behind(sequence) == 1, "the last token is computed by propose only"
     drafted = list(proposers.propose(draft, sequence, 4).tokens)
     sequence.tokens += [*drafted, 5]
-    assert draft.num_behind(sequence) == 2, "the last drafted token, and the one that came behind it"
+    assert draft.num_behind(sequence) == 2, "expected the last draft token and the one after it"
     drafted = list(proposers.propose(draft, sequence, 4).tokens)
     sequence.tokens += [*drafted[:2], (drafted[2] + 1) % VOCAB_SIZE]
     assert draft.num_behind(sequence) == 1
@@ -177,8 +175,8 @@ def test_no_proposal_without_room(runner: ModelRunner) -> None:
     draft = _draft(runner)
     draft.tables = DraftTables(4, block_size=_SIZE)
     long, short = _sequences(_asked(60, 9))
-    said = draft.propose([long, short], 3)
-    assert not said[0].tokens and len(said[1].tokens) == 3
+    outputs = draft.propose([long, short], 3)
+    assert not outputs[0].tokens and len(outputs[1].tokens) == 3
     draft.catch_up(long, 100)
     assert draft.num_behind(long) == 60
 

@@ -44,9 +44,9 @@ def test_acceptance_matches_theory(temperature: float, place: int) -> None:
     rows = [sequence.sampling_row.behind(place) for sequence in sequences]
     chosen = [one[0] for one in sample(target_V.repeat(_DRAWS, 1), rows).wait() if one]
     p_V, q_V = _shares(target_V, temperature), _shares(draft_V, temperature)
-    assert chi_square(chosen, p_V) < 4, "a draft changes what is drawn"
+    assert chi_square(chosen, p_V) < 4, "sampled tokens must follow the target's distribution"
     assert chi_square(drafted, q_V) < 4
-    assert chi_square(drafted, p_V) > 6, "a test that sees nothing"
+    assert chi_square(drafted, p_V) > 6, "the test must distinguish the distributions"
     # Tokens are equal if the number falls into the intervals of both.
     ends_p, ends_q = p_V.cumsum(0), q_V.cumsum(0)
     both = torch.minimum(ends_p, ends_q) - torch.maximum(ends_p - p_V, ends_q - q_V)
@@ -68,7 +68,7 @@ def test_greedy_draft_is_likeliest_with_its_confidence() -> None:
     (one,) = DraftSampler().draw(sure_V[None].clone(), sequences[:1], 0)
     assert one and (one.token, one.kind) == (7, NUM_DEGREES - 1)
     (one,) = DraftSampler().draw(sure_V[None].clone(), _sequences(1.0)[:1], 0)
-    assert one and (one.token, one.kind) == (7, 2 * NUM_DEGREES - 1), "those that are drawn are another kind"
+    assert one and (one.token, one.kind) == (7, 2 * NUM_DEGREES - 1), "sampled tokens must have their own kinds"
 
 
 @pytest.mark.parametrize("ids_V", [None, torch.arange(_VOCAB) * 3])

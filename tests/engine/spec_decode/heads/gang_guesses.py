@@ -63,7 +63,7 @@ def _gang(place: Path, prefix: str, rank: int, size: int, directory: Path, kind:
     return GangRunner(runner, sender, None)
 
 
-def guessed(
+def drafts_of_answers(
     place: Path, prefix: str, rank: int, size: int, directory: Path, kind: HeadsKind, heads: Path
 ) -> tuple[list[list[int]], Guesses] | None:
     """Return rank 0's answers and all drafts, for choices that fork inside a block, greedy and sampled."""
@@ -75,9 +75,9 @@ def guessed(
     asked = [Asked(prompt, samplings[i], num_choices=1 + i % 2) for i, prompt in enumerate(prompts(3, 21, 9, 40))]
     recorded, leader = _Recorded(HeadProposer(gang)), Leader(gang)
     speculation = Speculation({"heads": recorded}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
-    said = answers(leader, asked, speculation=speculation)  # type: ignore[arg-type]
+    outputs = answers(leader, asked, speculation=speculation)  # type: ignore[arg-type]
     gang.execute(None, Orders(stop=True))
-    return said.ids, recorded.guesses
+    return outputs.ids, recorded.guesses
 
 
 def drafts_after_transfer(

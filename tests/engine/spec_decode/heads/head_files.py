@@ -51,16 +51,16 @@ def medusa_reference(
 ) -> list[int]:
     """Return the heads' draft after `tokens`: Cai et al. 2024, section 2.1.1."""
     hidden = states_of(model, tokens)[-1][-1]  # normed
-    guessed = []
+    drafts = []
     i = 0
     while f"{i}.0.linear.weight" in tensors:
         x, j = hidden, 0
         while f"{i}.{j}.linear.weight" in tensors:
             x = x + F.silu(F.linear(x, tensors[f"{i}.{j}.linear.weight"], tensors[f"{i}.{j}.linear.bias"]))
             j += 1
-        guessed.append(choose(tensors[f"{i}.{j}.weight"] @ x, i))
+        drafts.append(choose(tensors[f"{i}.{j}.weight"] @ x, i))
         i += 1
-    return guessed
+    return drafts
 
 
 def write_eagle_beside(
@@ -177,13 +177,13 @@ def chained(
     to the next features.
     """
     features = [torch.zeros(HIDDEN), *feature_TE]
-    ids, guessed = torch.tensor(tokens), list[int]()
+    ids, drafts = torch.tensor(tokens), list[int]()
     for place in range(num_tokens):
         next_E = layer(ids, torch.stack(features))[-1]
-        guessed.append(choose(logits(next_E), place))
-        ids = torch.cat((ids, torch.tensor([guessed[-1]])))
+        drafts.append(choose(logits(next_E), place))
+        ids = torch.cat((ids, torch.tensor([drafts[-1]])))
         features.append(next_E)
-    return guessed
+    return drafts
 
 
 def states_of(model: PreTrainedModel, tokens: list[int]) -> list[Tensor]:

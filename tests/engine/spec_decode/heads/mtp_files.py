@@ -72,9 +72,9 @@ def write_mtp(directory: Path, *, config: dict[str, Any] | None = None, **change
     file = directory / "model.safetensors"
     named = {f"model.layers.{_NUM_LAYERS}.{name}": tensor.clone() for name, tensor in tensors.items()}
     save_file(load_file(file) | named, file)
-    said = json.loads((directory / "config.json").read_text())
-    said |= {"num_hidden_layers": _NUM_LAYERS, "num_nextn_predict_layers": 1} | (config or {})
-    (directory / "config.json").write_text(json.dumps(said))
+    config_json = json.loads((directory / "config.json").read_text())
+    config_json |= {"num_hidden_layers": _NUM_LAYERS, "num_nextn_predict_layers": 1} | (config or {})
+    (directory / "config.json").write_text(json.dumps(config_json))
     layer = model.model.layers[_NUM_LAYERS]
     model.model.layers = model.model.layers[:_NUM_LAYERS]
     model.config.num_hidden_layers = model.model.config.num_hidden_layers = _NUM_LAYERS

@@ -41,7 +41,7 @@ def test_last_entry_of_each_slot_is_taken_once(steps: list[list[int]]) -> None:
         return
     assert taken
     found = dict(zip(taken.slots_N.tolist(), taken.token_ids_N.tolist(), strict=True))
-    assert list(found.items()) == list(expected.items()), "in the order in which they came"
+    assert list(found.items()) == list(expected.items()), "expected the order of arrival"
     numbers = list(found.values())
     assert numbers == taken.hidden_NW.flatten().tolist()
     assert taken.positions_N.tolist() == [slot % _SIZE for slot in found]

@@ -138,7 +138,7 @@ class BranchChecked(Checked):
 
 
 class SeldomChecked(Checked):
-    """Check the heads in one step of seven; propose in the others what is rarely right."""
+    """Check the heads in one step of seven; propose rarely right tokens in the others."""
 
     num_looks = 0
 
@@ -201,9 +201,7 @@ def asked() -> list[Asked]:
     ],
     indirect=["case"],
 )
-def test_drafts_equal_reference_and_do_not_change_answers(
-    case: Case, asked: list[Asked], num_blocks: int
-) -> None:
+def test_drafts_equal_reference_and_do_not_change_answers(case: Case, asked: list[Asked], num_blocks: int) -> None:
     """With chunked prompts, choices that fork inside a block, rejected drafts at the ends of blocks, and preemption."""
     expected = answers(case.runner, asked)
     checked = Checked(case)
@@ -231,9 +229,7 @@ def test_drafts_after_accepted_branch_equal_reference(case: Case, asked: list[As
 
 
 @pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
-def test_deferred_entries_are_written_before_drafting(
-    case: Case, asked: list[Asked], num_blocks: int
-) -> None:
+def test_deferred_entries_are_written_before_drafting(case: Case, asked: list[Asked], num_blocks: int) -> None:
     """With entries of several steps, rejected drafts among them; with forks, and blocks freed by other sequences."""
     expected = answers(case.runner, asked)
     checked = SeldomChecked(case)
@@ -244,9 +240,7 @@ def test_deferred_entries_are_written_before_drafting(
 
 
 @pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
-def test_resting_heads_draft_correctly_or_not_at_all(
-    case: Case, asked: list[Asked], num_blocks: int
-) -> None:
+def test_resting_heads_draft_correctly_or_not_at_all(case: Case, asked: list[Asked], num_blocks: int) -> None:
     """Whatever was passed over, and whatever the blocks' previous owners were."""
     checked = RestingChecked(case)
     speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
@@ -281,15 +275,15 @@ def test_cpu_kernels_draft_like_torch(
         ours, theirs = (runner.pool.read(layer, blocks, torch.float32)[:, :, :30] for runner in (compiled, exact))
         assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean(), layer  # the head has int8 weights
     row = HeadRow(7, 30, [3, 5, 7, 9])
-    guessed: list[torch.Tensor] = []
+    drafted: list[torch.Tensor] = []
 
     def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
-        guessed.append(logits.values_RD[0])
+        drafted.append(logits.values_RD[0])
         return [11 + place]
 
     for runner in (compiled, exact):
         runner.draft([row], 3, choose)
-    for ours, theirs in zip(guessed[:3], guessed[3:], strict=True):
+    for ours, theirs in zip(drafted[:3], drafted[3:], strict=True):
         assert (ours - theirs).abs().mean() < 0.1 * theirs.abs().mean()
 
 
@@ -387,14 +381,14 @@ def test_eagle1_with_and_without_biases_and_copies(
 
 def _drafts_of(runner: ModelRunner, tokens: list[int]) -> list[int]:
     runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
-    guessed: list[int] = []
+    drafted: list[int] = []
 
     def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
-        guessed.append(int(logits.values_RD.argmax()))
-        return guessed[-1:]
+        drafted.append(int(logits.values_RD.argmax()))
+        return drafted[-1:]
 
     runner.draft([HeadRow(tokens[-1], len(tokens) - 1, [0, 1])], _NUM_TOKENS, choose)
-    return guessed
+    return drafted
 
 
 @pytest.mark.parametrize("is_old", [True, False])
@@ -420,16 +414,18 @@ def test_received_kv_without_features_delays_drafting_one_step(case: Case) -> No
     assert runner.heads.knows([row]) and runner.heads.features.of([4, 5], 11) == features
     runner.heads.features.arrived([4, 5], 0, 11, b"")
     runner.heads.features.arrived([4, 5], 11, 11, features)
-    assert runner.heads.knows([row]), "all of it was here, but for that"
+    assert runner.heads.knows([row]), "features must be accepted without further KV"
     runner.heads.features.arrived([4, 5], 0, 11, features + b"1")
-    assert not runner.heads.knows([row]), "of another model"
+    assert not runner.heads.knows([row]), "features of a wrong size must be rejected"
     runner.forward(Batch.of([Row(tokens[:-1], 0, [4, 5], num_logits=1)], block_size=8))
     assert runner.heads.knows([row])
     runner.heads.features.arrived([4, 5], 11, 11, b"")
-    assert not runner.heads.knows([row]), "what is there is of whoever had the blocks before"
+    assert not runner.heads.knows([row]), "old features belong to the previous owner of the blocks"
 
 
-def test_features_received_after_warm_up_are_kept(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
+def test_features_received_after_warm_up_are_kept(
+    tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
     """A GPU warms heads up and attaches them in inference mode; KV arrives outside of it."""
     write_medusa(tmp_path)
     runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("medusa", tmp_path))
@@ -452,6 +448,6 @@ def test_layout_fingerprint_includes_heads_with_kv(tiny_model: MakeModel, tmp_pa
         for kind, name in (("eagle", "one"), ("eagle", "two"), ("medusa", "medusa"))
     )
     assert len({plain.fingerprint, one.fingerprint, two.fingerprint}) == 3
-    assert medusa.fingerprint == plain.fingerprint, "its KV is the model's alone"
+    assert medusa.fingerprint == plain.fingerprint, "Medusa keeps no KV"
     assert one.num_layers == plain.num_layers + 1
     assert one.block_bytes == one.block_size * one.bytes_per_token() + 48 * 4

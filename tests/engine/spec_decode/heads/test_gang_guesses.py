@@ -34,9 +34,9 @@ def directory(kind: HeadsKind, tiny_model: MakeModel, tmp_path: Path) -> Path:
 def test_drafts_and_answers_do_not_depend_on_number_of_ranks(
     kind: HeadsKind, directory: Path, start_gang: StartGang, tmp_path: Path
 ) -> None:
-    (alone,) = start_gang(1, gang_guesses.guessed, directory, kind, tmp_path)
+    (alone,) = start_gang(1, gang_guesses.drafts_of_answers, directory, kind, tmp_path)
     ids, guesses = alone.result(_WITHIN_S)
-    leader, other = start_gang(2, gang_guesses.guessed, directory, kind, tmp_path)
+    leader, other = start_gang(2, gang_guesses.drafts_of_answers, directory, kind, tmp_path)
     assert leader.result(_WITHIN_S) == (ids, guesses)
     assert len(guesses) > 80 and all(guesses.values())
     assert other.result(_WITHIN_S) is None

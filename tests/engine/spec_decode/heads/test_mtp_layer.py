@@ -13,9 +13,7 @@ from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
 
-def test_model_without_mtp_layer_is_rejected(
-    tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
-) -> None:
+def test_model_without_mtp_layer_is_rejected(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
     write_mtp(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.3.enorm.weight"]

@@ -32,9 +32,7 @@ _BLOCKS = [3, 5, 7]
 
 
 @pytest.mark.parametrize("library", WRITERS)
-def test_published_head_drafts_like_its_library(
-    library: str, tiny_model: MakeModel, make_runner: MakeRunner
-) -> None:
+def test_published_head_drafts_like_its_library(library: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", _PUBLISHED / library))
     assert runner.heads and runner.heads.layers == LAYERS
     for position in (1, 5, 9, 17):
@@ -46,9 +44,7 @@ def test_published_head_drafts_like_its_library(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
 @pytest.mark.parametrize("library", WRITERS)
-def test_cpu_kernels_draft_like_the_library(
-    library: str, tiny_model: MakeModel, make_runner: MakeRunner
-) -> None:
+def test_cpu_kernels_draft_like_the_library(library: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     place = HeadsPlace("eagle", _PUBLISHED / library)
     runner = make_runner(tiny_model("llama")[0], dtype="bfloat16", heads=place)
     for position in (5, 17):

@@ -82,13 +82,13 @@ class _RecordingProposer:
         self._heads = HeadProposer(runner, DraftSampler(learns=False))
         self._tree = tree
         self._num_looks = 0
-        self.said: dict[tuple[str, int, int], list[int]] = {}  # by request, choice and number of tokens
+        self.outputs: dict[tuple[str, int, int], list[int]] = {}  # by request, choice and number of tokens
 
     def propose(self, sequences: Any, max_tokens: int) -> Any:
         self._num_looks += 1
         if self._num_looks % 3 == 0:
             for one, proposal in zip(sequences, self._heads.propose(sequences, _NUM_TOKENS), strict=True):
-                self.said[one.request.id, one.choice, len(one.tokens)] = list(proposal.tokens)
+                self.outputs[one.request.id, one.choice, len(one.tokens)] = list(proposal.tokens)
         return self._tree.propose(sequences, max_tokens)
 
     def finished(self, sequence: Sequence) -> None:
@@ -113,11 +113,11 @@ class _Models:
         if recorded_rows:
             runner = ModelRunner(replace(self._config, recorded_rows=recorded_rows), capture=replays)
         watched = _Watched(runner, replays)
-        overheard = _RecordingProposer(runner, Branching(self.expected, _ASKED, every=3))
-        speculation = Speculation({"heads": overheard}, max_tokens=5, vocab_size=VOCAB_SIZE)
+        recorder = _RecordingProposer(runner, Branching(self.expected, _ASKED, every=3))
+        speculation = Speculation({"heads": recorder}, max_tokens=5, vocab_size=VOCAB_SIZE)
         replays.num_replays = 0
-        said = answers(watched, _ASKED, _ROOM, _NUM_BLOCKS, speculation=speculation)  # type: ignore[arg-type]
-        return said, overheard, watched.steps, speculation
+        outputs = answers(watched, _ASKED, _ROOM, _NUM_BLOCKS, speculation=speculation)  # type: ignore[arg-type]
+        return outputs, recorder, watched.steps, speculation
 
 
 @pytest.fixture
@@ -129,11 +129,11 @@ def models(request: pytest.FixtureRequest, tiny_model: MakeModel, tmp_path: Path
 @pytest.mark.parametrize("recorded_rows", [_FEW, _MANY])
 @pytest.mark.parametrize("models", _WRITERS, indirect=True)
 def test_branches_within_and_beyond_largest_graph(models: _Models, recorded_rows: int) -> None:
-    said, overheard, steps, speculation = models.answer(recorded_rows)
-    assert said.ids == models.expected.ids
+    outputs, recorder, steps, speculation = models.answer(recorded_rows)
+    assert outputs.ids == models.expected.ids
     assert num_in_branches(speculation) > 20
     _, launched, *_ = models.answer(0)
-    assert overheard.said == launched.said and sum(map(len, overheard.said.values())) > 40
+    assert recorder.outputs == launched.outputs and sum(map(len, recorder.outputs.values())) > 40
 
     branching = [step for step in steps if step.num_branches]
     most = graph_sizes(recorded_rows)[-1]
@@ -160,6 +160,6 @@ def test_stale_hidden_states_change_drafts(models: _Models, monkeypatch: pytest.
             keep(self, aux_hidden_states)
 
     monkeypatch.setattr(StaticAuxHiddenStates, "keep", keep_every_second)
-    said, overheard, *_ = models.answer(_MANY)
-    assert said.ids == models.expected.ids, "heads change no answer"
-    assert overheard.said != launched.said
+    outputs, recorder, *_ = models.answer(_MANY)
+    assert outputs.ids == models.expected.ids, "heads must not change answers"
+    assert recorder.outputs != launched.outputs

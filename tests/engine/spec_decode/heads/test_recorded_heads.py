@@ -56,8 +56,8 @@ class RecordingProposer:
 def test_drafts_after_replayed_steps(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
     """With prompts, answers, verified drafts, and forks; all steps but the longest prompts are replayed."""
     capture = FakeReplays()
-    plain, expected = _said(kind, tiny_model, tmp_path)
-    replayed, guesses = _said(kind, tiny_model, tmp_path, capture=capture, recorded_rows=_MOST_ROWS)
+    plain, expected = _answers(kind, tiny_model, tmp_path)
+    replayed, guesses = _answers(kind, tiny_model, tmp_path, capture=capture, recorded_rows=_MOST_ROWS)
     assert replayed.ids == plain.ids and guesses == expected
     assert capture.num_replays >= replayed.num_steps - 2 > 10
     assert sum(map(len, guesses)) > 100
@@ -66,13 +66,13 @@ def test_drafts_after_replayed_steps(kind: str, tiny_model: MakeModel, tmp_path:
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", _WRITERS)
 def test_drafts_on_a_gpu(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
-    plain, expected = _said(kind, tiny_model, tmp_path)
+    plain, expected = _answers(kind, tiny_model, tmp_path)
     for recorded_rows in (0, _MOST_ROWS):
-        said, guesses = _said(kind, tiny_model, tmp_path, recorded_rows=recorded_rows, device="cuda")
-        assert said.ids == plain.ids and guesses == expected, f"{recorded_rows} rows recorded"
+        outputs, guesses = _answers(kind, tiny_model, tmp_path, recorded_rows=recorded_rows, device="cuda")
+        assert outputs.ids == plain.ids and guesses == expected, f"{recorded_rows} rows recorded"
 
 
-def _said(
+def _answers(
     kind: str, tiny_model: MakeModel, directory: Path, *, capture: Capture | None = None, **config: Any
 ) -> tuple[AnswerText, list[list[int]]]:
     """Return the answers, and all drafts. directory: for the files of the heads."""
@@ -83,15 +83,15 @@ def _said(
         EngineConfig(model_dir=model_dir, dtype="float32", block_size=8, num_blocks=256, heads=heads, **config),
         capture=capture,
     )
-    overheard = RecordingProposer(runner)
+    recorder = RecordingProposer(runner)
     asked = [
         Asked(prompt, Sampling(max_tokens=14 + i, temperature=0.7 * (i % 2), seed=i), num_choices=1 + i % 2)
         for i, prompt in enumerate(prompts(3, 40, 9, 17))
     ]
     speculation = Speculation(
-        {"heads": overheard},
+        {"heads": recorder},
         max_tokens=_NUM_TOKENS,
         vocab_size=VOCAB_SIZE,
         may_branch=False,  # the branches depend on measured step times
     )
-    return answers(runner, asked, num_blocks=256, speculation=speculation), overheard.guesses
+    return answers(runner, asked, num_blocks=256, speculation=speculation), recorder.guesses

@@ -52,15 +52,15 @@ class Case:
         return HeadRow(self.tokens[row][num_computed], num_computed, blocks or _TABLES[row])
 
     def guess(self, row: HeadRow) -> list[int]:
-        guessed: list[int] = []
+        drafted: list[int] = []
 
         def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
             assert logits.ids_D is not None
-            guessed.append(int(logits.ids_D[logits.values_RD[0].argmax()]))
-            return guessed[-1:]
+            drafted.append(int(logits.ids_D[logits.values_RD[0].argmax()]))
+            return drafted[-1:]
 
         self.runner.draft([row], 3, choose)
-        return guessed
+        return drafted
 
     def expected(self, row: int, num_computed: int) -> list[int]:
         tokens = self.tokens[row][: num_computed + 1]
@@ -137,9 +137,7 @@ def test_heads_without_trials_collect_no_state(case: Case, counts: Counter[str])
     assert case.guess(case.row(1, 20)) == case.expected(1, 20), "a sequence that begins after the change is followed"
 
 
-def test_early_draft_of_resting_heads_catches_up_one_row(
-    case: Case, counts: Counter[str]
-) -> None:
+def test_early_draft_of_resting_heads_catches_up_one_row(case: Case, counts: Counter[str]) -> None:
     for row in (0, 1):
         case.prompt(row)
     case.runner.rest(_FEW)
@@ -158,7 +156,7 @@ def test_early_draft_of_resting_heads_catches_up_one_row(
 
 @pytest.mark.parametrize("num_tokens", [71, 72], ids=["in a block", "at the end of one"])
 def test_passed_over_mark_moves_with_sequence_and_blocks(case: Case, num_tokens: int) -> None:
-    """Missing keys are never used, whoever receives the sequence or its blocks."""
+    """No receiver of the sequence or of its blocks uses the missing keys."""
     case.prompt(0)
     case.runner.rest(_FEW)
     case.steps(13, num_tokens, [0])

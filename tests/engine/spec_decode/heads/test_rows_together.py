@@ -40,9 +40,9 @@ def _drafted(runner: ModelRunner, rows: Seq[HeadRow], num_places: int) -> list[T
     """Return the logits of all rows by place, drafting the same tokens for all of them."""
     logits: list[Tensor] = []
 
-    def choose(said: HeadLogits, known: Seq[int], place: int) -> list[int]:
+    def choose(found: HeadLogits, known: Seq[int], place: int) -> list[int]:
         assert list(known) == [*range(len(rows))]
-        logits.append(said.values_RD.clone())
+        logits.append(found.values_RD.clone())
         return [5 + place] * len(rows)
 
     runner.draft(rows, num_places, choose)
@@ -62,15 +62,15 @@ def test_deferred_entries_in_any_order_keep_their_sequence(
         return HeadRow(every[number][ends[number]], ends[number], tables[number])
 
     def guess(number: int) -> list[int]:
-        guessed: list[int] = []
+        drafts: list[int] = []
 
-        def choose(said: HeadLogits, known: Seq[int], place: int) -> list[int]:
-            assert said.ids_D is not None
-            guessed.append(int(said.ids_D[said.values_RD[0].argmax()]))
-            return guessed[-1:]
+        def choose(found: HeadLogits, known: Seq[int], place: int) -> list[int]:
+            assert found.ids_D is not None
+            drafts.append(int(found.ids_D[found.values_RD[0].argmax()]))
+            return drafts[-1:]
 
         runner.draft([row(number)], _NUM_TOKENS, choose)
-        return guessed
+        return drafts
 
     ends = [9, 13, 16]
     for tokens, end, table in zip(every, ends, tables, strict=True):
@@ -112,7 +112,7 @@ def test_rows_draft_together_as_alone(
         _compute(runner, Row(tokens, 0, table, num_logits=1))
         rows.append(HeadRow(7 + i % 9, len(tokens), table))
     together = _drafted(runner, rows, _SIZE + 3)
-    assert len(together) == _SIZE, "no more than a row's spare block has room for"
+    assert len(together) == _SIZE, "drafts must fit the row's spare block"
     for i in range(0, num_rows, max(1, num_rows // 5)):
         for one, every in zip(_drafted(runner, rows[i : i + 1], _SIZE), together, strict=True):
             if num_rows == 4:
@@ -147,9 +147,9 @@ def test_separate_heads_use_int8_weights_with_kernels(
     (tmp_path / "eagle").mkdir()
     write_eagle(tmp_path / "eagle")
     make_runner(directory, dtype="bfloat16", num_blocks=4, heads=HeadsPlace("eagle", tmp_path / "eagle"))
-    assert packed["int8"] > 5 and packed["bf16"] == of_model["bf16"], "the model's own are as they are stored"
+    assert packed["int8"] > 5 and packed["bf16"] == of_model["bf16"], "the model's weights must stay bf16"
     (tmp_path / "mtp").mkdir()
     write_mtp(tmp_path / "mtp")
     packed.clear()
     make_runner(tmp_path / "mtp", dtype="bfloat16", num_blocks=4, heads=HeadsPlace("mtp", tmp_path / "mtp"))
-    assert not packed["int8"], "a layer of the model's checkpoint is the model's"
+    assert not packed["int8"], "MTP weights must stay bf16"
