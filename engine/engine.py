@@ -14,7 +14,7 @@ from engine.sampling.params import Chosen, Sampler
 from engine.scheduler.admission import Admission, AdmitOnDemand, AdmitWithRoomToGrow
 from engine.scheduler.async_steps import device_tokens_of, expect, may_be_followed
 from engine.scheduler.decoding import Decoding
-from engine.scheduler.jump_forward import take_known
+from engine.scheduler.jump_forward import append_forced
 from engine.scheduler.local_decode import LocalDecodes
 from engine.scheduler.prompts import Prompt, PromptQueue, allocate
 from engine.scheduler.row_updates import LastRows
@@ -65,7 +65,9 @@ class Engine(Generic[Logits]):
         step_times: StepTimes | None = None,
         is_async: bool = False,
     ) -> None:
-        """connector: None if all KV is computed locally. tier_orders: returns the pending transfers to and from lower
+        """Create an engine without sequences.
+
+        connector: None if all KV is computed locally. tier_orders: returns the pending transfers to and from lower
         tiers; they precede any write to a block allocated since the last call. adapters: name -> number in the model.
         pace: None disables timing. speculation: None disables drafting. step_times: plans drafts; None: those of the
         pace. is_async: the runner and the sampler return before the device has finished.
@@ -260,15 +262,17 @@ class Engine(Generic[Logits]):
                 break
             self.prompts.restart(preempted.popleft())
         budget = self._config.max_batch_tokens - len(decoding)
-        known = take_known(planned.rows.masked, budget, self.blocks)
+        known = append_forced(planned.rows.masked, budget, self.blocks)
         prompts = self.prompts.chunks(budget - len(known), self._admission.admit_on_demand())
-        over = {sequence for sequence, token in known if token.finish_reason}
-        going_on = [(one, one.num_missing) for one in decoding if one not in over] if known else planned.rows.decoding
+        finished = {sequence for sequence, token in known if token.finish_reason}
+        decode_rows = (
+            [(one, one.num_missing) for one in decoding if one not in finished] if known else planned.rows.decoding
+        )
         whole = [prompt for prompt, num_tokens in prompts if num_tokens == prompt.sequence.num_missing]
-        rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(going_on)))
-        drafts = self._drafts(going_on, prompts, whole) if may_draft and self._drafting.is_on else {}
+        rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(decode_rows)))
+        drafts = self._drafts(decode_rows, prompts, whole) if may_draft and self._drafting.is_on else {}
         return ScheduledStep(
-            decoding=going_on,
+            decoding=decode_rows,
             prompts=prompts,
             next_tokens=None if prompts or known or drafts else planned,
             drafts=drafts,

@@ -46,8 +46,10 @@ class DeviceMemory:
         return self.total - self.free - self.weights
 
     def pool_bytes(self, wanted: int | None, *, least: int) -> int:
-        """Return the pool's size: `wanted`, or else all that is left. Raises SpecError for less room than `wanted` or
-        `least`."""
+        """Return the pool's size: `wanted`, or else all remaining memory.
+
+        Raises SpecError if less than `wanted` or `least` remains.
+        """
         room = self.free - self.set_aside
         if room < least:
             raise SpecError(
@@ -78,10 +80,10 @@ class DeviceMemory:
         return f"of {_gib(self.total)} GiB: " + ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
 
 
-def does_not_fit(device: torch.device, what: str, error: torch.OutOfMemoryError) -> SpecError:
+def out_of_memory(device: torch.device, subject: str, error: torch.OutOfMemoryError) -> SpecError:
     """Return the error for running out of memory before a plan was made."""
     sentences = str(error).split(". ")
-    return SpecError(f"{what} do not fit on {device}: {'. '.join(sentences[:2])}. You can {_FIXES}")
+    return SpecError(f"{subject} do not fit on {device}: {'. '.join(sentences[:2])}. You can {_FIXES}")
 
 
 class Gauge(Protocol):

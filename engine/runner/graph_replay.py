@@ -31,8 +31,10 @@ class RecordedSteps:
         self._static_aux_hidden_states = static_aux_hidden_states
 
     def __call__(self, batch: Batch) -> tuple[Tensor, AuxHiddenStates | None] | None:
-        """Return the logits (R, V) fp32 and the hidden states, both valid until the next step; None if no graph fits
-        the batch."""
+        """Return the logits (R, V) fp32 and the hidden states; None if no graph fits the batch.
+
+        Both are valid until the next step.
+        """
         logits_RV = self._graphs(batch)
         if logits_RV is None:
             return None

@@ -19,7 +19,7 @@ from engine.config import EngineConfig
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner.decode_graphs import Capture, Step, graph_sizes
-from engine.runner.device_memory import DeviceMemory, Gauge, does_not_fit
+from engine.runner.device_memory import DeviceMemory, Gauge, out_of_memory
 
 _NUM_BLOCKS = 16
 _NUM_GRAPHS = 4  # recorded to measure the memory of one more
@@ -62,7 +62,7 @@ class MemoryTrial:
         try:
             step, graphs = self._try(config, gauge, layout, max_context, device, num_spare)
         except torch.OutOfMemoryError as error:
-            raise does_not_fit(device, f"steps of {config.max_batch_tokens} tokens", error) from error
+            raise out_of_memory(device, f"steps of {config.max_batch_tokens} tokens", error) from error
         gc.collect()  # graphs and their callables form reference cycles
         return DeviceMemory(
             total=gauge.total,
@@ -131,8 +131,10 @@ class _Measured:
         return replay
 
     def bytes_of(self, num_graphs: int) -> int:
-        """Extrapolate: the first graph takes the shared memory and static inputs, each further one only its
-        launches."""
+        """Extrapolate from the recordings.
+
+        The first graph takes the shared memory and static inputs, each further one only its launches.
+        """
         before, first, last = self._free[0], self._free[1], self._free[-1]
         each = max(0, first - last) / max(1, len(self._free) - 2)
         return max(0, before - first) + int(each * (num_graphs - 1))

@@ -1,4 +1,4 @@
-"""Tensor parallelism between the ranks of one replica, each of which holds a share of every layer."""
+"""Tensor parallelism between the ranks of one replica; each holds a share of every layer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _FRAME = 512
 
 
 class TensorParallel:
-    """This rank's place among `size` ranks, and its collective operations. A single rank does nothing and needs no
-    network.
+    """Place of this rank among `size` ranks, and its collective operations.
 
-    Ranks call the same operations in the same order, each from one thread. The others notice a dead rank within
-    `timeout_s` and raise ReplicaLost; the group is unusable afterwards. Operations replayed from a CUDA graph
-    (decode_graphs.py) have no such bound. Broadcasts of control messages use Gloo; device tensors use NCCL on GPUs.
+    A single rank does nothing and needs no network. Ranks call the same operations in the same order, each from one
+    thread. The others notice a dead rank within `timeout_s` and raise ReplicaLost; the group is unusable afterwards.
+    Operations replayed from a CUDA graph (decode_graphs.py) have no such bound. Broadcasts of control messages use
+    Gloo; device tensors use NCCL on GPUs.
     """
 
     def __init__(self, *, rank: int = 0, size: int = 1) -> None:

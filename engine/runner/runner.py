@@ -26,7 +26,7 @@ from engine.layers.shards import ShardReader
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.transformer import OnLayer, OnLogits, Transformer
 from engine.runner.decode_graphs import Capture, CudaCapture
-from engine.runner.device_memory import CudaGauge, Gauge, does_not_fit
+from engine.runner.device_memory import CudaGauge, Gauge, out_of_memory
 from engine.runner.graph_replay import RecordedSteps, Recorder
 from engine.runner.memory_profiling import MemoryTrial
 from engine.runner.parallel import TensorParallel
@@ -116,7 +116,7 @@ class ModelRunner:
                 self._model = Transformer(self.config, reader, self.layout, on_read=on_read)
                 self.heads = self._open_heads(config, reader)
         except torch.OutOfMemoryError as error:
-            raise does_not_fit(self.device, "its weights", error) from error
+            raise out_of_memory(self.device, "its weights", error) from error
         is_loaded()
         make_capture = self._capture_maker(config.recorded_rows, capture)
         if num_blocks is None:
@@ -225,8 +225,7 @@ class ModelRunner:
         return forward
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
-        """Implement engine.scheduler.step.Runner for an engine with one rank, or with ranks that each lead
-        themselves."""
+        """Implement engine.scheduler.step.Runner for engines in which each rank leads itself."""
         for source, target in orders.copies:
             self.copy_block(source, target)
         scorer = Scorer.of(step)

@@ -33,8 +33,10 @@ def logprobs_of(logits_NV: Tensor, ids_N: Tensor, *, num_top: int) -> Logprobs:
 
 
 def row_sums(x_NV: Tensor) -> Tensor:
-    """-> (N, 1) fp64. Bits do not depend on N: torch's `sum` splits a single row over threads, but not a row among
-    others."""
+    """-> (N, 1) fp64. The bits of a row do not depend on N.
+
+    Torch's `sum` splits a single row over threads, but not one row among others.
+    """
     return x_NV.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
 
 

@@ -70,8 +70,10 @@ class TokenMask(Protocol):
         ...
 
     def only(self, tokens: Seq[int], start: int, /) -> int | None:
-        """Return the single token that `allowed` would allow, if known cheaply, else None. The caller need not use
-        it."""
+        """Return the single token that `allowed` would allow, if known cheaply, else None.
+
+        The caller need not use it.
+        """
         ...
 
     def fork(self) -> TokenMask:
@@ -135,8 +137,7 @@ class SamplingRow:
         return self._reads_tokens or self._is_masked_behind(1)
 
     def is_sequential(self, num_drafted: int) -> bool:
-        """Return True if the choices behind up to `num_drafted` tokens depend on each other, so that they are made in
-        order."""
+        """Return True if the choices within `num_drafted` tokens depend on each other and must be made in order."""
         return self._reads_tokens or self.ruled is not None or self._is_masked_behind(num_drafted)
 
     def behind(self, num_drafted: int) -> SamplingRow:

@@ -48,8 +48,7 @@ _DRAW_BITS = 48
 
 @torch.inference_mode()
 def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> Sampled:
-    """Choose a token for each row; None for a row with non-finite logits, whatever the other rows are. Never waits for
-    a GPU.
+    """Choose a token for each row; None for a row with non-finite logits. Never waits for a GPU.
 
     logits_PV: fp32, may be overwritten; positions: of each row's logits, None for one per row, in order.
     Log-probabilities are those of the logits as given, before any processing.

@@ -22,8 +22,7 @@ class Admission(Protocol):
         ...
 
     def ahead(self) -> list[Prompt]:
-        """Admit prompts before the rows are chosen, even if this step has no budget for them. Return the admitted
-        prompts."""
+        """Admit prompts before the rows are chosen, even without budget for them. Return the admitted ones."""
         ...
 
     def admit_on_demand(self) -> Iterator[Prompt]:
@@ -58,7 +57,7 @@ class AdmitWithRoomToGrow:
         admitted = []
         blocked = {sequence.request.tenant for sequence in self._decoding.preempted}
         for prompt in tuple(self._prompts.waiting):
-            tenant, num_blocks = _wanted(prompt)
+            tenant, num_blocks = _demand(prompt)
             if tenant in blocked:
                 continue
             if blocked and (_is_offline(prompt) or not self._decoding.is_poorer(tenant, num_blocks, than=blocked)):
@@ -84,7 +83,7 @@ class AdmitWithRoomToGrow:
             return False
         if not self.num_running:
             return True
-        tenant, num_blocks = _wanted(prompt)
+        tenant, num_blocks = _demand(prompt)
         needed = self._blocks.num_needed([] if sequence.is_scored else sequence.hashes(), num_blocks)
         missing = needed + len(self._decoding.running) - self._blocks.num_available
         if missing <= 0:
@@ -92,7 +91,7 @@ class AdmitWithRoomToGrow:
         return not _is_offline(prompt) and self._decoding.preempt_for_tenant(tenant, num_blocks, num_missing=missing)
 
 
-def _wanted(prompt: Prompt) -> tuple[str, int]:
+def _demand(prompt: Prompt) -> tuple[str, int]:
     """Return the tenant and the number of blocks that the prompt starts with."""
     sequence = prompt.sequence
     return sequence.request.tenant, sequence.num_blocks_for(len(sequence.tokens) + max(1, prompt.room))

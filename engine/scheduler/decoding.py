@@ -41,12 +41,14 @@ class Decoding:
             self.preempted.remove(sequence)
 
     def make_room(self) -> NextTokens:
-        """Return the rows of the next step, each with a block for its token. Preempts the youngest sequences if blocks
-        run out."""
+        """Return the rows of the next step, each with a block for its token.
+
+        Preempts the youngest sequences if blocks run out.
+        """
         if self._max_blocks is not None:
             self._limit_blocks(self._max_blocks)
         planned = self._next_tokens(list(self.running))
-        if planned.may_be_over:
+        if planned.may_include_finished:
             planned = self._next_tokens([one for one in self.running if not (one.num_in_flight and one.ends_with_next)])
         sequences = planned.rows.sequences
         tables = [(sequences[row].blocks, place) for row, place in planned.first_of_blocks]
@@ -60,21 +62,21 @@ class Decoding:
             self._rows = DecodingRows(sequences)
         return NextTokens(self._rows)
 
-    def _preempt_until_room(self, kept: list[Sequence]) -> list[Sequence]:
-        """Preempt until every remaining sequence has a block for its next token; return these."""
-        num_kept = 0
-        while num_kept < len(kept):
-            sequence = kept[num_kept]
+    def _preempt_until_room(self, candidates: list[Sequence]) -> list[Sequence]:
+        """Preempt until every remaining sequence has a block for its next token. Return the remaining ones."""
+        num_ready = 0
+        while num_ready < len(candidates):
+            sequence = candidates[num_ready]
             num_tokens, blocks = len(sequence.tokens) + sequence.num_in_flight, sequence.blocks
             if self._blocks.extend(blocks, sequence.num_blocks_for(num_tokens)):
-                num_kept += 1
+                num_ready += 1
                 continue
-            victim = _youngest_of_largest(kept, _blocks_by_tenant(kept))
-            at = kept.index(victim)
-            del kept[at]
-            num_kept -= at < num_kept
+            victim = _youngest_of_largest(candidates, _blocks_by_tenant(candidates))
+            at = candidates.index(victim)
+            del candidates[at]
+            num_ready -= at < num_ready
             self._preempt(victim)
-        return kept
+        return candidates
 
     def is_poorer(self, tenant: str, num_blocks: int, *, than: Set[str]) -> bool:
         """Return True if the tenant, with `num_blocks` more, would hold no more than each of the tenants in `than`."""
@@ -82,8 +84,7 @@ class Decoding:
         return all(held[tenant] + num_blocks <= held[other] for other in than)
 
     def preempt_for_tenant(self, tenant: str, num_blocks: int, *, num_missing: int) -> bool:
-        """Preempt other tenants' sequences until `num_missing` more blocks are available to a tenant that needs
-        `num_blocks`.
+        """Preempt other tenants' sequences until a tenant that needs `num_blocks` has `num_missing` more available.
 
         Only tenants that keep at least as many blocks as this tenant would have lose any, and the youngest sequence of
         the tenant holding most goes first. Preempts none and returns False if that is not enough.
@@ -106,8 +107,10 @@ class Decoding:
         return True
 
     def preempt_for(self, num_missing: int) -> None:
-        """Preempt until `num_missing` more blocks are available or none runs; youngest sequence of the largest tenant
-        first."""
+        """Preempt sequences until `num_missing` more blocks are available or none runs.
+
+        The youngest sequence of the tenant holding most blocks goes first.
+        """
         victims, candidates = list[Sequence](), list(self.running)
         while candidates and self._blocks.num_freed_by(one.blocks for one in victims) < num_missing:
             victims.append(_youngest_of_largest(candidates, _blocks_by_tenant(candidates)))

@@ -17,7 +17,9 @@ from engine.scheduler.sequence import Sequence
 MAX_KNOWN = 32
 
 
-def take_known(sequences: Iterable[Sequence], budget: int, blocks: BlockManager) -> list[tuple[Sequence, SampledToken]]:
+def append_forced(
+    sequences: Iterable[Sequence], budget: int, blocks: BlockManager
+) -> list[tuple[Sequence, SampledToken]]:
     """Append up to `budget` forced tokens to sequences that are about to compute their last one, in order.
 
     Never preempts for them. Returns the tokens in order. If one finishes its sequence, that sequence has no row.

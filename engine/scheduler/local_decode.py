@@ -63,10 +63,9 @@ class LocalDecodes:
         return not num_choices or (num_blocks <= self._max_blocks and num_choices < self._max_choices)
 
     def preempt_for(self) -> None:
-        """Preempt for the first waiting prompt if it could never fit beside the share, or beside a sequence larger than
-        it.
+        """Preempt local decodes for the first waiting prompt if it could never fit beside their share.
 
-        Called before the rows of a step are chosen.
+        A sequence that exceeds the share counts with its own size. Called before the rows of a step are chosen.
         """
         if not self._decoding.running or not (prompt := self._first_that_cannot_fit(self.num_blocks)):
             return
@@ -77,8 +76,7 @@ class LocalDecodes:
             self._decoding.preempt_for(missing)
 
     def _first_that_cannot_fit(self, num_blocks: int) -> Prompt | None:
-        """Return the first waiting prompt if it does not fit beside the share, or beside `num_blocks` blocks if that is
-        more."""
+        """Return the first waiting prompt if it does not fit beside the larger of the share and `num_blocks` blocks."""
         first = next((prompt for prompt in self._prompts.waiting if not prompt.is_local_decode), None)
         left = self._blocks.num_blocks - max(self._max_blocks, num_blocks)
         return first if first and first.sequence.num_blocks_for(len(first.sequence.tokens)) > left else None

@@ -46,7 +46,7 @@ class NextTokens:
         self.first_of_blocks = list(zip(beginning.tolist(), places_R[beginning].tolist(), strict=True))
 
     @property
-    def may_be_over(self) -> bool:
+    def may_include_finished(self) -> bool:
         """Return True if some sequence ends with the token in flight."""
         return bool(np.count_nonzero(self.ends_R >= self.rows.limits_R))
 

@@ -161,8 +161,10 @@ class PromptQueue:
         self.computing = [p for p in self.computing if not (p.is_restart and p.sequence is sequence)]
 
     def admit(self, prompt: Prompt) -> bool:
-        """Allocate the blocks of a waiting prompt and move it to computing, fetching or reserved. False if there is no
-        room."""
+        """Allocate the blocks of a waiting prompt. Returns False if there is no room.
+
+        The prompt then is computing, fetching or reserved.
+        """
         sequence = prompt.sequence
         if not allocate(sequence, self._blocks, reuse_all=prompt.source is KVSource.PREFILL, room=prompt.room):
             return False
@@ -193,15 +195,14 @@ class PromptQueue:
 
     def take_fetched(self) -> list[Prompt]:
         """Remove and return the fetch-only prompts that have all there is. Their blocks are the caller's."""
-        over = [prompt for prompt in self.computing if prompt.fetch_only]
-        over += [prompt for prompt in self.waiting if prompt.fetch_only and not self.has_offer(prompt)]
-        for prompt in over:
+        finished = [prompt for prompt in self.computing if prompt.fetch_only]
+        finished += [prompt for prompt in self.waiting if prompt.fetch_only and not self.has_offer(prompt)]
+        for prompt in finished:
             self.remove(prompt)
-        return over
+        return finished
 
     def is_in_flight_elsewhere(self, prompt: Prompt) -> bool:
-        """Return True if another prompt's computation or fetch brings the first block that this one lacks; then it
-        waits."""
+        """Return True if another prompt's computation or fetch brings the first block that this one lacks."""
         others = [other.sequence for other in (*self.computing, *self.fetching)]
         return prompt.sequence.is_behind(others, self._blocks)
 
@@ -213,8 +214,10 @@ class PromptQueue:
         return prompt.num_offered > 0
 
     def chunks(self, budget: int, more: Iterable[Prompt]) -> list[tuple[Prompt, int]]:
-        """Return chunks of the computing prompts, then of `more`, up to `budget` tokens. Draws from `more` only with
-        budget left."""
+        """Return chunks of the computing prompts, then of `more`, up to `budget` tokens in total.
+
+        Draws from `more` only with budget left.
+        """
         chosen: list[tuple[Prompt, int]] = []
         for prompt in itertools.chain(tuple(self.computing), more) if budget > 0 else ():
             num_tokens = min(budget, prompt.sequence.num_missing)
@@ -226,8 +229,7 @@ class PromptQueue:
 
 
 def allocate(sequence: Sequence, blocks: BlockManager, *, reuse_all: bool = False, room: int = 0) -> bool:
-    """Allocate blocks for all tokens of a sequence and `room` more. Returns False and takes nothing if there is no
-    room.
+    """Allocate blocks for all tokens of a sequence and `room` more. False, taking nothing, if there is no room.
 
     Without `reuse_all` at least the last token is computed, because its logits are needed; a sequence shipped while it
     decodes lacks its last token, too.

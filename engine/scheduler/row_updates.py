@@ -68,8 +68,10 @@ class LastRows:
         return _with_rows(changes, RowChanges.of(branches, block_size=self._block_size)) if branches else changes
 
     def next_tokens(self, planned: NextTokens) -> RowChanges | None:
-        """Return the difference to a pure decode step. None unless it adds exactly one token to every row of the last
-        step."""
+        """Return the difference to a pure decode step.
+
+        None unless it adds exactly one token to every row of the last step.
+        """
         rows = planned.rows
         tables = [sequence.blocks for sequence in rows.sequences]
         if rows.sequences != self._sequences or tables != self._tables or not self._kept.end_before(planned.ends_R):
@@ -90,8 +92,7 @@ class LastRows:
         return self._kept.apply(changes, device_tokens)
 
     def _places(self, sequences: list[Sequence], tables: list[list[int]], starts: Ints) -> Ints:
-        """Return the row of the last step that each sequence continues; -1 if new, or at another position or with other
-        blocks."""
+        """Return the row of the last step that each sequence continues; -1 if it is new or has moved."""
         kept = np.arange(len(sequences))
         if sequences != self._sequences or tables != self._tables:
             place_of = {sequence: place for place, sequence in enumerate(self._sequences)}

@@ -43,8 +43,7 @@ class Sequence:
         hashes: Iterable[bytes] = (),
         ruled: TokenRuleTensors | None = None,
     ) -> None:
-        """hashes: of the leading full blocks, as far as they are computed. ruled: shared with another choice of the
-        request."""
+        """hashes: of leading full blocks, if known. ruled: shared with another choice of the request."""
         self.request = request
         self.choice = choice
         self.adapter = 0  # see `Row`
@@ -120,8 +119,7 @@ class Sequence:
         return self._hashes
 
     def is_behind(self, others: Collection[Sequence], blocks: BlockManager) -> bool:
-        """Return True if one of `others`, which are being computed, will fill the first block that this one would miss
-        now."""
+        """Return True if one of `others`, which are being computed, will fill the first block missing here."""
         if self.is_scored:
             return False
         # Start at the last known depth: while another sequence brings the next block, all blocks before it are in that

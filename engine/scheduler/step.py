@@ -195,8 +195,10 @@ class KVConnector(Protocol):
     """
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
-        """Start fetches for newly admitted prompts, before the rows are chosen. These prompts own their blocks from now
-        on."""
+        """Start fetches for newly admitted prompts, before the rows are chosen.
+
+        These prompts own their blocks from now on.
+        """
         ...
 
     def orders(self, step: ScheduledStep) -> Orders:

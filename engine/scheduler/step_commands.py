@@ -59,10 +59,9 @@ class DraftOrder:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokenOrder:
-    """Tokens of the batch that the step before chooses, possibly still running. Rank 0 sends them from device to
-    device.
+    """Transfer of tokens of the batch that the step before chooses, possibly still running.
 
-    See `DeviceTokens`.
+    Rank 0 sends them from device to device. See `DeviceTokens`.
     """
 
     num_chosen: int  # number sent: one per row of the step before, in order

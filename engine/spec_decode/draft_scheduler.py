@@ -103,8 +103,10 @@ class _Model:
         return self.trial_interval < _TRIAL_WITHIN
 
     def judge_trial(self) -> None:
-        """Judge the last trial if its token is known. On success the next trial is due at once, else the interval
-        doubles."""
+        """Judge the last trial if its token is known.
+
+        On success the next trial is due at once, else the interval doubles.
+        """
         if self.last_trial is not None:
             sequence, position, token = self.last_trial
             if position < len(sequence.tokens):
@@ -356,5 +358,5 @@ class DraftScheduler:
         result = work()
         spent_s = self._clock() - begin
         self._spent_s += spent_s
-        model.learned.saw(depth, num_tokens, spent_s)
+        model.learned.observe(depth, num_tokens, spent_s)
         return result

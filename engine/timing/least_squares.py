@@ -9,8 +9,10 @@ _RIDGE = 1e-6
 
 
 def non_negative(sums: np.ndarray, targets: np.ndarray) -> list[float]:
-    """Return the solution of sums · x = targets with x >= 0. Drops negative terms one by one, the most negative
-    first."""
+    """Return the solution of sums · x = targets with x >= 0.
+
+    Drops negative terms one by one, the most negative first.
+    """
     scale = np.sqrt(np.diag(sums))
     kept = [i for i in range(len(targets)) if scale[i] > 0]
     solved = np.zeros(len(targets))

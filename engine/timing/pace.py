@@ -101,7 +101,7 @@ class Pace:
             self._num_plain += not step.has_drafts
             if step.has_drafts or self._num_plain % SAMPLE_EVERY == 0:
                 self._compare(seconds, batch, has_drafts=step.has_drafts)
-        self._timing.saw(batch, seconds, only_decodes=only_decodes)
+        self._timing.observe(batch, seconds, only_decodes=only_decodes)
         if only_decodes:
             self._steps.add(1, whole_s)
         else:
@@ -112,7 +112,7 @@ class Pace:
             num_context = int(batch.context_lens.sum())
             expected_s = timing.step_s(num_tokens=batch.num_tokens, num_pairs=0, num_context=num_context)
             if expected_s:
-                self._draft_cost.saw(batch.num_tokens, seconds / expected_s, has_drafts=has_drafts)
+                self._draft_cost.observe(batch.num_tokens, seconds / expected_s, has_drafts=has_drafts)
 
     @property
     def draft_factors(self) -> tuple[float, ...]:

@@ -43,7 +43,7 @@ class StepTimeModel:
         if len(self._steps) == _SUM_UP_EVERY:
             self._sum_up()
 
-    def saw(self, batch: Batch, seconds: float, *, only_decodes: bool) -> None:
+    def observe(self, batch: Batch, seconds: float, *, only_decodes: bool) -> None:
         """Add one step with this batch. Beside prompts, a row of one token counts as a decoding row."""
         queries, contexts = batch.query_lens, batch.context_lens
         num_pairs, num_context = 0, int(contexts.sum())

@@ -243,12 +243,12 @@ def _by_torch(logits_RV: Tensor, rows: Seq[SamplingRow], kinds: Seq[int]) -> Dra
         return (given_RV.gather(-1, places_R.unsqueeze(-1)) - log_norms_R1).exp().squeeze(-1)
 
     numbers_R1 = torch.tensor([[_number(row)] for row in rows], device=device)
-    beside_R, beside_shares_R = _beside(given_RV, log_norms_R1, drafted_R, numbers_R1)
+    neighbour_R, neighbour_shares_R = _neighbour(given_RV, log_norms_R1, drafted_R, numbers_R1)
     is_other_R = (kinds_R == LIKELIEST) & (drawn_R >= 0) & (drawn_R != most_R)
     instead_R = torch.where(is_other_R, drawn_R.clamp_min(0), _second(given_RV.clone(), drafted_R))
     is_known_R = is_other_R | (kinds_R == GREEDY)
-    shares_R2 = shares(drafted_R), torch.where(is_known_R, shares(instead_R), beside_shares_R)
-    tokens_R4 = most_R, drawn_R, drafted_R, torch.where(is_known_R, instead_R, beside_R)
+    shares_R2 = shares(drafted_R), torch.where(is_known_R, shares(instead_R), neighbour_shares_R)
+    tokens_R4 = most_R, drawn_R, drafted_R, torch.where(is_known_R, instead_R, neighbour_R)
     return Draws(torch.stack(tokens_R4, dim=-1), torch.stack(shares_R2, dim=-1))
 
 
@@ -258,7 +258,7 @@ def _second(logits_RV: Tensor, places_R: Tensor) -> Tensor:
     return likeliest(logits_RV, {})[0]
 
 
-def _beside(given_RV: Tensor, log_norms_R1: Tensor, places_R: Tensor, numbers_R1: Tensor) -> tuple[Tensor, Tensor]:
+def _neighbour(given_RV: Tensor, log_norms_R1: Tensor, places_R: Tensor, numbers_R1: Tensor) -> tuple[Tensor, Tensor]:
     """Return the other token with the largest share of the interval around the number, and that share."""
     shares_RV = (given_RV - log_norms_R1).exp()
     ends_RV = shares_RV.cumsum(dim=-1)

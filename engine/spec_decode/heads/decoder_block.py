@@ -32,8 +32,8 @@ from engine.weights.checkpoint import Shape
 
 @dataclass(frozen=True)
 class DecoderBlock:
-    """y = x + attention(entry), then y + mlp(norm(y)). Without a norm before attention, because the caller builds the
-    entry."""
+    """y = x + attention(entry), then y + mlp(norm(y)). The caller builds the entry, so attention has no norm before
+    it."""
 
     index: int
     head_dim: int

@@ -74,19 +74,19 @@ class DeferredEntries:
         return len(self._deferred)
 
     def add(
-        self, batch: Batch, hidden_NW: Tensor, is_kept: Callable[[int, int], bool] = lambda slot, before: True
+        self, batch: Batch, hidden_NW: Tensor, accepts: Callable[[int, int], bool] = lambda slot, before: True
     ) -> None:
-        """Add the tokens of a step, whose ids are on the host. The last token of a slot counts: earlier ones were wrong
-        drafts.
+        """Add the tokens of a step, whose ids are on the host.
 
-        hidden_NW: kept. is_kept: called for each token in order with its slot and the slot before.
+        The last token of a slot counts, because earlier ones were wrong drafts. hidden_NW: kept. accepts: called for
+        each token in order with its slot and the slot before.
         """
         tokens, positions = batch.token_ids.tolist(), batch.positions.tolist()
         slots, late = batch.slots.tolist(), self._deferred
         befores = list_before(batch, slots, positions, block_size=self._size)
         for i, (slot, before) in enumerate(zip(slots, befores, strict=True)):
             late.pop(slot, None)
-            if is_kept(slot, before):
+            if accepts(slot, before):
                 num_behind = 1 + (late[before].num_behind if before in late else 0)
                 late[slot] = _Deferred(tokens[i], positions[i], before, num_behind, hidden_NW, i)
 
@@ -94,7 +94,7 @@ class DeferredEntries:
         """Return True if the slot's token is deferred."""
         return slot in self._deferred
 
-    def most_up_to(self, slot: int) -> int:
+    def max_up_to(self, slot: int) -> int:
         """Return an upper bound of the deferred tokens of the slot's sequence up to this slot."""
         return self._deferred[slot].num_behind if slot in self._deferred else 0
 

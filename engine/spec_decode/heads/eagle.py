@@ -31,7 +31,7 @@ from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner import streams
 from engine.spec_decode.heads.deferred_kv import DeferredEntries, Entries, side_by_side
 from engine.spec_decode.heads.draft_layer import DraftLayer, DraftPlaces
-from engine.spec_decode.heads.features import UNKNOWN, Features, going_on, list_before
+from engine.spec_decode.heads.features import UNKNOWN, Features, continuable, list_before
 from engine.spec_decode.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.spec_decode.heads.heads import HeadsRoom
 
@@ -56,7 +56,7 @@ class Eagle:
         self._hidden_size = model.hidden_size
 
     def attach(self, pool: KVPool) -> None:
-        """pool: has a spare block for every row of a `draft` call."""
+        """Set the pool, which has a spare block for every row of a `draft` call."""
         self._layer.attach(pool)
         self._can_wait = self._room.can_wait
         self._num_first: int | None = None
@@ -81,14 +81,14 @@ class Eagle:
 
     def follow(self, batch: Batch, aux_hidden_states: AuxHiddenStates, on_layer: Callable[[int], None] | None) -> None:
         if self._can_wait and batch.wants_all_logits and on_layer is None:
-            self._deferred.add(batch, side_by_side(aux_hidden_states, self.layers), self._takes)
+            self._deferred.add(batch, side_by_side(aux_hidden_states, self.layers), self._accepts)
             if len(self._deferred) >= (_ENOUGH if self._num_first is None else _MOST):
                 self.settle()
             return
         self.settle()
         entries = Entries.of(batch, aux_hidden_states, self.layers, block_size=self._pool.layout.block_size)
         over = self._slots_passed_over(batch, entries)
-        self._put(entries, going_on(batch))
+        self._put(entries, continuable(batch))
         self.features.pass_over(over)
         if on_layer is not None:
             on_layer(self._index)
@@ -146,20 +146,20 @@ class Eagle:
         # With drafts, the first token of each row decides.
         if len(befores) > len(batch.query_lens):
             befores = [befores[i] for i in (np.cumsum(batch.query_lens) - batch.query_lens).tolist()]
-        return all(map(self._is_over, befores))
+        return all(map(self._continues_passed_over, befores))
 
-    def _is_over(self, before: int) -> bool:
+    def _continues_passed_over(self, before: int) -> bool:
         """Return True if tokens after this slot are passed over."""
-        if self._num_first is not None and self._deferred.most_up_to(before) >= self._num_first:
+        if self._num_first is not None and self._deferred.max_up_to(before) >= self._num_first:
             return True
         return self._is_passed_over(before)
 
     def _is_passed_over(self, before: int) -> bool:
         return before != UNKNOWN and not self._deferred.has(before) and self.features.is_passed_over(before)
 
-    def _takes(self, slot: int, before: int) -> bool:
+    def _accepts(self, slot: int, before: int) -> bool:
         """Return True if the token is deferred; otherwise mark it as passed over."""
-        if self._is_over(before):
+        if self._continues_passed_over(before):
             self.features.pass_over((slot,))
             return False
         self.features.clear_passed_over(slot)
@@ -186,8 +186,7 @@ class Eagle:
         self.features.keep(slots_N, feature_NE)
 
     def _before(self, entries: Entries, feature_NE: Tensor) -> Tensor:
-        """Return the feature before each entry, from these entries or from `features`; zeros if unknown or at position
-        0."""
+        """Return the feature before each entry; zeros if unknown or at position 0."""
         places_N = self._deferred.places(entries.slots_N, entries.before_N)
         first_F = np.flatnonzero(places_N == UNKNOWN)
         first_FE = self.features.read(self.features.places(entries.before_N[first_F].tolist()))

@@ -148,11 +148,10 @@ class Features:
         return b"" if UNKNOWN in places else self.read(places).view(torch.uint8).cpu().numpy().tobytes()
 
     def arrived(self, blocks: Sequence[int], first_token: int, end_token: int, last: bytes) -> None:
-        """Record KV of positions [first_token, end_token), perhaps none, that was written to this block table by a
-        transfer.
+        """Record KV of positions [first_token, end_token) that a transfer wrote to this block table.
 
-        The features of full blocks came with the KV. last: the sender's `of` for end_token. Discards what the ring has
-        for these slots, which belongs to the previous owner of the blocks.
+        The range may be empty. The features of full blocks came with the KV. last: the sender's `of` for end_token.
+        Discards what the ring has for these slots, which belongs to the previous owner of the blocks.
         """
         slots = self._slots(blocks, min(first_token, end_token - 1), end_token)
         self._place_of[slots], self._is_over_S[slots] = UNKNOWN, False
@@ -193,8 +192,10 @@ def slots_before(batch: Batch, *, block_size: int) -> Ints:
 
 
 def list_before(batch: Batch, slots: Sequence[int], positions: Sequence[int], *, block_size: int) -> list[int]:
-    """Return `slots_before` as a list, usually without numpy, whose caches are cold. slots, positions: the batch's, as
-    lists."""
+    """Return `slots_before` as a list, usually without numpy, whose caches are cold.
+
+    slots, positions: those of the batch, as lists.
+    """
     firsts = [i for i, position in enumerate(positions) if position % block_size == 0]
     found = [slot - 1 for slot in slots]
     if firsts and len(positions) > len(batch.query_lens):
@@ -206,6 +207,6 @@ def list_before(batch: Batch, slots: Sequence[int], positions: Sequence[int], *,
     return found
 
 
-def going_on(batch: Batch) -> Ints:
+def continuable(batch: Batch) -> Ints:
     """Return the indices into T of the positions that rows may continue from."""
     return np.union1d(batch.logits_rows, np.cumsum(batch.query_lens) - 1)

@@ -61,16 +61,15 @@ class DraftHeads(Protocol):
     def follow(
         self, batch: Batch, aux_hidden_states: AuxHiddenStates, on_layer: Callable[[int], None] | None, /
     ) -> None:
-        """Record a computed step, and write the heads' KV of its tokens to the pool; without on_layer perhaps only in
-        `settle`.
+        """Record a computed step, and write the heads' KV of its tokens to the pool.
 
-        on_layer: as in ModelRunner.forward, for the heads' own layers.
+        Without on_layer the write may be deferred until `settle`. on_layer: as in ModelRunner.forward, for the heads'
+        layers.
         """
         ...
 
     def rest(self, num_first: int | None, /) -> None:
-        """Announce that drafts have not paid lately and are requested at most within the first `num_first` tokens of
-        answers.
+        """Announce that drafts are requested only within the first `num_first` tokens of answers, if at all.
 
         Heads may then stop collecting state of decoding sequences, and cannot draft for these afterwards. None: drafts
         may be requested at any time.
@@ -90,8 +89,7 @@ class DraftHeads(Protocol):
         ...
 
     def num_behind(self, row: HeadRow, /) -> int | None:
-        """Return the number of deferred tokens to compute before drafting for this row; None if it cannot be drafted
-        for."""
+        """Return the number of deferred tokens to compute before a draft; None if the row cannot be drafted for."""
         ...
 
     def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None, /) -> None:
@@ -99,6 +97,8 @@ class DraftHeads(Protocol):
         ...
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose, /) -> None:
-        """Draft for each row, place after place, as far as the heads go; `choose` picks the tokens. Skips rows without
-        state."""
+        """Draft for each row, place after place, as far as the heads go. Skips rows without state.
+
+        `choose` picks the tokens of each place.
+        """
         ...

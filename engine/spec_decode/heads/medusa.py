@@ -20,7 +20,7 @@ from engine.kv.pool import KVPool
 from engine.layers.layers import Linear
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner import streams
-from engine.spec_decode.heads.features import Features, going_on
+from engine.spec_decode.heads.features import Features, continuable
 from engine.spec_decode.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.spec_decode.heads.heads import HeadsRoom
 from engine.weights.checkpoint import Shape, check_tensors
@@ -29,8 +29,10 @@ from engine.weights.checkpoint import Shape, check_tensors
 
 
 class Medusa:
-    """DraftHeads of Medusa. Keeps nothing in the pool: a feature missing from the ring costs one step without a
-    draft."""
+    """DraftHeads of Medusa. Keeps nothing in the pool.
+
+    A feature missing from the ring costs one step without a draft.
+    """
 
     def __init__(self, config: HeadsConfig, model: ModelConfig, room: HeadsRoom) -> None:
         """Read the heads. Raises SpecError if they do not fit config.json or the model."""
@@ -59,7 +61,7 @@ class Medusa:
         )
 
     def follow(self, batch: Batch, aux_hidden_states: AuxHiddenStates, on_layer: Callable[[int], None] | None) -> None:
-        last_N = going_on(batch)
+        last_N = continuable(batch)
         x_TE = aux_hidden_states[self.layers[0]]
         self.features.keep(batch.slots[last_N], x_TE[streams.upload_indices(last_N, x_TE.device)])
 

@@ -63,10 +63,10 @@ def open_heads(
 def warm_up_heads(
     heads: DraftHeads, pool: KVPool, *, max_tokens: int, max_rows: int, hidden_size: int, dtype: torch.dtype
 ) -> None:
-    """Follow steps of every power of two of tokens, and draft for as many rows. Leaves meaningless values in the first
-    blocks.
+    """Follow steps of every power of two of tokens, and draft for as many rows.
 
-    The model itself computes nothing, because ranks without heads would not take part.
+    The model itself computes nothing, because ranks without heads would not take part. Leaves meaningless values in the
+    first blocks.
     """
     size = pool.layout.block_size
     for count in (1 << i for i in range(max_tokens.bit_length())):

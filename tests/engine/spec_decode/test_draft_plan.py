@@ -119,11 +119,11 @@ def test_no_drafts_in_full_steps() -> None:
 def test_acceptance_rate_follows_outcomes() -> None:
     acceptance = AcceptanceRate()
     for _ in range(300):
-        acceptance.saw([3, 4], 1, 2)  # the first is right, the second is not
-        acceptance.saw([5], 1, 1)
+        acceptance.observe([3, 4], 1, 2)  # the first is right, the second is not
+        acceptance.observe([5], 1, 1)
     assert acceptance.rates[3] > 0.95 and acceptance.rates[5] > 0.95 and acceptance.rates[4] < 0.05
     for _ in range(600):
-        acceptance.saw([3], 0, 1)
+        acceptance.observe([3], 0, 1)
     assert acceptance.rates[3] < 0.15, "old outcomes must be forgotten"
 
 
@@ -131,11 +131,11 @@ def test_sequence_factor_follows_outcomes() -> None:
     better, worse = SequenceFactor(), SequenceFactor()
     assert better.value == 1.0
     for _ in range(20):
-        better.saw(0.5, 1)
-        worse.saw(0.5, 0)
+        better.observe(0.5, 1)
+        worse.observe(0.5, 0)
     assert worse.value < 0.2 and better.value > 1.1
     for _ in range(20):
-        worse.saw(0.05, 1)
+        worse.observe(0.05, 1)
     assert worse.value > 1.1, "the factor must follow a change"
 
 

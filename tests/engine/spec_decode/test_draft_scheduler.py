@@ -152,18 +152,18 @@ def test_proposal_cost_is_learned_from_any_calls() -> None:
     for number in range(80):
         depth, num_tokens = generator.randrange(1, 8), generator.randrange(1, 60)
         seconds = true.seconds(depth, num_tokens) * generator.uniform(0.9, 1.1)
-        learned.saw(depth, num_tokens, seconds * (50 if number == 70 else 1))
+        learned.observe(depth, num_tokens, seconds * (50 if number == 70 else 1))
     assert learned.cost
     for depth, num_tokens in ((1, 1), (4, 20), (7, 50)):
         assert learned.cost.seconds(depth, num_tokens) == pytest.approx(true.seconds(depth, num_tokens), rel=0.2)
     for _ in range(80):  # the machine has become slower
         depth, num_tokens = generator.randrange(1, 8), generator.randrange(1, 60)
-        learned.saw(depth, num_tokens, 3 * true.seconds(depth, num_tokens))
+        learned.observe(depth, num_tokens, 3 * true.seconds(depth, num_tokens))
     assert learned.cost.seconds(4, 20) == pytest.approx(3 * true.seconds(4, 20), rel=0.3)
     # Calls of one kind determine only the sum of the terms.
     same = LearnedProposalCost()
     for _ in range(20):
-        same.saw(3, 5, true.seconds(3, 5))
+        same.observe(3, 5, true.seconds(3, 5))
     assert same.cost and same.cost.seconds(3, 5) == pytest.approx(true.seconds(3, 5), rel=0.01)
 
 

@@ -13,12 +13,12 @@ from engine.spec_decode.step_cost import LearnedDraftCost, factor_of
 def test_unused_bucket_forgets_its_cost() -> None:
     cost = LearnedDraftCost()
     for _ in range(200):
-        cost.saw(4, 1.0, has_drafts=False)
-        cost.saw(12, 1.0, has_drafts=True)
-        cost.saw(20, 1.8, has_drafts=True)
+        cost.observe(4, 1.0, has_drafts=False)
+        cost.observe(12, 1.0, has_drafts=True)
+        cost.observe(20, 1.8, has_drafts=True)
     assert factor_of(cost.factors(), 20) > 1.6
     for _ in range(1500):
-        cost.saw(12, 1.0, has_drafts=True)
+        cost.observe(12, 1.0, has_drafts=True)
     assert factor_of(cost.factors(), 20) < 1.25
 
 
@@ -28,7 +28,7 @@ def test_plain_steps_update_factors() -> None:
     cost = LearnedDraftCost()
     assert factor_of(cost.factors(), 4) == 1.0
     for _ in range(200):
-        cost.saw(4, 0.5, has_drafts=False)
+        cost.observe(4, 0.5, has_drafts=False)
         cost.factors()
     assert factor_of(cost.factors(), 4) > 1.9
 
@@ -39,5 +39,5 @@ def test_factors_stay_within_bounds(seed: int) -> None:
     generator, cost = random.Random(seed), LearnedDraftCost()
     for _ in range(3000):
         ratio = generator.choice([0.0, 1e-9, 0.5, 1.0, 2.0, 1e9, math.inf])
-        cost.saw(generator.choice([1, 16, 17, 128, 129, 5000]), ratio, has_drafts=generator.random() < 0.5)
+        cost.observe(generator.choice([1, 16, 17, 128, 129, 5000]), ratio, has_drafts=generator.random() < 0.5)
         assert all(0.25 <= factor <= 4.0 for factor in cost.factors())
