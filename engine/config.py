@@ -35,7 +35,7 @@ class EngineConfig:
     link_bytes: int = 0  # GPU memory reserved for this rank's links
     draft_bytes: int = 0  # GPU memory reserved for a draft model
     expert_parallel: bool = False  # each rank holds whole experts instead of a slice of every expert
-    redundant_experts: int = 0  # replicas of the most used experts, per layer
+    redundant_experts: int = 0  # extra copies of the most used experts, per layer
     deterministic: bool = False  # reject compute paths whose results depend on the other rows of the batch
     heads: HeadsPlace | None = None  # draft heads on the model's hidden states; None: no heads
     recorded_rows: int = 0  # capture decode steps of up to this many rows as graphs, where supported, and replay them

@@ -26,8 +26,8 @@ _MOST = (1 << 31) - 1
 class Sampled:
     """Tokens chosen for some rows, possibly still in flight from a device."""
 
-    token_ids: Any  # (R,) on the sampling device, for the next step; below 0 where there is no token
-    wait: Callable[[], Seq[Chosen | None]]  # waits for the device, returns one entry per row; called once
+    token_ids: Any  # (R,) on the sampling device, for the next step; negative if there is no token
+    wait: Callable[[], Seq[Chosen | None]]  # waits for the device and returns one entry per row; called once
 
     @classmethod
     def known(cls, chosen: Seq[Chosen | None]) -> Sampled:

@@ -35,7 +35,8 @@ _TRIAL_DRAFT_EVERY, _TRIAL_DRAFT_TOKENS, _TRIAL_DRAFT_CHANCE = 64, 3, 0.5
 _MAX_TRIAL_INTERVAL, _KNOWN_TRIAL_INTERVAL = 128, 64  # steps; after a call that paid
 _EXPECTED = 0.5  # acceptance rate above which a right proposal teaches nothing new
 _MAX_TRIAL_DEPTH = 2  # tokens
-_TRIAL_WITHIN, _FIRST_TOKENS = 16, 20  # tokens of an answer in which a resting proposer is tried; that it collects
+# In tokens: trials of a resting proposer happen within the first 16 of an answer, and it collects state for 20.
+_TRIAL_WITHIN, _FIRST_TOKENS = 16, 20
 
 # Backoff of model proposers, in steps without a call that pays.
 _PLAN_ALWAYS, _PLAN_EVERY, _PLAN_EVERY_RESTING, _REST_AFTER = 16, 8, 32, 256
@@ -276,7 +277,7 @@ class DraftScheduler:
             can_propose = num_behind is not None and limit > 0 and self._tracker.is_missing(name, sequence)
             expected = self._tracker.expected(name, sequence, limit) if can_propose else ()
             chances.append(expected)
-            # What is missing beyond the last tokens, a prompt above all, is spread over the steps still to come.
+            # Missing tokens before the last ones, mostly a prompt, are spread over the steps still to come.
             late = max(0, (num_behind or 0) - _NEAR)
             missing.append(min(num_behind or 0, _NEAR) + late / self._steps_left(sequence, expected))
         return CallOffer(name, self._models[name].cost(cost), chances, missing)
