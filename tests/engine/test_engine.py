@@ -550,7 +550,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
-    def another_reads(self, data: st.DataObject) -> None:
+    def ship_blocks(self, data: st.DataObject) -> None:
         self.read(data.draw(st.sampled_from(self.running)))
 
     def read(self, sequence: TokenSequence) -> None:
@@ -561,7 +561,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.read_blocks[sequence] = list(sequence.blocks[: sequence.num_blocks_for(sequence.num_computed)])
 
     @invariant()
-    def what_another_reads_stays_where_it_is(self) -> None:
+    def shipped_blocks_stay_in_place(self) -> None:
         for sequence, blocks in list(self.read_blocks.items()):
             if sequence in self.engine.decoding.running and self.num_preempted == self.engine.decoding.num_preemptions:
                 assert sequence.blocks[: len(blocks)] == blocks
@@ -570,7 +570,7 @@ class EngineMachine(RuleBasedStateMachine):
                 del self.read_blocks[sequence]
 
     @invariant()
-    def what_is_found_is_what_was_computed(self) -> None:
+    def cached_blocks_hold_their_tokens(self) -> None:
         for sequence in self._alive():
             assert sequence.num_computed <= len(sequence.tokens)
             for number, prefix_hash in enumerate(sequence.hashes()):
@@ -960,8 +960,8 @@ def _with_every_temper() -> None:
             if temper % 2 and machine.running:
                 machine.read(machine.running[0])
             machine.every_block_is_in_one_state()
-            machine.what_another_reads_stays_where_it_is()
-            machine.what_is_found_is_what_was_computed()
+            machine.shipped_blocks_stay_in_place()
+            machine.cached_blocks_hold_their_tokens()
         machine.teardown()
 
 
