@@ -1,4 +1,4 @@
-"""What one rank's engine is made from."""
+"""Configuration of one rank's engine."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """How a model is computed, and the memory for its KV: the same on every rank of a replica."""
+    """Model, compute options and KV memory; identical on every rank of a replica."""
 
-    model_dir: Path  # Hugging Face's files
-    device: str = "cpu"  # as torch names it
-    dtype: str = "bfloat16"  # of weights and activations
+    model_dir: Path  # in Hugging Face's layout
+    device: str = "cpu"  # torch device name
+    dtype: str = "bfloat16"  # weights and activations
     weights: str = "as_stored"  # one of engine.layers.shards.WEIGHTS
-    pool_dtype: str = "auto"  # of KV; auto: as dtype; or int8, fp8_e4m3
+    pool_dtype: str = "auto"  # KV: auto (= dtype), int8 or fp8_e4m3
     block_size: int = 16  # tokens
-    num_blocks: int | None = None  # of this rank's pool; None: as many as fit into kv_memory_gib
-    kv_memory_gib: float | None = None  # None: 1 on a CPU, on a GPU all that nothing else needs
-    max_context: int | None = None  # of a sequence; None: the model's
-    # Where num_blocks is None on a GPU, what nothing else needs is known by trying the largest step:
-    max_batch_tokens: int = 2048  # of a step
-    max_running: int = 64  # rows of a step
-    link_bytes: int = 0  # that the links of this rank will take of its GPU
-    draft_bytes: int = 0  # that a model which drafts will take of it
-    expert_parallel: bool = False  # each rank holds some experts whole, instead of a share of every one
-    redundant_experts: int = 0  # of each layer: places for further copies of the experts that are chosen most
-    deterministic: bool = False  # refuse to compute in a way in which a row's bits depend on the rows beside it
-    heads: HeadsPlace | None = None  # on the model's hidden states; None: there are none
-    recorded_rows: int = 0  # record decode steps of up to so many rows, where they can be, and replay them
+    num_blocks: int | None = None  # pool size of this rank; None: as many as fit into kv_memory_gib
+    kv_memory_gib: float | None = None  # None: 1 GiB on a CPU, all free memory on a GPU
+    max_context: int | None = None  # tokens per sequence; None: the model's limit
+    # With num_blocks None on a GPU, a trial of the largest step measures the memory that the rest needs:
+    max_batch_tokens: int = 2048  # tokens per step
+    max_running: int = 64  # rows per step
+    link_bytes: int = 0  # GPU memory reserved for this rank's links
+    draft_bytes: int = 0  # GPU memory reserved for a draft model
+    expert_parallel: bool = False  # each rank holds whole experts instead of a slice of every expert
+    redundant_experts: int = 0  # extra copies of the most used experts, per layer
+    deterministic: bool = False  # reject compute paths whose results depend on the other rows of the batch
+    heads: HeadsPlace | None = None  # draft heads on the model's hidden states; None: no heads
+    recorded_rows: int = 0  # capture decode steps of up to this many rows as graphs, where supported, and replay them
 
     def layout(self, *, tensor_parallel: int = 1) -> KVLayout:
-        """The KV layout on each of so many ranks. Reads the model's config.json; raises SpecError."""
+        """Return the KV layout of one of `tensor_parallel` ranks. Reads the model's config.json; raises SpecError."""
         config = model_config.load(self.model_dir)
         config.check_tensor_parallel(tensor_parallel)
         heads = self.load_heads(config)
@@ -64,7 +64,7 @@ class EngineConfig:
         )
 
     def bytes_beside_blocks(self, layout: KVLayout) -> int:
-        """What heads keep on a rank of this layout, however many blocks it has. Raises SpecError."""
+        """Return the bytes that draft heads keep on a rank, independent of the number of blocks. Raises SpecError."""
         model = model_config.load(self.model_dir)
         if (heads := self.load_heads(model)) is None:
             return 0
@@ -74,20 +74,19 @@ class EngineConfig:
         )
 
     def load_heads(self, model: ModelConfig) -> HeadsConfig | None:
-        """Raises SpecError where what is there does not draft for this model."""
+        """Load the draft heads, if any. Raises SpecError if the files do not draft for this model."""
         return load_heads(*self.heads, model) if self.heads else None
 
 
 def device_for(*, gpus: float) -> torch.device:
-    """The device of this process: its first GPU where it has been given one."""
+    """Return the device of this process: its first GPU if it was assigned one, else the CPU."""
     return torch.device("cuda", 0) if gpus else torch.device("cpu")
 
 
 def num_blocks_for(layout: KVLayout, *, gib: float, beside: int = 0) -> int:
-    """How many blocks of one rank fit into this much memory, and so many bytes beside them. Raises SpecError if none
-    does."""
+    """Return how many blocks of one rank fit into `gib` GiB less `beside` bytes. Raises SpecError if none fits."""
     if gib * GIB - beside < layout.block_bytes:
-        heads = f", and {beside} of heads beside it" if beside else ""
+        heads = f" plus {beside} bytes of draft heads" if beside else ""
         raise SpecError(
             f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {layout.block_bytes} bytes{heads}"
         )

@@ -1,4 +1,4 @@
-"""The engine: schedule, execute, book, sample, append. Every step of every caller is made here."""
+"""The engine: schedules, executes and samples the steps of one replica, and updates its sequences."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from core.types.errors import ContextLengthExceeded, RequestError
 from core.types.request import SampledToken
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import Chosen, Sampler
-from engine.scheduler.admission import Admission, AdmitInTime, AdmitWithRoomToGrow
+from engine.scheduler.admission import Admission, AdmitOnDemand, AdmitWithRoomToGrow
 from engine.scheduler.async_steps import device_tokens_of, expect, may_be_followed
 from engine.scheduler.decoding import Decoding
-from engine.scheduler.jump_forward import take_known
+from engine.scheduler.jump_forward import append_forced
 from engine.scheduler.local_decode import LocalDecodes
 from engine.scheduler.prompts import Prompt, PromptQueue, allocate
 from engine.scheduler.row_updates import LastRows
@@ -32,21 +32,21 @@ Logits = TypeVar("Logits")
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig:
-    """What an engine takes on."""
+    """Limits of one engine."""
 
-    max_batch_tokens: int  # of one step
+    max_batch_tokens: int  # per step
     max_running: int
     max_waiting: int
-    decodes: bool = True  # False: a prompt that is no guest is over with the first token of each of its choices
-    max_local_decodes: int = 0  # where it does not decode: choices of guests, of max_running
-    max_local_decode_blocks: int = 0  # and how many blocks these have, as long as there are several
+    decodes: bool = True  # False: a prompt finishes with the first token of each choice, except local decodes
+    max_local_decodes: int = 0  # choices of local decodes, part of max_running; only for engines that do not decode
+    max_local_decode_blocks: int = 0  # blocks of local decodes; a single one may exceed it
 
 
 class Engine(Generic[Logits]):
     """All sequences of one replica, and the blocks that hold their KV. Owned by the step thread.
 
-    `step` is `launch` and `complete`. Where steps run ahead, the next one is launched between the two, and is under way
-    until the next call: whatever is asked of the engine meanwhile finds every sequence as it was before that launch.
+    A step is a `launch` followed by a `complete`. With async scheduling the next step is launched between the two, and
+    runs until the next call. Calls in between see every sequence as it was before that launch.
     """
 
     def __init__(
@@ -65,10 +65,12 @@ class Engine(Generic[Logits]):
         step_times: StepTimes | None = None,
         is_async: bool = False,
     ) -> None:
-        """connector: None where everything is computed here. tier_orders: what must be done with lower tiers before
-        anything is written to a block that was allocated since the last call. adapters: of the model, by name. pace:
-        None where nobody wants to know. speculation: None where nothing is drafted. step_times: by which drafts are
-        planned; None: those of the pace. runs_ahead: a step is still computed when the runner and the sampler return.
+        """Create an engine without sequences.
+
+        connector: None if all KV is computed locally. tier_orders: returns the pending transfers to and from lower
+        tiers; they precede any write to a block allocated since the last call. adapters: name -> number in the model.
+        pace: None disables timing. speculation: None disables drafting. step_times: plans drafts; None: those of the
+        pace. is_async: the runner and the sampler return before the device has finished.
         """
         self.blocks = blocks
         self.prompts = PromptQueue(blocks, max_waiting=config.max_waiting)
@@ -83,7 +85,7 @@ class Engine(Generic[Logits]):
         self._admission: Admission = (
             AdmitWithRoomToGrow(blocks, self.prompts, self.decoding, max_running=config.max_running)
             if config.decodes
-            else AdmitInTime(blocks, self.prompts, self.local_decodes, max_running=config.max_running)
+            else AdmitOnDemand(blocks, self.prompts, self.local_decodes, max_running=config.max_running)
         )
         self._runner = runner
         self._config = config
@@ -103,26 +105,27 @@ class Engine(Generic[Logits]):
         self._is_async = is_async
         self._under_way: ScheduledStep | None = None  # launched, not completed
 
-    # The step.
+    # Steps.
 
     def step(self) -> StepResult:
-        """One step. Where it is to run ahead, the next one is under way when this returns."""
+        """Run one step. With async scheduling, the next step is already running when this returns."""
         step, self._under_way = self._under_way or self.launch(), None
-        if self._is_to_be_followed(step):
+        if self._can_run_ahead(step):
             ahead = self.launch(behind=step)
-            step.take_what_came_before(ahead)
+            step.take_early_results(ahead)
             if ahead.has_rows:
                 self._under_way = ahead
         return self.complete(step)
 
-    def _is_to_be_followed(self, step: ScheduledStep) -> bool:
+    def _can_run_ahead(self, step: ScheduledStep) -> bool:
         running = self.decoding.running
         return self._is_async and may_be_followed(step, running) and not self._drafting.awaits(running)
 
     def launch(self, behind: ScheduledStep | None = None) -> ScheduledStep:
-        """Choose the rows of a step, have the runner execute it and the sampler choose from it.
+        """Schedule a step, execute it and sample from its logits.
 
-        behind: a step that is not completed yet, and `may_be_followed`."""
+        behind: the step before, if it is not completed yet; it must satisfy `may_be_followed`.
+        """
         self._connector.begin_step(self._admission.ahead())
         in_flight = expect(behind, self.decoding.running) if behind else []
         step = self._schedule(may_draft=behind is None)
@@ -152,10 +155,11 @@ class Engine(Generic[Logits]):
         return step
 
     def complete(self, step: ScheduledStep) -> StepResult:
-        """The KV of the step's rows is in the pool, or will be before anything else is done with it: book that, and
-        append the next token of each sequence that has nothing missing. Waits for the tokens.
+        """Append the next token of each sequence whose KV is complete. Waits for the tokens.
 
-        Whoever has left since the launch gets nothing."""
+        The step's KV counts as computed: it is in the pool, or will be before any later work on the device. Sequences
+        removed since the launch are skipped.
+        """
         chosen = iter(step.sampled.wait() if step.sampled else ())
         result = StepResult(
             did_work=step.has_rows or bool(step.orders or step.fetched or step.known),
@@ -177,7 +181,7 @@ class Engine(Generic[Logits]):
         return result
 
     def _complete_rows(self, step: ScheduledStep, chosen: Iterator[Chosen | None], result: StepResult) -> None:
-        """A row with no more news than its next token costs no call but for the making of that."""
+        """Append the sampled tokens. Fast path for rows without a draft: one list append per token."""
         running, sampled = self.decoding.running, result.sampled
         for sequence, num_tokens in step.decoding:
             if step.drafts and (draft := step.drafts.get(sequence)):
@@ -209,7 +213,7 @@ class Engine(Generic[Logits]):
         chosen: Iterator[Chosen | None],
         result: StepResult,
     ) -> None:
-        """Nobody has left since the launch: no step with drafts is followed by another before it is completed."""
+        """Verify a draft. A step with drafts is completed before the next launch, so no sequence has left since."""
         choose = choices_of(draft, sequence, chosen, self._sampler, step.logits)
         tokens, is_found = verify(draft, sequence, num_tokens, choose, self.blocks)
         result.sampled += [(sequence, token) for token in tokens]
@@ -225,12 +229,12 @@ class Engine(Generic[Logits]):
             self._finished(sequence)
 
     def _complete_prompts(self, step: ScheduledStep, chosen: Iterator[Chosen | None], result: StepResult) -> None:
-        """chosen: what is left of it for them."""
+        """Record computed chunks and start or finish the prompts that are complete. chosen: their first tokens."""
         computing = set(self.prompts.computing)
         for prompt, num_tokens in step.prompts:
             if prompt in computing:
                 prompt.sequence.computed(num_tokens, self.blocks)
-        step.note_scores()
+        step.store_scores()
         for prompt in step.whole:
             firsts = [next(chosen) for _ in prompt.choices]
             if prompt not in computing:
@@ -242,28 +246,33 @@ class Engine(Generic[Logits]):
                 self.prompts.remove(prompt)
 
     def _schedule(self, *, may_draft: bool) -> ScheduledStep:
-        """may_draft: False for a step that is launched behind another one. It is still under way when somebody leaves
-        whose draft would have to be verified; and what its rows go on from is not known yet."""
+        """Choose the rows of the next step.
+
+        may_draft: False for a step launched behind another. Its rows continue from tokens that are not known yet, and
+        its sequences may leave before it completes, so a draft could not be verified.
+        """
         fetched = self.prompts.take_fetched()
         for prompt in fetched:
             prompt.sequence.release(self.blocks)
         planned = self.decoding.make_room()
         decoding = planned.rows.sequences
         preempted = self.decoding.preempted
-        while preempted and self._admission.may_go_on(preempted[0]):
+        while preempted and self._admission.may_resume(preempted[0]):
             if not allocate(preempted[0], self.blocks):
                 break
             self.prompts.restart(preempted.popleft())
         budget = self._config.max_batch_tokens - len(decoding)
-        known = take_known(planned.rows.masked, budget, self.blocks)
-        prompts = self.prompts.chunks(budget - len(known), self._admission.in_time())
-        over = {sequence for sequence, token in known if token.finish_reason}
-        going_on = [(one, one.num_missing) for one in decoding if one not in over] if known else planned.rows.decoding
+        known = append_forced(planned.rows.masked, budget, self.blocks)
+        prompts = self.prompts.chunks(budget - len(known), self._admission.admit_on_demand())
+        finished = {sequence for sequence, token in known if token.finish_reason}
+        decode_rows = (
+            [(one, one.num_missing) for one in decoding if one not in finished] if known else planned.rows.decoding
+        )
         whole = [prompt for prompt, num_tokens in prompts if num_tokens == prompt.sequence.num_missing]
-        rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(going_on)))
-        drafts = self._drafts(going_on, prompts, whole) if may_draft and self._drafting.is_on else {}
+        rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(decode_rows)))
+        drafts = self._drafts(decode_rows, prompts, whole) if may_draft and self._drafting.is_on else {}
         return ScheduledStep(
-            decoding=going_on,
+            decoding=decode_rows,
             prompts=prompts,
             next_tokens=None if prompts or known or drafts else planned,
             drafts=drafts,
@@ -286,29 +295,34 @@ class Engine(Generic[Logits]):
     # Sequences.
 
     def add(self, prompt: Prompt) -> None:
-        """Raises CapacityError when the queue is full, ContextLengthExceeded when the prompt can never fit, and
-        RequestError when it asks for an adapter that the model does not have."""
+        """Queue a prompt.
+
+        Raises CapacityError if the queue is full, ContextLengthExceeded if the prompt can never fit, and RequestError
+        if the model does not have its adapter.
+        """
         if adapter := prompt.sequence.request.adapter:
             if adapter not in self._adapters:
                 raise RequestError(f"the model has no adapter {adapter!r}", param="adapter")
             prompt.sequence.adapter = self._adapters[adapter]
         if prompt.is_received:
-            prompt.sequence.is_scored = False  # whoever computes it tells
+            prompt.sequence.is_scored = False  # the replica that computes the prompt reports its scores
         num_tokens, limit = len(prompt.sequence.tokens), prompt.sequence.max_context
         if (self._config.decodes or prompt.is_local_decode) and num_tokens >= limit:
             raise ContextLengthExceeded(f"{num_tokens} tokens leave no room in {limit}", param="prompt")
         self.prompts.add(prompt)
 
     def cancel(self, prompt: Prompt) -> None:
-        """Do no more for a prompt that is not whole yet. Blocks that something may still be written to have left its
-        table."""
+        """Drop a prompt that is not complete yet.
+
+        The caller has removed blocks from its table that a transfer may still write.
+        """
         self.prompts.remove(prompt)
         prompt.sequence.release(self.blocks)
 
     def landed(self, prompt: Prompt, num_tokens: int, next_tokens: Seq[int]) -> Prefilled:
-        """The KV of a prompt that was reserved has come: `num_tokens` positions, and tokens that follow them.
+        """Accept the KV of a reserved prompt: `num_tokens` positions and the tokens that follow them.
 
-        From a prefill replica: the first token of each choice; from a decode replica, what the sequence got on the way.
+        A prefill replica sends the first token of each choice; a decode replica the tokens sampled during the transfer.
         """
         sequence = prompt.sequence
         if prompt.is_running_elsewhere:
@@ -321,24 +335,24 @@ class Engine(Generic[Logits]):
         return self._start(prompt, [(token, None) for token in next_tokens])
 
     def end(self, sequence: Sequence) -> None:
-        """It gets no more tokens here. It may have ended already."""
+        """Remove a sequence and free its blocks. Idempotent."""
         self.pause(sequence)
         self._drafting.forget(sequence)
         sequence.release(self.blocks)
 
     def pause(self, sequence: Sequence) -> None:
-        """Take a sequence out of the steps; it keeps its blocks."""
+        """Take a sequence out of the schedule; it keeps its blocks."""
         self.decoding.remove(sequence)
         self.prompts.remove_restart(sequence)
 
     def resume(self, sequence: Sequence) -> None:
-        """It decodes from now on; without blocks, it first computes its KV again."""
-        if sequence.num_missing > 1:  # it was paused while it was computed again
+        """Schedule a paused sequence again. Without blocks, its KV is recomputed first."""
+        if sequence.num_missing > 1:  # paused while its KV was being recomputed
             sequence.release(self.blocks)
         self.decoding.start(sequence)
 
     def _finish(self, prompt: Prompt, chosen: list[Chosen], result: StepResult) -> None:
-        """The KV of a prompt is whole."""
+        """Start decoding, or return the first tokens, now that the KV of a prompt is complete."""
         sequence = prompt.sequence
         sequence.is_scored = False
         if prompt.is_restart:
@@ -352,12 +366,15 @@ class Engine(Generic[Logits]):
             self.cancel(prompt)
 
     def _finished(self, sequence: Sequence) -> None:
-        """It has its last token."""
+        """End a sequence that has its last token."""
         self._drafting.finished(sequence)
         self.end(sequence)
 
     def _fail(self, sequence: Sequence, result: StepResult) -> None:
-        """There is no next token. Where that is not for what is asked, its KV may be why: nobody is to find it."""
+        """End a sequence without a next token.
+
+        Uncache its blocks unless its constraints are the cause: their KV may be corrupt.
+        """
         self.end(sequence)
         if not sequence.is_contradicted:
             for prefix_hash in sequence.hashes():
@@ -365,7 +382,7 @@ class Engine(Generic[Logits]):
         result.failed.append(sequence)
 
     def _start(self, prompt: Prompt, firsts: list[Chosen]) -> Prefilled:
-        """The KV of a prompt is whole, and each choice has its first token: fork, and decode those that go on."""
+        """Fork a complete prompt into its choices, append each first token and decode those that are not finished."""
         self.prompts.remove(prompt)
         sequences = [prompt.sequence, *self._fork(prompt.sequence, prompt.choices[1:])]
         for sequence in sequences:
@@ -380,17 +397,17 @@ class Engine(Generic[Logits]):
         return token
 
     def _fork(self, root: Sequence, choices: Seq[int]) -> list[Sequence]:
-        """The other choices of a request. One for which no block is left starts without any, and is computed again."""
+        """Return the other choices of a request. A choice that gets no block starts without any and is recomputed."""
         forks = [(choice, root.fork(choice, self.blocks)) for choice in choices]
         if copies := [fork[1] for _, fork in forks if fork and fork[1]]:
             self._runner.execute(None, Orders(tiers=self._tier_orders(), copies=copies))
         return [fork[0] if fork else root.without_blocks(choice) for choice, fork in forks]
 
-    # What the world is told.
+    # Metrics.
 
     @property
     def num_running(self) -> int:
-        """Sequences that run, or will as soon as their KV is there."""
+        """Sequences that run, or will run as soon as their KV is here."""
         return self._admission.num_running
 
     @property
@@ -399,6 +416,6 @@ class Engine(Generic[Logits]):
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens still to be computed here, but for one per sequence that decodes."""
+        """Tokens still to be computed here, not counting one per decoding sequence."""
         again = sum(sequence.num_missing for sequence in self.decoding.preempted)
         return self.prompts.num_queued_tokens + again

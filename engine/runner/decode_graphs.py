@@ -1,19 +1,19 @@
-"""Decode steps that were recorded once, and are launched again as a whole: CUDA graphs.
+"""CUDA graphs of decode steps.
 
-At batch sizes where a step waits for its weights, hundreds of launches from Python take longer than what they launch. A
-graph launches the same kernels over the same addresses again. So what changes from step to step lies in static buffers:
+At batch sizes where a step is bound by reading weights, launching hundreds of kernels from Python takes longer than the
+kernels. A graph launches the same kernels over the same addresses again, so varying inputs lie in static buffers:
 
     Batch ──one copy──> device ──two copies──> static inputs ──replay──> static logits      (and the pool)
 
-Block tables stay there from step to step: while the same rows follow each other, only the cells that are new go along.
+Block tables stay in place between steps: while the rows are the same, only new cells are copied.
 
-Shapes are part of a graph, so there is one for each of a few numbers of tokens, and a batch is filled up to the next. A
-token that fills up is of a strip whose context is 0, and is attended to as zeros; its slot is -1, where nothing is
-stored: no block is set aside for it.
+Shapes are part of a graph, so there is one graph for each of a few numbers of tokens, and a batch is padded to the
+next. A padding token belongs to a query group with context 0 and is attended to as zeros; its slot is -1, which is not
+stored, so padding needs no block.
 
-Rows are cut into strips (engine/kernels/attention/query_groups.py), of which there are at most as many as tokens: a row
-that decodes is one, one with a draft, or a short chunk of a prompt, has some. A layer stores the keys of all its tokens
-before any of them attends, each up to itself. Keys are read again for each strip, so that only few may be.
+Rows are cut into query groups (engine/kernels/attention/query_groups.py), at most one per token: a decoding row is one
+group; a row with a draft, or a short chunk of a prompt, is several. A layer stores the keys of all tokens before any of
+them attends, each up to itself. Every group reads the keys again, so only few rows may have several groups.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.device_batch import DeviceBatch, upload
 from engine.kernels.attention.query_groups import QueryGroups, QueryGroupSizes, cut_query_groups
 
-# R rows of a batch, T its tokens, U its strips, N tokens that a graph computes, and as many strips, M those of the
-# largest, B blocks of the longest table, V vocabulary
+# R rows of a batch, T its tokens, U its query groups, N tokens and query groups of a graph, M those of the largest
+# graph, B blocks of the longest table, V vocabulary
 
-_MOST_ROWS = 256  # beyond, launching takes less time than computing
-# Of each token; then of each strip.
+# Above this size computing takes longer than launching.
+_MOST_ROWS = 256
+# Rows of the static input: four per token, then three per query group.
 _ID, _POSITION, _SLOT, _SEAT, _FIRST, _COUNT, _CONTEXT = range(7)
-_ABSENT = np.array([[0], [0], [-1], [0], [0], [1], [0]], dtype=np.int32)  # of what fills up
+_ABSENT = np.array([[0], [0], [-1], [0], [0], [1], [0]], dtype=np.int32)  # padding
 
 Step = Callable[[], None]
 
 
 class Capture(Protocol):
-    """What records a step."""
+    """Recorder of a step's launches."""
 
     def __call__(self, step: Step) -> Step:
-        """Returns what does again everything that `step` has launched, without calling it."""
+        """Return a callable that repeats everything that `step` launches, without calling `step`."""
         ...
 
 
 class CudaCapture:
-    """Implements Capture. One graph runs at a time, so all share the memory for what lies between their kernels."""
+    """Capture as CUDA graphs. One graph runs at a time, so all share one memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -64,8 +65,9 @@ class CudaCapture:
         with torch.cuda.device(self._device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                step()  # kernels are compiled and libraries find their workspaces now: neither can be recorded
-            # Other threads of a worker use the device meanwhile: they would break a recording in any other mode.
+                step()  # kernels are compiled and workspaces allocated here, which cannot be recorded
+            # Other threads of the worker use the device at the same time, which would break a recording in any other
+            # mode.
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 step()
             torch.cuda.current_stream().wait_stream(self._stream)
@@ -73,7 +75,7 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """The recorded steps of one model over one pool. Owned by the step thread."""
+    """Recorded steps of one model over one pool. Owned by the step thread."""
 
     def __init__(
         self,
@@ -83,46 +85,46 @@ class DecodeGraphs:
         max_rows: int,
         num_sizes: int | None = None,
         max_context: int,
-        most_read_again: int,
+        max_read_again: int,
         most_queries: int,
         block_size: int,
         vocab_size: int,
         device: torch.device,
     ) -> None:
-        """Records a step for each size, of tokens that are all absent: nothing is read or written of the pool.
+        """Record a step of each size with padding tokens only, which neither read nor write the pool.
 
-        compute: from N tokens to their logits (N, V); what it launches must follow from shapes and `longest` alone.
-        num_sizes: only the largest so many. most_queries: of a strip. most_read_again: positions that rows of several
-        strips may read, together, beyond those that they would if each read its own once.
+        compute: from N tokens to their logits (N, V); its launches may depend only on shapes and `longest`. num_sizes:
+        only that many of the largest sizes. most_queries: queries per group. max_read_again: limit of the positions
+        that all groups of a batch read together beyond one read per row.
         """
         self._sizes = graph_sizes(max_rows)[-(num_sizes or 0) :]
         self._compute = compute
         self._device = device
         self._longest = max_context
-        self._most_read_again = most_read_again
+        self._max_read_again = max_read_again
         self._most_queries = most_queries
         largest = self._sizes[-1]
         self._numbers_7M = torch.from_numpy(_ABSENT).to(device).repeat(1, largest)
         self._tokens_M = torch.arange(largest, dtype=torch.int32, device=device)
         self._tables_MB = torch.zeros(largest, -(-max_context // block_size), dtype=torch.int32, device=device)
-        self._last: tuple[int, Any] = (0, None)  # step whose block tables are there, and whose they are
+        self._last: tuple[int, Any] = (0, None)  # number and block tables of the step that are in place
         self._logits_MV = torch.zeros(largest, vocab_size, dtype=torch.float32, device=device)
-        # The largest first: the others find room in the memory that it needed.
+        # Largest first: the other graphs reuse its memory.
         self._replays = {size: capture(partial(self._step, size)) for size in reversed(self._sizes)}
 
     def __call__(self, batch: Batch) -> Tensor | None:
-        """The logits (R, V) fp32 of the positions that rows want, which the next call overwrites.
+        """Return the requested logits (R, V) fp32, which the next call overwrites.
 
-        None where no graph computes this batch: it has more tokens, or longer tables, than any graph has room for; its
-        rows would read too much again; or somebody wants the logits of a prompt.
+        None if no graph fits the batch: it has more tokens or longer tables than any graph, its groups would read too
+        much again, or it scores prompt tokens.
         """
         num_tokens, width = batch.num_tokens, batch.block_tables.shape[1]
         if num_tokens > self._sizes[-1] or width > self._tables_MB.shape[1] or len(batch.scored_rows):
             return None
-        query_groups = None if num_tokens == len(batch.query_lens) else self._cut(batch)  # mostly None
+        query_groups = None if num_tokens == len(batch.query_lens) else self._cut(batch)
         if (
             query_groups is not None
-            and int(query_groups.contexts_U.sum() - batch.context_lens.sum()) > self._most_read_again
+            and int(query_groups.contexts_U.sum() - batch.context_lens.sum()) > self._max_read_again
         ):
             return None
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
@@ -130,20 +132,20 @@ class DecodeGraphs:
         numbers, *wanted = self._upload_tables(batch, [self._numbers(batch, query_groups, size), *more], query_groups)
         self._numbers_7M[:, :size].copy_(numbers)
         if batch.device_tokens:
-            self._feed(batch.device_tokens)
+            self._copy_device_tokens(batch.device_tokens)
         self._replays[size]()
         return self._logits_MV[:num_tokens] if batch.wants_all_logits else self._logits_MV.index_select(0, wanted[0])
 
     @property
     def token_ids_M(self) -> Tensor:
-        """Of the last step, on the device: the first are its tokens. The next call overwrites them."""
+        """Token ids of the last step, on the device, padded. The next call overwrites them."""
         return self._numbers_7M[_ID]
 
     def _cut(self, batch: Batch) -> QueryGroupSizes:
         return cut_query_groups(batch.query_lens, batch.context_lens, most=self._most_queries)
 
     def _numbers(self, batch: Batch, query_groups: QueryGroupSizes | None, size: int) -> NDArray[np.int32]:
-        """(7, N): see _ID. strips: None, each token is one, which is mostly so, and needs no cutting."""
+        """(7, N): see _ID. query_groups: None if each token is its own group, the usual case."""
         num_tokens, numbers_7N = batch.num_tokens, np.repeat(_ABSENT, size, axis=1)
         numbers_7N[: _SLOT + 1, :num_tokens] = batch.token_ids, batch.positions, batch.slots
         if query_groups is None:
@@ -159,12 +161,11 @@ class DecodeGraphs:
                 query_groups.counts_U,
                 query_groups.contexts_U,
             )
-        numbers_7N[_SEAT, num_tokens:] = num_query_groups * self._most_queries  # of one that is not there
+        numbers_7N[_SEAT, num_tokens:] = num_query_groups * self._most_queries  # a padding group
         return numbers_7N
 
     def _upload_tables(self, batch: Batch, arrays: list[Any], query_groups: QueryGroupSizes | None) -> list[Tensor]:
-        """Put the batch's block tables in their place, one for each strip. arrays: what goes to the device in the same
-        copy; returned as they are there."""
+        """Update the static block tables, one per query group. arrays: uploaded in the same copy and returned."""
         tables_RB, count = batch.block_tables, len(arrays)
         num_tokens, width = batch.num_tokens, tables_RB.shape[1]
         if query_groups is not None:
@@ -184,10 +185,10 @@ class DecodeGraphs:
         self._last = batch.number, tables_RB.base
         return uploaded[:count]
 
-    def _feed(self, device_tokens: DeviceTokens) -> None:
-        """Put the tokens that the step before chooses where the graphs read them."""
+    def _copy_device_tokens(self, device_tokens: DeviceTokens) -> None:
+        """Copy the tokens that the step before chooses into the static input."""
         tokens_M = self._numbers_7M[_ID]
-        if device_tokens.is_in_place:  # mostly
+        if device_tokens.is_in_place:
             num_device_tokens = len(device_tokens.sources)
             torch.clamp(device_tokens.token_ids[:num_device_tokens], min=0, out=tokens_M[:num_device_tokens])
         else:
@@ -195,12 +196,12 @@ class DecodeGraphs:
             tokens_M[places] = device_tokens.token_ids[sources].clamp_min(0)
 
     def _is_next(self, batch: Batch) -> bool:
-        """The block tables of the step before are there, and in the same rows."""
+        """True if the block tables of the step before are in place, in the same rows."""
         number, tables = self._last
         return batch.number == number + 1 and batch.block_tables.base is tables
 
     def _step(self, size: int) -> None:
-        """What is recorded."""
+        """Compute one step on the static buffers; this is recorded."""
         token_ids, positions, slots, seats, firsts, counts, contexts = self._numbers_7M[:, :size].unbind()
         query_groups = QueryGroups(
             firsts,

@@ -1,4 +1,4 @@
-"""A moment in the work of a GPU's current stream."""
+"""StepEvent on a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 class DeviceEvent:
-    """Implements engine.timing.pace.StepEvent."""
+    """Implements engine.timing.pace.StepEvent on the current CUDA stream."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event(enable_timing=True)

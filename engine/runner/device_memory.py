@@ -1,4 +1,4 @@
-"""What goes where in a GPU's memory: the KV pool gets what is left when everything else is known."""
+"""Memory plan of a GPU: the KV pool gets what all other uses leave."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from core.types.errors import SpecError
 from engine.config import GIB
 
-_UNPLANNED = 0.02  # of the whole: what torch cannot use between its tensors, staging of links and tiers, uploads
+# Fraction of the total: allocator fragmentation, staging of links and tiers, uploads.
+_UNPLANNED = 0.02
 _FIXES = (
     "raise tensor_parallel, lower max_batch_tokens or max_running, set model.weights: quantized, or take a larger GPU"
 )
@@ -19,20 +20,20 @@ _FIXES = (
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceMemory:
-    """Bytes of one rank's device. Its weights are there, and its kernels have been loaded."""
+    """Bytes on one rank's device, measured after loading weights and kernels."""
 
     total: int
-    free: int  # beside the weights, and what CUDA, its libraries and other processes have
-    weights: int  # in the form in which they are multiplied
-    step: int  # activations of the largest step, and its logits
-    sampling: int  # of the most rows
+    free: int  # after the weights, CUDA, its libraries and other processes
+    weights: int  # in the format used for products
+    step: int  # activations and logits of the largest step
+    sampling: int  # for max_running rows
     graphs: int
     links: int
-    drafts: int = 0  # of a model that drafts, with its KV
+    drafts: int = 0  # draft model with its KV
 
     @property
     def set_aside(self) -> int:
-        """Of what is free: the pool's share is the rest."""
+        """Part of the free memory that the pool must not use."""
         return self.step + self.sampling + self.graphs + self.links + self.drafts + self.unplanned
 
     @property
@@ -41,12 +42,14 @@ class DeviceMemory:
 
     @property
     def taken(self) -> int:
-        """By CUDA, its libraries, and other processes."""
+        """Memory of CUDA, its libraries and other processes."""
         return self.total - self.free - self.weights
 
     def pool_bytes(self, wanted: int | None, *, least: int) -> int:
-        """What the pool gets: what the operator wants, or else all that is left. Raises SpecError where there is not so
-        much, or less than `least`."""
+        """Return the pool's size: `wanted`, or else all remaining memory.
+
+        Raises SpecError if less than `wanted` or `least` remains.
+        """
         room = self.free - self.set_aside
         if room < least:
             raise SpecError(
@@ -62,7 +65,7 @@ class DeviceMemory:
         return room if wanted is None else wanted
 
     def table(self, pool_bytes: int) -> str:
-        """For the log, in GiB."""
+        """Return the plan in GiB, for the log."""
         parts = {
             "weights": self.weights,
             "KV": pool_bytes,
@@ -77,33 +80,33 @@ class DeviceMemory:
         return f"of {_gib(self.total)} GiB: " + ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
 
 
-def does_not_fit(device: torch.device, what: str, error: torch.OutOfMemoryError) -> SpecError:
-    """Memory ran out before anything could be planned."""
-    said = str(error).split(". ")
-    return SpecError(f"{what} do not fit on {device}: {'. '.join(said[:2])}. You can {_FIXES}")
+def out_of_memory(device: torch.device, subject: str, error: torch.OutOfMemoryError) -> SpecError:
+    """Return the error for running out of memory before a plan was made."""
+    sentences = str(error).split(". ")
+    return SpecError(f"{subject} do not fit on {device}: {'. '.join(sentences[:2])}. You can {_FIXES}")
 
 
 class Gauge(Protocol):
-    """Reads a device's memory. What it says counts everybody's."""
+    """Reader of a device's memory. Counts all processes."""
 
     @property
     def total(self) -> int: ...
 
     def free(self) -> int:
-        """When what this process keeps for later has been given back."""
+        """Return the free bytes, after releasing this process's cached memory."""
         ...
 
     def allocated(self) -> int:
-        """By tensors of this process."""
+        """Return the bytes held by tensors of this process."""
         ...
 
     def peak_of(self, work: Callable[[], object]) -> int:
-        """How much more than before there was while `work` was done, at its highest."""
+        """Return by how much memory rose at most during `work`."""
         ...
 
 
 class CudaGauge:
-    """Implements Gauge."""
+    """Gauge of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -123,7 +126,7 @@ class CudaGauge:
     def peak_of(self, work: Callable[[], object]) -> int:
         self.free()
         torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_reserved(self._device)  # with what lies unused between tensors
+        before = torch.cuda.memory_reserved(self._device)  # including fragmentation
         work()
         torch.cuda.synchronize(self._device)
         return torch.cuda.max_memory_reserved(self._device) - before

@@ -1,18 +1,18 @@
-"""Which rank holds which experts, some of them more than once, so that ranks have about the same to do. Pure.
+"""Placement of experts on ranks, with copies of popular ones, for balanced load. Pure.
 
-Experts are not chosen equally often, and a step waits for its busiest rank. So the experts with the most to do are held
-by several ranks, which share their tokens, and what is left is dealt out by its weight.
+Experts are not chosen equally often, and a step waits for its busiest rank. So several ranks hold the busiest experts
+and share their tokens; the other experts are distributed by load.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-Placement = list[list[int]]  # for every rank the experts that it holds, in the order of its places
+Placement = list[list[int]]  # per rank, the experts that it holds, in the order of its places
 
 
 def plan_experts(counts: Sequence[float], *, ranks: int, redundant: int = 0) -> Placement:
-    """Place every expert once, and `redundant` further copies, each rank with its equal share of the places.
+    """Place every expert once, and `redundant` further copies; each rank gets an equal share of the places.
 
     counts: how often each expert was chosen. No rank holds an expert twice. Equal counts give equal placements.
     """
@@ -38,14 +38,14 @@ def plan_experts(counts: Sequence[float], *, ranks: int, redundant: int = 0) -> 
 
 
 def busiest(placement: Placement, counts: Sequence[float]) -> float:
-    """What the busiest rank has to do, over what each would have to do if all had the same: 1 is best."""
+    """Return the load of the busiest rank relative to the mean; 1 is best."""
     copies = [sum(expert in experts for experts in placement) for expert in range(len(counts))]
     loads = [sum(counts[expert] / copies[expert] for expert in experts) for experts in placement]
     return max(loads) * len(loads) / sum(loads) if sum(loads) else 1.0
 
 
 def _copies(counts: Sequence[float], *, ranks: int, redundant: int) -> list[int]:
-    """Of each expert: each further one goes where a copy has the most to do."""
+    """Return the copies of each expert; each further one goes to the expert with the highest load per copy."""
     copies = [1] * len(counts)
     for _ in range(redundant):
         able = [expert for expert in range(len(counts)) if copies[expert] < ranks]

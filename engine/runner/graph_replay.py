@@ -1,4 +1,4 @@
-"""Decode steps of a model, recorded: with the hidden states that heads want of each."""
+"""Recorded decode steps of a model, with the auxiliary hidden states that draft heads need."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from engine.model.aux_hidden_states import AuxHiddenStates, StaticAuxHiddenState
 from engine.model.transformer import Transformer
 from engine.runner.decode_graphs import Capture, DecodeGraphs, graph_sizes
 
-# R positions whose logits are wanted, N rows that a graph computes, V vocabulary
+# R positions with logits, N rows that a graph computes, V vocabulary
 
-# Of KV that a replayed step may read again: an H100 does in 1.3 ms, and a step that is launched kernel by kernel takes
-# longer than that for launching (320 kernels of Llama 8B's).
+# KV that a replayed step may read repeatedly. An H100 reads it in 1.3 ms, less than launching a step kernel by kernel
+# takes (320 kernels for Llama 8B).
 READ_AGAIN_BYTES = 4 * GIB
 
 
 class RecordedSteps:
-    """Of one rank, over one pool. Owned by the step thread."""
+    """Recorded steps of one rank over one pool. Owned by the step thread."""
 
     def __init__(self, graphs: DecodeGraphs, static_aux_hidden_states: StaticAuxHiddenStates | None) -> None:
         self._graphs = graphs
         self._static_aux_hidden_states = static_aux_hidden_states
 
     def __call__(self, batch: Batch) -> tuple[Tensor, AuxHiddenStates | None] | None:
-        """The logits (R, V) fp32, and the hidden states that are wanted: both until the next step. None where no graph
-        computes this batch."""
+        """Return the logits (R, V) fp32 and the hidden states; None if no graph fits the batch.
+
+        Both are valid until the next step.
+        """
         logits_RV = self._graphs(batch)
         if logits_RV is None:
             return None
@@ -43,23 +45,23 @@ class RecordedSteps:
 
 @dataclass(frozen=True, kw_only=True)
 class Recorder:
-    """Of one rank's model. Its ranks record the same steps in the same order."""
+    """Records the decode steps of one rank's model. All ranks record the same steps in the same order."""
 
     model: Transformer
     max_rows: int
-    tapped: Sequence[int] | None  # see Taps; None: nobody wants any
+    tapped: Sequence[int] | None  # layers to keep hidden states of, see AuxHiddenStates; None: no heads
     block_size: int
-    bytes_per_token: int  # of KV
+    bytes_per_token: int  # KV
     vocab_size: int
     hidden_size: int
-    dtype: torch.dtype  # of hidden states
+    dtype: torch.dtype  # hidden states
     device: torch.device
 
     @torch.inference_mode()
     def record(
         self, pool: KVPool, capture: Capture, *, max_context: int, num_sizes: int | None = None
     ) -> RecordedSteps:
-        """num_sizes: only the largest so many."""
+        """Record the steps. num_sizes: only that many of the largest sizes."""
         static_aux_hidden_states = None if self.tapped is None else self._static_aux_hidden_states(self.tapped)
 
         def compute(batch: DeviceBatch) -> Tensor:
@@ -76,7 +78,7 @@ class Recorder:
             max_rows=self.max_rows,
             num_sizes=num_sizes,
             max_context=max_context,
-            most_read_again=READ_AGAIN_BYTES // self.bytes_per_token,
+            max_read_again=READ_AGAIN_BYTES // self.bytes_per_token,
             most_queries=self.model.most_queries,
             block_size=self.block_size,
             vocab_size=self.vocab_size,

@@ -1,8 +1,8 @@
-"""Tries what a rank of a GPU will do at most, before it has a pool: to see how much memory that takes.
+"""Memory profiling of a GPU rank: run the largest step before the pool exists, and measure its memory.
 
     weights, kernels ──> the largest step ──> graphs of a few sizes ──> all given back ──> the pool ──> all graphs
 
-Every row lies in the same few blocks. The numbers that come out mean nothing, and nobody sees them.
+All rows use the same few blocks. The results are meaningless and are discarded.
 """
 
 from __future__ import annotations
@@ -19,27 +19,28 @@ from engine.config import EngineConfig
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner.decode_graphs import Capture, Step, graph_sizes
-from engine.runner.device_memory import DeviceMemory, Gauge, does_not_fit
+from engine.runner.device_memory import DeviceMemory, Gauge, out_of_memory
 
 _NUM_BLOCKS = 16
-_NUM_GRAPHS = 4  # are recorded to see what one more takes
-_SCORED_BYTES = 128 << 20  # four times engine.model.transformer.SLICE_BYTES: bf16, fp32, and what is made of them
-# Of one logit: what sorting a whole vocabulary for top-p took, and summing it up in fp64. A GPU's sampler does neither
-# any more, and needs less: a test for a GPU (tests/engine/runner/test_device_memory.py) fails where this is too little.
+_NUM_GRAPHS = 4  # recorded to measure the memory of one more
+# Four times engine.model.transformer.SLICE_BYTES: bf16, fp32, and intermediate results.
+_SCORED_BYTES = 128 << 20
+# Per logit. An upper bound from sorting the vocabulary for top-p and summing in fp64; the GPU sampler does neither any
+# more. A GPU test (tests/engine/runner/test_device_memory.py) fails if it is too small.
 SAMPLING_BYTES = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryTrial:
-    """A model, as it is tried: over a pool that is not yet the rank's."""
+    """Hooks to profile a model over a temporary pool."""
 
-    warm_up: Callable[[KVPool], None]  # has every kernel loaded
+    warm_up: Callable[[KVPool], None]  # loads every kernel
     compute: Callable[[Batch, KVPool], object]
-    # Records decode steps of the largest sizes, so many: pool, capture, longest context, sizes. What it returns keeps
-    # them.
+    # Records decode steps of the largest sizes. Arguments: pool, capture, longest context, number of sizes. The result
+    # keeps the graphs alive.
     record: Callable[[KVPool, Capture, int, int], object]
-    make_capture: Callable[[], Capture] | None  # None: nothing will be recorded
-    least: Callable[[int], int]  # of what each rank says: all try the same steps, in which they meet
+    make_capture: Callable[[], Capture] | None  # None: steps are not recorded
+    least: Callable[[int], int]  # minimum over the ranks, so that all try the same steps
 
     def measure(
         self,
@@ -53,13 +54,16 @@ class MemoryTrial:
         device: torch.device,
         num_spare: int = 0,
     ) -> DeviceMemory:
-        """weights: bytes. max_context: of a sequence. num_spare: blocks of heads' own layers. When this returns,
-        nothing of the trial is left. Raises SpecError where memory runs out."""
+        """Measure the memory of the largest step and of the graphs, and free everything again.
+
+        weights: bytes. max_context: tokens per sequence. num_spare: blocks for the layers of draft heads. Raises
+        SpecError if memory runs out.
+        """
         try:
             step, graphs = self._try(config, gauge, layout, max_context, device, num_spare)
         except torch.OutOfMemoryError as error:
-            raise does_not_fit(device, f"steps of {config.max_batch_tokens} tokens", error) from error
-        gc.collect()  # graphs and what they call are circles
+            raise out_of_memory(device, f"steps of {config.max_batch_tokens} tokens", error) from error
+        gc.collect()  # graphs and their callables form reference cycles
         return DeviceMemory(
             total=gauge.total,
             free=gauge.free(),
@@ -80,10 +84,10 @@ class MemoryTrial:
         device: torch.device,
         num_spare: int,
     ) -> tuple[int, int]:
-        """Bytes of the largest step, and of the graphs."""
+        """Return the bytes of the largest step and of the graphs."""
         pool = KVPool(layout, num_blocks=_NUM_BLOCKS, device=device, num_spare=num_spare)
         self.warm_up(pool)
-        # No sequence will be longer than a pool of all that is free.
+        # A sequence cannot exceed a pool of all free memory.
         longest = self.least(max(config.block_size, min(max_context, gauge.free() // layout.bytes_per_token())))
         batch = largest_batch(
             max_tokens=config.max_batch_tokens,
@@ -101,8 +105,10 @@ class MemoryTrial:
 
 
 def largest_batch(*, max_tokens: int, max_rows: int, max_context: int, block_size: int) -> Batch:
-    """As many rows as there can be, all at the end of the longest context, one of them a prompt with all the tokens
-    that are left. Each wants logits."""
+    """Return a batch of the most rows, all at the end of the longest context.
+
+    One row is a prompt with all the remaining tokens; each row wants logits.
+    """
     num_single = min(max_rows, max_tokens) - 1
     count = min(max_tokens - num_single, max_context)
     blocks = [number % _NUM_BLOCKS for number in range(-(-max_context // block_size))]
@@ -112,7 +118,7 @@ def largest_batch(*, max_tokens: int, max_rows: int, max_context: int, block_siz
 
 
 class _Measured:
-    """Implements Capture: records, and looks at the gauge after each."""
+    """Capture that reads the free memory after each recording."""
 
     def __init__(self, capture: Capture, gauge: Gauge) -> None:
         self._capture = capture
@@ -125,7 +131,10 @@ class _Measured:
         return replay
 
     def bytes_of(self, num_graphs: int) -> int:
-        """The first takes the memory that all share, and their static inputs; each other one is its launches."""
+        """Extrapolate from the recordings.
+
+        The first graph takes the shared memory and static inputs, each further one only its launches.
+        """
         before, first, last = self._free[0], self._free[1], self._free[-1]
         each = max(0, first - last) / max(1, len(self._free) - 2)
         return max(0, before - first) + int(each * (num_graphs - 1))

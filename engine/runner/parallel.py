@@ -1,4 +1,4 @@
-"""Tensor parallelism: the ranks of one replica, which each hold a share of every layer."""
+"""Tensor parallelism between the ranks of one replica; each holds a share of every layer."""
 
 from __future__ import annotations
 
@@ -19,24 +19,28 @@ from core.types.errors import ReplicaLost
 
 Ints = NDArray[np.int64]
 
-OPERATION_S = 30.0  # a step of the slowest rank, with much to spare; a dead rank is usually known long before
-_MAX_NUMBERS = 1 << 26  # of a broadcast; a step of 64 sequences of a million tokens takes 2**22
-_FRAME = 512  # int64 numbers in the first message of a broadcast: a decode step of a few dozen sequences fits in one
+# Timeout of an operation: well above a step of the slowest rank. A dead rank is usually detected long before.
+OPERATION_S = 30.0
+# Limit of a broadcast; a step of 64 sequences of a million tokens takes 2**22.
+_MAX_NUMBERS = 1 << 26
+# int64 numbers in the first message of a broadcast, enough for a decode step of a few dozen sequences.
+_FRAME = 512
 
 
 class TensorParallel:
-    """This rank's place among `size` ranks, and what they do together. One rank does nothing, and needs no network.
+    """Place of this rank among `size` ranks, and its collective operations.
 
-    Ranks call the same operations in the same order, each from one thread. A rank that died is noticed by the others
-    within `timeout_s` at the latest and raises ReplicaLost; the group is of no use after that. Operations that were
-    recorded, and are replayed (decode_graphs.py), have no such bound.
-    Broadcasts carry control (what to compute next) and go over Gloo; what is on a device goes over NCCL on GPUs.
+    A single rank does nothing and needs no network. Ranks call the same operations in the same order, each from one
+    thread. The others notice a dead rank within `timeout_s` and raise ReplicaLost; the group is unusable afterwards.
+    Operations replayed from a CUDA graph (decode_graphs.py) have no such bound. Broadcasts of control messages use
+    Gloo; device tensors use NCCL on GPUs.
     """
 
     def __init__(self, *, rank: int = 0, size: int = 1) -> None:
         self.rank = rank
         self.size = size
-        self._root: Store | None = None  # the prefix keeps only the C++ half of a store that is written in Python
+        # A PrefixStore does not keep a store written in Python alive.
+        self._root: Store | None = None
         self._store: Store | None = None
         self._control: Any = None
         self._compute: Any = None
@@ -54,10 +58,10 @@ class TensorParallel:
         meet_s: float,
         timeout_s: float = OPERATION_S,
     ) -> TensorParallel:
-        """Meet the other ranks over `store`; returns when all have come, or raises ReplicaLost after `meet_s`.
+        """Meet the other ranks over `store`. Returns when all have joined, or raises ReplicaLost after `meet_s`.
 
-        `prefix` names this gang in the store. `host` is this rank's own address, for the others to connect to.
-        `timeout_s` bounds each operation afterwards.
+        `prefix` names this gang in the store. `host` is this rank's own address, which the others connect to.
+        `timeout_s` bounds each later operation.
         """
         parallel = cls(rank=rank, size=size)
         if size == 1:
@@ -76,7 +80,7 @@ class TensorParallel:
         return parallel
 
     def wait_for_all(self, stage: str, *, timeout_s: float) -> None:
-        """Wait until every rank has reached `stage`, however long one takes within timeout_s; raises ReplicaLost."""
+        """Wait until every rank has reached `stage`. Raises ReplicaLost after timeout_s."""
         if self._store is None:
             return
         self._store.set(f"{stage}/{self.rank}", "")
@@ -93,11 +97,11 @@ class TensorParallel:
         return self.rank == 0
 
     def span(self, total: int) -> tuple[int, int]:
-        """This rank's share [start, end) of `total` things; shares differ by one at most."""
+        """Return this rank's share [start, end) of `total` items; shares differ by one at most."""
         return total * self.rank // self.size, total * (self.rank + 1) // self.size
 
     def least(self, number: int) -> int:
-        """Of the numbers of all ranks. On the host."""
+        """Return the minimum over the ranks' numbers. On the host."""
         if self.size == 1:
             return number
         numbers, options = torch.tensor([number]), cast(Any, AllreduceOptions())
@@ -106,16 +110,16 @@ class TensorParallel:
         return int(numbers)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place; every rank gets the same bits."""
+        """Sum over the ranks in place; every rank gets the same bits."""
         if self.size > 1:
             self._run(lambda: self._compute.allreduce([x]))
         return x
 
     def all_gather(self, x_RV: Tensor, total: int) -> Tensor:
-        """Put the ranks' spans of the last dimension together: (R, share) on each -> (R, total) on each."""
+        """Concatenate the ranks' spans of the last dimension: (R, share) on each -> (R, total) on each."""
         if self.size == 1:
             return x_RV
-        # Shares may differ in width by one; collectives want equal ones.
+        # Shares may differ in width by one, but collectives need equal ones.
         width = -(-total // self.size)
         padded = torch.nn.functional.pad(x_RV, (0, width - x_RV.shape[-1])).contiguous()
         parts = [torch.empty_like(padded) for _ in range(self.size)]
@@ -125,9 +129,9 @@ class TensorParallel:
         return torch.cat([part[..., :share] for part, share in zip(parts, widths, strict=True)], dim=-1)
 
     def all_to_all(self, x_N: Tensor, to_each: list[int], from_each: list[int]) -> Tensor:
-        """Send each rank its part of the first dimension, and get what each has sent us, in the order of the ranks.
+        """Send each rank its part of the first dimension; return the parts received, in rank order. Any dtype.
 
-        to_each, from_each: how many of the first dimension for, and from, every rank. Any dtype.
+        to_each, from_each: length of the part sent to, and received from, every rank.
         """
         if self.size == 1:
             return x_N
@@ -139,14 +143,14 @@ class TensorParallel:
         return received
 
     def broadcast(self, numbers: Ints | None = None) -> Ints:
-        """Hand rank 0's array (int64, flat) to every rank; the others pass None.
+        """Send rank 0's array (int64, flat) to every rank; the others pass None.
 
-        They wait for it up to the group's timeout, so an idle leader has to send something now and then.
+        They wait up to the group's timeout, so an idle leader must send something now and then.
         """
         assert (numbers is not None) == self.is_leader
         if self.size == 1 and numbers is not None:
             return numbers
-        # One message: the length and as much as fits behind it; a second one only for what did not.
+        # The first message holds the length and the first numbers; a second one holds the rest, if any.
         frame = torch.zeros(_FRAME, dtype=torch.int64)
         if numbers is not None:
             assert numbers.dtype == np.int64 and numbers.ndim == 1
@@ -166,14 +170,16 @@ class TensorParallel:
         return torch.cat((frame[1:], rest)).numpy()
 
     def broadcast_on_device(self, x: Tensor) -> Tensor:
-        """Put rank 0's numbers into everybody's, in place, behind what is enqueued on the current stream: on a GPU
-        nobody waits for them. All have the same shape and dtype."""
+        """Overwrite x with rank 0's on every rank, in order with the current stream: on a GPU the host does not wait.
+
+        All ranks pass the same shape and dtype.
+        """
         if self.size > 1:
             self._run(lambda: self._compute.broadcast(x, 0))
         return x
 
     def broadcast_bytes(self, data: bytes | None = None) -> bytes:
-        """Hand rank 0's bytes to every rank; the others pass None."""
+        """Send rank 0's bytes to every rank; the others pass None."""
         if data is None:
             numbers = self.broadcast()
         else:
@@ -189,7 +195,7 @@ class TensorParallel:
 
 
 def _gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> Any:
-    gloo: Any = ProcessGroupGloo  # torch's stubs know neither its options nor the constructor that takes them
+    gloo: Any = ProcessGroupGloo  # torch's stubs lack its options and this constructor
     options = gloo._Options()
     options._timeout = timeout
     options._threads = 1
@@ -198,7 +204,7 @@ def _gloo(store: Store, rank: int, size: int, host: str, timeout: timedelta) -> 
 
 
 def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    from torch.distributed import ProcessGroupNCCL  # only in builds of torch with CUDA
+    from torch.distributed import ProcessGroupNCCL  # only in CUDA builds of torch
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -207,5 +213,5 @@ def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
 
 @lru_cache(maxsize=4)
 def _device(host: str) -> ProcessGroupGloo.Device:
-    """One Gloo device per address: it owns the thread that watches its sockets."""
+    """Return the Gloo device of an address, cached because it owns the thread that watches its sockets."""
     return ProcessGroupGloo.create_device(hostname=host)

@@ -1,4 +1,4 @@
-"""One rank's model and its KV pool: what a worker's step loop calls."""
+"""Runner of one rank: its model and its KV pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.layers.shards import ShardReader
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.transformer import OnLayer, OnLogits, Transformer
 from engine.runner.decode_graphs import Capture, CudaCapture
-from engine.runner.device_memory import CudaGauge, Gauge, does_not_fit
+from engine.runner.device_memory import CudaGauge, Gauge, out_of_memory
 from engine.runner.graph_replay import RecordedSteps, Recorder
 from engine.runner.memory_profiling import MemoryTrial
 from engine.runner.parallel import TensorParallel
@@ -58,13 +58,14 @@ class ModelRunner:
         progress: Callable[[float], None] | None = None,
         is_loaded: Callable[[], None] = lambda: None,
     ) -> None:
-        """Loads this rank's weights, which takes a while: `progress` is told the fraction done. Raises SpecError.
+        """Load this rank's weights. `progress` is called with the fraction done. Raises SpecError.
 
-        is_loaded: called when the weights are there, and returns when every rank has them: before anything is computed.
-        gauge: by which the pool gets its size, where nobody says how many blocks. None: a GPU's, and on a CPU nothing.
+        is_loaded: called when this rank's weights are loaded; returns once every rank has loaded, before any
+        computation. gauge: measures memory to size the pool if no number of blocks is configured; None: the GPU's
+        gauge, none on a CPU.
 
-        checkpoint: where weights come from. None: the files of the model directory.
-        capture: what records decode steps. None: CUDA on its devices, and on others nothing does.
+        checkpoint: source of the weights; None: the files of the model directory. capture: records decode steps; None:
+        CUDA graphs on a GPU, nothing elsewhere.
         """
         self.parallel = parallel or TensorParallel()
         self.layout = config.layout(tensor_parallel=self.parallel.size)
@@ -83,7 +84,7 @@ class ModelRunner:
             self.config.check_expert_parallel(self.parallel.size, redundant=config.redundant_experts)
         self.spreads_experts = config.expert_parallel and self.parallel.size > 1  # see SpreadExperts
         kernels = open_kernels(dtype=self.dtype, device=self.device)
-        open_copies(self.device)  # what moves blocks and chooses tokens is compiled now, not in the first step
+        open_copies(self.device)  # compiles the copy and sampling kernels now instead of in the first step
         if config.deterministic:
             self.config.check_deterministic()
             if kernels is None or config.weights == "quantized":
@@ -115,13 +116,13 @@ class ModelRunner:
                 self._model = Transformer(self.config, reader, self.layout, on_read=on_read)
                 self.heads = self._open_heads(config, reader)
         except torch.OutOfMemoryError as error:
-            raise does_not_fit(self.device, "its weights", error) from error
+            raise out_of_memory(self.device, "its weights", error) from error
         is_loaded()
         make_capture = self._capture_maker(config.recorded_rows, capture)
         if num_blocks is None:
-            assert gauge, "without one it is known by now"
+            assert gauge, "without a gauge the number of blocks is known here"
             num_blocks = self._num_blocks(config, gauge, make_capture, weights=gauge.allocated() - before)
-        # Outside inference mode, for others write to it who are not in it: blocks that arrive from a peer.
+        # Outside inference mode, because transfers write to it outside inference mode, too.
         self.pool = KVPool(self.layout, num_blocks=num_blocks, device=self.device, num_spare=config.max_running)
         if self.device.type == "cpu":
             populate([*self.pool.codes, *self.pool.scales])
@@ -132,28 +133,27 @@ class ModelRunner:
             begin, recorder = time.monotonic(), self._recorder(config.recorded_rows)
             self._recorded = recorder.record(self.pool, make_capture(), max_context=self.max_tokens)
             logger.info(
-                "decode steps of up to %d rows recorded in %.1f s", config.recorded_rows, time.monotonic() - begin
+                "decode steps recorded max_rows=%d seconds=%.1f", config.recorded_rows, time.monotonic() - begin
             )
 
     @property
     def ways(self) -> list[dict[str, Any]]:
-        """What was measured on this CPU to choose how products and attention are computed, as plain values."""
+        """Measurements that selected the product and attention kernels on this CPU, as plain values."""
         return self._measured.table() if self._measured else []
 
     @property
     def max_tokens(self) -> int:
-        """Of a sequence: the model's context, or what is wanted of it, or what the pool holds."""
+        """Maximum tokens per sequence: limited by the model, the configuration and the pool."""
         return min(self._max_context, self.pool.num_blocks * self.layout.block_size)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, on_layer: OnLayer | None = None, on_logits: OnLogits | None = None) -> Tensor:
-        """Compute one step. Returns the logits of the positions that rows want, (positions, vocabulary) fp32, row by
-        row, on every rank; the next step may overwrite them.
+        """Compute one step. Returns the requested logits, (positions, vocabulary) fp32, in row order, on every rank.
 
-        `on_layer(i)` is called as soon as layer i's keys and values of this batch are in the pool, before the layer's
-        attention is computed. On a GPU that means: enqueued on the current stream. `on_logits` gets the logits of
-        positions that are scored, in slices, before those that are returned. Raises RequestError for a row with an
-        adapter, for this model has none.
+        The next step may overwrite them. `on_layer(i)` is called as soon as layer i's keys and values of this batch are
+        in the pool (on a GPU: enqueued on the current stream), before the layer's attention. `on_logits` gets the
+        logits of scored positions, in slices, before the call returns. Raises RequestError for a row with an adapter:
+        this model has none.
         """
         if batch.adapters.any():
             raise RequestError(f"the model has no adapter {batch.adapters.max()}", param="adapter")
@@ -172,13 +172,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
-        """What the heads guess of sequences that decode: see DraftHeads."""
-        assert self.heads, "nothing drafts here"
+        """Draft with the heads: see DraftHeads."""
+        assert self.heads, "this rank has no draft heads"
         self.heads.draft(rows, max_tokens, choose)
 
     @property
     def max_drafted(self) -> int:
-        """Rows that heads of this rank are asked about at a time."""
+        """Maximum rows of a `draft` call."""
         return self._max_drafted if self.heads else 0
 
     def num_behind(self, row: HeadRow) -> int | None:
@@ -198,23 +198,24 @@ class ModelRunner:
 
     @torch.inference_mode()
     def settle(self) -> None:
-        """Whatever heads keep of the steps so far is in the pool then. Before anybody but a step reads from the pool,
-        or somebody else writes to it."""
+        """Write deferred draft KV to the pool.
+
+        Call before anything but a step reads from the pool, or anything else writes to it.
+        """
         if self.heads:
             self.heads.settle()
 
     @torch.inference_mode()
     def copy_block(self, source: int, target: int) -> None:
-        """For a sequence that forks inside a block."""
+        """Copy a block for a sequence that forks inside it."""
         self.settle()
         self.pool.copy_block(source, target)
         if self.heads:
             self.heads.features.take_copy(source, target)
 
     def without(self, layers: Collection[int]) -> Callable[[Batch], Tensor]:
-        """Computes batches as `forward` does, without some layers, whose part of the pool stays as it is. The rank must
-        be alone."""
-        assert self.parallel.size == 1, "the other ranks would have to leave them out, too"
+        """Return `forward` without some layers, whose part of the pool stays unchanged. Requires a single rank."""
+        assert self.parallel.size == 1, "skipping layers is not synchronized between ranks"
         part = self._model.without(layers)
 
         @torch.inference_mode()
@@ -224,8 +225,7 @@ class ModelRunner:
         return forward
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
-        """Implements engine.scheduler.step.Runner for an engine whose only rank this is, or in which each rank leads
-        itself."""
+        """Implement engine.scheduler.step.Runner for engines in which each rank leads itself."""
         for source, target in orders.copies:
             self.copy_block(source, target)
         scorer = Scorer.of(step)
@@ -233,9 +233,11 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, max_tokens: int, *, on_chosen: Callable[[], None] = lambda: None) -> None:
-        """Before anything else, on every rank: compute prompts of up to so many tokens on a GPU, so that no request
-        waits for kernels to be compiled. Leaves numbers without meaning in the pool's first blocks. on_chosen: called
-        when this rank knows its kernels; what follows sums over all ranks."""
+        """Compute prompts of up to `max_tokens` tokens on a GPU, so that no request waits for kernels to be compiled.
+
+        Call first, on every rank. Leaves meaningless values in the pool's first blocks. on_chosen: called when this
+        rank has chosen its kernels; all ranks take part in the sums that follow.
+        """
         if self.device.type != "cuda":
             return
         begin, most = time.monotonic(), min(max_tokens, self.max_tokens)
@@ -255,13 +257,14 @@ class ModelRunner:
         for numbers in (None, torch.zeros(1, NUM_NUMBERS, dtype=torch.int32, device=self.device)):
             launch_choice(logits, numbers)
         self.pool.synchronize()
-        logger.info("warmed up with up to %d tokens in %.1f s", most, time.monotonic() - begin)
+        logger.info("warmed up max_tokens=%d seconds=%.1f", most, time.monotonic() - begin)
 
     @torch.inference_mode()
     def _compute_prompts(self, pool: KVPool, max_tokens: int) -> None:
-        """Of every power of two of tokens: kernels differ by how many rows they are made for. Before them what ranks
-        hand on to each other, as where steps run ahead: NCCL makes the connections for that with the first of its kind,
-        and keeps memory of the device for them."""
+        """Compute prompts of every power of two of tokens, because kernels are specialized by the number of rows.
+
+        First broadcast between the ranks, as async scheduling does: NCCL sets up connections and memory on first use.
+        """
         self.parallel.broadcast_on_device(torch.zeros(1, dtype=torch.int32, device=self.device))
         size = self.layout.block_size
         for count in (1 << i for i in range(max_tokens.bit_length())):
@@ -272,7 +275,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def _compute_largest(self, batch: Batch, pool: KVPool) -> None:
-        """A step, and what heads do in one: over a pool that is not the rank's. Nothing of it is kept."""
+        """Compute a step and its drafting over a pool that is not the rank's. Keeps nothing."""
         if self.heads is None:
             self._model(batch, pool, None)
             return
@@ -281,9 +284,9 @@ class ModelRunner:
         self._model(batch, pool, None, None, aux_hidden_states)
         heads.follow(batch, aux_hidden_states, None)
         ends, tables = batch.context_lens.tolist(), batch.block_tables.tolist()
-        rows = [HeadRow(0, end, [*table, table[0]]) for end, table in zip(ends, tables, strict=True)]  # behind it
+        rows = [HeadRow(0, end, [*table, table[0]]) for end, table in zip(ends, tables, strict=True)]
         heads.draft(rows, 1, lambda logits, known, place: [0] * len(known))
-        heads.attach(KVPool(self.layout, num_blocks=1, device=self.device))  # the other one may go
+        heads.attach(KVPool(self.layout, num_blocks=1, device=self.device))  # frees the other pool
 
     def _open_heads(self, config: EngineConfig, reader: ShardReader) -> DraftHeads | None:
         found, model = config.load_heads(self.config), self._model
@@ -293,11 +296,11 @@ class ModelRunner:
         return open_heads(found, self.config, reader=reader, parts=parts, max_rows=config.max_running)
 
     def _capture_maker(self, recorded_rows: int, capture: Capture | None) -> Callable[[], Capture] | None:
-        """What makes a recorder; None where no steps are recorded."""
+        """Return a factory of captures; None if no steps are recorded."""
         if not recorded_rows or not (capture or self.device.type == "cuda"):
             return None
         if hindrance := self._model.hindrance:
-            logger.info("decode steps are not recorded: %s", hindrance)
+            logger.info("decode steps not recorded reason=%s", hindrance)
             return None
         return lambda: capture or CudaCapture(self.device)
 
@@ -317,7 +320,7 @@ class ModelRunner:
     def _num_blocks(
         self, config: EngineConfig, gauge: Gauge, make_capture: Callable[[], Capture] | None, *, weights: int
     ) -> int:
-        """As many as fit beside everything else, on the rank that has room for the fewest. Raises SpecError."""
+        """Return the blocks that fit beside everything else on the rank with the least room. Raises SpecError."""
         trial = MemoryTrial(
             warm_up=lambda pool: self._compute_prompts(pool, config.max_batch_tokens),
             compute=self._compute_largest,

@@ -1,11 +1,11 @@
-"""What is started on a device, and what comes behind what: all that links, tiers and uploads know of streams.
+"""CUDA streams and events, as links, tiers and uploads use them.
 
-Work on a device is started by threads, on each thread's current stream, and is done later. Works of one stream come one
-behind the other; between two streams there is no order but by a mark, and none between a stream and the host but where
-the host waits. On a CPU everything is done when it returns, and all of this does nothing.
+A thread starts work on its current stream, and the device does it later. Work on one stream runs in order. Streams are
+ordered among each other only by events, and with the host only when the host waits. On a CPU every operation is
+synchronous, and this module does nothing.
 
-Whoever writes to memory that somebody else reads says by a mark which comes first. tests/support/fake_streams.py checks
-that: it takes the place of `streams_of`, and knows of every read and write what it comes behind.
+Code that shares memory between streams must order the accesses with events. tests/support/fake_streams.py checks this:
+it replaces `streams_of` and tracks what each read and write is ordered after.
 """
 
 from __future__ import annotations
@@ -24,76 +24,77 @@ from torch import Tensor
 
 from core.types.errors import SpecError
 
-_NON_BLOCKING = 1  # cudaStreamNonBlocking: not behind the stream that computes, which is the device's default one
+# cudaStreamNonBlocking: not ordered after the default stream, which computes.
+_NON_BLOCKING = 1
 
 
 class Event(Protocol):
-    """What a thread had started on a device when it made this."""
+    """Work that a thread had started on a device when the event was created."""
 
     def hold_up(self) -> None:
-        """What the calling thread starts on its current stream from now on comes behind it."""
+        """Order the calling thread's current stream after this event."""
         ...
 
     def wait(self) -> None:
-        """Return when the device has done it."""
+        """Block until the device has reached the event."""
         ...
 
     @property
     def is_over(self) -> bool:
-        """The device has done it. Does not wait."""
+        """True if the device has reached the event. Does not wait."""
         ...
 
 
 class DeviceStream(Protocol):
-    """A stream of its own, beside the one that computes."""
+    """Private stream beside the one that computes."""
 
     @property
     def handle(self) -> int:
-        """By which libraries of the device know it."""
+        """Handle for the device's libraries."""
         ...
 
     def entered(self) -> AbstractContextManager[object]:
-        """Inside, what the calling thread starts goes there. One thread at a time."""
+        """Make it the calling thread's current stream inside the context. One thread at a time."""
         ...
 
     def close(self) -> None:
-        """Nobody enters it any more: another lane may have its stream, when nothing is left on it."""
+        """Release the stream for reuse once its work is done. It must not be entered afterwards."""
         ...
 
 
 class Streams(Protocol):
-    """Of one device."""
+    """Stream operations of one device."""
 
-    is_at_once: bool  # everything is done when it returns
+    is_at_once: bool  # operations are synchronous
 
     def mark(self) -> Event:
-        """On the calling thread's current stream."""
+        """Record an event on the calling thread's current stream."""
         ...
 
     def device_stream(self) -> DeviceStream: ...
 
     def synchronize(self) -> None:
-        """Wait for what was started on the calling thread's current stream."""
+        """Wait for the work on the calling thread's current stream."""
         ...
 
     def page_locked(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory of the host, (size,), for one `upload`: to be filled by the host, and then left alone."""
+        """Return host memory (size,) for one `upload`. The caller fills it and does not touch it afterwards."""
         ...
 
     def upload(self, host: Tensor) -> Tensor:
-        """The same on the device. This returns before it is there; the memory of the host is kept until then."""
+        """Start a copy to the device and return the device tensor. Keeps the host memory until the copy is done."""
         ...
 
     def lock_pages(self, memory: Tensor) -> None:
-        """Of the host, so that `copy` need not wait for it; for as long as it lives. Raises SpecError."""
+        """Page-lock host memory for its lifetime, so that `copy` is asynchronous. Raises SpecError."""
         ...
 
     def unlock_pages(self, memory: Tensor) -> None:
-        """When nothing copies from or to it any more."""
+        """Unlock the memory. No copy may use it any more."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Start to copy between the device and locked memory of the host, both contiguous."""
+        """Start a copy between the device and locked host memory, both contiguous."""
         ...
 
 
@@ -102,7 +103,7 @@ def streams_of(device: torch.device) -> Streams:
 
 
 def upload_indices(indices: Sequence[int] | NDArray[np.int64], device: torch.device) -> Tensor:
-    """As int64, (N,). This returns before a GPU has them."""
+    """Return the indices as (N,) int64 on the device. Does not wait for a GPU."""
     ours = streams_of(device)
     host_N = ours.page_locked(len(indices), torch.int64)
     host_N.numpy()[:] = indices
@@ -115,18 +116,18 @@ def _streams_of(device: torch.device) -> Streams:
 
 
 class CudaStreams:
-    """Implements Streams on a GPU.
+    """Streams of a GPU.
 
-    Torch's own streams are no lanes: it has 32, and hands them out in turn, so that from some links on one would wait
-    behind what another one waits for. These are of the driver. None is destroyed: the next lane takes what an ended one
-    has left, and with it the memory that torch keeps by stream.
+    Not torch's streams: torch has 32 and hands them out in turn, so with many links one would wait for another's work.
+    These are driver streams. They are never destroyed; a closed one is reused, with the memory that torch caches for
+    it.
     """
 
     is_at_once = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._left: queue.SimpleQueue[int] = queue.SimpleQueue()  # by ended lanes; any thread takes and leaves
+        self._left: queue.SimpleQueue[int] = queue.SimpleQueue()  # handles of closed streams; thread-safe
 
     def mark(self) -> Event:
         return _CudaEvent(torch.cuda.current_stream(self._device).record_event())
@@ -145,15 +146,15 @@ class CudaStreams:
         return torch.empty(size, dtype=dtype, pin_memory=True)
 
     def upload(self, host: Tensor) -> Tensor:
-        return host.to(self._device, non_blocking=True)  # torch hands its memory to nobody else until it is there
+        return host.to(self._device, non_blocking=True)  # torch reuses the host memory only after the copy
 
     def lock_pages(self, memory: Tensor) -> None:
-        # Not by torch's allocator, which rounds up to the next power of two.
+        # Torch's allocator would round up to the next power of two.
         code = _cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
         if int(code):
             raise SpecError(
-                f"kv_host_gib: this machine does not lock {memory.nbytes / 2**30:.1f} GiB of memory for the GPU "
-                f"(CUDA error {int(code)}): take less, or raise `ulimit -l`"
+                f"kv_host_gib: cannot page-lock {memory.nbytes / 2**30:.1f} GiB of host memory for the GPU "
+                f"(CUDA error {int(code)}): lower kv_host_gib, or raise `ulimit -l`"
             )
 
     def unlock_pages(self, memory: Tensor) -> None:
@@ -164,7 +165,7 @@ class CudaStreams:
 
 
 class AtOnce:
-    """Implements Streams where everything is done when it returns."""
+    """Streams of a synchronous device."""
 
     is_at_once = True
 
@@ -242,17 +243,18 @@ class _CudaDeviceStream:
         return torch.cuda.stream(self._stream)
 
     def close(self) -> None:
-        if self._stream.query():  # else something hangs there, and everything after it would
+        # Do not reuse a stream with pending work: if that hangs, later work would hang, too.
+        if self._stream.query():
             self._left.put(self._handle)
 
 
 def new_driver_stream(device: torch.device) -> int:
-    """The handle of a stream that nobody else has. Nobody destroys it."""
+    """Create a driver stream and return its handle. It is never destroyed."""
     stream = ctypes.c_void_p()
     with torch.cuda.device(device):
         code = _runtime().cudaStreamCreateWithFlags(ctypes.byref(stream), _NON_BLOCKING)
     if code or not stream.value:
-        raise RuntimeError(f"CUDA makes no stream on {device}: error {code}")
+        raise RuntimeError(f"cannot create a CUDA stream on {device}: error {code}")
     return stream.value
 
 
@@ -262,5 +264,5 @@ def _cudart() -> Any:
 
 @cache
 def _runtime() -> ctypes.CDLL:
-    """The CUDA runtime that torch has loaded."""
+    """Return the CUDA runtime that torch has loaded."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")

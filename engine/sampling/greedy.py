@@ -1,4 +1,4 @@
-"""The penalties of a step's rows, and the token that each row's logits speak for most."""
+"""Penalties and greedy choice for the rows of a step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from engine.cpu.library import Kernels, open_copies
 from engine.cpu.structs import CHOICE_ROW, TokenChoices
 from engine.sampling.penalties import Penalties
 
-# R rows, V vocabulary, U tokens that have a penalty, of all rows together
+# R rows, V vocabulary, U penalised tokens of all rows
 
-_FEW = 1 << 16  # logits that one thread has been through before another one is awake
+# Logits that one thread processes before another one would have woken up.
+_FEW = 1 << 16
 
 
 def likeliest(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> tuple[Tensor, Tensor]:
-    """Apply penalties in place: what is above 0 is divided by the repetition penalty, what is not is multiplied, and
-    the rest is taken away. Then find the first that is greatest, or not a number.
+    """Apply penalties in place, then return the first greatest logit of each row, or the first NaN.
 
-    logits_RV: fp32; penalties: of these rows. Returns (R,) int64, and their logits (R,), with penalties. With our
-    kernels and without them a CPU does the same to the last bit; but logits of which nobody reads more than the
-    greatest (`Penalties.is_read`) may stay as they are.
+    A positive logit is divided by the repetition penalty, others are multiplied by it; then presence and frequency
+    penalties are subtracted.
+
+    logits_RV: fp32; penalties: by row. Returns ids (R,) int64 and their penalised logits (R,). On a CPU the kernel and
+    the torch code agree bit for bit, except that the kernel may leave logits unpenalised if only the greatest one is
+    read (`Penalties.is_read`).
     """
     kernels = open_copies(logits_RV.device)
     if kernels is not None and logits_RV.stride(-1) == 1:
@@ -48,12 +51,12 @@ def _by_kernel(kernels: Kernels, logits_RV: Tensor, penalties: Mapping[int, Pena
 
 
 def num_threads(logits_RV: Tensor) -> int:
-    """That go through them on a CPU."""
+    """Return the number of CPU threads for these logits."""
     return torch.get_num_threads() if logits_RV.numel() > _FEW else 1
 
 
 def penalise(logits_RV: Tensor, penalties: Mapping[int, Penalties]) -> None:
-    """The first half of `likeliest`, by torch's operations: on any device. In place."""
+    """Apply penalties in place with torch operations, on any device."""
     lens = [len(penalty) for penalty in penalties.values()]
     rows_U, ids_U, taken_U, repetition_U = upload(
         [

@@ -1,4 +1,4 @@
-"""From logits to natural-log probabilities: of certain tokens, and of the likeliest."""
+"""Log-probabilities (natural) from logits: of given tokens and of the likeliest ones."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from engine.kernels.log_sum_exp import launch_log_norms
 
 
 class Logprobs(NamedTuple):
-    """On the device of the logits."""
+    """Log-probabilities of N rows, on the device of the logits."""
 
     logprobs_N: Tensor  # fp32
     top_ids_NK: Tensor  # int64, likeliest first
     top_logprobs_NK: Tensor
-    norms_N1: Tensor  # not finite where the logits are not
+    norms_N1: Tensor  # not finite for rows with non-finite logits
 
 
 def logprobs_of(logits_NV: Tensor, ids_N: Tensor, *, num_top: int) -> Logprobs:
-    """Of the token of each row. logits_NV: fp32. A row's bits do not depend on others."""
+    """Return the log-probability of each row's token and the `num_top` likeliest. logits_NV: fp32.
+
+    The bits of a row do not depend on the other rows.
+    """
     norms_N1 = launch_log_norms(logits_NV) if logits_NV.is_cuda else _logsumexp(logits_NV)
     logprobs_N = (logits_NV.gather(-1, ids_N.unsqueeze(-1)) - norms_N1).squeeze(-1)
     top = logits_NV.topk(min(num_top, logits_NV.shape[-1]), dim=-1)
@@ -30,7 +33,10 @@ def logprobs_of(logits_NV: Tensor, ids_N: Tensor, *, num_top: int) -> Logprobs:
 
 
 def row_sums(x_NV: Tensor) -> Tensor:
-    """-> (N, 1) fp64. Torch's own sum shares one row out among threads, but not a row among others: other bits."""
+    """-> (N, 1) fp64. The bits of a row do not depend on N.
+
+    Torch's `sum` splits a single row over threads, but not one row among others.
+    """
     return x_NV.cumsum(dim=-1, dtype=torch.float64)[:, -1:]
 
 

@@ -1,4 +1,4 @@
-"""How the next token of a sequence is to be chosen: what a sampler is asked. No torch is needed to ask."""
+"""Parameters of the next token's choice, and the sampler interface. Free of torch."""
 
 from __future__ import annotations
 
@@ -24,81 +24,88 @@ _MOST = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What was chosen for some rows. It may still be on its way from a device."""
+    """Tokens chosen for some rows, possibly still in flight from a device."""
 
-    token_ids: Any  # (R,) where it was chosen, for the step after; below 0 where there is no token
-    wait: Callable[[], Seq[Chosen | None]]  # what comes of it, row by row; called once
+    token_ids: Any  # (R,) on the sampling device, for the next step; negative if there is no token
+    wait: Callable[[], Seq[Chosen | None]]  # waits for the device and returns one entry per row; called once
 
     @classmethod
     def known(cls, chosen: Seq[Chosen | None]) -> Sampled:
-        """Nothing has to be waited for."""
+        """Return tokens that are on the host already."""
         return cls([one[0] if one else -1 for one in chosen], lambda: chosen)
 
 
 class Sampler(Protocol[Logits]):
-    """See engine.sampling.sampler."""
+    """Sampler interface; see engine.sampling.sampler."""
 
     def __call__(self, logits: Logits, rows: Seq[SamplingRow], positions: Seq[int] | None, /) -> Sampled:
-        """One token for each row, of the logits at these positions; None: there is one for each, in order. The logits
-        may be overwritten, by this and as soon as it has returned.
+        """Choose one token for each row from the logits at these positions; positions None: one per row, in order.
 
-        None instead of a token: the row has no logits to choose by."""
+        May overwrite the logits; the caller may do so as soon as the call has returned. A row without usable logits
+        gets None instead of a token.
+        """
         ...
 
 
 class TokenMask(Protocol):
-    """What a sequence may say next. It belongs to that sequence."""
+    """Grammar state of one sequence: the tokens allowed next."""
 
     @property
     def failure(self) -> str:
-        """Why it can say nothing any more; empty: it can."""
+        """Reason why no token is allowed any more; empty while some are."""
         ...
 
     def may_forbid(self, tokens: Seq[int], start: int, num_in_flight: int, /) -> bool:
-        """Whether some token may not follow tokens[start:] and so many more, whichever those are. Where that is not so,
-        it need not be asked."""
+        """Return True if some token may be forbidden after tokens[start:] and any `num_in_flight` further tokens.
+
+        If not, `allowed` need not be called.
+        """
         ...
 
     def allowed(self, tokens: Seq[int], start: int, /) -> NDArray[np.int32]:
-        """Which tokens may follow tokens[start:], which the sequence has generated so far: a bit for each of the
-        vocabulary, 32 in a word, the lowest first. None is set once `failure` says why."""
+        """Return the tokens allowed after tokens[start:], which the sequence has generated so far.
+
+        One bit per token of the vocabulary, 32 to a word, lowest bit first. All bits are 0 once `failure` is set.
+        """
         ...
 
     def only(self, tokens: Seq[int], start: int, /) -> int | None:
-        """The one token that `allowed` would allow, where that is known at once; None: it may be another, or several.
-        Whoever asks need not take it."""
+        """Return the single token that `allowed` would allow, if known cheaply, else None.
+
+        The caller need not use it.
+        """
         ...
 
     def fork(self) -> TokenMask:
-        """The mask of another choice, with the same tokens so far."""
+        """Return a copy for another choice with the same tokens so far."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class SamplingRow:
-    """How to choose the next token of one sequence. It is kept as long as the sequence lives."""
+    """Sampling parameters and state of one sequence. Lives as long as the sequence."""
 
     sampling: Sampling
-    seed: int  # of this choice; see core.types.request.choice_seed
-    tokens: Seq[int]  # all so far
+    seed: int  # per choice; see core.types.request.choice_seed
+    tokens: Seq[int]  # prompt and generated tokens
     num_prompt_tokens: int
     mask: TokenMask | None = None  # None: all tokens are allowed
-    ruled: TokenRuleTensors | None = (
-        None  # what its token rules say; made here where another choice has not handed it on
-    )
-    # How many tokens before the one to be chosen are not among `tokens`. While a step is planned, those that the one
-    # before it is choosing: 0 or 1. See also `behind`.
+    ruled: TokenRuleTensors | None = None  # token rules, shared between choices; made here if None
+    # Tokens before the one to be chosen that are not in `tokens`. During planning: those that the previous step is
+    # choosing, 0 or 1. See also `behind`.
     num_in_flight: int = field(default=0, init=False)
-    is_contradicted: bool = field(default=False, init=False)  # a sampler has found that what is asked leaves no token
+    # Set by the sampler if the constraints allow no token.
+    is_contradicted: bool = field(default=False, init=False)
     has_penalties: bool = field(init=False, repr=False)
-    asks_more: bool = field(init=False, repr=False)  # than for the greatest logit, but for what its mask asks
+    # More than the greatest logit is needed, apart from the mask.
+    has_options: bool = field(init=False, repr=False)
     _reads_tokens: bool = field(init=False, repr=False)
     _filters: tuple[int, ...] | None = field(default=None, init=False, repr=False)
     _penalties: Penalties | None = field(default=None, init=False, repr=False)
     _early_stops: NDArray[np.int64] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self.asks_more = not self.sampling.is_plain
+        self.has_options = not self.sampling.is_plain
         if self.ruled is None and self.sampling.token_rules is not None:
             self.ruled = TokenRuleTensors(self.sampling.token_rules)
         self.has_penalties = self.sampling.has_penalties
@@ -106,37 +113,39 @@ class SamplingRow:
 
     @property
     def is_plain(self) -> bool:
-        """The greatest logit is all that is asked for."""
-        return not (self.asks_more or self.is_masked)
+        """True if only the greatest logit is needed."""
+        return not (self.has_options or self.is_masked)
 
     @property
     def is_masked(self) -> bool:
-        """Its mask may forbid some token."""
+        """True if the mask may forbid some token."""
         return self._is_masked_behind(self.num_in_flight)
 
     @property
     def position(self) -> int:
-        """Of the token to be chosen."""
+        """Position of the token to be chosen."""
         return len(self.tokens) + self.num_in_flight
 
     @property
     def may_read_tokens(self) -> bool:
-        """Sooner or later, `reads_tokens`."""
+        """True if `reads_tokens` can ever be true."""
         return self._reads_tokens or self.mask is not None
 
     @property
     def reads_tokens(self) -> bool:
-        """It must know the next token to say what is asked of the one behind that."""
+        """True if the parameters of the token after next depend on the next token."""
         return self._reads_tokens or self._is_masked_behind(1)
 
-    def goes_one_by_one(self, num_drafted: int) -> bool:
-        """What is asked of it, as far as behind so many tokens, must be told of one before it is asked of the next."""
+    def is_sequential(self, num_drafted: int) -> bool:
+        """Return True if the choices within `num_drafted` tokens depend on each other and must be made in order."""
         return self._reads_tokens or self.ruled is not None or self._is_masked_behind(num_drafted)
 
     def behind(self, num_drafted: int) -> SamplingRow:
-        """How to choose so many tokens later, whatever they are: of one that does not go one by one. Who asks for the
-        greatest logit alone, as most do, asks the same at every place."""
-        if not self.asks_more and self.mask is None:
+        """Return the row that chooses the token `num_drafted` positions later, whatever the tokens in between are.
+
+        Only for rows that do not go one by one. A plain greedy row, the usual case, is the same at every position.
+        """
+        if not self.has_options and self.mask is None:
             return self
         row = copy(self)
         row.num_in_flight = num_drafted
@@ -148,38 +157,37 @@ class SamplingRow:
 
     @property
     def filters(self) -> tuple[int, ...]:
-        """Temperature, top-k, top-p and ln(min-p) as a kernel is told them: fractions as the bits of fp32."""
+        """Temperature, top-k, top-p and ln(min-p) in kernel format: fractions as the bits of fp32."""
         if self._filters is None:
-            asked = self.sampling
-            fractions = asked.temperature, asked.top_p, math.log(asked.min_p) if asked.min_p > 0 else -math.inf
+            params = self.sampling
+            fractions = params.temperature, params.top_p, math.log(params.min_p) if params.min_p > 0 else -math.inf
             temperature, top_p, least = np.array(fractions, np.float32).view(np.int32).tolist()
-            self._filters = temperature, max(0, min(asked.top_k, _MOST)), top_p, least
+            self._filters = temperature, max(0, min(params.top_k, _MOST)), top_p, least
         return self._filters
 
     @property
     def is_early(self) -> bool:
-        """No stop token may be chosen yet."""
+        """True while min_tokens forbids the stop tokens."""
         least = self.sampling.min_tokens
         return least > 0 and least > self.num_generated
 
     def early_stops(self) -> NDArray[np.int64]:
-        """The stop tokens, made once: a request may have many, and many choices. A model may name ids that it has
-        not."""
+        """Return the stop tokens, cached because there may be many. May contain ids outside the vocabulary."""
         if self._early_stops is None:
             self._early_stops = np.array(self.sampling.stop_token_ids, np.int64)
         return self._early_stops
 
     def forbidden(self, ruled: TokenRuleTensors) -> list[int]:
-        """What would end a bad word."""
+        """Return the tokens that would complete a bad word."""
         return ruled.forbidden(self.tokens, self.num_prompt_tokens)
 
     @property
-    def may_be_known(self) -> bool:
-        """Its next token, before there are logits."""
+    def may_be_forced(self) -> bool:
+        """True if the next token may be known before there are logits."""
         return self.mask is not None and self.sampling.num_logprobs is None
 
     def known_token(self) -> int | None:
-        """The token that would be chosen whatever the logits are; None: it depends on them, or they are to be told."""
+        """Return the token that any logits would lead to; None if it depends on them or logprobs are requested."""
         if self.mask is None or self.sampling.num_logprobs is not None:
             return None
         token_id = self.mask.only(self.tokens, self.num_prompt_tokens)
@@ -190,7 +198,7 @@ class SamplingRow:
         return mask is not None and mask.may_forbid(self.tokens, self.num_prompt_tokens, num_in_flight)
 
     def _permits(self, token_id: int) -> bool:
-        """Nothing else that is asked forbids it."""
+        """Return True if neither min_tokens nor the token rules forbid the token."""
         if self.is_early and token_id in self.sampling.stop_token_ids:
             return False
         ruled = self.ruled
@@ -200,7 +208,7 @@ class SamplingRow:
         return is_allowed and token_id not in self.forbidden(ruled)
 
     def penalties(self) -> Penalties:
-        """Those of the tokens so far."""
+        """Return the penalties for the tokens so far."""
         if self._penalties is None:
             self._penalties = Penalties(self.sampling, self.tokens, self.num_prompt_tokens)
         self._penalties.note()

@@ -1,4 +1,4 @@
-"""What penalties do to the logits of one sequence, kept while it grows."""
+"""Penalties of one sequence, updated as it grows."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 
 from core.types.request import Sampling
 
-# N distinct tokens that have a penalty
+# N distinct penalised tokens
 
-_ROOM = 64  # at least, for tokens that come until all are sorted again
+_ROOM = 64  # minimum number of appended tokens between two sorts
 _STRETCH = 1024  # tokens; see engine/cpu/choice.h
-_USUAL = 1e6  # no penalty up to it makes of a number, finite or not, one that is none
+# Penalties up to this value turn no logit into a NaN, finite or not.
+_USUAL = 1e6
 
 # engine/cpu/choice.h: RowPenalties
 _ROW = np.dtype(
@@ -33,24 +34,27 @@ _ROW = np.dtype(
 
 
 class Penalties:
-    """The tokens that a sequence has penalties for, each once, and how much is taken from each one's logit after the
-    repetition penalty. Owned by the step thread. A step adds what is new: mostly one token."""
+    """Penalised tokens of a sequence, each once, with the amount subtracted after the repetition penalty.
+
+    Owned by the step thread. Each step adds the new tokens, usually one.
+    """
 
     def __init__(self, sampling: Sampling, tokens: Seq[int], num_prompt_tokens: int) -> None:
-        """tokens: the sequence's own, which will grow."""
+        """tokens: the sequence's list, which keeps growing."""
         self.repetition = sampling.repetition_penalty
-        self.is_read = not sampling.is_greedy  # more of the logits than the greatest, once penalties are in them
+        # False if only the greatest penalised logit is used.
+        self.is_read = not sampling.is_greedy
         self._presence = np.float32(sampling.presence_penalty)
         self._frequency = np.float32(sampling.frequency_penalty)
         self._takes = bool(self._presence or self._frequency)
         self._tokens = tokens
         self._num_noted = num_prompt_tokens
         prompt = sorted(set(tokens[:num_prompt_tokens])) if sampling.repetition_penalty != 1.0 else []
-        self._counts = dict.fromkeys(prompt, 0)  # how often each was generated, if that matters
+        self._counts = dict.fromkeys(prompt, 0)  # times generated, if that matters
         self._ids = np.array(prompt, dtype=np.int32)
         self._taken = np.zeros(len(prompt), dtype=np.float32)
         self._row = np.zeros(1, dtype=_ROW)
-        self.address = self._row.ctypes.data  # of what a kernel is told
+        self.address = self._row.ctypes.data  # of the kernel's `RowPenalties`
         self._row["stays"] = not self.is_read and _are_usual(sampling)
         self._row["only_lowers"] = self.repetition >= 1 and min(self._presence, self._frequency) >= 0
         self._row["repetition"] = self.repetition
@@ -72,7 +76,7 @@ class Penalties:
         return self._taken[: len(self)]
 
     def note(self) -> None:
-        """The tokens that have come since the last call."""
+        """Add the tokens that were appended since the last call."""
         num_tokens = len(self._tokens)
         for i in range(self._num_noted, num_tokens):
             token = self._tokens[i]
@@ -100,7 +104,7 @@ class Penalties:
         return place if place is not None else int(self._ids[: self._num_sorted].searchsorted(token))
 
     def _sort(self, count: int, most: int = 0) -> None:
-        """The first so many, and make room: for others, and for tokens up to `most`."""
+        """Sort the first `count` tokens and make room for more, and for ids up to `most`."""
         order, more = self._ids[:count].argsort(), max(_ROOM, count // 8)
         self._ids, self._taken = np.pad(self._ids[order], (0, more)), np.pad(self._taken[order], (0, more))
         self._num_sorted, self._unsorted = count, dict[int, int]()

@@ -1,4 +1,4 @@
-"""What a model says of the tokens of prompts, put together from the logits of a step, which come in slices."""
+"""Log-probabilities of prompt tokens, collected from the slices of a step's logits."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from engine.sampling.logprobs import logprobs_of
 from engine.scheduler.prompt_scoring import ScoredRow
 from engine.scheduler.step import ScheduledStep
 
-# S positions of the step, of all rows; N of them in a slice, V vocabulary, K likeliest
+# S scored positions of the step, N positions of one slice, V vocabulary, K likeliest
 
 
 class Scorer:
-    """Of one step. Slices come while it is computed; what stays of them is small, and on the device until it is asked
-    for."""
+    """Scorer of one step. Adds slices while the step is computed; small results stay on the device until `scores`."""
 
     def __init__(self, rows: list[ScoredRow]) -> None:
         self._rows = rows
         self._num_top = max(row.num_top for row in rows)
-        self._targets_S: Tensor | None = None  # on the device, once that is known
+        self._targets_S: Tensor | None = None  # on the device of the first slice
         self._num_scored = 0
         self._slices: list[tuple[Tensor, ...]] = []
 
     @classmethod
     def of(cls, step: ScheduledStep | None) -> Scorer | None:
-        """None where nothing is asked. Else the step has it to ask from now on."""
+        """Return the scorer of a step and set the step's `scores`; None if it scores nothing."""
         if step is None or not step.scored:
             return None
         scorer = cls(step.scored)
@@ -37,7 +36,7 @@ class Scorer:
         return scorer
 
     def add(self, logits_NV: Tensor) -> None:
-        """Of the next N positions, fp32; they are not needed afterwards."""
+        """Score the next N positions. logits_NV: fp32, not kept."""
         end = self._num_scored + len(logits_NV)
         if self._targets_S is None:
             self._targets_S = self._place(logits_NV.device)
@@ -50,13 +49,13 @@ class Scorer:
         self._num_scored = end
 
     def scores(self) -> list[PromptLogprobs | None]:
-        """Row by row. Waits for the device."""
+        """Return the scores row by row. Waits for the device."""
         ends = np.cumsum([len(row.next_tokens) for row in self._rows]).tolist()
-        assert self._num_scored == ends[-1], "positions that no logits have come of"
+        assert self._num_scored == ends[-1], "logits are missing for some scored positions"
         logprobs, ranks, top_ids, top_logprobs, is_finite = (
             torch.cat(slices).cpu().numpy() for slices in zip(*self._slices, strict=True)
         )
-        told: list[PromptLogprobs | None] = []
+        scores: list[PromptLogprobs | None] = []
         for row, start, end in zip(self._rows, [0, *ends], ends, strict=False):
             one = PromptLogprobs(
                 logprobs_P=logprobs[start:end],
@@ -64,10 +63,10 @@ class Scorer:
                 top_ids_PK=top_ids[start:end, : row.num_top],
                 top_logprobs_PK=top_logprobs[start:end, : row.num_top],
             )
-            told.append(one if is_finite[start:end].all() else None)
-        return told
+            scores.append(one if is_finite[start:end].all() else None)
+        return scores
 
     def _place(self, device: torch.device) -> Tensor:
-        """Nothing waits for the copy but what comes behind it on the device."""
+        """Upload the target tokens; only later work on the device waits for the copy."""
         targets = list(chain.from_iterable(row.next_tokens for row in self._rows))
         return torch.tensor(targets, pin_memory=device.type == "cuda").to(device, non_blocking=True)

@@ -1,18 +1,17 @@
-"""Choosing the next token of each row of a step.
+"""Sampler: chooses the next token of each row of a step.
 
-The choice is a function of the row's logits, tokens, seed and position only: never of the batch, the device or the
-replica, so that a sequence that moves goes on as if it had stayed.
+The choice is a function of the row's logits, tokens, seed and position only, never of the batch, the device or the
+replica, so a sequence that moves continues as if it had stayed.
 
     logits -> min_tokens, mask, allowed tokens, bad words, bias                     (vLLM's order, as far as it matters)
            -> penalties -> temperature -> top-k -> top-p -> min-p -> draw           (transformers' order)
 
-A filter keeps every token whose logit reaches a threshold, so that equal tokens stay or go together. The draw is the
-inverse of the cumulative distribution, in the order of token ids, at a number in [0, 1) that is hashed from (seed,
-position).
+A filter keeps every token whose logit reaches a threshold, so equal tokens stay or go together. The draw inverts the
+cumulative distribution, in the order of token ids, at a number in [0, 1) hashed from (seed, position).
 
-A CPU adds up in fp64, and draws the same on every machine. On a GPU the last line is one kernel (engine.kernels.sample)
-that adds up in fp32, in an order of its own: where logits have the same bits, GPUs of one kind draw the same, whatever
-the batch; a CPU draws another token only where a sum is within rounding of the draw.
+A CPU sums in fp64 and draws the same on every machine. On a GPU one kernel (engine.kernels.sample) does the last line
+and sums in fp32 in its own order: for the same bits of logits, GPUs of one kind draw the same, whatever the batch. A
+CPU draws another token only where a sum is within rounding of the draw.
 """
 
 from __future__ import annotations
@@ -37,59 +36,61 @@ from engine.sampling.logprobs import logprobs_of, row_sums
 from engine.sampling.params import Chosen, Sampled, SamplingRow
 from engine.sampling.token_masks import TokenRuleTensors
 
-# P positions, R rows, N those of them that draw at random, V vocabulary, U tokens that a row says something of
+# P positions, R rows, N rows of a subset, V vocabulary, U (row, token) pairs
 
 _NumberedRow = tuple[int, SamplingRow]
 
-_FEW = 1024  # a nucleus usually lies within so many tokens, which are found much sooner than all are sorted
-_DRAW_BITS = 48  # a draw times a sum of probabilities stays below the sum, also after rounding to fp64
+# A nucleus usually lies within this many tokens, and finding them is much cheaper than sorting all.
+_FEW = 1024
+# The product of a draw and a sum of probabilities stays below the sum, also after rounding to fp64.
+_DRAW_BITS = 48
 
 
 @torch.inference_mode()
 def sample(logits_PV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> Sampled:
-    """Choose a token for each row; None for one whose logits are not finite, whatever stands beside it. Nothing here
-    waits for a GPU.
+    """Choose a token for each row; None for a row with non-finite logits. Never waits for a GPU.
 
-    logits_PV: fp32, which may be overwritten; positions: which of them is each row's, None where there is one for each,
-    in order. Log-probabilities are those of the logits as given, before anything here changes them.
+    logits_PV: fp32, may be overwritten; positions: of each row's logits, None for one per row, in order.
+    Log-probabilities are those of the logits as given, before any processing.
     """
     logits_RV = logits_PV if positions is None else logits_PV[_place(positions, torch.int64, logits_PV.device)]
-    asking = [(i, row) for i, row in enumerate(rows) if row.asks_more or (row.mask is not None and row.is_masked)]
-    telling = [(i, row) for i, row in asking if row.sampling.num_logprobs is not None]
-    told_NV = logits_RV[_numbers(telling, logits_RV.device)] if telling else None
-    if asking:
-        _forbid(logits_RV, asking)
-        _apply_rules(logits_RV, [(i, row, row.ruled) for i, row in asking if row.ruled is not None])
-    ids_R = choose_by_kernel(logits_RV, asking) if logits_RV.is_cuda else choose_by_torch(logits_RV, asking)
+    special = [(i, row) for i, row in enumerate(rows) if row.has_options or (row.mask is not None and row.is_masked)]
+    with_logprobs = [(i, row) for i, row in special if row.sampling.num_logprobs is not None]
+    given_NV = logits_RV[_numbers(with_logprobs, logits_RV.device)] if with_logprobs else None
+    if special:
+        _forbid(logits_RV, special)
+        _apply_rules(logits_RV, [(i, row, row.ruled) for i, row in special if row.ruled is not None])
+    ids_R = choose_by_kernel(logits_RV, special) if logits_RV.is_cuda else choose_by_torch(logits_RV, special)
     found: tuple[Tensor, ...] = ()
-    if told_NV is not None:
-        most = max(row.sampling.num_logprobs or 0 for _, row in telling)
-        told_ids_N = ids_R[_numbers(telling, ids_R.device)].clamp_min(0).long()
-        found = logprobs_of(told_NV, told_ids_N, num_top=most)[:3]
+    if given_NV is not None:
+        most = max(row.sampling.num_logprobs or 0 for _, row in with_logprobs)
+        ids_N = ids_R[_numbers(with_logprobs, ids_R.device)].clamp_min(0).long()
+        found = logprobs_of(given_NV, ids_N, num_top=most)[:3]
     wait = download([ids_R, *found])
 
     def chosen() -> list[Chosen | None]:
         ids_R, *logprobs = wait()
         ids = ids_R.tolist()
-        if not asking:  # mostly
+        if not special:
             return [(token_id, None) if token_id >= 0 else None for token_id in ids]
-        told = _told(telling, *logprobs) if telling else {}
-        for i, row in asking if min(ids) < 0 else ():  # a NaN is the model's
-            is_asked = row.ruled is not None or row.mask is not None
-            row.is_contradicted = ids[i] == NO_LOGIT_IS_FINITE and is_asked
-        return [(token_id, told.get(i)) if token_id >= 0 else None for i, token_id in enumerate(ids)]
+        by_row = _token_logprobs(with_logprobs, *logprobs) if with_logprobs else {}
+        # A NaN comes from the model, but constraints may have set every logit to -inf.
+        for i, row in special if min(ids) < 0 else ():
+            is_constrained = row.ruled is not None or row.mask is not None
+            row.is_contradicted = ids[i] == NO_LOGIT_IS_FINITE and is_constrained
+        return [(token_id, by_row.get(i)) if token_id >= 0 else None for i, token_id in enumerate(ids)]
 
     return Sampled(ids_R, chosen)
 
 
 def uniform(seed: int, position: int) -> float:
-    """The number in [0, 1) by which the token at `position` is drawn: a hash, the same on every machine."""
+    """Return the number in [0, 1) that draws the token at `position`: a hash, the same on every machine."""
     digest = blake2b(struct.pack("<QQ", seed & (2**64 - 1), position), digest_size=8, person=b"token-draw").digest()
     return (int.from_bytes(digest, "little") >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
 
 
 def _forbid(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> None:
-    """Stop tokens that come too early, and what is not allowed. In place."""
+    """Set early stop tokens and masked tokens to -inf, in place."""
     vocabulary, device = logits_RV.shape[-1], logits_RV.device
     if early := [(i, row.early_stops()) for i, row in rows if row.is_early]:
         early_2U = _pairs(early)
@@ -103,7 +104,7 @@ def _forbid(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> None:
 
 
 def _apply_rules(logits_RV: Tensor, rows: Seq[tuple[int, SamplingRow, TokenRuleTensors]]) -> None:
-    """What they say of single tokens. In place."""
+    """Apply the token rules in place: allowed tokens, bad words, bias."""
     device = logits_RV.device
     if allowed := [(i, ruled.allowed) for i, _, ruled in rows if len(ruled.allowed)]:
         rows_U, ids_U = _place(_pairs(allowed), torch.int64, device)
@@ -143,25 +144,26 @@ def choose_by_kernel(logits_RV: Tensor, rows: Seq[_NumberedRow], tiling: Tiling 
 
 
 def numbers_of(row: SamplingRow) -> tuple[int, ...]:
-    """What the kernel is told of a row that draws."""
+    """Return the kernel's parameters of a row that draws."""
     draw = int(uniform(row.seed, row.position) * (1 << _DRAW_BITS))
     return *row.filters, draw >> DRAW_BITS, draw & (1 << DRAW_BITS) - 1
 
 
 def choose_by_torch(logits_RV: Tensor, rows: Seq[_NumberedRow]) -> Tensor:
-    """The same elsewhere: the reference, with the greatest by our kernel on a CPU. -> (R,) int64"""
+    """Reference implementation of `choose_by_kernel`, with our CPU kernel for the greedy choice. -> (R,) int64"""
     chosen_R, best_R = likeliest(logits_RV, {i: row.penalties() for i, row in rows if row.has_penalties})
     if drawing := [(i, row) for i, row in rows if not row.sampling.is_greedy]:
         drawing_N = _numbers(drawing, chosen_R.device)
         chosen_R[drawing_N] = reference_draw(logits_RV[drawing_N], [row for _, row in drawing])
-    if math.isfinite(sum(best_R.tolist())):  # mostly, and sooner known so
+    # A finite sum proves all finite, faster than checking each.
+    if math.isfinite(sum(best_R.tolist())):
         return chosen_R
     chosen_R = torch.where(best_R.isfinite(), chosen_R, NOT_FINITE)
     return torch.where(best_R == -math.inf, NO_LOGIT_IS_FINITE, chosen_R) if rows else chosen_R
 
 
 def reference_draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
-    """-> (N,) int64."""
+    """Draw a token for each row. -> (N,) int64"""
     device = logits_NV.device
 
     def column(values: list[float]) -> Tensor:
@@ -175,17 +177,17 @@ def reference_draw(logits_NV: Tensor, rows: Seq[SamplingRow]) -> Tensor:
     if any(row.sampling.min_p > 0 for row in rows):
         threshold_N1 = column([math.log(row.sampling.min_p) if row.sampling.min_p > 0 else -math.inf for row in rows])
         scaled_NV = scaled_NV.masked_fill(scaled_NV < threshold_N1, -math.inf)
-    # In fp64 the running sum does not depend on how a device adds up.
+    # In fp64 the running sum does not depend on a device's order of summation.
     cumulative_NV = scaled_NV.exp().cumsum(dim=-1, dtype=torch.float64)
     draws_N = _place([uniform(row.seed, row.position) for row in rows], torch.float64, device)
     targets_N1 = draws_N.unsqueeze(-1) * cumulative_NV[:, -1:]
-    # Where logits are not finite nothing is found. That row fails, but its id is looked up beside the others' before.
+    # Nothing is found in rows with non-finite logits. They fail later, but their id must be a valid index here.
     most = scaled_NV.shape[-1] - 1
     return torch.searchsorted(cumulative_NV, targets_N1, right=True).clamp_max(most).squeeze(-1)
 
 
 def _keep_top_k(scaled_NV: Tensor, top_k: Seq[int]) -> Tensor:
-    """Keep the k greatest of each row, and those equal to the k-th."""
+    """Keep the k greatest logits of each row, and those equal to the k-th."""
     limits = [k if 0 < k < scaled_NV.shape[-1] else 0 for k in top_k]
     if not any(limits):
         return scaled_NV
@@ -197,7 +199,7 @@ def _keep_top_k(scaled_NV: Tensor, top_k: Seq[int]) -> Tensor:
 
 
 def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
-    """Keep the likeliest tokens whose probabilities reach p together, and those equal to the last of them."""
+    """Keep the likeliest tokens that together reach probability p, and those equal to the last of them."""
     rows = [i for i, p in enumerate(top_p) if p < 1.0]
     if not rows:
         return scaled_NV
@@ -218,10 +220,10 @@ def _keep_top_p(scaled_NV: Tensor, top_p: Seq[float]) -> Tensor:
     return scaled_NV
 
 
-def _told(
+def _token_logprobs(
     rows: Seq[_NumberedRow], logprobs_N: NDArray[Any], top_ids_NK: NDArray[Any], top_logprobs_NK: NDArray[Any]
 ) -> dict[int, TokenLogprob]:
-    """Of rows that all want them."""
+    """Return the log-probabilities by row number."""
     chosen, ids, values = logprobs_N.tolist(), top_ids_NK.tolist(), top_logprobs_NK.tolist()
     counts = [row.sampling.num_logprobs or 0 for _, row in rows]
     return {
@@ -239,7 +241,7 @@ def _place(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """On the device; nothing waits for the copy but what comes behind it there."""
+    """Upload values; only later work on the device waits for the copy."""
     host = torch.tensor(values, dtype=dtype)
-    # Not by `pin_memory=True`, which torch refuses for arrays.
+    # The argument `pin_memory=True` is rejected by torch for arrays.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

@@ -1,4 +1,4 @@
-"""What the token rules of a request say of the next token, laid out for a sampler."""
+"""Token rules of a request (bias, allowed tokens, bad words) in the sampler's format."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from core.types.token_rules import TokenRules
 
 
 class TokenRuleTensors:
-    """Only reads after construction: all choices of a request share it."""
+    """Immutable after construction; shared by all choices of a request."""
 
     def __init__(self, rules: TokenRules) -> None:
         self.biased = np.array([token_id for token_id, _ in rules.logit_bias], np.int64)
-        self.biases = np.array([bias for _, bias in rules.logit_bias], np.float32)  # of each of these
-        self.allowed = np.array(rules.allowed_token_ids, np.int64)  # none: all are
+        self.biases = np.array([bias for _, bias in rules.logit_bias], np.float32)  # one per biased token
+        self.allowed = np.array(rules.allowed_token_ids, np.int64)  # empty: all tokens
         self._bad_words = _Ending()
         for word in rules.bad_words:
             ending = self._bad_words
@@ -26,11 +26,11 @@ class TokenRuleTensors:
 
     @property
     def reads_tokens(self) -> bool:
-        """What is forbidden depends on what was generated."""
+        """True if the forbidden tokens depend on the generated ones."""
         return bool(self._bad_words.longer)
 
     def forbidden(self, tokens: Seq[int], start: int) -> list[int]:
-        """What would end a bad word behind tokens[start:]. Takes as many steps as the longest of them has tokens."""
+        """Return the tokens that would complete a bad word after tokens[start:]. O(length of the longest bad word)."""
         ending = self._bad_words
         if not ending.longer:
             return ending.forbidden
@@ -47,7 +47,7 @@ class TokenRuleTensors:
 
 @dataclass(slots=True)
 class _Ending:
-    """Of what was generated: the last so many tokens."""
+    """Trie node of bad words: a suffix of the generated tokens."""
 
-    forbidden: list[int] = field(default_factory=list)  # behind it
-    longer: dict[int, _Ending] = field(default_factory=dict)  # by the token before it
+    forbidden: list[int] = field(default_factory=list)  # tokens forbidden after it
+    longer: dict[int, _Ending] = field(default_factory=dict)  # by the preceding token

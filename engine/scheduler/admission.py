@@ -1,4 +1,4 @@
-"""When a prompt that waits gets its blocks: one rule for engines that decode, one for those that only prefill."""
+"""Admission policies: when a waiting prompt gets its blocks, on engines that decode and on those that only prefill."""
 
 from __future__ import annotations
 
@@ -14,30 +14,32 @@ from engine.scheduler.sequence import Sequence
 
 
 class Admission(Protocol):
-    """Asked twice in each step."""
+    """Admission policy. The engine calls `ahead` and then `admit_on_demand` once in each step."""
 
     @property
     def num_running(self) -> int:
-        """Sequences that run, or will as soon as their KV is there: what max_running limits."""
+        """Sequences that run, or will run as soon as their KV is here; limited by max_running."""
         ...
 
     def ahead(self) -> list[Prompt]:
-        """Before the rows are chosen: those that are admitted now, whether or not there is a chunk for them yet."""
+        """Admit prompts before the rows are chosen, even without budget for them. Return the admitted ones."""
         ...
 
-    def in_time(self) -> Iterator[Prompt]:
-        """While the step has room for another chunk: each prompt is admitted as it is asked for."""
+    def admit_on_demand(self) -> Iterator[Prompt]:
+        """Yield prompts while the step has budget for another chunk; each is admitted when it is yielded."""
         ...
 
-    def may_go_on(self, sequence: Sequence) -> bool:
-        """Whether one that was preempted may have blocks again, if there are any."""
+    def may_resume(self, sequence: Sequence) -> bool:
+        """Return True if a preempted sequence may get blocks again, provided there are any."""
         ...
 
 
 class AdmitWithRoomToGrow:
-    """Whoever fits gets blocks at once, for others may be waiting to fill them, as long as each sequence that decodes
-    is left one to grow into. Those that were preempted come before all, but for prompts of tenants who have less than
-    theirs; for these, sequences of whoever has more are preempted."""
+    """Admits every prompt that fits, because other replicas may be waiting to fill its blocks.
+
+    Each decoding sequence keeps one free block to grow into. Preempted sequences come before new prompts, except
+    prompts of tenants that hold less than their share: for these, sequences of the tenant holding most are preempted.
+    """
 
     def __init__(self, blocks: BlockManager, prompts: PromptQueue, decoding: Decoding, *, max_running: int) -> None:
         self._blocks = blocks
@@ -48,31 +50,31 @@ class AdmitWithRoomToGrow:
     @property
     def num_running(self) -> int:
         prompts = self._prompts
-        to_come = (*prompts.reserved, *prompts.fetching, *prompts.computing)
-        return len(self._decoding.running) + sum(len(prompt.choices) for prompt in to_come)
+        pending = (*prompts.reserved, *prompts.fetching, *prompts.computing)
+        return len(self._decoding.running) + sum(len(prompt.choices) for prompt in pending)
 
     def ahead(self) -> list[Prompt]:
         admitted = []
-        held_up = {sequence.request.tenant for sequence in self._decoding.preempted}
+        blocked = {sequence.request.tenant for sequence in self._decoding.preempted}
         for prompt in tuple(self._prompts.waiting):
-            tenant, num_blocks = _wanted(prompt)
-            if tenant in held_up:
+            tenant, num_blocks = _demand(prompt)
+            if tenant in blocked:
                 continue
-            if held_up and (_is_offline(prompt) or not self._decoding.is_poorer(tenant, num_blocks, than=held_up)):
-                held_up.add(tenant)
+            if blocked and (_is_offline(prompt) or not self._decoding.is_poorer(tenant, num_blocks, than=blocked)):
+                blocked.add(tenant)
                 continue
-            if not prompt.is_received and self._prompts.is_on_its_way(prompt):
-                continue  # others go on meanwhile
+            if not prompt.is_received and self._prompts.is_in_flight_elsewhere(prompt):
+                continue
             if self._has_room(prompt) and self._prompts.admit(prompt):
                 admitted.append(prompt)
             else:
-                held_up.add(tenant)
+                blocked.add(tenant)
         return admitted
 
-    def in_time(self) -> Iterator[Prompt]:
+    def admit_on_demand(self) -> Iterator[Prompt]:
         return iter(())
 
-    def may_go_on(self, sequence: Sequence) -> bool:
+    def may_resume(self, sequence: Sequence) -> bool:
         return self.num_running < self._max_running
 
     def _has_room(self, prompt: Prompt) -> bool:
@@ -81,16 +83,16 @@ class AdmitWithRoomToGrow:
             return False
         if not self.num_running:
             return True
-        tenant, num_blocks = _wanted(prompt)
+        tenant, num_blocks = _demand(prompt)
         needed = self._blocks.num_needed([] if sequence.is_scored else sequence.hashes(), num_blocks)
         missing = needed + len(self._decoding.running) - self._blocks.num_available
         if missing <= 0:
             return True
-        return not _is_offline(prompt) and self._decoding.make_way(tenant, num_blocks, num_missing=missing)
+        return not _is_offline(prompt) and self._decoding.preempt_for_tenant(tenant, num_blocks, num_missing=missing)
 
 
-def _wanted(prompt: Prompt) -> tuple[str, int]:
-    """By whom, and how many blocks to begin with."""
+def _demand(prompt: Prompt) -> tuple[str, int]:
+    """Return the tenant and the number of blocks that the prompt starts with."""
     sequence = prompt.sequence
     return sequence.request.tenant, sequence.num_blocks_for(len(sequence.tokens) + max(1, prompt.room))
 
@@ -99,9 +101,12 @@ def _is_offline(prompt: Prompt) -> bool:
     return prompt.sequence.request.priority >= OFFLINE
 
 
-class AdmitInTime:
-    """A prompt gets blocks when there is a chunk for it to compute; or before, when a part of it is fetched meanwhile
-    and there is room for it and for all who came before. Guests that have no room yet are passed by."""
+class AdmitOnDemand:
+    """Admits a prompt when the step has budget for a chunk of it.
+
+    A prompt with a prefix to fetch is admitted earlier, if there is room for it and for all prompts before it. Local
+    decodes without room are skipped.
+    """
 
     def __init__(
         self, blocks: BlockManager, prompts: PromptQueue, local_decodes: LocalDecodes, *, max_running: int
@@ -119,16 +124,16 @@ class AdmitInTime:
         return sum(1 for _ in to_ship) + self._local_decodes.num_choices
 
     def ahead(self) -> list[Prompt]:
-        self._local_decodes.give_way()
+        self._local_decodes.preempt_for()
         prompts, begun = self._prompts, []
-        num_ahead = 0  # blocks for those who came before, at most
+        num_ahead = 0  # upper bound of the blocks that earlier prompts need
         for prompt in tuple(prompts.waiting):
             if self.num_running >= self._max_running:
                 break
             if prompt.is_local_decode and not self._local_decodes.has_room(prompt):
                 continue
             needed = prompt.sequence.num_blocks_for(len(prompt.sequence.tokens))
-            if not prompts.check_offer(prompt) or prompts.is_on_its_way(prompt):
+            if not prompts.has_offer(prompt) or prompts.is_in_flight_elsewhere(prompt):
                 num_ahead += needed
             elif (num_ahead and num_ahead + needed > self._blocks.num_available) or not prompts.admit(prompt):
                 break
@@ -136,16 +141,18 @@ class AdmitInTime:
                 begun.append(prompt)
         return begun
 
-    def in_time(self) -> Iterator[Prompt]:
+    def admit_on_demand(self) -> Iterator[Prompt]:
         prompts = self._prompts
         for prompt in tuple(prompts.waiting):
             if self.num_running >= self._max_running:
                 return
-            if prompts.is_on_its_way(prompt) or (prompt.is_local_decode and not self._local_decodes.has_room(prompt)):
-                continue  # others go on meanwhile
-            if prompts.check_offer(prompt) or not prompts.admit(prompt):
-                return  # there was no room
+            if prompts.is_in_flight_elsewhere(prompt) or (
+                prompt.is_local_decode and not self._local_decodes.has_room(prompt)
+            ):
+                continue
+            if prompts.has_offer(prompt) or not prompts.admit(prompt):
+                return
             yield prompt
 
-    def may_go_on(self, sequence: Sequence) -> bool:
-        return self.num_running < self._max_running and self._local_decodes.may_go_on(sequence)
+    def may_resume(self, sequence: Sequence) -> bool:
+        return self.num_running < self._max_running and self._local_decodes.may_resume(sequence)

@@ -1,10 +1,11 @@
-"""Steps that are launched behind another one whose tokens nobody knows yet: so a device never waits for the host.
+"""Async scheduling: launch a step before the tokens of the previous one are known, so that the device never idles.
 
-Step n + 1 is planned as if no row of step n ended. Its rows take their tokens on the device, from what the sampler of n
-has chosen; until those are known a sequence stays as it was before n. Then n is booked. A row of n + 1 whose sequence
-has ended by that, or has left for any other reason, was computed for nothing: the one position that it wrote is behind
-all that the sequence had computed, in a block of its own that was not full, so that nobody finds it; and whoever gets
-that block next comes behind it on the device.
+Step n + 1 is planned as if no row of step n ended. Its rows read their tokens on the device from the sampler's output
+of step n, and sequences keep their state from before n until those tokens arrive.
+
+If a sequence ends or is removed in step n, its row of n + 1 is wasted. The position that row wrote lies behind all
+computed positions, in a private block that is not full. So it cannot be found in the cache, and the next owner of the
+block is ordered after it on the device.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from engine.scheduler.step import ScheduledStep
 
 
 def may_be_followed(step: ScheduledStep, running: Collection[Sequence]) -> bool:
-    """Whether the next step can be planned before this one's tokens are known, and has something to compute."""
+    """Return True if the next step can be planned before this one's tokens are known, and has rows to compute."""
     planned = step.next_tokens
     if planned is None or any(row.reads_tokens for row in planned.rows.readers):
         return False
@@ -27,7 +28,7 @@ def may_be_followed(step: ScheduledStep, running: Collection[Sequence]) -> bool:
 
 
 def expect(step: ScheduledStep, running: Collection[Sequence]) -> list[Sequence]:
-    """Those to whom a token is coming of this step; from now on they are planned with."""
+    """Mark the running sequences that this step chooses a token for as having one in flight, and return them."""
     in_flight = [sequence for sequence, _ in step.decoding if sequence in running]
     for sequence in in_flight:
         sequence.sampling_row.num_in_flight = 1
@@ -35,9 +36,10 @@ def expect(step: ScheduledStep, running: Collection[Sequence]) -> list[Sequence]
 
 
 def device_tokens_of(step: ScheduledStep, behind: ScheduledStep) -> DeviceTokens | None:
-    """The tokens that `step` computes and `behind` chooses."""
+    """Return the tokens that `behind` chooses and `step` computes."""
     assert behind.sampled
-    if step.next_tokens and behind.next_tokens and step.next_tokens.rows is behind.next_tokens.rows:  # mostly
+    # The usual case: the same rows as in the step before.
+    if step.next_tokens and behind.next_tokens and step.next_tokens.rows is behind.next_tokens.rows:
         rows_R = step.next_tokens.rows.numbers_R
         return DeviceTokens(token_ids=behind.sampled.token_ids, sources=rows_R, places=rows_R)
     place_of = {sequence: place for place, (sequence, _) in enumerate(behind.decoding)}

@@ -1,4 +1,4 @@
-"""Sequences that decode, and those that must wait for blocks to go on."""
+"""Decoding sequences, and the preempted ones that wait for blocks."""
 
 from __future__ import annotations
 
@@ -11,77 +11,84 @@ from engine.scheduler.sequence import Sequence
 
 
 class Decoding:
-    """Owned by the step thread.
+    """Decoding sequences and their preemption. Owned by the step thread.
 
-    Sequences grow block by block. When none is left, the youngest of the tenant that has most of them is preempted: it
-    gives its blocks back and later computes its KV again (often from the cache, where its own blocks still lie). So
-    whoever asks for long answers takes nothing from those who have less.
+    Sequences grow block by block. When the pool is empty, the youngest sequence of the tenant holding most blocks is
+    preempted: it frees its blocks and recomputes its KV later, often from its own cached blocks. Long answers of one
+    tenant therefore do not evict the sequences of tenants with less.
     """
 
     def __init__(self, blocks: BlockManager, *, max_blocks: int | None = None) -> None:
-        """max_blocks: of all that run, while there are several; None: the pool is theirs."""
+        """max_blocks: limit of all running sequences while there are several; None: the whole pool."""
         self.running: dict[Sequence, None] = {}  # oldest first
-        self.preempted: deque[Sequence] = deque()  # those that go on first come first
+        self.preempted: deque[Sequence] = deque()  # next to resume first
         self.num_preemptions = 0
         self._blocks = blocks
         self._max_blocks = max_blocks
-        self._rows = DecodingRows(())  # of the last step
+        self._rows = DecodingRows(())  # those of the last step
 
     def start(self, sequence: Sequence) -> None:
-        """It has its next token. It decodes from now on; without blocks, it first computes its KV again."""
+        """Decode a sequence that has its next token. Without blocks it is queued to recompute its KV first."""
         if not sequence.blocks:
             self.preempted.append(sequence)
         else:
             self.running.setdefault(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take it out, wherever it is; its blocks stay with the caller."""
+        """Remove the sequence from either queue; its blocks stay with the caller."""
         self.running.pop(sequence, None)
         if sequence in self.preempted:
             self.preempted.remove(sequence)
 
     def make_room(self) -> NextTokens:
-        """Of those that go on, each with a block for it; the youngest are preempted where that needs it."""
+        """Return the rows of the next step, each with a block for its token.
+
+        Preempts the youngest sequences if blocks run out.
+        """
         if self._max_blocks is not None:
-            self._keep_to(self._max_blocks)
+            self._limit_blocks(self._max_blocks)
         planned = self._next_tokens(list(self.running))
-        if planned.may_be_over:
+        if planned.may_include_finished:
             planned = self._next_tokens([one for one in self.running if not (one.num_in_flight and one.ends_with_next)])
         sequences = planned.rows.sequences
         tables = [(sequences[row].blocks, place) for row, place in planned.first_of_blocks]
         if self._blocks.extend_each([table for table, place in tables if len(table) == place]):
             return planned
-        return self._next_tokens(self._preempt_for_room(list(sequences)))
+        return self._next_tokens(self._preempt_until_room(list(sequences)))
 
     def _next_tokens(self, sequences: list[Sequence]) -> NextTokens:
-        if sequences != self._rows.sequences:  # mostly, they are those of the step before
+        # Usually they are those of the step before.
+        if sequences != self._rows.sequences:
             self._rows = DecodingRows(sequences)
         return NextTokens(self._rows)
 
-    def _preempt_for_room(self, kept: list[Sequence]) -> list[Sequence]:
-        """Those that are left, each with a block for its next token."""
-        num_kept = 0
-        while num_kept < len(kept):
-            sequence = kept[num_kept]
+    def _preempt_until_room(self, candidates: list[Sequence]) -> list[Sequence]:
+        """Preempt until every remaining sequence has a block for its next token. Return the remaining ones."""
+        num_ready = 0
+        while num_ready < len(candidates):
+            sequence = candidates[num_ready]
             num_tokens, blocks = len(sequence.tokens) + sequence.num_in_flight, sequence.blocks
             if self._blocks.extend(blocks, sequence.num_blocks_for(num_tokens)):
-                num_kept += 1
+                num_ready += 1
                 continue
-            victim = _youngest_of_most(kept, _blocks_by_tenant(kept))
-            at = kept.index(victim)
-            del kept[at]
-            num_kept -= at < num_kept
+            victim = _youngest_of_largest(candidates, _blocks_by_tenant(candidates))
+            at = candidates.index(victim)
+            del candidates[at]
+            num_ready -= at < num_ready
             self._preempt(victim)
-        return kept
+        return candidates
 
     def is_poorer(self, tenant: str, num_blocks: int, *, than: Set[str]) -> bool:
-        """Whether with so many blocks more it would have no more than each of these others has."""
+        """Return True if the tenant, with `num_blocks` more, would hold no more than each of the tenants in `than`."""
         held = _blocks_by_tenant(self.running)
         return all(held[tenant] + num_blocks <= held[other] for other in than)
 
-    def make_way(self, tenant: str, num_blocks: int, *, num_missing: int) -> bool:
-        """See that so many blocks more are available for a tenant that wants `num_blocks`, if they can be taken from
-        tenants who then still have as many as it would have; the youngest of whoever has most first."""
+    def preempt_for_tenant(self, tenant: str, num_blocks: int, *, num_missing: int) -> bool:
+        """Preempt other tenants' sequences until a tenant that needs `num_blocks` has `num_missing` more available.
+
+        Only tenants that keep at least as many blocks as this tenant would have lose any, and the youngest sequence of
+        the tenant holding most goes first. Preempts none and returns False if that is not enough.
+        """
         held, victims = _blocks_by_tenant(self.running), list[Sequence]()
         own = held.pop(tenant, 0) + num_blocks
         candidates = [one for one in self.running if one.request.tenant != tenant]
@@ -90,7 +97,7 @@ class Decoding:
             richer = [one for one in candidates if held[one.request.tenant] - len(one.blocks) >= own]
             if not richer:
                 return False
-            victim = _youngest_of_most(richer, held)
+            victim = _youngest_of_largest(richer, held)
             victims.append(victim)
             candidates.remove(victim)
             held[victim.request.tenant] -= len(victim.blocks)
@@ -99,21 +106,23 @@ class Decoding:
             self._preempt(victim)
         return True
 
-    def give_way(self, num_missing: int) -> None:
-        """See that so many blocks more are available, as far as those that run have them; the youngest of whoever has
-        most first."""
+    def preempt_for(self, num_missing: int) -> None:
+        """Preempt sequences until `num_missing` more blocks are available or none runs.
+
+        The youngest sequence of the tenant holding most blocks goes first.
+        """
         victims, candidates = list[Sequence](), list(self.running)
         while candidates and self._blocks.num_freed_by(one.blocks for one in victims) < num_missing:
-            victims.append(_youngest_of_most(candidates, _blocks_by_tenant(candidates)))
+            victims.append(_youngest_of_largest(candidates, _blocks_by_tenant(candidates)))
             candidates.remove(victims[-1])
         for victim in victims:
             self._preempt(victim)
 
-    def _keep_to(self, max_blocks: int) -> None:
+    def _limit_blocks(self, max_blocks: int) -> None:
         num_blocks = sum(len(sequence.blocks) for sequence in self.running)
         while num_blocks > max_blocks and len(self.running) > 1:
             running = list(self.running)
-            victim = _youngest_of_most(running, _blocks_by_tenant(running))
+            victim = _youngest_of_largest(running, _blocks_by_tenant(running))
             num_blocks -= len(victim.blocks)
             self._preempt(victim)
 
@@ -131,7 +140,10 @@ def _blocks_by_tenant(sequences: Iterable[Sequence]) -> Counter[str]:
     return held
 
 
-def _youngest_of_most(sequences: list[Sequence], held: Counter[str]) -> Sequence:
-    """sequences: oldest first. held: blocks by tenant."""
+def _youngest_of_largest(sequences: list[Sequence], held: Counter[str]) -> Sequence:
+    """Return the youngest sequence of the tenant holding most blocks.
+
+    sequences: oldest first. held: blocks by tenant.
+    """
     most = max(held[sequence.request.tenant] for sequence in sequences)
     return next(sequence for sequence in reversed(sequences) if held[sequence.request.tenant] == most)

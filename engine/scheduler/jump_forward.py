@@ -1,9 +1,8 @@
-"""Tokens that are known before anything is computed, as those that a grammar forces: they enter a sequence at once, and
-their KV is computed together with that of the token before them.
+"""Jump-forward decoding: tokens that a grammar forces are appended without a forward pass.
 
-They are asked for one by one (SamplingRow.known_token), and are those that steps would choose one by one. Between two
-steps a sequence lacks the KV of its last token and no other, as if it had none: whoever moves, forks or preempts it
-need not know of them.
+Their KV is computed together with that of the token before them. `SamplingRow.known_token` returns them one by one, and
+they equal the tokens that steps would choose. Between two steps a sequence lacks the KV of its last token only, so
+moving, forking and preempting need no special case.
 """
 
 from __future__ import annotations
@@ -14,18 +13,21 @@ from core.types.request import SampledToken
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
 
-MAX_KNOWN = 32  # of a sequence and step, for others wait for what it computes
+# Per sequence and step, because other rows wait for the computation.
+MAX_KNOWN = 32
 
 
-def take_known(sequences: Iterable[Sequence], budget: int, blocks: BlockManager) -> list[tuple[Sequence, SampledToken]]:
-    """Append up to `budget` tokens to sequences that are about to compute their last ones, the first ones first. No
-    other loses a block for them.
+def append_forced(
+    sequences: Iterable[Sequence], budget: int, blocks: BlockManager
+) -> list[tuple[Sequence, SampledToken]]:
+    """Append up to `budget` forced tokens to sequences that are about to compute their last one, in order.
 
-    Returns them in order. One may be the last of its sequence, which has nothing to compute then.
+    Never preempts for them. Returns the tokens in order. If one finishes its sequence, that sequence has no row.
     """
     known: list[tuple[Sequence, SampledToken]] = []
     for sequence in sequences:
-        if not sequence.sampling_row.may_be_known:  # mostly
+        # The usual case.
+        if not sequence.sampling_row.may_be_forced:
             continue
         most = min(MAX_KNOWN, budget - len(known), sequence.most_tokens - len(sequence.tokens))
         for _ in range(most):
@@ -40,5 +42,5 @@ def take_known(sequences: Iterable[Sequence], budget: int, blocks: BlockManager)
 
 
 def take_room(sequence: Sequence, blocks: BlockManager) -> bool:
-    """For the KV of one token more. False, taking nothing, if there is none."""
+    """Allocate the block for one more token. Returns False and takes nothing if there is none."""
     return blocks.extend(sequence.blocks, sequence.num_blocks_for(len(sequence.tokens) + 1))

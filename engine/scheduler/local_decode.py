@@ -1,8 +1,7 @@
-"""Guests: answers of an engine that is there for prompts, and what they may have of it.
+"""Local decodes: answers that a prefill replica finishes itself while no decode replica has room for them.
 
-A replica that ships what it computes finishes some answers itself while nobody else has room for them. They get a share
-of its rows and of its blocks, so that prompts go on beside them; and where a prompt is larger than what that share
-leaves, they make way for it.
+They get a share of its rows and blocks, so that prompts continue beside them. A prompt larger than the remaining blocks
+preempts them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from engine.scheduler.sequence import Sequence
 
 
 class LocalDecodes:
-    """Owned by the step thread."""
+    """Share of the local decodes, and their preemption. Owned by the step thread."""
 
     def __init__(
         self, blocks: BlockManager, prompts: PromptQueue, decoding: Decoding, *, max_choices: int, max_blocks: int
@@ -29,51 +28,55 @@ class LocalDecodes:
 
     @property
     def num_choices(self) -> int:
-        """That are answered, or will be as soon as their prompt is computed."""
+        """Choices that decode, or will as soon as their prompt is computed."""
         return len(self._decoding.running) + sum(len(prompt.choices) for prompt in self._admitted())
 
     @property
     def num_waiting(self) -> int:
-        """Choices that have no blocks."""
+        """Choices without blocks."""
         waiting = sum(len(prompt.choices) for prompt in self._prompts.waiting if prompt.is_local_decode)
         return waiting + len(self._decoding.preempted)
 
     @property
     def num_blocks(self) -> int:
-        """That they have; what several share counts for each."""
+        """Blocks held; a shared block counts once per sequence."""
         sequences = (*self._decoding.running, *(prompt.sequence for prompt in self._admitted()))
         return sum(len(sequence.blocks) for sequence in sequences)
 
     def may_ever_fit(self, prompt: Prompt) -> bool:
-        return len(prompt.choices) <= self._max_choices and _num_wanted(prompt.sequence) <= self._max_blocks
+        return len(prompt.choices) <= self._max_choices and _blocks_to_resume(prompt.sequence) <= self._max_blocks
 
     def has_room(self, prompt: Prompt) -> bool:
-        """Whether it would be within the share. Those that were preempted come before it."""
+        """Return True if the prompt fits into the share. Preempted sequences come before it."""
         if self._decoding.preempted or self.num_choices + len(prompt.choices) > self._max_choices:
             return False
-        return self.num_blocks + _num_wanted(prompt.sequence) <= self._max_blocks
+        return self.num_blocks + _blocks_to_resume(prompt.sequence) <= self._max_blocks
 
-    def may_go_on(self, sequence: Sequence) -> bool:
-        """Whether one that was preempted may have blocks again: it may be larger than the share, if it is alone, and as
-        long as no prompt needs what is beyond."""
-        num_choices, num_blocks = self.num_choices, self.num_blocks + _num_wanted(sequence)
-        if self._too_large_beside(num_blocks):
+    def may_resume(self, sequence: Sequence) -> bool:
+        """Return True if a preempted sequence may get blocks again.
+
+        A single sequence may exceed the share as long as no prompt needs the blocks beyond it.
+        """
+        num_choices, num_blocks = self.num_choices, self.num_blocks + _blocks_to_resume(sequence)
+        if self._first_that_cannot_fit(num_blocks):
             return False
         return not num_choices or (num_blocks <= self._max_blocks and num_choices < self._max_choices)
 
-    def give_way(self) -> None:
-        """To the first prompt that waits, where it could never have its blocks beside their share, or beside one that
-        is larger than that. Before the rows of a step are chosen."""
-        if not self._decoding.running or not (prompt := self._too_large_beside(self.num_blocks)):
+    def preempt_for(self) -> None:
+        """Preempt local decodes for the first waiting prompt if it could never fit beside their share.
+
+        A sequence that exceeds the share counts with its own size. Called before the rows of a step are chosen.
+        """
+        if not self._decoding.running or not (prompt := self._first_that_cannot_fit(self.num_blocks)):
             return
         sequence, num_tokens = prompt.sequence, len(prompt.sequence.tokens)
         reusable = sequence.hashes()[: sequence.num_reusable(num_tokens) // sequence.block_size]
         missing = self._blocks.num_needed(reusable, sequence.num_blocks_for(num_tokens)) - self._blocks.num_available
         if missing > 0:
-            self._decoding.give_way(missing)
+            self._decoding.preempt_for(missing)
 
-    def _too_large_beside(self, num_blocks: int) -> Prompt | None:
-        """The first prompt that waits, if it is larger than what their share leaves, or so many blocks of theirs."""
+    def _first_that_cannot_fit(self, num_blocks: int) -> Prompt | None:
+        """Return the first waiting prompt if it does not fit beside the larger of the share and `num_blocks` blocks."""
         first = next((prompt for prompt in self._prompts.waiting if not prompt.is_local_decode), None)
         left = self._blocks.num_blocks - max(self._max_blocks, num_blocks)
         return first if first and first.sequence.num_blocks_for(len(first.sequence.tokens)) > left else None
@@ -82,6 +85,6 @@ class LocalDecodes:
         return (prompt for prompt in (*self._prompts.computing, *self._prompts.fetching) if prompt.is_local_decode)
 
 
-def _num_wanted(sequence: Sequence) -> int:
-    """Blocks to go on with: one token more than there are."""
+def _blocks_to_resume(sequence: Sequence) -> int:
+    """Return the blocks needed to resume: for one token more than there are."""
     return sequence.num_blocks_for(len(sequence.tokens) + 1)

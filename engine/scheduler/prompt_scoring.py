@@ -1,5 +1,4 @@
-"""Prompts of whose own tokens the log-probabilities are wanted: what a step tells of them. No torch is needed to
-ask."""
+"""Requests for the log-probabilities of prompt tokens. Free of torch, so that the scheduler can use them."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ from core.types.prompt_logprobs import PromptLogprobs
 
 @dataclass(frozen=True, slots=True)
 class ScoredRow:
-    """A chunk of such a prompt: its first positions, and the tokens that follow them."""
+    """Chunk of a scored prompt: its first positions and the tokens that follow them."""
 
-    row: int  # of the step
+    row: int  # row of the step
     next_tokens: Seq[int]  # at least one
-    num_top: int  # likeliest ones to tell beside each
+    num_top: int  # likeliest tokens reported per position
 
 
-# Of each such row, in order; None: of one whose logits are not finite. The first call may wait for the device.
+# Scores of each scored row, in order; None for a row with non-finite logits. The first call may wait for the device.
 Scores = Callable[[], Seq[PromptLogprobs | None]]

@@ -1,4 +1,4 @@
-"""Prompts on their way into an engine: those that wait, whose KV comes from elsewhere, that are being computed."""
+"""Prompt queue of an engine: waiting, fetching, reserved and computing prompts."""
 
 from __future__ import annotations
 
@@ -14,44 +14,46 @@ from core.types.step_timing import PromptSpent
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
 
-# The life of a prompt:
+# States of a prompt:
 #
 #     waiting ──blocks──────────────────────────────> computing ──whole──> gone
-#        ^ ├───blocks, and somebody holds more──> fetching ──fetched──^     ^
+#        ^ ├───blocks, and a source holds more──> fetching ──fetched──^     ^
 #        │ │                                         │                      │
 #        └─┼──────────── fetch_failed ───────────────┘                      │
-#          └───blocks, and others compute it──> reserved ──landed───────────┘
+#          └───blocks, and another computes it──> reserved ──landed─────────┘
 #
-# One that only fetches is gone as soon as there is nothing more to fetch: see take_fetched.
+# A fetch-only prompt leaves as soon as there is nothing more to fetch: see take_fetched.
 
-ROOM_TOKENS = 64  # so far may a sequence grow while its KV is shipped to us; then it must pause
+# Tokens that a sequence may grow by while its KV is shipped to this replica; then it must pause.
+ROOM_TOKENS = 64
 
 
 class KVSource(StrEnum):
-    """Where the KV of a prompt comes from."""
+    """Source of a prompt's KV."""
 
-    HERE = "here"  # this replica: it is computed, but for a prefix that may be fetched
-    PREFILL = "prefill"  # a prefill replica computes it and ships it
-    DECODE = "decode"  # another decode replica runs the sequence, and ships what it has
+    HERE = "here"  # computed by this replica, except for a prefix that may be fetched
+    PREFILL = "prefill"  # computed and shipped by a prefill replica
+    DECODE = "decode"  # shipped by another decode replica that runs the sequence
 
 
 @dataclass(eq=False)
 class Prompt:
-    """What a request brings to an engine: its tokens so far. All its choices go on from there, and share the blocks."""
+    """Tokens of a request when it enters the engine. All its choices continue from them and share the blocks."""
 
     sequence: Sequence  # holds the blocks
     source: KVSource = KVSource.HERE
-    fetch_only: bool = False  # its prefix is brought here, and nothing is computed
-    is_local_decode: bool = False  # of an engine that does not decode: this one is answered here all the same
-    is_restart: bool = False  # of one sequence that was preempted
-    num_offered: int = 0  # leading tokens that a peer, or a tier below this pool, is said to hold; 0: not counted on
-    num_matched: int = 0  # leading tokens that were in the prefix cache when it was queued
+    fetch_only: bool = False  # fetch the prefix and compute nothing
+    is_local_decode: bool = False  # decoded here although the engine does not decode
+    is_restart: bool = False  # recomputes one preempted sequence
+    num_offered: int = 0  # leading tokens that a peer or a lower tier reportedly holds; 0: ignore
+    num_matched: int = 0  # leading tokens in the prefix cache when it was queued
     num_cached: int = 0  # tokens found in the prefix cache when it was admitted
-    num_fetched: int = 0  # tokens after these whose KV came from where it was offered
-    num_loaded: int = 0  # of these, those that were here in a lower tier
-    number: int = 0  # of its arrival
-    spent: PromptSpent | None = None  # where its time went so far, as whoever serves it has seen
-    scores: list[PromptLogprobs | None] = field(default_factory=list)  # of its chunks; None: the logits were not finite
+    num_fetched: int = 0  # tokens after these whose KV was fetched
+    num_loaded: int = 0  # the part of these that came from a lower tier of this replica
+    number: int = 0  # arrival number
+    spent: PromptSpent | None = None  # time spent so far, measured by the worker
+    # Per chunk; None if the logits were not finite.
+    scores: list[PromptLogprobs | None] = field(default_factory=list)
 
     @property
     def id(self) -> str:
@@ -59,33 +61,33 @@ class Prompt:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """Those of the request that go on from here."""
+        """Choices of the request that continue from here."""
         return (self.sequence.choice,) if self.is_restart else self.sequence.request.choices
 
     @property
     def num_found(self) -> int:
-        """Tokens whose KV was here before, on the device or in a lower tier."""
+        """Tokens whose KV was on this replica before, on the device or in a lower tier."""
         return self.num_cached + self.num_loaded
 
     @property
     def num_from_peers(self) -> int:
-        """Tokens whose KV a peer has shipped."""
+        """Tokens whose KV a peer shipped."""
         return self.num_fetched - self.num_loaded
 
     @property
     def fetch_end(self) -> int:
-        """Positions before this one are to be fetched, where they are not here."""
+        """End of the positions to fetch, if they are not here."""
         return self.sequence.num_reusable(self.num_offered)
 
     def take_scores(self) -> PromptLogprobs:
-        """Of all its tokens but the first, where it was asked for: else of none. They are not kept here."""
+        """Return the scores of all tokens but the first, empty if none were requested, and forget them."""
         scores, self.scores = self.scores, []
-        told = [one for one in scores if one is not None]
-        return PromptLogprobs.joined(told, num_top=told[0].num_top if told else 0)
+        finite = [one for one in scores if one is not None]
+        return PromptLogprobs.joined(finite, num_top=finite[0].num_top if finite else 0)
 
     @property
     def is_received(self) -> bool:
-        """Another replica ships all that is not in our cache: nothing is computed or fetched here."""
+        """True if another replica ships all KV that is not cached: this engine computes and fetches nothing."""
         return self.source is not KVSource.HERE
 
     @property
@@ -94,27 +96,27 @@ class Prompt:
 
     @property
     def num_expected(self) -> int:
-        """Tokens that will be computed, if what is here stays and what is offered comes."""
+        """Tokens to compute, provided that cached blocks stay and offered ones arrive."""
         held = max(self.sequence.num_computed, self.sequence.num_reusable(max(self.num_matched, self.num_offered)))
         return len(self.sequence.tokens) - held if not (self.is_received or self.fetch_only) else 0
 
     @property
     def room(self) -> int:
-        """How many tokens more than are known may come along with its KV."""
+        """Maximum number of further tokens that may arrive with its KV."""
         if self.source is not KVSource.DECODE:
             return 0
         return min(ROOM_TOKENS, self.sequence.max_context - len(self.sequence.tokens))
 
 
 class PromptQueue:
-    """Owned by the step thread.
+    """Prompts by state. Owned by the step thread.
 
-    A prompt has all its blocks from its admission on, so that it can always run to its end. Smaller priorities go
-    first, from the next chunk on; within one, the order of arrival holds, however long a prefix was on its way.
+    A prompt gets all its blocks on admission, so it can always complete. Smaller priorities go first, from the next
+    chunk on; within a priority the order of arrival holds, however long a fetch took.
     """
 
     def __init__(self, blocks: BlockManager, *, max_waiting: int) -> None:
-        self.waiting: list[Prompt] = []  # this, those that are fetched and those that are computed are sorted
+        self.waiting: list[Prompt] = []  # waiting, fetching and computing are sorted by `_turn`
         self.fetching: list[Prompt] = []
         self.computing: list[Prompt] = []
         self.reserved: dict[Prompt, None] = {}
@@ -128,26 +130,28 @@ class PromptQueue:
         return sum(prompt.num_expected for prompt in (*self.waiting, *self.fetching, *self.computing))
 
     def add(self, prompt: Prompt) -> None:
-        """Raises CapacityError when the queue is full, ContextLengthExceeded when the prompt can never fit."""
+        """Queue a prompt. Raises CapacityError if the queue is full, ContextLengthExceeded if the prompt cannot fit."""
         sequence = prompt.sequence
         if sequence.num_blocks_for(len(sequence.tokens)) > self._blocks.num_blocks:
             room = self._blocks.num_blocks * sequence.block_size
             raise ContextLengthExceeded(
-                f"{len(sequence.tokens)} tokens do not fit into a pool of {room}", param="prompt"
+                f"{len(sequence.tokens)} tokens do not fit into a KV pool of {room}", param="prompt"
             )
         if len(self.waiting) >= self._max_waiting:
-            raise CapacityError(f"{len(self.waiting)} prompts are waiting already")
+            raise CapacityError(
+                f"prompt queue full: {len(self.waiting)} prompts are waiting (limit {self._max_waiting})"
+            )
         prompt.number = next(self._numbers)
         prompt.num_matched = self._blocks.match(sequence.hashes()) * sequence.block_size
         insort(self.waiting, prompt, key=_turn)
 
     def restart(self, sequence: Sequence) -> None:
-        """A sequence that was preempted has blocks again, and is computed once more."""
+        """Queue a preempted sequence that has blocks again, to recompute its KV."""
         prompt = Prompt(sequence, is_local_decode=True, is_restart=True, number=next(self._numbers))
         insort(self.computing, prompt, key=_turn)
 
     def remove(self, prompt: Prompt) -> None:
-        """Take a prompt out, wherever it is; its blocks stay with the caller."""
+        """Remove a prompt from any state; its blocks stay with the caller."""
         self.reserved.pop(prompt, None)
         for place in (self.waiting, self.fetching, self.computing):
             if prompt in place:
@@ -157,11 +161,14 @@ class PromptQueue:
         self.computing = [p for p in self.computing if not (p.is_restart and p.sequence is sequence)]
 
     def admit(self, prompt: Prompt) -> bool:
-        """Give a prompt that waits its blocks; False if there is no room. Then it is computed, fetched or reserved."""
+        """Allocate the blocks of a waiting prompt. Returns False if there is no room.
+
+        The prompt then is computing, fetching or reserved.
+        """
         sequence = prompt.sequence
         if not allocate(sequence, self._blocks, reuse_all=prompt.source is KVSource.PREFILL, room=prompt.room):
             return False
-        prompt.num_matched, prompt.num_cached = 0, sequence.num_computed  # known from now on
+        prompt.num_matched, prompt.num_cached = 0, sequence.num_computed
         self.waiting.remove(prompt)
         if prompt.is_received:
             self.reserved[prompt] = None
@@ -170,16 +177,16 @@ class PromptQueue:
         return True
 
     def fetched(self, prompt: Prompt, num_tokens: int) -> None:
-        """The KV of the next `num_tokens` positions is in the prompt's blocks: what is missing yet is computed."""
+        """Record the KV of the next `num_tokens` positions as present, and compute the rest of the prompt."""
         self.fetching.remove(prompt)
         prompt.num_offered, prompt.num_fetched = 0, num_tokens
         prompt.sequence.computed(num_tokens, self._blocks)
         insort(self.computing, prompt, key=_turn)
 
     def fetch_failed(self, prompt: Prompt) -> None:
-        """What was offered does not come: the prompt gives its blocks back, and waits again.
+        """Free the blocks of a prompt whose fetch failed, and let it wait again without the offer.
 
-        A block that something may still be written to is the caller's, who has taken it out of the table.
+        The caller has removed the blocks that may still be written from its table, and owns them.
         """
         self.fetching.remove(prompt)
         prompt.num_offered = 0
@@ -187,28 +194,30 @@ class PromptQueue:
         insort(self.waiting, prompt, key=_turn)
 
     def take_fetched(self) -> list[Prompt]:
-        """Those that only fetch, and have got what there is. They are gone from here; their blocks are the caller's."""
-        over = [prompt for prompt in self.computing if prompt.fetch_only]
-        over += [prompt for prompt in self.waiting if prompt.fetch_only and not self.check_offer(prompt)]
-        for prompt in over:
+        """Remove and return the fetch-only prompts that have all there is. Their blocks are the caller's."""
+        finished = [prompt for prompt in self.computing if prompt.fetch_only]
+        finished += [prompt for prompt in self.waiting if prompt.fetch_only and not self.has_offer(prompt)]
+        for prompt in finished:
             self.remove(prompt)
-        return over
+        return finished
 
-    def is_on_its_way(self, prompt: Prompt) -> bool:
-        """Another prompt's computation, or a fetch, brings the very block that this one lacks first: it waits."""
+    def is_in_flight_elsewhere(self, prompt: Prompt) -> bool:
+        """Return True if another prompt's computation or fetch brings the first block that this one lacks."""
         others = [other.sequence for other in (*self.computing, *self.fetching)]
         return prompt.sequence.is_behind(others, self._blocks)
 
-    def check_offer(self, prompt: Prompt) -> bool:
-        """Whether more is offered than is here. Once it is not, the offer is forgotten: nothing is fetched behind a
-        gap."""
+    def has_offer(self, prompt: Prompt) -> bool:
+        """Return True if the offer exceeds the cached prefix. Drop the offer otherwise: fetches never leave a gap."""
         sequence = prompt.sequence
         if prompt.num_offered and self._blocks.match(sequence.hashes()) * sequence.block_size >= prompt.fetch_end:
             prompt.num_offered = 0
         return prompt.num_offered > 0
 
     def chunks(self, budget: int, more: Iterable[Prompt]) -> list[tuple[Prompt, int]]:
-        """Up to `budget` tokens of those that are computed, then of `more`, which is asked only while there is room."""
+        """Return chunks of the computing prompts, then of `more`, up to `budget` tokens in total.
+
+        Draws from `more` only with budget left.
+        """
         chosen: list[tuple[Prompt, int]] = []
         for prompt in itertools.chain(tuple(self.computing), more) if budget > 0 else ():
             num_tokens = min(budget, prompt.sequence.num_missing)
@@ -220,10 +229,10 @@ class PromptQueue:
 
 
 def allocate(sequence: Sequence, blocks: BlockManager, *, reuse_all: bool = False, room: int = 0) -> bool:
-    """Give a sequence the blocks of all its tokens, and of `room` more. False, taking nothing, if there is no room.
+    """Allocate blocks for all tokens of a sequence and `room` more. False, taking nothing, if there is no room.
 
-    Where it is computed here, at least its last token is, for its logits are wanted; and what is shipped while it
-    decodes lacks the last too.
+    Without `reuse_all` at least the last token is computed, because its logits are needed; a sequence shipped while it
+    decodes lacks its last token, too.
     """
     num_tokens = len(sequence.tokens)
     num_reusable = num_tokens if reuse_all else sequence.num_reusable(num_tokens)

@@ -1,4 +1,4 @@
-"""What rank 0 knows of the rows of the last step, so that the next one's are told by what is different."""
+"""Rows of the last step as rank 0 sees them, so that the next step is sent as a difference."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _NONE = np.zeros(0, dtype=np.int64)
 
 
 class LastRows:
-    """Owned by the step thread. Told of every step that has rows, as they are before it."""
+    """State of the last step's rows. Owned by the step thread, which passes every step that has rows."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._kept = KeptRows(block_size)
         self._sequences: list[Sequence] = []
-        self._tables: list[list[int]] = []  # the sequences' own, which grow at their ends only
+        self._tables: list[list[int]] = []  # the sequences' lists, which only grow at the end
 
     def changes(
         self,
@@ -37,9 +37,11 @@ class LastRows:
         drafts: Mapping[int, Seq[int]] = MappingProxyType({}),
         branches: Seq[Row] = (),
     ) -> RowChanges:
-        """From the last step to one in which each of these computes its next so many tokens; drafts: and these, by row.
-        Of those that have drafts the logits of all positions from their last own token on are wanted. branches: rows
-        behind these, of no sequence, that nothing goes on from."""
+        """Return the difference from the last step to one in which each sequence computes its next `num_tokens` tokens.
+
+        drafts: further tokens by row; all positions from the last own token on get logits. branches: rows behind these
+        that belong to no sequence and are not continued.
+        """
         starts = np.array([one.num_computed + one.sampling_row.num_in_flight for one in sequences])
         tables = [sequence.blocks for sequence in sequences]
         kept = self._places(sequences, tables, starts)
@@ -66,8 +68,10 @@ class LastRows:
         return _with_rows(changes, RowChanges.of(branches, block_size=self._block_size)) if branches else changes
 
     def next_tokens(self, planned: NextTokens) -> RowChanges | None:
-        """From the last step to one that computes these, and nothing else. None where it is not one token more of each
-        row of the last step."""
+        """Return the difference to a pure decode step.
+
+        None unless it adds exactly one token to every row of the last step.
+        """
         rows = planned.rows
         tables = [sequence.blocks for sequence in rows.sequences]
         if rows.sequences != self._sequences or tables != self._tables or not self._kept.end_before(planned.ends_R):
@@ -84,11 +88,11 @@ class LastRows:
         )
 
     def apply(self, changes: RowChanges, device_tokens: DeviceTokens | None = None) -> Batch:
-        """The batch of that step."""
+        """Apply the difference and return the step's batch."""
         return self._kept.apply(changes, device_tokens)
 
     def _places(self, sequences: list[Sequence], tables: list[list[int]], starts: Ints) -> Ints:
-        """Which row of the last step each goes on from; -1: none, or from another position or with other blocks."""
+        """Return the row of the last step that each sequence continues; -1 if it is new or has moved."""
         kept = np.arange(len(sequences))
         if sequences != self._sequences or tables != self._tables:
             place_of = {sequence: place for place, sequence in enumerate(self._sequences)}
@@ -101,7 +105,7 @@ class LastRows:
 
 
 def _with_rows(changes: RowChanges, more: RowChanges) -> RowChanges:
-    """more: new rows, behind the others."""
+    """Append new rows `more` behind the others."""
     names = "kept", "query_lens", "num_logits", "starts", "adapters", "token_ids", "blocks"
     both: dict[str, Any] = {name: np.concatenate((getattr(changes, name), getattr(more, name))) for name in names}
     return replace(changes, **both)
@@ -115,8 +119,9 @@ def _num_logits(sequences: list[Sequence], ends: Ints, drafts: Mapping[int, Seq[
 
 
 def _tokens(sequences: list[Sequence], num_tokens: Seq[int], drafts: Mapping[int, Seq[int]]) -> list[int]:
-    """The tokens that are computed, row by row; 0 for one that is coming."""
-    if len(num_tokens) == sum(num_tokens) and not drafts:  # mostly
+    """Return the tokens to compute, row by row; 0 for a token in flight."""
+    # The usual case: one token per row.
+    if len(num_tokens) == sum(num_tokens) and not drafts:
         return [0 if one.sampling_row.num_in_flight else one.tokens[one.num_computed] for one in sequences]
     tokens: list[int] = []
     for row, (sequence, count) in enumerate(zip(sequences, num_tokens, strict=True)):

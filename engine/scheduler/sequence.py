@@ -1,4 +1,4 @@
-"""A request inside one engine: one choice, its tokens, its blocks, and how far it has come."""
+"""State of one choice of a request in an engine: its tokens, its blocks and its progress."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from engine.sampling.params import SamplingRow
 from engine.sampling.token_masks import TokenRuleTensors
 from engine.scheduler.prompt_scoring import ScoredRow
 
-_TOLD_STEPS = 32  # without a draft, until it is told that there was none; a client that leaves does not hear of these
+# Steps without a draft until an empty tally is reported. A client that disconnects earlier does not get them.
+_REPORT_STEPS = 32
 
 
 class Sequence:
@@ -42,11 +43,10 @@ class Sequence:
         hashes: Iterable[bytes] = (),
         ruled: TokenRuleTensors | None = None,
     ) -> None:
-        """hashes: those of the leading full blocks, as far as somebody has worked them out before. ruled: of another
-        choice of the request."""
+        """hashes: of leading full blocks, if known. ruled: shared with another choice of the request."""
         self.request = request
         self.choice = choice
-        self.adapter = 0  # see Row
+        self.adapter = 0  # see `Row`
         self.tokens = list(request.token_ids)
         self.sampling_row = SamplingRow(
             sampling=request.sampling,
@@ -55,32 +55,35 @@ class Sequence:
             num_prompt_tokens=request.num_prompt_tokens,
             ruled=ruled,
         )
-        # The log-probabilities of its prompt are still to be told.
+        # The log-probabilities of its prompt are still to be computed.
         self.is_scored = request.num_prompt_logprobs is not None
         self.num_computed = 0
         self.blocks: list[int] = []
         self.max_context = max_context
-        # With so many tokens it ends at the latest.
+        # Upper bound of its number of tokens.
         self.ends_at = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
-        self.drafts: DraftTally | None = None  # since somebody took it; None where nothing is drafted
+        self.drafts: DraftTally | None = None  # since the last `take_drafts`; None if drafting is off
         self.stops = frozenset(request.sampling.stop_token_ids)
-        self.most_tokens = max_context  # it gets no known tokens beyond: where it moves to there is room for so many
-        self.keeps_blocks = False  # somebody else reads them: none of its table gives way to another
+        # Forced tokens stop here, because the replica that it moves to has room for this many.
+        self.most_tokens = max_context
+        # Another reader uses its blocks, so none of them may be replaced.
+        self.keeps_blocks = False
         self.block_size = block_size
         self.model = model
         self._root = root_hash(model, adapter=request.adapter, salt=request.salt)
-        self._hashes = list(hashes)  # of the full blocks of `tokens`, as far as they have been asked for
-        self.fills_block_at = block_size  # with so many positions computed, a block is full that nobody can find yet
-        self._depth = 0  # of the first block that was not to be found when somebody last looked
+        self._hashes = list(hashes)  # of the full blocks of `tokens`, computed on demand
+        # The number of computed positions at which the next block is full and becomes findable.
+        self.fills_block_at = block_size
+        self._depth = 0  # cached-prefix length at the last lookup, in blocks
 
     @property
     def num_generated(self) -> int:
         return len(self.tokens) - self.request.num_prompt_tokens
 
     def take_drafts(self, *, is_last: bool) -> DraftTally | None:
-        """What was drafted since the last call, if it is time to tell somebody of it."""
+        """Return the drafting tally since the last report, if a report is due."""
         tally = self.drafts
-        if tally is None or not (is_last or tally.drafts or tally.steps >= _TOLD_STEPS):
+        if tally is None or not (is_last or tally.drafts or tally.steps >= _REPORT_STEPS):
             return None
         self.drafts = DraftTally()
         return tally
@@ -97,27 +100,30 @@ class Sequence:
 
     @property
     def ends_with_next(self) -> bool:
-        """Whatever its next token is."""
+        """True if the next token is the last one, whatever it is."""
         return len(self.tokens) + 1 >= self.ends_at
 
     def num_reusable(self, num_tokens: int) -> int:
-        """How many leading tokens need not be computed here where so many are held: full blocks, and not the last
-        token, for its logits are wanted. Of a prompt that is scored all logits are."""
+        """Return how many of `num_tokens` held leading tokens can be reused: full blocks without the last token.
+
+        The logits of the last token are always needed. A scored prompt needs all logits, so nothing is reusable.
+        """
         if self.is_scored:
             return 0
         return min(num_tokens, len(self.tokens) - 1) // self.block_size * self.block_size
 
     def hashes(self) -> list[bytes]:
-        """The prefix hashes of every full block of tokens."""
+        """Return the prefix hashes of all full blocks."""
         parent = self._hashes[-1] if self._hashes else self._root
         self._hashes += block_hashes(parent, self.tokens, block_size=self.block_size, after=len(self._hashes))
         return self._hashes
 
     def is_behind(self, others: Collection[Sequence], blocks: BlockManager) -> bool:
-        """One of `others`, which are being computed, will seal the first block that this one would not find now."""
+        """Return True if one of `others`, which are being computed, will fill the first block missing here."""
         if self.is_scored:
             return False
-        # While somebody brings the next block, all before it are in their table, and need not be looked for again.
+        # Start at the last known depth: while another sequence brings the next block, all blocks before it are in that
+        # sequence's table.
         for known in dict.fromkeys((self._depth, 0)):
             self._depth = blocks.match(self.hashes(), after=known)
             wanted = self._hashes[self._depth : self._depth + 1]
@@ -126,7 +132,7 @@ class Sequence:
         return False
 
     def scored_row(self, row: int, num_tokens: int) -> ScoredRow | None:
-        """What is to be told of its next so many positions, which are that row of a step; None: nothing."""
+        """Return the scoring request of the next `num_tokens` positions, computed in row `row`; None without one."""
         if not self.is_scored:
             return None
         start = self.num_computed + 1
@@ -137,40 +143,40 @@ class Sequence:
         return -(-num_tokens // self.block_size)
 
     def sampling_row_of(self, choice: int) -> SamplingRow:
-        """How the next token is to be chosen; or that of another choice of the request, with the same tokens so far."""
+        """Return the sampling row of a choice of this request that has the same tokens so far."""
         row = self.sampling_row
         return row if choice == self.choice else replace(row, seed=choice_seed(row.sampling.seed, choice))
 
     def start_with(self, blocks: list[int], num_cached: int) -> None:
-        """Take a block table whose first `num_cached` blocks hold this sequence's prefix already."""
+        """Take a block table whose first `num_cached` blocks already hold this sequence's prefix."""
         self.blocks = blocks
         self.num_computed = num_cached * self.block_size
         self.fills_block_at = self.num_computed + self.block_size
 
     def computed(self, num_tokens: int, blocks: BlockManager) -> None:
-        """The KV of the next `num_tokens` positions is in the pool: let others find the blocks that became full."""
+        """Record the KV of the next `num_tokens` positions as present, and cache the blocks that became full."""
         self.num_computed += num_tokens
         if self.num_computed >= self.fills_block_at:
             self.fill_block(blocks)
 
     def fill_block(self, blocks: BlockManager) -> None:
-        """Let others find the blocks that are full: `fills_block_at` positions are computed, or more."""
+        """Cache the full blocks. Requires at least `fills_block_at` computed positions."""
         num_full, hashes = self.num_computed // self.block_size, self.hashes()
         for number in range(self.fills_block_at // self.block_size - 1, num_full):
             blocks.fill_block(self.blocks[number], hashes[number])
         self.fills_block_at = (num_full + 1) * self.block_size
 
     def append(self, token_id: int, logprob: TokenLogprob | None = None) -> SampledToken:
-        """Take the next token, and say whether it is the last."""
+        """Append the next token and return it with its finish reason."""
         self.tokens.append(token_id)
         return SampledToken(token_id, logprob, self.finish_reason())
 
     def peek(self, token_id: int, logprob: TokenLogprob | None = None) -> SampledToken:
-        """What `append` would say of this token."""
+        """Return what `append` would return, without appending."""
         return SampledToken(token_id, logprob, self._finish_reason(token_id, len(self.tokens) + 1))
 
     def finish_reason(self) -> FinishReason | None:
-        """Why it ends with its last token; None: it goes on."""
+        """Return the reason why the sequence ends with its last token; None if it continues."""
         return self._finish_reason(self.tokens[-1], len(self.tokens))
 
     def _finish_reason(self, token_id: int, num_tokens: int) -> FinishReason | None:
@@ -183,10 +189,10 @@ class Sequence:
         )
 
     def fork(self, choice: int, blocks: BlockManager) -> tuple[Sequence, tuple[int, int] | None] | None:
-        """Another choice of the same request, which shares every full block with this one.
+        """Return another choice of the same request that shares every full block with this one.
 
-        A partly filled last block needs a copy of its own: the second value is (source, target) of the copy to make.
-        None, taking nothing, if there is no block left for it.
+        A partly filled last block is copied: the second value is (source, target) of that copy. Returns None and takes
+        nothing if there is no free block.
         """
         twin = self.without_blocks(choice)
         num_full = self.num_computed // self.block_size
@@ -203,7 +209,7 @@ class Sequence:
         return twin, (self.blocks[num_full], own[0]) if own else None
 
     def without_blocks(self, choice: int) -> Sequence:
-        """Another choice of the same request, of which nothing is computed."""
+        """Return another choice of the same request with nothing computed."""
         twin = Sequence(
             self.request,
             choice,
@@ -219,16 +225,16 @@ class Sequence:
 
     @property
     def failure(self) -> ClusterError:
-        """Why it has no next token, where none was to be found."""
-        if why := self._grammar_failure:
-            return GrammarNotFollowed(f"{self.request.id}: {why}")
+        """Error to report if no next token could be chosen."""
+        if reason := self._grammar_failure:
+            return GrammarNotFollowed(f"{self.request.id}: {reason}")
         if self.sampling_row.is_contradicted:
             return NoTokenAllowed.of(self.request.id)
         return LogitsNotFinite.of(self.request.id)
 
     @property
     def is_contradicted(self) -> bool:
-        """What is asked leaves no next token: nothing is wrong with its KV."""
+        """True if the request's constraints allow no next token; its KV is fine."""
         return self.sampling_row.is_contradicted or bool(self._grammar_failure)
 
     @property
@@ -237,12 +243,12 @@ class Sequence:
         return mask.failure if mask else ""
 
     def leave_out(self, blocks: Collection[int]) -> None:
-        """These blocks of the table are not this sequence's any more."""
+        """Remove these blocks from the table without freeing them."""
         self.blocks = [block for block in self.blocks if block not in blocks]
 
     def release(self, blocks: BlockManager) -> None:
-        """Give all blocks back. What was sealed stays in the cache until its space is needed."""
+        """Free all blocks. Cached ones stay findable until their space is needed."""
         blocks.free(self.blocks)
         self.blocks = []
-        self.sampling_row.num_in_flight = 0  # that token is chosen again
+        self.sampling_row.num_in_flight = 0  # the token in flight is chosen again
         self.num_computed, self.fills_block_at = 0, self.block_size

@@ -1,4 +1,4 @@
-"""One step on its way through an engine: what takes part in it, what executes it, and what came of it."""
+"""One step of an engine: its rows, its results, and the interfaces that execute it."""
 
 from __future__ import annotations
 
@@ -25,38 +25,44 @@ Logits = TypeVar("Logits", covariant=True)
 
 @dataclass(eq=False, kw_only=True)
 class ScheduledStep:
-    """The rows of a step, in this order, and what belongs to it."""
+    """Rows of one step, in order, and the data that belongs to it."""
 
-    decoding: list[tuple[Sequence, int]]  # each computes its last tokens: one, and those that were known
-    prompts: list[tuple[Prompt, int]]  # and how many tokens of each
+    decoding: list[tuple[Sequence, int]]  # number of last tokens each computes: one, plus forced ones
+    prompts: list[tuple[Prompt, int]]  # number of tokens of each chunk
     last_rows: LastRows
-    next_tokens: NextTokens | None = None  # where it computes these, and nothing else
-    drafts: Mapping[Sequence, Draft] = field(default_factory=dict)  # what some of those that decode compute beyond
-    whole: list[Prompt] = field(default_factory=list)  # of these, those of which nothing is missing then
-    scored: list[ScoredRow] = field(default_factory=list)  # of the prompts that ask for it
-    scores: Scores | None = None  # of these; whoever computes the step sets it
-    fetched: list[Prompt] = field(default_factory=list)  # those that only fetch, and have got what there is
-    known: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # what sequences got before it
+    next_tokens: NextTokens | None = None  # set if the step is a pure decode step
+    # drafted tokens that decoding rows compute in addition
+    drafts: Mapping[Sequence, Draft] = field(default_factory=dict)
+    whole: list[Prompt] = field(default_factory=list)  # prompts that are complete after this step
+    scored: list[ScoredRow] = field(default_factory=list)  # rows whose prompt tokens are scored
+    scores: Scores | None = None  # set by the runner that computes the step
+    fetched: list[Prompt] = field(default_factory=list)  # fetch-only prompts that are finished
+    known: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # forced tokens appended before the step
     orders: Orders = field(default_factory=Orders)
-    device_tokens: DeviceTokens | None = None  # those that are computed here before anybody knows them
-    logits: Any = None  # where some drafts are judged one token after another
-    sampled: Sampled | None = None  # of every sequence that decodes; then, for each prompt that is whole, every choice
+    device_tokens: DeviceTokens | None = None  # tokens of this step that are only on the device so far
+    logits: Any = None  # kept if drafts are verified token by token
+    # One per decoding sequence, then one per choice of each complete prompt.
+    sampled: Sampled | None = None
 
     @property
     def has_rows(self) -> bool:
         return bool(self.decoding or self.prompts)
 
-    def take_what_came_before(self, ahead: ScheduledStep) -> None:
-        """What the next step has brought about when it was planned is told with this one: nobody waits for it, and
-        those whom it is about may leave before that step is over."""
+    def take_early_results(self, ahead: ScheduledStep) -> None:
+        """Move the results that planning `ahead` produced into this step.
+
+        They are final already, and their sequences may leave before that step completes.
+        """
         self.known, ahead.known = self.known + ahead.known, []
         self.fetched, ahead.fetched = self.fetched + ahead.fetched, []
 
     def sampling_rows(self) -> tuple[list[SamplingRow], list[int] | None]:
-        """Whose next token is to be chosen: that of every sequence that decodes; then, for each prompt that is whole,
-        one for every choice. And where the logits of each are; None: in this order. Of a row with a draft, also what
-        follows each drafted token, and each of its branches, but where that must wait for the choice before it."""
-        if self.next_tokens:  # mostly
+        """Return the rows to sample and the positions of their logits; None for the positions if they are in order.
+
+        Decoding sequences come first, then every choice of each complete prompt. A row with a draft adds one row per
+        drafted token and per branch token, unless each choice depends on the one before it.
+        """
+        if self.next_tokens:
             return self.next_tokens.rows.sampling_rows, None
         if self.drafts:
             return self._sampling_rows_with_drafts()
@@ -80,14 +86,14 @@ class ScheduledStep:
             positions.append(first_logits)
             if draft:
                 draft.first_logits, num_drafted = first_logits, len(draft.tokens)
-                goes_at_once = not row.goes_one_by_one(draft.depth)
-                if goes_at_once:
+                is_parallel = not row.is_sequential(draft.depth)
+                if is_parallel:
                     rows += [row.behind(i) for i in range(1, num_drafted + 1)]
                     positions += range(first_logits + 1, first_logits + num_drafted + 1)
                 first_logits += num_drafted
                 for branch in draft.branches:
                     branch.first_logits, count = in_branches, len(branch.tokens)
-                    if goes_at_once:
+                    if is_parallel:
                         rows += [row.behind(branch.place + i) for i in range(1, count + 1)]
                         positions += range(in_branches, in_branches + count)
                     in_branches += count
@@ -95,15 +101,15 @@ class ScheduledStep:
         for position, prompt in enumerate(self.whole, first_logits):
             rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
             positions += [position] * len(prompt.choices)
-        # Where all are chosen at once, nobody reads them again, and a step has megabytes of them.
+        # Without positions the sampler works on the logits in place: a copy would take megabytes per step.
         is_in_order = positions == list(range(in_branches))
         return rows, None if is_in_order else positions
 
-    def note_scores(self) -> None:
-        """Tell the prompts that are scored what this step has said of them."""
+    def store_scores(self) -> None:
+        """Store the scores of this step on their prompts."""
         if not self.scored:
             return
-        assert self.scores, "whoever computed this step has not told what was asked of its prompts"
+        assert self.scores, "the runner has not set the scores of this step's prompts"
         for row, scores in zip(self.scored, self.scores(), strict=True):
             prompt, _ = self.prompts[row.row - len(self.decoding)]
             prompt.scores.append(scores)
@@ -115,19 +121,19 @@ class ScheduledStep:
 
     @property
     def branches(self) -> list[Row]:
-        """The last rows of the step, behind those of its sequences."""
+        """Rows of draft branches, placed behind those of the sequences."""
         pairs = ((one, self.drafts[one]) for one, _ in self.decoding if one in self.drafts)
         return [branch.row(sequence, draft) for sequence, draft in pairs for branch in draft.branches]
 
     @property
     def forks(self) -> list[tuple[int, int]]:
-        """Blocks that are copied for these, before the step: source, target."""
+        """Blocks to copy for draft branches before the step, as (source, target)."""
         copies = (branch.copy(one) for one, draft in self.drafts.items() for branch in draft.branches)
         return [copy for copy in copies if copy]
 
     @cached_property
     def changes(self) -> RowChanges:
-        """What is different from the rows of the step before; made when a runner asks for it, or for the batch."""
+        """Difference to the rows of the step before, computed on first use."""
         if self.next_tokens and (changes := self.last_rows.next_tokens(self.next_tokens)):
             return changes
         sequences = [sequence for sequence, _ in self.decoding] + [prompt.sequence for prompt, _ in self.prompts]
@@ -142,26 +148,27 @@ class ScheduledStep:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """A prompt whose KV is whole, and the first token of each of its choices."""
+    """Prompt whose KV is complete, and the first token of each choice."""
 
     prompt: Prompt
     tokens: list[SampledToken]
-    sequences: list[Sequence] = field(default_factory=list)  # one for each token, where the engine decodes
+    sequences: list[Sequence] = field(default_factory=list)  # one per token, if the engine decodes
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What came of a step."""
+    """Results of a step."""
 
     did_work: bool  # False: there was nothing to do
-    num_computed: int = 0  # tokens of prompts, and of sequences that were preempted
+    num_computed: int = 0  # tokens of prompts and of preempted sequences
     fetched: list[Prompt] = field(default_factory=list)  # see ScheduledStep
     prefilled: list[Prefilled] = field(default_factory=list)
-    sampled: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # of those that decode: mostly one each
-    num_known: int = 0  # of these, those that were known before anything was computed
-    num_rows: int = 0  # that decoded
-    num_drafted: int = 0  # tokens that these computed beside their own
-    failed: list[Sequence] = field(default_factory=list)  # these have no next token, and are gone; see Sampler
+    # of decoding sequences, usually one each
+    sampled: list[tuple[Sequence, SampledToken]] = field(default_factory=list)
+    num_known: int = 0  # forced tokens among `sampled`
+    num_rows: int = 0  # decoding rows
+    num_drafted: int = 0  # drafted tokens that these rows computed
+    failed: list[Sequence] = field(default_factory=list)  # removed because no next token could be chosen; see Sampler
 
     @property
     def num_generated(self) -> int:
@@ -169,35 +176,41 @@ class StepResult:
 
 
 class Runner(Protocol[Logits]):
-    """Computes steps: a model in this process, a rank that leads its gang, or what only takes the time."""
+    """Executes steps: a model in this process, the leading rank of a gang, or a simulator."""
 
     def execute(self, step: ScheduledStep | None, orders: Orders, /) -> Logits | None:
         """Carry out the orders, then compute the step, if there is one.
 
-        Returns the logits that its rows want, (positions, vocabulary) fp32; the next step may overwrite them. Where
-        rows are scored, the step has its `scores` then.
+        Returns the logits that its rows need, (positions, vocabulary) fp32; the next step may overwrite them. Sets the
+        step's `scores` if it has scored rows.
         """
         ...
 
 
 class KVConnector(Protocol):
-    """Brings KV to the blocks of an engine from elsewhere, and takes it elsewhere. In every step it has two moments:
-    before the rows are chosen, since a prompt whose KV is brought is none to compute; and after, since who ships what a
-    step computes must know its rows. Only a prefill replica needs the second."""
+    """Moves KV into and out of an engine's blocks. The engine calls it twice per step.
+
+    Before the rows are chosen, because a prompt whose KV is fetched must not be computed; and after, because a sender
+    must know the rows it ships. Only a prefill replica needs the second call.
+    """
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
-        """Before the rows are chosen. These prompts have their blocks from now on; where KV for them is elsewhere, it
-        is to be brought."""
+        """Start fetches for newly admitted prompts, before the rows are chosen.
+
+        These prompts own their blocks from now on.
+        """
         ...
 
     def orders(self, step: ScheduledStep) -> Orders:
-        """What every rank does before it computes this step. Its rows are chosen, some of them perhaps to go on from
-        tokens that a step under way chooses: whoever is to leave has left in `begin_step`."""
+        """Return the commands that every rank runs before it computes this step.
+
+        Its rows are chosen and may read tokens of a step in flight, so removals happen in `begin_step` only.
+        """
         ...
 
 
 class NoConnector:
-    """Implements KVConnector for an engine that computes everything itself."""
+    """KVConnector of an engine that computes all KV itself."""
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
         pass

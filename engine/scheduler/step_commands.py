@@ -1,5 +1,4 @@
-"""What rank 0 tells every rank of its replica to do in a step: one schema for both roles. It travels as
-`worker.step_message`."""
+"""Commands that rank 0 sends to every rank of its replica with a step. Encoded by `worker.step_message`."""
 
 from __future__ import annotations
 
@@ -11,36 +10,38 @@ from engine.tiers.commands import TierOrders
 
 @dataclass(frozen=True, slots=True)
 class BeginOrder:
-    """A handoff to fill from now on, and what of it is in the pool already."""
+    """Start of a handoff, and the part of it that is already in the pool."""
 
     handoff: Handoff
     blocks: list[int]  # the sequence's table, from position 0 on
-    num_tokens: int  # leading positions that are there
+    num_tokens: int  # leading positions in the pool
 
 
 @dataclass(frozen=True, slots=True)
 class ShipOrder:
-    """Positions [start, end) of a sequence that decodes while it is shipped: earlier steps computed them."""
+    """Positions [start, end) to ship of a sequence that decodes during its transfer; earlier steps computed them."""
 
     key: HandoffKey
-    blocks: list[int]  # the table, which may have grown
+    blocks: list[int]  # block table, which may have grown
     start: int
     end: int
 
 
 @dataclass(frozen=True, slots=True)
 class CommitOrder:
-    """Nothing more comes of this handoff."""
+    """End of a handoff."""
 
     key: HandoffKey
-    num_tokens: int  # positions that were handed over in all
-    next_tokens: list[int]  # tokens that the other side does not know
+    num_tokens: int  # positions shipped in total
+    next_tokens: list[int]  # tokens that the receiver does not have
 
 
 @dataclass(frozen=True, slots=True)
 class IncomingTransferOrder:
-    """KV of positions [start, end) of a table has come from elsewhere, and what is known of the last: see
-    engine.spec_decode.heads.features. Rank 0 has noted it already."""
+    """KV of positions [start, end) that has arrived, with the features of the last position.
+
+    See engine.spec_decode.heads.features. Rank 0 has recorded it already.
+    """
 
     blocks: list[int]
     start: int
@@ -50,48 +51,51 @@ class IncomingTransferOrder:
 
 @dataclass(frozen=True, slots=True)
 class DraftOrder:
-    """Heads guess together what follows some sequences: rank 0 says after every place which tokens it has chosen."""
+    """Start of a drafting pass by the heads: after every position rank 0 sends the tokens that it chose."""
 
-    rows: list[tuple[int, int, list[int]]]  # each one's last token, the position of that, its table
+    rows: list[tuple[int, int, list[int]]]  # per row: last token, its position, block table
     max_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceTokenOrder:
-    """Tokens of the batch that the step before chooses, perhaps at this moment: rank 0 hands them on from device to
-    device. See FedTokens."""
+    """Transfer of tokens of the batch that the step before chooses, possibly still running.
 
-    num_chosen: int  # that are handed on: one for each row of the step before, in their order
-    sources: list[int]  # which of these
-    places: list[int]  # among the tokens of the batch
+    Rank 0 sends them from device to device. See `DeviceTokens`.
+    """
+
+    num_chosen: int  # number sent: one per row of the step before, in order
+    sources: list[int]  # indices into these
+    places: list[int]  # indices into the tokens of the batch
 
 
 @dataclass(slots=True)
 class Orders:
-    """Carried out in this order, then the step's batch is computed, if there is one. The parts of rank 0 that have
-    something to order add to the lists; whoever leads the step sends it, and it is not changed after that."""
+    """Commands in order of execution; then the step's batch is computed, if there is one.
+
+    Components of rank 0 append to the lists, and the leader sends the object, which is not changed afterwards.
+    """
 
     incoming_transfers: list[IncomingTransferOrder] = field(default_factory=list)
-    tiers: list[TierOrders] = field(default_factory=list)  # before anything is written to the pool
+    tiers: list[TierOrders] = field(default_factory=list)  # before any write to the pool
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks: source, target
-    served_fetches: list[BeginOrder] = field(
-        default_factory=list
-    )  # prefixes that others pull: all of each is in the pool
+    # Prefixes that other replicas fetch; each is completely in the pool.
+    served_fetches: list[BeginOrder] = field(default_factory=list)
     begins: list[BeginOrder] = field(default_factory=list)
     ships: list[ShipOrder] = field(default_factory=list)
     commits: list[CommitOrder] = field(default_factory=list)
     aborts: list[HandoffKey] = field(default_factory=list)  # no longer wanted
-    rows: list[HandoffKey | None] = field(default_factory=list)  # where each of the batch is shipped
-    device_tokens: DeviceTokenOrder | None = None  # of the batch
-    draft: DraftOrder | None = None  # and no batch
-    stop: bool = False  # the replica ends
+    rows: list[HandoffKey | None] = field(default_factory=list)  # handoff that each row of the batch is shipped to
+    device_tokens: DeviceTokenOrder | None = None
+    draft: DraftOrder | None = None  # excludes a batch
+    stop: bool = False  # the replica shuts down
 
     def __bool__(self) -> bool:
         return self != _NOTHING
 
     @property
     def reads_pool(self) -> bool:
-        """Whether the bytes of blocks leave the pool, before the batch is computed."""
+        """True if commands read blocks of the pool before the batch is computed."""
         return bool(self.tiers or self.served_fetches or self.begins or self.ships)
 
 

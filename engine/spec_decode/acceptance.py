@@ -1,4 +1,4 @@
-"""Running acceptance rates of proposers, learned from the tokens that sequences went on with, drafted or not."""
+"""Running acceptance rates of proposers, learned from the actual next tokens of sequences, drafted or not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AcceptanceRate:
         self._right = [_PRIOR * rate for rate in prior]
         self.rates = list(prior)  # by kind
 
-    def saw(self, kinds: Seq[int], num_right: int, num_reached: int) -> None:
+    def observe(self, kinds: Seq[int], num_right: int, num_reached: int) -> None:
         """Count a proposal: num_reached tokens were judged, the first num_right of them right."""
         for place in range(num_reached):
             kind = kinds[place]
@@ -57,7 +57,7 @@ class SequenceFactor:
         self._bounds = bounds
         self._expected = self._right = 0.0
 
-    def saw(self, expected: float, num_right: int) -> None:
+    def observe(self, expected: float, num_right: int) -> None:
         """Count a proposal: the expected and the real number of right tokens among those judged."""
         self._expected = self._expected * _FACTOR_KEEP + expected
         self._right = self._right * _FACTOR_KEEP + num_right
@@ -110,7 +110,7 @@ class _Row:
 
 
 class AcceptanceTracker:
-    """Proposals for the current tokens of sequences, and the acceptance rates learned from earlier ones.
+    """Current proposals of sequences, and the acceptance rates learned from earlier ones.
 
     Owned by the step thread. A proposal teaches as soon as its sequence has grown, whether it was drafted or not.
     """
@@ -203,14 +203,14 @@ class AcceptanceTracker:
         for branch in rated.branches:
             at = rated.start + branch.place
             if at < len(tokens) and tokens[rated.start : at] == list(rated.tokens[: branch.place]):
-                method.branches.saw((branch.kind,), tokens[at] == branch.tokens[0], 1)
+                method.branches.observe((branch.kind,), tokens[at] == branch.tokens[0], 1)
         num_right, num_reached = rated.outcome(tokens)
         kinds = rated.kinds[:num_reached]
         factor = row.factors.setdefault(name, SequenceFactor())
-        factor.saw(sum(method.by_kind.rates[kind] for kind in kinds), num_right)
-        method.by_kind.saw(kinds, num_right, num_reached)
+        factor.observe(sum(method.by_kind.rates[kind] for kind in kinds), num_right)
+        method.by_kind.observe(kinds, num_right, num_reached)
         if method.by_place:
             places = [min(place, NUM_KINDS - 1) for place in range(num_reached)]
             factor = row.place_factors.setdefault(name, SequenceFactor(_FACTOR_BOUNDS_BY_PLACE))
-            factor.saw(sum(method.by_place.rates[place] for place in places), num_right)
-            method.by_place.saw(places, num_right, num_reached)
+            factor.observe(sum(method.by_place.rates[place] for place in places), num_right)
+            method.by_place.observe(places, num_right, num_reached)

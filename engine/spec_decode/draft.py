@@ -1,8 +1,8 @@
-"""Drafts: tokens that a step computes behind those of a sequence, before it is known whether they are the next ones.
+"""Drafts: tokens that a step computes behind those of a sequence, before they are known to be the next ones.
 
 A draft may branch. Each branch is a separate row, forked from the sequence like another choice: it shares the full
-blocks, copies the block that is partly filled, and computes again the tokens between there and its first one. Attention
-and transfers handle it like any other row:
+blocks, copies the partly filled block, and recomputes the tokens between there and its first one. Attention and
+transfers handle it like any other row:
 
     sequence   ... full blocks | n - 1, draft 0, draft 1, draft 2
     branch     (the same)      | n - 1, draft 0, other 1, other 2        place 1: one draft token is before it
@@ -37,7 +37,7 @@ class Branch:
         return self.num_again + len(self.tokens)
 
     def row(self, sequence: Sequence, draft: Draft) -> Row:
-        """Return its row of the step. Only before the step is booked."""
+        """Return its row of the step. Call only before the step is completed."""
         own = sequence.tokens[sequence.num_computed :]
         return Row(
             token_ids=[*own, *draft.tokens[: self.place], *self.tokens],
@@ -53,7 +53,7 @@ class Branch:
         return (sequence.blocks[_num_shared(sequence)], self.blocks[0]) if is_partly else None
 
     def take_over(self, sequence: Sequence) -> None:
-        """Give the branch's blocks to the sequence, before the step is booked.
+        """Give the branch's blocks to the sequence, before the step's KV is recorded.
 
         The block table is a new list afterwards. The replaced blocks belong to the branch, to be freed with it.
         """

@@ -1,4 +1,4 @@
-"""Pure choice of draft lengths for the rows of a step, and of the rows for which a model proposer is called.
+"""Pure choice of the draft lengths of a step, and of the rows to call a model proposer for.
 
 Both maximize tokens per second over all rows of the step. At a rate of r tokens per second, a second costs r tokens.
 """
@@ -152,8 +152,8 @@ def _best_call(
         return None, 0.0
     depth = 1 + max(range(len(totals)), key=totals.__getitem__)
     rows = sorted(row for _, row in sorted(gains[depth - 1], reverse=True)[: -(-max_tokens // depth)])
-    asked = set(rows)
-    every = (offer.chances[row][:depth] if row in asked else chances for row, chances in enumerate(known))
+    called = set(rows)
+    every = (offer.chances[row][:depth] if row in called else chances for row, chances in enumerate(known))
     drafted = sorted((chance for chances in every for chance in chances if chance > price), reverse=True)[:max_tokens]
     call_s = own.seconds(depth, sum(offer.missing[row] + depth - 1 for row in rows))
     tokens = accumulate(drafted, initial=float(len(known)))

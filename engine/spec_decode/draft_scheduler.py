@@ -1,9 +1,9 @@
-"""Rule that decides before each step which rows are looked up and which model proposer is called, for which rows.
+"""Scheduler of proposers: which rows to look up before a step, and which model proposer to call for which rows.
 
-Look-ups are cheap: each row has one before every step, and a row whose look-ups were not worth a draft backs off.
-A model proposer is called where its learned acceptance rate and its learned cost give more tokens per second than
-the proposals at hand (`plan_call`). Where calls do not pay, small trials keep both estimates true. Trials back off
-exponentially and are paid from a budget, so that exploration takes at most 0.5 % of the time of steps.
+Look-ups are cheap: each row has one before every step, and a row whose look-ups were not worth a draft backs off. A
+model proposer is called if its learned acceptance rate and cost give more tokens per second than the proposals at hand
+(`plan_call`). If calls do not pay, small trials keep both estimates current. Trials back off exponentially and are paid
+from a budget, so that exploration takes at most 0.5 % of the step time.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ _TRIAL_DRAFT_EVERY, _TRIAL_DRAFT_TOKENS, _TRIAL_DRAFT_CHANCE = 64, 3, 0.5
 _MAX_TRIAL_INTERVAL, _KNOWN_TRIAL_INTERVAL = 128, 64  # steps; after a call that paid
 _EXPECTED = 0.5  # acceptance rate above which a right proposal teaches nothing new
 _MAX_TRIAL_DEPTH = 2  # tokens
-_TRIAL_WITHIN, _FIRST_TOKENS = 16, 20  # tokens of an answer in which a resting proposer is tried; that it collects
+# In tokens: trials of a resting proposer happen within the first 16 of an answer, and it collects state for 20.
+_TRIAL_WITHIN, _FIRST_TOKENS = 16, 20
 
 # Backoff of model proposers, in steps without a call that pays.
 _PLAN_ALWAYS, _PLAN_EVERY, _PLAN_EVERY_RESTING, _REST_AFTER = 16, 8, 32, 256
@@ -99,12 +100,14 @@ class _Model:
 
     @property
     def is_promising(self) -> bool:
-        """Return whether a trial was a surprise lately."""
+        """True if a trial succeeded recently."""
         return self.trial_interval < _TRIAL_WITHIN
 
     def judge_trial(self) -> None:
-        """Once the token is known: after a success the next trial is due at once, after a failure the interval
-        doubles."""
+        """Judge the last trial if its token is known.
+
+        On success the next trial is due at once, else the interval doubles.
+        """
         if self.last_trial is not None:
             sequence, position, token = self.last_trial
             if position < len(sequence.tokens):
@@ -123,7 +126,7 @@ class _Model:
 
 
 class DraftScheduler:
-    """Owned by the step thread.
+    """Decides before each step which proposers run, and runs the model proposers. Owned by the step thread.
 
     A model proposer whose calls have not paid for 256 steps rests: it need not collect state in each step. It is then
     tried in the first tokens of answers that begin while a trial is due.
@@ -249,7 +252,7 @@ class DraftScheduler:
         self._drop_trial(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Free what is kept for a sequence that gets no more tokens here, or none for now."""
+        """Free the state of a sequence that ended or paused here."""
         for model in self._models.values():
             model.proposer.forget(sequence)
         self._drop_trial(sequence)
@@ -274,7 +277,7 @@ class DraftScheduler:
             can_propose = num_behind is not None and limit > 0 and self._tracker.is_missing(name, sequence)
             expected = self._tracker.expected(name, sequence, limit) if can_propose else ()
             chances.append(expected)
-            # What is missing beyond the last tokens, a prompt above all, is spread over the steps still to come.
+            # Missing tokens before the last ones, mostly a prompt, are spread over the steps still to come.
             late = max(0, (num_behind or 0) - _NEAR)
             missing.append(min(num_behind or 0, _NEAR) + late / self._steps_left(sequence, expected))
         return CallOffer(name, self._models[name].cost(cost), chances, missing)
@@ -356,5 +359,5 @@ class DraftScheduler:
         result = work()
         spent_s = self._clock() - begin
         self._spent_s += spent_s
-        model.learned.saw(depth, num_tokens, spent_s)
+        model.learned.observe(depth, num_tokens, spent_s)
         return result

@@ -76,5 +76,5 @@ class ModelProposer(Proposer, Protocol):
         ...
 
     def forget(self, sequence: Sequence, /) -> None:
-        """Free what is kept for a sequence that gets no more tokens here, or none for now."""
+        """Free the state of a sequence that ended or paused here."""
         ...

@@ -1,4 +1,4 @@
-"""Drafts of a replica's steps: proposals, their lengths, and what came of them."""
+"""Speculative decoding of a replica: proposals, draft lengths, and outcomes."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ class Speculation:
         return self._tracker.has_any(row)
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
-        """Count a draft, once the tokens that its sequence goes on with are chosen."""
+        """Count a draft, once the next tokens of its sequence are chosen."""
         counts, right = self.counts[draft.method], draft.right(chosen)
         counts.drafted.update(range(len(draft.tokens)))
         counts.accepted.update(range(right.num_first))
@@ -165,7 +165,7 @@ class Speculation:
         self._scheduler.finished(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Free what is kept for a sequence that gets no more tokens here, or none for now."""
+        """Free the state of a sequence that ended or paused here."""
         self._scheduler.forget(sequence)
 
     def take_model_s(self) -> float:
@@ -281,7 +281,7 @@ class Drafting:
         return drafts
 
     def awaits(self, running: Collection[Sequence]) -> bool:
-        """Return whether the next step should wait for the tokens of the one under way, to have drafts."""
+        """Return True if the next step should wait for the tokens of the step in flight, in order to have drafts."""
         room = self._max_running - len(running)
         if self._speculation is None or room < 1:
             return False
@@ -304,7 +304,7 @@ class Drafting:
             tally.floors += self._break_even[1]
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
-        """Count a draft, once the tokens that its sequence goes on with are chosen."""
+        """Count a draft, once the next tokens of its sequence are chosen."""
         assert self._speculation
         self._speculation.verified(draft, chosen)
 
@@ -314,7 +314,7 @@ class Drafting:
             self._speculation.finished(sequence)
 
     def forget(self, sequence: Sequence) -> None:
-        """Free what is kept for a sequence that gets no more tokens here, or none for now."""
+        """Free the state of a sequence that ended or paused here."""
         if self._speculation:
             self._speculation.forget(sequence)
 

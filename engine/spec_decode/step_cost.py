@@ -63,7 +63,7 @@ class LearnedDraftCost:
         self._steps = [0.0] * _NUM_BUCKETS  # steps with drafts, by bucket
         self._ratios = [0.0] * _NUM_BUCKETS  # their ratios, summed
 
-    def saw(self, num_tokens: int, ratio: float, *, has_drafts: bool) -> None:
+    def observe(self, num_tokens: int, ratio: float, *, has_drafts: bool) -> None:
         """Count one step: ratio is its measured time over the expected time."""
         ratio = min(2.0, max(0.5, ratio))
         bucket = _bucket(num_tokens, _NUM_BUCKETS) if has_drafts else -1
@@ -124,7 +124,7 @@ class LearnedProposalCost:
         self._sums = [[0.0] * size for _ in range(size)]
         self._targets = [0.0] * size
 
-    def saw(self, depth: int, num_tokens: int, seconds: float) -> None:
+    def observe(self, depth: int, num_tokens: int, seconds: float) -> None:
         """Count one call. depth: 0 if it only caught up."""
         expected = seconds
         if self.cost:

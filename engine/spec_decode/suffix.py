@@ -75,7 +75,7 @@ class TokenIndex:
 
 
 class Scope(NamedTuple):
-    """Owner of answers. Drafts never cross scopes: the speed of an answer would reveal what others were told."""
+    """Owner of answers. Drafts never cross scopes: the speed of an answer would reveal the text of other answers."""
 
     tenant: str
     salt: str

@@ -32,7 +32,7 @@ Choose = Callable[[Branch | None, int], Chosen | None]
 def verify(
     draft: Draft, sequence: Sequence, num_tokens: int, choose: Choose, blocks: BlockManager
 ) -> tuple[list[SampledToken], bool]:
-    """Append the accepted tokens and the one after them, book their KV, and free the blocks of rejected tokens.
+    """Append the accepted tokens and the one after them, record their KV, and free the blocks of rejected tokens.
 
     num_tokens: the sequence's own tokens that the step has computed. choose: see `choices_of`. Returns the tokens, and
     False if no token could be chosen after them.
@@ -72,7 +72,7 @@ def choices_of(
 ) -> Choose:
     """Return the choices of one row. chosen: the sampler's output of the step; the row's entries are consumed."""
     first, row = next(chosen), sequence.sampling_row
-    if row.goes_one_by_one(draft.depth):
+    if row.is_sequential(draft.depth):
 
         def choose(branch: Branch | None, place: int) -> Chosen | None:
             if branch is None and place == 0:

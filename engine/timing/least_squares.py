@@ -1,14 +1,18 @@
-"""Least squares without negative numbers: for what things cost."""
+"""Non-negative least squares, for cost models."""
 
 from __future__ import annotations
 
 import numpy as np
 
-_RIDGE = 1e-6  # of what was seen of a feature: where two of them never differ, each gets a share
+# Relative to each feature; gives each of two identical features a share.
+_RIDGE = 1e-6
 
 
 def non_negative(sums: np.ndarray, targets: np.ndarray) -> list[float]:
-    """The solution of sums · x = targets without what would have to be negative, which is left out worst first."""
+    """Return the solution of sums · x = targets with x >= 0.
+
+    Drops negative terms one by one, the most negative first.
+    """
     scale = np.sqrt(np.diag(sums))
     kept = [i for i in range(len(targets)) if scale[i] > 0]
     solved = np.zeros(len(targets))

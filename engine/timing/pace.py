@@ -1,4 +1,4 @@
-"""How fast a replica's steps follow each other, learnt from the steps themselves."""
+"""Speed of a replica's steps, measured while they run."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from engine.timing.step_time_model import StepTimeModel
 
 
 class StepEvent(Protocol):
-    """A moment in the work of whoever computes steps: behind all that was launched before it was made."""
+    """Point in the work of the device: after everything launched before the event was created."""
 
     @property
     def is_past(self) -> bool: ...
 
     def seconds_since(self, earlier: Self, /) -> float:
-        """Of two that are past."""
+        """Return the seconds between two events that are past."""
         ...
 
 
 class HostEvent:
-    """Implements StepMark, where what was launched is done."""
+    """StepEvent of a device that is synchronous with the host."""
 
     is_past = True
 
@@ -43,13 +43,15 @@ class _Step(NamedTuple):
     has_drafts: bool | None
     begin: StepEvent
     end: StepEvent
-    aside_s: float  # before it, for something else than what steps take
+    aside_s: float  # seconds before it that are not step time
 
 
 class Pace:
-    """Told of every step by the thread that launches them. What happens between two steps that follow at once, such as
-    booking, counts as part of the second. Where steps are computed while the host goes on, a step counts as soon as it
-    is seen to be over; nothing here waits for that."""
+    """Measures every step that a thread launches.
+
+    Work between two consecutive steps, such as bookkeeping, counts as part of the second. Asynchronous steps are
+    counted as soon as they are seen to be complete; no method waits for one.
+    """
 
     def __init__(self, mark: Callable[[], StepEvent] = HostEvent) -> None:
         self._mark = mark
@@ -58,17 +60,20 @@ class Pace:
         self._timing = StepTimeModel()
         self._draft_cost = LearnedDraftCost()
         self._num_plain = 0  # steps without drafts
-        self._last: StepEvent | None = None  # the end of the last step; the begin of the next one if it follows at once
+        # End of the last step, which is the begin of the next one if that follows at once.
+        self._last: StepEvent | None = None
         self._aside_s = 0.0  # since the last step
-        self._launched: deque[_Step] = deque()  # those that have not been seen to be over
+        self._launched: deque[_Step] = deque()  # not seen to be complete yet
 
     def begin(self) -> None:
-        """A step is about to be launched."""
+        """Note that a step is about to be launched."""
         self._last = self._last or self._mark()
 
     def end(self, batch: Batch, *, has_prompts: bool, has_drafts: bool | None = None) -> None:
-        """A step with this batch has been launched. Without prompts, or with rows of one token each, it only
-        decodes. has_drafts: None where none ever has, and nobody wants to know what they take."""
+        """Note that a step with this batch has been launched.
+
+        A step without prompts, or with one token per row, is a pure decode step. has_drafts: None if drafting is off.
+        """
         assert self._last is not None
         begin, self._last = self._last, self._mark()
         self._launched.append(_Step(batch, has_prompts, has_drafts, begin, self._last, self._aside_s))
@@ -77,13 +82,15 @@ class Pace:
             self._count(self._launched.popleft())
 
     def set_aside(self, seconds: float) -> None:
-        """So long the next step has waited for what is no part of it: guesses of its tokens. It is part of how fast
-        steps follow each other, and not of what a token more costs."""
-        if self._last is not None:  # else the step begins after that
+        """Exclude these seconds, spent proposing draft tokens, from the time of the next step.
+
+        They count in the step rate, but not in the cost of a token.
+        """
+        if self._last is not None:  # otherwise the step begins afterwards
             self._aside_s += seconds
 
     def rest(self) -> None:
-        """There was nothing to do."""
+        """Note that the engine is idle."""
         self._last = None
 
     def _count(self, step: _Step) -> None:
@@ -94,7 +101,7 @@ class Pace:
             self._num_plain += not step.has_drafts
             if step.has_drafts or self._num_plain % SAMPLE_EVERY == 0:
                 self._compare(seconds, batch, has_drafts=step.has_drafts)
-        self._timing.saw(batch, seconds, only_decodes=only_decodes)
+        self._timing.observe(batch, seconds, only_decodes=only_decodes)
         if only_decodes:
             self._steps.add(1, whole_s)
         else:
@@ -105,7 +112,7 @@ class Pace:
             num_context = int(batch.context_lens.sum())
             expected_s = timing.step_s(num_tokens=batch.num_tokens, num_pairs=0, num_context=num_context)
             if expected_s:
-                self._draft_cost.saw(batch.num_tokens, seconds / expected_s, has_drafts=has_drafts)
+                self._draft_cost.observe(batch.num_tokens, seconds / expected_s, has_drafts=has_drafts)
 
     @property
     def draft_factors(self) -> tuple[float, ...]:
@@ -114,15 +121,15 @@ class Pace:
 
     @property
     def prompt_tokens_per_s(self) -> float:
-        """Of the steps that compute prompts; 0 until there was one."""
+        """Token rate of steps that compute prompts; 0 before the first one."""
         return self._tokens.per_s
 
     @property
     def decode_step_s(self) -> float:
-        """Of the steps that only decode; 0 until there was one."""
+        """Mean seconds of pure decode steps; 0 before the first one."""
         return 1 / self._steps.per_s if self._steps.per_s else 0.0
 
     @property
     def timing(self) -> StepTiming | None:
-        """None until something was measured."""
+        """None before the first measurement."""
         return self._timing.timing

@@ -1,4 +1,4 @@
-"""A measured rate that follows the present."""
+"""Running rate of recent measurements."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ class Rate:
 
     @property
     def per_s(self) -> float:
-        """0 until something was measured."""
+        """0 before the first measurement."""
         return self._amount / self._seconds if self._seconds else 0.0

@@ -1,4 +1,4 @@
-"""How long this replica's steps take, learnt from the steps themselves."""
+"""Model of a replica's step times, fitted to the steps while they run."""
 
 from __future__ import annotations
 
@@ -10,42 +10,44 @@ from engine.timing.least_squares import non_negative
 
 _KEEP = 0.99  # weight of the past at each new step of the same kind: about the last hundred count
 _SUM_UP_EVERY = 8  # steps
-_SOLVE_EVERY, _SOLVE_AFTER = 32, 1 / 4  # steps at most: to solve takes a few hundredths of a small step; of all so far
-_MOST_SURPRISE = 10.0  # times what was expected: beyond that the expectation is worth nothing
-_NUM_FEATURES = 4  # as StepTiming has numbers
+# Solve at the latest after this many steps, or after this fraction of all steps so far. A solve costs a few percent of
+# a small step.
+_SOLVE_EVERY, _SOLVE_AFTER = 32, 1 / 4
+# Limits the ratio of measured to expected time: beyond it the expectation is useless.
+_MOST_SURPRISE = 10.0
+_NUM_FEATURES = 4  # the terms of StepTiming
 
 _Step = tuple[float, int, int, int, float]  # 1, tokens, pairs, context, seconds
 
 
 class StepTimeModel:
-    """Least squares with forgetting over steps of seconds ~ base + token · T + pair · A + context · C, none below 0.
+    """Least squares with forgetting over steps of seconds ~ base + token · T + pair · A + context · C, no term below 0.
 
-    Errors count relative to what was expected, so that a step of a second does not drown many short ones. (Relative
-    to what came, slow steps would count for less than quick ones, and the mean of a noisy machine come out too low.)
-    Steps that only decode and steps that compute prompts are forgotten apart: while nobody sends a prompt, what prompts
-    cost is not lost.
+    Errors count relative to the expected time, so a step of one second does not drown many short ones. (Relative to the
+    measured time, slow steps would count less than quick ones, and the mean on a noisy machine would come out too low.)
+    Decode steps and prompt steps are forgotten separately, so the cost of prompts survives a time without prompts.
     """
 
     def __init__(self) -> None:
         self._sums = {kind: np.zeros((_NUM_FEATURES, _NUM_FEATURES)) for kind in (False, True)}
         self._targets = {kind: np.zeros(_NUM_FEATURES) for kind in (False, True)}
-        self._steps: list[_Step] = []  # those that are not in the sums yet: eight cost there what one does
+        self._steps: list[_Step] = []  # not in the sums yet, because adding eight at once costs as much as one
         self._num_steps = 0
         self._solve_at = 1  # steps
         self._timing: StepTiming | None = None
 
     def add(self, *, num_tokens: int, num_pairs: int, num_context: int, seconds: float) -> None:
-        """One step; see core.types.step_timing."""
+        """Add one step; see core.types.step_timing."""
         self._steps.append((1.0, num_tokens, num_pairs, num_context, seconds))
         self._num_steps += 1
         if len(self._steps) == _SUM_UP_EVERY:
             self._sum_up()
 
-    def saw(self, batch: Batch, seconds: float, *, only_decodes: bool) -> None:
-        """One step with this batch. Beside prompts a row of one token counts as one that decodes."""
+    def observe(self, batch: Batch, seconds: float, *, only_decodes: bool) -> None:
+        """Add one step with this batch. Beside prompts, a row of one token counts as a decoding row."""
         queries, contexts = batch.query_lens, batch.context_lens
         num_pairs, num_context = 0, int(contexts.sum())
-        if not only_decodes:  # most do
+        if not only_decodes:
             decodes = queries == 1
             own = queries * (queries + 1) // 2
             num_pairs = int((queries * (contexts - queries) + own)[~decodes].sum())
@@ -54,7 +56,7 @@ class StepTimeModel:
 
     @property
     def timing(self) -> StepTiming | None:
-        """None until something was measured; worked out anew now and then, once for all who ask."""
+        """Fitted model, solved again every few steps; None before the first measurement."""
         if self._num_steps >= self._solve_at:
             self._solve_at = self._num_steps + max(1, min(_SOLVE_EVERY, int(self._num_steps * _SOLVE_AFTER)))
             self._sum_up()
@@ -64,7 +66,7 @@ class StepTimeModel:
         return self._timing
 
     def _sum_up(self) -> None:
-        """What is remembered of the steps of a kind is forgotten at each one of them, in their order."""
+        """Add the pending steps to the sums, forgetting per step of the same kind, in order."""
         for kind in (False, True):
             steps_S5 = np.array([step for step in self._steps if (step[2] > 0) is kind])
             if not len(steps_S5):

@@ -1,4 +1,4 @@
-"""Requests to an engine in this process, some of which keep to a grammar, and all that comes of them."""
+"""Requests to an in-process engine, some constrained by a grammar, and their results."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ class Asked:
     sampling: Sampling
     grammar: CompiledGrammar | None = None
     num_choices: int = 1
-    thinking: ThinkingMask | None = None  # around no grammar
+    thinking: ThinkingMask | None = None  # without a grammar
 
 
 @dataclass
 class AnswerText:
-    """What came of several: the tokens of each choice, by (request, choice)."""
+    """Results of several requests: the tokens of each choice, by (request, choice)."""
 
     tokens: dict[tuple[str, int], list[SampledToken]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
     num_steps: int = 0
     num_known: int = 0
     num_preemptions: int = 0
-    num_accepted: int = 0  # tokens that were drafted
-    num_device_tokens: int = 0  # tokens that were computed before the host knew them
+    num_accepted: int = 0  # accepted draft tokens
+    num_device_tokens: int = 0  # tokens computed before the host knew them
 
     @property
     def ids(self) -> list[list[int]]:
@@ -68,7 +68,7 @@ def answers(
     is_async: bool = False,
     speculation: Speculation | Callable[[BlockManager], Speculation] | None = None,
 ) -> AnswerText:
-    said, blocks = AnswerText(), BlockManager(num_blocks)
+    outputs, blocks = AnswerText(), BlockManager(num_blocks)
     if speculation is not None and not isinstance(speculation, Speculation):
         speculation = speculation(blocks)
     bounded = _Bounded(runner, config.max_batch_tokens)
@@ -84,28 +84,29 @@ def answers(
     for number, one in enumerate(asked):
         engine.add(Prompt(sequence_of(one, str(number), block_size=runner.layout.block_size)))
     while (result := engine.step()).did_work:
-        said.num_steps += 1
-        said.num_known += result.num_known
+        outputs.num_steps += 1
+        outputs.num_known += result.num_known
         first = [pair for p in result.prefilled for pair in zip(p.sequences, p.tokens, strict=True)]
         for sequence, token in (*first, *result.sampled):
-            said.tokens.setdefault((sequence.request.id, sequence.choice), []).append(token)
+            outputs.tokens.setdefault((sequence.request.id, sequence.choice), []).append(token)
         for sequence in result.failed:
-            said.failures[sequence.request.id] = type(sequence.failure).__name__
+            outputs.failures[sequence.request.id] = type(sequence.failure).__name__
         blocks.check_integrity()
     assert blocks.num_available == num_blocks
-    said.num_accepted = num_accepted(speculation) if speculation else 0
-    said.num_preemptions, said.num_device_tokens = engine.decoding.num_preemptions, bounded.num_device_tokens
-    return said
+    outputs.num_accepted = num_accepted(speculation) if speculation else 0
+    outputs.num_preemptions, outputs.num_device_tokens = engine.decoding.num_preemptions, bounded.num_device_tokens
+    return outputs
 
 
 class Oracle:
-    """Who knows some answers to some prompts: as often as `is_right` says of a position."""
+    """Proposer that knows the answers to some prompts, and is right where `is_right` returns True for the position."""
 
     def __init__(
-        self, said: AnswerText, asked: Sequence[Asked], is_right: Callable[[int], bool] = lambda position: True
+        self, outputs: AnswerText, asked: Sequence[Asked], is_right: Callable[[int], bool] = lambda position: True
     ) -> None:
         self._whole = [
-            [*asked[int(id)].prompt, *(token.token_id for token in tokens)] for (id, _), tokens in said.tokens.items()
+            [*asked[int(id)].prompt, *(token.token_id for token in tokens)]
+            for (id, _), tokens in outputs.tokens.items()
         ]
         self._is_right = is_right
 
@@ -118,13 +119,13 @@ class Oracle:
 
 
 class Branching:
-    """Implements Proposer: a draft that some answers belie from one place on, where a branch of it is right; beside
-    one that is not."""
+    """Proposer whose draft is wrong from some place on, where a branch of it is right; next to a draft that is
+    right."""
 
-    def __init__(self, said: AnswerText, asked: Sequence[Asked], *, every: int) -> None:
-        """every: so many tokens a place is wrong."""
-        self._right = Oracle(said, asked)
-        self._wrong = Oracle(said, asked, lambda position: position % every > 0)
+    def __init__(self, outputs: AnswerText, asked: Sequence[Asked], *, every: int) -> None:
+        """every: distance between wrong places, in tokens."""
+        self._right = Oracle(outputs, asked)
+        self._wrong = Oracle(outputs, asked, lambda position: position % every > 0)
 
     def propose(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[Proposal]:
         return [self._propose(sequence.tokens, max_tokens) for sequence in sequences]
@@ -147,7 +148,7 @@ class Branching:
 
 
 def num_in_branches(speculation: Speculation) -> int:
-    """Tokens that were right where the draft was not."""
+    """Return the number of tokens that were accepted in branches."""
     return speculation.counts[BRANCHES].accepted.total()
 
 
@@ -156,7 +157,7 @@ def num_accepted(speculation: Speculation) -> int:
 
 
 class _Bounded:
-    """Implements Runner, for steps of at most so many tokens; but that each row has one at least."""
+    """Runner for steps of a limited number of tokens, at least one per row."""
 
     def __init__(self, runner: ModelRunner, max_tokens: int) -> None:
         self._runner, self._max_tokens = runner, max_tokens
@@ -185,7 +186,7 @@ def sequence_of(one: Asked, id: str, *, block_size: int) -> TokenSequence:
 
 
 def thinking(num_tokens: int, *, is_open: bool = True) -> ThinkingMask:
-    """Of an answer without a grammar; the end of its thinking are the first eight tokens."""
+    """Return the mask of an answer without a grammar; its thinking ends with the first eight tokens."""
     marker = "<[end]>!"
     budget = ThinkingBudget(
         num_tokens=num_tokens, is_open=is_open, opening="<", closing=marker, closing_ids=tuple(range(len(marker)))
@@ -216,14 +217,13 @@ LETTERS = Grammar(kind=GrammarKind.REGEX, text="(a|b|c){4,9}, and so on[0-9]{2,7
 
 
 def letters_grammar(directory: Path) -> CompiledGrammar:
-    """directory: for a tokenizer."""
+    """directory: of a tokenizer."""
     save_tokenizer(directory)
     return GrammarCompiler(directory, vocab_size=VOCAB_SIZE).compile(LETTERS)
 
 
 def one_of_each_kind(grammar: CompiledGrammar) -> list[Asked]:
-    """Beside one that keeps to a grammar, and one that thinks for some tokens and no longer; every second with two
-    choices."""
+    """Return requests of every kind, with a grammar and with bounded thinking; every second one has two choices."""
     every = prompts(*(9 + 5 * i for i in range(len(_SAMPLINGS) + 2)))
     found = [
         Asked(prompt, replace(sampling, max_tokens=14 + i), num_choices=1 + i % 2)
@@ -260,8 +260,10 @@ def check_with_leavers(
     is_async: bool = False,
     after_step: Callable[[], None] = lambda: None,
 ) -> None:
-    """One comes at every second step, and one leaves at every fifth: the others have all of what is expected, those as
-    much as had come, and no block is lost."""
+    """Add a request every second step and cancel one every fifth, and check the answers.
+
+    Requests that stay get all expected tokens, cancelled ones a prefix, and no block is lost.
+    """
     num_free = blocks.num_available
     engine = Engine(
         runner,

@@ -1,4 +1,4 @@
-"""Whether tokens are as frequent as they should be."""
+"""Chi-square test of token frequencies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def chi_square(ids: list[int], shares_V: Tensor) -> float:
-    """In standard deviations of a normal distribution, after Wilson and Hilferty 1931; rare tokens count together."""
+    """Return the statistic in standard deviations (Wilson and Hilferty 1931). Rare tokens are pooled."""
     counts_V = torch.bincount(torch.tensor(ids), minlength=len(shares_V)).double()
     is_rare = shares_V * len(ids) < 10
     expected = torch.cat([shares_V[~is_rare], shares_V[is_rare].sum()[None]]) * len(ids)

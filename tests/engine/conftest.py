@@ -1,4 +1,4 @@
-"""Small random checkpoints, as transformers saves them, runners of them, and gangs of ranks."""
+"""Fixtures: small random checkpoints in transformers' format, runners of them, and gangs of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recorded steps where nothing records."""
+"""Capture for devices without graphs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from engine.runner.decode_graphs import Step
 
 
 class FakeReplays:
-    """Implements Capture: computes a step again, and counts how often."""
+    """Capture that runs the step again, and counts the replays."""
 
     def __init__(self) -> None:
         self.num_replays = 0

@@ -1,4 +1,4 @@
-"""Runners and what drafts beside them, for every method there is."""
+"""Runners and their speculations, for every drafting method."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METHODS = ("ngram", "suffix", "draft", "self", *_WRITERS, "auto: all but mtp")
 
 
 class Drafting:
-    """A runner of the model in `target`, and the speculations made for it. directory: for the files of heads."""
+    """Runner of the model in `target`, and the speculations made for it. directory: for the files of heads."""
 
     def __init__(
         self, method: str, target: Path, make_runner: MakeRunner, directory: Path, *, num_blocks: int = 2048
@@ -48,7 +48,7 @@ class Drafting:
 
     @property
     def num_drafted(self) -> list[int]:
-        """Tokens, of each speculation."""
+        """Return the number of drafted tokens of each speculation."""
         return [sum(counts.drafted.total() for counts in one.counts.values()) for one in self.made]
 
     def speculation(self, blocks: BlockManager) -> Speculation:

@@ -1,4 +1,4 @@
-"""Recorded steps on a device whose streams are in no order but what marks say."""
+"""Recorded steps on a device whose streams are ordered by events only."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from tests.support.fake_streams import FakeStreams
 
 
 class FakeCapture:
-    """Does as CudaCapture does, on a stream of its own, but launches a step anew instead of a graph."""
+    """Like CudaCapture on its own stream, but runs the step instead of a graph."""
 
     def __init__(self, device: FakeStreams, *, replays_on: str | None = None, waits: bool = True) -> None:
-        """replays_on: another stream than the one that replays. waits: for what the step reads."""
+        """replays_on: stream of the replay, if it is another one. waits: for the memory that the step reads."""
         self._device = device
         self._lane = device.device_stream()
         self._replays_on = replays_on

@@ -1,4 +1,4 @@
-"""An engine's surroundings without a model: every token is 0, and KV from elsewhere comes when the test says so."""
+"""Engine environment without a model: every token is 0, and transfers complete when the test says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own, for tests of tensor parallelism: what each of them runs."""
+"""Functions that run on ranks in separate processes, for tests of tensor parallelism."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def logits_in_three_steps(
     dtype: str,
     expert_parallel: bool = False,
 ) -> tuple[torch.Tensor, ...]:
-    """A chunk that wants no logits, prompts but for their last token, and one token each: this rank's logits."""
+    """Return this rank's logits of three steps: a chunk without logits, prompts without their last token, one token
+    each."""
     parallel = join(place, prefix, rank, size)
     config = EngineConfig(
         model_dir=directory, dtype=dtype, block_size=8, num_blocks=96, expert_parallel=expert_parallel
@@ -62,7 +63,7 @@ def logits_in_three_steps(
 
 
 def replayed_steps(place: Path, prefix: str, rank: int, size: int, directory: Path) -> tuple[list[torch.Tensor], int]:
-    """Decode steps of 1 to 3 rows, by a stand-in for what records them: this rank's logits, and the replays."""
+    """Run decode steps of 1 to 3 rows with FakeReplays. Returns this rank's logits, and the number of replays."""
     replays: list[int] = []
 
     def capture(recorded: Step) -> Step:
@@ -93,8 +94,8 @@ def broadcasts(place: Path, prefix: str, rank: int, size: int, messages: list[by
     return received
 
 
-def wait_for_a_rank_that_dies(place: Path, prefix: str, rank: int, size: int) -> str:
-    """The last rank ends in the middle of it; the others say what they saw."""
+def wait_for_dying_rank(place: Path, prefix: str, rank: int, size: int) -> str:
+    """End the last rank in the middle of an operation; the others return their error."""
     parallel = join(place, prefix, rank, size, timeout_s=5.0)
     parallel.all_reduce(torch.ones(4))
     if rank == size - 1:
@@ -125,7 +126,7 @@ def tokens(
     redundant_experts: int = 0,
     steps_between_plans: int = expert_parallel.STEPS_BETWEEN_PLANS,
 ) -> list[list[int]]:
-    """What the gang generates greedily."""
+    """Return the tokens that the gang generates greedily."""
     expert_parallel.STEPS_BETWEEN_PLANS = steps_between_plans
     parallel = join(place, prefix, rank, size)
     config = EngineConfig(
@@ -142,7 +143,7 @@ def tokens(
 
 
 def all_to_all(place: Path, prefix: str, rank: int, size: int, counts: list[list[int]]) -> torch.Tensor:
-    """counts[a][b] rows go from rank a to rank b; each says where it comes from and which it is."""
+    """Send counts[a][b] rows from rank a to rank b; each row contains its source and its number."""
     parallel = join(place, prefix, rank, size)
     rows = [[rank, other, i] for other in range(size) for i in range(counts[rank][other])]
     sent = torch.tensor(rows, dtype=torch.bfloat16).view(-1, 3)
@@ -152,9 +153,9 @@ def all_to_all(place: Path, prefix: str, rank: int, size: int, counts: list[list
 def experts_that_move(
     place: Path, prefix: str, rank: int, size: int, num_experts: int, redundant: int, steps_between_plans: int
 ) -> tuple[list[list[int]], list[list[float]]]:
-    """All of five tokens choose the last expert, four times. An expert multiplies by its number.
+    """Route all of five tokens to the last expert, four times. An expert multiplies by its number.
 
-    Returns the banks that this rank has made, and what came of the tokens in each step.
+    Returns the banks that this rank has made, and the output of each step.
     """
     expert_parallel.STEPS_BETWEEN_PLANS = steps_between_plans
     banks: list[list[int]] = []

@@ -1,5 +1,4 @@
-"""What several ranks answer, in processes of their own, whose steps wait for each token or run ahead: what each of them
-runs."""
+"""Functions that run on ranks in separate processes: answers with and without async scheduling."""
 
 from __future__ import annotations
 
@@ -32,16 +31,18 @@ from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.worker.rank_of_one import FakeSender
 from worker.gang_runner import GangRunner
 
-_STOPS = tuple(range(0, VOCAB_SIZE, 9))  # so many that answers end where nobody expects it
+# So many stop tokens that answers end at unpredictable places.
+_STOPS = tuple(range(0, VOCAB_SIZE, 9))
 _NUM_BLOCKS = 512
-_FAILING = 3  # the seed of a choice that gets no sixth token, where steps are replayed
+# Seed of a choice that gets no sixth token, if steps are replayed.
+_FAILING = 3
 
 
 class Leader:
-    """A gang as rank 0 has it, for `answers`."""
+    """Rank 0 of a gang, for `answers`."""
 
     def __init__(self, gang: GangRunner, *, beats: bool = False) -> None:
-        """beats: orders without rows come between all steps, as they do where a replica ships and stores blocks."""
+        """beats: send orders without rows between all steps, as a replica does that ships and stores blocks."""
         self.gang = gang
         self.layout = gang.runner.layout
         self._beats = beats
@@ -59,15 +60,15 @@ def _gang(parallel: Any, directory: Path, *, dtype: str = "float32", capture: An
     return GangRunner(runner, sender, None)
 
 
-def said_of_each_kind(
+def answers_of_each_kind(
     place: Path, prefix: str, rank: int, size: int, directory: Path, grammars: Path
 ) -> tuple[AnswerText, AnswerText] | None:
-    """Where each step waits, and where steps run ahead; None on the ranks that follow."""
+    """Return the answers without and with async scheduling; None on the ranks that follow."""
     gang = _gang(join(place, prefix, rank, size), directory)
     if rank:
         gang.follow()
         return None
-    asked = [_soon_over(one) for one in one_of_each_kind(letters_grammar(grammars))]
+    asked = [_sequential_request(one) for one in one_of_each_kind(letters_grammar(grammars))]
     leader = Leader(gang, beats=True)
     waits, ahead = (answers(leader, asked, is_async=runs) for runs in (False, True))  # type: ignore[arg-type]
     check_with_leavers(leader, asked, waits, None, blocks=BlockManager(_NUM_BLOCKS), is_async=True)  # type: ignore[arg-type]
@@ -75,17 +76,17 @@ def said_of_each_kind(
     return waits, ahead
 
 
-def _soon_over(one: Asked) -> Asked:
-    """If each of its tokens must be known before the next: beside it no step runs ahead."""
+def _sequential_request(one: Asked) -> Asked:
+    """Return a request whose tokens must be known one by one, which disables async scheduling while it runs."""
     rules = one.sampling.token_rules
     waits = one.grammar or one.sampling.has_penalties or (rules and rules.bad_words)
     return replace(one, sampling=replace(one.sampling, max_tokens=4)) if waits else one
 
 
-def said_where_blocks_run_out(
+def answers_with_preemption(
     place: Path, prefix: str, rank: int, size: int, directory: Path
 ) -> list[tuple[AnswerText, AnswerText]] | None:
-    """As above, of rows whose bits are the same whatever is beside them."""
+    """Like `answers_of_each_kind`, with preemption, and with rows whose bits do not depend on the batch."""
     gang = _gang(join(place, prefix, rank, size), directory, dtype="bfloat16", deterministic=True)
     if rank:
         gang.follow()
@@ -106,11 +107,13 @@ def said_where_blocks_run_out(
     return found
 
 
-def said_by_replays(
+def answers_by_replays(
     place: Path, prefix: str, rank: int, size: int, directory: Path
 ) -> tuple[AnswerText, AnswerText, int] | None:
-    """Every step is replayed, and its fed tokens come on the device, whatever the host says of them: where each step
-    waits, where steps run ahead, and the replays."""
+    """Replay every step with device-side tokens, whatever the host knows of them.
+
+    Returns the answers without and with async scheduling, and the number of replays.
+    """
     replays: list[Step] = []
 
     def capture(recorded: Step) -> Step:
@@ -127,7 +130,7 @@ def said_by_replays(
     gang = _gang(parallel, directory, recorded_rows=limits.max_batch_tokens, max_context=64, capture=capture)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DeviceTokens, "fill", _not_on_the_host)
-        patch.setattr(sampler, "choose_by_torch", _as_a_gpu_does)
+        patch.setattr(sampler, "choose_by_torch", _sample_on_device)
         if rank:
             gang.follow()
             return None
@@ -147,15 +150,15 @@ def _not_on_the_host(device_tokens: DeviceTokens, token_ids_T: np.ndarray) -> No
     token_ids_T[device_tokens.places] = 0
 
 
-def _as_a_gpu_does(logits_RV: Tensor, rows: Any) -> Tensor:
-    """And finds nothing for one of them, as if its logits were not finite."""
+def _sample_on_device(logits_RV: Tensor, rows: Any) -> Tensor:
+    """Sample on the device; one choice finds no token, as if its logits were not finite."""
     chosen_R = choose_by_torch(logits_RV, rows).to(torch.int32)
     failing = [i for i, row in rows if row.sampling.seed == _FAILING and row.num_generated == 5]
     return chosen_R.index_fill(0, torch.tensor(failing, dtype=torch.int64), NOT_FINITE)
 
 
-def leads_one_that_dies(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
-    """Its other rank ends when it has been told of a step behind another one, and gets no tokens for it."""
+def lead_dying_rank(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
+    """Lead a rank that ends after it has received a step behind another one, and gets no tokens for it."""
     gang = _gang(join(place, prefix, rank, size, timeout_s=5.0), directory)
     if rank:
         gang.runner.parallel.broadcast_on_device = _die  # type: ignore[method-assign]
@@ -168,8 +171,8 @@ def leads_one_that_dies(place: Path, prefix: str, rank: int, size: int, director
     return "nothing"
 
 
-def leads_and_fails(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
-    """Rank 0 fails when it has told the other one of a step behind another one, and hands on no tokens for it."""
+def fail_while_leading(place: Path, prefix: str, rank: int, size: int, directory: Path) -> str:
+    """Fail on rank 0 after sending a step behind another one, without sending its tokens."""
     gang = _gang(join(place, prefix, rank, size, timeout_s=5.0), directory)
     asked = [Asked(prompt, Sampling(temperature=0.0, max_tokens=9)) for prompt in prompts(9, 20)]
     try:

@@ -1,4 +1,4 @@
-"""GGUF files as llama.cpp's converter writes them; read and written by the gguf package, not by ours."""
+"""GGUF files as llama.cpp's converter writes them; written and read with the gguf package, not with our code."""
 
 from __future__ import annotations
 
@@ -38,9 +38,10 @@ def write_model(
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
 ) -> None:
-    """Write a transformers model to a GGUF file, its matrices quantised, and round the model itself to what is there.
+    """Write a transformers model to a GGUF file with quantized matrices, and round the model itself to the stored
+    values.
 
-    `metadata` and `extra` tensors are written besides.
+    `metadata` and `extra` tensors are written, too.
     """
     config = model.config
     architecture = {"mistral": "llama"}.get(config.model_type, config.model_type)
@@ -101,7 +102,7 @@ def gguf_name(name: str) -> str:
 
 
 def read_model(path: Path, model: PreTrainedModel) -> None:
-    """Fill a transformers Llama with the dequantised tensors of a GGUF file."""
+    """Fill a transformers Llama with the dequantized tensors of a GGUF file."""
     tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors}
     heads = {"attn_q": model.config.num_attention_heads, "attn_k": model.config.num_key_value_heads}
     for name, parameter in model.named_parameters():
@@ -114,7 +115,7 @@ def read_model(path: Path, model: PreTrainedModel) -> None:
 
 
 def interleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
-    """As convert_hf_to_gguf.py's LlamaModel.permute: row i + D/2 of a head comes to stand behind row i."""
+    """Permute like convert_hf_to_gguf.py's LlamaModel.permute: row i + D/2 of a head moves behind row i."""
     return rows.reshape(num_heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
@@ -123,7 +124,7 @@ def deinterleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def random_blocks(kind: GGMLQuantizationType, num_blocks: int) -> np.ndarray:
-    """Any bytes are valid codes; only the half-precision scales must not be NaN or infinite."""
+    """Return random codes: any bytes are valid, except that the half-precision scales must be finite."""
     _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(0).integers(0, 256, (num_blocks, num_bytes), dtype=np.uint8)
     scales_at = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}

@@ -1,6 +1,6 @@
-"""Quantised checkpoints as people have them, written from their formats' definitions, not by our own code.
+"""Quantized checkpoints in published formats, written from the formats' definitions, not with our code.
 
-Each quantiser takes a matrix (O, I) fp32 and gives its tensors by suffix, and the numbers that they stand for.
+Each quantizer takes a matrix (O, I) fp32. It returns the tensors by suffix, and the values that they represent.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def gptq(w: Tensor, *, stored_less: int = 1) -> Quantised:
     codes, zeros, scales, numbers = _asymmetric(w, group)
 
     def pack(x: Tensor) -> Tensor:
-        """Along the first dimension."""
+        """Pack along the first dimension."""
         packed = torch.zeros(x.shape[0] // 8, x.shape[1], dtype=torch.int64)
         for nibble in range(8):
             packed |= x[nibble::8].long() << (4 * nibble)
@@ -98,7 +98,7 @@ FORMATS: dict[str, tuple[Callable[[Tensor], Quantised], dict[str, Any]]] = {
 
 
 def write_quantised(directory: Path, model: PreTrainedModel, kind: str) -> None:
-    """Write the model with the matrices of its layers quantised, and round the model itself to what is there."""
+    """Write the model with quantized layer matrices, and round the model itself to the stored values."""
     quantise, description = FORMATS[kind]
     model.save_pretrained(directory)
     tensors = load_file(directory / "model.safetensors")
@@ -114,7 +114,7 @@ def write_quantised(directory: Path, model: PreTrainedModel, kind: str) -> None:
 
 
 def _asymmetric(w: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """codes (O, I), zeros and scales (O, G), and the numbers that they stand for; scales as fp16 keeps them."""
+    """Return codes (O, I), zeros and scales (O, G), and the values that they represent; scales are rounded to fp16."""
     num_groups = int(group.max()) + 1
     low = torch.stack([w[:, group == g].amin(1) for g in range(num_groups)], 1).clamp(max=0)
     high = torch.stack([w[:, group == g].amax(1) for g in range(num_groups)], 1).clamp(min=0)

@@ -1,4 +1,4 @@
-"""An engine that is asked for the log-probabilities of prompts' own tokens, and transformers, which knows them."""
+"""Engine that computes log-probabilities of prompt tokens, and transformers as the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.scheduler.sequence import Sequence as TokenSequence
 
 
 class ScoredPrompts:
-    """One engine of a runner's, whose cache stays warm."""
+    """Engine over one runner, whose prefix cache stays warm."""
 
     def __init__(self, runner: ModelRunner, *, max_batch_tokens: int) -> None:
         config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=8, max_waiting=8)
@@ -28,7 +28,7 @@ class ScoredPrompts:
         )
 
     def tell(self, asked: Sequence[tuple[list[int], int | None]], *, n: int = 1) -> list[PromptLogprobs]:
-        """Of each prompt, all in one batch: what is told of it with so many likeliest tokens; None: it does not ask."""
+        """Score all prompts in one batch with these numbers of likeliest tokens; None: the prompt is not scored."""
         prompts = []
         for number, (tokens, num_top) in enumerate(asked):
             request = SequenceRequest(
@@ -51,18 +51,20 @@ class ScoredPrompts:
         return [prompt.take_scores() for prompt in prompts]
 
 
-def check_told(told: PromptLogprobs, model: PreTrainedModel, tokens: list[int], num_top: int, *, within: float) -> None:
-    """By transformers' logits of the whole prompt."""
+def check_scores(
+    scores: PromptLogprobs, model: PreTrainedModel, tokens: list[int], num_top: int, *, within: float
+) -> None:
+    """Compare with transformers' logits of the whole prompt."""
     with torch.inference_mode():
         logprobs_TV = model(torch.tensor([tokens])).logits[0, :-1].float().log_softmax(-1)
     own_T = logprobs_TV.gather(-1, torch.tensor(tokens[1:])[:, None]).squeeze(-1)
     top = logprobs_TV.topk(num_top, dim=-1)
     for name, found, expected in (
-        ("own", told.logprobs_P, own_T),
-        ("likeliest", told.top_logprobs_PK, top.values),
-        ("by their ids", told.top_logprobs_PK, logprobs_TV.gather(-1, torch.from_numpy(told.top_ids_PK).long())),
+        ("own", scores.logprobs_P, own_T),
+        ("likeliest", scores.top_logprobs_PK, top.values),
+        ("by their ids", scores.top_logprobs_PK, logprobs_TV.gather(-1, torch.from_numpy(scores.top_ids_PK).long())),
     ):
         difference = (torch.from_numpy(found.copy()) - expected).abs()
         assert found.shape == tuple(expected.shape) and (not difference.numel() or difference.max() < within), name
-    for rank, own, row in zip(told.ranks_P.tolist(), own_T, logprobs_TV, strict=True):
+    for rank, own, row in zip(scores.ranks_P.tolist(), own_T, logprobs_TV, strict=True):
         assert (row > own + within).sum() < rank <= (row > own - within).sum() + 1

@@ -24,7 +24,7 @@ def prompts(*lengths: int, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
 
 
 def step(runner: ModelRunner, sequences: list[list[int]], spans: list[tuple[int, int, int]]) -> torch.Tensor:
-    """One step over spans (sequence, start, end); sequence i owns blocks 12 i to 12 i + 11."""
+    """Run one step over spans (sequence, start, end); sequence i owns blocks 12 i to 12 i + 11."""
     rows = [
         Row(token_ids=sequences[i][start:end], start=start, blocks=range(12 * i, 12 * i + 12), num_logits=1)
         for i, start, end in spans
@@ -33,10 +33,10 @@ def step(runner: ModelRunner, sequences: list[list[int]], spans: list[tuple[int,
 
 
 class DecodeSteps:
-    """Sequences that decode: each step's batch is told by what is different from the one before."""
+    """Decoding sequences whose batches are sent as differences to the step before."""
 
     def __init__(self, contexts: list[int], tables: list[list[int]], *, block_size: int) -> None:
-        """The first step's contexts, and all blocks that each sequence will ever need."""
+        """Take the contexts of the first step, and all blocks that each sequence will ever need."""
         self._last_rows = LastRows(block_size)
         self.sequences = []
         for i, (context, table) in enumerate(zip(contexts, tables, strict=True)):
@@ -47,7 +47,7 @@ class DecodeSteps:
             self.sequences.append(sequence)
 
     def batch(self, drafts: Mapping[int, list[int]] = MappingProxyType({})) -> Batch:
-        """Of the next step. drafts: by row; they are right."""
+        """Return the batch of the next step. drafts: by row; they are right."""
         changes = self._last_rows.changes(list(self.sequences), [1] * len(self.sequences), drafts=drafts)
         for row, sequence in enumerate(self.sequences):
             sequence.tokens += [*drafts.get(row, ()), len(sequence.tokens)]

@@ -1,4 +1,4 @@
-"""Answers are token for token those without drafts where drafts branch, too, and sequences go on in branches."""
+"""Branching drafts: answers equal those without drafts token for token, and sequences continue in branches."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def _speculation(**methods: Proposer) -> Speculation:
 
 @pytest.mark.parametrize("every", [1, 2, 3, 4])
 @pytest.mark.parametrize("num_blocks", [512, 56])
-def test_where_a_branch_is_right_nothing_changes(
+def test_right_branches_do_not_change_answers(
     every: int, num_blocks: int, runner: ModelRunner, asked: list[Asked]
 ) -> None:
-    """In small steps, and in a pool where some are preempted. Of rarer ones few would have room beside drafts there."""
+    """In small steps, and in a pool with preemption, where drafts have little room."""
     expected = answers(runner, asked)
     speculation = _speculation(tree=Branching(expected, asked, every=every))
     found = answers(runner, asked, _ROOM if num_blocks == 512 else _SMALL, num_blocks, speculation=speculation)
@@ -71,10 +71,10 @@ def test_where_a_branch_is_right_nothing_changes(
     assert bool(found.num_preemptions) == (num_blocks < 512)
 
 
-def test_a_branch_that_is_right_takes_as_few_steps_as_a_draft_that_is(runner: ModelRunner) -> None:
+def test_right_branch_saves_as_many_steps_as_right_draft(runner: ModelRunner) -> None:
     ask = [Asked(prompt, Sampling(max_tokens=29, temperature=0.7, seed=1)) for prompt in prompts(11, 12)]
     expected = answers(runner, ask)
-    speculation = _speculation(tree=Branching(expected, ask, every=1))  # never right but for its branches
+    speculation = _speculation(tree=Branching(expected, ask, every=1))  # right only in its branches
     found = answers(runner, ask, _ROOM, speculation=speculation)
     compare(found, expected)
     assert expected.num_steps == 29 and found.num_steps == 1 + 4  # 28 tokens, 7 a step
@@ -84,7 +84,7 @@ def test_a_branch_that_is_right_takes_as_few_steps_as_a_draft_that_is(runner: Mo
     assert counts[BRANCHES].drafted == {place: 16 for place in range(6)}
 
 
-def test_who_comes_late_or_leaves_early_changes_nothing(runner: ModelRunner, asked: list[Asked]) -> None:
+def test_late_and_cancelled_requests_do_not_change_answers(runner: ModelRunner, asked: list[Asked]) -> None:
     expected = answers(runner, asked)
     speculation = _speculation(tree=Branching(expected, asked, every=3))
     check_with_leavers(runner, asked, expected, speculation, blocks=BlockManager(400))
@@ -94,7 +94,7 @@ def test_who_comes_late_or_leaves_early_changes_nothing(runner: ModelRunner, ask
 @pytest.mark.skipif(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
-def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
+def test_deterministic_answers_are_bitwise_equal_with_drafts(
     tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]
 ) -> None:
     runner = make_runner(tiny_model("llama")[0], num_blocks=512, dtype="bfloat16", deterministic=True)
@@ -107,11 +107,11 @@ def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "deepseek_v3"])
-def test_of_other_families_too(family: str, tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]) -> None:
+def test_other_model_families(family: str, tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]) -> None:
     runner = make_runner(tiny_model(family)[0], num_blocks=512)
     expected = answers(runner, asked)
     speculation = _speculation(tree=Branching(expected, asked, every=3))
-    # Latents of one query are attended to in another order than those of several: their float32 rounds more.
+    # Attention over latents sums in another order for one query than for several, so float32 rounds differently.
     found = answers(runner, asked, _ROOM, speculation=speculation)
     compare(found, expected, atol=1e-3 if "deepseek" in family else 1e-4)
     assert num_in_branches(speculation) > 20
@@ -124,7 +124,7 @@ def test_of_other_families_too(family: str, tiny_model: MakeModel, make_runner: 
         ("take_over", lambda self, sequence: None),
     ],
 )
-def test_a_model_sees_what_is_wrong_with_a_branch(
+def test_faulty_branch_changes_answers(
     name: str, fault: object, runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(runner, asked)
@@ -134,14 +134,14 @@ def test_a_model_sees_what_is_wrong_with_a_branch(
 
 
 class TestOurs:
-    """Whoever offers branches of their own: how many, and which, is for their own tests to say."""
+    """Proposers with their own branches; the number and choice of branches is tested elsewhere."""
 
     def test_places_in_texts(self, runner: ModelRunner, asked: list[Asked]) -> None:
-        """Others have been answered nearly so, one of them just so."""
+        """Earlier answers are similar, one of them identical."""
         expected, corpus = answers(runner, asked), Corpus()
-        for said in expected.ids:
-            nearly = [(token + 1) % VOCAB_SIZE if i % 4 == 3 else token for i, token in enumerate(said)]
-            for answer in (nearly, said, nearly):
+        for outputs in expected.ids:
+            nearly = [(token + 1) % VOCAB_SIZE if i % 4 == 3 else token for i, token in enumerate(outputs)]
+            for answer in (nearly, outputs, nearly):
                 corpus.add(Scope("", "", ""), answer)
         speculation = _speculation(suffix=Suffix(corpus))
         compare(answers(runner, asked, _ROOM, speculation=speculation), expected)
@@ -171,7 +171,7 @@ class TestOurs:
         assert bool(found.num_preemptions) == (num_blocks < 512)
 
     def test_two_methods_in_one_step(self, runner: ModelRunner, asked: list[Asked]) -> None:
-        """Each is wrong where the other is not."""
+        """Each method is wrong where the other is right."""
         expected = answers(runner, asked)
         speculation = _speculation(
             one=FakeProposer(Oracle(expected, asked, lambda i: i % 5 > 1)),
@@ -182,7 +182,7 @@ class TestOurs:
         assert found.num_accepted > 20
 
 
-def test_in_steps_as_replicas_have_them(runner: ModelRunner, asked: list[Asked]) -> None:
-    """No more logits than rows may run."""
+def test_with_logits_limited_to_max_running(runner: ModelRunner, asked: list[Asked]) -> None:
+    """With no more logits than max_running."""
     expected = answers(runner, asked)
     compare(answers(runner, asked, AMPLE, speculation=_speculation(t=Branching(expected, asked, every=2))), expected)

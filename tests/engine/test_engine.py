@@ -1,5 +1,4 @@
-"""The engine's loop over a pool that remembers what was written to it: whatever happens, every sequence goes on from
-its own tokens, and every block is in one state."""
+"""Engine over a fake pool that remembers writes: each sequence reads its own tokens, and each block has one owner."""
 
 from __future__ import annotations
 
@@ -40,23 +39,23 @@ from engine.spec_decode.verification import Choose
 
 _BLOCK = 4
 _NUM_BLOCKS = 24
-_NUM_TEMPERS = 8  # of the hostile proposer
-POISON = 99  # as a token: no token is found behind it
-UNTOLD = 98  # nothing is to be said of it
+_NUM_TEMPERS = 8  # of HostileProposer
+POISON = 99  # a token that no token can follow
+UNSCORABLE = 98  # a token without scores
 
 
 def _next(tokens: Sequence[int], seed: int) -> int:
-    """The token that follows these."""
+    """Return the token that follows these."""
     return hash((tuple(tokens), seed if _depends(tokens) else 0)) % 50
 
 
 def _depends(tokens: Sequence[int]) -> bool:
-    """The token that follows depends on the choice: nobody knows it before."""
+    """Return True if the next token depends on the choice, so that it cannot be known before."""
     return hash(tuple(tokens)) % 4 == 0
 
 
 class FakeMask:
-    """Implements engine.sampling.params.TokenMask, for `choose` below, which asks none what is allowed."""
+    """TokenMask for `choose` below, which ignores `allowed`."""
 
     failure = ""
 
@@ -74,8 +73,7 @@ class FakeMask:
 
 
 class FakePool:
-    """Implements engine.scheduler.step.Runner: a row's logits are the tokens that its blocks hold up to its last
-    position."""
+    """Runner whose logits are the tokens that a row's blocks hold up to its last position."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, int] = {}  # by slot
@@ -97,7 +95,7 @@ class FakePool:
         return self._read(batch, batch.logits_rows.tolist())
 
     def _read(self, batch: Batch, places: list[int]) -> list[tuple[int, ...]]:
-        """What the pool holds for each of these tokens of the step, from position 0 to its own."""
+        """Return what the pool holds for each token of the step, from position 0 to its own."""
         row_of = np.repeat(np.arange(len(batch.query_lens)), batch.query_lens)
         ends = (batch.positions[places] + 1).tolist()
         return [
@@ -106,28 +104,27 @@ class FakePool:
         ]
 
     def _score(self, step: ScheduledStep, batch: Batch) -> None:
-        """That each token is as likely as there are few before it; nothing of UNTOLD."""
+        """Score each token by its position; UNSCORABLE has no scores."""
         found = iter(self._read(batch, batch.scored_rows.tolist()))
         scores: list[PromptLogprobs | None] = []
         for row in step.scored:
             read = [next(found) for _ in row.next_tokens]
-            told = PromptLogprobs(
+            results = PromptLogprobs(
                 logprobs_P=np.array([-len(tokens) for tokens in read], np.float32),
                 ranks_P=np.array([hash(tokens) % 50 for tokens in read], np.int32),
                 top_ids_PK=np.array(row.next_tokens, np.int32)[:, None],
                 top_logprobs_PK=np.zeros((len(read), 1), np.float32),
             )
-            scores.append(None if UNTOLD in row.next_tokens else told)
+            scores.append(None if UNSCORABLE in row.next_tokens else results)
         assert next(found, None) is None
         if step.scored:
             step.scores = lambda: scores
 
     def _check_follower(self, changes: RowChanges, batch: Batch) -> None:
-        """A rank that hears of the changes only, and may have heard of nothing before, makes the same batch."""
+        """Check that a rank that only receives the changes makes the same batch, even if it has received nothing
+        before."""
         assert changes.is_whole or changes.number == self._follower.number + 1
-        if (
-            device_tokens := batch.device_tokens
-        ):  # which it cannot be told: as many come as the step before has rows, for those behind them
+        if device_tokens := batch.device_tokens:
             rows = np.repeat(np.arange(len(changes.kept)), changes.query_lens)[device_tokens.places]
             assert (
                 len(device_tokens.token_ids) == len(self._follower)
@@ -136,7 +133,7 @@ class FakePool:
             assert (changes.query_lens[rows] == 1).all()
         theirs = self._follower.apply(RowChanges.decode(changes.encode()))
         for name, numbers in vars(batch).items():
-            if name != "fed":
+            if name != "device_tokens":
                 np.testing.assert_array_equal(getattr(theirs, name), numbers)
 
     def write(self, blocks: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
@@ -149,7 +146,7 @@ def _slot(blocks: Sequence[int], position: int) -> int:
 
 
 def choose(logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], positions: Sequence[int] | None) -> Sampled:
-    """As a sampler that finds no token behind POISON."""
+    """Sampler that finds no token behind POISON."""
     found = [logits[i] for i in (range(len(rows)) if positions is None else positions)]
     for tokens, row in zip(found, rows, strict=True):
         assert row.position == len(tokens) and not (row.reads_tokens and row.num_in_flight)
@@ -185,7 +182,7 @@ def _prompt(
     return Prompt(sequence, **fields)  # type: ignore[arg-type]
 
 
-def test_the_loop_gives_every_sequence_its_tokens_and_all_blocks_back() -> None:
+def test_step_loop_generates_all_tokens_and_frees_blocks() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=5, max_running=4, max_waiting=9)
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
@@ -206,16 +203,14 @@ def test_the_loop_gives_every_sequence_its_tokens_and_all_blocks_back() -> None:
 
 @pytest.mark.parametrize("is_scored", [True, False])
 @pytest.mark.parametrize("decodes", [True, False])
-def test_a_prompt_without_a_next_token_fails_alone_and_its_kv_is_not_found_again(
-    decodes: bool, is_scored: bool
-) -> None:
-    """Nor one of whose own tokens nothing can be said."""
+def test_prompt_without_next_token_fails_alone_and_is_uncached(decodes: bool, is_scored: bool) -> None:
+    """The same holds for a prompt with a token that has no scores."""
     blocks = BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9, decodes=decodes)
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
     good, bad = (
         _prompt(range(9)),
-        _prompt([*range(20, 28), UNTOLD if is_scored else POISON], choices=2, is_scored=is_scored),
+        _prompt([*range(20, 28), UNSCORABLE if is_scored else POISON], choices=2, is_scored=is_scored),
     )
     engine.add(good)
     engine.add(bad)
@@ -227,7 +222,7 @@ def test_a_prompt_without_a_next_token_fails_alone_and_its_kv_is_not_found_again
     assert (blocks.num_available, engine.num_running, engine.num_waiting) == (_NUM_BLOCKS, 0, 0)
 
 
-def test_a_sequence_without_a_next_token_fails_alone() -> None:
+def test_sequence_without_next_token_fails_alone() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = Engine(
         FakePool(),
@@ -247,7 +242,7 @@ def test_a_sequence_without_a_next_token_fails_alone() -> None:
     assert good.num_generated == 8 and blocks.num_available == _NUM_BLOCKS
 
 
-def test_a_prompt_that_is_computed_counts_as_all_its_choices() -> None:
+def test_computing_prompt_counts_as_all_its_choices() -> None:
     config = SchedulerConfig(max_batch_tokens=5, max_running=4, max_waiting=9)
     engine = Engine(FakePool(), choose, BlockManager(_NUM_BLOCKS), config, block_size=_BLOCK)
     engine.add(_prompt(range(9), choices=3))
@@ -257,30 +252,30 @@ def test_a_prompt_that_is_computed_counts_as_all_its_choices() -> None:
     most = 0
     while engine.step().did_work:
         most = max(most, len(engine.decoding.running))
-    assert most == 3, "the second prompt waits for the first one's choices"
+    assert most == 3, "the second prompt must wait for the first one's choices"
 
 
-def test_what_was_preempted_waits_while_others_have_been_promised_its_place() -> None:
+def test_preempted_sequence_waits_for_reserved_prompts() -> None:
     config = SchedulerConfig(max_batch_tokens=9, max_running=1, max_waiting=9)
     blocks = BlockManager(_NUM_BLOCKS)
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
     engine.add(_prompt(range(9)))
     (prefilled,) = engine.step().prefilled
     (paused,) = prefilled.sequences
-    engine.pause(paused)  # it is about to leave
+    engine.pause(paused)  # before a transfer
     paused.release(blocks)
     received = _prompt([3] * 9, source=KVSource.PREFILL)
     engine.add(received)
     engine.step()
-    engine.resume(paused)  # it stays
+    engine.resume(paused)  # the transfer failed
     engine.step()
     assert list(engine.prompts.reserved) == [received] and list(engine.decoding.preempted) == [paused]
     engine.cancel(received)
     assert engine.step().num_computed > 0 and not engine.decoding.preempted
 
 
-def test_known_tokens_are_told_by_the_step_that_takes_them() -> None:
-    """Where steps run ahead, too: whom they are about may be gone before that step is over."""
+def test_forced_tokens_are_in_the_result_of_their_step() -> None:
+    """Also with async scheduling, where their sequences may end before the next step does."""
     pool, blocks = FakePool(), BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=40, max_running=20, max_waiting=20)
     engine = Engine(pool, choose, blocks, config, block_size=_BLOCK, is_async=True)
@@ -292,8 +287,8 @@ def test_known_tokens_are_told_by_the_step_that_takes_them() -> None:
     pool.write(masked.sequence.blocks, 0, tokens)
     engine.landed(masked, 9, [_next(tokens, 7)])
     result = engine.step()
-    told = [token.token_id for sequence, token in result.sampled if sequence is masked.sequence]
-    assert told and masked.sequence.tokens[10:] == told and result.num_known == len(told)
+    results = [token.token_id for sequence, token in result.sampled if sequence is masked.sequence]
+    assert results and masked.sequence.tokens[10:] == results and result.num_known == len(results)
 
 
 def _run(engine: Engine[list[tuple[int, ...]]], num_steps: int) -> None:
@@ -306,23 +301,25 @@ def _engine(blocks: BlockManager) -> Engine[list[tuple[int, ...]]]:
     return Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
 
 
-def test_long_answers_of_one_tenant_take_no_blocks_from_another_who_has_less() -> None:
+def test_preemption_spares_tenants_with_fewer_blocks() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     for number in range(5):
         engine.add(_prompt([number] * 3, max_tokens=60, tenant="greedy"))
     _run(engine, 2)
-    modest = _prompt([9] * 3, max_tokens=30, tenant="modest")  # the youngest of all
+    modest = _prompt([9] * 3, max_tokens=30, tenant="modest")  # the youngest
     engine.add(modest)
     _run(engine, 31)
-    assert engine.decoding.num_preemptions > 0, "nothing was short"
-    assert modest.sequence.num_generated == 30 and not modest.sequence.blocks, "it was held up"
+    assert engine.decoding.num_preemptions > 0, "the test needs a shortage of blocks"
+    assert modest.sequence.num_generated == 30 and not modest.sequence.blocks, (
+        "the tenant with fewer blocks must not be delayed"
+    )
     while engine.step().did_work:
         pass
     blocks.check_integrity()
 
 
-def test_a_tenant_who_has_nothing_is_given_blocks_of_one_who_has_all() -> None:
+def test_admission_preempts_the_tenant_with_most_blocks() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     greedy = [_prompt([number] * 3, max_tokens=60, tenant="greedy") for number in range(5)]
@@ -336,7 +333,7 @@ def test_a_tenant_who_has_nothing_is_given_blocks_of_one_who_has_all() -> None:
     engine.add(modest)
     _run(engine, 5)
     assert modest.sequence.num_generated == 4 and not modest.sequence.blocks
-    assert same in engine.prompts.waiting, "its own tenant's others come first"
+    assert same in engine.prompts.waiting, "preempted sequences of the same tenant come first"
     while engine.step().did_work:
         pass
     for prompt in (*greedy, same):
@@ -347,8 +344,8 @@ def test_a_tenant_who_has_nothing_is_given_blocks_of_one_who_has_all() -> None:
     blocks.check_integrity()
 
 
-def test_blocks_that_others_share_are_not_taken_for_free_ones() -> None:
-    """Of choices that share their prompt, the last one alone gives it back."""
+def test_shared_blocks_do_not_count_as_freed() -> None:
+    """Choices share the blocks of their prompt, which only the last one frees."""
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     engine.add(_prompt([1] * 60, max_tokens=60, choices=4, tenant="one"))
@@ -359,13 +356,13 @@ def test_blocks_that_others_share_are_not_taken_for_free_ones() -> None:
     for _ in range(20):
         num_preempted = engine.decoding.num_preemptions
         engine.step()
-        assert engine.decoding.num_preemptions - num_preempted <= 1, "it is preempted again and again"
+        assert engine.decoding.num_preemptions - num_preempted <= 1, "at most one preemption per step"
         if other not in engine.prompts.waiting:
             break
     assert engine.decoding.num_preemptions <= 4
 
 
-def test_what_nobody_waits_for_makes_nobody_wait() -> None:
+def test_offline_prompt_preempts_no_sequence() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     for number in range(5):
@@ -379,7 +376,7 @@ def test_what_nobody_waits_for_makes_nobody_wait() -> None:
     assert not engine.decoding.running or offline.sequence.blocks
 
 
-def test_nobody_is_preempted_for_what_would_not_be_enough() -> None:
+def test_no_preemption_if_it_cannot_free_enough() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     for number in range(2):
@@ -391,7 +388,7 @@ def test_nobody_is_preempted_for_what_would_not_be_enough() -> None:
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Prompts come, are fetched, shipped, cancelled, paused and computed in any order."""
+    """State machine: prompts arrive, are fetched, shipped, cancelled, paused and computed in any order."""
 
     decodes = True
     is_async = False
@@ -405,7 +402,7 @@ class EngineMachine(RuleBasedStateMachine):
         limits = {"max_batch_tokens": self.max_batch_tokens, "max_running": self.max_running, "max_waiting": 20}
         config = SchedulerConfig(**limits, decodes=self.decodes)
         self.hostile = HostileProposer()
-        self.speculation = Speculation({"hostile": self.hostile}, max_tokens=5, vocab_size=UNTOLD)
+        self.speculation = Speculation({"hostile": self.hostile}, max_tokens=5, vocab_size=UNSCORABLE)
         self.engine = Engine(
             self.pool,
             choose,
@@ -416,7 +413,7 @@ class EngineMachine(RuleBasedStateMachine):
             is_async=self.is_async,
             speculation=self.speculation if self.drafts else None,
         )
-        self.prompts: list[Prompt] = []  # not whole yet
+        self.prompts: list[Prompt] = []  # not complete yet
         self.running: list[TokenSequence] = []
         self.paused: list[TokenSequence] = []
         self.read_blocks: dict[TokenSequence, list[int]] = {}
@@ -426,7 +423,9 @@ class EngineMachine(RuleBasedStateMachine):
         pass
 
     def orders(self, step: ScheduledStep) -> Orders:
-        assert step.num_tokens <= max(self.max_batch_tokens, len(step.decoding)), "each that decodes has a row"
+        assert step.num_tokens <= max(self.max_batch_tokens, len(step.decoding)), (
+            "only decoding rows may exceed the token limit"
+        )
         return Orders()
 
     @rule(
@@ -475,12 +474,12 @@ class EngineMachine(RuleBasedStateMachine):
         result = self.engine.step()
         for sequence, num_blocks in held.items():
             if sequence in self.engine.decoding.running and not self.is_async:
-                assert sequence.num_missing == 1, "as if nothing had been drafted"
+                assert sequence.num_missing == 1, "only the last token's KV may be missing"
                 assert len(sequence.blocks) <= max(num_blocks, sequence.num_blocks_for(sequence.num_computed))
-        said: dict[TokenSequence, list[int]] = {}
+        outputs: dict[TokenSequence, list[int]] = {}
         for sequence, token in result.sampled:
-            said.setdefault(sequence, []).append(token.token_id)
-        for sequence, tokens in said.items():
+            outputs.setdefault(sequence, []).append(token.token_id)
+        for sequence, tokens in outputs.items():
             assert sequence in self.running and tokens == sequence.tokens[-len(tokens) :]
             self._check(sequence, len(tokens))
         for prefilled in result.prefilled:
@@ -547,38 +546,40 @@ class EngineMachine(RuleBasedStateMachine):
         self.blocks.check_integrity()
         assert self.engine.num_queued_tokens >= 0
         held = {block for sequence in self._alive() for block in sequence.blocks}
-        assert self.blocks.num_blocks - self.blocks.num_available == len(held), "held by nobody, or not held"
+        assert self.blocks.num_blocks - self.blocks.num_available == len(held), "leaked or double-freed blocks"
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
-    def another_reads(self, data: st.DataObject) -> None:
+    def ship_blocks(self, data: st.DataObject) -> None:
         self.read(data.draw(st.sampled_from(self.running)))
 
     def read(self, sequence: TokenSequence) -> None:
-        """Somebody ships its blocks from now on, and must find them where they are."""
+        """Start shipping the blocks of a sequence, which must stay in place from then on."""
         if sequence.blocks and sequence not in self.read_blocks:
             sequence.keeps_blocks = True
             self.num_preempted = self.engine.decoding.num_preemptions
             self.read_blocks[sequence] = list(sequence.blocks[: sequence.num_blocks_for(sequence.num_computed)])
 
     @invariant()
-    def what_another_reads_stays_where_it_is(self) -> None:
+    def shipped_blocks_stay_in_place(self) -> None:
         for sequence, blocks in list(self.read_blocks.items()):
             if sequence in self.engine.decoding.running and self.num_preempted == self.engine.decoding.num_preemptions:
                 assert sequence.blocks[: len(blocks)] == blocks
-            else:  # perhaps it was preempted, and is back
+            else:  # it may have been preempted and resumed
                 sequence.keeps_blocks = False
                 del self.read_blocks[sequence]
 
     @invariant()
-    def what_is_found_is_what_was_computed(self) -> None:
+    def cached_blocks_hold_their_tokens(self) -> None:
         for sequence in self._alive():
             assert sequence.num_computed <= len(sequence.tokens)
             for number, prefix_hash in enumerate(sequence.hashes()):
                 if prefix_hash in self.blocks:
                     begin = self.blocks.block_of(prefix_hash) * _BLOCK
                     found = [self.pool.tokens.get(slot) for slot in range(begin, begin + _BLOCK)]
-                    assert found == sequence.tokens[number * _BLOCK : (number + 1) * _BLOCK], "nobody has computed this"
+                    assert found == sequence.tokens[number * _BLOCK : (number + 1) * _BLOCK], (
+                        "a cached block does not hold its tokens"
+                    )
 
     @rule(temper=st.integers(0, _NUM_TEMPERS - 1))
     def guess(self, temper: int) -> None:
@@ -606,18 +607,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.running += [sequence for sequence in prefilled.sequences if not self._is_over(sequence)]
 
     def _check_scores(self, prompt: Prompt) -> None:
-        """Of each token once, and from all that is before it; where others compute the prompt, they tell."""
-        request, told = prompt.sequence.request, prompt.take_scores()
+        """Check that each token is scored once, from all tokens before it, unless another replica computes the
+        prompt."""
+        request, results = prompt.sequence.request, prompt.take_scores()
         is_told = request.num_prompt_logprobs is not None and not prompt.is_received
         tokens = request.token_ids if is_told else ()
-        assert told.top_ids_PK.ravel().tolist() == list(tokens[1:])
-        assert told.ranks_P.tolist() == [hash(tokens[:end]) % 50 for end in range(1, len(tokens))]
-        assert told.logprobs_P.tolist() == [-end for end in range(1, len(tokens))]
+        assert results.top_ids_PK.ravel().tolist() == list(tokens[1:])
+        assert results.ranks_P.tolist() == [hash(tokens[:end]) % 50 for end in range(1, len(tokens))]
+        assert results.logprobs_P.tolist() == [-end for end in range(1, len(tokens))]
 
     def _check(self, sequence: TokenSequence, num_tokens: int) -> None:
         tokens, seed = sequence.tokens, sequence.sampling_row.seed
         for end in range(len(tokens) - num_tokens, len(tokens)):
-            assert tokens[end] == _next(tokens[:end], seed), "not from its own tokens"
+            assert tokens[end] == _next(tokens[:end], seed), "the token does not follow from the sequence's own tokens"
 
     def _is_over(self, sequence: TokenSequence) -> bool:
         return not (sequence in self.engine.decoding.running or sequence in self.engine.decoding.preempted) and not any(
@@ -626,50 +628,50 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 class PrefillingMachine(EngineMachine):
-    """The same for an engine that only prefills."""
+    """State machine of an engine that only prefills."""
 
     decodes = False
 
 
 class AheadMachine(EngineMachine):
-    """The same where steps run ahead."""
+    """State machine with async scheduling."""
 
     is_async = True
 
 
 class SpeculatingMachine(EngineMachine):
-    """The same with drafts, of which nobody knows how good they are."""
+    """State machine with drafts of random quality."""
 
     max_running = 12
     drafts = True
 
 
 class BranchingMachine(SpeculatingMachine):
-    """The same with room for branches."""
+    """State machine with drafts and room for branches."""
 
     max_batch_tokens = 32
     max_running = 32
 
 
 class SpeculatingAheadMachine(BranchingMachine):
-    """The same where steps run ahead, if they have nothing to draft."""
+    """State machine with drafts and async scheduling."""
 
     is_async = True
 
 
 class HostileProposer:
-    """Implements Proposer: knows what comes, or nearly, or says what no model could."""
+    """Proposer whose proposals are right, nearly right, or invalid."""
 
     temper = 0
 
-    # Tempers up to 4 are of one mind; from 5 on there are branches: the right one, several, or such as none can be.
+    # Tempers up to 4 have no branches; from 5 on the right one, several, or invalid ones.
 
     def propose(self, sequences: Seq[TokenSequence], max_tokens: int) -> list[Proposal]:
         return [self._propose(sequence, max_tokens) for sequence in sequences]
 
     def _propose(self, sequence: TokenSequence, max_tokens: int) -> Proposal:
         tokens = list(sequence.tokens)
-        for _ in range(max_tokens + 2):  # more than was asked for, and beyond any end
+        for _ in range(max_tokens + 2):  # more than requested, and beyond any end
             tokens.append(_next(tokens, sequence.sampling_row.seed))
         guess = tokens[len(sequence.tokens) :]
         dice = hash(tuple(tokens))
@@ -678,7 +680,7 @@ class HostileProposer:
         elif self.temper == 2:
             guess = [POISON - 2] * len(guess)
         elif self.temper == 3:
-            guess[dice % len(guess)] = (-1, UNTOLD, POISON, 1 << 40)[dice % 4]
+            guess[dice % len(guess)] = (-1, UNSCORABLE, POISON, 1 << 40)[dice % 4]
         elif self.temper == 4:
             guess = guess[: dice % 3]
         kinds = [dice % NUM_KINDS] * len(guess)
@@ -686,11 +688,11 @@ class HostileProposer:
 
     def _branches(self, guess: list[int], kinds: list[int], dice: int) -> list[ProposedBranch]:
         right, place = list(guess), dice % 3
-        wrong = [(token + 1) % UNTOLD for token in right]
-        if self.temper == 5:  # what the draft does not know from one place on, its branch does
+        wrong = [(token + 1) % UNSCORABLE for token in right]
+        if self.temper == 5:  # the branch continues where the draft becomes wrong
             guess[place] = wrong[place]
             return [ProposedBranch(place, right[place:], kinds)]
-        if self.temper == 6:  # some are right for a while, some were at another place
+        if self.temper == 6:  # partly right branches, or at a wrong place
             guess[place:] = wrong[place:]
             return [
                 ProposedBranch(0, [wrong[0], *right[1:]], kinds),
@@ -698,18 +700,18 @@ class HostileProposer:
                 ProposedBranch(1, right[2:], kinds),
                 ProposedBranch(2, right[1:], kinds),
             ]
-        bad = (-1, UNTOLD, POISON, 1 << 40)[dice % 4]
+        bad = (-1, UNSCORABLE, POISON, 1 << 40)[dice % 4]
         return [
             ProposedBranch(-1, right, kinds),
             ProposedBranch(99, right, kinds),
             ProposedBranch(0, [bad, *right], kinds),
             ProposedBranch(1, [], []),
-            ProposedBranch(1, right[1:], kinds),  # the draft itself
+            ProposedBranch(1, right[1:], kinds),  # equal to the draft
             ProposedBranch(1, [wrong[1], bad, *right], kinds * 2),
         ]
 
     def finished(self, sequence: TokenSequence) -> None:
-        assert sequence.num_generated > 0, "it has no last token"  # a choice may get it before it gets blocks
+        assert sequence.num_generated > 0, "finished without a last token"  # a choice may get it before it gets blocks
 
 
 _SETTINGS = settings(
@@ -718,14 +720,14 @@ _SETTINGS = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-_SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derandomize=True)  # any failure will do
+_SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derandomize=True)  # any failure is enough
 
 
 @pytest.mark.parametrize(
     "machine",
     [EngineMachine, PrefillingMachine, AheadMachine, SpeculatingMachine, BranchingMachine, SpeculatingAheadMachine],
 )
-def test_whatever_happens_sequences_and_blocks_stay_whole(machine: type[EngineMachine]) -> None:
+def test_random_runs_keep_sequences_and_blocks_consistent(machine: type[EngineMachine]) -> None:
     run_state_machine_as_test(machine, settings=_SETTINGS)
 
 
@@ -780,7 +782,7 @@ _execute, _fetched, _computed = FakePool.execute, PromptQueue.fetched, TokenSequ
         (TokenSequence, "computed", _one_position_only),
     ],
 )
-def test_a_planted_fault_is_found(
+def test_state_machine_finds_planted_faults(
     owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
@@ -788,7 +790,7 @@ def test_a_planted_fault_is_found(
         run_state_machine_as_test(EngineMachine, settings=_SEARCH)
 
 
-def _whatever_comes(step: ScheduledStep, running: Collection[TokenSequence]) -> bool:
+def _always(step: ScheduledStep, running: Collection[TokenSequence]) -> bool:
     return not step.prompts and any(sequence in running for sequence, _ in step.decoding)
 
 
@@ -797,13 +799,13 @@ def _in_another_order(step: ScheduledStep, behind: ScheduledStep) -> DeviceToken
     return device_tokens and replace(device_tokens, sources=device_tokens.sources[::-1])
 
 
-def _nobody_leaves(self: Engine[object], step: ScheduledStep) -> object:
+def _keep_finished_rows(self: Engine[object], step: ScheduledStep) -> object:
     self.decoding.running |= dict.fromkeys(sequence for sequence, _ in step.decoding)
     return _complete(self, step)
 
 
 def _all_that_was_computed(self: TokenSequence, num_tokens: int, blocks: BlockManager) -> None:
-    """And what a step that runs ahead may have written behind it."""
+    """Fault: count all computed positions, including those that a step in flight may have written."""
     _computed(self, num_tokens, blocks)
     room = len(self.blocks) * _BLOCK - len(self.tokens)
     if self.num_missing == 1 and room >= 0:
@@ -816,15 +818,15 @@ _fed_tokens, _complete = async_steps.device_tokens_of, Engine.complete
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
-        (engine_module, "may_be_followed", _whatever_comes),
+        (engine_module, "may_be_followed", _always),
         (engine_module, "device_tokens_of", _in_another_order),
-        (Engine, "complete", _nobody_leaves),
+        (Engine, "complete", _keep_finished_rows),
         (SamplingRow, "position", property(lambda self: len(self.tokens))),
         (TokenSequence, "computed", _all_that_was_computed),
         (TokenSequence, "num_in_flight", property(lambda self: 0)),
     ],
 )
-def test_a_fault_of_steps_that_run_ahead_is_found(
+def test_state_machine_finds_faults_of_async_scheduling(
     owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
@@ -832,8 +834,8 @@ def test_a_fault_of_steps_that_run_ahead_is_found(
         run_state_machine_as_test(AheadMachine, settings=_SEARCH)
 
 
-def test_a_sequence_without_a_next_token_fails_alone_while_the_next_step_is_under_way() -> None:
-    """The step behind goes on from no token of it, and is told to nobody; what it has written nobody finds."""
+def test_failed_sequence_discards_its_row_of_the_step_in_flight() -> None:
+    """Its row in the step in flight is discarded, and the KV written by it cannot be found."""
     blocks, pool = BlockManager(_NUM_BLOCKS), FakePool()
 
     def choose_but_one(logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], places: Seq[int] | None) -> Sampled:
@@ -860,10 +862,8 @@ def test_a_sequence_without_a_next_token_fails_alone_while_the_next_step_is_unde
 
 
 @pytest.mark.parametrize("is_faulty", [False, True])
-def test_a_row_that_was_dropped_is_computed_again_where_it_was(
-    is_faulty: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing is different about the next step's rows but where they end. Random plays hardly ever come to that."""
+def test_dropped_row_is_recomputed_at_its_position(is_faulty: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the end of the row differs in the next step. Random runs rarely reach this case."""
     if is_faulty:
         monkeypatch.setattr(KeptRows, "end_before", lambda self, ends: True)
     blocks = BlockManager(_NUM_BLOCKS)
@@ -872,7 +872,7 @@ def test_a_row_that_was_dropped_is_computed_again_where_it_was(
     engine.add(_prompt(range(9), max_tokens=9))
     _run(engine, 2)
     (sequence,) = engine.decoding.running
-    engine.pause(sequence)  # while a step with it is under way
+    engine.pause(sequence)  # while a step with it is in flight
     num_told = len(sequence.tokens)
     assert not engine.step().sampled and len(sequence.tokens) == num_told
     engine.resume(sequence)
@@ -886,7 +886,7 @@ def test_a_row_that_was_dropped_is_computed_again_where_it_was(
 def _one_too_many(
     draft: Draft, sequence: TokenSequence, num_tokens: int, choose: Choose, blocks: BlockManager
 ) -> object:
-    """What was chosen behind the first drafted token counts, though that is not the sequence's next one."""
+    """Fault: accept the token chosen behind the first drafted token, although that is not the sequence's next token."""
     first = choose(None, 0)
     draft.tokens = [first[0] if first else -1, *draft.tokens[1:]]
     return _verify(draft, sequence, num_tokens, choose, blocks)
@@ -895,7 +895,7 @@ def _one_too_many(
 def _all_are_booked(
     draft: Draft, sequence: TokenSequence, num_tokens: int, choose: Choose, blocks: BlockManager
 ) -> object:
-    """The KV of rejected positions, too; for others to find, where it fills a block."""
+    """Fault: record the KV of rejected positions, and cache the blocks that they fill."""
     found = _verify(draft, sequence, num_tokens, choose, blocks)
     num_computed = sequence.num_computed
     while sequence.num_computed < len(sequence.tokens):
@@ -913,11 +913,11 @@ def _one_position_early(self: SamplingRow, num_drafted: int) -> SamplingRow:
 
 
 def _stay_where_it_was(self: Branch, sequence: TokenSequence) -> None:
-    """Its blocks go back though they hold what was chosen."""
+    """Fault: free the branch's blocks although the sequence continues in them."""
 
 
 def _in_the_same_table(self: Branch, sequence: TokenSequence) -> None:
-    """Whoever knows the table by having it is not told of what has changed in it."""
+    """Fault: change the block table in place, so that holders of the list miss the change."""
     table = sequence.blocks
     _take_over(self, sequence)
     table[:] = sequence.blocks
@@ -934,7 +934,7 @@ def _wherever_it_begins(self: Draft, place: int, token: int) -> Branch | None:
 
 
 def _behind_nothing(self: Branch, sequence: TokenSequence, draft: Draft) -> Row:
-    """As if it were the first place."""
+    """Fault: treat every branch as if it began at the first place."""
     row = _row(self, sequence, draft)
     own = len(sequence.tokens) - sequence.num_computed
     token_ids = [*row.token_ids[:own], *self.tokens, *draft.tokens[: self.place]]
@@ -946,7 +946,7 @@ _take_over, _row, _give_back = Branch.take_over, Branch.row, Draft.give_back
 
 
 def _with_every_temper() -> None:
-    """A few requests to a replica that drafts, until all is said, with each way to guess."""
+    """Run a few requests with drafts to the end, once with each temper."""
     for temper, length, max_tokens in product(range(_NUM_TEMPERS), (3, 6), (5, 11)):
         machine = (BranchingMachine if temper > 4 else SpeculatingMachine)()
         machine.hostile.temper = temper
@@ -960,12 +960,12 @@ def _with_every_temper() -> None:
             if temper % 2 and machine.running:
                 machine.read(machine.running[0])
             machine.every_block_is_in_one_state()
-            machine.what_another_reads_stays_where_it_is()
-            machine.what_is_found_is_what_was_computed()
+            machine.shipped_blocks_stay_in_place()
+            machine.cached_blocks_hold_their_tokens()
         machine.teardown()
 
 
-def test_whoever_guesses_sequences_and_blocks_stay_whole() -> None:
+def test_any_drafts_keep_sequences_and_blocks_consistent() -> None:
     _with_every_temper()
 
 
@@ -975,7 +975,7 @@ def test_whoever_guesses_sequences_and_blocks_stay_whole() -> None:
         (engine_module, "verify", _one_too_many),
         (engine_module, "verify", _all_are_booked),
         (SamplingRow, "behind", _one_position_early),
-        (SamplingRow, "goes_one_by_one", lambda self, num_drafted: False),
+        (SamplingRow, "is_sequential", lambda self, num_drafted: False),
         (Draft, "give_back", lambda self, sequence, blocks: None),
         (speculation_module, "take_room", _without_asking),
         (Branch, "take_over", _stay_where_it_was),
@@ -987,9 +987,9 @@ def test_whoever_guesses_sequences_and_blocks_stay_whole() -> None:
         (TokenSequence, "keeps_blocks", property(lambda self: False, lambda self, value: None)),
     ],
 )
-def test_a_fault_of_drafts_is_found(
+def test_state_machine_finds_faults_of_drafts(
     owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, name, fault, raising=False)  # some are no names of the class
+    monkeypatch.setattr(owner, name, fault, raising=False)  # some faults add a name
     with pytest.raises((AssertionError, LookupError, ValueError)):
         _with_every_temper()

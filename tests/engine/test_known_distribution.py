@@ -1,5 +1,4 @@
-"""Answers of an engine whose model has a known distribution, with drafts of another known one: what is said is
-distributed as it was, and drafts, and what may come instead of them, are right as often as theory says."""
+"""Answers and drafts of known distributions: answers keep theirs, and acceptance rates match the theory."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ _DEPTH = 2
 
 
 class _FakeModel:
-    """Implements Runner: whatever comes before, the same may follow."""
+    """Runner whose logits are the same after any tokens."""
 
     def __init__(self, logits_V: Tensor) -> None:
         self._logits_V = logits_V
@@ -42,7 +41,7 @@ class _FakeModel:
 
 
 class _Drawing:
-    """Implements Proposer: draws from its own distribution as models and heads do."""
+    """Proposer that samples from its own distribution, as models and heads do."""
 
     def __init__(self, logits_V: Tensor) -> None:
         self._logits_V = logits_V
@@ -60,9 +59,12 @@ class _Drawing:
         pass
 
 
-def _shares_right(p_V: Tensor, q_V: Tensor) -> tuple[float, float]:
-    """How often a token of q drawn by the same number as one of p is that one; and how often else the one that has most
-    of q within 0.05 of the number is."""
+def _expected_acceptance(p_V: Tensor, q_V: Tensor) -> tuple[float, float]:
+    """Return the expected acceptance rates of the draft token and of the alternative.
+
+    The first is how often tokens of p and q drawn with the same number agree. The alternative has the largest share of
+    q within 0.05 of the number.
+    """
     numbers = (torch.arange(100_000).double() + 0.5) / 100_000
     chosen = torch.searchsorted(p_V.cumsum(0), numbers).clamp_max(_VOCAB - 1)
     drafted = torch.searchsorted(q_V.cumsum(0), numbers).clamp_max(_VOCAB - 1)
@@ -73,7 +75,7 @@ def _shares_right(p_V: Tensor, q_V: Tensor) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_of_ten_thousand_draws(temperature: float) -> None:
+def test_drafts_keep_the_distribution_and_match_expected_acceptance(temperature: float) -> None:
     generator = torch.Generator().manual_seed(1)
     target_V = torch.randn(_VOCAB, generator=generator) * 2
     draft_V = target_V + torch.randn(_VOCAB, generator=generator) * 0.6
@@ -87,12 +89,12 @@ def test_of_ten_thousand_draws(temperature: float) -> None:
         engine.add(Prompt(sequence))
     while engine.step().did_work:
         blocks.check_integrity()
-    said = [token for sequence in sequences for token in sequence.tokens[3:]]
+    outputs = [token for sequence in sequences for token in sequence.tokens[3:]]
     p_V, q_V = ((logits_V.double() / temperature).softmax(-1) for logits_V in (target_V, draft_V))
-    assert len(said) == _ROWS * _TOKENS
-    assert chi_square(said, p_V) < 4, "drafts change what is drawn"
-    assert chi_square(said, q_V) > 6, "a test that sees nothing"
-    first, instead = _shares_right(p_V, q_V)
+    assert len(outputs) == _ROWS * _TOKENS
+    assert chi_square(outputs, p_V) < 4, "drafts must not change the distribution"
+    assert chi_square(outputs, q_V) > 6, "the test must distinguish the distributions"
+    first, instead = _expected_acceptance(p_V, q_V)
     own, branches = speculation.counts["q"], speculation.counts[BRANCHES]
     for share, counts in ((first, own), (instead, branches)):
         drafted, right = counts.drafted[0], counts.accepted[0]

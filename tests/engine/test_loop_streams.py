@@ -1,5 +1,4 @@
-"""Steps that run ahead, with what samples and brings back their tokens, on a device whose streams are in no order but
-what marks say."""
+"""Async scheduling, sampling and downloads on a device whose streams are ordered by events only."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ Mutate = Callable[[pytest.MonkeyPatch, FakeStreams, FakeLane], None]
 
 
 def likeliest(logits_RV: Tensor, rows: Any) -> Tensor:
-    """As a GPU's kernel chooses: the host waits for nothing."""
+    """Choose like a GPU kernel: the host does not wait."""
     return logits_RV.argmax(dim=-1).to(torch.int32)
 
 
@@ -43,7 +42,8 @@ def races(
     *,
     recorded_rows: int = 4,
 ) -> list[str]:
-    """asks: of each prompt its tokens, those of its answer, and how many log-probabilities are told with them."""
+    """Run requests and return the unordered accesses. asks: per prompt its tokens, the answer's length, and
+    num_logprobs."""
     with pytest.MonkeyPatch.context() as patch:
         device = FakeStreams()
         copies = device.device_stream()
@@ -68,8 +68,8 @@ def races(
         ]
         with device.watched("compute"):
             runner = ModelRunner(config, capture=FakeCapture(device))
-            said = answers(runner, asked, num_blocks=16, is_async=True)
-        assert said.num_device_tokens or all(num_tokens < 3 for _, num_tokens, _ in asks)
+            outputs = answers(runner, asked, num_blocks=16, is_async=True)
+        assert outputs.num_device_tokens or all(num_tokens < 3 for _, num_tokens, _ in asks)
         return device.races
 
 
@@ -77,17 +77,17 @@ def races(
 @given(
     asks=st.lists(st.tuples(st.integers(2, 10), st.integers(1, 7), st.sampled_from([None, 2])), min_size=1, max_size=3)
 )
-def test_a_loop_that_runs_ahead_is_in_order(asks: list[tuple[int, int, int | None]], tiny_model: MakeModel) -> None:
+def test_async_loop_orders_all_accesses(asks: list[tuple[int, int, int | None]], tiny_model: MakeModel) -> None:
     assert races(tiny_model, asks) == []
 
 
-# What would be wrong, and is to be found.
+# Faults that the test must find.
 
 
 def copy_ids_before_they_are_chosen(patch: pytest.MonkeyPatch, device: FakeStreams, copies: FakeLane) -> None:
     begun = device.mark()
     mark = device.mark
-    # Whoever copies comes behind the beginning of all alone.
+    # The copy is ordered only after the start of the work.
     patch.setattr(device, "mark", lambda: begun if device.current == "compute" else mark())
 
 

@@ -1,4 +1,4 @@
-"""The demo model, from its GGUF: transformers is the reference, over the tensors that the gguf package reads."""
+"""SmolLM2 from its GGUF against transformers, over the tensors that the gguf package reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.tools.offline import generate
 from tests.engine.gguf_files import read_model
-from tests.engine.scored_prompts import ScoredPrompts, check_told
+from tests.engine.scored_prompts import ScoredPrompts, check_scores
 from tests.engine.steps import prompts, step
 
 QUESTION = (
@@ -36,7 +36,7 @@ def gguf(smollm2_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(smollm2_dir: Path) -> ModelRunner:
-    """In float32."""
+    """Return a float32 runner."""
     return load(smollm2_dir, "float32")
 
 
@@ -64,20 +64,18 @@ def test_logits_equal_transformers(runner: ModelRunner, reference: PreTrainedMod
         torch.testing.assert_close(row, wanted, atol=5e-4, rtol=1e-4)
 
 
-def test_what_is_told_of_a_prompt_equals_transformers(
+def test_prompt_logprobs_equal_transformers(
     runner: ModelRunner, reference: PreTrainedModel, tokenizer: Tokenizer
 ) -> None:
     engine, question = ScoredPrompts(runner, max_batch_tokens=16), tokenizer.encode(QUESTION).ids
     for _ in ("a cold cache", "a warm one"):
-        told, none = engine.tell([(question, 2), (question[:20], None)])
-        check_told(told, reference, question, 2, within=1e-3)
+        scores, none = engine.tell([(question, 2), (question[:20], None)])
+        check_scores(scores, reference, question, 2, within=1e-3)
         assert not none
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_it_knows_the_capital_of_france(
-    dtype: str, smollm2_dir: Path, runner: ModelRunner, tokenizer: Tokenizer
-) -> None:
+def test_model_answers_paris(dtype: str, smollm2_dir: Path, runner: ModelRunner, tokenizer: Tokenizer) -> None:
     runner = runner if dtype == "float32" else load(smollm2_dir, dtype)
     greedy = Sampling(temperature=0.0, max_tokens=20, stop_token_ids=runner.config.eos_token_ids)
     (answer,) = generate(runner, [tokenizer.encode(QUESTION).ids], greedy)

@@ -1,4 +1,4 @@
-"""Answers are token for token those without drafts, whoever guesses, and whatever is asked."""
+"""Speculative decoding: answers equal those without drafts token for token, for every proposer and kind of request."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ def _speculation(**methods: Proposer) -> Speculation:
 
 
 @pytest.mark.parametrize("name", [*OURS, "auto"])
-def test_ours_change_nothing(name: str, runner: ModelRunner, asked: list[Asked]) -> None:
+def test_drafting_methods_do_not_change_answers(name: str, runner: ModelRunner, asked: list[Asked]) -> None:
     expected = answers(runner, asked)
     makers = OURS if name == "auto" else {name: OURS[name]}
     speculation = _speculation(**{method: make() for method, make in makers.items()})
-    for _ in range(2):  # the second time, the first one's answers are known
+    for _ in range(2):  # the second time, the corpus contains the first answers
         compare(answers(runner, asked, speculation=speculation), expected)
     assert any(counts.drafted for counts in speculation.counts.values())
     assert name == "ngram" or num_accepted(speculation) > 50
@@ -76,10 +76,10 @@ def test_ours_change_nothing(name: str, runner: ModelRunner, asked: list[Asked])
 
 @pytest.mark.parametrize("every", [1, 2, 3, 7])
 @pytest.mark.parametrize("num_blocks", [512, 48])
-def test_drafts_that_are_right_but_for_some_change_nothing(
+def test_mostly_right_drafts_do_not_change_answers(
     every: int, num_blocks: int, runner: ModelRunner, asked: list[Asked]
 ) -> None:
-    """In small steps, and in a pool where some are preempted."""
+    """In small steps, and in a pool with preemption."""
     expected = answers(runner, asked)
     speculation = _speculation(oracle=FakeProposer(Oracle(expected, asked, lambda i: every == 1 or i % every > 0)))
     found = answers(runner, asked, _SMALL, num_blocks, speculation=speculation)
@@ -88,7 +88,7 @@ def test_drafts_that_are_right_but_for_some_change_nothing(
     assert bool(found.num_preemptions) == (num_blocks == 48)
 
 
-def test_right_drafts_take_fewer_steps_and_each_row_its_own(runner: ModelRunner) -> None:
+def test_right_drafts_save_steps_per_row(runner: ModelRunner) -> None:
     ask = [Asked(prompt, Sampling(max_tokens=29, temperature=0.7, seed=1)) for prompt in prompts(11, 12)]
     expected = answers(runner, ask)
     speculation = _speculation(oracle=FakeProposer(Oracle(expected, ask)))
@@ -102,7 +102,7 @@ def test_right_drafts_take_fewer_steps_and_each_row_its_own(runner: ModelRunner)
 
 @pytest.mark.parametrize("max_tokens", range(1, 12))
 @pytest.mark.parametrize("asking", ["length", "stop"])
-def test_an_answer_that_ends_within_a_draft_ends_there(asking: str, max_tokens: int, runner: ModelRunner) -> None:
+def test_answer_can_end_within_a_draft(asking: str, max_tokens: int, runner: ModelRunner) -> None:
     free = Asked(prompts(11)[0], Sampling(max_tokens=20, temperature=1.0, seed=1))
     whole = answers(runner, [free])
     if asking == "stop":
@@ -118,10 +118,8 @@ def test_an_answer_that_ends_within_a_draft_ends_there(asking: str, max_tokens: 
 
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("guesses", [False, True])
-def test_what_is_told_of_steps_without_a_draft_is_true_also_where_steps_run_ahead(
-    guesses: bool, is_async: bool, runner: ModelRunner
-) -> None:
-    """Nobody guesses, or a guess is never worth it: beside one row a token costs as much as a step."""
+def test_draft_tally_counts_steps_without_draft(guesses: bool, is_async: bool, runner: ModelRunner) -> None:
+    """Either no row has a proposal, or no proposal is worth it: beside one row a token costs as much as a step."""
     speculation = _speculation(one=FakeProposer(lambda tokens, most: [0] * most if guesses else []))
     blocks, config = BlockManager(64), SchedulerConfig(max_batch_tokens=64, max_running=4, max_waiting=4)
     engine = Engine(
@@ -136,9 +134,11 @@ def test_what_is_told_of_steps_without_a_draft_is_true_also_where_steps_run_ahea
     assert tally.floors / tally.steps == pytest.approx(1.5, rel=0.01)
 
 
-def test_who_leaves_while_a_step_is_under_way_has_no_draft_in_it() -> None:
-    """One comes back meanwhile, and takes the last block from the other, so that no token is coming for any row that is
-    left: still nothing may be drafted, for whom it was drafted for may leave before it is verified."""
+def test_nothing_is_drafted_while_a_step_is_in_flight() -> None:
+    """A sequence resumes during the step and preempts the other, so no remaining row has a token in flight.
+
+    Still nothing may be drafted, because a drafted sequence may leave before its draft is verified.
+    """
     blocks, asked = BlockManager(4), [Asked([1] * 3, Sampling(max_tokens=40)), Asked([2] * 2, Sampling(max_tokens=40))]
     guesses = FakeProposer(lambda tokens, most: [0] * most if tokens[0] == 2 else [])
     engine: Engine[str] = Engine(
@@ -168,7 +168,7 @@ def test_who_leaves_while_a_step_is_under_way_has_no_draft_in_it() -> None:
 
 
 class _Dear:
-    """StepTimes: whatever is computed costs a second a token, and nothing else."""
+    """StepTimes in which each token costs a second, and nothing else costs anything."""
 
     timing, draft_factors = StepTiming(base_s=0.0, token_s=1.0), (1.0,)
 
@@ -176,14 +176,14 @@ class _Dear:
         pass
 
 
-def test_what_is_judged_at_once_is_not_copied_before(
+def test_logits_are_kept_only_for_sequential_verification(
     runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The logits of a step with drafts are megabytes. Where a row goes one by one, its own are wanted again."""
+    """The logits of a step with drafts take megabytes. They are kept only for rows that choose in sequence."""
     copied: set[bool] = set()
 
     def recording(logits: torch.Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None = None) -> Sampled:
-        if len(logits) > num_asked:
+        if len(logits) > num_proposed:
             copied.add(positions is not None)
         return sample(logits, rows, positions)
 
@@ -191,7 +191,7 @@ def test_what_is_judged_at_once_is_not_copied_before(
     plain = [replace(one, sampling=Sampling(max_tokens=20), num_choices=1) for one in asked[:2]]
     ruled = replace(plain[0], sampling=Sampling(max_tokens=20, repetition_penalty=1.3))
     for some in (plain, [*plain, ruled]):
-        num_asked = len(some)
+        num_proposed = len(some)
         expected = answers(runner, some)
         copied.clear()
         speculation = _speculation(oracle=FakeProposer(Oracle(expected, some)))
@@ -200,11 +200,13 @@ def test_what_is_judged_at_once_is_not_copied_before(
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_what_was_judged_at_once_is_read_by_nobody_after_that(
+def test_logits_are_not_read_after_sampling(
     every: int, runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sampler may overwrite logits that are chosen from in order: here nothing is left of them. Beside rows that go
-    one by one, and branches, prompts that become whole, and choices."""
+    """A sampler may overwrite logits that it reads in order; this one clears them.
+
+    Beside rows that choose in sequence, branches, prompts that become complete, and choices.
+    """
     spoilt = 0
 
     @torch.inference_mode()
@@ -228,7 +230,7 @@ def test_what_was_judged_at_once_is_read_by_nobody_after_that(
         assert spoilt or some is asked
 
 
-def test_a_wrong_number_for_a_position_is_seen(
+def test_wrong_logits_position_changes_answers(
     runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = answers(runner, asked)
@@ -238,7 +240,7 @@ def test_a_wrong_number_for_a_position_is_seen(
     assert answers(runner, asked, speculation=speculation).ids != expected.ids
 
 
-def test_who_comes_late_or_leaves_early_changes_nothing(runner: ModelRunner, asked: list[Asked]) -> None:
+def test_late_and_cancelled_requests_do_not_change_answers(runner: ModelRunner, asked: list[Asked]) -> None:
     expected = answers(runner, asked)
     proposer = FakeProposer(Oracle(expected, asked, lambda i: i % 5 > 0))
     check_with_leavers(runner, asked, expected, _speculation(oracle=proposer), blocks=BlockManager(200))
@@ -247,7 +249,7 @@ def test_who_comes_late_or_leaves_early_changes_nothing(runner: ModelRunner, ask
 @pytest.mark.skipif(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
-def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
+def test_deterministic_answers_are_bitwise_equal_with_drafts(
     tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]
 ) -> None:
     runner = make_runner(tiny_model("llama")[0], num_blocks=512, dtype="bfloat16", deterministic=True)
@@ -260,10 +262,10 @@ def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
 
 
 @pytest.mark.parametrize("family", ["qwen3", "mixtral", "deepseek_v3"])
-def test_of_other_families_too(family: str, tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]) -> None:
+def test_other_model_families(family: str, tiny_model: MakeModel, make_runner: MakeRunner, asked: list[Asked]) -> None:
     runner = make_runner(tiny_model(family)[0], num_blocks=512)
     expected = answers(runner, asked)
     speculation = _speculation(oracle=FakeProposer(Oracle(expected, asked, lambda i: i % 3 > 0)))
-    # Latents of one query are attended to in another order than those of several: their float32 rounds more.
+    # Attention over latents sums in another order for one query than for several, so float32 rounds differently.
     compare(answers(runner, asked, speculation=speculation), expected, atol=1e-3 if "deepseek" in family else 1e-4)
     assert num_accepted(speculation) > 40

@@ -1,5 +1,4 @@
-"""Two hundred requests at once, of every kind: with drafts, by whom they may be, their answers are what they are
-without, token for token and logprob for logprob."""
+"""Two hundred concurrent requests of every kind: with any drafting method, tokens and logprobs equal those without."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _ROOM = SchedulerConfig(max_batch_tokens=192, max_running=40, max_waiting=_NUM_P
 
 @pytest.fixture(scope="module")
 def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Asked]:
-    """Texts that repeat themselves, too."""
+    """Return the requests; some texts repeat themselves."""
     kinds = one_of_each_kind(letters_grammar(tmp_path_factory.mktemp("letters")))
     random = Random(5)
     lengths = [random.randrange(3, 48) for _ in range(_NUM_PROMPTS)]
@@ -40,10 +39,10 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> list[Asked]:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_answers_are_what_they_are_without_drafts(
+def test_answers_equal_those_without_drafts(
     method: str, asked: list[Asked], tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
-    """In batches; in a pool where some are preempted, with steps that run ahead; and with some that leave."""
+    """In batches, in a pool with preemption and async scheduling, and with requests that leave."""
     drafting = Drafting(method, tiny_model("llama")[0], make_runner, tmp_path)
     expected = answers(drafting.runner, asked, _ROOM, 2048)
     found = answers(drafting.runner, asked, _ROOM, 2048, speculation=drafting.speculation)
@@ -54,7 +53,8 @@ def test_answers_are_what_they_are_without_drafts(
     blocks = BlockManager(2048)
     check_with_leavers(drafting.runner, asked, expected, drafting.speculation(blocks), blocks=blocks)
     drafted = drafting.num_drafted
-    assert min(drafted) > 10 and sum(drafted) > 300  # who computes is hardly asked while it is right by chance alone
+    # model proposers are rarely called while they are right only by chance
+    assert min(drafted) > 10 and sum(drafted) > 300
     in_branches = [one.counts[BRANCHES].drafted.total() for one in drafting.made]
     assert any(in_branches) == (method != "ngram")
 
@@ -62,7 +62,7 @@ def test_answers_are_what_they_are_without_drafts(
 @pytest.mark.gpu
 @pytest.mark.parametrize("recorded_rows", [0, 40])
 @pytest.mark.parametrize("method", METHODS)
-def test_so_are_they_on_a_gpu(
+def test_answers_equal_those_without_drafts_on_a_gpu(
     method: str,
     recorded_rows: int,
     asked: list[Asked],
@@ -70,7 +70,7 @@ def test_so_are_they_on_a_gpu(
     make_runner: MakeRunner,
     tmp_path: Path,
 ) -> None:
-    """Replayed or launched one by one; what else is in a step, and so its shape, rounds a logit here and there."""
+    """With and without graphs. The shape of a step may change the rounding of some logits."""
     on_gpu: dict[str, Any] = {"device": "cuda", "recorded_rows": recorded_rows}
 
     def make(directory: Path, **config: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Small random models of every family, with transformers as their maker and their reference."""
+"""Small random models of every family, made by transformers, which is also the reference."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_
 LATENT |= {
     "num_key_value_heads": 4,
     "head_dim": 8,
-}  # as transformers wants it: heads are expanded, then rotated in part
+}  # in transformers' format: heads are expanded, then rotated in part
 ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "first_k_dense_replace": 1}
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 DEEPSEEK_V2 = {"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy"} | LATENT | ROUTED
@@ -69,7 +69,7 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    # transformers starts biases at 0 and norms at 1, where they would not be noticed if they were left out.
+    # transformers initializes biases to 0 and norms to 1, where omitting them would go unnoticed.
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
@@ -81,5 +81,5 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
 
 @torch.inference_mode()
 def reference_logits(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
-    """transformers' logits at every position, (T, V)."""
+    """Return transformers' logits at every position, (T, V)."""
     return model(torch.tensor([tokens])).logits[0].float()

@@ -1,4 +1,4 @@
-"""python -m tests.gpu_check: see tests/gpu_check/check.py"""
+"""Entry point: python -m tests.gpu_check. See tests/gpu_check/check.py."""
 
 from tests.gpu_check.check import main
 

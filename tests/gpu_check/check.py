@@ -1,12 +1,13 @@
-"""Whether this project is right and quick on the GPU of this machine: one command, some minutes, a verdict for each
-thing. It needs neither Ray nor Redis; what needs Redis is skipped where that is not installed.
+"""Check of this project's correctness and speed on this machine's GPU: one command, some minutes, a verdict per part.
+
+It needs neither Ray nor Redis; parts that need Redis are skipped where it is not installed.
 
     python -m tests.gpu_check [-o DIRECTORY] [--minutes 9] [--rehearse] [WORDS OF A PART'S NAME …]
 
-What there is on the machine comes first: where torch finds no GPU, nothing else is tried. Each part is a program with
-its own timeout. Tests run side by side; then what is timed, or takes the whole device, one after the other. What is
-known is written at once: DIRECTORY has a log of each part, and report.md and report.json after each. An interruption
-ends what runs, and keeps what is known. Exit status: 0 when nothing failed and no threshold was missed.
+The machine's versions come first: if torch finds no GPU, no other part runs. Each part is a program with its own
+timeout. Tests run side by side; parts that measure time, or take the whole device, run one by one. Results are written
+at once: DIRECTORY has a log of each part, and report.md and report.json are updated after each. An interruption ends
+running parts and keeps the results. Exit status: 0 if nothing failed and no threshold was missed.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from tests.gpu_check.running import Running
 
 _ROOT = Path(__file__).parents[2]
 _LOOK_S = 0.2
-_SHOWN = 300  # characters of a line that is no row
-_LEFT_S = 5.0  # for whatever a part that has ended has left behind, and who still has its output
+_SHOWN = 300  # characters of a line that is not a row
+# Grace period for processes that a finished part has left behind and that still hold its output.
+_LEFT_S = 5.0
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -49,7 +51,7 @@ def main() -> None:
     report, running = Report(options.directory, left_out=left_out), Running()
     deadline = time.monotonic() + 60 * options.minutes
     for number in _ENDINGS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup
             signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         found = list(run(*machine, time_left_s=deadline - time.monotonic(), running=running))
@@ -99,13 +101,13 @@ def _run_all(chosen: Sequence[tuple[Part, Path]], report: Report, deadline: floa
     tests = [(part, place) for part, place in chosen if part.is_tests and not part.is_alone]
     if tests:
         print(f"\nside by side, for minutes: {', '.join(part.name for part, _ in tests)}", flush=True)
-    with ThreadPoolExecutor(len(tests) or 1) as pool:  # nothing is timed there
+    with ThreadPoolExecutor(len(tests) or 1) as pool:  # tests measure no time
         together = {pool.submit(_all_of, part, place, deadline, running): part for part, place in tests}
         try:
             for done in as_completed(together):
                 report.part(together[done].name, done.result())
         except SystemExit:
-            running.end()  # or the pool would wait for them
+            running.end()  # otherwise the pool would wait for them
             raise
     for part, place in chosen:
         if part.is_alone or not part.is_tests:
@@ -117,8 +119,10 @@ def _all_of(part: Part, place: Path, deadline: float, running: Running) -> list[
 
 
 def run(part: Part, place: Path, *, time_left_s: float, running: Running) -> Iterator[Row]:
-    """What a part says, as it says it. place: without a suffix, where its log and its results go. Nothing of its
-    process group is left when this ends, however that is."""
+    """Run a part and yield its rows as they come. place: path without suffix for its log and results.
+
+    Ends the part's process group in any case.
+    """
     if part.hindrance:
         yield Row(name=part.name, value=part.hindrance, is_skipped=True)
         return
@@ -166,14 +170,17 @@ def run(part: Part, place: Path, *, time_left_s: float, running: Running) -> Ite
 
 
 def _lines(process: subprocess.Popen[str], until: float) -> Iterator[str]:
-    """Of its output, until it has ended, or its time. Its end alone is not enough to go by, nor is that of its output:
-    what it has said may not be read yet, and a process that it has started may have a session of its own."""
-    said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-    threading.Thread(target=_read, args=(process, said), daemon=True).start()
+    """Yield the lines of its output until it has ended, or its timeout.
+
+    Neither the end of the process nor of its output suffices: output may still be unread, and a child process may hold
+    the output in a session of its own.
+    """
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(process, lines), daemon=True).start()
     ended_at = None
     while time.monotonic() < until:
         try:
-            line = said.get(timeout=_LOOK_S)
+            line = lines.get(timeout=_LOOK_S)
         except queue.Empty:
             if _has_ended(process):
                 ended_at = ended_at or time.monotonic()
@@ -186,12 +193,12 @@ def _lines(process: subprocess.Popen[str], until: float) -> Iterator[str]:
         yield line
 
 
-def _read(process: subprocess.Popen[str], said: queue.SimpleQueue[str | None]) -> None:
+def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) -> None:
     assert process.stdout
     with process.stdout:
         for line in process.stdout:
-            said.put(line)
-    said.put(None)
+            lines.put(line)
+    lines.put(None)
 
 
 def _wait_for(process: subprocess.Popen[str], until: float) -> None:
@@ -203,14 +210,14 @@ def _wait_for(process: subprocess.Popen[str], until: float) -> None:
 
 
 def _has_ended(process: subprocess.Popen[str]) -> bool:
-    """It stays known to the system, so that nobody else gets its number before its group is ended."""
+    """Check without reaping the process, so that its id is not reused before its group is ended."""
     if process.returncode is not None:
         return True
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _tested(junit: Path) -> list[Row]:
-    """What pytest wrote, if it did."""
+    """Return the rows of pytest's results, if it wrote any."""
     if not junit.exists():
         return []
     try:
@@ -226,5 +233,5 @@ def _tested(junit: Path) -> list[Row]:
     skipped = sum("skipped" in of for of in kinds)
     passed = len(cases) - len(failed) - skipped
     rows = [Row(name=name, value="see the log", has_failed=True) for name in failed]
-    said = f"{passed} passed, {len(failed)} failed, {skipped} skipped"
-    return [Row(name="tests", value=said, is_skipped=not passed and not failed), *rows]
+    lines = f"{passed} passed, {len(failed)} failed, {skipped} skipped"
+    return [Row(name="tests", value=lines, is_skipped=not passed and not failed), *rows]

@@ -1,7 +1,7 @@
-"""What drafts cost beside a large model with random weights: python -m tests.gpu_check.drafts SHAPE
+"""Cost of drafts beside a large model with random weights: python -m tests.gpu_check.drafts SHAPE
 
-Of a step that verifies them, the device's time beside that of one without; of a head of EAGLE-3 of the model's own
-size, which is nearly never right, all that a step takes longer.
+For a step that verifies drafts, device time relative to a step without. For an EAGLE-3 head of the model's size, which
+is nearly never right, the whole overhead of a step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.engine.spec_decode.heads.head_files import write_eagle_beside
 from tests.gpu_check.rows import tell
 
 _BATCHES, _CONTEXT = (1, 8, 32), 2048
-_DRAFTED, _ASKED = (1, 3, 7), 3  # tokens of a row
+_DRAFTED, _ASKED = (1, 3, 7), 3  # tokens per row
 _DRAFT_VOCAB = 32000
 _NUM_STEPS = 25
 

@@ -1,4 +1,4 @@
-"""The host's work of a decode step: python -m tests.gpu_check.host [--rehearse]"""
+"""Host time of a decode step: python -m tests.gpu_check.host [--rehearse]"""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from benchmarks.engine.host import bench_host
 from tests.gpu_check.rows import tell
 
-_MOST_MS = 0.2  # beside a model that takes no time, at 64 rows of 2,048 tokens
+_MOST_MS = 0.2  # with a model that takes no time, at 64 rows of 2,048 tokens
 
 
 def main() -> None:

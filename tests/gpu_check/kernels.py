@@ -1,6 +1,6 @@
-"""Every kernel beside what the device can do: python -m tests.gpu_check.kernels [products] [--rehearse]
+"""Speed of every kernel relative to the device's limits: python -m tests.gpu_check.kernels [products] [--rehearse]
 
-In a rehearsal, kernels are compiled for a device that is not there.
+A rehearsal compiles the kernels for an absent device.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from tests.gpu_check.rows import skip, tell
 
-# Of the copy bandwidth, or of the matrix product rate; names of benchmarks.engine.kernels.
+# Fraction of the copy bandwidth or of the matrix product rate, by names of benchmarks.engine.kernels.
 _LEAST = {
     r"(write_kv|pack|unpack) \S+": 0.8,
     r"(add_rms_norm|rotate|silu_mul)": 0.85,
@@ -28,7 +28,8 @@ _LEAST = {
     r"fused_experts decode": 0.85,
     r"latent_prefill bf16": 0.6,
 }
-_LEAST_RATIO = 1.6  # of products in few bits at 1 to 64 rows, over the same ones in bf16
+# Speed of low-bit products at 1 to 64 rows, relative to bf16.
+_LEAST_RATIO = 1.6
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def main() -> None:
 
 
 def least_ratio(name: str) -> float | None:
-    """Of a row of benchmarks.engine.products; None where the rows are more, as a prompt's are."""
+    """Return the threshold for a row of benchmarks.engine.products; None for as many rows as a prompt has."""
     rows = re.search(r" (\d+)$", name)
     is_few = int(rows[1]) <= 64 if rows else not name.endswith("prefill")
     return _LEAST_RATIO if is_few else None
@@ -66,7 +67,7 @@ def _say(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _say_flashinfer(device: torch.device, seconds: Any) -> None:
-    """Beside ours: a prompt, with Llama 3 8B's heads."""
+    """Report FlashInfer's speed for a prompt with Llama 3 8B's heads, for comparison."""
     if find_spec("flashinfer") is None:
         skip("FlashInfer", "not installed")
         return
@@ -82,7 +83,7 @@ def _say_flashinfer(device: torch.device, seconds: Any) -> None:
 
 
 def _rehearse() -> None:
-    from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu  # isort: skip  # before anything imports Triton
+    from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu  # isort: skip  # before any import of Triton
     from benchmarks.engine.kernels import Rates, copies, elementwise, measured_kernels
 
     def seconds(run: Any) -> float:

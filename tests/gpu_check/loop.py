@@ -1,5 +1,7 @@
-"""The sampler beside torch's operations, and steps that wait for their tokens beside steps that run ahead:
-python -m tests.gpu_check.loop SHAPE"""
+"""Sampler relative to torch's operations, and async scheduling relative to waiting steps.
+
+python -m tests.gpu_check.loop SHAPE
+"""
 
 from __future__ import annotations
 

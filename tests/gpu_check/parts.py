@@ -1,4 +1,4 @@
-"""The parts of the check, in their order: what must be right first, then how quick it is."""
+"""Parts of the check in order: correctness first, then speed."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ _SMALL = (
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A program of its own, so that what one breaks or hangs in ends nothing else."""
+    """Part of the check. A separate program, so that a crash or hang does not affect the others."""
 
     name: str
     command: list[str]
     timeout_s: float
     environment: dict[str, str] = field(default_factory=dict)
-    is_tests: bool = False  # pytest, whose results come in a file of JUnit's format
-    is_alone: bool = False  # nothing may run beside it, as nothing does beside what is timed
-    hindrance: str = ""  # why it cannot be run here
+    is_tests: bool = False  # pytest, with results in JUnit format
+    is_alone: bool = False  # no other part may run at the same time
+    hindrance: str = ""  # reason why it cannot run here
 
     def writing(self, junit: Path) -> list[str]:
-        """The command line."""
+        """Return the command line."""
         return [*self.command, f"--junitxml={junit}"] if self.is_tests else self.command
 
 
 def parts(*, rehearses: bool) -> Iterator[Part]:
-    """rehearses: on a machine without a GPU, so that the check itself is tested: few tests, in Triton's interpreter or
-    on the CPU, and figures of a device that is not there."""
+    """Return the parts. rehearses: test the check itself on a machine without a GPU.
+
+    A rehearsal has few tests, in Triton's interpreter or on the CPU, and figures of an absent device.
+    """
     yield _program("versions", "versions", rehearses, timeout_s=60)
     yield _tests(
         *("kernels beside their references", "tests/engine/kernels tests/engine/attention"),
@@ -53,7 +55,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     )
     yield _tests(
         *("answers with drafts", "tests/engine/test_two_hundred_prompts.py tests/engine/spec_decode/heads"),
-        few="what_is_guessed_behind and medusa" if rehearses else "",
+        few="test_drafts_after_replayed_steps and medusa" if rehearses else "",
         timeout_s=240,
         share=0.25,
     )
@@ -84,7 +86,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     )
     yield _tests(
         *("a pool of all memory that is left", "tests/engine/runner/test_device_memory.py"),
-        few="does_not_fit" if rehearses else "",
+        few="test_error_if_memory_does_not_fit" if rehearses else "",
         timeout_s=60,
         is_alone=True,
     )
@@ -113,8 +115,8 @@ def _tests(
     needs: tuple[str, ...] = (),
     is_alone: bool = False,
 ) -> Part:
-    """few: those of a rehearsal, as pytest's -k; else all that want a GPU. share: of the cores, with which kernels are
-    compiled beside each other."""
+    """few: pytest's -k expression of a rehearsal; empty: all GPU tests. share: fraction of the cores for parallel test
+    processes, which compile kernels."""
     missing = [package for package in needs if importlib.util.find_spec(package) is None]
     return Part(
         name=name,
@@ -131,8 +133,8 @@ def _tests(
 
 
 def _sanitizer(rehearses: bool) -> Part:
-    """Small shapes under the sanitizer. Without torch's cache every tensor is an allocation of its own, so that what is
-    read or written beside one is seen."""
+    """Run small shapes under the sanitizer, without torch's caching allocator, so that it sees out-of-bounds
+    accesses."""
     found = shutil.which("compute-sanitizer")
     return Part(
         name="memory errors of kernels",
@@ -149,6 +151,6 @@ def _pytest(where: str) -> list[str]:
 
 
 def _side_by_side(share: float) -> list[str]:
-    """In as many processes as that is, where pytest-xdist is installed."""
+    """Return pytest's options for this fraction of the cores as processes; none without pytest-xdist."""
     processes = max(1, round(share * (os.cpu_count() or 2)))
     return [] if importlib.util.find_spec("xdist") is None else ["-n", str(processes)]

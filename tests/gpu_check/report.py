@@ -1,4 +1,4 @@
-"""What the check found, on the terminal and in two files, from its first row on."""
+"""Results of the check on the terminal and in two files, updated with every row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.gpu_check.rows import Row
 
 class Report:
     def __init__(self, directory: Path, *, left_out: Sequence[str] = ()) -> None:
-        """left_out: parts that were not asked for."""
+        """left_out: parts that were deselected."""
         self._directory = directory
         self._left_out = left_out
         self._parts: list[tuple[str, float, list[Row]]] = []  # name, seconds, rows
@@ -24,7 +24,7 @@ class Report:
 
     @property
     def summary(self) -> str:
-        """What it comes to, for one who reads nothing else; and what nobody should take for looked at."""
+        """Return the verdict, and the parts that were not checked."""
         rows = [(name, row) for name, _, rows in self._parts for row in rows]
         counts = {verdict: sum(row.verdict == verdict for _, row in rows) for verdict in ("FAILED", "MISSED", "met")}
         device = next((row.shown for _, row in rows if row.name == "device"), "unknown")
@@ -41,7 +41,7 @@ class Report:
         return "\n".join([*lines, *(f"not asked for: {name}" for name in self._left_out)])
 
     def part(self, name: str, rows: Iterable[Row]) -> None:
-        """One more; each of its rows is told as it comes."""
+        """Add a part; print each of its rows as it comes."""
         begin = time.monotonic()
         self._parts.append((name, 0.0, []))
         print(f"\n{name}", flush=True)

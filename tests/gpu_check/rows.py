@@ -1,4 +1,4 @@
-"""What a part of the check says: rows, one JSON object on a line of its standard output, as soon as each is known."""
+"""Output of a part: rows, one JSON object per line of standard output, as soon as each is known."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One thing that was measured or tested."""
+    """One measurement or test."""
 
     name: str
     value: float | str
     unit: str = ""
-    at_least: float | None = None  # the threshold of a value that is to be large
-    at_most: float | None = None  # and of one that is to be small
-    has_failed: bool = False  # something is wrong, not only slow
+    at_least: float | None = None  # threshold if larger is better
+    at_most: float | None = None  # threshold if smaller is better
+    has_failed: bool = False  # wrong, not only slow
     is_skipped: bool = False
 
     @property
@@ -51,7 +51,7 @@ class Row:
 
 
 def tell(name: str, value: float | str, unit: str = "", **more: Any) -> None:
-    """In a part's program."""
+    """Print a row. Called in a part's program."""
     print(json.dumps(asdict(Row(name=name, value=value, unit=unit, **more))), flush=True)
 
 
@@ -60,17 +60,17 @@ def skip(name: str, why: str) -> None:
 
 
 def heard(line: str) -> Row | None:
-    """The row of a line; None for one that is something else, as libraries print."""
+    """Parse the row of a line; None for other output, such as that of libraries."""
     try:
-        said = json.loads(line)
-        return _row(said) if isinstance(said, dict) else None
+        fields = json.loads(line)
+        return _row(fields) if isinstance(fields, dict) else None
     except (ValueError, TypeError, RecursionError):
         return None
 
 
-def _row(said: dict[str, Any]) -> Row:
-    """Raises TypeError or ValueError for what cannot be meant, or cannot be written down."""
-    row = Row(**said)
+def _row(fields: dict[str, Any]) -> Row:
+    """Raises TypeError or ValueError for invalid values."""
+    row = Row(**fields)
     thresholds = [one for one in (row.at_least, row.at_most) if one is not None]
     numbers = [*thresholds, *([row.value] if thresholds or not isinstance(row.value, str) else [])]
     if not all(isinstance(one, int | float) for one in numbers):

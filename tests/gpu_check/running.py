@@ -1,4 +1,4 @@
-"""The programs of parts that are under way, so that none outlives the check."""
+"""Registry of running parts, so that none outlives the check."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from contextlib import contextmanager, suppress
 
 
 class Running:
-    """Process groups. Threads that run parts add theirs; whoever is interrupted ends them all."""
+    """Process groups of running parts. Threads register theirs; an interruption ends them all."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # of both below
+        self._lock = threading.Lock()  # guards both attributes below
         self._groups: set[int] = set()
         self._is_over = False
 
     @contextmanager
     def group(self, pid: int) -> Iterator[None]:
-        """Of a process that leads one. What is left of it is ended with this block, or by `end` before."""
+        """Register the process group of a leader. The group is ended with this block, or earlier by `end`."""
         with self._lock:
             self._groups.add(pid)
             if self._is_over:
@@ -32,7 +32,7 @@ class Running:
                 _kill(pid)
 
     def end(self) -> None:
-        """All that run, and at once whatever is started later."""
+        """End all running groups, and any group that starts later."""
         with self._lock:
             self._is_over = True
             for pid in self._groups:
@@ -40,5 +40,5 @@ class Running:
 
 
 def _kill(group: int) -> None:
-    with suppress(ProcessLookupError):  # it has ended by itself
+    with suppress(ProcessLookupError):  # already ended
         os.killpg(group, signal.SIGKILL)

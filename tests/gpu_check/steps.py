@@ -1,6 +1,6 @@
-"""Steps of a large model with random weights, made on the spot: python -m tests.gpu_check.steps SHAPE [--rehearse]
+"""Steps of a large model with random weights: python -m tests.gpu_check.steps SHAPE [--rehearse]
 
-A decode step is set beside its floor: the time in which the device reads once what the step needs of weights and KV.
+A decode step is compared with its lower bound: the time to read its weights and KV once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BATCHES, _CONTEXT = (1, 8, 64), 1024
 _PROMPT, _CHUNK = 16384, 8192
 _NUM_STEPS = 64
 _SHOWN = 60  # characters of a kernel's name
-_FEW = {  # of a rehearsal
+_FEW = {  # for a rehearsal
     "vocab_size": 256,
     "num_hidden_layers": 2,
     "hidden_size": 256,

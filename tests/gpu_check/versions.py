@@ -1,4 +1,4 @@
-"""What there is on this machine, one row each."""
+"""Versions and devices of this machine, one row each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def main() -> None:
         tell("compute capability", f"{properties.major}.{properties.minor}")
         tell("memory", properties.total_memory / 2**30, "GiB")
         free, total = torch.cuda.mem_get_info(0)
-        # Somebody else is there: what takes all memory would fail, and what is timed would be slow.
+        # Another process uses the GPU: parts that take all memory would fail, and timed parts would be slow.
         tell("memory that nobody has", free / total, "of it", at_least=_LEAST_FREE)
         tell("processors", properties.multi_processor_count)
         tell("CUDA of torch", str(torch.version.cuda))
@@ -41,14 +41,14 @@ def main() -> None:
 
 
 def no_device(torch: Any) -> str:
-    """Why torch has no GPU to compute on, and what to do; empty: it has."""
+    """Return why torch has no usable GPU and how to fix it; empty if it has one."""
     if torch.version.cuda is None:
         return f"none: torch {torch.__version__} was built without CUDA; install PyPI's for Linux on x86_64"
     try:
         torch.cuda.init()
-    except RuntimeError as error:  # no driver, or one that is older than torch's CUDA
-        said = " ".join(str(error).split()).partition(". ")[0]
-        return f"none: torch is built for CUDA {torch.version.cuda}, and says: {said}"
+    except RuntimeError as error:  # no driver, or one older than torch's CUDA
+        reason = " ".join(str(error).split()).partition(". ")[0]
+        return f"none: torch is built for CUDA {torch.version.cuda}, and says: {reason}"
     return "" if torch.cuda.device_count() else "none that torch sees: is CUDA_VISIBLE_DEVICES set?"
 
 

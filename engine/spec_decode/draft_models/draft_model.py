@@ -118,9 +118,9 @@ class DraftModel:
 class OwnLayers:
     """ModelProposer by the served model without its middle third of layers, for a replica of one rank.
 
-    Without state of its own (Zhang et al. 2023, arXiv:2309.08168): a draft reads the KV of the kept layers from the
-    replica's pool, and writes behind it, from the sequence's last token on. The step that verifies the draft
-    overwrites that KV for all layers. Blocks beyond the sequence's own are freed at once.
+    It has no state (Zhang et al. 2023, arXiv:2309.08168): a draft reads the KV of the kept layers from the replica's
+    pool, and writes behind it, from the sequence's last token on. The step that verifies the draft overwrites that KV
+    for all layers. Blocks beyond the sequence's own are freed at once.
     """
 
     def __init__(self, runner: ModelRunner, blocks: BlockManager, *, before_writing: Callable[[], None]) -> None:
@@ -175,11 +175,11 @@ class _DraftingRow(Protocol):
     draft: RowDraft
 
     def row(self) -> Row:
-        """Return what is computed next."""
+        """Return the tokens to compute next."""
         ...
 
     def take(self, token: DraftToken | None, /) -> None:
-        """Append the token that was sampled behind that; None ends the draft."""
+        """Append the token that was sampled behind the row; None ends the draft."""
         ...
 
 

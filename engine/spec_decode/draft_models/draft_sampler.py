@@ -1,13 +1,13 @@
 """Sampling of draft tokens from a draft model's logits.
 
-A draft token is sampled with the same random number as the sequence's own token at that position will be. Where the
-draft's distribution equals the target's, so does every token. Where they differ, tokens agree as often as the two
-cumulative distributions have the same token at a random number. A weak draft's likeliest token agrees more often than
-that; which of the two to propose is learned by temperature.
+A draft token is sampled with the random number that the sequence's own token at that position will use. If both
+distributions are equal, so is every token. If they differ, tokens agree as often as the two cumulative distributions
+give the same token for a random number. A weak draft's likeliest token agrees more often than that; which of the two to
+propose is learned by temperature.
 
-The second token, which may begin a branch, is not simply the likeliest other one. For a sampled token it is the
-neighbour of the number: the target's cumulative distribution is that of the draft, moved a little. For the likeliest
-token of a row that samples it is the sampled one; for a greedy row, the second likeliest.
+The second token, which may begin a branch, is not simply the second likeliest. For a sampled token it is the neighbour
+of the random number, because the target's cumulative distribution is the draft's, shifted a little. For the likeliest
+token of a row that samples it is the sampled token; for a greedy row, the second likeliest.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class DraftSampler:
         self._rows: WeakKeyDictionary[Sequence, SamplingRow] = WeakKeyDictionary()
         self._learns = learns
         self._balance: dict[float, float] = {}  # by temperature, in tenths: above 0 where the likeliest is right
-        self._said: WeakKeyDictionary[Sequence, tuple[int, int, int]] = WeakKeyDictionary()
+        self._last: WeakKeyDictionary[Sequence, tuple[int, int, int]] = WeakKeyDictionary()
 
     @torch.inference_mode()
     def draw(
@@ -129,8 +129,8 @@ class DraftSampler:
         for sequence, *both in zip(sequences, drawn, likeliest, strict=True):
             if sequence.sampling_row.sampling.is_greedy:
                 continue
-            position, *before = self._said.get(sequence, (len(sequence.tokens), -1, -1))
-            self._said[sequence] = len(sequence.tokens), both[0], both[1]
+            position, *before = self._last.get(sequence, (len(sequence.tokens), -1, -1))
+            self._last[sequence] = len(sequence.tokens), both[0], both[1]
             if position >= len(sequence.tokens) or before[0] == before[1]:
                 continue
             if (token := sequence.tokens[position]) in before:
@@ -181,8 +181,8 @@ def draw_drafts(logits_RV: Tensor, rows: Seq[SamplingRow], kinds: Seq[int]) -> D
 
 
 def _is_filtered(row: SamplingRow) -> bool:
-    asked = row.sampling
-    return not asked.is_greedy and (asked.top_k > 0 or asked.top_p < 1 or asked.min_p > 0)
+    sampling = row.sampling
+    return not sampling.is_greedy and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
 
 
 def _temperature(row: SamplingRow) -> float:
@@ -243,12 +243,12 @@ def _by_torch(logits_RV: Tensor, rows: Seq[SamplingRow], kinds: Seq[int]) -> Dra
         return (given_RV.gather(-1, places_R.unsqueeze(-1)) - log_norms_R1).exp().squeeze(-1)
 
     numbers_R1 = torch.tensor([[_number(row)] for row in rows], device=device)
-    beside_R, beside_shares_R = _beside(given_RV, log_norms_R1, drafted_R, numbers_R1)
+    neighbour_R, neighbour_shares_R = _neighbour(given_RV, log_norms_R1, drafted_R, numbers_R1)
     is_other_R = (kinds_R == LIKELIEST) & (drawn_R >= 0) & (drawn_R != most_R)
     instead_R = torch.where(is_other_R, drawn_R.clamp_min(0), _second(given_RV.clone(), drafted_R))
     is_known_R = is_other_R | (kinds_R == GREEDY)
-    shares_R2 = shares(drafted_R), torch.where(is_known_R, shares(instead_R), beside_shares_R)
-    tokens_R4 = most_R, drawn_R, drafted_R, torch.where(is_known_R, instead_R, beside_R)
+    shares_R2 = shares(drafted_R), torch.where(is_known_R, shares(instead_R), neighbour_shares_R)
+    tokens_R4 = most_R, drawn_R, drafted_R, torch.where(is_known_R, instead_R, neighbour_R)
     return Draws(torch.stack(tokens_R4, dim=-1), torch.stack(shares_R2, dim=-1))
 
 
@@ -258,7 +258,7 @@ def _second(logits_RV: Tensor, places_R: Tensor) -> Tensor:
     return likeliest(logits_RV, {})[0]
 
 
-def _beside(given_RV: Tensor, log_norms_R1: Tensor, places_R: Tensor, numbers_R1: Tensor) -> tuple[Tensor, Tensor]:
+def _neighbour(given_RV: Tensor, log_norms_R1: Tensor, places_R: Tensor, numbers_R1: Tensor) -> tuple[Tensor, Tensor]:
     """Return the other token with the largest share of the interval around the number, and that share."""
     shares_RV = (given_RV - log_norms_R1).exp()
     ends_RV = shares_RV.cumsum(dim=-1)

@@ -49,7 +49,7 @@ class DraftTables:
     def open(self, sequence: Sequence, num_tokens: int, *, keep: Collection[Sequence]) -> DraftTable | None:
         """Return the table with room for num_tokens, without rejected draft tokens.
 
-        None if there is no room but that of `keep`.
+        Returns None if room could only be taken from the sequences in `keep`.
         """
         self._forget_gone()
         self.blocks.take_changes()  # not reported to routers; they would pile up

@@ -47,9 +47,9 @@ class HeadProposer:
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         drafts = [(sequence, RowDraft()) for sequence in sequences]
-        asked = [(sequence, draft) for sequence, draft in drafts if _decodes(sequence)]
-        if asked and max_tokens > 0:
-            self._heads.draft([_row(sequence) for sequence, _ in asked], max_tokens, partial(self._choose, asked))
+        called = [(sequence, draft) for sequence, draft in drafts if _decodes(sequence)]
+        if called and max_tokens > 0:
+            self._heads.draft([_row(sequence) for sequence, _ in called], max_tokens, partial(self._choose, called))
         return [draft.proposal(by_place=self._by_place) for _, draft in drafts]
 
     def forget(self, sequence: Sequence) -> None:
@@ -59,9 +59,9 @@ class HeadProposer:
         pass
 
     def _choose(
-        self, asked: Seq[tuple[Sequence, RowDraft]], logits: HeadLogits, rows: Seq[int], place: int
+        self, called: Seq[tuple[Sequence, RowDraft]], logits: HeadLogits, rows: Seq[int], place: int
     ) -> list[int]:
-        drafting = [asked[row] for row in rows]
+        drafting = [called[row] for row in rows]
         sequences = [sequence for sequence, _ in drafting]
         tokens = self._sampler.draw(logits.values_RD, sequences, place, ids_V=logits.ids_D)
         return [draft.take(token) for (_, draft), token in zip(drafting, tokens, strict=True)]

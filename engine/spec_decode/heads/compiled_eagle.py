@@ -1,10 +1,9 @@
-"""An EAGLE-3 layer by the CPU kernels, few tokens at a time, as three programs: a step's features, its keys and values,
-and a draft's token.
+"""EAGLE-3 layer in CPU kernels for few tokens, as three programs: features, keys and values, and a draft token.
 
-For so few tokens what is called from Python between the products takes as long as the products.
+For few tokens the Python code between the products would take as long as the products.
 
-The layer reads two rows side by side, each with a norm of its own. Here the matrix is two, each of which reads one row;
-so that nothing is put together before the product.
+The layer reads two rows side by side, each with its own norm. Here its matrix is split in two, one per row, so that the
+rows need not be concatenated.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from engine.layers.packed_matrix import PackedMatrix
 from engine.model.gated_mlp import GatedMLP
 from engine.spec_decode.heads.draft_layer import DraftPlaces
 
-# N tokens, C tokens that there is room for, P places of a draft, R rows, E hidden_size, M heads of keys and values,
-# H query heads, D tokens that the head knows (of heads: D head_dim), F half of a head's rotated part, W hidden states
-# that are read, I features
+# N tokens, C capacity in tokens, P places of a draft, R rows, E hidden_size, M kv heads (keys and values), H query
+# heads, D draft vocabulary (of heads: head_dim), F half of a head's rotated part, W hidden states read, I features
 
-_MOST = 64  # tokens at a time; of more the calls no longer matter
+# Tokens per call; beyond this the Python overhead no longer matters.
+_MOST = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class EagleParts:
-    """Halves: of the token's embedding, and of what is known of the position before."""
+    """Modules of the layer. Pairs of matrices read the token's embedding and the feature of the position before."""
 
     fuse: Linear
     embedding_norm: RMSNorm
@@ -55,10 +54,10 @@ class EagleParts:
 
 
 class CompiledEagle:
-    """Owned by the step thread."""
+    """EAGLE-3 layer in CPU kernels. Owned by the step thread."""
 
     def __init__(self, kernels: Kernels, parts: EagleParts, pool: KVPool, *, layer: int, dim: int) -> None:
-        """layer: the pool's; dim: of a head. All matrices are packed."""
+        """layer: index in the pool; dim: head_dim. All matrices are packed."""
         self._pool = pool
         self.most_tokens = min(_MOST, *(_packed(matrix).torch_rows - 1 for matrix in parts.matrices))
 
@@ -97,14 +96,14 @@ class CompiledEagle:
         )
 
     def fuse(self, hidden_NW: Tensor) -> Tensor:
-        """(N, E), valid until the next call."""
+        """Return the fused features (N, E), valid until the next call."""
         num_tokens = len(hidden_NW)
         self._hidden_CW[:num_tokens] = hidden_NW
         self._fuse.run(Step(tokens=num_tokens))
         return self._fused_CE[:num_tokens]
 
     def put(self, embedded_NE: Tensor, before_NE: Tensor, slots_N: Ints, cos_N1F: Tensor, sin_N1F: Tensor) -> None:
-        """Keys and values of entries into the pool."""
+        """Write the keys and values of entries to the pool."""
         num_tokens = len(embedded_NE)
         self._embedded_CE[:num_tokens], self._x_CE[:num_tokens] = embedded_NE, before_NE
         slots_N = np.ascontiguousarray(slots_N)
@@ -113,8 +112,10 @@ class CompiledEagle:
         )
 
     def draft(self, step: Step, embedded_RE: Tensor, before_RE: Tensor) -> tuple[Tensor, Tensor]:
-        """Of one entry of each row the feature that follows (R, E), and its logits (R, D); both bf16, and good until
-        the next call, which may be given these features. step: of EntrySteps."""
+        """Draft behind one entry of each row. Returns the next features (R, E) and their logits (R, D), both bf16.
+
+        Both are valid until the next call, which may take these features as input. step: of EntrySteps.
+        """
         num_rows = len(embedded_RE)
         self._embedded_CE[:num_rows] = embedded_RE
         if before_RE.data_ptr() != self._x_CE.data_ptr():
@@ -128,10 +129,10 @@ class CompiledEagle:
 
 
 class EntrySteps:
-    """The entries of a draft as the kernels read them, place after place; owns what the steps point to."""
+    """Kernel arguments of a draft's entries, place by place. Owns the arrays that the steps point to."""
 
     def __init__(self, places: DraftPlaces, cos_N1F: Tensor, sin_N1F: Tensor) -> None:
-        """cos, sin: of all places, one behind the other."""
+        """cos, sin: of all places, concatenated."""
         tables_RB, slots_PR = places.tables_RB, places.slots_PR
         context_lens_PR, ones_R = places.positions_PR + 1, np.ones(len(tables_RB), dtype=np.int64)
         self._kept = tables_RB, slots_PR, context_lens_PR, ones_R, cos_N1F, sin_N1F
@@ -147,7 +148,7 @@ class EntrySteps:
         )
 
     def at(self, place: int) -> Step:
-        """Good until the next call."""
+        """Return the step of this place, valid until the next call."""
         step = self._step
         addresses = [first + place * size for first, size in zip(self._first, self._bytes, strict=True)]
         step.slots, step.context_lens, step.cos, step.sin = addresses

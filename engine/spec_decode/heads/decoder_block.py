@@ -1,4 +1,4 @@
-"""Attention over keys and values, and an MLP: what layers that draft are made of, whatever they put into it."""
+"""Decoder block of draft layers: attention over the KV pool, and an MLP."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ from engine.model.gated_mlp import GatedMLP
 from engine.runner import streams
 from engine.weights.checkpoint import Shape
 
-# N tokens, R rows, I numbers of an entry, E hidden_size, K kv heads, M = 2 K, D head_dim
+# N tokens, R rows, I entry size, E hidden_size, K kv heads, M = 2 K, D head_dim
 
 
 @dataclass(frozen=True)
 class DecoderBlock:
-    """y = x + attention(entry), then y + mlp(norm(y)). No norm before attention: who calls has made the entry."""
+    """y = x + attention(entry), then y + mlp(norm(y)). The caller builds the entry, so attention has no norm before
+    it."""
 
     index: int
     head_dim: int
@@ -48,7 +49,7 @@ class DecoderBlock:
     def read(
         cls, reader: ShardReader, shape: ModelConfig, prefix: str, *, index: int, has_bias: bool = False
     ) -> DecoderBlock:
-        """index: its layer of the pool. has_bias: queries, keys and values."""
+        """Read the weights. index: layer in the pool. has_bias: of queries, keys and values."""
         attention, parallel, dim = f"{prefix}.self_attn", reader.parallel, shape.head_dim
         q_first, q_end = parallel.span(shape.num_q_heads)
         kv_first, kv_end = head_range(shape.num_kv_heads, rank=parallel.rank, num_ranks=parallel.size)
@@ -67,7 +68,7 @@ class DecoderBlock:
         )
 
     def keep(self, pool: KVPool, slots_N: Ints, positions_N: Ints, entry_NI: Tensor) -> None:
-        """Put the entries' keys and values into the pool."""
+        """Write the entries' keys and values to the pool."""
         cos_N1F, sin_N1F = self.angles(positions_N, entry_NI)
         kv_NMD = torch.unflatten(self.kv(entry_NI), -1, (-1, self.head_dim))
         if self.kernels is not None:
@@ -78,7 +79,7 @@ class DecoderBlock:
             pool.write(self.index, slots, rotate(k_NKD, cos_N1F, sin_N1F), v_NKD)
 
     def __call__(self, batch: Batch, pool: KVPool, entry_RI: Tensor, x_RE: Tensor) -> Tensor:
-        """Of one entry of each row, which is put into the pool, too: (R, E)."""
+        """Compute one entry of each row, and write its KV to the pool. -> (R, E)"""
         heads = self._heads(batch, pool, *self.angles(batch.positions, entry_RI))
         heads_RMD = torch.unflatten(self.qkv(entry_RI), -1, (-1, self.head_dim))
         q_RHD = heads.store(self.index, heads_RMD, q_norm=None, k_norm=None)
@@ -89,7 +90,7 @@ class DecoderBlock:
         return x.total()
 
     def angles(self, positions_N: Ints, x_NI: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, where and as exactly as x is: see Rotary."""
+        """Return cosines and sines with the device and dtype of x: see Rotary."""
         return self.rotary(streams.upload_indices(positions_N, x_NI.device), x_NI.dtype)
 
     def _heads(self, batch: Batch, pool: KVPool, cos_R1F: Tensor, sin_R1F: Tensor) -> Heads:
@@ -101,7 +102,7 @@ class DecoderBlock:
 
 
 def expected_tensors(shape: ModelConfig, prefix: str, *, entry_size: int) -> Mapping[str, Shape]:
-    """entry_size: numbers of an entry."""
+    """Return the shapes of the block's tensors. entry_size: width of an entry."""
     hidden, features = shape.hidden_size, shape.intermediate_size
     q_size, kv_size = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     layer: dict[str, Shape] = {

@@ -1,8 +1,7 @@
-"""Tokens of steps of which a head that keeps KV has put nothing into the pool yet.
+"""Deferred draft KV: tokens of steps whose draft-layer KV is not in the pool yet.
 
-A step that decodes gives the head a token of each row, and for so few it takes nearly as long as for fifty: what it has
-to read, and to call, is the same. So they wait until they are enough, or until somebody wants to know: who is about to
-draft, to ship, to copy, to store a block, or to write to one.
+A decode step gives the layer one token per row, and computing so few takes nearly as long as computing fifty. So tokens
+are collected until there are enough, or until the KV is needed: to draft, ship, copy, store, or overwrite a block.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from engine.batch.rows import Ints
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.spec_decode.heads.features import UNKNOWN, list_before, slots_before
 
-# N tokens, S slots of the pool, W numbers that are known of each
+# N tokens, S slots of the pool, W width of the hidden states of a token
 
 
 @dataclass(frozen=True, kw_only=True)
 class Entries:
-    """Tokens that a model's steps have computed."""
+    """Tokens that steps of the model have computed."""
 
     token_ids_N: Tensor  # on the device
     positions_N: Ints
     slots_N: Ints  # of their KV
-    before_N: Ints  # slot of the position before each; UNKNOWN where there is none
-    hidden_NW: Tensor  # the model's hidden states that are wanted of them, side by side
+    before_N: Ints  # slot of the position before each; UNKNOWN if there is none
+    hidden_NW: Tensor  # the model's auxiliary hidden states, side by side
 
     @classmethod
     def of(
         cls, batch: Batch, aux_hidden_states: AuxHiddenStates, layers: tuple[int, ...], *, block_size: int
     ) -> Entries:
-        """Good until the next step."""
+        """Return the tokens of a step, valid until the next step."""
         assert aux_hidden_states.token_ids_T is not None
         return cls(
             token_ids_N=aux_hidden_states.token_ids_T[: batch.num_tokens],
@@ -48,65 +47,71 @@ class Entries:
         )
 
 
-class _Late(NamedTuple):
-    """One that waits."""
+class _Deferred(NamedTuple):
+    """Deferred token."""
 
     token_id: int
     position: int
-    before: int  # slot
-    num_behind: int  # entries that waited up to it, when it came, of its sequence
+    before: int  # slot of the position before
+    num_behind: int  # deferred tokens of its sequence up to this one, when it was added
     hidden_NW: Tensor  # of its step
-    row: int  # in that
+    row: int  # row in hidden_NW
 
 
-class LateEntries:
-    """Owned by the step thread. To add a step is done in each, with caches that are cold by then: so numbers are kept
-    as they are in Python, and hardly anything of numpy or torch is called."""
+class DeferredEntries:
+    """Deferred tokens by slot. Owned by the step thread.
+
+    `add` runs in every step, when caches are cold, so it uses plain Python numbers and hardly any numpy or torch.
+    """
 
     def __init__(self, num_slots: int, *, block_size: int) -> None:
         self._size = block_size
-        self._late: dict[int, _Late] = {}  # by slot, in the order in which they came
-        self._place_of_S = np.full(num_slots + 1, UNKNOWN)  # one more, which UNKNOWN finds; between calls all UNKNOWN
+        self._deferred: dict[int, _Deferred] = {}  # by slot, in order of arrival
+        # One extra element, for index UNKNOWN. All UNKNOWN between calls.
+        self._place_of_S = np.full(num_slots + 1, UNKNOWN)
 
     def __len__(self) -> int:
-        return len(self._late)
+        return len(self._deferred)
 
     def add(
-        self, batch: Batch, hidden_NW: Tensor, is_kept: Callable[[int, int], bool] = lambda slot, before: True
+        self, batch: Batch, hidden_NW: Tensor, accepts: Callable[[int, int], bool] = lambda slot, before: True
     ) -> None:
-        """Tokens of another step, which the host knows: of each slot the last counts, for those before it were drafts
-        that turned out wrong. hidden_NW: ours. is_kept: asked of each, in order, with its slot and the one before."""
+        """Add the tokens of a step, whose ids are on the host.
+
+        The last token of a slot counts, because earlier ones were wrong drafts. hidden_NW: kept. accepts: called for
+        each token in order with its slot and the slot before.
+        """
         tokens, positions = batch.token_ids.tolist(), batch.positions.tolist()
-        slots, late = batch.slots.tolist(), self._late
+        slots, late = batch.slots.tolist(), self._deferred
         befores = list_before(batch, slots, positions, block_size=self._size)
         for i, (slot, before) in enumerate(zip(slots, befores, strict=True)):
             late.pop(slot, None)
-            if is_kept(slot, before):
+            if accepts(slot, before):
                 num_behind = 1 + (late[before].num_behind if before in late else 0)
-                late[slot] = _Late(tokens[i], positions[i], before, num_behind, hidden_NW, i)
+                late[slot] = _Deferred(tokens[i], positions[i], before, num_behind, hidden_NW, i)
 
     def has(self, slot: int) -> bool:
-        """Whether something waits of it."""
-        return slot in self._late
+        """Return True if the slot's token is deferred."""
+        return slot in self._deferred
 
-    def most_up_to(self, slot: int) -> int:
-        """Entries of its sequence that wait up to there, at most."""
-        return self._late[slot].num_behind if slot in self._late else 0
+    def max_up_to(self, slot: int) -> int:
+        """Return an upper bound of the deferred tokens of the slot's sequence up to this slot."""
+        return self._deferred[slot].num_behind if slot in self._deferred else 0
 
     def up_to(self, slot: int) -> list[int]:
-        """The slots of the entries that wait up to there, one behind the other: those that a draft behind it needs."""
+        """Return the slots of the deferred tokens up to this slot, in order; a draft behind it needs all of them."""
         found: list[int] = []
-        while slot in self._late:
+        while slot in self._deferred:
             found.append(slot)
-            slot = self._late[slot].before
+            slot = self._deferred[slot].before
         return found[::-1]
 
     def take(self, slots: Iterable[int] | None = None) -> Entries | None:
-        """These, which wait; or all. Other threads of a sequence's tokens may go on from the same ones."""
-        taken = list(self._late if slots is None else dict.fromkeys(slots))
+        """Remove and return the tokens of these slots, or all. Forked sequences may continue from the same tokens."""
+        taken = list(self._deferred if slots is None else dict.fromkeys(slots))
         if not taken:
             return None
-        late = [self._late.pop(slot) for slot in taken]
+        late = [self._deferred.pop(slot) for slot in taken]
         first_of: dict[int, int] = {}
         steps: list[Tensor] = []
         num_before = 0
@@ -117,7 +122,7 @@ class LateEntries:
                 num_before += len(one.hidden_NW)
         hidden_NW = steps[0] if len(steps) == 1 else torch.cat(steps)
         rows = [first_of[id(one.hidden_NW)] + one.row for one in late]
-        is_in_order = rows == list(range(rows[0], rows[0] + len(rows)))  # mostly
+        is_in_order = rows == list(range(rows[0], rows[0] + len(rows)))
         return Entries(
             token_ids_N=torch.tensor([one.token_id for one in late], dtype=torch.int32),
             positions_N=np.array([one.position for one in late]),
@@ -127,18 +132,18 @@ class LateEntries:
         )
 
     def forget(self, slots: Iterable[int]) -> None:
-        """What waits of them, perhaps nothing, is of whoever had these before."""
+        """Discard the deferred tokens of these slots, which belong to their previous owner."""
         for slot in slots:
-            self._late.pop(slot, None)
+            self._deferred.pop(slot, None)
 
     def drop(self) -> list[int]:
-        """All that wait, never to be computed: their slots."""
-        slots = list(self._late)
-        self._late.clear()
+        """Discard all deferred tokens, and return their slots."""
+        slots = list(self._deferred)
+        self._deferred.clear()
         return slots
 
     def places(self, slots_N: Ints, wanted: Ints) -> Ints:
-        """Where in slots_N each of the wanted ones is for the last time; UNKNOWN where it is not."""
+        """Return the last index of each wanted slot in slots_N; UNKNOWN if absent."""
         self._place_of_S[slots_N] = np.arange(len(slots_N))
         found: Ints = self._place_of_S[wanted]
         self._place_of_S[slots_N] = UNKNOWN
@@ -146,5 +151,5 @@ class LateEntries:
 
 
 def side_by_side(aux_hidden_states: AuxHiddenStates, layers: tuple[int, ...]) -> Tensor:
-    """(N, W): a copy."""
+    """Return the hidden states of these layers concatenated, (N, W); a copy."""
     return torch.cat([aux_hidden_states[layer] for layer in layers], dim=-1)

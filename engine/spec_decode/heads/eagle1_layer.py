@@ -1,11 +1,11 @@
-"""EAGLE-1's layer: over the model's last hidden state. Li et al. 2024, arXiv:2401.15077; EAGLE-2 uses the same heads.
+"""EAGLE-1 layer over the model's last hidden state. Li et al. 2024, arXiv:2401.15077; EAGLE-2 uses the same heads.
 
-    f(t)   the model's last hidden state of position t, as its head reads it: normed
+    f(t)   the model's last hidden state of position t, normed, as its head reads it
     entry  of token t: fc of the embedding of token t and f(t - 1), side by side
-    layer  one of Llama's without the norm before attention; what it says of token t + 1 is the model's head of its x
+    layer  a Llama layer without the norm before attention; the logits of token t + 1 are the model's head of its x
     next   its own x, in the place of f
 
-Embedding and head are the model's, which the layer was trained beside: copies in the checkpoint are not read.
+Embedding and head are the model's, which the layer was trained with: copies in the checkpoint are not read.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ _COPIES = frozenset({"embed_tokens.weight", "lm_head.weight"})
 
 
 class Eagle1Layer:
-    """Implements DraftLayer."""
+    """DraftLayer of EAGLE-1."""
 
     known_D: Tensor | None = None
 
     def __init__(self, config: HeadsConfig, model: ModelConfig, room: HeadsRoom) -> None:
-        """Reads the head. Raises SpecError if it does not fit config.json, or the model."""
+        """Read the head. Raises SpecError if it does not fit config.json or the model."""
         reader, shape = room.reader, config.shape
         assert shape is not None
         found, hidden = reader.checkpoint.shapes, shape.hidden_size
         expected = {**expected_tensors(shape, _LAYER, entry_size=hidden), "fc.weight": (hidden, 2 * hidden)}
-        # config.json does not say which biases there are.
+        # config.json does not list the biases.
         has_bias, has_qkv_bias = "fc.bias" in found, f"{_LAYER}.self_attn.q_proj.bias" in found
         biased = ["fc"] * has_bias + [f"{_LAYER}.self_attn.{name}_proj" for name in "qkv"] * has_qkv_bias
         expected |= {f"{name}.bias": expected[f"{name}.weight"][:1] for name in biased}

@@ -1,9 +1,9 @@
-"""EAGLE-3's layer: over three hidden states of the model, fused. Li et al. 2025, arXiv:2503.01840.
+"""EAGLE-3 layer over three fused hidden states of the model. Li et al. 2025, arXiv:2503.01840.
 
-f(t)   the model's hidden states of position t after three of its layers, and fc of the three together
-entry  of token t: norm(embedding of token t) and norm(f(t - 1)), side by side
-layer  x = f + attention(entry); x + mlp(norm(x)); what it says of token t + 1 is head(norm(x))
-next   its own x, not normed, in the place of f
+    f(t)   fc of the model's hidden states of position t after three of its layers
+    entry  of token t: norm(embedding of token t) and norm(f(t - 1)), side by side
+    layer  x = f + attention(entry); x + mlp(norm(x)); the logits of token t + 1 are head(norm(x))
+    next   its own x, not normed, in the place of f
 
 Variants (Eagle3Variant): a norm before fc, x = norm(f) + attention(entry), and norm(x) as the next feature.
 """
@@ -29,14 +29,14 @@ from engine.spec_decode.heads.draft_layer import DraftPlaces
 from engine.spec_decode.heads.heads import HeadsRoom
 from engine.weights.checkpoint import Shape, check_tensors
 
-# T tokens of a step, R rows, E hidden_size, D tokens that the head knows
+# T tokens of a step, R rows, E hidden_size, D draft vocabulary
 
 
 class Eagle3Layer:
-    """Implements DraftLayer."""
+    """DraftLayer of EAGLE-3."""
 
     def __init__(self, config: HeadsConfig, model: ModelConfig, room: HeadsRoom) -> None:
-        """Reads the head. Raises SpecError if it does not fit config.json, or the model."""
+        """Read the head. Raises SpecError if it does not fit config.json or the model."""
         reader, shape, variant = room.reader, config.shape, config.eagle3
         assert shape is not None and variant is not None
         self._variant = variant
@@ -45,7 +45,7 @@ class Eagle3Layer:
         expected = {**_expected(config, shape, variant), **{name: size for name, size in also.items() if name in found}}
         check_tensors(found, expected, optional=frozenset({"t2d"}))
         eps = shape.rms_norm_eps
-        self._fuse = reader.linear({"fc": (0, shape.hidden_size)})  # whole: every rank keeps the same features
+        self._fuse = reader.linear({"fc": (0, shape.hidden_size)})  # not split: every rank keeps the same features
         self._hidden_norms = [reader.norm(name, eps) for name in _hidden_norms(variant)]
         self._embedding_norm = reader.norm(f"{variant.layer}.input_layernorm", eps)
         self._feature_norm = reader.norm(f"{variant.layer}.hidden_norm", eps)
@@ -57,15 +57,15 @@ class Eagle3Layer:
         if "embed_tokens.weight" in found:
             self._embed = reader.embedding("embed_tokens", model.vocab_size)
         self._compile = self._find_programs(reader, shape)
-        self._compiled: CompiledEagle | None = None  # from `attach` on
-        self._steps: EntrySteps | None = None  # of the draft that is being made, where programs make it
-        self._logits_RD: Tensor | None = None  # of the last call, where a program has made them along
+        self._compiled: CompiledEagle | None = None  # set by `attach`
+        self._steps: EntrySteps | None = None  # of the current draft, if compiled
+        self._logits_RD: Tensor | None = None  # of the last call, if compiled
         self.known_D: Tensor | None = None
         if "d2t" in found:
             offsets_D = reader.checkpoint.read("d2t").long()
             self.known_D = (offsets_D + torch.arange(len(offsets_D))).to(reader.device)
             if not 0 <= int(self.known_D.min()) <= int(self.known_D.max()) < model.vocab_size:
-                raise SpecError(f"d2t names tokens beyond the model's {model.vocab_size}")
+                raise SpecError(f"d2t: token ids out of range [0, {model.vocab_size})")
 
     def attach(self, pool: KVPool) -> None:
         self._pool = pool
@@ -90,7 +90,7 @@ class Eagle3Layer:
         if programs := self._for_few(len(token_ids_R)):
             if place == 0:
                 self._steps = EntrySteps(places, *self._block.angles(places.positions_PR.ravel(), before_RE))
-            assert self._steps, "places are asked for in order"
+            assert self._steps, "the first call of a draft must be for place 0"
             step = self._steps.at(place)
             x_RE, self._logits_RD = programs.draft(step, self._embed(token_ids_R), self._residual(before_RE))
         else:
@@ -106,11 +106,11 @@ class Eagle3Layer:
         return self._gather(self._head(feature_RE, before=norm)).float()
 
     def _for_few(self, num_tokens: int) -> CompiledEagle | None:
-        """What computes so many; None: part by part."""
+        """Return the compiled layer if it can compute this many tokens."""
         return self._compiled if self._compiled and num_tokens <= self._compiled.most_tokens else None
 
     def _find_programs(self, reader: ShardReader, shape: ModelConfig) -> Callable[[KVPool], CompiledEagle] | None:
-        """None where the layer is computed part by part."""
+        """Return a factory of the compiled layer; None if it is not supported."""
         if reader.kernels is None or reader.parallel.size > 1:
             return None
         block = self._block
@@ -150,7 +150,7 @@ def _halves(reader: ShardReader, shape: ModelConfig, attention: str, names: str)
 
 
 def _hidden_norms(variant: Eagle3Variant) -> list[str]:
-    """Names of the norms before fc: of all three hidden states, of each, or none."""
+    """Return the names of the norms before fc: one of all three hidden states, one of each, or none."""
     if variant.norm_before_fc:
         return ["input_norm"]
     return [f"fc_norm.{i}" for i in range(3)] if variant.fc_norm else []

@@ -1,13 +1,13 @@
-"""What is known of the positions that a sequence may go on from: a row of numbers each, by the slot of its KV.
+"""Features of the positions that a sequence may continue from, by KV slot.
 
-A sequence goes on behind the last position that was computed of it. In a step that is the last of its row, or, where
-the row had a draft, any from its last own token on, as the draft turns out. All of these are kept for some steps, in a
-ring. Where the layout has room for it (EAGLE), of a block that is full a row is kept as long as its KV, in the pool:
-whoever finds the block in the cache, in a lower tier, behind a fork or after a passage goes on from there.
+A sequence continues behind its last computed position: the last position of its row in the step, or, after a draft, any
+from its last own token on. Features of all of these are kept for some steps, in a ring. If the layout has room (EAGLE),
+the feature of a full block's last position is also stored in the pool, so that sequences can continue after a cache
+hit, a lower tier, a fork or a transfer.
 
-Heads that nobody has asked for a while pass positions over. Nothing is known of these, nor of any behind them, which
-would be guessed from what is not there: of a slot that is a mark, and of a block's last position a row of zeros, which
-no feature is. That goes wherever the block goes; and with what a sequence goes on from, in the place of that.
+Resting heads pass positions over. Neither these positions nor any behind them have features, because those would be
+computed from missing KV. A slot is marked, and the last position of a block has a row of zeros, which no feature is.
+The zeros travel with the block, and in place of the feature when a sequence moves.
 """
 
 from __future__ import annotations
@@ -24,98 +24,100 @@ from engine.kv.pool import KVPool
 from engine.runner import streams
 from engine.spec_decode.heads.head_row import HeadRow
 
-# N rows, E numbers of each, C places of the ring
+# N rows, E width of a feature, C capacity of the ring
 
 UNKNOWN = -1
-_LOOKED_AT = 16  # bytes of a row, to know whether it is zeros
+# Bytes of a row that are checked for zeros.
+_LOOKED_AT = 16
 
 
 class Features:
-    """Owned by the step thread. Every rank has its own, and they are the same."""
+    """Features of one rank; equal on all ranks. Owned by the step thread."""
 
     def __init__(self, pool: KVPool, *, dim: int, dtype: torch.dtype, capacity: int) -> None:
-        """capacity: of the ring: as much as a few steps keep."""
+        """capacity: size of the ring, as much as a few steps keep."""
         self._pool = pool
         self._size = pool.layout.block_size
         self._of_blocks: Tensor | None = None
-        with torch.inference_mode(False):  # whoever warms up is in it, and what has arrived is written outside of it
+        # Warm-up runs in inference mode, but transfers write outside of it.
+        with torch.inference_mode(False):
             self._ring_CE = torch.zeros(capacity, dim, dtype=dtype, device=pool.device)
             if pool.layout.feature_bytes:
                 self._of_blocks = pool.features.view(dtype)
         self._slot_of_C = np.full(capacity, UNKNOWN)
-        self._place_of = np.full(pool.num_blocks * self._size, UNKNOWN)  # by slot: the latest
+        self._place_of = np.full(pool.num_blocks * self._size, UNKNOWN)  # latest place by slot
         self._next = 0
-        # Heads of a device pass nothing over, and to look there would be to wait.
+        # Heads on a GPU pass nothing over, and reading the bytes there would wait for it.
         self._begin_BN = pool.features.numpy()[:, :_LOOKED_AT] if pool.device.type == "cpu" else None
         self._is_over = bytearray(pool.num_blocks * self._size)  # by slot: passed over
         self._is_over_S = np.frombuffer(self._is_over, dtype=np.uint8)
 
     def keep(self, slots_N: Ints, x_NE: Tensor) -> None:
-        """Of positions that sequences may go on from."""
+        """Keep the features of positions that sequences may continue from."""
         slots_N, x_NE = slots_N[-len(self._slot_of_C) :], x_NE[-len(self._slot_of_C) :]
         places_N = (self._next + np.arange(len(slots_N))) % len(self._slot_of_C)
         self._next = (self._next + len(slots_N)) % len(self._slot_of_C)
         self._slot_of_C[places_N] = slots_N
         self._place_of[slots_N] = places_N
-        if len(places_N) and places_N[0] <= places_N[-1]:  # mostly
+        if len(places_N) and places_N[0] <= places_N[-1]:
             self._ring_CE[int(places_N[0]) : int(places_N[-1]) + 1] = x_NE
         else:
             self._ring_CE[self._on_device(places_N)] = x_NE
 
     def keep_ends(self, slots_T: Ints, x_TE: Tensor) -> None:
-        """Of all positions of a step, those that fill their blocks."""
+        """Store the features of those positions of a step that fill their blocks."""
         ends = np.flatnonzero(slots_T % self._size == self._size - 1)
         if self._of_blocks is not None and len(ends):
             blocks_N = self._on_device(slots_T[ends] // self._size)
             self._of_blocks[blocks_N] = x_TE[self._on_device(ends)]
 
     def pass_over(self, slots: Iterable[int]) -> None:
-        """Nothing will be known of these."""
+        """Mark these slots as passed over."""
         last = self._size - 1
         for slot in slots:
             self._is_over[slot] = True
             if self._of_blocks is not None and slot % self._size == last:
                 self._of_blocks[slot // self._size] = 0
 
-    def take_up(self, slots_N: Ints | int) -> None:
-        """Of these something will be known: what was passed over was of whoever had the blocks before."""
+    def clear_passed_over(self, slots_N: Ints | int) -> None:
+        """Clear the marks of these slots, which belong to the previous owner of the blocks."""
         self._is_over_S[slots_N] = False
 
     def is_passed_over(self, slot: int) -> bool:
-        """Of a position that is computed."""
+        """Return True if the computed position at this slot was passed over."""
         if self._of_blocks is not None and self._begin_BN is not None and slot % self._size == self._size - 1:
             return not self._begin_BN[slot // self._size].any()
         return bool(self._is_over[slot])
 
     def places(self, slots: Iterable[int]) -> list[int]:
-        """Where the row of each is, for `read`; UNKNOWN where nothing is known of it."""
+        """Return where the feature of each slot is, for `read`; UNKNOWN if there is none."""
         return [self._place(slot) for slot in slots]
 
     def before(self, rows: Sequence[HeadRow]) -> tuple[list[int], Tensor]:
-        """Of the position before each row's last token: of which rows anything is known, and (N, E) of these."""
+        """Return the rows that have a feature before their last token, and these features (N, E)."""
         places = self.places(self.slots_before(rows))
         known = [row for row, place in enumerate(places) if place != UNKNOWN]
         return known, self.read([places[row] for row in known])
 
     def knows(self, rows: Sequence[HeadRow], is_in_flight: Callable[[int], bool] = lambda slot: False) -> bool:
-        """Whether anything is known of the position before the last token of all of them. is_coming: whether something
-        will be of a slot."""
+        """Return True if every row has a feature before its last token, or will have: is_in_flight(slot)."""
         return all(is_in_flight(slot) or self._place(slot) != UNKNOWN for slot in self.slots_before(rows))
 
     def _place(self, slot: int) -> int:
-        """Asked of a few between steps, when numpy's caches are cold: so hardly anything of it is called."""
+        """Return the place of one slot. Uses hardly any numpy, because its caches are cold between steps."""
         if slot == UNKNOWN or self.is_passed_over(slot):
             return UNKNOWN
-        if self._of_blocks is not None and slot % self._size == self._size - 1:  # the ring may be older
+        # Prefer the block's feature; the one in the ring may be older.
+        if self._of_blocks is not None and slot % self._size == self._size - 1:
             return len(self._slot_of_C) + slot // self._size
         place = int(self._place_of[slot])
         return place if place >= 0 and int(self._slot_of_C[place]) == slot else UNKNOWN
 
     def read(self, places: Sequence[int]) -> Tensor:
-        """(N, E), a copy; zeros where nothing is known."""
+        """Return a copy of the features, (N, E); zeros for UNKNOWN."""
         capacity = len(self._slot_of_C)
         in_ring = [row for row, place in enumerate(places) if 0 <= place < capacity]
-        if len(in_ring) == len(places):  # mostly
+        if len(in_ring) == len(places):
             return self._ring_CE[self._on_device(places)]
         x_NE = torch.zeros(len(places), self._ring_CE.shape[1], dtype=self._ring_CE.dtype, device=self._pool.device)
         x_NE[self._on_device(in_ring)] = self._ring_CE[self._on_device([places[row] for row in in_ring])]
@@ -126,7 +128,7 @@ class Features:
         return x_NE
 
     def take_copy(self, source: int, target: int) -> None:
-        """A block was copied for a sequence that forks inside of it."""
+        """Copy the features of a block that was copied for a fork."""
         offsets = np.arange(self._size)
         places = self._place_of[source * self._size + offsets]
         is_there = (places >= 0) & (self._slot_of_C[places] == source * self._size + offsets)
@@ -135,8 +137,10 @@ class Features:
         self._is_over_S[target * self._size + offsets] = self._is_over_S[source * self._size + offsets]
 
     def of(self, blocks: Sequence[int], num_tokens: int) -> bytes:
-        """What is known of the last of so many positions of a block table, as it travels with their KV; zeros: it is
-        passed over; empty: nothing, or nothing yet."""
+        """Return the feature of the last of `num_tokens` positions of a block table, as sent with its KV.
+
+        Zeros: it is passed over. Empty: there is none, or none yet.
+        """
         slots = self._slots(blocks, num_tokens - 1, num_tokens)
         if len(slots) and self.is_passed_over(int(slots[0])):
             return bytes(self._ring_CE[0].nbytes)
@@ -144,9 +148,11 @@ class Features:
         return b"" if UNKNOWN in places else self.read(places).view(torch.uint8).cpu().numpy().tobytes()
 
     def arrived(self, blocks: Sequence[int], first_token: int, end_token: int, last: bytes) -> None:
-        """KV of positions [first_token, end_token), perhaps none, has come into this block table from elsewhere, the
-        rows of full blocks with it, and what is known `of` the last before end_token there. What the ring has of these
-        slots is of whoever had the blocks before."""
+        """Record KV of positions [first_token, end_token) that a transfer wrote to this block table.
+
+        The range may be empty. The features of full blocks came with the KV. last: the sender's `of` for end_token.
+        Discards what the ring has for these slots, which belongs to the previous owner of the blocks.
+        """
         slots = self._slots(blocks, min(first_token, end_token - 1), end_token)
         self._place_of[slots], self._is_over_S[slots] = UNKNOWN, False
         if not end_token or len(last) != self._ring_CE[0].nbytes:
@@ -160,7 +166,7 @@ class Features:
             self.keep(self._slots(blocks, end_token - 1, end_token), ours.upload(host).view(self._ring_CE.dtype)[None])
 
     def slots_before(self, rows: Sequence[HeadRow]) -> list[int]:
-        """Of the position before each row's last token."""
+        """Return the slot of the position before each row's last token."""
         size, before = self._size, [row.position - 1 for row in rows]
         return [row.blocks[at // size] * size + at % size for row, at in zip(rows, before, strict=True)]
 
@@ -174,7 +180,7 @@ class Features:
 
 
 def slots_before(batch: Batch, *, block_size: int) -> Ints:
-    """(T,) of the position before each; UNKNOWN where there is none."""
+    """(T,) slot of the position before each token; UNKNOWN if there is none."""
     before_T = batch.slots - 1
     first_in_block = np.flatnonzero(batch.positions % block_size == 0)
     if len(first_in_block):
@@ -186,18 +192,21 @@ def slots_before(batch: Batch, *, block_size: int) -> Ints:
 
 
 def list_before(batch: Batch, slots: Sequence[int], positions: Sequence[int], *, block_size: int) -> list[int]:
-    """The same, of the batch's own numbers as they are in Python, mostly without numpy, whose caches are cold."""
+    """Return `slots_before` as a list, usually without numpy, whose caches are cold.
+
+    slots, positions: those of the batch, as lists.
+    """
     firsts = [i for i, position in enumerate(positions) if position % block_size == 0]
     found = [slot - 1 for slot in slots]
     if firsts and len(positions) > len(batch.query_lens):
         found = slots_before(batch, block_size=block_size).tolist()
-    else:  # mostly: a token of each row
+    else:
         for i in firsts:
             block = positions[i] // block_size - 1
             found[i] = (int(batch.block_tables[i, block]) + 1) * block_size - 1 if block >= 0 else UNKNOWN
     return found
 
 
-def going_on(batch: Batch) -> Ints:
-    """Indices into T of the positions that rows may go on from: see above."""
+def continuable(batch: Batch) -> Ints:
+    """Return the indices into T of the positions that rows may continue from."""
     return np.union1d(batch.logits_rows, np.cumsum(batch.query_lens) - 1)

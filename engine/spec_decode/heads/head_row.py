@@ -1,4 +1,4 @@
-"""A sequence that heads are asked about."""
+"""Inputs and outputs of draft heads."""
 
 from __future__ import annotations
 
@@ -7,24 +7,23 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-# R rows, V vocabulary, D tokens that a head knows
+# R rows, V vocabulary, D draft vocabulary
 
 
 class HeadRow(NamedTuple):
-    """One whose next tokens are to be guessed."""
+    """Sequence to draft for."""
 
-    token_id: int  # its last
-    position: int  # of that
-    blocks: Sequence[int]  # its table, which has a place for the last token
+    token_id: int  # last token
+    position: int  # of the last token
+    blocks: Sequence[int]  # block table, with room for the last token
 
 
 class HeadLogits(NamedTuple):
-    """Of the next tokens of some rows."""
+    """Logits of the next tokens of some rows."""
 
     values_RD: Tensor  # fp32; may be overwritten
-    ids_D: Tensor | None = None  # of the tokens that they are of, on the same device; None: all, in order
+    ids_D: Tensor | None = None  # token ids of the columns, on the same device; None: the full vocabulary
 
 
-# From the logits of the next token of some rows to these tokens: which rows they are, and how many tokens of the draft
-# are before.
+# Chooses the next tokens from the logits of some rows. Arguments: logits, row numbers, number of draft tokens before.
 Choose = Callable[[HeadLogits, Sequence[int], int], Sequence[int]]

@@ -1,4 +1,4 @@
-"""Heads that draft from the model's hidden states, as a rank has them."""
+"""Interface of draft heads on the model's hidden states, on one rank."""
 
 from __future__ import annotations
 
@@ -21,78 +21,84 @@ from engine.spec_decode.heads.head_row import Choose, HeadRow
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParts:
-    """Of the model that is drafted for."""
+    """Parts of the served model that heads use."""
 
     embed: Callable[[Tensor], Tensor]  # token ids (T,) -> (T, E)
-    norm: Callable[[Tensor], Tensor]  # the last one
+    norm: Callable[[Tensor], Tensor]  # the final norm
     logits: Callable[[Tensor], Tensor]  # hidden states (R, E), not normed -> (R, V) fp32
-    head: Callable[[Tensor], Tensor]  # the same of what has been normed
+    head: Callable[[Tensor], Tensor]  # the same for normed hidden states
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsRoom:
-    """What heads are put together with."""
+    """Environment that heads are built with."""
 
-    reader: ShardReader  # of their own checkpoint
+    reader: ShardReader  # of the heads' checkpoint
     model: ModelParts
-    max_rows: int  # that are asked about at a time
+    max_rows: int  # of a `draft` call
 
     @property
     def num_places(self) -> int:
-        """For features of positions that sequences may go on from."""
+        """Capacity for features of positions that sequences may continue from."""
         return STEPS_KEPT * self.max_rows
 
     @property
     def can_wait(self) -> bool:
-        """Whether what a step has computed may be put into the pool later: where nobody else would have to, too."""
+        """True if draft KV may be deferred: no other rank or device would have to defer it, too."""
         return self.reader.device.type == "cpu" and self.reader.parallel.size == 1
 
 
 class DraftHeads(Protocol):
-    """One kind of heads. Owned by the step thread."""
+    """Draft heads of one kind. Owned by the step thread."""
 
-    features: Features  # from `attach` on
-    layers: tuple[int, ...]  # of the model: see Taps
+    features: Features  # set by `attach`
+    layers: tuple[int, ...]  # layers of the model whose hidden states are read, see AuxHiddenStates
 
     def attach(self, pool: KVPool, /) -> None:
-        """Before anything else: what the heads keep is kept there."""
+        """Set the pool that the heads write to. Called first."""
         ...
 
     def follow(
         self, batch: Batch, aux_hidden_states: AuxHiddenStates, on_layer: Callable[[int], None] | None, /
     ) -> None:
-        """A step has been computed: remember what drafts will need, and put into the pool what the heads keep of its
-        tokens; with on_layer now, else perhaps not before `settle`. on_layer: as of ModelRunner.forward, for their own
-        layers."""
+        """Record a computed step, and write the heads' KV of its tokens to the pool.
+
+        Without on_layer the write may be deferred until `settle`. on_layer: as in ModelRunner.forward, for the heads'
+        layers.
+        """
         ...
 
     def rest(self, num_first: int | None, /) -> None:
-        """Nobody has had anything of them for a while, and will ask at most within so many first tokens of answers.
-        They may then stop to gather what drafts will need of sequences that decode, and have nothing to say of these
-        any more, also later. None: they are asked at any time."""
+        """Announce that drafts are requested only within the first `num_first` tokens of answers, if at all.
+
+        Heads may then stop collecting state of decoding sequences, and cannot draft for these afterwards. None: drafts
+        may be requested at any time.
+        """
         ...
 
     def pass_over(self, batch: Batch, on_layer: Callable[[int], None] | None, /) -> bool:
-        """Before a step is computed: whether they want nothing of it, and are not to `follow` it."""
+        """Return True if the heads skip the next step, which then must not be passed to `follow`."""
         ...
 
     def settle(self) -> None:
-        """All that steps have computed is in the pool then, and in `features`, or is passed over."""
+        """Write all deferred KV to the pool and to `features`, or pass it over."""
         ...
 
     def knows(self, rows: Sequence[HeadRow], /) -> bool:
-        """Whether they have seen what these rows go on from."""
+        """Return True if the heads have the state to draft for these rows."""
         ...
 
     def num_behind(self, row: HeadRow, /) -> int | None:
-        """Tokens of it that are put into the pool only because somebody asks what follows; None: they know nothing."""
+        """Return the number of deferred tokens to compute before a draft; None if the row cannot be drafted for."""
         ...
 
     def catch_up(self, rows: Sequence[HeadRow], max_tokens: int | None = None, /) -> None:
-        """Put the first so many of these there, or all."""
+        """Compute the first `max_tokens` of these deferred tokens, or all."""
         ...
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose, /) -> None:
-        """What follows each, place after place, as far as the heads go: `choose` keeps it. Nothing of rows of which
-        they know nothing."""
+        """Draft for each row, place after place, as far as the heads go. Skips rows without state.
+
+        `choose` picks the tokens of each place.
+        """
         ...

@@ -1,9 +1,9 @@
-"""Medusa: heads beside the model's own, each of which guesses one token further. Cai et al. 2024, arXiv:2401.10774.
+"""Medusa heads: each drafts one token further ahead. Cai et al. 2024, arXiv:2401.10774.
 
     x = the model's last hidden state, normed, of a sequence's last position but one
-    head i:  x + silu(linear(x)), so many times; then a projection to the vocabulary: the token i + 1 behind the next
+    head i:  x + silu(linear(x)), num_residuals times; then a projection to the vocabulary: token i + 1 after the next
 
-What the model's own head says of that position is the sequence's last token, so head 0 guesses the next one.
+The model's own head at that position gives the sequence's last token, so head 0 drafts the next one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from engine.kv.pool import KVPool
 from engine.layers.layers import Linear
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.runner import streams
-from engine.spec_decode.heads.features import Features, going_on
+from engine.spec_decode.heads.features import Features, continuable
 from engine.spec_decode.heads.head_row import Choose, HeadLogits, HeadRow
 from engine.spec_decode.heads.heads import HeadsRoom
 from engine.weights.checkpoint import Shape, check_tensors
@@ -29,11 +29,13 @@ from engine.weights.checkpoint import Shape, check_tensors
 
 
 class Medusa:
-    """Implements DraftHeads. It keeps nothing in the pool: what is not in the ring any more, or came without it, costs
-    one step without a draft."""
+    """DraftHeads of Medusa. Keeps nothing in the pool.
+
+    A feature missing from the ring costs one step without a draft.
+    """
 
     def __init__(self, config: HeadsConfig, model: ModelConfig, room: HeadsRoom) -> None:
-        """Reads the heads. Raises SpecError if they do not fit config.json, or the model."""
+        """Read the heads. Raises SpecError if they do not fit config.json or the model."""
         reader, found = room.reader, room.reader.checkpoint.shapes
         names = _OLD if "0.0.linear.weight" in found else _NEW
         check_tensors(found, _expected(config, model, names), optional=frozenset())
@@ -59,7 +61,7 @@ class Medusa:
         )
 
     def follow(self, batch: Batch, aux_hidden_states: AuxHiddenStates, on_layer: Callable[[int], None] | None) -> None:
-        last_N = going_on(batch)
+        last_N = continuable(batch)
         x_TE = aux_hidden_states[self.layers[0]]
         self.features.keep(batch.slots[last_N], x_TE[streams.upload_indices(last_N, x_TE.device)])
 
@@ -96,7 +98,7 @@ def _through(residuals: Sequence[Linear], x_RE: Tensor) -> Tensor:
     return x_RE
 
 
-_OLD = "{i}.{j}.linear", "{i}.{n}"  # as Medusa's own repository saves them
+_OLD = "{i}.{j}.linear", "{i}.{n}"  # names in checkpoints of Medusa's own repository
 _NEW = "blocks.{i}.layers.{j}", "lm_heads.{i}"
 
 

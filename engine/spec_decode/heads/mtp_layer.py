@@ -1,8 +1,8 @@
-"""DeepSeek-V3's own layer that predicts a further token. DeepSeek-V3, arXiv:2412.19437, section 2.2.
+"""Multi-token prediction layer of DeepSeek-V3. DeepSeek-V3, arXiv:2412.19437, section 2.2.
 
-    f(t)   the model's last hidden state of position t, as its head reads it: normed
+    f(t)   the model's last hidden state of position t, normed, as its head reads it
     entry  of token t: enorm(embedding of token t) and hnorm(f(t - 1)), side by side, through eh_proj
-    layer  one more of the model's; what it says of token t + 1 is the model's head of shared_head.norm(x)
+    layer  one more layer of the model; the logits of token t + 1 are the model's head of shared_head.norm(x)
     next   that norm of its own x, in the place of f
 
 The paper leaves open whether f is normed; it is in Megatron, SGLang and TensorRT-LLM. Embedding and head are the
@@ -38,12 +38,12 @@ from engine.weights.checkpoint import Shape, check_tensors
 
 
 class MtpLayer:
-    """Implements DraftLayer."""
+    """DraftLayer of DeepSeek-V3."""
 
     known_D: Tensor | None = None
 
     def __init__(self, config: HeadsConfig, model: ModelConfig, room: HeadsRoom) -> None:
-        """Reads the layer from the model's own checkpoint. Raises SpecError if it does not fit config.json."""
+        """Read the layer from the model's own checkpoint. Raises SpecError if it does not fit config.json."""
         reader, shape, index = room.reader, config.shape, model.num_layers
         assert shape is not None and shape.latent is not None
         prefix, eps = f"model.layers.{index}", shape.rms_norm_eps

@@ -1,4 +1,4 @@
-"""Open the heads that draft beside a model, and warm them up."""
+"""Loading and warm-up of draft heads."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ _LAYERS: Mapping[str, Callable[[HeadsConfig, ModelConfig, HeadsRoom], DraftLayer
 def open_heads(
     config: HeadsConfig, model: ModelConfig, *, reader: ShardReader, parts: ModelParts, max_rows: int
 ) -> DraftHeads | None:
-    """reader: as the model's own matrices are read. None: heads that keep nothing in the pool are rank 0's alone, and
-    this is another one. Raises SpecError."""
+    """Load the heads with a reader configured as the model's. Raises SpecError.
+
+    Heads without KV layers run on rank 0 only; returns None on the other ranks.
+    """
     parallel = reader.parallel
     if not config.num_kv_layers:
         if not parallel.is_leader:
@@ -44,9 +46,10 @@ def open_heads(
         parallel = TensorParallel()
     config.check_tensor_parallel(parallel.size)
     own = replace(reader, parallel=parallel, spreads_experts=False, redundant_experts=0)
-    if config.kind != "mtp":  # which is in the model's checkpoint
+    if config.kind != "mtp":  # MTP is in the model's checkpoint
         own = replace(own, checkpoint=open_checkpoint(config.directory))
-        if own.kernels:  # what is guessed is verified: half the bytes are worth more than their last bits
+        # Drafts are verified, so speed is worth more than precision.
+        if own.kernels:
             own = replace(own, weights="int8")
     room = HeadsRoom(reader=own, model=parts, max_rows=max_rows)
     try:
@@ -60,8 +63,11 @@ def open_heads(
 def warm_up_heads(
     heads: DraftHeads, pool: KVPool, *, max_tokens: int, max_rows: int, hidden_size: int, dtype: torch.dtype
 ) -> None:
-    """Follow steps of every power of two of tokens, and draft for as many rows. The model computes nothing, for other
-    ranks may have no heads, and would be waited for. Leaves numbers without meaning in the pool's first blocks."""
+    """Follow steps of every power of two of tokens, and draft for as many rows.
+
+    The model itself computes nothing, because ranks without heads would not take part. Leaves meaningless values in the
+    first blocks.
+    """
     size = pool.layout.block_size
     for count in (1 << i for i in range(max_tokens.bit_length())):
         blocks = [number % pool.num_blocks for number in range(-(-count // size))]
@@ -73,4 +79,4 @@ def warm_up_heads(
         heads.follow(batch, aux_hidden_states, None)
         rows = [HeadRow(0, count, [*blocks, blocks[0]])] * min(count, max_rows)
         heads.draft(rows, 1, lambda logits, known, place: [0] * len(known))
-    heads.attach(pool)  # it knows nothing of these
+    heads.attach(pool)  # discards the features

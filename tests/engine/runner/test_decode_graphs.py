@@ -1,4 +1,4 @@
-"""Replayed decode steps are those that are launched one by one, whatever was replayed before."""
+"""Replayed decode steps equal those launched kernel by kernel, whatever was replayed before."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ def pair(request: pytest.FixtureRequest, make_pair: MakePair) -> tuple[ModelRunn
 
 
 def decode_batch(contexts: list[int], seed: int) -> Batch:
-    """One query a row, at the end of its context, over blocks in no order."""
+    """Return a batch of one query per row, at the end of its context, over blocks in random order."""
     return batch_of([(context, 1, 1) for context in contexts], seed)
 
 
 def batch_of(rows: list[tuple[int, int, int]], seed: int) -> Batch:
-    """Of each row the context in the end, its last tokens that are computed, and the last of these whose logits are
-    wanted."""
+    """Return a batch. Per row: context at the end, number of tokens computed, and how many of the last of these have
+    logits."""
     generator = np.random.default_rng(seed)
     blocks = iter(generator.permutation(NUM_BLOCKS).tolist())
     return Batch.of(
@@ -99,7 +99,7 @@ def batch_of(rows: list[tuple[int, int, int]], seed: int) -> Batch:
 
 
 def fill(pool: KVPool, seed: int) -> None:
-    """With the KV of earlier steps."""
+    """Fill the pool as earlier steps would."""
     every = torch.arange(pool.num_blocks * BLOCK_SIZE, device=pool.device)
     layout = pool.layout
     shape = (layout.num_sides, len(every), layout.heads_per_rank, layout.head_dim)
@@ -118,9 +118,9 @@ def contents(pool: KVPool) -> torch.Tensor:
 
 
 def check_equal(pair: tuple[ModelRunner, ModelRunner], batch: Batch, *, tolerance: float = 1e-4) -> None:
-    """Both runners compute the batch alike, and write alike, and only where the batch says."""
+    """Check that both runners return equal logits, write equal KV, and write only to the batch's slots."""
     if pair[0].pool.scales:
-        tolerance = max(tolerance, 0.13)  # a number between two codes of e4m3 may become either: an eighth apart
+        tolerance = max(tolerance, 0.13)  # a value between two codes of e4m3 may become either: an eighth apart
     before = contents(pair[0].pool)
     logits = [runner.forward(batch).clone() for runner in pair]
     torch.testing.assert_close(*logits, atol=tolerance, rtol=tolerance)
@@ -145,7 +145,7 @@ def test_steps_of_any_sizes(pair: tuple[ModelRunner, ModelRunner], steps: list[l
 
 @st.composite
 def rows_of_several(draw: st.DrawFn) -> list[tuple[int, int, int]]:
-    """As steps have them that verify drafts, with a chunk of a prompt among them: as many tokens as there is room."""
+    """Return batches as in steps that verify drafts, with a chunk of a prompt, up to the limit of tokens."""
     left, rows = graph_sizes(MAX_ROWS)[-1], list[tuple[int, int, int]]()
     while left and len(rows) < 6:
         num_tokens = draw(st.integers(1, min(7, left)))
@@ -159,7 +159,7 @@ def rows_of_several(draw: st.DrawFn) -> list[tuple[int, int, int]]:
 
 @settings(max_examples=20)
 @given(steps=st.lists(rows_of_several(), min_size=1, max_size=3), seed=st.integers(0, 1000))
-def test_rows_of_several_tokens_are_replayed_in_strips(
+def test_rows_of_several_tokens_are_replayed_in_query_groups(
     pair: tuple[ModelRunner, ModelRunner], steps: list[list[tuple[int, int, int]]], seed: int
 ) -> None:
     for runner in pair:
@@ -168,13 +168,13 @@ def test_rows_of_several_tokens_are_replayed_in_strips(
         check_equal(pair, batch_of(rows, seed + i))
 
 
-def test_a_small_batch_sees_nothing_of_a_big_one(pair: tuple[ModelRunner, ModelRunner]) -> None:
+def test_small_batch_does_not_read_state_of_a_big_one(pair: tuple[ModelRunner, ModelRunner]) -> None:
     replaying, _ = pair
     fill(replaying.pool, 1)
     big, small = decode_batch([40] * 8, seed=1), decode_batch([17, 9, 30], seed=2)
     expected = replaying.forward(small).clone()
     replaying.forward(big)
-    # What only the big one uses is poisoned: who reads it gets NaN, and who writes it makes it a number.
+    # Poison what only the big batch uses: reading it gives NaN, and writing it makes it finite.
     used = {block for row, n in zip(small.block_tables, (3, 2, 4), strict=True) for block in row[:n].tolist()}
     others = [block for block in big.block_tables.ravel().tolist() if block not in used]
     for poisoned in replaying.pool.scales or replaying.pool.codes:
@@ -185,13 +185,13 @@ def test_a_small_batch_sees_nothing_of_a_big_one(pair: tuple[ModelRunner, ModelR
 
 
 def growing(contexts: list[int], seed: int) -> DecodeSteps:
-    """Over blocks in no order; five for each."""
+    """Return sequences over blocks in random order; five blocks each."""
     blocks = np.random.default_rng(seed).permutation(NUM_BLOCKS).tolist()
     tables = [blocks[5 * i : 5 * i + 5] for i in range(len(contexts))]
     return DecodeSteps(contexts, tables, block_size=BLOCK_SIZE)
 
 
-def test_block_tables_that_stay_on_the_device_and_grow_there(make_pair: MakePair) -> None:
+def test_block_tables_grow_in_place_on_the_device(make_pair: MakePair) -> None:
     pair = make_pair(FakeReplays(), "llama")
     for runner in pair:
         fill(runner.pool, 8)
@@ -201,16 +201,16 @@ def test_block_tables_that_stay_on_the_device_and_grow_there(make_pair: MakePair
         if step in (3, 4, 9):
             check_equal(pair, others.batch())  # in the same static inputs
         if step == 7:
-            check_equal(pair, ours.batch({1: list(range(8))}))  # of two strips: later rows' tables lie elsewhere
+            check_equal(pair, ours.batch({1: list(range(8))}))  # two query groups, so the tables of later rows move
         if step == 6:
             unseen = ours.batch()
             for runner in pair:
-                runner.forward(unseen, on_layer=lambda layer: None)  # it is not replayed
+                runner.forward(unseen, on_layer=lambda layer: None)  # not replayed
         if step == 11:
             del ours.sequences[1]
 
 
-def test_only_new_cells_of_block_tables_go_along(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_new_block_table_cells_are_uploaded(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     uploaded: list[int] = []
 
     def spy(arrays: Any, device: torch.device) -> list[torch.Tensor]:
@@ -222,11 +222,13 @@ def test_only_new_cells_of_block_tables_go_along(make_pair: MakePair, monkeypatc
     for _ in range(4):
         pair[0].forward(ours.batch())
     numbers = 7 * 4
-    assert uploaded == [numbers + 4 * 3, numbers + 3, numbers, numbers], "tables; the row, column and block of one cell"
+    assert uploaded == [numbers + 4 * 3, numbers + 3, numbers, numbers], (
+        "expected whole tables first, then the row, column and block of one cell"
+    )
 
 
-def test_what_is_recorded_reads_no_host_memory(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was uploaded for a step is overwritten before it is replayed: it has been copied to the static inputs."""
+def test_recorded_step_reads_no_host_memory(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The uploaded host memory is overwritten before the replay; it has been copied to the static inputs."""
     uploaded: list[torch.Tensor] = []
 
     def spy(*arguments: Any) -> list[torch.Tensor]:
@@ -273,16 +275,17 @@ def test_which_steps_are_replayed(make_pair: MakePair) -> None:
 
     assert is_replayed(batch(row(0, 1))) and is_replayed(decode_batch([5] * MAX_ROWS, seed=0))
     most = graph_sizes(MAX_ROWS)[-1]
-    assert is_replayed(batch(row(4, 8, num_logits=4), row(9, 10))), "a draft is verified"
-    assert is_replayed(batch(row(4, 5), row(0, most - 1, num_logits=0))), "a short chunk of a prompt"
-    assert not is_replayed(batch(row(0, most + 1))), "a long one"
-    assert not is_replayed(batch(row(4, 5)), on_layer=lambda layer: None), "somebody waits for its layers"
+    assert is_replayed(batch(row(4, 8, num_logits=4), row(9, 10))), "draft"
+    assert is_replayed(batch(row(4, 5), row(0, most - 1, num_logits=0))), "short chunk"
+    assert not is_replayed(batch(row(0, most + 1))), "long chunk"
+    assert not is_replayed(batch(row(4, 5)), on_layer=lambda layer: None), "on_layer"
     assert not is_replayed(decode_batch([5] * (most + 1), seed=0)), "too many rows"
     assert not is_replayed(batch(row(MAX_CONTEXT, MAX_CONTEXT + 1))), "too long a table"
 
 
-def test_what_would_read_much_again_is_not_replayed(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twelve tokens behind 50 are two strips, the first of which reads 58 positions; one strip reads its own once."""
+def test_batch_that_rereads_too_much_kv_is_not_replayed(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve tokens after 50 are two query groups, the first of which reads 58 positions; one group reads its own
+    once."""
     for most_bytes, is_replayed in ((1 << 30, True), (0, False)):
         monkeypatch.setattr(graph_replay, "READ_AGAIN_BYTES", most_bytes)
         capture = FakeReplays()
@@ -295,25 +298,25 @@ def test_what_would_read_much_again_is_not_replayed(make_pair: MakePair, monkeyp
             assert pair[0].forward(once) is not None and capture.num_replays == before + 1
 
 
-def test_the_logits_of_a_prompt_are_not_lost(make_pair: MakePair) -> None:
-    """No graph tells them."""
+def test_scored_prompt_is_not_replayed(make_pair: MakePair) -> None:
+    """No graph returns them."""
     capture = FakeReplays()
     pair = make_pair(capture, "llama")
     row = Row(token_ids=[3, 5, 7], start=0, blocks=[1], num_logits=1)
     batch = Batch.of([row], block_size=BLOCK_SIZE)
     scored = replace(batch, scored_rows=np.array([0, 1]))
-    told = [list[torch.Tensor](), list[torch.Tensor]()]
-    for runner, of in zip(pair, told, strict=True):
+    scores = [list[torch.Tensor](), list[torch.Tensor]()]
+    for runner, of in zip(pair, scores, strict=True):
         runner.forward(scored, on_logits=of.append)
-    assert not capture.num_replays and len(told[0]) == len(told[1]) == 1
-    torch.testing.assert_close(*(of[0] for of in told))
+    assert not capture.num_replays and len(scores[0]) == len(scores[1]) == 1
+    torch.testing.assert_close(*(of[0] for of in scores))
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
-    [("deepseek_v2", DEEPSEEK_V2, "experts"), ("mixtral", {}, "experts")],  # on a CPU they are called one by one
+    [("deepseek_v2", DEEPSEEK_V2, "experts"), ("mixtral", {}, "experts")],  # on a CPU experts are called one by one
 )
-def test_what_cannot_be_recorded_says_why(
+def test_unrecordable_model_logs_the_reason(
     family: str, changes: dict[str, Any], reason: str, make_pair: MakePair, caplog: pytest.LogCaptureFixture
 ) -> None:
     capture = FakeReplays()
@@ -346,7 +349,7 @@ def test_one_upload_keeps_shapes() -> None:
 def test_kernels_launched_in_the_interpreter(
     family: str, changes: dict[str, Any], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts and replayed steps of a whole model, by the kernels that a GPU runs."""
+    """Run prompts and replayed steps of a whole model with the kernels of a GPU."""
     replaying, plain = make_pair(FakeReplays(), family, **changes)
     for runner in (replaying, plain):
         fill(runner.pool, 3)
@@ -359,14 +362,15 @@ def test_kernels_launched_in_the_interpreter(
             computed = replaying._model.compute(on_device, replaying.pool)
         torch.testing.assert_close(computed, plain.forward(mixed), atol=1e-4, rtol=1e-4)
     check_equal((replaying, plain), decode_batch([12, 40, 7], seed=4))
-    # Drafts, of which one is two strips; the window of another's first query begins a block of keys before its last's.
+    # Drafts, one of them in two query groups. In another, the sliding window of the first query begins a block of keys
+    # before the last one's.
     check_equal((replaying, plain), batch_of([(75, 4, 4), (21, 1, 1), (40, 9, 9)], seed=5))
 
 
 @pytest.mark.parametrize(
     ("sources", "places"), [([0, 1, 2], [0, 1, 2]), ([0, 1], [0, 1]), ([3, 0], [0, 2]), ([2, 1, 0], [0, 1, 2])]
 )
-def test_tokens_that_are_fed_are_those_that_were_chosen(
+def test_device_tokens_equal_chosen_tokens(
     sources: list[int], places: list[int], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replaying, plain = make_pair(FakeReplays(), "llama")
@@ -378,7 +382,7 @@ def test_tokens_that_are_fed_are_those_that_were_chosen(
     device_tokens.fill(token_ids)
     assert [token_ids[place] for place in places] == [max(0, int(chosen_S[source])) for source in sources]
     expected = plain.forward(replace(batch, token_ids=token_ids))
-    monkeypatch.setattr(DeviceTokens, "fill", lambda self, token_ids_T: None)  # the host knows none of them
+    monkeypatch.setattr(DeviceTokens, "fill", lambda self, token_ids_T: None)  # the host does not know them
     unknown = replace(batch, device_tokens=device_tokens)
     torch.testing.assert_close(replaying.forward(unknown), expected, atol=1e-4, rtol=1e-4)
     assert DeviceBatch.of(unknown, torch.device("cpu")).token_ids_T.tolist() == token_ids.tolist()
@@ -402,5 +406,5 @@ def test_cuda_graphs(family: str, changes: dict[str, Any], dtype: str, pool_dtyp
     for seed, num_rows in enumerate((1, 9, 2, 5, 1, 8)):
         contexts = np.random.default_rng(seed).integers(1, MAX_CONTEXT + 1, num_rows).tolist()
         check_equal(pair, decode_batch(contexts, seed), tolerance=0.25 if dtype == "bfloat16" else 1e-3)
-    # A draft that is verified, and a short chunk of a prompt.
+    # A draft to verify, and a short chunk of a prompt.
     check_equal(pair, batch_of([(40, 4, 4), (21, 1, 1), (9, 3, 0)], 7), tolerance=0.25 if dtype == "bfloat16" else 1e-3)

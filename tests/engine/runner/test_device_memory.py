@@ -1,4 +1,4 @@
-"""A GPU's memory is shared out by what was measured there: nothing is charged twice, and who has no room is told so."""
+"""Memory plan of a GPU: shares follow measurements, nothing is counted twice, and a lack of room is reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def memory(**changes: int) -> DeviceMemory:
 
 
 class FakeGauge:
-    """Implements Gauge: of what is not seen on a CPU it says what it is told to say."""
+    """Gauge with values set by the test."""
 
     def __init__(self, *, free: int, weights: int = 0, step: int = 0, graph: int = 0) -> None:
         self.total = TOTAL
@@ -68,7 +68,7 @@ class FakeGauge:
         return step
 
 
-def test_the_pool_gets_what_nothing_else_needs() -> None:
+def test_pool_gets_remaining_memory() -> None:
     parts = memory()
     assert parts.taken == 2 * GIB
     assert parts.pool_bytes(None, least=1) == 60 * GIB - 4 * GIB - parts.unplanned
@@ -79,7 +79,7 @@ def test_the_pool_gets_what_nothing_else_needs() -> None:
     )
 
 
-def test_what_does_not_fit_is_said_in_one_line() -> None:
+def test_error_if_memory_does_not_fit() -> None:
     full = memory(free=5 * GIB, weights=73 * GIB)
     with pytest.raises(SpecError, match=r"of 80\.0 GiB 73\.0 are weights, 2\.0 are taken, .* 5\.6; raise tensor_par"):
         full.pool_bytes(None, least=1)
@@ -93,7 +93,7 @@ def test_what_does_not_fit_is_said_in_one_line() -> None:
     blocks=st.integers(1, 40),
     size=st.sampled_from([8, 16]),
 )
-def test_the_largest_step_is_full(max_tokens: int, max_rows: int, blocks: int, size: int) -> None:
+def test_largest_batch_fills_all_limits(max_tokens: int, max_rows: int, blocks: int, size: int) -> None:
     context = blocks * size
     batch = largest_batch(max_tokens=max_tokens, max_rows=max_rows, max_context=context, block_size=size)
     assert len(batch.query_lens) == len(batch.logits_rows) == min(max_rows, max_tokens)
@@ -101,9 +101,8 @@ def test_the_largest_step_is_full(max_tokens: int, max_rows: int, blocks: int, s
     assert (batch.context_lens == context).all() and batch.block_tables.max() < 16
 
 
-def test_a_runner_makes_its_pool_of_what_is_left(tiny_model: MakeModel, caplog: pytest.LogCaptureFixture) -> None:
-    """Weights count as what they take, whatever they were stored as; the sizes that are not recorded for the trial as
-    those that are."""
+def test_runner_sizes_pool_by_remaining_memory(tiny_model: MakeModel, caplog: pytest.LogCaptureFixture) -> None:
+    """Weights count with their size in memory. Graph sizes that are not profiled count like those that are."""
     directory, _ = tiny_model("llama")
     gauge = FakeGauge(free=3 * GIB, weights=GIB, step=100 * MIB, graph=MIB)
     config = EngineConfig(
@@ -115,12 +114,12 @@ def test_a_runner_makes_its_pool_of_what_is_left(tiny_model: MakeModel, caplog: 
     sampling = 9 * runner.config.vocab_size * SAMPLING_BYTES
     room = gauge.free() + (len(gauge.captured) - 4) * MIB - graphs - sampling - MIB - 228 * MIB - int(TOTAL * 0.02)
     assert runner.pool.num_blocks == room // runner.layout.block_bytes
-    assert len(gauge.captured) == 4 + len(graph_sizes(9)), "a few for the trial, then all over the pool"
+    assert len(gauge.captured) == 4 + len(graph_sizes(9)), "expected a few captures in the trial, then all of them"
     assert "memory of cpu, of 80.0 GiB: weights 1.0, KV 1.2" in caplog.text
 
 
-def test_what_ranks_hand_on_to_each_other_is_tried_before_memory_is_shared_out(tiny_model: MakeModel) -> None:
-    """NCCL's connections for it are made with the first, and stay."""
+def test_trial_includes_broadcast_between_ranks(tiny_model: MakeModel) -> None:
+    """NCCL allocates its connections with the first broadcast, and keeps them."""
     directory, _ = tiny_model("llama")
     parallel, gauge, done = TensorParallel(), FakeGauge(free=3 * GIB, weights=GIB), list[str]()
     parallel.broadcast_on_device = lambda x: done.append("handed on") or x  # type: ignore[method-assign,func-returns-value]
@@ -131,16 +130,16 @@ def test_what_ranks_hand_on_to_each_other_is_tried_before_memory_is_shared_out(t
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])
-def test_what_heads_keep_beside_the_blocks_is_set_aside(
+def test_memory_of_heads_is_reserved(
     kind: HeadsKind, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever sizes a pool counts the same: a runner by what a GPU has left, one on a CPU, and a plan."""
+    """A runner on a GPU, a runner on a CPU, and a plan count the same bytes."""
     directory, _ = tiny_model("llama")
     (write_eagle if kind == "eagle" else write_medusa)(tmp_path)
     config = EngineConfig(
         model_dir=directory, dtype="float32", max_batch_tokens=64, max_running=9, heads=HeadsPlace(kind, tmp_path)
     )
-    layer = 2 * 2 * 16 * 16 * 4  # keys and values, heads, numbers, positions, bytes of each
+    layer = 2 * 2 * 16 * 16 * 4  # keys and values, heads, dimensions, positions, bytes
     block = 4 * layer + 48 * 4 if kind == "eagle" else 3 * layer
     beside = 9 * (4 * 48 * 4 + (layer if kind == "eagle" else 0))  # nine rows: features of four steps, a spare block
     heads = Eagle if kind == "eagle" else Medusa
@@ -159,13 +158,13 @@ def test_what_heads_keep_beside_the_blocks_is_set_aside(
     runner = ModelRunner(config, gauge=gauge)
     room = 3 * GIB - 100 * MIB - 128 * MIB - 9 * runner.config.vocab_size * SAMPLING_BYTES - int(TOTAL * 0.02)
     assert runner.pool.num_blocks == (room - beside) // block
-    assert tried == [9], "what heads do is tried with the largest step"
+    assert tried == [9], "the trial must include the heads"
 
     gib = (10 * block + beside) / GIB
     small = replace(config, kv_memory_gib=gib)
     assert ModelRunner(small).pool.num_blocks == 10
     assert ModelRunner(replace(small, kv_memory_gib=gib - 1 / GIB)).pool.num_blocks == 9
-    with pytest.raises(SpecError, match=f"and {beside} of heads beside it"):
+    with pytest.raises(SpecError, match=f"plus {beside} bytes of draft heads"):
         ModelRunner(replace(small, kv_memory_gib=beside / GIB))
     plan = KVArithmetic(
         config=runner.config,
@@ -180,7 +179,7 @@ def test_what_heads_keep_beside_the_blocks_is_set_aside(
     assert plan.num_blocks == 10 and plan.block_bytes_per_rank == block
 
 
-def test_a_model_that_leaves_no_room_is_refused(tiny_model: MakeModel) -> None:
+def test_model_without_room_for_kv_is_rejected(tiny_model: MakeModel) -> None:
     directory, _ = tiny_model("llama")
     config = EngineConfig(model_dir=directory, dtype="float32", max_batch_tokens=64)
     with pytest.raises(SpecError, match="no room for KV on this GPU"):
@@ -200,10 +199,10 @@ def _runner_on_gpu(directory: Path, *, link_bytes: int) -> ModelRunner:
 
 
 @pytest.mark.gpu
-def test_a_gpu_computes_the_largest_step_beside_a_pool_of_all_that_is_left(tiny_model: MakeModel) -> None:
+def test_gpu_computes_largest_step_beside_full_pool(tiny_model: MakeModel) -> None:
     directory, _ = tiny_model("llama", head_dim=64)
     free = torch.cuda.mem_get_info()[0]
-    away = max(0, free - 16 * GIB)  # on any GPU, a pool that is soon filled with zeros
+    away = max(0, free - 16 * GIB)  # on any GPU, a pool that is quickly filled with zeros
     runner = _runner_on_gpu(directory, link_bytes=away)
     size, most = runner.layout.block_size, runner.max_tokens
     assert 0 < runner.pool.num_blocks * runner.layout.block_bytes < free - away
@@ -215,7 +214,7 @@ def test_a_gpu_computes_the_largest_step_beside_a_pool_of_all_that_is_left(tiny_
 
 
 @pytest.mark.gpu
-def test_sampling_takes_no_more_than_is_set_aside_for_it() -> None:
+def test_sampling_stays_within_reserved_memory() -> None:
     num_rows, vocabulary = 64, 128_256
     logits = torch.zeros(num_rows, vocabulary, device="cuda")  # no nucleus lies within a few tokens
     sampling = Sampling(temperature=1.0, top_p=0.99, top_k=vocabulary - 1, min_p=1e-9, num_logprobs=5)

@@ -1,4 +1,4 @@
-"""Every expert is somewhere, no rank holds one twice, and the busiest rank has less to do than before."""
+"""Expert placement: every expert is placed, no rank holds one twice, and the busiest rank has less load."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ def test_every_place_is_taken_and_no_rank_holds_an_expert_twice(case: tuple[list
     assert all(len(set(experts)) == len(experts) for experts in placement)
     sizes = [len(experts) for experts in placement]
     assert max(sizes) - min(sizes) <= 1
-    assert placement == plan_experts(counts, ranks=ranks, redundant=redundant), "every rank must find the same"
+    assert placement == plan_experts(counts, ranks=ranks, redundant=redundant), (
+        "every rank must compute the same placement"
+    )
 
 
 @pytest.mark.parametrize(
     ("counts", "ranks", "redundant", "bound"),
     [
-        ([100, 1, 1, 1, 1, 1, 1, 1], 2, 2, 1.1),  # one does nearly everything: both ranks hold it
+        ([100, 1, 1, 1, 1, 1, 1, 1], 2, 2, 1.1),  # one expert has nearly all the load: both ranks hold it
         ([50, 40, 30, 20, 10, 5, 3, 2], 4, 4, 1.15),
-        ([90, 80, 1, 1], 2, 0, 1.1),  # nothing to copy: the two great ones lie apart
+        ([90, 80, 1, 1], 2, 0, 1.1),  # without copies, the two busy experts are on different ranks
         ([0, 0, 0, 0], 2, 2, 1.0),
     ],
 )
@@ -43,5 +45,5 @@ def test_the_busiest_rank_has_little_more_than_its_share(
     assert busiest(plan_experts(counts, ranks=ranks, redundant=redundant), counts) <= bound
 
 
-def test_without_counts_neighbours_stay_together_in_number_only() -> None:
+def test_equal_counts_give_equal_sizes() -> None:
     assert [len(experts) for experts in plan_experts([1] * 8, ranks=4)] == [2, 2, 2, 2]

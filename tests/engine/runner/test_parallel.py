@@ -1,4 +1,4 @@
-"""Tensor parallelism over Gloo, in real processes: the same logits on every rank as one rank computes alone."""
+"""Tensor parallelism over Gloo in real processes: every rank gets the logits that one rank computes alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(
 
 
 def test_a_gang_replays_what_one_rank_computes(tiny_model: MakeModel, start_gang: StartGang) -> None:
-    """The ranks record the sums and gathers of a step with it, and fill it up to the same size."""
+    """The recorded steps include sums and gathers, and all ranks pad to the same size."""
     directory, _ = tiny_model("llama")
     (alone,), gang_of_two = (start_gang(size, gang.replayed_steps, directory) for size in (1, 2))
     expected, _ = alone.result(TIMEOUT_S)
@@ -80,20 +80,20 @@ def test_spans_cover_everything_once() -> None:
         assert max(e - s for s, e in spans) - min(e - s for s, e in spans) <= 1
 
 
-def test_sizes_that_do_not_fit_are_refused(tiny_model: MakeModel) -> None:
+def test_unsupported_sizes_are_rejected(tiny_model: MakeModel) -> None:
     directory, _ = tiny_model("llama")
     with pytest.raises(SpecError, match="choose one of 1, 2, 4"):
         EngineConfig(model_dir=directory).layout(tensor_parallel=3)
 
 
-def test_absent_ranks_are_not_waited_for_for_ever(tmp_path: Path) -> None:
+def test_join_times_out_without_all_ranks(tmp_path: Path) -> None:
     assert gang.join_alone(tmp_path / "store", "nobody-comes").startswith(
         "ReplicaLost: rank 0: not all 2 ranks were there"
     )
 
 
-def test_a_dead_rank_is_noticed(start_gang: StartGang) -> None:
-    first, second, dead = start_gang(3, gang.wait_for_a_rank_that_dies)
+def test_dead_rank_raises_replica_lost(start_gang: StartGang) -> None:
+    first, second, dead = start_gang(3, gang.wait_for_dying_rank)
     assert isinstance(dead.exception(TIMEOUT_S), BrokenProcessPool)
     for survivor in (first, second):
         assert "ReplicaLost" in survivor.result(TIMEOUT_S) and "another rank is gone" in survivor.result(0)

@@ -1,4 +1,4 @@
-"""Steps, recorded or not, on a device whose streams are in no order but what marks say."""
+"""Steps, recorded or not, on a device whose streams are ordered by events only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ Mutate = Callable[[pytest.MonkeyPatch, FakeStreams], FakeCapture]
 
 
 def races(tiny_model: MakeModel, make_capture: Mutate) -> list[str]:
-    """Of steps that are recorded, replayed, and launched one by one, over blocks that a link's thread reads, too."""
+    """Return the unordered accesses of recorded, replayed and plain steps, over blocks that a link's thread reads,
+    too."""
     with pytest.MonkeyPatch.context() as patch:
         device = FakeStreams()
         patch.setattr(streams, "streams_of", device.streams_of)
@@ -48,7 +49,7 @@ def test_steps_are_in_order(tiny_model: MakeModel) -> None:
     assert races(tiny_model, lambda patch, device: FakeCapture(device)) == []
 
 
-# What would be wrong, and is to be found.
+# Faults that the test must find.
 
 
 def replay_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams) -> FakeCapture:

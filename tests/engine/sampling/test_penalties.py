@@ -1,4 +1,4 @@
-"""What penalties do to logits: kept from step to step, by our kernel, and by torch."""
+"""Penalties on logits: incremental updates, our kernel, and torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.sampling import greedy as module
 from engine.sampling.greedy import likeliest, penalise
 from engine.sampling.penalties import Penalties
 
-V = 3000  # more than two stretches in which the kernel looks, and not a whole number of them
+V = 3000  # more than two of the kernel's stretches, and not a multiple of them
 
 _samplings = st.builds(
     Sampling,
@@ -27,12 +27,14 @@ _samplings = st.builds(
 
 
 def _by_token(penalties: Penalties) -> dict[int, float]:
-    assert len(set(penalties.token_ids.tolist())) == len(penalties) == len(penalties.taken), "each token once"
+    assert len(set(penalties.token_ids.tolist())) == len(penalties) == len(penalties.taken), (
+        "each token must be listed once"
+    )
     return dict(zip(penalties.token_ids.tolist(), penalties.taken.tolist(), strict=True))
 
 
 @given(_samplings, st.lists(st.integers(0, 200), max_size=300), st.lists(st.integers(0, 200), max_size=300), st.data())
-def test_what_is_kept_is_what_would_be_made_anew(
+def test_incremental_penalties_equal_rebuilt_ones(
     sampling: Sampling, prompt: list[int], output: list[int], data: st.DataObject
 ) -> None:
     tokens = list(prompt)
@@ -45,17 +47,17 @@ def test_what_is_kept_is_what_would_be_made_anew(
     anew = Penalties(sampling, tokens, len(prompt))
     anew.note()
     assert _by_token(kept) == _by_token(anew)
-    said = tokens[len(prompt) :]
+    outputs = tokens[len(prompt) :]
     has_prompt = sampling.repetition_penalty != 1.0
-    assert _by_token(kept).keys() == set(tokens if has_prompt else said)
+    assert _by_token(kept).keys() == set(tokens if has_prompt else outputs)
     for token, taken in _by_token(kept).items():
-        count = said.count(token)
+        count = outputs.count(token)
         expected = sampling.presence_penalty + sampling.frequency_penalty * count if count else 0.0
         assert taken == pytest.approx(expected, rel=1e-6)
 
 
 def _rows(sampling: Sampling, num_rows: int) -> dict[int, Penalties]:
-    """Of all rows but every third."""
+    """Return penalties for two of three rows."""
     numbers = np.random.default_rng(3)
     found = {}
     for row in range(num_rows):
@@ -84,15 +86,15 @@ def _rows(sampling: Sampling, num_rows: int) -> dict[int, Penalties]:
     st.sampled_from([0.0, -math.inf, math.inf, math.nan]),
     st.integers(0, 1 << 30),
 )
-def test_the_best_is_the_same_whether_penalties_are_written_or_only_looked_at(
+def test_kernel_finds_same_token_with_and_without_writing_penalties(
     sampling: Sampling, width: int, num_prompt: int, num_said: int, values: int, lead: float, odd: float, seed: int
 ) -> None:
-    """Few values, so that most are equal to others; and where those that have a penalty lead, and where they do not."""
+    """With few distinct values, so that most logits are equal; with and without a penalty on the greatest."""
     numbers = np.random.default_rng(seed)
     tokens = numbers.integers(0, width, num_prompt).tolist()
     penalties = Penalties(sampling, tokens, num_prompt)
-    for said in numbers.integers(0, width, num_said).tolist():
-        tokens.append(said)
+    for token in numbers.integers(0, width, num_said).tolist():
+        tokens.append(token)
         penalties.note()
     logits = torch.from_numpy(numbers.integers(-values, values + 1, (1, width)).astype(np.float32))
     logits[0, tokens] += lead
@@ -114,7 +116,7 @@ def _logits(num_rows: int) -> torch.Tensor:
 
 @pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("threads", [1, 2])
-def test_our_kernel_does_what_torch_does_to_the_last_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernel_equals_torch_bit_for_bit(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.37, frequency_penalty=0.21)
     ours, theirs, before = _logits(7), _logits(7), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -134,7 +136,7 @@ def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.usefixtures("_either")
-def test_penalties_do_what_their_definition_says() -> None:
+def test_penalties_equal_their_definition() -> None:
     sampling = Sampling(repetition_penalty=1.3, presence_penalty=0.37, frequency_penalty=0.21)
     logits, penalties = _logits(7), _rows(sampling, 7)
     likeliest(logits, penalties)
@@ -147,19 +149,19 @@ def test_penalties_do_what_their_definition_says() -> None:
 
 @pytest.mark.usefixtures("_either")
 @pytest.mark.parametrize("width", [1, 15, 16, 64, 1023, 1024, 1025, V])
-def test_the_first_of_the_greatest_is_found_wherever_it_is(width: int) -> None:
+def test_first_greatest_logit_is_found(width: int) -> None:
     places = sorted({0, 1, 7, 63, 500, 1000, width - 1} & set(range(width)))
     logits = torch.full((len(places), width), -2.0)
     for row, place in enumerate(places):
         logits[row, place] = 5.0
         logits[row, place:] = logits[row, place:].clamp_min(-1.0)
-        logits[row, -1] = 5.0  # another one, no less great
+        logits[row, -1] = 5.0  # equal to the greatest
     assert likeliest(logits, {})[0].tolist() == places
 
 
 @pytest.mark.usefixtures("_either")
 @pytest.mark.parametrize("place", [0, 5, 1030, V - 1])
-def test_what_is_no_number_is_found_before_any(place: int) -> None:
+def test_nan_is_found_first(place: int) -> None:
     logits = _logits(3)
     logits[0, place] = math.nan
     logits[1] = -math.inf

@@ -1,4 +1,4 @@
-"""The sampler against plain definitions, one token at a time, and what its choices may depend on."""
+"""Sampler against naive definitions, and independence of its choices from the batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def row(sampling: Sampling, *, seed: int = 0, prompt: list[int] | None = None, o
 
 
 def sample(logits: torch.Tensor, rows: list[Any]) -> Any:
-    """The logits stay as they are: a test looks at them again."""
+    """Sample from a copy of the logits, which the test reads again."""
     return sampler.sample(logits.clone(), rows).wait()
 
 
@@ -45,7 +45,7 @@ def random_logits(seed: int, rows: int = 1, vocabulary: int = V) -> torch.Tensor
 
 
 def naive_distribution(logits: np.ndarray, r: SamplingRow) -> np.ndarray:
-    """Every rule as its own definition says it, in fp64."""
+    """Apply each rule by its definition, in fp64."""
     s, x = r.sampling, logits.astype(np.float64).copy()
     rules, output = s.token_rules or TokenRules(), tuple(r.tokens[r.num_prompt_tokens :])
     if rules.allowed_token_ids:
@@ -75,7 +75,7 @@ def naive_distribution(logits: np.ndarray, r: SamplingRow) -> np.ndarray:
     return p / p.sum()
 
 
-# Whatever is forbidden, and too early, 1 and 39 are left.
+# Tokens 1 and 39 are neither forbidden nor too early.
 rules = st.one_of(
     st.none(),
     st.builds(
@@ -150,12 +150,12 @@ def test_filters_are_those_of_transformers(sampling: Sampling, theirs: list[Any]
         np.testing.assert_allclose(naive_distribution(logits[0].numpy(), r), expected, atol=1e-6)
 
 
-def test_draws_are_even_and_fixed() -> None:
+def test_draws_are_uniform_and_stable() -> None:
     draws = [uniform(seed, position) for seed in range(50) for position in range(100)]
     assert len(set(draws)) == len(draws)
     counts, _ = np.histogram(draws, bins=10, range=(0, 1))
     assert counts.min() > 420 and counts.max() < 580
-    assert uniform(1, 2) == 0.40645450820365525  # a replica of another version must agree
+    assert uniform(1, 2) == 0.40645450820365525  # must be the same in every version
 
 
 def test_a_choice_depends_on_seed_and_position_only() -> None:
@@ -163,7 +163,7 @@ def test_a_choice_depends_on_seed_and_position_only() -> None:
     by_seed = {sample(logits, [row(sampling, seed=s)])[0][0] for s in range(40)}
     by_position = {sample(logits, [row(sampling, output=[5] * n)])[0][0] for n in range(40)}
     assert len(by_seed) > 10 and len(by_position) > 10
-    # What was generated and what was prompt is the same to the draw: a migrated request goes on as it would have.
+    # The draw does not distinguish prompt and generated tokens, so a migrated request continues unchanged.
     assert sample(logits, [row(sampling, prompt=[1, 2, 3, 4])]) == sample(logits, [row(sampling, output=[4])])
 
 
@@ -173,8 +173,8 @@ def test_equal_tokens_stay_or_go_together() -> None:
         assert {sample(logits, [row(sampling, seed=s, prompt=[])])[0][0] for s in range(60)} == {1, 2, 3}
 
 
-def test_a_nucleus_wider_than_the_quick_look() -> None:
-    """All but a tenth of a nearly flat distribution is more tokens than are looked at first."""
+def test_nucleus_wider_than_first_top_k() -> None:
+    """Nine tenths of a nearly flat distribution are more tokens than the first top-k covers."""
     logits = torch.linspace(0, 1, 5000).expand(2, -1)
     rows = [row(Sampling(top_p=0.9), seed=1), row(Sampling(top_p=0.001), seed=2)]
     for r, (token, _) in zip(rows, sample(logits, rows), strict=True):
@@ -183,9 +183,7 @@ def test_a_nucleus_wider_than_the_quick_look() -> None:
 
 
 @pytest.mark.parametrize(("draw", "chosen"), [(0.0, 2), (1 - 2.0**-48, 4)])
-def test_the_outermost_draws_take_tokens_that_are_allowed(
-    draw: float, chosen: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_extreme_draws_choose_allowed_tokens(draw: float, chosen: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampler, "uniform", lambda seed, position: draw)
     logits = torch.tensor([[-9.0, -9.0, 1.0, 1.1, 1.2, -9.0]])
     assert sample(logits, [row(Sampling(top_k=3))])[0][0] == chosen
@@ -193,17 +191,17 @@ def test_the_outermost_draws_take_tokens_that_are_allowed(
 
 @pytest.mark.parametrize("wanted", [Sampling(temperature=0.9, top_p=0.8, num_logprobs=2), Sampling(temperature=0.0)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_row_that_is_not_finite_gets_no_token_and_hurts_nobody_else(bad: float, wanted: Sampling) -> None:
+def test_non_finite_row_gets_no_token_alone(bad: float, wanted: Sampling) -> None:
     logits = random_logits(3, rows=3)
     alone = sample(logits[1:2], [row(wanted, seed=5)])
     logits[0] = bad
-    logits[2, 7] = -math.inf if bad == -math.inf else bad  # one token that is impossible is nothing wrong
+    logits[2, 7] = -math.inf if bad == -math.inf else bad  # a single -inf is valid
     none, beside, last = sample(logits, [row(wanted, seed=4), row(wanted, seed=5), row(wanted, seed=6)])
     assert none is None and [beside] == alone
     assert (last is None) == (bad != -math.inf)
 
 
-def test_where_nothing_is_allowed_there_is_no_token() -> None:
+def test_no_token_if_nothing_is_allowed() -> None:
     logits = torch.full((1, V), -math.inf)
     logits[0, 3] = 1.0
     early = Sampling(temperature=0.0, min_tokens=2, stop_token_ids=(3,))
@@ -211,7 +209,7 @@ def test_where_nothing_is_allowed_there_is_no_token() -> None:
 
 
 class FakeMask:
-    """Implements engine.sampling.params.TokenMask: allows one token."""
+    """TokenMask that allows one token."""
 
     failure = ""
 
@@ -243,7 +241,7 @@ TOO_MUCH = {
 
 
 @pytest.mark.parametrize(("asked", "mask"), TOO_MUCH.values(), ids=TOO_MUCH)
-def test_a_row_of_which_too_much_is_asked_says_so_and_hurts_nobody_else(asked: Sampling, mask: FakeMask | None) -> None:
+def test_contradictory_row_is_marked_alone(asked: Sampling, mask: FakeMask | None) -> None:
     wanted, logits = Sampling(token_rules=_ALLOWED), random_logits(4, rows=4)
     lost, beside, sick, plain = (row(one, output=[3]) for one in (asked, wanted, wanted, Sampling(temperature=0.0)))
     lost.mask = mask
@@ -252,10 +250,10 @@ def test_a_row_of_which_too_much_is_asked_says_so_and_hurts_nobody_else(asked: S
     none, *rest = sample(logits, [lost, beside, sick, plain])
     assert none is None and lost.is_contradicted
     assert rest == [alone[0], None, alone[1]]
-    assert not sick.is_contradicted, "it is the model's"
+    assert not sick.is_contradicted, "the cause is the model, not the constraints"
 
 
-def test_a_mask_and_rules_go_together() -> None:
+def test_mask_and_token_rules_combine() -> None:
     logits = random_logits(5)
     both = row(Sampling(temperature=0.0, token_rules=TokenRules(logit_bias=((6, 100.0),), bad_words=((8,),))))
     assert sample(logits, [both])[0][0] == 6
@@ -272,7 +270,7 @@ def test_extreme_temperatures() -> None:
 
 
 class CountedIds(tuple[int, ...]):
-    """Counts how often all of them are looked at."""
+    """List that counts how often it is read."""
 
     num_reads = 0
 
@@ -281,10 +279,10 @@ class CountedIds(tuple[int, ...]):
         return super().__iter__()
 
 
-def test_stop_tokens_that_would_be_early_are_read_once_for_each_choice() -> None:
-    """Not at each step: a request may have a thousand of them, and its choices are steps of everybody."""
+def test_stop_tokens_are_converted_once_per_choice() -> None:
+    """Not in each step: a request may have a thousand of them, and all rows would wait."""
     CountedIds.num_reads = 0
-    stops = CountedIds([*range(V - 1), -1, V, V + 5])  # a model may name ids that it has not
+    stops = CountedIds([*range(V - 1), -1, V, V + 5])  # may include ids outside the vocabulary
     rows = [row(Sampling(min_tokens=100, stop_token_ids=stops), seed=choice) for choice in range(4)]
     for _ in range(10):
         assert [chosen[0] for chosen in sample(random_logits(3, rows=4), rows)] == [V - 1] * 4

@@ -1,4 +1,4 @@
-"""Which tokens would end a bad word, against the plain definition."""
+"""Tokens that complete a bad word, against the naive definition."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 from core.types.token_rules import TokenRules
 from engine.sampling.token_masks import TokenRuleTensors
 
-_tokens = st.integers(0, 3)  # so few that they often repeat
+_tokens = st.integers(0, 3)  # so few that they repeat often
 _words = st.lists(st.lists(_tokens, min_size=1, max_size=4).map(tuple), max_size=6).map(tuple)
 
 
 @given(words=_words, prompt=st.lists(_tokens, max_size=4), output=st.lists(_tokens, max_size=8))
-def test_the_last_token_of_a_word_is_forbidden_behind_the_rest_of_it(
+def test_last_token_of_bad_word_is_forbidden(
     words: tuple[tuple[int, ...], ...], prompt: list[int], output: list[int]
 ) -> None:
-    """What was generated counts alone: a word may begin in the prompt."""
+    """Only generated tokens count: a bad word does not begin in the prompt."""
     found = TokenRuleTensors(TokenRules(bad_words=words)).forbidden(prompt + output, len(prompt))
     assert set(found) == {word[-1] for word in words if tuple(output[len(output) - len(word) + 1 :]) == word[:-1]}
 
 
-def test_a_word_that_is_longer_than_the_answer_so_far_forbids_nothing() -> None:
+def test_bad_word_longer_than_answer_forbids_nothing() -> None:
     ruled = TokenRuleTensors(TokenRules(bad_words=((7, 7, 8), (5,))))
     assert ruled.forbidden([7, 7, 7], 2) == [5]
     assert sorted(ruled.forbidden([7, 7, 7], 1)) == [5, 8]

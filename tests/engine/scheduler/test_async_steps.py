@@ -1,6 +1,6 @@
-"""Steps that run ahead, over a real model: what is said is what steps say that wait for each token.
+"""Async scheduling over a real model: answers equal those of steps that wait for each token.
 
-What may happen between steps is played by the machine of test_engine.py.
+Events between steps are covered by the state machine in test_engine.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from tests.engine.tiny_models import MakeModel, MakeRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-_STOPS = tuple(range(0, VOCAB_SIZE, 9))  # so many that answers end where nobody expects it
+# So many stop tokens that answers end at unpredictable places.
+_STOPS = tuple(range(0, VOCAB_SIZE, 9))
 
 samplings = st.builds(
     Sampling,
@@ -32,7 +33,7 @@ samplings = st.builds(
     min_tokens=st.sampled_from([0, 7]),
     stop_token_ids=st.sampled_from([(), _STOPS]),
     num_logprobs=st.sampled_from([None, 2]),
-    # These must be told of each token before the next one: a step with one of them waits.
+    # Requests that need each token on the host before the next step, which therefore waits.
     repetition_penalty=st.sampled_from([1.0, 1.0, 1.0, 1.3]),
     token_rules=st.sampled_from([None, None, TokenRules(logit_bias=((3, 4.0),)), TokenRules(bad_words=((3, 4),))]),
 )
@@ -42,7 +43,7 @@ asks = st.tuples(st.integers(2, 40), samplings, st.integers(1, 3), thoughts)
 
 @pytest.fixture
 def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
-    """Whatever is computed beside a row, its bits are the same."""
+    """Return a runner whose rows do not depend on the batch, bit for bit."""
     return make_runner(tiny_model("llama")[0], dtype="bfloat16", deterministic=True)
 
 
@@ -50,7 +51,9 @@ def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
 @given(
     asked=st.lists(asks, min_size=1, max_size=6), num_blocks=st.sampled_from([20, 512]), budget=st.sampled_from([9, 64])
 )
-def test_what_is_said_is_the_same(asked: list[Any], num_blocks: int, budget: int, runner: ModelRunner) -> None:
+def test_async_answers_equal_synchronous_ones(
+    asked: list[Any], num_blocks: int, budget: int, runner: ModelRunner
+) -> None:
     texts = prompts(*(length for length, _, _, _ in asked))
     wanted = [
         Asked(prompt, sampling, num_choices=choices, thinking=thought)
@@ -64,25 +67,25 @@ def test_what_is_said_is_the_same(asked: list[Any], num_blocks: int, budget: int
     assert ahead.failures == waits.failures
 
 
-def test_a_bounded_thought_waits_at_its_end_alone(runner: ModelRunner) -> None:
-    """12 tokens of thought and 20 behind the marker; of the 8 of that, none is computed before it is known."""
+def test_bounded_thinking_waits_only_at_its_end(runner: ModelRunner) -> None:
+    """12 tokens of thinking and 20 after the marker; the 8 tokens of the marker are known before they are computed."""
     (prompt,) = prompts(9)
-    (said,) = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))]).ids
+    (outputs,) = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))]).ids
     ahead = answers(runner, [Asked(prompt, Sampling(max_tokens=40, seed=1), thinking=thinking(12))], is_async=True)
-    assert ahead.ids == [said] and said[12:20] == list(range(8))
+    assert ahead.ids == [outputs] and outputs[12:20] == list(range(8))
     assert ahead.num_known == 8 and ahead.num_device_tokens == 11 - 1 + 20 - 2
 
 
-def test_all_but_the_first_token_of_an_answer_are_fed(runner: ModelRunner) -> None:
+def test_all_but_first_token_are_read_on_the_device(runner: ModelRunner) -> None:
     sampling = Sampling(temperature=0.0, max_tokens=12)
-    said = answers(runner, [Asked(prompt, sampling) for prompt in prompts(9, 20)], is_async=True)
-    assert [len(ids) for ids in said.ids] == [12, 12]
-    # The first is chosen with the prompt, whose step is waited for; the last is never computed.
-    assert (said.num_device_tokens, said.num_steps) == (20, 12)
+    outputs = answers(runner, [Asked(prompt, sampling) for prompt in prompts(9, 20)], is_async=True)
+    assert [len(ids) for ids in outputs.ids] == [12, 12]
+    # The first token is chosen with the prompt, whose step is waited for; the last is never computed.
+    assert (outputs.num_device_tokens, outputs.num_steps) == (20, 12)
 
 
 @pytest.mark.parametrize("asks", [{"repetition_penalty": 1.2}, {"token_rules": TokenRules(bad_words=((3, 4),))}])
-def test_what_must_be_told_of_each_token_waits_for_it(asks: dict[str, Any], runner: ModelRunner) -> None:
+def test_requests_that_read_tokens_disable_async_steps(asks: dict[str, Any], runner: ModelRunner) -> None:
     asked = [Asked(prompt, Sampling(max_tokens=9, **asks)) for prompt in prompts(9, 20)]
     assert answers(runner, asked, is_async=True).num_device_tokens == 0
 
@@ -90,8 +93,10 @@ def test_what_must_be_told_of_each_token_waits_for_it(asks: dict[str, Any], runn
 @pytest.mark.gpu
 @pytest.mark.parametrize("recorded_rows", [0, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_on_a_gpu(temperature: float, recorded_rows: int, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
-    """Replayed or launched one by one; answers end at different steps, some where nobody expects it."""
+def test_async_answers_on_a_gpu(
+    temperature: float, recorded_rows: int, tiny_model: MakeModel, make_runner: MakeRunner
+) -> None:
+    """With and without graphs; answers end at different and unpredictable steps."""
     runner = make_runner(tiny_model("llama")[0], device="cuda", recorded_rows=recorded_rows)
     asked = [
         Asked(prompt, Sampling(temperature=temperature, top_p=0.9, seed=i, max_tokens=9 + 5 * i, stop_token_ids=stops))

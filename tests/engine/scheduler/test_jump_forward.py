@@ -1,4 +1,4 @@
-"""Tokens that a grammar forces are computed together, and are those that steps choose one by one."""
+"""Jump-forward decoding: forced tokens are computed together, and equal those chosen one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _B = CHARACTERS.index("b")
 
 @pytest.fixture
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """Until `undo`, no token is known before it is chosen."""
+    """Disable forced tokens until `undo`."""
     monkeypatch.setattr(SamplingRow, "known_token", lambda row: None)
     yield monkeypatch
 
@@ -55,7 +55,7 @@ def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
 
 @pytest.mark.parametrize("count", [24, pytest.param(600, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 @pytest.mark.parametrize("vocabulary", ["characters", "smollm2"])
-def test_answers_to_random_schemas_are_those_of_masks_alone(
+def test_forced_tokens_do_not_change_answers(
     vocabulary: str,
     count: int,
     letters: GrammarCompiler,
@@ -65,7 +65,7 @@ def test_answers_to_random_schemas_are_those_of_masks_alone(
     make_runner: MakeRunner,
     one_by_one: pytest.MonkeyPatch,
 ) -> None:
-    """Beside others that keep to none, two choices each, in a pool where some are preempted, in small steps."""
+    """Beside requests without a grammar, two choices each, in a pool with preemption, in small steps."""
     if vocabulary == "characters":
         directory, compiler, ends = tiny_model("llama")[0], letters, (END,)
     else:
@@ -73,7 +73,7 @@ def test_answers_to_random_schemas_are_those_of_masks_alone(
         shutil.copytree(tiny_model("llama", vocab_size=49152)[0], directory)
         shutil.copy(smollm2_dir / "tokenizer.json", directory)
         compiler, ends = GrammarCompiler(directory, vocab_size=49152), (0, 2)
-    # Whatever is computed beside a row, its bits are the same: so are the tokens of those that keep to no grammar.
+    # Rows do not depend on the batch, bit for bit, so the answers without a grammar are equal, too.
     runner = make_runner(directory, num_blocks=512, dtype="bfloat16", deterministic=True)
     known = [
         _compiled(compiler, json.dumps(schema), GrammarKind.JSON_SCHEMA) if number % 4 else None
@@ -92,32 +92,33 @@ def test_answers_to_random_schemas_are_those_of_masks_alone(
     expected = [answers(runner, group) for group in groups]
     one_by_one.undo()
     small = SchedulerConfig(max_batch_tokens=24, max_running=32, max_waiting=32)
-    said = [answers(runner, group, small, num_blocks=40) for group in groups]
-    for theirs, ours in zip(expected, said, strict=True):
+    outputs = [answers(runner, group, small, num_blocks=40) for group in groups]
+    for theirs, ours in zip(expected, outputs, strict=True):
         assert (ours.ids, ours.failures) == (theirs.ids, theirs.failures)
     assert not sum(one.num_known for one in expected)
-    assert sum(one.num_known for one in said) > count and sum(one.num_preemptions for one in said)
+    assert sum(one.num_known for one in outputs) > count and sum(one.num_preemptions for one in outputs)
 
 
-def test_they_take_one_step_where_there_is_room(letters: GrammarCompiler, runner: ModelRunner) -> None:
+def test_forced_tokens_take_one_step(letters: GrammarCompiler, runner: ModelRunner) -> None:
     grammar = _compiled(letters, _TEXT)
     ask = Asked(prompts(11)[0], Sampling(max_tokens=99, temperature=0.0, stop_token_ids=(END,)), grammar)
-    said = answers(runner, [ask])
-    text = "".join(CHARACTERS[token] for token in said.ids[0][:-1])
-    assert text[14:] == ": the rest is known, and more than 32 tokens of it" and said.ids[0][-1] == END
-    # The prompt; 12 and the digit; 32, and the one after them; the rest, which ends it, without a step of its own.
-    assert (said.num_known, said.num_steps) == (len(said.ids[0]) - 3, 4)
-    for budget in (1, 2, 5):  # tokens of a step
+    outputs = answers(runner, [ask])
+    text = "".join(CHARACTERS[token] for token in outputs.ids[0][:-1])
+    assert text[14:] == ": the rest is known, and more than 32 tokens of it" and outputs.ids[0][-1] == END
+    # The prompt; 12 tokens and the digit; 32 tokens, and the one after them; the rest, which ends the answer without a
+    # step.
+    assert (outputs.num_known, outputs.num_steps) == (len(outputs.ids[0]) - 3, 4)
+    for budget in (1, 2, 5):  # tokens per step
         small = answers(runner, [ask], replace(AMPLE, max_batch_tokens=budget))
-        assert small.ids == said.ids
+        assert small.ids == outputs.ids
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 9, 14, 20])
 @pytest.mark.parametrize("asking", ["nothing", "min_tokens", "penalties", "bad word", "allowed", "logprobs", "no end"])
-def test_what_else_is_asked_holds_within_them(
+def test_sampling_parameters_apply_to_forced_tokens(
     asking: str, max_tokens: int, letters: GrammarCompiler, runner: ModelRunner, one_by_one: pytest.MonkeyPatch
 ) -> None:
-    said = "ab, and so on"
+    prefix = "ab, and so on"
     rules = {
         "bad word": TokenRules(bad_words=((_B, CHARACTERS.index(",")), (CHARACTERS.index("7"),))),
         "allowed": TokenRules(allowed_token_ids=tuple(CHARACTERS.index(c) for c in "ab, 0123")),
@@ -134,7 +135,7 @@ def test_what_else_is_asked_holds_within_them(
     )
     asked = [
         Asked(prompt, sampling, _compiled(letters, text))
-        for prompt, text in zip(prompts(7, 12), (f"{said}[0-9]{{1,3}}", "ab?"), strict=True)
+        for prompt, text in zip(prompts(7, 12), (f"{prefix}[0-9]{{1,3}}", "ab?"), strict=True)
     ]
     expected = answers(runner, asked)
     one_by_one.undo()

@@ -1,5 +1,4 @@
-"""What a decode step costs a row of which there is no more to say than its next token: array operations over all rows,
-and no call of its own but for the token that is told."""
+"""Cost of a plain row in a decode step: array operations over all rows, and one Python call for its token."""
 
 from __future__ import annotations
 
@@ -24,11 +23,12 @@ from engine.timing.pace import Pace
 
 _BLOCK = 16
 _LENGTH = _BLOCK + 3
-_LONG = 20  # more rows than any number of calls that a step needs for all of them together could hide
+# More rows than the number of calls per step that do not depend on the rows.
+_LONG = 20
 
 
 class FakeRunner:
-    """Implements Runner: makes each batch, and says token 0."""
+    """Runner that makes each batch, and chooses token 0."""
 
     def execute(self, step: ScheduledStep | None, orders: Orders, /) -> Tensor | None:
         return torch.tensor([[1.0, 0.0]]).repeat(len(step.batch.logits_rows), 1) if step else None
@@ -45,7 +45,7 @@ def engine_of(sequences: list[Sequence], *, is_async: bool, max_batch_tokens: in
 
 
 def decoding(num_rows: int, *, is_async: bool) -> Engine[Tensor]:
-    """All decode, at the same place of a block, and none ends soon."""
+    """Return decoding sequences at the same offset of a block, far from their end."""
     engine = engine_of([sequence_of(str(i), _LENGTH) for i in range(num_rows)], is_async=is_async)
     for _ in range(4):
         engine.step()
@@ -60,7 +60,7 @@ def sequence_of(id: str, length: int, **sampling: Any) -> Sequence:
 
 
 def calls(engine: Engine[Tensor]) -> Counter[str]:
-    """Of functions of ours and of libraries' Python, in the next step."""
+    """Count the calls of our functions and of Python code in libraries during the next step."""
     counted: Counter[str] = Counter()
 
     def count(frame: FrameType, event: str, _: object) -> None:
@@ -79,25 +79,25 @@ def calls(engine: Engine[Tensor]) -> Counter[str]:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_row_without_news_costs_no_call_but_for_its_token(is_async: bool) -> None:
+def test_plain_row_costs_one_call_per_token(is_async: bool) -> None:
     few, many = (calls(decoding(num_rows, is_async=is_async)) for num_rows in (2, 2 + _LONG))
-    more = {name: number for name, number in (many - few).items() if number > 2}  # now and then the pace sums up
+    more = {name: number for name, number in (many - few).items() if number > 2}  # the pace sums up now and then
     assert list(more.values()) == [_LONG], more
     assert next(iter(more)).endswith("__init__"), "SampledToken's"
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_news_are_told_of_the_row_that_has_them(is_async: bool) -> None:
-    """One ends by a stop token, one by its length, one fills a block, which others find from then on."""
+def test_row_events_are_reported_for_their_row(is_async: bool) -> None:
+    """One row ends by a stop token, one by its length, and one fills a block, which is then found in the cache."""
     asked: list[dict[str, Any]] = [{"stop_token_ids": (0,), "min_tokens": 5}, {"max_tokens": 7}, {}]
     engine = engine_of([sequence_of(str(i), _LENGTH, **one) for i, one in enumerate(asked)], is_async=is_async)
-    said: dict[str, list[SampledToken]] = {}
-    while len(said.get("2", ())) < 2 * _BLOCK - _LENGTH:
+    outputs: dict[str, list[SampledToken]] = {}
+    while len(outputs.get("2", ())) < 2 * _BLOCK - _LENGTH:
         result = engine.step()
         first = [pair for one in result.prefilled for pair in zip(one.sequences, one.tokens, strict=True)]
         for sequence, token in (*first, *result.sampled):
-            said.setdefault(sequence.request.id, []).append(token)
-    stops, short, fills = ([(token.token_id, token.finish_reason) for token in said[id]] for id in "012")
+            outputs.setdefault(sequence.request.id, []).append(token)
+    stops, short, fills = ([(token.token_id, token.finish_reason) for token in outputs[id]] for id in "012")
     assert stops == [(1, None)] * 5 + [(0, FinishReason.STOP)]
     assert short == [(0, None)] * 6 + [(0, FinishReason.LENGTH)]
     assert {reason for _, reason in fills} == {None}
@@ -107,13 +107,13 @@ def test_news_are_told_of_the_row_that_has_them(is_async: bool) -> None:
     assert engine.blocks.match(last.hashes()) == 2
 
 
-def test_who_is_paused_while_it_is_computed_again_goes_on() -> None:
-    """It has blocks then, and lacks the KV of more than its last token."""
+def test_sequence_paused_during_recompute_resumes() -> None:
+    """At that time it has blocks, and lacks the KV of more than its last token."""
     first, second = (sequence_of(id, _LENGTH) for id in ("first", "second"))
     engine = engine_of([first, second], is_async=False, max_batch_tokens=3)
     while len(engine.decoding.running) < 2:
         engine.step()
-    engine.decoding.give_way(1)
+    engine.decoding.preempt_for(1)
     assert list(engine.decoding.running) == [first]
     while not second.blocks:
         engine.step()

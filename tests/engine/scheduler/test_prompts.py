@@ -1,4 +1,4 @@
-"""Prompts whose prefixes are on their way into this pool: who waits for whom, and for how long."""
+"""Prompts whose prefix is being fetched or computed: which prompts wait, and for how long."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _prompt(tokens: list[int], *, offered: int = 0, priority: int = 0, fetch_onl
 
 
 class Queue:
-    """An engine, of whose steps it is told who took part."""
+    """Engine that records which prompts take part in its steps."""
 
     def __init__(self, blocks: BlockManager, *, max_batch_tokens: int, decodes: bool = False) -> None:
         config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=8, max_waiting=100, decodes=decodes)
@@ -42,7 +42,7 @@ class Queue:
         self.prompts = self.engine.prompts
 
     def run(self) -> tuple[list[Prompt], list[Prompt]]:
-        """One step: those that got their blocks ahead of it, and those that took part in it."""
+        """Run one step; return the prompts admitted before it, and those that took part in it."""
         step = self.engine.launch()
         self.engine.complete(step)
         return self.connector.admitted, [prompt for prompt, _ in step.prompts]
@@ -58,7 +58,7 @@ def queue(blocks: BlockManager) -> Queue:
     return Queue(blocks, max_batch_tokens=16)
 
 
-def test_others_are_computed_while_a_prefix_is_on_its_way(queue: Queue, blocks: BlockManager) -> None:
+def test_other_prompts_are_computed_during_a_fetch(queue: Queue, blocks: BlockManager) -> None:
     first, second = _prompt(_SHARED, offered=32), _prompt(list(range(20)))
     queue.engine.add(first)
     queue.engine.add(second)
@@ -67,16 +67,16 @@ def test_others_are_computed_while_a_prefix_is_on_its_way(queue: Queue, blocks: 
     assert (first.sequence.num_computed, first.fetch_end, len(first.sequence.blocks)) == (0, 32, 10)
     queue.prompts.fetched(first, 32)
     assert first.num_fetched == 32 and queue.engine.num_queued_tokens == 8 + 4
-    assert queue.run() == ([], [first, second]), "it has kept its place"
+    assert queue.run() == ([], [first, second]), "the fetched prompt must keep its place in the queue"
     assert (queue.engine.num_running, blocks.match(_sequence(_SHARED).hashes())) == (0, 10)
     blocks.check_integrity()
 
 
-def test_siblings_wait_for_blocks_that_are_on_their_way(queue: Queue, blocks: BlockManager) -> None:
+def test_prompts_with_a_common_prefix_wait_for_its_fetch(queue: Queue, blocks: BlockManager) -> None:
     first, sibling, other = _prompt(_SHARED, offered=32), _prompt([*_SHARED, 1, 2]), _prompt([1] * 6)
     for prompt in (first, sibling, other):
         queue.engine.add(prompt)
-    assert queue.run() == ([first], [other]), "nobody else waits for a sibling"
+    assert queue.run() == ([first], [other]), "only the prompt with the common prefix may wait"
     queue.prompts.fetched(first, 32)
     assert queue.run() == ([], [first])
     assert queue.run() == ([], [sibling]) and sibling.num_cached == 40
@@ -84,7 +84,7 @@ def test_siblings_wait_for_blocks_that_are_on_their_way(queue: Queue, blocks: Bl
 
 
 class CountingBlocks(BlockManager):
-    """Counts the blocks of prefixes that were looked for."""
+    """BlockManager that counts the blocks looked up."""
 
     num_looked_for = 0
 
@@ -95,7 +95,7 @@ class CountingBlocks(BlockManager):
 
 
 @pytest.mark.parametrize("decodes", [False, True])
-def test_who_waits_for_a_long_prefix_does_not_walk_it_in_each_step(decodes: bool) -> None:
+def test_waiting_prompt_does_not_look_up_whole_prefix_each_step(decodes: bool) -> None:
     num_blocks, num_siblings = 256, 8
     shared = list(range(num_blocks * _BLOCK))
     blocks = CountingBlocks(num_blocks + 4 * num_siblings)
@@ -108,11 +108,13 @@ def test_who_waits_for_a_long_prefix_does_not_walk_it_in_each_step(decodes: bool
         queue.run()
         num_steps += 1
     assert num_steps >= num_blocks // 2
-    assert blocks.num_looked_for <= 8 * num_siblings * num_blocks, "a few walks of each, not one in each step"
+    assert blocks.num_looked_for <= 8 * num_siblings * num_blocks, (
+        "each prompt may walk the prefix a few times, but not in each step"
+    )
     blocks.check_integrity()
 
 
-def test_what_does_not_come_is_computed(blocks: BlockManager) -> None:
+def test_prompt_is_computed_after_failed_fetch(blocks: BlockManager) -> None:
     queue = Queue(blocks, max_batch_tokens=100)
     prompt, later = _prompt(_SHARED, offered=32), _prompt([1] * 6)
     queue.engine.add(prompt)
@@ -121,25 +123,25 @@ def test_what_does_not_come_is_computed(blocks: BlockManager) -> None:
     blocks.quarantine(exposed)
     queue.engine.add(later)
     queue.prompts.fetch_failed(prompt)
-    assert queue.run() == ([], [prompt, later]), "the old place, and the old offer is forgotten"
+    assert queue.run() == ([], [prompt, later]), "expected the old place in the queue, without the offer"
     blocks.release(exposed)
     blocks.check_integrity()
     assert blocks.num_available == blocks.num_blocks
 
 
-def test_nothing_is_fetched_that_is_here(blocks: BlockManager) -> None:
+def test_cached_prefix_is_not_fetched(blocks: BlockManager) -> None:
     queue = Queue(blocks, max_batch_tokens=100)
     queue.engine.add(_prompt(_SHARED))
     queue.run()
     again, longer = _prompt(_SHARED, offered=40), _prompt([*_SHARED, *range(20)], offered=56)
     queue.engine.add(again)
     queue.engine.add(longer)
-    assert queue.engine.num_queued_tokens == 4 + 4, "what is here or offered is not to be computed"
+    assert queue.engine.num_queued_tokens == 4 + 4, "cached and offered tokens must not count as queued"
     assert queue.run() == ([longer], [again])
     assert (longer.num_cached, longer.fetch_end, again.num_cached) == (40, 56, 36)
 
 
-def test_who_only_fetches_is_never_computed(queue: Queue, blocks: BlockManager) -> None:
+def test_fetch_only_prompt_is_never_computed(queue: Queue, blocks: BlockManager) -> None:
     comes, fails = (_prompt(tokens, offered=36, fetch_only=True) for tokens in (_SHARED, [9, *_SHARED]))
     other = _prompt([1] * 6)
     for prompt in (comes, fails, other):
@@ -151,13 +153,13 @@ def test_who_only_fetches_is_never_computed(queue: Queue, blocks: BlockManager) 
     assert queue.engine.step().fetched == [comes, fails]
     again = _prompt(_SHARED, offered=36, fetch_only=True)
     queue.engine.add(again)
-    assert queue.engine.step().fetched == [again], "it is here already"
+    assert queue.engine.step().fetched == [again], "a cached prefix must not be fetched"
     assert queue.engine.num_running == queue.engine.num_waiting == 0
     assert blocks.num_available == blocks.num_blocks and blocks.match(comes.sequence.hashes()) == 9
     blocks.check_integrity()
 
 
-def test_a_fetch_overtakes_nobody_who_needs_the_room(queue: Queue) -> None:
+def test_fetch_does_not_overtake_prompt_that_needs_the_blocks(queue: Queue) -> None:
     running, large, small = _prompt([1] * 80), _prompt([2] * 60), _prompt(_SHARED[:20], offered=16)
     queue.engine.add(running)
     queue.run()
@@ -165,10 +167,10 @@ def test_a_fetch_overtakes_nobody_who_needs_the_room(queue: Queue) -> None:
     queue.engine.add(small)
     for _ in range(4):
         assert queue.run() == ([], [running])
-    assert queue.run() == ([small], [large]), "12 blocks hold nothing, and the cached ones give way"
+    assert queue.run() == ([small], [large]), "free and cached blocks must suffice for both"
 
 
-def test_a_decode_replica_fetches_too(blocks: BlockManager) -> None:
+def test_decode_replica_fetches_prefix(blocks: BlockManager) -> None:
     queue = Queue(blocks, max_batch_tokens=16, decodes=True)
     first, sibling = _prompt(_SHARED, offered=32), _prompt([*_SHARED, 1])
     other = Prompt(_sequence([1] * 6), source=KVSource.PREFILL)
@@ -186,7 +188,7 @@ def test_a_decode_replica_fetches_too(blocks: BlockManager) -> None:
     assert blocks.num_available == blocks.num_blocks
 
 
-def test_what_does_not_come_to_a_decode_replica_is_computed(blocks: BlockManager) -> None:
+def test_decode_replica_computes_prompt_after_failed_fetch(blocks: BlockManager) -> None:
     queue, prompt = Queue(blocks, max_batch_tokens=100, decodes=True), _prompt(_SHARED, offered=32)
     queue.engine.add(prompt)
     assert queue.run() == ([prompt], [])

@@ -1,4 +1,4 @@
-"""Proposers for tests: those of ours, and some that guess as badly, or as well, as can be."""
+"""Proposers for tests: the product's look-ups, and fakes of any quality."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def sequence_of(
 
 
 class FakeProposer:
-    """Implements Proposer: says whatever `guess` says of the tokens so far."""
+    """Proposer that returns `guess(tokens, max_tokens)`."""
 
     def __init__(self, guess: Callable[[Seq[int], int], Seq[int]]) -> None:
         self._guess = guess
         self.finished_with: list[list[int]] = []
-        self.num_asked = 0
+        self.num_proposed = 0
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        self.num_asked += len(sequences)
+        self.num_proposed += len(sequences)
         guesses = [self._guess(sequence.tokens, max_tokens) for sequence in sequences]
         return [Proposal(tokens, [0] * len(tokens)) for tokens in guesses]
 
@@ -45,14 +45,14 @@ class FakeProposer:
 
 
 def propose(proposer: Proposer, sequence: Sequence, max_tokens: int) -> Proposal:
-    """What it says of one sequence alone."""
+    """Return the proposal for one sequence alone."""
     (proposal,) = proposer.propose([sequence], max_tokens)
     return proposal
 
 
 @dataclass
 class FakeClock:
-    """Seconds that somebody says have passed."""
+    """Clock set by the test, in seconds."""
 
     now: float = 0.0
 
@@ -61,7 +61,7 @@ class FakeClock:
 
 
 class FakeModelProposer:
-    """ModelProposer that proposes what `guess` returns, takes its time for it, and begins with nothing computed."""
+    """ModelProposer that returns what `guess` returns, takes time for it, and begins with nothing computed."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class FakeModelProposer:
         self._price = price
         self._can_guess = can_guess
         self._computed: dict[Sequence, int] = {}
-        self.asked: list[tuple[int, int]] = []  # rows, depth
+        self.calls: list[tuple[int, int]] = []  # rows and depth of each call
         self.pieces: list[int] = []
         self.spent_s = 0.0
         self.finished_with: list[Sequence] = []
@@ -93,7 +93,7 @@ class FakeModelProposer:
         return len(sequence.tokens) - self._computed.get(sequence, 0) if can_guess else None
 
     def stepped(self, sequences: Seq[Sequence]) -> None:
-        """They have got a token: of what it need not know while it rests, it will never know anything."""
+        """Note that the sequences have grown. While resting, later tokens of an answer are missed for good."""
         if self.num_first is not None:
             self._missed.update(one for one in sequences if one.num_generated > self.num_first)
 
@@ -105,7 +105,7 @@ class FakeModelProposer:
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         assert all(self._can_guess(sequence) for sequence in sequences)
         self._take(max_tokens, sum((self.num_behind(one) or 0) + max_tokens - 1 for one in sequences))
-        self.asked.append((len(sequences), max_tokens))
+        self.calls.append((len(sequences), max_tokens))
         for sequence in sequences:
             self._computed[sequence] = len(sequence.tokens)
         guesses = [self._guess(sequence.tokens, max_tokens) for sequence in sequences]
@@ -127,8 +127,10 @@ class FakeModelProposer:
 
 
 class Diverted:
-    """Implements Proposer: says what another one does, but that at each place whose number in the sequence `every`
-    divides the first such token of a draft is another, and what would have stood there from then on is in a branch."""
+    """Proposer that makes one token of another proposer's drafts wrong, and moves the rest of that draft into a branch.
+
+    The wrong place is the first whose position in the sequence is divisible by `every`.
+    """
 
     def __init__(self, proposer: Proposer, *, every: int, vocab_size: int) -> None:
         self._proposer = proposer

@@ -1,4 +1,4 @@
-"""What may come instead of a draft's tokens is believed as often as it has come."""
+"""Acceptance rates of branches follow their outcomes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _best(tracker: AcceptanceTracker, sequence: Sequence) -> RatedProposal:
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
-def test_a_second_token_is_believed_as_often_as_it_is_right(share: float) -> None:
-    """Nothing needs to be drafted for that; and of all that may come next one comes."""
+def test_branch_chance_equals_its_acceptance_rate(share: float) -> None:
+    """Without any draft; the chances of alternatives add up to at most 1."""
     generator, tracker, sequence = random.Random(1), _tracker("one"), sequence_of([1, 2])
     for _ in range(400):
         tracker.learn([sequence])
@@ -38,7 +38,7 @@ def test_a_second_token_is_believed_as_often_as_it_is_right(share: float) -> Non
     assert guess.chances[0] + branch.chances[0] <= 1.0
 
 
-def test_behind_what_was_wrong_nothing_is_learnt_of_a_branch() -> None:
+def test_branch_behind_wrong_token_teaches_nothing() -> None:
     tracker, sequence = _tracker("one"), sequence_of([1, 2])
     proposal = Proposal([3, 4], [5, 5], [ProposedBranch(1, [6], [5])])
 
@@ -61,12 +61,12 @@ def test_behind_what_was_wrong_nothing_is_learnt_of_a_branch() -> None:
     assert believed() < before / 2
 
 
-def test_what_no_branch_can_be_is_left_out() -> None:
+def test_invalid_branches_are_dropped() -> None:
     tracker, sequence = _tracker("one"), sequence_of([1, 2])
     places = [
         ProposedBranch(-1, [6], [5]),
         ProposedBranch(2, [6], [5]),
-        ProposedBranch(0, [3, 6], [5, 5]),  # the draft itself
+        ProposedBranch(0, [3, 6], [5, 5]),  # equal to the draft
         ProposedBranch(0, [50], [5]),
         ProposedBranch(0, [], []),
         ProposedBranch(1, [7, 50, 8], [5, 5, 5]),
@@ -75,7 +75,7 @@ def test_what_no_branch_can_be_is_left_out() -> None:
     assert [(one.place, list(one.tokens)) for one in _best(tracker, sequence).branches] == [(1, [7])]
 
 
-def test_where_a_request_is_not_guessed_its_branches_are_believed_less() -> None:
+def test_sequence_factor_applies_to_branches() -> None:
     tracker, known, other = _tracker("one"), sequence_of([1, 2]), sequence_of([1, 2])
     proposal = Proposal([3, 4], [5, 5], [ProposedBranch(0, [6, 7, 8], [5, 5, 5])])
     for _ in range(200):

@@ -1,4 +1,4 @@
-"""Drafts as long as they pay."""
+"""Optimal draft lengths and branches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.spec_decode.step_cost import FREE, StepCost
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_no_other_lengths_give_tokens_sooner(seed: int) -> None:
+def test_planned_lengths_have_the_best_rate(seed: int) -> None:
     generator = random.Random(seed)
     chances = []
     for _ in range(3):
@@ -40,8 +40,8 @@ def test_no_other_lengths_give_tokens_sooner(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_no_other_branches_give_tokens_sooner(seed: int) -> None:
-    """Where a step has room for all of them."""
+def test_planned_branches_have_the_best_rate(seed: int) -> None:
+    """In a step with room for all of them."""
     generator = random.Random(seed)
 
     def falling(chance: float, length: int) -> list[float]:
@@ -71,21 +71,21 @@ def test_no_other_branches_give_tokens_sooner(seed: int) -> None:
         return (2 + expected) / price.step(cost)
 
     every = product(*(range(len(row) + 1) for row in (*chances, *(offer.chances for offer in offers))))
-    best = max(rate(lengths) for lengths in every if _hangs_together(offers, lengths[:2], lengths[2:]))
+    best = max(rate(lengths) for lengths in every if _is_connected(offers, lengths[:2], lengths[2:]))
     best = best if best > 1.01 * 2 else 2.0
     plan = plan_tree(chances, offers, 2, price, 100)
-    assert _hangs_together(offers, plan.lengths, plan.branches)
+    assert _is_connected(offers, plan.lengths, plan.branches)
     assert rate((*plan.lengths, *plan.branches)) == pytest.approx(best)
 
 
-def _hangs_together(offers: Seq[BranchOffer], lengths: Seq[int], branches: Seq[int]) -> bool:
-    """What a branch hangs on is drafted."""
+def _is_connected(offers: Seq[BranchOffer], lengths: Seq[int], branches: Seq[int]) -> bool:
+    """Return True if every branch has the draft tokens before it."""
     pairs = zip(offers, branches, strict=True)
     return all(not length or offer.place <= lengths[offer.row] for offer, length in pairs)
 
 
-def test_a_branch_must_pay_for_what_is_computed_again_and_read_again() -> None:
-    """Beside one row of a small model; not where its context is long, and not beside many rows."""
+def test_branch_pays_for_recomputed_tokens_and_context() -> None:
+    """It pays beside one row of a small model, but not with a long context or beside many rows."""
     price = StepCost(plain=12.0, token=0.9, context=0.001)
 
     def taken(num_rows: int, num_context: int, place: int = 0) -> int:
@@ -97,7 +97,7 @@ def test_a_branch_must_pay_for_what_is_computed_again_and_read_again() -> None:
 
 
 @pytest.mark.parametrize("room", range(9))
-def test_branches_are_within_the_room_of_a_step(room: int) -> None:
+def test_branches_stay_within_room(room: int) -> None:
     offers = [BranchOffer(0, 0, [0.3, 0.2], 2, 0.0), BranchOffer(0, 1, [0.3], 3, 0.0)]
     plan = plan_tree([[0.5, 0.4]], offers, 1, FREE, room)
     again = sum(offer.num_again for offer, length in zip(offers, plan.branches, strict=True) if length)
@@ -106,8 +106,8 @@ def test_branches_are_within_the_room_of_a_step(room: int) -> None:
         assert plan.lengths == [2] and plan.branches[0] == 2
 
 
-def test_what_fills_a_step_is_not_drafted() -> None:
-    """Of a step of 11 + T: beside few rows a likely token pays, beside many none does."""
+def test_no_drafts_in_full_steps() -> None:
+    """A step costs 11 + T: beside few rows a likely token pays, beside many it does not."""
     chances = [[0.7, 0.5]]
     for num_rows, pays in ((1, True), (4, True), (64, False)):
         price = StepCost(plain=11.0 + num_rows, token=1.0)
@@ -116,31 +116,31 @@ def test_what_fills_a_step_is_not_drafted() -> None:
     assert plan_drafts([[0.01], []], 2, FREE, 100) == [1, 0]
 
 
-def test_what_is_right_more_often_is_believed_more() -> None:
+def test_acceptance_rate_follows_outcomes() -> None:
     acceptance = AcceptanceRate()
     for _ in range(300):
-        acceptance.saw([3, 4], 1, 2)  # the first is right, the second is not
-        acceptance.saw([5], 1, 1)
+        acceptance.observe([3, 4], 1, 2)  # the first is right, the second is not
+        acceptance.observe([5], 1, 1)
     assert acceptance.rates[3] > 0.95 and acceptance.rates[5] > 0.95 and acceptance.rates[4] < 0.05
     for _ in range(600):
-        acceptance.saw([3], 0, 1)
-    assert acceptance.rates[3] < 0.15, "what was true is not forgotten"
+        acceptance.observe([3], 0, 1)
+    assert acceptance.rates[3] < 0.15, "old outcomes must be forgotten"
 
 
-def test_a_request_of_its_own_is_known_for_it() -> None:
+def test_sequence_factor_follows_outcomes() -> None:
     better, worse = SequenceFactor(), SequenceFactor()
     assert better.value == 1.0
     for _ in range(20):
-        better.saw(0.5, 1)
-        worse.saw(0.5, 0)
+        better.observe(0.5, 1)
+        worse.observe(0.5, 0)
     assert worse.value < 0.2 and better.value > 1.1
     for _ in range(20):
-        worse.saw(0.05, 1)
-    assert worse.value > 1.1, "it was not like this before"
+        worse.observe(0.05, 1)
+    assert worse.value > 1.1, "the factor must follow a change"
 
 
-def test_a_draft_ends_before_a_step_of_many_more_seconds() -> None:
-    """The thirteenth drafted token is the seventeenth of its step, which takes half as long again from there on."""
+def test_draft_ends_before_cost_jump() -> None:
+    """The thirteenth draft token is the seventeenth of its step, from which on the step takes half as long again."""
     chances = [[0.95**place for place in range(1, 17)]]
     smooth = StepCost(plain=10.0, token=0.1, num_tokens=4)
     assert plan_drafts(chances, 4, smooth, 100) == [16]

@@ -1,4 +1,4 @@
-"""Who computes is asked where that pays, and hardly ever where it does not."""
+"""DraftScheduler: calls model proposers where they pay, and hardly ever where they do not."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _row(tokens: Seq[int]) -> Sequence:
 
 
 class Replica:
-    """Rows that go on as `_next` says, by the fake clock; after so many tokens another comes in the place of each."""
+    """Rows that continue by `_next`, timed by the fake clock. Each ends after `num_tokens` and is replaced."""
 
     def __init__(self, clock: FakeClock, num_rows: int = 1, *, num_tokens: int = 200, **methods: object) -> None:
         free = {name: one for name, one in methods.items() if isinstance(one, FakeProposer)}
@@ -55,7 +55,7 @@ class Replica:
         self._clock, self._ends_after, self._computing = clock, num_tokens, list(models.values())
 
     def step(self, price: StepCost = _STEP, *, room: int = 64) -> int:
-        """Tokens that were drafted."""
+        """Run a step; return the number of drafted tokens."""
         begin = self._clock.now
         drafts = self.speculation.draft(self.rows, lambda: price, max_tokens=room, blocks=self.blocks)
         num_drafted = sum(len(draft.tokens) for draft in drafts.values())
@@ -81,7 +81,7 @@ class Replica:
         return num_drafted
 
     def steps(self, count: int, price: StepCost = _STEP) -> float:
-        """Tokens a second, in so many steps, beside those without drafts."""
+        """Return the tokens per second over `count` steps, relative to steps without drafts."""
         tokens, seconds = self.num_tokens, self.seconds
         for _ in range(count):
             self.step(price)
@@ -90,18 +90,18 @@ class Replica:
 
 
 def _rate(
-    guessed: Seq[Seq[float]], offer: CallOffer, depth: int, rows: Seq[int], price: StepCost, max_tokens: int
+    guesses: Seq[Seq[float]], offer: CallOffer, depth: int, rows: Seq[int], price: StepCost, max_tokens: int
 ) -> float:
-    """The best that can be made of asking for these."""
-    chances = [offer.chances[row][:depth] if row in rows else guess for row, guess in enumerate(guessed)]
+    """Return the best token rate with a call for these rows."""
+    chances = [offer.chances[row][:depth] if row in rows else guess for row, guess in enumerate(guesses)]
     tokens = sorted((chance for row in chances for chance in row), reverse=True)[:max_tokens]
     asking_s = offer.cost.seconds(depth, sum(offer.missing[row] + depth - 1 for row in rows)) if rows else 0.0
-    drafted = [(len(guessed) + sum(tokens[:n])) / (price.step(n) + asking_s) for n in range(len(tokens) + 1)]
+    drafted = [(len(guesses) + sum(tokens[:n])) / (price.step(n) + asking_s) for n in range(len(tokens) + 1)]
     return max(drafted)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_other_rows_and_no_other_depth_give_tokens_sooner(seed: int) -> None:
+def test_planned_call_has_the_best_rate(seed: int) -> None:
     generator = random.Random(seed)
 
     def falling(most: int) -> list[float]:
@@ -112,7 +112,7 @@ def test_no_other_rows_and_no_other_depth_give_tokens_sooner(seed: int) -> None:
         return row
 
     num_rows = 1 + generator.randrange(4)
-    guessed = [falling(2) for _ in range(num_rows)]
+    guesses = [falling(2) for _ in range(num_rows)]
     price = StepCost(plain=1.0, token=generator.random() / 6)
     offers = []
     for name in ("one", "other"):
@@ -120,25 +120,25 @@ def test_no_other_rows_and_no_other_depth_give_tokens_sooner(seed: int) -> None:
         missing = [generator.uniform(0, 3) for _ in range(num_rows)]
         offers.append(CallOffer(name, asked, [falling(4) for _ in range(num_rows)], missing))
     every = [
-        (_rate(guessed, offer, depth, rows, price, 99), offer.method)
+        (_rate(guesses, offer, depth, rows, price, 99), offer.method)
         for offer in offers
         for depth in (1, 2, 3, 4)
         for count in range(1, num_rows + 1)
         for rows in combinations(range(num_rows), count)
         if all(offer.chances[row] for row in rows)
     ]
-    none = _rate(guessed, offers[0], 0, (), price, 99)
+    none = _rate(guesses, offers[0], 0, (), price, 99)
     best = max(every, default=(0.0, ""))[0]
-    found = plan_call(guessed, offers, price, 99)
+    found = plan_call(guesses, offers, price, 99)
     if found is None:
         assert best <= none * 1.03
         return
     offer = next(one for one in offers if one.method == found.method)
-    assert _rate(guessed, offer, found.depth, found.rows, price, 99) == pytest.approx(best)
+    assert _rate(guesses, offer, found.depth, found.rows, price, 99) == pytest.approx(best)
     assert best > none * 1.01
 
 
-def test_no_more_is_asked_for_than_may_be_drafted() -> None:
+def test_planned_call_stays_within_draft_limit() -> None:
     chances = [[0.9, 0.8, 0.7]] * 5
     offer = CallOffer("m", ProposalCost(0.0, 0.01, 0.01), chances, [1.0] * 5)
     for most in range(1, 20):
@@ -146,51 +146,52 @@ def test_no_more_is_asked_for_than_may_be_drafted() -> None:
         assert plan and (len(plan.rows) - 1) * plan.depth < most
 
 
-def test_what_asking_takes_is_learnt_whatever_is_asked() -> None:
+def test_proposal_cost_is_learned_from_any_calls() -> None:
     generator, true, learned = random.Random(2), ProposalCost(0.003, 0.005, 0.0007), LearnedProposalCost()
     assert learned.cost is None
     for number in range(80):
         depth, num_tokens = generator.randrange(1, 8), generator.randrange(1, 60)
         seconds = true.seconds(depth, num_tokens) * generator.uniform(0.9, 1.1)
-        learned.saw(depth, num_tokens, seconds * (50 if number == 70 else 1))
+        learned.observe(depth, num_tokens, seconds * (50 if number == 70 else 1))
     assert learned.cost
     for depth, num_tokens in ((1, 1), (4, 20), (7, 50)):
         assert learned.cost.seconds(depth, num_tokens) == pytest.approx(true.seconds(depth, num_tokens), rel=0.2)
     for _ in range(80):  # the machine has become slower
         depth, num_tokens = generator.randrange(1, 8), generator.randrange(1, 60)
-        learned.saw(depth, num_tokens, 3 * true.seconds(depth, num_tokens))
+        learned.observe(depth, num_tokens, 3 * true.seconds(depth, num_tokens))
     assert learned.cost.seconds(4, 20) == pytest.approx(3 * true.seconds(4, 20), rel=0.3)
-    same = LearnedProposalCost()  # of one kind alone: what is not known apart is known together
+    # Calls of one kind determine only the sum of the terms.
+    same = LearnedProposalCost()
     for _ in range(20):
-        same.saw(3, 5, true.seconds(3, 5))
+        same.observe(3, 5, true.seconds(3, 5))
     assert same.cost and same.cost.seconds(3, 5) == pytest.approx(true.seconds(3, 5), rel=0.01)
 
 
-def test_who_is_right_is_asked_for_as_much_as_pays() -> None:
+def test_right_proposer_is_called_at_full_depth() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, m=proposer)
     replica.steps(40)
     assert replica.steps(100) > 2.5
-    assert proposer.asked[-1] == (1, _MAX)
+    assert proposer.calls[-1] == (1, _MAX)
     counts = replica.speculation.counts["m"]
     assert counts.accepted.total() == counts.drafted.total() > 500
 
 
 @pytest.mark.parametrize(("guess", "price"), [(_wrong, _CHEAP), (_right, _DEAR)], ids=["wrong", "dear"])
-def test_where_it_does_not_pay_it_takes_next_to_nothing(guess: type, price: ProposalCost) -> None:
+def test_unprofitable_proposer_costs_next_to_nothing(guess: type, price: ProposalCost) -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(guess, clock, price)
     replica = Replica(clock, m=proposer)
     replica.steps(100)
     before_s = proposer.spent_s
     assert replica.steps(3000) > 0.993
-    assert len(proposer.asked) > 5, "whether it has become better is never known"
+    assert len(proposer.calls) > 5, "trials must continue, to notice an improvement"
     assert before_s < 12 * _STEP.plain
     assert proposer.spent_s < 0.006 * replica.seconds
 
 
-def test_what_has_become_worth_it_is_found() -> None:
+def test_trials_find_proposer_that_became_right() -> None:
     clock, is_right = FakeClock(), [False]
     proposer = FakeModelProposer(lambda tokens, most: (_right if is_right[0] else _wrong)(tokens, most), clock, _CHEAP)
     replica = Replica(clock, m=proposer)
@@ -200,7 +201,7 @@ def test_what_has_become_worth_it_is_found() -> None:
     assert replica.steps(100) > 1.5
 
 
-def test_who_was_never_worth_asking_costs_a_step_to_know_that_however_much_it_is() -> None:
+def test_exploration_cost_is_bounded_for_any_price() -> None:
     for price in (_CHEAP, _DEAR, ProposalCost(0.2, 0.1, 0.01)):
         clock = FakeClock()
         proposer = FakeModelProposer(_wrong, clock, price)
@@ -210,7 +211,7 @@ def test_who_was_never_worth_asking_costs_a_step_to_know_that_however_much_it_is
         assert proposer.spent_s <= _STEP.plain * (1 + 0.005 * 100) + longest_s
 
 
-def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_an_answer() -> None:
+def test_unprofitable_proposer_rests_with_trials_early_in_answers() -> None:
     clock, is_right = FakeClock(), [False]
     tried: list[int] = []
     planned: list[int] = []
@@ -225,20 +226,20 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
 
     proposer = FakeModelProposer(guess, clock, ProposalCost(0.2, 0.5, 0.01), can_guess=knows)
     replica = Replica(clock, m=proposer)
-    assert proposer.rests, "until it is worth it"
+    assert proposer.rests, "a proposer rests until a call pays"
     replica.steps(400)
     assert tried and proposer.rests
     tried.clear()
     planned.clear()
     replica.steps(6000)
     assert proposer.rests and len(tried) > 10
-    assert sum(place > 16 for place in planned) <= 6000 // 32, "behind the first tokens hardly anybody thinks of it"
-    assert max(tried) < 32 and len(set(tried)) > 2, "not always the first token"
+    assert sum(place > 16 for place in planned) <= 6000 // 32, "plans after the first tokens of an answer must be rare"
+    assert max(tried) < 32 and len(set(tried)) > 2, "trials must vary in position"
     num_gathered = 0
     for _ in range(3000):
         replica.steps(1)
         num_gathered += proposer.num_first != 0
-    assert 0 < num_gathered < 1500, "it need not gather where no trial is due"
+    assert 0 < num_gathered < 1500, "it must not collect state while no trial is due"
     is_right[0] = True
     replica.steps(1000)
     assert not proposer.rests and replica.steps(100) > 1.5
@@ -249,8 +250,8 @@ def test_who_is_not_worth_asking_rests_and_is_tried_within_the_first_tokens_of_a
 
 @pytest.mark.parametrize("num_tokens", [20, 100])
 @pytest.mark.parametrize("num_rows", [1, 4])
-def test_who_has_become_right_wakes_within_a_few_answers(num_rows: int, num_tokens: int) -> None:
-    """Though it knows nothing of what it has missed."""
+def test_resting_proposer_wakes_when_it_becomes_right(num_rows: int, num_tokens: int) -> None:
+    """Although it has no state of the tokens that it has missed."""
     for others in range(0, 200, 37):
         clock, is_right = FakeClock(), [False]
 
@@ -266,56 +267,56 @@ def test_who_has_become_right_wakes_within_a_few_answers(num_rows: int, num_toke
         assert not proposer.rests
 
 
-def test_who_rests_is_tried_also_where_all_answers_are_short() -> None:
+def test_resting_proposer_is_tried_with_short_answers() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_wrong, clock, ProposalCost(0.2, 0.5, 0.01))
     replica = Replica(clock, num_tokens=4, m=proposer)
     replica.steps(6000)
-    proposer.asked.clear()
+    proposer.calls.clear()
     replica.steps(6000)
-    assert proposer.rests and len(proposer.asked) > 6
+    assert proposer.rests and len(proposer.calls) > 6
 
 
-def test_beside_many_rows_nobody_is_asked_but_now_and_then() -> None:
+def test_calls_are_rare_when_draft_tokens_are_expensive() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, ProposalCost(0.0, 0.2, 0.3))
     replica = Replica(clock, num_rows=4, m=proposer)
     few = StepCost(plain=10.0, token=0.1)
     replica.steps(60, few)
-    assert proposer.asked[-1][0] == 4
+    assert proposer.calls[-1][0] == 4
     full = StepCost(plain=10.0, token=3.0)
-    proposer.asked.clear()
+    proposer.calls.clear()
     assert replica.steps(500, full) > 0.98
-    assert {num_rows for num_rows, _ in proposer.asked} == {1} and len(proposer.asked) < 12
-    proposer.asked.clear()
+    assert {num_rows for num_rows, _ in proposer.calls} == {1} and len(proposer.calls) < 12
+    proposer.calls.clear()
     for _ in range(200):
         replica.step(few, room=0)
-    assert not proposer.asked
+    assert not proposer.calls
 
 
-def test_only_rows_for_which_it_pays_are_asked() -> None:
+def test_only_profitable_rows_are_called() -> None:
     clock = FakeClock()
 
     def guess(tokens: Seq[int], most: int) -> list[int]:
-        return (_right if sum(tokens[:1]) % 2 else _wrong)(tokens, most)  # its first token never changes
+        return (_right if sum(tokens[:1]) % 2 else _wrong)(tokens, most)  # the first token of a row never changes
 
     proposer = FakeModelProposer(guess, clock, ProposalCost(0.0, 0.2, 0.3))
     replica = Replica(clock, num_rows=4, m=proposer)
     replica.steps(60)
-    proposer.asked.clear()
+    proposer.calls.clear()
     replica.steps(20)
-    assert proposer.asked[-1][0] == 2
+    assert proposer.calls[-1][0] == 2
 
 
-def test_who_cannot_say_anything_is_not_asked() -> None:
+def test_rows_that_cannot_be_proposed_for_are_not_called() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, _CHEAP, can_guess=lambda sequence: sequence.tokens[0] == 1)
     replica = Replica(clock, num_rows=3, m=proposer)
     replica.steps(60)
-    assert {num_rows for num_rows, _ in proposer.asked} == {1}
+    assert {num_rows for num_rows, _ in proposer.calls} == {1}
 
 
-def test_a_long_prompt_is_computed_in_pieces_no_longer_than_a_step() -> None:
+def test_long_prompt_catches_up_in_pieces() -> None:
     clock, price = FakeClock(), ProposalCost(0.0, 0.5, 0.05)
     proposer = FakeModelProposer(_right, clock, price)
     replica = Replica(clock, m=proposer)
@@ -328,10 +329,10 @@ def test_a_long_prompt_is_computed_in_pieces_no_longer_than_a_step() -> None:
         longest_s = max(longest_s, proposer.spent_s - before)
     assert len(proposer.pieces) > 10 and sum(proposer.pieces) >= 2500
     assert longest_s <= 2 * _STEP.plain
-    assert proposer.asked[-1][1] > 2
+    assert proposer.calls[-1][1] > 2
 
 
-def test_a_long_prompt_is_not_computed_for_a_short_answer() -> None:
+def test_long_prompt_is_not_computed_for_short_answers() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, ProposalCost(0.0, 0.5, 0.05))
     replica = Replica(clock, m=proposer)
@@ -345,35 +346,35 @@ def test_a_long_prompt_is_not_computed_for_a_short_answer() -> None:
     assert not proposer.pieces
 
 
-def test_who_looks_up_what_is_right_is_enough() -> None:
+def test_no_calls_while_lookups_are_right() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, look=FakeProposer(_right), m=proposer)
     replica.steps(300)
-    proposer.asked.clear()
+    proposer.calls.clear()
     replica.steps(300)
-    assert len(proposer.asked) <= 300 // 64 + 1
+    assert len(proposer.calls) <= 300 // 64 + 1
     other = Replica(clock, look=FakeProposer(_wrong), m=proposer)
     other.steps(100)
-    assert other.steps(50) > 2.5, "the one that is right is asked"
+    assert other.steps(50) > 2.5, "the proposer that is right must be called"
 
 
-def test_nobody_is_asked_while_a_step_is_under_way() -> None:
+def test_would_draft_calls_no_model() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, m=proposer)
     replica.steps(40)
-    proposer.asked.clear()
+    proposer.calls.clear()
     for row in replica.rows:
         row.tokens.append(_next(row.tokens[-1]))
-    assert replica.speculation.would_draft(replica.rows, lambda: _STEP, max_tokens=8) and not proposer.asked
-    assert replica.step() and proposer.asked
+    assert replica.speculation.would_draft(replica.rows, lambda: _STEP, max_tokens=8) and not proposer.calls
+    assert replica.step() and proposer.calls
     dear = StepCost(plain=10.0, token=20.0)
     awaited = [replica.speculation.would_draft(replica.rows, lambda: dear, max_tokens=8) for _ in range(200)]
-    assert not any(awaited[:32]) and any(awaited), "steps that run ahead know no trial"
+    assert not any(awaited[:32]) and any(awaited), "would_draft must allow trials"
 
 
-def test_prices_and_guesses_are_those_of_who_leaves_too() -> None:
+def test_finished_and_forget_reach_model_proposers() -> None:
     clock = FakeClock()
     proposer = FakeModelProposer(_right, clock, _CHEAP)
     replica = Replica(clock, m=proposer)
@@ -386,7 +387,7 @@ def test_prices_and_guesses_are_those_of_who_leaves_too() -> None:
     assert replica.speculation.take_model_s() == 0.0
 
 
-def test_where_nobody_is_asked_all_is_as_it_is_with_those_who_look_up() -> None:
+def test_no_call_without_useful_offers() -> None:
     chances = [[0.7, 0.5], []]
     price = StepCost(plain=1.0, token=0.1)
     assert plan_call(chances, [], price, 8) is None

@@ -1,4 +1,4 @@
-"""What rows of steps bring is told to routers, which take nothing that cannot have been measured."""
+"""Reported yields of rows pass the routers' plausibility check."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from core.wire.status_check import make_plausible
 from engine.spec_decode.draft_stats import RowYield
 
 
-def test_drafts_of_long_ago_are_none_at_last() -> None:
+def test_yield_of_old_drafts_fades_to_zero() -> None:
     found = RowYield()
     assert (found.tokens_per_row, found.drafted_per_row) == (0.0, 0.0)
     found.add(1, num_tokens=3, num_drafted=4)

@@ -1,4 +1,4 @@
-"""What a step costs is known of the rows that it has, as they are."""
+"""Drafting: costs follow the current rows, and ended sequences are released."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def _step(drafting: Drafting, rows: list[Sequence]) -> None:
         row.tokens.append(1)
 
 
-def test_where_prices_never_change_a_step_is_dearer_all_the_same_with_what_its_rows_read() -> None:
-    """So a drafted token may be less likely: it is a smaller part of it."""
+def test_step_cost_grows_with_context() -> None:
+    """So the break-even chance of a draft token falls: it is a smaller part of the step."""
     drafting, row = _drafting(), sequence_of([1, 2])
     floors = []
     for _ in range(4):
@@ -49,7 +49,7 @@ def test_where_prices_never_change_a_step_is_dearer_all_the_same_with_what_its_r
     assert all(later < 0.9 * earlier for earlier, later in pairwise(floors))
 
 
-def test_who_has_ended_is_kept_by_nobody_once_there_is_nothing_to_do() -> None:
+def test_ended_sequence_is_released_when_idle() -> None:
     drafting, rows = _drafting(), [sequence_of([1, 2])]
     seen = weakref.ref(rows[0])
     _step(drafting, rows)

@@ -64,7 +64,7 @@ def test_no_model_is_called_at_an_expected_loss(
 def test_after_warm_up_proposals_below_break_even_are_not_drafted(
     share: float, num_rows: int, token: float, seed: int
 ) -> None:
-    """share: of the break-even chance."""
+    """share: acceptance rate relative to break-even."""
     cost = StepCost(plain=10.0, token=10 * token)
     replica = Replica(FakeClock(), num_rows, l=FakeProposer(_guesses(share * cost.break_even(num_rows), seed)))
     replica.steps(400, cost)
@@ -95,12 +95,10 @@ def test_a_change_of_the_text_is_noticed_within_a_few_steps(num_wrong: int, num_
     steps=st.lists(st.tuples(st.floats(1e-3, 10.0), st.lists(_costs, max_size=3)), max_size=60),
     surprise=st.floats(0.0, 3.0),
 )
-def test_trials_take_no_more_than_their_share_and_what_lies_there_at_first(
-    steps: list[tuple[float, list[float]]], surprise: float
-) -> None:
-    """In each step some are wanted, and made if they may be; each takes longer than was expected. All in steps."""
+def test_trials_stay_within_budget(steps: list[tuple[float, list[float]]], surprise: float) -> None:
+    """Trials are made in each step if the budget allows; each takes longer than expected. Unit: steps."""
     budget, spent = ExplorationBudget(), 0.0
-    assert not budget.can_pay(1e-9), "nobody knows what a step takes"
+    assert not budget.can_pay(1e-9), "the cost of a step is not known yet"
     for number, (step, wanted) in enumerate(steps, 1):
         budget.earn(step)
         for cost in wanted:
@@ -110,7 +108,7 @@ def test_trials_take_no_more_than_their_share_and_what_lies_there_at_first(
                 assert spent <= 1 + _SHARE * number + cost * surprise / step + 1e-6
 
 
-def test_what_idling_has_saved_is_not_spent_at_once() -> None:
+def test_budget_is_capped() -> None:
     budget = ExplorationBudget()
     for _ in range(100_000):
         budget.earn(2.0)
@@ -118,7 +116,7 @@ def test_what_idling_has_saved_is_not_spent_at_once() -> None:
 
 
 def _guesses(chance: float, seed: int) -> Callable[[Seq[int], int], list[int]]:
-    """Each token right so often."""
+    """Return a guess function whose tokens are right with this probability."""
     generator = random.Random(seed)
 
     def guess(tokens: Seq[int], max_tokens: int) -> list[int]:
@@ -141,11 +139,13 @@ def _guesses(chance: float, seed: int) -> Callable[[Seq[int], int], list[int]]:
     seed=st.integers(0, 1 << 20),
 )
 @pytest.mark.timeout(300)
-def test_with_drafts_it_is_hardly_ever_slower_than_without(
+def test_drafts_are_hardly_ever_slower(
     kind: str, chance: float, depth: float, token: float, num_rows: int, seed: int
 ) -> None:
-    """depth, token: what a token costs to ask for, and to verify, beside a step. Where what is right just pays for what
-    is not, whether it did is chance."""
+    """depth, token: cost of proposing and of verifying a token, relative to a step.
+
+    At break-even the outcome is chance.
+    """
     clock, price = FakeClock(), StepCost(plain=10.0, token=10 * token)
     guess = _guesses(chance, seed)
     models = FakeModelProposer(guess, clock, ProposalCost(0.2, 10 * depth, 0.05))

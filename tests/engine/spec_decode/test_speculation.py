@@ -1,4 +1,4 @@
-"""What is drafted follows what was right before, and what steps take; without a draft, that is learnt all the same."""
+"""Speculation: drafts follow earlier outcomes and step costs, and rates are learned without drafts, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.spec_decode.proposers import FakeClock, FakeModelProposer, Fak
 
 _CHEAP = StepCost(plain=12.0, token=0.9)  # one row of a small model
 _FULL = StepCost(plain=70.0, token=0.9)  # 64 of them
-_BLOCKS = 400  # of a row
+_BLOCKS = 400  # per row
 
 
 def _next(tokens: Seq[int]) -> int:
@@ -40,7 +40,7 @@ def _nothing(tokens: Seq[int], max_tokens: int) -> list[int]:
 
 
 class Replica:
-    """Rows that all go on as `_next` says, with what is drafted for them."""
+    """Rows that all continue by `_next`, with their drafts."""
 
     def __init__(self, speculation: Speculation, num_rows: int = 1, max_tokens: int = 4000) -> None:
         self.blocks = BlockManager(_BLOCKS * num_rows)
@@ -71,7 +71,7 @@ def _speculation(**guesses: FakeProposer) -> Speculation:
     return Speculation(guesses, max_tokens=8, vocab_size=50)
 
 
-def test_what_is_right_is_drafted_ever_longer_and_what_is_wrong_no_more() -> None:
+def test_right_drafts_grow_and_wrong_ones_stop() -> None:
     right, wrong = _speculation(right=FakeProposer(_right)), _speculation(wrong=FakeProposer(_wrong))
     replica, other = Replica(right), Replica(wrong)
     lengths = [sum(len(draft.tokens) for draft in replica.step(_CHEAP).values()) for _ in range(100)]
@@ -81,19 +81,19 @@ def test_what_is_right_is_drafted_ever_longer_and_what_is_wrong_no_more() -> Non
     before = wrong.counts["wrong"].drafted.total()
     for _ in range(500):
         other.step(_CHEAP)
-    assert wrong.counts["wrong"].drafted.total() == before, "what is never right is tried again and again"
+    assert wrong.counts["wrong"].drafted.total() == before, "a proposer that is never right must not be drafted"
 
 
-def test_who_is_off_learns_from_what_rows_become() -> None:
+def test_undrafted_proposals_teach() -> None:
     speculation = _speculation(right=FakeProposer(_right))
     dear = StepCost(plain=12.0, token=12.0)
     replica = Replica(speculation)
     assert not any(replica.step(dear) for _ in range(40))
     drafted = [sum(len(draft.tokens) for draft in replica.step(_CHEAP).values()) for _ in range(8)]
-    assert drafted[3:] == [8] * 5, "as soon as somebody looks again"
+    assert drafted[3:] == [8] * 5, "drafts must resume with the next look-up"
 
 
-def test_beside_many_rows_there_is_nothing_but_a_trial_now_and_then() -> None:
+def test_only_rare_trials_when_drafts_do_not_pay() -> None:
     speculation = _speculation(sometimes=FakeProposer(lambda tokens, most: _right(tokens, most)[:1] + [49] * 7))
     replica = Replica(speculation, num_rows=4)
     dear = StepCost(plain=4.0, token=2.0)
@@ -103,9 +103,7 @@ def test_beside_many_rows_there_is_nothing_but_a_trial_now_and_then() -> None:
 
 @pytest.mark.parametrize("has_model", [False, True])
 @pytest.mark.parametrize("guess", [_wrong, _nothing])
-def test_nobody_looks_each_time_at_a_row_where_it_was_in_vain(
-    guess: Callable[[Seq[int], int], list[int]], has_model: bool
-) -> None:
+def test_rows_without_drafts_back_off(guess: Callable[[Seq[int], int], list[int]], has_model: bool) -> None:
     for num_rows, every in ((2, 4), (16, 8)):
         proposer = FakeProposer(guess)
         mute = FakeModelProposer(_right, FakeClock(), ProposalCost(0.0, 0.0, 0.0), can_guess=lambda sequence: False)
@@ -114,24 +112,26 @@ def test_nobody_looks_each_time_at_a_row_where_it_was_in_vain(
         replica = Replica(speculation, num_rows=num_rows)
         asked = []
         for _ in range(200):
-            before = proposer.num_asked
+            before = proposer.num_proposed
             replica.step(StepCost(plain=1.0, token=1.0))
-            asked.append(proposer.num_asked - before)
-        assert asked[:8] == [num_rows] * 8, "nobody knows yet"
+            asked.append(proposer.num_proposed - before)
+        assert asked[:8] == [num_rows] * 8, "every row is looked up at first"
         assert [count for i, count in enumerate(asked[8:], 9) if i % every == 0] == [num_rows] * (192 // every)
-        assert sum(asked[8:]) == num_rows * (192 // every), "all such rows in the same steps, and in no other"
+        assert sum(asked[8:]) == num_rows * (192 // every), (
+            "rows under backoff must be looked up in the same steps only"
+        )
 
 
-def test_where_steps_run_ahead_nobody_looks_each_time_either() -> None:
+def test_would_draft_backs_off() -> None:
     proposer = FakeProposer(_wrong)
     speculation, rows = _speculation(wrong=proposer), [sequence_of([1])]
     for _ in range(40):
         assert not speculation.would_draft(rows, lambda: StepCost(plain=1.0, token=1.0), max_tokens=8)
         rows[0].tokens.append(_next(rows[0].tokens))
-    assert proposer.num_asked == 8 + (40 - 8) // 4
+    assert proposer.num_proposed == 8 + (40 - 8) // 4
 
 
-def test_nobody_waits_for_a_row_at_which_nobody_would_look() -> None:
+def test_would_draft_skips_rows_under_backoff() -> None:
     speculation = _speculation(right=FakeProposer(_right))
     replica = Replica(speculation)
     for _ in range(8):
@@ -139,12 +139,12 @@ def test_nobody_waits_for_a_row_at_which_nobody_would_look() -> None:
     assert [speculation.would_draft(replica.rows, lambda: _CHEAP, max_tokens=8) for _ in range(4)] == [False] * 3 + [
         True
     ]
-    assert replica.step(_CHEAP), "who was waited for is drafted for"
+    assert replica.step(_CHEAP), "a row that the step waited for must be drafted"
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_what_is_drafted_was_said_of_the_tokens_as_they_are(seed: int) -> None:
-    """Who looks up and who computes is right, if anybody says anything: a guess of some steps before would be wrong."""
+def test_drafts_use_current_proposals(seed: int) -> None:
+    """Every proposal is right for the current tokens, so a stale one would be wrong."""
     generator, clock = random.Random(seed), FakeClock()
     speculation = Speculation(
         {"sometimes": FakeProposer(lambda tokens, most: _right(tokens, most) if generator.random() < 0.05 else [])},
@@ -168,7 +168,7 @@ def test_what_is_drafted_was_said_of_the_tokens_as_they_are(seed: int) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [2, 16])
-def test_what_has_become_worth_it_is_seen_soon(num_rows: int) -> None:
+def test_cheaper_drafts_resume_soon(num_rows: int) -> None:
     replica = Replica(_speculation(right=FakeProposer(_right)), num_rows=num_rows)
     for _ in range(40):
         replica.step(StepCost(plain=1.0, token=1.0))
@@ -176,8 +176,8 @@ def test_what_has_become_worth_it_is_seen_soon(num_rows: int) -> None:
     assert any(drafted[:8]) and all(drafted[8:])
 
 
-def test_one_row_that_is_guessed_makes_nobody_look_at_the_others() -> None:
-    """The last row follows the rule; what is said of the others is wrong."""
+def test_backoff_is_per_row() -> None:
+    """The proposals for the last row are right, those for the others wrong."""
     asked: list[int] = []
 
     def guess(tokens: Seq[int], max_tokens: int) -> list[int]:
@@ -193,16 +193,17 @@ def test_one_row_that_is_guessed_makes_nobody_look_at_the_others() -> None:
     assert asked.count(3) == 40 and asked.count(0) == asked.count(1) == asked.count(2) == 10
 
 
-def test_rows_at_which_nobody_looks_wait_for_a_draft_all_the_same() -> None:
-    """What pays beside one row does not beside four, three of whom nobody guesses."""
+def test_cost_counts_rows_under_backoff() -> None:
+    """A draft that pays beside one row does not pay beside four, three of them without proposals."""
     one_of_four = FakeProposer(lambda tokens, most: _right(tokens, most) if tokens[0] == 3 else [])
     speculation = _speculation(guess=one_of_four)
     replica = Replica(speculation, num_rows=4)
     for _ in range(29):
         replica.step(_CHEAP)
-    dear, asked = StepCost(plain=4.0, token=2.0), one_of_four.num_asked
+    dear, asked = StepCost(plain=4.0, token=2.0), one_of_four.num_proposed
     assert (
-        not speculation.would_draft([*replica.rows], lambda: dear, max_tokens=64) and one_of_four.num_asked == asked + 1
+        not speculation.would_draft([*replica.rows], lambda: dear, max_tokens=64)
+        and one_of_four.num_proposed == asked + 1
     )
     assert not replica.step(dear)
     alone = Replica(speculation)
@@ -210,37 +211,37 @@ def test_rows_at_which_nobody_looks_wait_for_a_draft_all_the_same() -> None:
     assert alone.step(dear)
 
 
-def test_whoever_wants_to_know_how_often_there_is_a_guess_has_every_row_looked_at() -> None:
+def test_backoff_can_be_disabled() -> None:
     silent = FakeProposer(_nothing)
     replica = Replica(Speculation({"silent": silent}, max_tokens=8, vocab_size=50, backs_off=False), num_rows=9)
     for _ in range(100):
         replica.step(_CHEAP)
-    assert silent.num_asked == 900
+    assert silent.num_proposed == 900
 
 
-def test_what_the_step_has_no_room_for_is_not_drafted() -> None:
+def test_drafts_stay_within_room() -> None:
     replica = Replica(_speculation(right=FakeProposer(_right)), num_rows=3)
     for room in (0, 1, 2, 5, 30):
         assert sum(len(draft.tokens) for draft in replica.step(FREE, room=room).values()) == min(room, 3 * 8)
 
 
 @pytest.mark.parametrize("ends_after", range(12))
-def test_nothing_is_drafted_beyond_the_end_of_an_answer(ends_after: int) -> None:
+def test_drafts_stop_at_end_of_answer(ends_after: int) -> None:
     replica = Replica(_speculation(right=FakeProposer(_right)), max_tokens=1 + ends_after)
     drafts = replica.step(FREE)
     assert sum(len(draft.tokens) for draft in drafts.values()) == max(0, min(8, ends_after - 1))
     moving = Replica(_speculation(right=FakeProposer(_right)))
-    moving.rows[0].most_tokens = 1 + ends_after  # it finds room for the KV of so many elsewhere
+    moving.rows[0].most_tokens = 1 + ends_after  # room for KV at its destination
     assert sum(len(draft.tokens) for draft in moving.step(FREE).values()) == min(8, ends_after)
 
 
-def test_ids_that_no_model_has_end_a_draft() -> None:
+def test_invalid_token_id_ends_a_draft() -> None:
     for bad in (-1, 50, 1 << 40):
         speculation = _speculation(bad=FakeProposer(lambda tokens, most, bad=bad: [*_right(tokens, 2), bad, 1]))
         assert [list(draft.tokens) for draft in Replica(speculation).step(FREE).values()] == [_right([0], 2)]
 
 
-def test_of_several_the_one_that_promises_more() -> None:
+def test_best_proposer_is_drafted() -> None:
     generator = random.Random(0)
 
     def half(tokens: Seq[int], max_tokens: int) -> list[int]:
@@ -258,7 +259,7 @@ def test_of_several_the_one_that_promises_more() -> None:
     assert not speculation.counts["silent"].drafted
 
 
-def test_whether_a_step_is_worth_waiting_for() -> None:
+def test_would_draft_only_if_drafts_pay() -> None:
     right, silent = _speculation(right=FakeProposer(_right)), _speculation(silent=FakeProposer(_nothing))
     rows = [sequence_of([1])]
     assert right.would_draft(rows, lambda: _CHEAP, max_tokens=8) and not silent.would_draft(
@@ -267,7 +268,7 @@ def test_whether_a_step_is_worth_waiting_for() -> None:
     assert not right.would_draft(rows, lambda: StepCost(plain=1.0, token=2.0), max_tokens=8)
 
 
-def test_rejected_blocks_go_back_and_those_of_others_are_not_taken() -> None:
+def test_rejected_blocks_are_freed_and_others_kept() -> None:
     blocks = BlockManager(4)
     sequence = sequence_of(range(8))
     sequence.blocks, _ = blocks.allocate([], 1) or ([], 0)

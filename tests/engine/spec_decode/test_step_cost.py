@@ -1,4 +1,4 @@
-"""What is learnt of steps with drafts stays within bounds, and what was dear long ago is forgotten."""
+"""LearnedDraftCost: factors stay within bounds, and old costs are forgotten."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ import pytest
 from engine.spec_decode.step_cost import LearnedDraftCost, factor_of
 
 
-def test_what_was_dear_is_forgotten_while_fewer_tokens_are_drafted() -> None:
+def test_unused_bucket_forgets_its_cost() -> None:
     cost = LearnedDraftCost()
     for _ in range(200):
-        cost.saw(4, 1.0, has_drafts=False)
-        cost.saw(12, 1.0, has_drafts=True)
-        cost.saw(20, 1.8, has_drafts=True)
+        cost.observe(4, 1.0, has_drafts=False)
+        cost.observe(12, 1.0, has_drafts=True)
+        cost.observe(20, 1.8, has_drafts=True)
     assert factor_of(cost.factors(), 20) > 1.6
     for _ in range(1500):
-        cost.saw(12, 1.0, has_drafts=True)
+        cost.observe(12, 1.0, has_drafts=True)
     assert factor_of(cost.factors(), 20) < 1.25
 
 
-def test_what_steps_without_drafts_take_is_seen_where_nothing_is_drafted() -> None:
-    """They take half of what the line says: one with a draft takes what it says, twice as much."""
+def test_plain_steps_update_factors() -> None:
+    """Plain steps take half the expected time, so a step with a draft that takes the expected time is twice as
+    expensive."""
     cost = LearnedDraftCost()
     assert factor_of(cost.factors(), 4) == 1.0
     for _ in range(200):
-        cost.saw(4, 0.5, has_drafts=False)
+        cost.observe(4, 0.5, has_drafts=False)
         cost.factors()
     assert factor_of(cost.factors(), 4) > 1.9
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_steps_take_factors_stay_within_bounds(seed: int) -> None:
-    """A step may be one that nobody expected: no prices are learnt from a clock that stood still."""
+def test_factors_stay_within_bounds(seed: int) -> None:
+    """Ratios may be extreme, for example with a clock that stood still."""
     generator, cost = random.Random(seed), LearnedDraftCost()
     for _ in range(3000):
         ratio = generator.choice([0.0, 1e-9, 0.5, 1.0, 2.0, 1e9, math.inf])
-        cost.saw(generator.choice([1, 16, 17, 128, 129, 5000]), ratio, has_drafts=generator.random() < 0.5)
+        cost.observe(generator.choice([1, 16, 17, 128, 129, 5000]), ratio, has_drafts=generator.random() < 0.5)
         assert all(0.25 <= factor <= 4.0 for factor in cost.factors())

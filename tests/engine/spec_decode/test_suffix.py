@@ -1,4 +1,4 @@
-"""What every proposer keeps to, and what ours find."""
+"""Look-up proposers: their contract, and their matches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCOPE = Scope("", "", "")
 
 @pytest.mark.parametrize("make", OURS.values(), ids=OURS)
 class TestConformance:
-    def test_it_says_what_may_be_said_and_changes_nothing(self, make: Callable[[], Proposer]) -> None:
+    def test_proposals_are_valid_and_deterministic(self, make: Callable[[], Proposer]) -> None:
         proposer, again = make(), make()
         generator = random.Random(0)
         for length in range(1, 60):
@@ -31,21 +31,21 @@ class TestConformance:
                 assert all(0 <= kind < NUM_KINDS for kind in proposal.kinds)
                 assert propose(again, sequence, most) == proposal
 
-    def test_it_says_nothing_of_what_was_never_there(self, make: Callable[[], Proposer]) -> None:
+    def test_no_proposal_without_earlier_match(self, make: Callable[[], Proposer]) -> None:
         assert not propose(make(), sequence_of(range(40)), 8).tokens
         assert not propose(make(), sequence_of([3]), 8).tokens
 
-    def test_it_goes_on_with_what_was_there_as_the_sequence_grows(self, make: Callable[[], Proposer]) -> None:
+    def test_proposal_follows_earlier_match_as_sequence_grows(self, make: Callable[[], Proposer]) -> None:
         proposer, sequence = make(), sequence_of([*_TEXT, 1, 2, *_TEXT[:3]])
         assert list(propose(proposer, sequence, 5).tokens) == _TEXT[3:8]
         kinds = propose(proposer, sequence, 2).kinds
         sequence.tokens += _TEXT[3:5]
         assert list(propose(proposer, sequence, 3).tokens) == _TEXT[5:8]
-        assert propose(proposer, sequence, 2).kinds[0] > kinds[0], "a longer match is no surer"
+        assert propose(proposer, sequence, 2).kinds[0] > kinds[0], "a longer match must have a higher kind"
         sequence.tokens += [77, 78]
         assert not propose(proposer, sequence, 3).tokens
 
-    def test_a_sequence_that_is_finished_and_gone_leaves_no_trouble(self, make: Callable[[], Proposer]) -> None:
+    def test_finished_sequences_can_be_deleted(self, make: Callable[[], Proposer]) -> None:
         proposer = make()
         for number in range(3):
             sequence = sequence_of([*_TEXT, number], num_prompt_tokens=2)
@@ -54,7 +54,7 @@ class TestConformance:
         assert propose(proposer, sequence_of([40, 41]), 4).tokens in ((), [])
 
 
-def test_a_longer_match_outvotes_a_shorter_one() -> None:
+def test_longer_match_outvotes_shorter_one() -> None:
     tokens = [1, 2, 3, 50, 9, 2, 3, 60, 8, 7, 1, 2, 3]
     assert list(propose(Suffix(), sequence_of(tokens), 1).tokens) == [50]
 
@@ -68,7 +68,7 @@ def test_ngram_is_suffix_without_finished_answers() -> None:
     assert list(propose(suffix, sequence_of([40, 5, 6]), 3).tokens) == [7, 8, 9]
 
 
-def test_matches_are_those_of_a_search() -> None:
+def test_matches_equal_linear_search() -> None:
     generator = random.Random(1)
     tokens: list[int] = []
     index = TokenIndex(tokens)
@@ -84,7 +84,7 @@ def test_matches_are_those_of_a_search() -> None:
         assert index.matches_of_end() == expected[:16]
 
 
-def test_most_places_decide_and_where_they_are_of_several_minds_nothing_is_said() -> None:
+def test_majority_decides_and_split_votes_propose_nothing() -> None:
     suffix = Suffix(Corpus())
     tokens = [1, 2, 3, 4, 8, 1, 2, 3, 4, 9, 1, 2, 3, 5, 9, 1, 2]
     assert list(propose(suffix, sequence_of(tokens), 3).tokens) == [3, 4, 9]
@@ -92,17 +92,17 @@ def test_most_places_decide_and_where_they_are_of_several_minds_nothing_is_said(
     assert not propose(suffix, sequence_of([*many, 1, 2]), 3).tokens
 
 
-def test_answers_are_drafted_for_others_like_them_of_the_same_tenant_and_salt_alone() -> None:
+def test_corpus_does_not_cross_tenant_and_salt() -> None:
     suffix = Suffix(Corpus())
     suffix.finished(sequence_of([*range(20), *_TEXT], num_prompt_tokens=20, tenant="acme", salt="s"))
     assert list(propose(suffix, sequence_of([40, 5, 6], tenant="acme", salt="s"), 3).tokens) == [7, 8, 9]
     for tenant, salt in (("", ""), ("acme", ""), ("", "s"), ("other", "s")):
         assert not propose(suffix, sequence_of([40, 5, 6], tenant=tenant, salt=salt), 3).tokens
-    # Nobody has answered with what was asked.
+    # The prompt is not an answer.
     assert not propose(suffix, sequence_of([40, 15, 16], tenant="acme", salt="s"), 3).tokens
 
 
-def test_nothing_is_drafted_beyond_the_end_of_an_answer() -> None:
+def test_drafts_stop_at_end_of_answer() -> None:
     corpus = Corpus()
     corpus.add(_SCOPE, (1, 2, 3))
     corpus.add(_SCOPE, (4, 5, 6))
@@ -111,7 +111,7 @@ def test_nothing_is_drafted_beyond_the_end_of_an_answer() -> None:
     assert corpus.continuations(_SCOPE, [3, 4], 8) == []
 
 
-def test_a_corpus_is_bounded_by_scope_and_as_a_whole() -> None:
+def test_corpus_is_bounded_per_scope_and_in_total() -> None:
     corpus = Corpus(max_tokens=400, max_scope_tokens=100)
     for number in range(200):
         corpus.add(_SCOPE, tuple(range(number, number + 9)))
@@ -121,7 +121,7 @@ def test_a_corpus_is_bounded_by_scope_and_as_a_whole() -> None:
     for number in range(30):
         corpus.add(Scope(f"tenant {number}", "", ""), tuple(range(49)))
         assert corpus.num_tokens <= 400
-    assert not corpus.continuations(_SCOPE, [200, 201], 1), "who has not asked for longest is forgotten first"
+    assert not corpus.continuations(_SCOPE, [200, 201], 1), "the least recently used scope must be dropped first"
     corpus.add(_SCOPE, tuple(range(5000)))
     assert corpus.num_tokens <= 400 and corpus.continuations(_SCOPE, [4990, 4991], 1)
     corpus.clear()

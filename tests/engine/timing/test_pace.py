@@ -1,4 +1,4 @@
-"""Which seconds count for which steps."""
+"""Attribution of time to steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _step(
     pace.end(_batch(*counts), has_prompts=has_prompts, has_drafts=has_drafts)
 
 
-def test_what_drafts_cost_beyond_their_tokens_is_learnt(clock: Clock) -> None:
+def test_pace_learns_overhead_of_drafts(clock: Clock) -> None:
     pace = Pace()
     for _ in range(100):
         for count in (1, 2, 3, 4):
@@ -55,32 +55,32 @@ def test_what_drafts_cost_beyond_their_tokens_is_learnt(clock: Clock) -> None:
         for count in (1, 2, 3, 4):
             _step(pace, clock, 0.10 + 0.01 * count, *[1] * count)
             _step(pace, clock, 0.05 + 0.005 * count, count, has_drafts=True)
-    assert pace.draft_factors == pytest.approx([1.0] * 8, abs=0.02), "that was chance: a neighbour has left in time"
+    assert pace.draft_factors == pytest.approx([1.0] * 8, abs=0.02), "drafts must never look free"
 
 
-def test_what_is_dear_from_so_many_tokens_on_is_learnt(clock: Clock) -> None:
+def test_pace_learns_jump_of_draft_cost(clock: Clock) -> None:
     pace = Pace()
     for _ in range(100):
         _step(pace, clock, 0.10, 1)
         for count in (4, 12, 20, 28):
             _step(pace, clock, 0.10 if count <= 16 else 0.15, count, has_drafts=True)
     few, many = factor_of(pace.draft_factors, 16), factor_of(pace.draft_factors, 17)
-    assert many > 1.1 * few, "a line by tokens has taken its part of it"
-    assert few < factor_of(pace.draft_factors, 500) < many, "nobody knows, so as all together"
+    assert many > 1.1 * few, "expected a higher factor beyond the jump"
+    assert few < factor_of(pace.draft_factors, 500) < many, "an unseen bucket must have the mean of all"
 
 
-def test_steps_that_only_decode_and_those_that_compute_prompts_are_told_apart(clock: Clock) -> None:
+def test_decode_and_prompt_steps_are_counted_separately(clock: Clock) -> None:
     pace = Pace()
     assert (pace.decode_step_s, pace.prompt_tokens_per_s, pace.timing) == (0.0, 0.0, None)
     _step(pace, clock, 0.5, 1, 1, 1)
     _step(pace, clock, 2.0, 40, 1, has_prompts=True)
-    _step(pace, clock, 0.5, 9, 1)  # tokens that were known
+    _step(pace, clock, 0.5, 9, 1)  # forced tokens
     assert pace.decode_step_s == pytest.approx(0.5)
     assert pace.prompt_tokens_per_s == pytest.approx(41 / 2.0)
     assert pace.timing is not None
 
 
-def test_what_lies_between_two_steps_counts_unless_there_was_nothing_to_do(clock: Clock) -> None:
+def test_time_between_steps_counts_unless_idle(clock: Clock) -> None:
     pace = Pace()
     _step(pace, clock, 1.0, 1)
     clock.now += 1.0  # sampling, sending tokens
@@ -94,18 +94,18 @@ def test_what_lies_between_two_steps_counts_unless_there_was_nothing_to_do(clock
 
 
 class FakeDevice:
-    """Does what is launched when a test lets it."""
+    """Device that does launched work when the test lets it."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.marks: list[FakeMark] = []  # made and not come to
+        self.marks: list[FakeMark] = []  # events not reached yet
 
     def mark(self) -> FakeMark:
         self.marks.append(FakeMark())
         return self.marks[-1]
 
     def work(self, seconds: float) -> None:
-        """Up to the next mark that it has not come to."""
+        """Work up to the next event."""
         self.now += seconds
         self.marks.pop(0).at = self.now
 
@@ -120,26 +120,26 @@ class FakeMark:
         return self.at is not None
 
     def seconds_since(self, earlier: FakeMark) -> float:
-        assert self.at is not None and earlier.at is not None, "who asks would wait"
+        assert self.at is not None and earlier.at is not None, "an event that is not past would block"
         return self.at - earlier.at
 
 
-def test_chunks_that_nobody_waits_for_take_as_long_as_the_device_says(clock: Clock) -> None:
+def test_async_chunks_are_timed_by_the_device(clock: Clock) -> None:
     device = FakeDevice()
     pace = Pace(device.mark)
-    for count in (40, 60, 50):  # launched one behind the other, in no time
+    for count in (40, 60, 50):  # launched at once
         _step(pace, clock, 1e-4, count, has_prompts=True)
-    assert pace.prompt_tokens_per_s == 0, "nothing is over"
-    device.work(7.0)  # the mark before the first: what it did until then is no step
+    assert pace.prompt_tokens_per_s == 0, "no step is complete yet"
+    device.work(7.0)  # the event before the first step: earlier work is not part of it
     device.work(2.0)
     device.work(3.0)
     assert pace.prompt_tokens_per_s == 0
-    _step(pace, clock, 1e-4, 10, has_prompts=True)  # the first two are seen to be over
+    _step(pace, clock, 1e-4, 10, has_prompts=True)  # the first two are seen to be complete
     weighed = 40 * 0.8 + 60, 2.0 * 0.8 + 3.0
     assert pace.prompt_tokens_per_s == pytest.approx(weighed[0] / weighed[1])
 
 
-def test_a_device_that_had_nothing_to_do_does_not_count_as_slow(clock: Clock) -> None:
+def test_idle_device_time_is_not_counted(clock: Clock) -> None:
     device = FakeDevice()
     pace = Pace(device.mark)
     _step(pace, clock, 1e-4, 1)

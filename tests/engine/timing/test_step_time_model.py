@@ -1,4 +1,4 @@
-"""A replica's timing is found again from its steps, whatever mixture of them it is shown."""
+"""StepTimeModel recovers a replica's timing from any mixture of steps."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def _decodes(learned: StepTimeModel, timing: StepTiming, *, number: int, noise: 
         learned.add(**step, seconds=timing.step_s(**step) * draw.uniform(1 - noise, 1 + noise))
 
 
-def test_nothing_is_known_before_the_first_step() -> None:
+def test_no_timing_before_first_step() -> None:
     assert StepTimeModel().timing is None
 
 
-def test_all_four_numbers_are_found_through_noise() -> None:
+def test_fit_recovers_all_terms_from_noisy_steps() -> None:
     learned = StepTimeModel()
     _prompts(learned, _TRUE, number=96, noise=0.1)
     _decodes(learned, _TRUE, number=96, noise=0.1)
@@ -43,8 +43,8 @@ def test_all_four_numbers_are_found_through_noise() -> None:
         assert getattr(learned.timing, name) == pytest.approx(getattr(_TRUE, name), rel=0.25)
 
 
-def test_noise_that_only_slows_steps_down_is_part_of_the_mean() -> None:
-    """Every third step takes three times as long: the machine is shared. What counts is what steps take on average."""
+def test_one_sided_noise_counts_in_the_mean() -> None:
+    """Every third step takes three times as long, as on a shared machine. The mean is what counts."""
     learned = StepTimeModel()
     for number in range(600):
         batch = 1 + number % 4
@@ -55,7 +55,7 @@ def test_noise_that_only_slows_steps_down_is_part_of_the_mean() -> None:
     assert timing and timing.step_s(**step) == pytest.approx(_TRUE.step_s(**step) * 5 / 3, rel=0.05)
 
 
-def test_what_prompts_cost_outlives_a_long_answer() -> None:
+def test_prompt_cost_survives_many_decode_steps() -> None:
     learned = StepTimeModel()
     _prompts(learned, _TRUE, number=96)
     _decodes(learned, _TRUE, number=5000)
@@ -65,7 +65,7 @@ def test_what_prompts_cost_outlives_a_long_answer() -> None:
     )
 
 
-def test_it_follows_a_machine_that_has_become_slower() -> None:
+def test_fit_follows_a_slower_machine() -> None:
     learned = StepTimeModel()
     slower = StepTiming(base_s=0.06, token_s=4e-3, pair_s=8e-7, context_s=6e-6)
     _decodes(learned, _TRUE, number=800)
@@ -76,7 +76,7 @@ def test_it_follows_a_machine_that_has_become_slower() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(0, 1000), st.floats(1e-4, 10)), min_size=1, max_size=30))
-def test_no_number_is_ever_negative(steps: list[tuple[int, int, float]]) -> None:
+def test_no_term_is_negative(steps: list[tuple[int, int, float]]) -> None:
     learned = StepTimeModel()
     for num_tokens, num_context, seconds in steps:
         learned.add(num_tokens=num_tokens, num_pairs=num_tokens, num_context=num_context, seconds=seconds)

@@ -1,4 +1,4 @@
-"""A smaller model of the same tokenizer: the first layers of another one."""
+"""Smaller models of the same tokenizer: the first layers of another one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 
 def first_layers(directory: Path, num_layers: int) -> Path:
-    """A directory beside that one, made once. It often says what the whole model says where few layers are missing."""
+    """Return a directory next to the model's, made once. With few layers missing, the outputs often agree."""
     smaller = directory.with_name(f"{directory.name}-{num_layers}-layers")
     if not smaller.exists():
         shutil.copytree(directory, smaller)

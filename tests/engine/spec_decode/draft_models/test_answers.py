@@ -1,4 +1,4 @@
-"""Answers are token for token those without drafts, whichever model drafts, and whatever is asked."""
+"""Model drafts: answers equal those without drafts token for token, for every model and kind of request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def runner(model_dir: Path, make_runner: MakeRunner) -> ModelRunner:
 
 @pytest.fixture(params=["draft", "the model itself", "self"])
 def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path, make_runner: MakeRunner) -> Drafts:
-    """Of a smaller model; of one that is always right; of layers of its own."""
+    """Speculations by a smaller model, by a model that is always right, and by the model's own layers."""
 
     def models(blocks: BlockManager) -> ModelProposer:
         if request.param == "self":
@@ -67,7 +67,7 @@ def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path,
         return DraftModel(make_runner(own, num_blocks=512), vocab_size=VOCAB_SIZE)
 
     def drafting(blocks: BlockManager) -> Speculation:
-        """By a clock of its own: else it depends on the machine's whether anybody is worth asking."""
+        """Make them with a fake clock, so that calls do not depend on the machine's speed."""
         asked, clock = {"m": models(blocks)}, partial(next, count(step=1e-3))
         return Speculation({}, models=asked, max_tokens=6, vocab_size=VOCAB_SIZE, clock=clock)
 
@@ -77,10 +77,10 @@ def drafts(request: pytest.FixtureRequest, runner: ModelRunner, model_dir: Path,
 @pytest.mark.parametrize(
     ("config", "num_blocks", "is_async"), [(AMPLE, 512, False), (_SMALL, 48, True)], ids=["ample", "small, ahead"]
 )
-def test_they_change_nothing(
+def test_model_drafts_do_not_change_answers(
     config: SchedulerConfig, num_blocks: int, is_async: bool, runner: ModelRunner, asked: list[Asked], drafts: Drafts
 ) -> None:
-    """Also in small steps, and in a pool where some are preempted."""
+    """Also in small steps, and in a pool with preemption."""
     expected = answers(runner, asked)
     found = answers(runner, asked, config, num_blocks, is_async=is_async, speculation=drafts)
     compare(found, expected)
@@ -88,9 +88,7 @@ def test_they_change_nothing(
     assert bool(found.num_preemptions) == (num_blocks == 48)
 
 
-def test_the_same_model_is_right_at_any_temperature(
-    runner: ModelRunner, model_dir: Path, make_runner: MakeRunner
-) -> None:
+def test_same_model_is_right_at_any_temperature(runner: ModelRunner, model_dir: Path, make_runner: MakeRunner) -> None:
     samplings = [
         Sampling(temperature=0.0, max_tokens=29),
         Sampling(temperature=0.7, seed=1, max_tokens=29),
@@ -103,12 +101,14 @@ def test_the_same_model_is_right_at_any_temperature(
     found = answers(runner, ask, speculation=speculation)
     compare(found, expected)
     counts = speculation.counts["draft"]
-    assert found.num_steps <= 1 + 4 + 1, "the first is a trial"
+    assert found.num_steps <= 1 + 4 + 1, "only the first call may be a trial"
     assert counts.accepted == counts.drafted and counts.accepted.total() > 60
-    assert draft.tables.blocks.num_available == draft.tables.blocks.num_blocks, "who is finished keeps blocks"
+    assert draft.tables.blocks.num_available == draft.tables.blocks.num_blocks, (
+        "finished sequences must not keep blocks"
+    )
 
 
-def test_who_leaves_early_changes_nothing_and_keeps_nothing(
+def test_cancelled_requests_keep_no_draft_state(
     runner: ModelRunner, model_dir: Path, make_runner: MakeRunner, asked: list[Asked]
 ) -> None:
     expected = answers(runner, asked)
@@ -121,8 +121,8 @@ def test_who_leaves_early_changes_nothing_and_keeps_nothing(
     assert draft_blocks.num_available == draft_blocks.num_blocks and not len(draft.tables)
 
 
-def test_blocks_that_others_are_still_to_save_are_not_written_to(runner: ModelRunner) -> None:
-    """What a free block held before is looked after first."""
+def test_own_layers_save_free_blocks_before_writing(runner: ModelRunner) -> None:
+    """The old content of a free block is saved first."""
     blocks = BlockManager(runner.pool.num_blocks)
     ready: list[int] = []
     own = OwnLayers(runner, blocks, before_writing=lambda: ready.append(blocks.num_available))
@@ -135,16 +135,16 @@ def test_blocks_that_others_are_still_to_save_are_not_written_to(runner: ModelRu
     assert len(proposal.tokens) == 6 and ready == [blocks.num_blocks - 2 - 1]
     assert blocks.num_available == blocks.num_blocks - 2
     written = [bool((codes != past).any()) for codes, past in zip(runner.pool.codes, before, strict=True)]
-    assert written == [True, False, True], "the layer that is left out"
+    assert written == [True, False, True], "the skipped layer must not be written"
     assert own.num_behind(sequence) == 1
     sequence.tokens.append(5)
-    assert own.num_behind(sequence) is None, "two tokens are missing"
+    assert own.num_behind(sequence) is None, "expected None with two tokens missing"
 
 
 @pytest.mark.skipif(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
-def test_where_answers_are_deterministic_they_stay_so_bit_for_bit(
+def test_deterministic_answers_are_bitwise_equal_with_drafts(
     model_dir: Path, make_runner: MakeRunner, asked: list[Asked]
 ) -> None:
     runner = make_runner(model_dir, num_blocks=512, dtype="bfloat16", deterministic=True)

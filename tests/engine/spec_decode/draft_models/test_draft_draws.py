@@ -1,4 +1,4 @@
-"""What is drafted from logits, and what may be there instead: as sums and searches in fp64 say."""
+"""Draft tokens and alternatives from logits, against sums and searches in fp64."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from engine.spec_decode.draft_models.draft_sampler import DRAWN, GREEDY, LIKELIE
 # R rows, V vocabulary
 
 _SIZES = [2, 15, 16, 17, 33, 64, 65, 4928, 49_152]
-_NEAR = 1e-5  # of a distribution: where fp32 may take its neighbour
+# Distance in the distribution at which fp32 may choose the neighbour.
+_NEAR = 1e-5
 _NEARBY = 0.05
 
 
@@ -67,7 +68,7 @@ def _check_drawn(logits_V: Tensor, row: SamplingRow, kind: int, tokens: Seq[int]
 
 @pytest.mark.parametrize("temperature", [0.05, 0.7, 1.0, 5.0])
 @pytest.mark.parametrize("size", _SIZES)
-def test_who_draws_gets_what_the_number_says_and_what_lies_beside_it(size: int, temperature: float, way: str) -> None:
+def test_sampled_rows_get_drawn_token_and_neighbour(size: int, temperature: float, way: str) -> None:
     generator = torch.Generator().manual_seed(size)
     logits_RV = 3 * torch.randn(24, size, generator=generator)
     logits_RV[1, 1:] -= 50
@@ -84,14 +85,14 @@ def test_who_draws_gets_what_the_number_says_and_what_lies_beside_it(size: int, 
     temperature=st.sampled_from([1e-30, 0.3, 1.0, 50.0]),
     kind=st.sampled_from([DRAWN, LIKELIEST]),
 )
-def test_whatever_the_distribution(values: list[float], seed: int, temperature: float, kind: int) -> None:
+def test_draws_of_arbitrary_distributions(values: list[float], seed: int, temperature: float, kind: int) -> None:
     assume(max(values) > -math.inf)
     row, logits_V = _row(temperature, seed), torch.tensor(values)
     found = draw_drafts(logits_V[None].clone(), [row], [kind])
     _check_drawn(logits_V, row, kind, found.tokens_R4[0].tolist(), found.shares_R2[0].tolist())
 
 
-def test_filters_say_what_is_drawn_as_they_do_for_the_sequence_itself(way: str) -> None:
+def test_filters_apply_to_draft_tokens(way: str) -> None:
     logits_RV = torch.randn(60, 500, generator=torch.Generator().manual_seed(3))
     filters: list[dict[str, float]] = [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {}]
     rows = [_row(1.0, seed, **filters[seed % 4]) for seed in range(60)]
@@ -101,7 +102,7 @@ def test_filters_say_what_is_drawn_as_they_do_for_the_sequence_itself(way: str) 
     assert (found.tokens_R4[:, 3] != found.tokens_R4[:, 2]).all()
 
 
-def test_beside_who_draws_others_do_not(way: str) -> None:
+def test_greedy_rows_beside_sampled_rows(way: str) -> None:
     logits_RV = torch.randn(6, 300, generator=torch.Generator().manual_seed(2))
     logits_RV[4, 7] = math.nan
     rows = [_row(float(i % 2), i) for i in range(6)]
@@ -115,7 +116,7 @@ def test_beside_who_draws_others_do_not(way: str) -> None:
 
 
 @pytest.mark.parametrize("size", _SIZES)
-def test_of_who_draws_nothing_the_two_likeliest(size: int, way: str) -> None:
+def test_greedy_rows_get_two_likeliest_tokens(size: int, way: str) -> None:
     logits_RV = 3 * torch.randn(9, size, generator=torch.Generator().manual_seed(size))
     logits_RV[1, : size // 2] = -math.inf
     logits_RV[2] *= 100
@@ -131,7 +132,7 @@ def test_of_who_draws_nothing_the_two_likeliest(size: int, way: str) -> None:
 
 
 @given(st.lists(st.sampled_from([-math.inf, -2.0, 0.0, 1.5]), min_size=2, max_size=70))
-def test_of_equal_ones_the_first_two(values: list[float]) -> None:
+def test_ties_go_to_the_first_tokens(values: list[float]) -> None:
     found = _greedy(torch.tensor([values]))
     (ids,), (shares,) = found.tokens_R4.tolist(), found.shares_R2
     order = sorted(range(len(values)), key=lambda i: (-values[i], i))
@@ -145,7 +146,7 @@ def test_of_equal_ones_the_first_two(values: list[float]) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("place", [0, 16, 39])
-def test_what_is_no_number_says_so_in_its_own_row(value: float, place: int, temperature: float, way: str) -> None:
+def test_non_finite_logits_mark_only_their_row(value: float, place: int, temperature: float, way: str) -> None:
     logits_RV = torch.randn(4, 40, generator=torch.Generator().manual_seed(1))
     logits_RV[1, place] = value
     logits_RV[3] = -math.inf

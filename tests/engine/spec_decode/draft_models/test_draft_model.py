@@ -1,4 +1,4 @@
-"""A draft model says what it would go on with, keeps to its own pool, and gives back what nobody needs."""
+"""DraftModel: its proposals, its own pool, and the release of blocks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def runner(tiny_model: MakeModel, make_runner: MakeRunner) -> ModelRunner:
 
 @pytest.fixture
 def recorded(tiny_model: MakeModel) -> ModelRunner:
-    """Its steps are replayed, where they are not too long."""
+    """Return a draft model whose steps are replayed, unless they are too long."""
     config = EngineConfig(
         model_dir=tiny_model("llama")[0], dtype="float32", block_size=_SIZE, num_blocks=96, recorded_rows=8
     )
@@ -61,10 +61,8 @@ def _sequences(asked: list[Asked]) -> list[Sequence]:
 
 
 @pytest.mark.parametrize("kind", ["runner", "recorded"])
-def test_of_the_same_model_every_token_is_the_one_that_comes(
-    runner: ModelRunner, kind: str, request: pytest.FixtureRequest
-) -> None:
-    """Greedy and drawn, whatever came before: a prompt, drafts that were right, or some that were not."""
+def test_same_model_drafts_every_token_right(runner: ModelRunner, kind: str, request: pytest.FixtureRequest) -> None:
+    """Greedy and sampled, after a prompt, after right drafts, and after wrong ones."""
     asked = _asked(7, 19, 24, 33, 8)
     expected = answers(runner, asked).ids
     draft, generator = _draft(request.getfixturevalue(kind)), random.Random(0)
@@ -83,8 +81,8 @@ def test_of_the_same_model_every_token_is_the_one_that_comes(
         draft.tables.blocks.check_integrity()
 
 
-def test_what_is_said_depends_on_the_tokens_alone(runner: ModelRunner) -> None:
-    """Drafts that were wrong, pieces of a prompt, rows beside it, and a pool too small for all: none leaves a trace."""
+def test_proposals_depend_on_tokens_only(runner: ModelRunner) -> None:
+    """Not on wrong drafts, pieces of a prompt, other rows, or evictions from a small pool."""
     asked = _asked(30, 41, 22, 17)
     alone = [proposers.propose(_draft(runner), sequence, 5) for sequence in _sequences(asked)]
     draft = DraftModel(runner, vocab_size=VOCAB_SIZE)
@@ -107,17 +105,17 @@ def test_what_is_said_depends_on_the_tokens_alone(runner: ModelRunner) -> None:
         draft.tables.blocks.check_integrity()
 
 
-def test_what_it_lacks_is_what_it_computes(runner: ModelRunner) -> None:
+def test_num_behind_equals_tokens_to_compute(runner: ModelRunner) -> None:
     draft = _draft(runner)
     (sequence,) = _sequences(_asked(30))
     assert draft.num_behind(sequence) == 30
     draft.catch_up(sequence, 12)
     assert draft.num_behind(sequence) == 18
     draft.catch_up(sequence, 100)
-    assert draft.num_behind(sequence) == 1, "the last one is computed when somebody asks"
+    assert draft.num_behind(sequence) == 1, "the last token is computed by propose only"
     drafted = list(proposers.propose(draft, sequence, 4).tokens)
     sequence.tokens += [*drafted, 5]
-    assert draft.num_behind(sequence) == 2, "the last drafted token, and the one that came behind it"
+    assert draft.num_behind(sequence) == 2, "expected the last draft token and the one after it"
     drafted = list(proposers.propose(draft, sequence, 4).tokens)
     sequence.tokens += [*drafted[:2], (drafted[2] + 1) % VOCAB_SIZE]
     assert draft.num_behind(sequence) == 1
@@ -126,7 +124,7 @@ def test_what_it_lacks_is_what_it_computes(runner: ModelRunner) -> None:
     assert draft.num_behind(sequence) in (2, 3)
 
 
-def test_blocks_come_back_when_a_sequence_leaves_or_is_gone(runner: ModelRunner) -> None:
+def test_blocks_are_freed_on_forget_and_garbage_collection(runner: ModelRunner) -> None:
     draft = _draft(runner)
     blocks = draft.tables.blocks
     sequences = _sequences(_asked(30, 20, 25))
@@ -135,14 +133,14 @@ def test_blocks_come_back_when_a_sequence_leaves_or_is_gone(runner: ModelRunner)
     draft.forget(sequences[0])
     draft.forget(sequences[0])
     del sequences[:2]
-    draft.propose(sequences, 1)  # it is noticed when somebody asks
+    draft.propose(sequences, 1)  # noticed in the next call
     assert len(draft.tables) == 1
     assert blocks.num_blocks - blocks.num_available == 4
     draft.forget(sequences[0])
     assert blocks.num_available == blocks.num_blocks and not len(draft.tables)
 
 
-def test_blocks_of_drafted_tokens_that_did_not_come_go_back(runner: ModelRunner) -> None:
+def test_blocks_of_rejected_tokens_are_freed(runner: ModelRunner) -> None:
     draft = _draft(runner)
     (sequence,) = _sequences(_asked(15))
     draft.propose([sequence], 20)
@@ -153,8 +151,8 @@ def test_blocks_of_drafted_tokens_that_did_not_come_go_back(runner: ModelRunner)
     assert blocks.num_blocks - blocks.num_available == 2
 
 
-def test_nothing_is_noted_for_nobody() -> None:
-    """A replica that lives for months drafts for millions of sequences."""
+def test_unread_block_changes_do_not_accumulate() -> None:
+    """A replica that runs for months drafts for millions of sequences."""
     tables = DraftTables(8, block_size=_SIZE)
     for asked in _asked(*[40] * 50):
         (sequence,) = _sequences([asked])
@@ -165,7 +163,7 @@ def test_nothing_is_noted_for_nobody() -> None:
     assert len(tables.blocks.take_changes()) <= 2 * tables.blocks.num_blocks
 
 
-def test_a_prompt_that_another_sequence_has_is_computed_once(runner: ModelRunner) -> None:
+def test_common_prefix_is_computed_once(runner: ModelRunner) -> None:
     draft = _draft(runner)
     first, second = _sequences(_asked(30) * 2)
     proposers.propose(draft, first, 2)
@@ -173,17 +171,17 @@ def test_a_prompt_that_another_sequence_has_is_computed_once(runner: ModelRunner
     assert proposers.propose(draft, second, 4) == proposers.propose(_draft(runner), second, 4)
 
 
-def test_where_there_is_no_room_nothing_is_said(runner: ModelRunner) -> None:
+def test_no_proposal_without_room(runner: ModelRunner) -> None:
     draft = _draft(runner)
     draft.tables = DraftTables(4, block_size=_SIZE)
     long, short = _sequences(_asked(60, 9))
-    said = draft.propose([long, short], 3)
-    assert not said[0].tokens and len(said[1].tokens) == 3
+    outputs = draft.propose([long, short], 3)
+    assert not outputs[0].tokens and len(outputs[1].tokens) == 3
     draft.catch_up(long, 100)
     assert draft.num_behind(long) == 60
 
 
-def test_it_says_nothing_of_what_it_cannot_read(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+def test_no_proposal_for_unknown_tokens_or_long_sequences(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     draft = DraftModel(make_runner(tiny_model("llama", vocab_size=100)[0]), vocab_size=VOCAB_SIZE)
     known, foreign, longest = _sequences(
         [Asked([5] * 9, _SAMPLINGS[0]), Asked([5, 120, 6], _SAMPLINGS[0]), Asked([5] * 128, _SAMPLINGS[0])]
@@ -194,14 +192,14 @@ def test_it_says_nothing_of_what_it_cannot_read(tiny_model: MakeModel, make_runn
     assert 1 <= len(proposers.propose(draft, longest, 8).tokens) <= 3
 
 
-def test_rules_and_penalties_are_not_asked_of_drafts(runner: ModelRunner) -> None:
+def test_drafts_ignore_rules_and_penalties(runner: ModelRunner) -> None:
     (plain,) = _sequences([Asked(prompts(20)[0], _SAMPLINGS[1])])
     asked = replace(_SAMPLINGS[1], presence_penalty=2.0, min_tokens=5, num_logprobs=2, stop_token_ids=(3,))
     (penalised,) = _sequences([Asked(prompts(20)[0], asked)])
     assert proposers.propose(_draft(runner), plain, 6) == proposers.propose(_draft(runner), penalised, 6)
 
 
-def test_recorded_steps_have_their_part_of_a_gpu(tiny_model: MakeModel) -> None:
+def test_memory_estimate_includes_recorded_steps(tiny_model: MakeModel) -> None:
     config = EngineConfig(model_dir=tiny_model("llama")[0], device="cuda", max_running=8)
     launched, recorded = (bytes_of(replace(config, recorded_rows=rows)) for rows in (0, 8))
     assert recorded - launched >= len(graph_sizes(8)) << 20

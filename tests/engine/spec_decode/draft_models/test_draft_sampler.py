@@ -1,4 +1,4 @@
-"""Drafted tokens are those that the model would draw; and they are right as often as theory says."""
+"""DraftSampler: draft tokens equal the model's samples, and acceptance rates match the theory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _sequences(temperature: float) -> list[Sequence]:
 
 
 def _logits() -> tuple[Tensor, Tensor]:
-    """Of a model, and of one that drafts for it."""
+    """Return the logits of a model, and of a draft model."""
     generator = torch.Generator().manual_seed(1)
     target_V = torch.randn(_VOCAB, generator=generator) * 2
     return target_V, target_V + torch.randn(_VOCAB, generator=generator) * 0.3
@@ -36,7 +36,7 @@ def _shares(logits_V: Tensor, temperature: float) -> Tensor:
 
 
 @pytest.mark.parametrize(("temperature", "place"), [(0.7, 0), (1.0, 2)])
-def test_of_a_known_distribution_drafts_are_right_as_often_as_theory_says(temperature: float, place: int) -> None:
+def test_acceptance_matches_theory(temperature: float, place: int) -> None:
     target_V, draft_V = _logits()
     sequences = _sequences(temperature)
     drawn = DraftSampler().draw(draft_V.repeat(_DRAWS, 1), sequences, place)
@@ -44,10 +44,10 @@ def test_of_a_known_distribution_drafts_are_right_as_often_as_theory_says(temper
     rows = [sequence.sampling_row.behind(place) for sequence in sequences]
     chosen = [one[0] for one in sample(target_V.repeat(_DRAWS, 1), rows).wait() if one]
     p_V, q_V = _shares(target_V, temperature), _shares(draft_V, temperature)
-    assert chi_square(chosen, p_V) < 4, "a draft changes what is drawn"
+    assert chi_square(chosen, p_V) < 4, "sampled tokens must follow the target's distribution"
     assert chi_square(drafted, q_V) < 4
-    assert chi_square(drafted, p_V) > 6, "a test that sees nothing"
-    # Tokens are the same where the number falls into the intervals of both.
+    assert chi_square(drafted, p_V) > 6, "the test must distinguish the distributions"
+    # Tokens are equal if the number falls into the intervals of both.
     ends_p, ends_q = p_V.cumsum(0), q_V.cumsum(0)
     both = torch.minimum(ends_p, ends_q) - torch.maximum(ends_p - p_V, ends_q - q_V)
     theory = float(both.clamp_min(0).sum())
@@ -57,7 +57,7 @@ def test_of_a_known_distribution_drafts_are_right_as_often_as_theory_says(temper
     assert found > independent + 0.1
 
 
-def test_greedy_takes_the_likeliest_and_says_how_likely_it_is() -> None:
+def test_greedy_draft_is_likeliest_with_its_confidence() -> None:
     _, draft_V = _logits()
     sequences = _sequences(0.0)[:2]
     share = float(_shares(draft_V, 1.0).max())
@@ -68,12 +68,12 @@ def test_greedy_takes_the_likeliest_and_says_how_likely_it_is() -> None:
     (one,) = DraftSampler().draw(sure_V[None].clone(), sequences[:1], 0)
     assert one and (one.token, one.kind) == (7, NUM_DEGREES - 1)
     (one,) = DraftSampler().draw(sure_V[None].clone(), _sequences(1.0)[:1], 0)
-    assert one and (one.token, one.kind) == (7, 2 * NUM_DEGREES - 1), "those that are drawn are another kind"
+    assert one and (one.token, one.kind) == (7, 2 * NUM_DEGREES - 1), "sampled tokens must have their own kinds"
 
 
 @pytest.mark.parametrize("ids_V", [None, torch.arange(_VOCAB) * 3])
-def test_of_who_draws_nothing_the_second_token_may_come_instead(ids_V: Tensor | None) -> None:
-    """Also where others draw."""
+def test_greedy_alternative_is_second_likeliest(ids_V: Tensor | None) -> None:
+    """Also beside rows that sample."""
     _, draft_V = _logits()
     best, second = draft_V.topk(2).indices.tolist()
     ids = list(range(_VOCAB)) if ids_V is None else ids_V.tolist()
@@ -86,7 +86,7 @@ def test_of_who_draws_nothing_the_second_token_may_come_instead(ids_V: Tensor | 
         assert all(one and one.second is None for one in deeper)
 
 
-def test_instead_of_the_likeliest_the_one_that_was_drawn_may_come() -> None:
+def test_alternative_of_likeliest_is_sampled_token() -> None:
     _, draft_V = _logits()
     best = int(draft_V.argmax())
     sequences, drawn = _sequences(1.0)[:200], DraftSampler()
@@ -103,7 +103,7 @@ def test_instead_of_the_likeliest_the_one_that_was_drawn_may_come() -> None:
     assert len({one.second[0] for one in found if one and one.second}) > 3
 
 
-def test_where_there_are_no_logits_there_is_no_token() -> None:
+def test_no_token_for_nan_logits() -> None:
     logits_RV = torch.zeros(3, _VOCAB)
     logits_RV[1] = math.nan
     found = DraftSampler().draw(logits_RV, _sequences(0.0)[:3], 0)
@@ -111,9 +111,8 @@ def test_where_there_are_no_logits_there_is_no_token() -> None:
 
 
 @pytest.mark.parametrize(("sureness", "expected"), [(1.0, "drawn"), (0.3, "likeliest")])
-def test_which_of_the_two_is_taken_is_learnt(sureness: float, expected: str) -> None:
-    """A draft that is much like the model draws as it does; one that is less sure is right more often with its
-    likeliest token."""
+def test_sampler_learns_sampled_or_likeliest(sureness: float, expected: str) -> None:
+    """A draft similar to the model samples like it; a less certain one is right more often with its likeliest token."""
     generator = torch.Generator().manual_seed(4)
     sequences, drawn = _sequences(1.0)[:24], DraftSampler()
     kinds: list[str] = []

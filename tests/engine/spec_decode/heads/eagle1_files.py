@@ -1,4 +1,4 @@
-"""A small random EAGLE-1 head in the published format, and what it says of tokens by its paper's definition."""
+"""Small random EAGLE-1 head in the published format, and its reference by the paper's definition."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from tests.engine.tiny_models import TINY
 def write_eagle1(
     directory: Path, *, has_biases: bool = True, has_copies: bool = False, **changes: Any
 ) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(4)  # small: no norm keeps its output as large as features are
+    # small weights, because no norm limits the output to the size of features
+    generator = torch.Generator().manual_seed(4)
 
     def weight(*shape: int, std: float = 0.12) -> Tensor:
         return torch.randn(*shape, generator=generator) * std
@@ -67,7 +68,7 @@ def eagle1_reference(
     *,
     choose: Choice = likeliest,
 ) -> list[int]:
-    """What the head guesses behind `tokens`: Li et al. 2024, section 4.1."""
+    """Return the head's draft after `tokens`: Li et al. 2024, section 4.1."""
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     return chained(
         states_of(model, tokens)[-1],  # normed

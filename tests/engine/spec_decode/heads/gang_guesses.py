@@ -1,4 +1,4 @@
-"""What heads guess on ranks in processes of their own: what each of them runs."""
+"""Functions that run on ranks in separate processes: drafts of heads."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from worker.gang_runner import GangRunner
 
 _NUM_TOKENS = 3
 
-Guesses = dict[tuple[int, ...], list[int]]  # by the tokens that they follow
+Guesses = dict[tuple[int, ...], list[int]]  # by the tokens before
 
 
 class _Recorded:
-    """Implements Proposer: is asked for every row of every step."""
+    """Proposer that drafts with heads for every row of every step, and records the drafts."""
 
     def __init__(self, heads: HeadProposer) -> None:
         self.guesses: Guesses = {}
@@ -63,10 +63,10 @@ def _gang(place: Path, prefix: str, rank: int, size: int, directory: Path, kind:
     return GangRunner(runner, sender, None)
 
 
-def guessed(
+def drafts_of_answers(
     place: Path, prefix: str, rank: int, size: int, directory: Path, kind: HeadsKind, heads: Path
 ) -> tuple[list[list[int]], Guesses] | None:
-    """Of choices that fork inside a block, greedy and not: what rank 0 says, and what was guessed before every step."""
+    """Return rank 0's answers and all drafts, for choices that fork inside a block, greedy and sampled."""
     gang = _gang(place, prefix, rank, size, directory, kind, heads)
     if rank:
         gang.follow()
@@ -75,16 +75,18 @@ def guessed(
     asked = [Asked(prompt, samplings[i], num_choices=1 + i % 2) for i, prompt in enumerate(prompts(3, 21, 9, 40))]
     recorded, leader = _Recorded(HeadProposer(gang)), Leader(gang)
     speculation = Speculation({"heads": recorded}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
-    said = answers(leader, asked, speculation=speculation)  # type: ignore[arg-type]
+    outputs = answers(leader, asked, speculation=speculation)  # type: ignore[arg-type]
     gang.execute(None, Orders(stop=True))
-    return said.ids, recorded.guesses
+    return outputs.ids, recorded.guesses
 
 
-def guessed_after_an_arrival(
+def drafts_after_transfer(
     place: Path, prefix: str, rank: int, size: int, directory: Path, kind: HeadsKind, heads: Path
 ) -> list[Tensor] | None:
-    """As if what a step left in two blocks had come to two others, with features that nobody here has made: the logits
-    that are then guessed from, before and after a step goes on from there."""
+    """Return the logits of drafts before and after a step that continues from received KV.
+
+    The KV of two blocks is copied to two others, as if it had arrived with features that no rank here has computed.
+    """
     gang = _gang(place, prefix, rank, size, directory, kind, heads)
     if rank:
         gang.follow()
@@ -115,7 +117,7 @@ def _step(gang: GangRunner, token_ids: list[int], start: int, blocks: list[int],
 
 
 class _Step:
-    """Of one row, as far as a gang looks at it."""
+    """Step of one row, with the attributes that a gang reads."""
 
     def __init__(self, row: Row, number: int) -> None:
         self.batch = Batch.of([row], block_size=8)

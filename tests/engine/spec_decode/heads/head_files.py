@@ -1,4 +1,4 @@
-"""Small random heads in the published formats, and what they say of tokens by their papers' definitions."""
+"""Small random heads in the published formats, and their references by the papers' definitions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engine.tiny_models import TINY
 
 # T tokens, E hidden_size, V vocabulary
 
-Choice = Callable[[Tensor, int], int]  # from the logits (V,) of a place of the draft to its token
+Choice = Callable[[Tensor, int], int]  # from the logits (V,) at a place of the draft to its token
 
 HIDDEN, HEADS, KV_HEADS, DIM, FEATURES = 48, 4, 2, 16, 80
 DRAFT_VOCAB = 40
@@ -32,7 +32,7 @@ def likeliest(logits_V: Tensor, place: int) -> int:
 def write_medusa(
     directory: Path, *, num_heads: int = 4, num_residuals: int = 2, is_old: bool = True, **changes: Any
 ) -> dict[str, Tensor]:
-    """Returns its tensors by their names in Medusa's own repository."""
+    """Write the heads. Returns their tensors by their names in Medusa's own repository."""
     generator = torch.Generator().manual_seed(1)
     tensors: dict[str, Tensor] = {}
     for i in range(num_heads):
@@ -49,24 +49,24 @@ def write_medusa(
 def medusa_reference(
     model: PreTrainedModel, tensors: dict[str, Tensor], tokens: list[int], *, choose: Choice = likeliest
 ) -> list[int]:
-    """What its heads guess behind `tokens`: Cai et al. 2024, section 2.1.1."""
+    """Return the heads' draft after `tokens`: Cai et al. 2024, section 2.1.1."""
     hidden = states_of(model, tokens)[-1][-1]  # normed
-    guessed = []
+    drafts = []
     i = 0
     while f"{i}.0.linear.weight" in tensors:
         x, j = hidden, 0
         while f"{i}.{j}.linear.weight" in tensors:
             x = x + F.silu(F.linear(x, tensors[f"{i}.{j}.linear.weight"], tensors[f"{i}.{j}.linear.bias"]))
             j += 1
-        guessed.append(choose(tensors[f"{i}.{j}.weight"] @ x, i))
+        drafts.append(choose(tensors[f"{i}.{j}.weight"] @ x, i))
         i += 1
-    return guessed
+    return drafts
 
 
 def write_eagle_beside(
     model: Mapping[str, Any], directory: Path, *, draft_vocab: int = DRAFT_VOCAB, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Of a Llama's own size, and as random. model: its config.json."""
+    """Write a random head of the size of a Llama. model: its config.json."""
     hidden, kv_heads = model["hidden_size"], model["num_key_value_heads"]
     width, features, vocab = hidden // model["num_attention_heads"], model["intermediate_size"], model["vocab_size"]
     shapes = {
@@ -141,7 +141,7 @@ def eagle_reference(
     layers: tuple[int, ...],
     choose: Choice = likeliest,
 ) -> list[int]:
-    """What the head guesses behind `tokens`: Li et al. 2025, section 3.1."""
+    """Return the head's draft after `tokens`: Li et al. 2025, section 3.1."""
     embeddings = tensors.get("embed_tokens.weight", model.get_input_embeddings().weight)
 
     def logits(x_E: Tensor) -> Tensor:
@@ -171,23 +171,26 @@ def chained(
     *,
     choose: Choice,
 ) -> list[int]:
-    """What a layer guesses behind `tokens` that goes on from its own output, one entry after another over all that are
-    before it. Entry t is made of token t and the feature of t - 1; of nothing at 0.
+    """Return the draft of an autoregressive layer after `tokens`, computing each entry over all entries before it.
 
-    layer: from token ids and features of all entries to the features that follow."""
+    Entry t is made of token t and the feature of t - 1, zeros at 0. layer: from token ids and features of all entries
+    to the next features.
+    """
     features = [torch.zeros(HIDDEN), *feature_TE]
-    ids, guessed = torch.tensor(tokens), list[int]()
+    ids, drafts = torch.tensor(tokens), list[int]()
     for place in range(num_tokens):
         next_E = layer(ids, torch.stack(features))[-1]
-        guessed.append(choose(logits(next_E), place))
-        ids = torch.cat((ids, torch.tensor([guessed[-1]])))
+        drafts.append(choose(logits(next_E), place))
+        ids = torch.cat((ids, torch.tensor([drafts[-1]])))
         features.append(next_E)
-    return guessed
+    return drafts
 
 
 def states_of(model: PreTrainedModel, tokens: list[int]) -> list[Tensor]:
-    """(T, E) each, before the first layer and after every one, of all tokens but the last. Of several that begin alike
-    the longest comes first, if it is to be quick."""
+    """Return (T, E) before the first layer and after every one, of all tokens but the last.
+
+    Cached: of several texts with a common prefix, pass the longest first.
+    """
     known: dict[tuple[int, ...], list[Tensor]] = model.__dict__.setdefault("known_states", {})
     wanted = tuple(tokens[:-1])
     longer = next((one for one in known if one[: len(wanted)] == wanted), None)

@@ -1,4 +1,4 @@
-"""A small random DeepSeek-V3 with a layer that predicts a further token, as published, and what that says of tokens."""
+"""Small random DeepSeek-V3 with an MTP layer in the published format, and its reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NUM_LAYERS = 3
 
 @dataclass(frozen=True)
 class Mtp:
-    """The model without its further layer, and that: the decoder layer is transformers'."""
+    """Model without its MTP layer, and that layer, whose decoder block is transformers'."""
 
     model: PreTrainedModel
     layer: nn.Module
@@ -31,7 +31,7 @@ class Mtp:
 
     @torch.inference_mode()
     def reference(self, tokens: list[int], num_tokens: int, *, choose: Choice = likeliest) -> list[int]:
-        """What the layer guesses behind `tokens`: DeepSeek-V3, section 2.2, with the one layer for every place."""
+        """Return the layer's draft after `tokens`: DeepSeek-V3, section 2.2, with the one layer for every place."""
         return chained(
             states_of(self.model, tokens)[-1],  # normed
             self._layer,
@@ -52,7 +52,7 @@ class Mtp:
 
 
 def write_mtp(directory: Path, *, config: dict[str, Any] | None = None, **changes: Any) -> Mtp:
-    """config: changes of config.json, which the weights do not know. changes: of the model's shape."""
+    """Write the model. config: changes of config.json only. changes: of the model's shape."""
     shape = tiny_config("deepseek_v3", **DEEPSEEK_V3 | changes | {"num_hidden_layers": _NUM_LAYERS + 1})
     model: Any = random_model(shape)
     model.save_pretrained(directory)
@@ -72,9 +72,9 @@ def write_mtp(directory: Path, *, config: dict[str, Any] | None = None, **change
     file = directory / "model.safetensors"
     named = {f"model.layers.{_NUM_LAYERS}.{name}": tensor.clone() for name, tensor in tensors.items()}
     save_file(load_file(file) | named, file)
-    said = json.loads((directory / "config.json").read_text())
-    said |= {"num_hidden_layers": _NUM_LAYERS, "num_nextn_predict_layers": 1} | (config or {})
-    (directory / "config.json").write_text(json.dumps(said))
+    config_json = json.loads((directory / "config.json").read_text())
+    config_json |= {"num_hidden_layers": _NUM_LAYERS, "num_nextn_predict_layers": 1} | (config or {})
+    (directory / "config.json").write_text(json.dumps(config_json))
     layer = model.model.layers[_NUM_LAYERS]
     model.model.layers = model.model.layers[:_NUM_LAYERS]
     model.config.num_hidden_layers = model.model.config.num_hidden_layers = _NUM_LAYERS

@@ -1,6 +1,6 @@
-"""EAGLE-3 heads that `speculators` and SpecForge write themselves, and the logits that they compute with them.
+"""EAGLE-3 heads written by `speculators` and SpecForge, with the logits that these libraries compute.
 
-python -m tests.engine.spec_decode.heads.published_files DIRECTORY     write both, where both libraries are installed
+python -m tests.engine.spec_decode.heads.published_files DIRECTORY     write both; needs both libraries
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tests.engine.spec_decode.heads.head_files import DRAFT_VOCAB, HIDDEN
 from tests.engine.steps import VOCAB_SIZE
 from tests.engine.tiny_models import TINY
 
-# T positions, P places of a draft, D tokens that the head knows, E hidden_size
+# T positions, P places of a draft, D draft vocabulary, E hidden_size
 
 RECORDED = "recorded.safetensors"
 NUM_POSITIONS, NUM_PLACES = 20, 3
-LAYERS = (1, 2, 3)  # of the tiny model's
+LAYERS = (1, 2, 3)  # of the tiny model
 
 _LAYER = {name: size for name, size in TINY.items() if name != "initializer_range"} | {"num_hidden_layers": 1}
 
@@ -95,7 +95,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # of `speculators train` 0.9.0, and of 
 
 
 def _fill(model: PreTrainedModel) -> None:
-    """Random weights that bfloat16 keeps as they are."""
+    """Set random weights that bfloat16 represents exactly."""
     generator = torch.Generator().manual_seed(6)
     with torch.no_grad():
         for _, parameter in sorted(model.named_parameters()):
@@ -110,7 +110,7 @@ def _fill(model: PreTrainedModel) -> None:
 
 
 def _inputs() -> tuple[Tensor, Tensor]:
-    """Token ids (T,), and hidden states (T, 3 E) of the position before each; zeros before the first one."""
+    """Return token ids (T,), and the hidden states (T, 3 E) of the position before each; zeros before the first one."""
     generator = torch.Generator().manual_seed(7)
     hidden = torch.randn(NUM_POSITIONS, 3 * HIDDEN, generator=generator)
     hidden[0] = 0
@@ -119,7 +119,7 @@ def _inputs() -> tuple[Tensor, Tensor]:
 
 def _save(model: PreTrainedModel, directory: Path, token_ids: Tensor, hidden: Tensor, logits: list[Tensor]) -> None:
     model.to(torch.bfloat16).save_pretrained(directory)
-    (directory / "config.py").unlink(missing_ok=True)  # a copy of the library's code, which no server needs
+    (directory / "config.py").unlink(missing_ok=True)  # a copy of the library's code, which servers do not need
     recorded = {"token_ids": token_ids, "hidden": hidden, "logits_PTD": torch.stack(logits).contiguous()}
     save_file(recorded, directory / RECORDED)
 

@@ -1,4 +1,4 @@
-"""Tokens that wait to be put into the pool."""
+"""DeferredEntries: tokens whose draft KV is not in the pool yet."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
-from engine.spec_decode.heads.deferred_kv import LateEntries
+from engine.spec_decode.heads.deferred_kv import DeferredEntries
 from engine.spec_decode.heads.features import UNKNOWN
 
 _SLOTS, _SIZE = 40, 8
 
 
 def _batch(slots: list[int], first: int) -> Batch:
-    """Rows of one token each, numbered from `first` on, at the places of these slots in their blocks."""
+    """Return a batch of rows of one token each, numbered from `first` on, at these slots."""
     rows = [
         Row(token_ids=[first + i], start=slot % _SIZE, blocks=[slot // _SIZE], num_logits=1)
         for i, slot in enumerate(slots)
@@ -24,8 +24,8 @@ def _batch(slots: list[int], first: int) -> Batch:
 
 
 @given(steps=st.lists(st.lists(st.integers(0, _SLOTS - 1), unique=True, min_size=1, max_size=6), max_size=9))
-def test_of_each_slot_the_last_that_came_is_taken_once(steps: list[list[int]]) -> None:
-    late, expected, count = LateEntries(_SLOTS, block_size=_SIZE), dict[int, int](), 0
+def test_last_entry_of_each_slot_is_taken_once(steps: list[list[int]]) -> None:
+    late, expected, count = DeferredEntries(_SLOTS, block_size=_SIZE), dict[int, int](), 0
     for slots in steps:
         numbers = torch.arange(count, count + len(slots))
         late.add(_batch(slots, count), numbers.float().unsqueeze(-1))
@@ -41,7 +41,7 @@ def test_of_each_slot_the_last_that_came_is_taken_once(steps: list[list[int]]) -
         return
     assert taken
     found = dict(zip(taken.slots_N.tolist(), taken.token_ids_N.tolist(), strict=True))
-    assert list(found.items()) == list(expected.items()), "in the order in which they came"
+    assert list(found.items()) == list(expected.items()), "expected the order of arrival"
     numbers = list(found.values())
     assert numbers == taken.hidden_NW.flatten().tolist()
     assert taken.positions_N.tolist() == [slot % _SIZE for slot in found]

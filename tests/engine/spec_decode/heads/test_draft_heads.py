@@ -1,4 +1,4 @@
-"""What heads guess is what their papers say, however a sequence came to where it is; and answers stay what they are."""
+"""Draft heads: drafts equal the papers' references in any situation, and answers do not change."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ Reference = Callable[[list[int], Choice], list[int]]
 
 
 class Case:
-    """A model, its heads, and what they say by definition."""
+    """Model, its heads, and their reference."""
 
     def __init__(self, runner: ModelRunner, reference: Reference, *, every: int = 1) -> None:
-        """every: so many guesses one is looked at."""
+        """every: check one of this many drafts."""
         self.runner, self.reference, self.every = runner, reference, every
 
 
@@ -95,7 +95,7 @@ def _mtp(directory: Path) -> Reference:
 
 
 class Checked:
-    """Implements Proposer: asked for every row of every step, it looks whether heads say what they are to say."""
+    """Proposer that drafts with heads for every row of every step, and compares with the reference."""
 
     def __init__(self, case: Case) -> None:
         self._case, self._heads = case, HeadProposer(case.runner, DraftSampler(learns=False))
@@ -119,8 +119,10 @@ class Checked:
 
 
 class BranchChecked(Checked):
-    """Checks what heads say in one step of three, after one in which nothing is drafted and one with what goes wrong
-    for a branch to be right: so entries wait when a block is copied."""
+    """Check the heads in one step of three, after one without a draft and one in which only a branch is right.
+
+    So deferred entries exist when a block is copied.
+    """
 
     num_looks = 0
 
@@ -136,7 +138,7 @@ class BranchChecked(Checked):
 
 
 class SeldomChecked(Checked):
-    """Asks heads in one step of seven; in the others it drafts what is hardly ever right."""
+    """Check the heads in one step of seven; propose rarely right tokens in the others."""
 
     num_looks = 0
 
@@ -148,8 +150,10 @@ class SeldomChecked(Checked):
 
 
 class RestingChecked(Checked):
-    """Heads rest in two of three stretches, and gather nothing in one of these; of those of whom they know something,
-    they are asked in one step of seven, or of 49. Drafts are hardly ever right."""
+    """Let the heads rest in two of three periods, without collecting state in one of these.
+
+    Check rows with state in one step of seven, or of 49. Proposals are rarely right.
+    """
 
     num_looks = 0
     num_unknown = 0
@@ -168,7 +172,7 @@ class RestingChecked(Checked):
 
 
 def _drawn(sequence: Sequence) -> Choice:
-    """As the sequence's own tokens are drawn."""
+    """Sample like the sequence's own tokens."""
 
     def choose(logits_V: torch.Tensor, place: int) -> int:
         (drawn,) = DraftSampler().draw(logits_V[None], [sequence], place)
@@ -197,10 +201,8 @@ def asked() -> list[Asked]:
     ],
     indirect=["case"],
 )
-def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
-    case: Case, asked: list[Asked], num_blocks: int
-) -> None:
-    """Prompts in chunks, choices that fork inside a block, rejected drafts at the ends of blocks, preemption."""
+def test_drafts_equal_reference_and_do_not_change_answers(case: Case, asked: list[Asked], num_blocks: int) -> None:
+    """With chunked prompts, choices that fork inside a block, rejected drafts at the ends of blocks, and preemption."""
     expected = answers(case.runner, asked)
     checked = Checked(case)
     speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
@@ -215,8 +217,8 @@ def test_what_is_guessed_follows_from_the_tokens_and_answers_do_not(
     [("medusa", 512), ("eagle", 512), ("eagle", 40), ("eagle1", 40), ("mtp", 40)],
     indirect=["case"],
 )
-def test_what_is_guessed_is_the_same_behind_what_was_a_branch(case: Case, asked: list[Asked], num_blocks: int) -> None:
-    """What heads know of a position lies where its keys do, whichever block that is now."""
+def test_drafts_after_accepted_branch_equal_reference(case: Case, asked: list[Asked], num_blocks: int) -> None:
+    """Features are found by the slot of the keys, in whichever block that is now."""
     expected = answers(case.runner, asked)
     checked = BranchChecked(case, Branching(expected, asked, every=3))
     speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
@@ -227,10 +229,8 @@ def test_what_is_guessed_is_the_same_behind_what_was_a_branch(case: Case, asked:
 
 
 @pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
-def test_what_waits_to_be_put_into_the_pool_is_there_when_a_head_is_asked(
-    case: Case, asked: list[Asked], num_blocks: int
-) -> None:
-    """Entries of several steps at once, among them rejected drafts; blocks that fork, and others' that are free."""
+def test_deferred_entries_are_written_before_drafting(case: Case, asked: list[Asked], num_blocks: int) -> None:
+    """With entries of several steps, rejected drafts among them; with forks, and blocks freed by other sequences."""
     expected = answers(case.runner, asked)
     checked = SeldomChecked(case)
     speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
@@ -240,10 +240,8 @@ def test_what_waits_to_be_put_into_the_pool_is_there_when_a_head_is_asked(
 
 
 @pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
-def test_heads_that_rest_guess_from_what_they_have_seen_or_not_at_all(
-    case: Case, asked: list[Asked], num_blocks: int
-) -> None:
-    """Whatever was passed over, whoever had its blocks then, and whoever has them now."""
+def test_resting_heads_draft_correctly_or_not_at_all(case: Case, asked: list[Asked], num_blocks: int) -> None:
+    """Whatever was passed over, and whatever the blocks' previous owners were."""
     checked = RestingChecked(case)
     speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
     longer = [replace(one, sampling=replace(one.sampling, max_tokens=70)) for one in asked]
@@ -257,11 +255,11 @@ def test_heads_that_rest_guess_from_what_they_have_seen_or_not_at_all(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
 @pytest.mark.parametrize("kind", ["eagle", "eagle1", "mtp"])
-def test_the_kernels_of_a_cpu_guess_as_torch_does(
+def test_cpu_kernels_draft_like_torch(
     kind: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
-    """Entries of prompts and of answers, by one program and layer by layer: the head's layer of the pool is the same,
-    but for rounding."""
+    """Entries of prompts and answers, compiled and layer by layer: the head's layer of the pool is equal up to
+    rounding."""
     directory = tmp_path if kind == "mtp" else tiny_model("llama")[0]
     _WRITERS[kind](tmp_path)
     heads = {"heads": HeadsPlace("eagle" if kind == "eagle1" else kind, tmp_path), "num_blocks": 12}
@@ -275,17 +273,17 @@ def test_the_kernels_of_a_cpu_guess_as_torch_does(
     blocks = torch.tensor([3, 5, 7, 9])
     for layer in range(4):
         ours, theirs = (runner.pool.read(layer, blocks, torch.float32)[:, :, :30] for runner in (compiled, exact))
-        assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean(), layer  # of eight bits, the head
+        assert (ours - theirs).abs().mean() < 0.05 * theirs.abs().mean(), layer  # the head has int8 weights
     row = HeadRow(7, 30, [3, 5, 7, 9])
-    guessed: list[torch.Tensor] = []
+    drafted: list[torch.Tensor] = []
 
     def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
-        guessed.append(logits.values_RD[0])
+        drafted.append(logits.values_RD[0])
         return [11 + place]
 
     for runner in (compiled, exact):
         runner.draft([row], 3, choose)
-    for ours, theirs in zip(guessed[:3], guessed[3:], strict=True):
+    for ours, theirs in zip(drafted[:3], drafted[3:], strict=True):
         assert (ours - theirs).abs().mean() < 0.1 * theirs.abs().mean()
 
 
@@ -333,7 +331,7 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
         ("medusa", {"medusa_num_layers": 10**9}, "medusa_num_layers is 1000000000, and must be a number from 0"),
     ],
 )
-def test_heads_that_do_not_fit_are_refused_in_one_line(
+def test_unsupported_heads_are_rejected(
     kind: str,
     changes: dict[str, Any],
     complaint: str,
@@ -359,10 +357,10 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(
         ("embed_tokens.weight", torch.zeros(VOCAB_SIZE, 47)),
     ],
 )
-def test_what_heads_need_not_have_must_fit_where_they_have_it(
+def test_optional_tensors_must_have_the_right_shape(
     name: str, tensor: torch.Tensor, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
-    """It would be the first step that failed, and with it the replica."""
+    """Otherwise the first step would fail, and with it the replica."""
     tensors = write_eagle(tmp_path, draft_vocab_size=VOCAB_SIZE)
     whole = {"lm_head.weight": torch.zeros(VOCAB_SIZE, 48), "d2t": torch.zeros(VOCAB_SIZE, dtype=torch.int64)}
     save_file(tensors | whole | {name: tensor}, tmp_path / "model.safetensors")
@@ -371,40 +369,40 @@ def test_what_heads_need_not_have_must_fit_where_they_have_it(
 
 
 @pytest.mark.parametrize(("has_biases", "has_copies"), [(False, True), (True, False)])
-def test_eagle_1_with_biases_or_without_and_with_copies_of_what_is_the_models(
+def test_eagle1_with_and_without_biases_and_copies(
     has_biases: bool, has_copies: bool, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     directory, model = tiny_model("llama")
     tensors = write_eagle1(tmp_path, has_biases=has_biases, has_copies=has_copies)
     runner = make_runner(directory, heads=HeadsPlace("eagle", tmp_path))
     tokens = prompts(12)[0]
-    assert _guessed(runner, tokens) == eagle1_reference(model, tensors, tokens, _NUM_TOKENS)
+    assert _drafts_of(runner, tokens) == eagle1_reference(model, tensors, tokens, _NUM_TOKENS)
 
 
-def _guessed(runner: ModelRunner, tokens: list[int]) -> list[int]:
+def _drafts_of(runner: ModelRunner, tokens: list[int]) -> list[int]:
     runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
-    guessed: list[int] = []
+    drafted: list[int] = []
 
     def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
-        guessed.append(int(logits.values_RD.argmax()))
-        return guessed[-1:]
+        drafted.append(int(logits.values_RD.argmax()))
+        return drafted[-1:]
 
     runner.draft([HeadRow(tokens[-1], len(tokens) - 1, [0, 1])], _NUM_TOKENS, choose)
-    return guessed
+    return drafted
 
 
 @pytest.mark.parametrize("is_old", [True, False])
-def test_both_names_of_medusa_heads_are_read(
+def test_both_naming_schemes_of_medusa_are_read(
     is_old: bool, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     directory, model = tiny_model("llama")
     tensors = write_medusa(tmp_path, is_old=is_old, num_residuals=1)
     runner = make_runner(directory, heads=HeadsPlace("medusa", tmp_path))
     tokens = prompts(12)[0]
-    assert _guessed(runner, tokens) == medusa_reference(model, tensors, tokens)
+    assert _drafts_of(runner, tokens) == medusa_reference(model, tensors, tokens)
 
 
-def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_not(case: Case) -> None:
+def test_received_kv_without_features_delays_drafting_one_step(case: Case) -> None:
     runner, tokens = case.runner, prompts(12)[0]
     assert runner.heads
     runner.forward(Batch.of([Row(tokens[:-1], 0, [0, 1], num_logits=1)], block_size=8))
@@ -416,17 +414,19 @@ def test_what_came_without_features_waits_one_step_and_what_came_with_them_does_
     assert runner.heads.knows([row]) and runner.heads.features.of([4, 5], 11) == features
     runner.heads.features.arrived([4, 5], 0, 11, b"")
     runner.heads.features.arrived([4, 5], 11, 11, features)
-    assert runner.heads.knows([row]), "all of it was here, but for that"
+    assert runner.heads.knows([row]), "features must be accepted without further KV"
     runner.heads.features.arrived([4, 5], 0, 11, features + b"1")
-    assert not runner.heads.knows([row]), "of another model"
+    assert not runner.heads.knows([row]), "features of a wrong size must be rejected"
     runner.forward(Batch.of([Row(tokens[:-1], 0, [4, 5], num_logits=1)], block_size=8))
     assert runner.heads.knows([row])
     runner.heads.features.arrived([4, 5], 11, 11, b"")
-    assert not runner.heads.knows([row]), "what is there is of whoever had the blocks before"
+    assert not runner.heads.knows([row]), "old features belong to the previous owner of the blocks"
 
 
-def test_what_arrives_after_a_warm_up_is_taken(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
-    """On a GPU heads are tried, and attached anew, in inference mode; what arrives comes outside of it."""
+def test_features_received_after_warm_up_are_kept(
+    tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    """A GPU warms heads up and attaches them in inference mode; KV arrives outside of it."""
     write_medusa(tmp_path)
     runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("medusa", tmp_path))
     heads = runner.heads
@@ -437,7 +437,7 @@ def test_what_arrives_after_a_warm_up_is_taken(tiny_model: MakeModel, make_runne
     assert heads.knows([HeadRow(0, 11, [4, 5])])
 
 
-def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: MakeModel, tmp_path: Path) -> None:
+def test_layout_fingerprint_includes_heads_with_kv(tiny_model: MakeModel, tmp_path: Path) -> None:
     directory, _ = tiny_model("llama")
     write_eagle(tmp_path / "one")
     write_eagle(tmp_path / "two", own_embedding=True)
@@ -448,6 +448,6 @@ def test_heads_with_a_layer_are_in_the_fingerprint_of_the_layout(tiny_model: Mak
         for kind, name in (("eagle", "one"), ("eagle", "two"), ("medusa", "medusa"))
     )
     assert len({plain.fingerprint, one.fingerprint, two.fingerprint}) == 3
-    assert medusa.fingerprint == plain.fingerprint, "its KV is the model's alone"
+    assert medusa.fingerprint == plain.fingerprint, "Medusa keeps no KV"
     assert one.num_layers == plain.num_layers + 1
     assert one.block_bytes == one.block_size * one.bytes_per_token() + 48 * 4

@@ -1,5 +1,4 @@
-"""Heads on several ranks guess what they guess on one: every rank has a share of a head with a layer, and has been told
-of all that has come; what keeps nothing in the pool is rank 0's alone."""
+"""Heads on several ranks draft as on one: heads with a layer are split over the ranks, others run on rank 0 only."""
 
 from __future__ import annotations
 
@@ -27,28 +26,28 @@ def kind(request: pytest.FixtureRequest, tmp_path: Path) -> HeadsKind:
 
 @pytest.fixture
 def directory(kind: HeadsKind, tiny_model: MakeModel, tmp_path: Path) -> Path:
-    """Of the model."""
+    """Directory of the model."""
     return tmp_path if kind == "mtp" else tiny_model("llama")[0]
 
 
-@pytest.mark.slow  # in short: tests/e2e/test_heads.py
-def test_guesses_and_answers_do_not_depend_on_the_number_of_ranks(
+@pytest.mark.slow  # a short version is in tests/e2e/test_heads.py
+def test_drafts_and_answers_do_not_depend_on_number_of_ranks(
     kind: HeadsKind, directory: Path, start_gang: StartGang, tmp_path: Path
 ) -> None:
-    (alone,) = start_gang(1, gang_guesses.guessed, directory, kind, tmp_path)
+    (alone,) = start_gang(1, gang_guesses.drafts_of_answers, directory, kind, tmp_path)
     ids, guesses = alone.result(_WITHIN_S)
-    leader, other = start_gang(2, gang_guesses.guessed, directory, kind, tmp_path)
+    leader, other = start_gang(2, gang_guesses.drafts_of_answers, directory, kind, tmp_path)
     assert leader.result(_WITHIN_S) == (ids, guesses)
     assert len(guesses) > 80 and all(guesses.values())
     assert other.result(_WITHIN_S) is None
 
 
-def test_every_rank_knows_of_what_has_come(
+def test_every_rank_records_received_kv(
     kind: HeadsKind, directory: Path, start_gang: StartGang, tmp_path: Path
 ) -> None:
-    (alone,) = start_gang(1, gang_guesses.guessed_after_an_arrival, directory, kind, tmp_path)
+    (alone,) = start_gang(1, gang_guesses.drafts_after_transfer, directory, kind, tmp_path)
     expected = alone.result(_WITHIN_S)
-    leader, _ = start_gang(2, gang_guesses.guessed_after_an_arrival, directory, kind, tmp_path)
+    leader, _ = start_gang(2, gang_guesses.drafts_after_transfer, directory, kind, tmp_path)
     found = leader.result(_WITHIN_S)
     assert len(found) == len(expected) >= 6
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=1e-3)

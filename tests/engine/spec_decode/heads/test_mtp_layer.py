@@ -1,4 +1,4 @@
-"""What is said of a model that has no layer of its own to draft with."""
+"""Error for a model without an MTP layer."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
 
-def test_a_model_without_a_layer_of_its_own_is_refused_in_one_line(
-    tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
-) -> None:
+def test_model_without_mtp_layer_is_rejected(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
     write_mtp(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.3.enorm.weight"]

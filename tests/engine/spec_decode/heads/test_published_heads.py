@@ -1,4 +1,4 @@
-"""EAGLE-3 heads as `speculators` and SpecForge write them: read, and computed as those libraries compute them."""
+"""EAGLE-3 heads written by `speculators` and SpecForge: logits equal those libraries'."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ _BLOCKS = [3, 5, 7]
 
 
 @pytest.mark.parametrize("library", WRITERS)
-def test_a_published_head_drafts_as_its_library_does(
-    library: str, tiny_model: MakeModel, make_runner: MakeRunner
-) -> None:
+def test_published_head_drafts_like_its_library(library: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     runner = make_runner(tiny_model("llama")[0], heads=HeadsPlace("eagle", _PUBLISHED / library))
     assert runner.heads and runner.heads.layers == LAYERS
     for position in (1, 5, 9, 17):
@@ -46,14 +44,12 @@ def test_a_published_head_drafts_as_its_library_does(
     open_kernels(dtype=torch.bfloat16, device=torch.device("cpu")) is None, reason="no C++ compiler here"
 )
 @pytest.mark.parametrize("library", WRITERS)
-def test_the_kernels_of_a_cpu_draft_as_the_library_does(
-    library: str, tiny_model: MakeModel, make_runner: MakeRunner
-) -> None:
+def test_cpu_kernels_draft_like_the_library(library: str, tiny_model: MakeModel, make_runner: MakeRunner) -> None:
     place = HeadsPlace("eagle", _PUBLISHED / library)
     runner = make_runner(tiny_model("llama")[0], dtype="bfloat16", heads=place)
     for position in (5, 17):
         ours, theirs = _logits(runner, _PUBLISHED / library, position)
-        first = (ours - theirs)[0].abs().mean()  # eight bits a weight: the error of further places builds on it
+        first = (ours - theirs)[0].abs().mean()  # int8 weights; errors accumulate at later places
         assert first < 0.1 * theirs[0].abs().mean()
 
 
@@ -70,7 +66,7 @@ def test_the_kernels_of_a_cpu_draft_as_the_library_does(
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_a_head_that_the_installed_library_writes_drafts_as_it_does(
+def test_head_of_installed_library_drafts_like_it(
     library: str, changes: dict[str, Any], tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     pytest.importorskip(library)
@@ -95,7 +91,7 @@ def test_a_head_that_the_installed_library_writes_drafts_as_it_does(
         ("specforge", {"architectures": ["DFlashDraftModel"]}, "DFlashDraftModel is not EAGLE-3"),
     ],
 )
-def test_a_published_head_that_does_not_fit_is_refused_in_one_line(
+def test_unsupported_published_head_is_rejected(
     library: str,
     changes: dict[str, Any],
     complaint: str,
@@ -118,7 +114,7 @@ def test_a_published_head_that_does_not_fit_is_refused_in_one_line(
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
     ],
 )
-def test_a_layer_that_does_not_fit_is_refused_in_one_line(
+def test_unsupported_layer_is_rejected(
     changes: dict[str, Any], complaint: str, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     layer = json.loads((_PUBLISHED / "speculators" / "config.json").read_text())["transformer_layer_config"]
@@ -135,16 +131,18 @@ def _change(library: str, directory: Path, **changes: Any) -> None:
 
 
 def _logits(runner: ModelRunner, directory: Path, position: int) -> tuple[Tensor, Tensor]:
-    """Logits of three places behind a position, (P, D): the engine's, and those that the library recorded.
+    """Return the logits of three places after a position, (P, D): the engine's, and those that the library recorded.
 
-    The library sees the tokens of the text instead of the head's own, and so does the engine here."""
+    The library reads the tokens of the text instead of the head's own, and so does the engine here.
+    """
     recorded = load_file(directory / RECORDED)
     token_ids = recorded["token_ids"].tolist()
     batch = Batch.of([Row(token_ids[:position], 0, _BLOCKS, num_logits=1)], block_size=runner.layout.block_size)
     assert runner.heads
     aux_hidden_states = AuxHiddenStates(runner.heads.layers)
     aux_hidden_states.token_ids_T = torch.tensor(token_ids[:position], dtype=torch.int32)
-    hidden_T3E = recorded["hidden"][1 : position + 1].to(runner.dtype)  # that of a token is kept with the next one
+    # the hidden state of a token is stored with the next token
+    hidden_T3E = recorded["hidden"][1 : position + 1].to(runner.dtype)
     for layer, hidden_TE in zip(runner.heads.layers, hidden_T3E.chunk(3, dim=-1), strict=True):
         aux_hidden_states.note(layer, hidden_TE.contiguous())
     drafted: list[Tensor] = []

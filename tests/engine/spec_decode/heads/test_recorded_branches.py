@@ -1,5 +1,5 @@
-"""Steps whose drafts branch, where steps are recorded: those that a graph has room for are replayed, the others are
-launched, and neither answers nor what heads say tell one from the other."""
+"""Branching drafts with recorded steps: steps that fit a graph are replayed, with the same answers and drafts of
+heads."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
     "medusa": write_medusa,
     "eagle": write_eagle,
     "eagle1": write_eagle1,
-    "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4),  # experts are called one by one on a CPU
+    "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4),  # on a CPU experts are called one by one
 }
 _ASKED = [
     Asked(prompt, Sampling(max_tokens=20 + 15 * i, temperature=0.7 * (i % 2), seed=i), num_choices=2 - i % 2)
@@ -56,7 +56,7 @@ class _Step(NamedTuple):
 
 
 class _Watched:
-    """Implements Runner: which steps were replayed."""
+    """Runner that records which steps were replayed."""
 
     def __init__(self, runner: ModelRunner, replays: FakeReplays) -> None:
         self.layout = runner.layout
@@ -72,21 +72,23 @@ class _Watched:
         return logits
 
 
-class _Overheard:
-    """Implements Proposer: drafts as a tree does, and in every third step also asks the heads, and forgets it. So what
-    heads keep waits while blocks are copied for branches."""
+class _RecordingProposer:
+    """Proposer of tree drafts that also calls the heads in every third step, and discards their drafts.
+
+    So deferred entries exist while blocks are copied for branches.
+    """
 
     def __init__(self, runner: ModelRunner, tree: Branching) -> None:
         self._heads = HeadProposer(runner, DraftSampler(learns=False))
         self._tree = tree
         self._num_looks = 0
-        self.said: dict[tuple[str, int, int], list[int]] = {}  # by request, choice and number of tokens
+        self.outputs: dict[tuple[str, int, int], list[int]] = {}  # by request, choice and number of tokens
 
     def propose(self, sequences: Any, max_tokens: int) -> Any:
         self._num_looks += 1
         if self._num_looks % 3 == 0:
             for one, proposal in zip(sequences, self._heads.propose(sequences, _NUM_TOKENS), strict=True):
-                self.said[one.request.id, one.choice, len(one.tokens)] = list(proposal.tokens)
+                self.outputs[one.request.id, one.choice, len(one.tokens)] = list(proposal.tokens)
         return self._tree.propose(sequences, max_tokens)
 
     def finished(self, sequence: Sequence) -> None:
@@ -94,7 +96,7 @@ class _Overheard:
 
 
 class _Models:
-    """One model, with heads of a kind, launched or recorded."""
+    """One model with heads of a kind, with and without recorded steps."""
 
     def __init__(self, kind: str, model_dir: Path, heads_dir: Path) -> None:
         heads = HeadsPlace("eagle" if kind == "eagle1" else kind, heads_dir)
@@ -104,18 +106,18 @@ class _Models:
         self.plain = ModelRunner(self._config)
         self.expected = answers(self.plain, _ASKED, num_blocks=_NUM_BLOCKS)
 
-    def answer(self, recorded_rows: int) -> tuple[AnswerText, _Overheard, list[_Step], Speculation]:
-        """With drafts that branch; 0: every step is launched."""
+    def answer(self, recorded_rows: int) -> tuple[AnswerText, _RecordingProposer, list[_Step], Speculation]:
+        """Answer with branching drafts. recorded_rows: 0 to launch every step."""
         replays = FakeReplays()
         runner = self.plain
         if recorded_rows:
             runner = ModelRunner(replace(self._config, recorded_rows=recorded_rows), capture=replays)
         watched = _Watched(runner, replays)
-        overheard = _Overheard(runner, Branching(self.expected, _ASKED, every=3))
-        speculation = Speculation({"heads": overheard}, max_tokens=5, vocab_size=VOCAB_SIZE)
+        recorder = _RecordingProposer(runner, Branching(self.expected, _ASKED, every=3))
+        speculation = Speculation({"heads": recorder}, max_tokens=5, vocab_size=VOCAB_SIZE)
         replays.num_replays = 0
-        said = answers(watched, _ASKED, _ROOM, _NUM_BLOCKS, speculation=speculation)  # type: ignore[arg-type]
-        return said, overheard, watched.steps, speculation
+        outputs = answers(watched, _ASKED, _ROOM, _NUM_BLOCKS, speculation=speculation)  # type: ignore[arg-type]
+        return outputs, recorder, watched.steps, speculation
 
 
 @pytest.fixture
@@ -126,12 +128,12 @@ def models(request: pytest.FixtureRequest, tiny_model: MakeModel, tmp_path: Path
 
 @pytest.mark.parametrize("recorded_rows", [_FEW, _MANY])
 @pytest.mark.parametrize("models", _WRITERS, indirect=True)
-def test_branches_within_a_graph_and_beyond_the_largest(models: _Models, recorded_rows: int) -> None:
-    said, overheard, steps, speculation = models.answer(recorded_rows)
-    assert said.ids == models.expected.ids
+def test_branches_within_and_beyond_largest_graph(models: _Models, recorded_rows: int) -> None:
+    outputs, recorder, steps, speculation = models.answer(recorded_rows)
+    assert outputs.ids == models.expected.ids
     assert num_in_branches(speculation) > 20
     _, launched, *_ = models.answer(0)
-    assert overheard.said == launched.said and sum(map(len, overheard.said.values())) > 40
+    assert recorder.outputs == launched.outputs and sum(map(len, recorder.outputs.values())) > 40
 
     branching = [step for step in steps if step.num_branches]
     most = graph_sizes(recorded_rows)[-1]
@@ -146,8 +148,8 @@ def test_branches_within_a_graph_and_beyond_the_largest(models: _Models, recorde
 
 
 @pytest.mark.parametrize("models", ["medusa", "eagle"], indirect=True)
-def test_hidden_states_of_an_earlier_step_would_be_seen(models: _Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a replayed step has left is not what the step before it has."""
+def test_stale_hidden_states_change_drafts(models: _Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The static hidden states of a replayed step differ from those of the step before it."""
     _, launched, *_ = models.answer(0)
     keep, num_kept = StaticAuxHiddenStates.keep, 0
 
@@ -158,6 +160,6 @@ def test_hidden_states_of_an_earlier_step_would_be_seen(models: _Models, monkeyp
             keep(self, aux_hidden_states)
 
     monkeypatch.setattr(StaticAuxHiddenStates, "keep", keep_every_second)
-    said, overheard, *_ = models.answer(_MANY)
-    assert said.ids == models.expected.ids, "heads change no answer"
-    assert overheard.said != launched.said
+    outputs, recorder, *_ = models.answer(_MANY)
+    assert outputs.ids == models.expected.ids, "heads must not change answers"
+    assert recorder.outputs != launched.outputs

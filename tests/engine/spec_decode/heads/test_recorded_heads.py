@@ -1,4 +1,4 @@
-"""Heads beside a model whose steps are recorded guess what they do where each is launched anew."""
+"""Heads draft the same beside a model with recorded steps as beside one without."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
     "medusa": write_medusa,
     "eagle": write_eagle,
     "eagle1": write_eagle1,
-    "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4),  # experts are called one by one on a CPU
+    "mtp": lambda directory: write_mtp(directory, first_k_dense_replace=4),  # on a CPU experts are called one by one
 }
 
 
-class Overheard:
-    """Implements Proposer: what heads guess in each step."""
+class RecordingProposer:
+    """Proposer that records the drafts of the heads in each step."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._heads = HeadProposer(runner, DraftSampler(learns=False))
@@ -53,11 +53,11 @@ class Overheard:
 
 
 @pytest.mark.parametrize("kind", _WRITERS)
-def test_what_is_guessed_behind_replayed_steps(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
-    """Prompts, answers, drafts that are verified, and blocks that fork: replayed but for the longest prompts."""
+def test_drafts_after_replayed_steps(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    """With prompts, answers, verified drafts, and forks; all steps but the longest prompts are replayed."""
     capture = FakeReplays()
-    plain, expected = _said(kind, tiny_model, tmp_path)
-    replayed, guesses = _said(kind, tiny_model, tmp_path, capture=capture, recorded_rows=_MOST_ROWS)
+    plain, expected = _answers(kind, tiny_model, tmp_path)
+    replayed, guesses = _answers(kind, tiny_model, tmp_path, capture=capture, recorded_rows=_MOST_ROWS)
     assert replayed.ids == plain.ids and guesses == expected
     assert capture.num_replays >= replayed.num_steps - 2 > 10
     assert sum(map(len, guesses)) > 100
@@ -65,17 +65,17 @@ def test_what_is_guessed_behind_replayed_steps(kind: str, tiny_model: MakeModel,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", _WRITERS)
-def test_what_is_guessed_on_a_gpu(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
-    plain, expected = _said(kind, tiny_model, tmp_path)
+def test_drafts_on_a_gpu(kind: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    plain, expected = _answers(kind, tiny_model, tmp_path)
     for recorded_rows in (0, _MOST_ROWS):
-        said, guesses = _said(kind, tiny_model, tmp_path, recorded_rows=recorded_rows, device="cuda")
-        assert said.ids == plain.ids and guesses == expected, f"{recorded_rows} rows recorded"
+        outputs, guesses = _answers(kind, tiny_model, tmp_path, recorded_rows=recorded_rows, device="cuda")
+        assert outputs.ids == plain.ids and guesses == expected, f"{recorded_rows} rows recorded"
 
 
-def _said(
+def _answers(
     kind: str, tiny_model: MakeModel, directory: Path, *, capture: Capture | None = None, **config: Any
 ) -> tuple[AnswerText, list[list[int]]]:
-    """Answers, and what was guessed on their way. directory: for the files of the heads."""
+    """Return the answers, and all drafts. directory: for the files of the heads."""
     _WRITERS[kind](directory)
     heads = HeadsPlace("eagle" if kind == "eagle1" else kind, directory)
     model_dir = directory if kind == "mtp" else tiny_model("llama")[0]
@@ -83,15 +83,15 @@ def _said(
         EngineConfig(model_dir=model_dir, dtype="float32", block_size=8, num_blocks=256, heads=heads, **config),
         capture=capture,
     )
-    overheard = Overheard(runner)
+    recorder = RecordingProposer(runner)
     asked = [
         Asked(prompt, Sampling(max_tokens=14 + i, temperature=0.7 * (i % 2), seed=i), num_choices=1 + i % 2)
         for i, prompt in enumerate(prompts(3, 40, 9, 17))
     ]
     speculation = Speculation(
-        {"heads": overheard},
+        {"heads": recorder},
         max_tokens=_NUM_TOKENS,
         vocab_size=VOCAB_SIZE,
-        may_branch=False,  # what branches goes by what steps have taken
+        may_branch=False,  # the branches depend on measured step times
     )
-    return answers(runner, asked, num_blocks=256, speculation=speculation), overheard.guesses
+    return answers(runner, asked, num_blocks=256, speculation=speculation), recorder.guesses

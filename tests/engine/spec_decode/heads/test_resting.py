@@ -1,4 +1,5 @@
-"""Heads that nobody asks: what they do not compute, what they can say nothing of any more, and what stays right."""
+"""Resting heads: which work they skip, for which sequences they cannot draft afterwards, and correct drafts for the
+rest."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ from tests.engine.tiny_models import MakeModel, MakeRunner
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 _SIZE = 8
-_FEW = 20  # tokens of an answer that wait for somebody to ask
+_FEW = 20  # tokens of an answer that are deferred
 _TABLES = [[*range(12)], [*range(12, 24)]]
 _OTHER = [*range(24, 36)]
 
 
 class Case:
-    """A model and an EAGLE-3 head, and two sequences whose tokens are said beforehand."""
+    """Model with an EAGLE-3 head, and two sequences with fixed tokens."""
 
     def __init__(self, runner: ModelRunner, model: PreTrainedModel, tensors: Any) -> None:
         assert runner.heads
@@ -43,7 +44,7 @@ class Case:
         self._forward([Row(self.tokens[row][:num_tokens], 0, _TABLES[row], num_logits=1)])
 
     def steps(self, start: int, end: int, rows: Seq[int] = (0, 1)) -> None:
-        """Each computes a token of each row."""
+        """Run steps that compute one token of each row."""
         for at in range(start, end):
             self._forward([Row(self.tokens[row][at : at + 1], at, _TABLES[row], num_logits=1) for row in rows])
 
@@ -51,15 +52,15 @@ class Case:
         return HeadRow(self.tokens[row][num_computed], num_computed, blocks or _TABLES[row])
 
     def guess(self, row: HeadRow) -> list[int]:
-        guessed: list[int] = []
+        drafted: list[int] = []
 
         def choose(logits: HeadLogits, rows: Seq[int], place: int) -> list[int]:
             assert logits.ids_D is not None
-            guessed.append(int(logits.ids_D[logits.values_RD[0].argmax()]))
-            return guessed[-1:]
+            drafted.append(int(logits.ids_D[logits.values_RD[0].argmax()]))
+            return drafted[-1:]
 
         self.runner.draft([row], 3, choose)
-        return guessed
+        return drafted
 
     def expected(self, row: int, num_computed: int) -> list[int]:
         tokens = self.tokens[row][: num_computed + 1]
@@ -78,7 +79,7 @@ def case(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> Case
 
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Tokens for which the head's layer computes something, and steps whose hidden states it wants."""
+    """Count the tokens that the head's layer computes, and the steps whose hidden states it reads."""
     counts: Counter[str] = Counter()
 
     def counted(name: str, at: int) -> None:
@@ -102,43 +103,41 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counts
 
 
-def test_heads_that_nobody_asks_compute_nothing_in_steps_that_decode(case: Case, counts: Counter[str]) -> None:
+def test_resting_heads_compute_nothing_in_decode_steps(case: Case, counts: Counter[str]) -> None:
     for row in (0, 1):
         case.prompt(row)
     case.runner.rest(_FEW)
     counts.clear()
     case.steps(13, 85)
-    assert counts == {"taps": _FEW}, "after the first tokens of an answer not even hidden states are wanted"
+    assert counts == {"taps": _FEW}, "later tokens of an answer must not even keep hidden states"
     case.runner.rest(None)
     case.steps(85, 88)
     case.runner.settle()
-    assert counts["keep"] == 2 * _FEW, "what has waited all the time, and nothing behind what was passed over"
+    assert counts["keep"] == 2 * _FEW, "expected only the deferred tokens, and none behind passed-over ones"
 
 
-def test_while_nobody_is_to_ask_of_any_answer_nothing_of_it_is_gathered(case: Case, counts: Counter[str]) -> None:
+def test_heads_without_trials_collect_no_state(case: Case, counts: Counter[str]) -> None:
     case.prompt(0)
     case.runner.rest(_FEW)
     case.steps(13, 20, [0])
     case.runner.rest(0)
-    assert case.heads.num_behind(case.row(0, 20)) == 7, "what has waited may be asked for until its sequence goes on"
+    assert case.heads.num_behind(case.row(0, 20)) == 7, "deferred tokens stay usable until their sequence continues"
     case.prompt(1)
     counts.clear()
     case.steps(13, 20, [1])
-    assert not counts and case.heads.num_behind(case.row(1, 20)) is None, "not even of one that begins"
+    assert not counts and case.heads.num_behind(case.row(1, 20)) is None, "a new sequence must not be followed, either"
     case.steps(20, 21, [0])
     case.runner.rest(_FEW)
     case.steps(20, 24, [1])
     case.steps(21, 24, [0])
-    assert not counts, "nor is it taken up later"
+    assert not counts, "it must not be followed later"
     assert case.heads.num_behind(case.row(0, 24)) is None and not case.guess(case.row(1, 24))
     case.prompt(1)
     case.steps(13, 20, [1])
-    assert case.guess(case.row(1, 20)) == case.expected(1, 20), "one that begins when somebody may ask is followed"
+    assert case.guess(case.row(1, 20)) == case.expected(1, 20), "a sequence that begins after the change is followed"
 
 
-def test_who_asks_in_time_gets_what_the_tokens_say_and_pays_for_that_row_alone(
-    case: Case, counts: Counter[str]
-) -> None:
+def test_early_draft_of_resting_heads_catches_up_one_row(case: Case, counts: Counter[str]) -> None:
     for row in (0, 1):
         case.prompt(row)
     case.runner.rest(_FEW)
@@ -151,13 +150,13 @@ def test_who_asks_in_time_gets_what_the_tokens_say_and_pays_for_that_row_alone(
     assert counts["keep"] == 17
     assert [case.heads.num_behind(case.row(row, 30)) for row in (0, 1)] == [0, 17]
     case.steps(30, 48)
-    assert case.guess(case.row(0, 48)) == case.expected(0, 48), "it has so many tokens again"
+    assert case.guess(case.row(0, 48)) == case.expected(0, 48), "tokens after a draft are deferred again"
     assert case.heads.num_behind(case.row(1, 48)) is None and not case.guess(case.row(1, 48))
 
 
 @pytest.mark.parametrize("num_tokens", [71, 72], ids=["in a block", "at the end of one"])
-def test_what_was_passed_over_is_so_wherever_it_goes(case: Case, num_tokens: int) -> None:
-    """Nothing is guessed from keys that are not there, by whoever gets the sequence, or its blocks."""
+def test_passed_over_mark_moves_with_sequence_and_blocks(case: Case, num_tokens: int) -> None:
+    """No receiver of the sequence or of its blocks uses the missing keys."""
     case.prompt(0)
     case.runner.rest(_FEW)
     case.steps(13, num_tokens, [0])
@@ -172,13 +171,13 @@ def test_what_was_passed_over_is_so_wherever_it_goes(case: Case, num_tokens: int
     assert case.heads.num_behind(case.row(0, num_tokens, _OTHER)) is None
     following = Row(case.tokens[0][num_tokens : num_tokens + 9], num_tokens, _OTHER, num_logits=1)
     case.runner.forward(Batch.of([following], block_size=_SIZE))
-    assert case.heads.num_behind(case.row(0, num_tokens + 9, _OTHER)) is None, "nor behind it"
+    assert case.heads.num_behind(case.row(0, num_tokens + 9, _OTHER)) is None, "later positions are passed over, too"
     case.runner.forward(Batch.of([Row(case.tokens[1][:20], 0, _OTHER, num_logits=1)], block_size=_SIZE))
-    assert case.guess(case.row(1, 20, _OTHER)) == case.expected(1, 20), "the blocks are somebody else's"
+    assert case.guess(case.row(1, 20, _OTHER)) == case.expected(1, 20), "a new owner of the blocks is not affected"
 
 
-def test_what_must_be_there_for_somebody_else_is_there_or_passed_over(case: Case, counts: Counter[str]) -> None:
-    assert case.heads.features.of(_TABLES[0], 13) == b"", "nothing is known, nor has been passed over"
+def test_settle_writes_or_passes_over_deferred_entries(case: Case, counts: Counter[str]) -> None:
+    assert case.heads.features.of(_TABLES[0], 13) == b"", "expected neither a feature nor a mark"
     for row in (0, 1):
         case.prompt(row)
     case.runner.rest(_FEW)
@@ -187,9 +186,9 @@ def test_what_must_be_there_for_somebody_else_is_there_or_passed_over(case: Case
     case.runner.settle()
     assert not counts and case.heads.num_behind(case.row(0, 20)) is None
     case.steps(20, 21)
-    assert case.heads.num_behind(case.row(0, 21)) is None, "nor of what goes on there"
+    assert case.heads.num_behind(case.row(0, 21)) is None, "positions behind it are passed over, too"
     case.prompt(0)
-    assert case.guess(case.row(0, 13)) == case.expected(0, 13), "a sequence that begins is followed"
+    assert case.guess(case.row(0, 13)) == case.expected(0, 13), "a new sequence is followed"
     case.runner.rest(None)
     case.steps(13, 40, [0])
     case.runner.settle()
@@ -198,14 +197,14 @@ def test_what_must_be_there_for_somebody_else_is_there_or_passed_over(case: Case
     assert any(features)
 
 
-def test_what_waits_of_blocks_that_are_somebody_elses_now_is_not_taken_for_theirs(case: Case) -> None:
+def test_deferred_entries_of_previous_owner_are_not_used(case: Case) -> None:
     case.prompt(1)
     case.runner.rest(_FEW)
     case.steps(13, 64, [1])
     case.prompt(0)
     case.steps(13, 22, [0])
     assert case.heads.num_behind(case.row(0, 22)) == 9
-    grown = [*_TABLES[1][:8], _TABLES[0][2]]  # a block whose first tokens wait
+    grown = [*_TABLES[1][:8], _TABLES[0][2]]  # a block with deferred tokens
     for at in (64, 65, 66):
         case.runner.forward(Batch.of([Row(case.tokens[1][at : at + 1], at, grown, num_logits=1)], block_size=_SIZE))
         assert case.heads.num_behind(case.row(1, at + 1, grown)) is None

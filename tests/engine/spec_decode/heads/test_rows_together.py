@@ -1,4 +1,4 @@
-"""What a layer that drafts knows, and guesses, of a row does not depend on the rows beside it."""
+"""Drafts and features of a row do not depend on the rows beside it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _compute(runner: ModelRunner, *rows: Row) -> None:
 
 
 def _drafted(runner: ModelRunner, rows: Seq[HeadRow], num_places: int) -> list[Tensor]:
-    """By place the logits of all rows; the same tokens for all of them."""
+    """Return the logits of all rows by place, drafting the same tokens for all of them."""
     logits: list[Tensor] = []
 
-    def choose(said: HeadLogits, known: Seq[int], place: int) -> list[int]:
+    def choose(found: HeadLogits, known: Seq[int], place: int) -> list[int]:
         assert list(known) == [*range(len(rows))]
-        logits.append(said.values_RD.clone())
+        logits.append(found.values_RD.clone())
         return [5 + place] * len(rows)
 
     runner.draft(rows, num_places, choose)
@@ -50,7 +50,7 @@ def _drafted(runner: ModelRunner, rows: Seq[HeadRow], num_places: int) -> list[T
 
 
 @pytest.mark.parametrize("num_first", [None, 20], ids=["asked", "resting"])
-def test_entries_that_wait_in_any_order_are_each_of_its_own_sequence(
+def test_deferred_entries_in_any_order_keep_their_sequence(
     num_first: int | None, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
     directory, model = tiny_model("llama")
@@ -62,15 +62,15 @@ def test_entries_that_wait_in_any_order_are_each_of_its_own_sequence(
         return HeadRow(every[number][ends[number]], ends[number], tables[number])
 
     def guess(number: int) -> list[int]:
-        guessed: list[int] = []
+        drafts: list[int] = []
 
-        def choose(said: HeadLogits, known: Seq[int], place: int) -> list[int]:
-            assert said.ids_D is not None
-            guessed.append(int(said.ids_D[said.values_RD[0].argmax()]))
-            return guessed[-1:]
+        def choose(found: HeadLogits, known: Seq[int], place: int) -> list[int]:
+            assert found.ids_D is not None
+            drafts.append(int(found.ids_D[found.values_RD[0].argmax()]))
+            return drafts[-1:]
 
         runner.draft([row(number)], _NUM_TOKENS, choose)
-        return guessed
+        return drafts
 
     ends = [9, 13, 16]
     for tokens, end, table in zip(every, ends, tables, strict=True):
@@ -78,7 +78,7 @@ def test_entries_that_wait_in_any_order_are_each_of_its_own_sequence(
     runner.rest(num_first)
     for number in range(10):
         some_of = [generator.sample(range(3), generator.randrange(1, 4)) for _ in range(generator.randrange(2, 6))]
-        for some in some_of if number else [[0, 1], [1, 0], [1]]:  # whose first and last are where they would be anyway
+        for some in some_of if number else [[0, 1], [1, 0], [1]]:  # whose first and last place is the same in any case
             _compute(runner, *[Row([every[i][ends[i]]], ends[i], tables[i], num_logits=1) for i in some])
             for i in some:
                 ends[i] += 1
@@ -97,10 +97,10 @@ def test_entries_that_wait_in_any_order_are_each_of_its_own_sequence(
 
 @_needs_compiler
 @pytest.mark.parametrize("num_rows", [4, 70], ids=["few", "more than a program takes"])
-def test_rows_are_drafted_for_together_as_alone(
+def test_rows_draft_together_as_alone(
     num_rows: int, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
 ) -> None:
-    """By the CPU kernels: tables of different widths, and places in a row's next block."""
+    """With CPU kernels, tables of different widths, and places in a row's next block."""
     directory, _ = tiny_model("llama")
     write_eagle(tmp_path)
     heads = HeadsPlace("eagle", tmp_path)
@@ -112,17 +112,17 @@ def test_rows_are_drafted_for_together_as_alone(
         _compute(runner, Row(tokens, 0, table, num_logits=1))
         rows.append(HeadRow(7 + i % 9, len(tokens), table))
     together = _drafted(runner, rows, _SIZE + 3)
-    assert len(together) == _SIZE, "no more than a row's spare block has room for"
+    assert len(together) == _SIZE, "drafts must fit the row's spare block"
     for i in range(0, num_rows, max(1, num_rows // 5)):
         for one, every in zip(_drafted(runner, rows[i : i + 1], _SIZE), together, strict=True):
             if num_rows == 4:
                 assert (one[0] == every[i]).all()
-            else:  # the layer's parts round between them, a program does not
+            else:  # the layer's parts round in between, a compiled program does not
                 assert (one[0] - every[i]).abs().mean() < 0.05 * one.abs().mean()
 
 
 @_needs_compiler
-def test_heads_of_a_checkpoint_of_their_own_multiply_by_eight_bits_where_there_are_kernels(
+def test_separate_heads_use_int8_weights_with_kernels(
     tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed: Counter[str] = Counter()
@@ -147,9 +147,9 @@ def test_heads_of_a_checkpoint_of_their_own_multiply_by_eight_bits_where_there_a
     (tmp_path / "eagle").mkdir()
     write_eagle(tmp_path / "eagle")
     make_runner(directory, dtype="bfloat16", num_blocks=4, heads=HeadsPlace("eagle", tmp_path / "eagle"))
-    assert packed["int8"] > 5 and packed["bf16"] == of_model["bf16"], "the model's own are as they are stored"
+    assert packed["int8"] > 5 and packed["bf16"] == of_model["bf16"], "the model's weights must stay bf16"
     (tmp_path / "mtp").mkdir()
     write_mtp(tmp_path / "mtp")
     packed.clear()
     make_runner(tmp_path / "mtp", dtype="bfloat16", num_blocks=4, heads=HeadsPlace("mtp", tmp_path / "mtp"))
-    assert not packed["int8"], "a layer of the model's checkpoint is the model's"
+    assert not packed["int8"], "MTP weights must stay bf16"
