@@ -29,8 +29,8 @@ def numbers(ways: object) -> list[int]:
 def test_where_there_is_one_revision_nothing_is_told_apart() -> None:
     alone = Revisions()
     assert alone.first_to_last(request("r"), usable=["decode-0"]) == [None] == alone.after(None, untried=set())
-    assert alone.meet("prefill-0", "decode-9") and alone.may_move("decode-0", "decode-9")
-    assert alone.apart(["decode-0", "decode-9"], str) == [["decode-0", "decode-9"]]
+    assert alone.in_one_revision("prefill-0", "decode-9") and alone.may_move("decode-0", "decode-9")
+    assert alone.group(["decode-0", "decode-9"], str) == [["decode-0", "decode-9"]]
 
 
 def test_a_canary_has_its_share_and_no_more() -> None:
@@ -79,8 +79,8 @@ def test_a_request_goes_on_where_it_was_unless_all_has_failed_there() -> None:
 def test_replicas_meet_within_a_revision_and_answers_move_between_those_of_a_kind() -> None:
     unlike, alike = revisions(0.5, kinds=("a", "b")), revisions(0.5)
     for some in (unlike, alike):
-        assert some.meet("prefill-1", "decode-1") and not some.meet("prefill-0", "decode-1")
-        assert some.apart(["decode-0", "decode-1"], str) == [["decode-0"], ["decode-1"]]
+        assert some.in_one_revision("prefill-1", "decode-1") and not some.in_one_revision("prefill-0", "decode-1")
+        assert some.group(["decode-0", "decode-1"], str) == [["decode-0"], ["decode-1"]]
     assert alike.may_move("decode-0", "decode-1") and not unlike.may_move("decode-0", "decode-1")
     assert not alike.may_move("decode-0", "decode-7")  # nobody has told of it yet
 
