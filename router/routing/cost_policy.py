@@ -7,7 +7,7 @@
         + decode                  D's steps for _HORIZON tokens (fewer with drafts), the delay of D's other streams,
                                   and the wait for blocks
 
-    all on D, if the uncached part is short or there is no P
+    all on D, if the uncached part is short or without a P
           max(queue of D, fetch) + compute + decode
         + stall                   delay of D's other streams: _STALL of the compute time for each
 

@@ -71,7 +71,7 @@ class Decisions:
 
         Each attempt has its `options` (costs in seconds, the chosen one first) and the `replicas` that they name, as
         they were known then. If a replica drafts, the last attempt also has `drafts` (see DraftTally).
-        A client's id may stand for several requests, one per prompt; each has a suffix of its own.
+        A client's id may stand for several requests, one per prompt, with different suffixes.
         """
         return {id: record.as_list() for id, record in self._of(request_id) if record.attempts}
 

@@ -20,8 +20,8 @@ T = TypeVar("T")
 class AdmissionWaits(Generic[T]):
     """Set of tasks that wait for their turn in an AdmissionQueue. Belongs to the event loop.
 
-    Each task passes a `choose`, which reserves what the request needs and returns it, or None while there is no room.
-    It is called at the request's turn, again after every `wake`.
+    Each task passes a `choose`, which reserves room for the request and returns it, or None if none is free. It is
+    called at the request's turn, and again after every `wake`.
     """
 
     def __init__(self, queue: AdmissionQueue, *, queue_s: float) -> None:

@@ -80,8 +80,8 @@ class DecodeStreams:
     async def lease_ended(self, leased: Mapping[int, DecodeStream], *, num_frames: int) -> None:
         """Handle the end of the Generate call of these choices: those neither finished nor moved are lost.
 
-        num_frames: number of frames that contain all their tokens, some of which may still be unread; 0: the replica
-        has an older version that does not report it.
+        num_frames: number of frames that contain all their tokens, read or unread; 0: the replica has an older version
+        that does not report it.
         """
         replica = next(iter(leased.values())).replica
         if num_frames:

@@ -40,7 +40,7 @@ from router.telemetry.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 _ANY_LENGTH = 1 << 31  # tokens
-_REPORTED_S = 1.0  # by then the replica has published a computed prompt's blocks itself
+_REPORTED_S = 1.0  # delay within which the replica itself publishes a computed prompt's blocks
 
 
 class Reservation:
