@@ -24,7 +24,7 @@ def test_a_request_is_counted() -> None:
     assert found["time_to_first_token_seconds_sum", frozenset()] == 0.2
 
 
-def test_what_each_token_adds_to_is_told_as_any_histogram_is() -> None:
+def test_per_token_histograms_render_like_any_other() -> None:
     bounds, gaps = (0.25, 0.5, 2.5), [0.0, 0.25, 0.375, 0.5, 3.0, 3.0, 3.0]
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     mine = TokenHistogram("gap_seconds", "A gap.", buckets=bounds, registry=ours)
@@ -38,7 +38,7 @@ def test_what_each_token_adds_to_is_told_as_any_histogram_is() -> None:
     assert generate_latest(ours).decode().splitlines() == told
 
 
-def test_replicas_are_exported_as_they_last_said() -> None:
+def test_replicas_are_exported_from_their_last_report() -> None:
     statuses = [
         (Role.PREFILL, Status(replica="prefill-0", waiting=3, totals=Totals(transfer_bytes=1 << 40))),
         (
@@ -75,7 +75,7 @@ def test_replicas_are_exported_as_they_last_said() -> None:
     assert ("sequences_waiting", prefill) not in scrape(metrics)
 
 
-def test_registries_are_apart() -> None:
+def test_registries_are_independent() -> None:
     one, other = Metrics(), Metrics()
     one.generated_tokens.inc(5)
     assert scrape(other)["generated_tokens_total", frozenset()] == 0
