@@ -1,4 +1,4 @@
-"""What the text side of the router asks of the serving side, and what it gets back: one request under way."""
+"""Interface between the frontend and the router's serving side: start a token request, iterate its tokens."""
 
 from __future__ import annotations
 
@@ -13,48 +13,52 @@ from core.types.timeline import Timeline
 
 @dataclass(kw_only=True)
 class RequestRoute:
-    """Which way a request went; filled in as it becomes known."""
+    """Replicas that served a request, with its transfer statistics; filled in while the request runs."""
 
     prefill_replica: str = ""  # empty: the decode replica computed the prompt itself
     decode_replica: str = ""  # empty: the first token was the last
-    cached_tokens: int = 0  # prompt tokens whose KV the replica that computed the prompt held already
-    fetched_tokens: int = 0  # prompt tokens after these whose KV it fetched from another one
+    cached_tokens: int = 0  # prompt tokens already cached on the replica that computed the prompt
+    fetched_tokens: int = 0  # prompt tokens after these, fetched from a peer replica
     blocks_shipped: int = 0
     wire_bytes: int = 0
     attempts: int = 0
-    drafts: DraftTally = field(default_factory=DraftTally)  # by replicas that draft; of all choices
-    migrations: int = 0  # attempts that went on where another one had brought tokens
+    drafts: DraftTally = field(default_factory=DraftTally)  # sum over all choices
+    migrations: int = 0  # attempts that continued from tokens of an earlier attempt
 
 
-Arrived = Mapping[int, Sequence[SampledToken]]  # by choice
+Arrived = Mapping[int, Sequence[SampledToken]]  # new tokens by choice
 
 
 class Generation(Protocol):
-    """One request under way. Leaving the `async with` block ends it everywhere and frees what it holds."""
+    """Running request. Leaving the `async with` block ends it on every replica and frees its resources."""
 
     route: RequestRoute
-    life: Timeline  # where its time went; whoever was there before it writes in it, too
+    life: Timeline  # phases of the request; the frontend adds its own phases
 
     async def __aenter__(self) -> Generation: ...
     async def __aexit__(self, *exc: object) -> None: ...
 
     def __aiter__(self) -> AsyncIterator[Arrived]:
-        """By choice, the tokens that have come since the last ones were taken: mostly one. Until every choice has
-        finished; the last token of each has a finish_reason. Raises ClusterError."""
+        """Yield the new tokens by choice, usually one, until every choice has finished.
+
+        The last token of each choice has a finish_reason. Raises ClusterError.
+        """
         ...
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Of the prompt's tokens after the first, where the request asks for it: there before any token comes."""
+        """Log-probabilities of the prompt's tokens after the first, set before any token arrives.
+
+        None if the request did not ask for them.
+        """
         ...
 
     async def stop(self, choice: int) -> None:
-        """This choice needs no more tokens (a stop string was found); none will follow."""
+        """Stop generating for this choice, for example at a stop string. No more tokens follow."""
         ...
 
 
 class TokenService(Protocol):
-    """Where the text side hands requests in, as tokens. The doors hand theirs to
-    frontend.text.completion.Completions."""
+    """Entry point of the serving side, used by frontend.text.completion.Completions."""
 
     def start(self, request: SequenceRequest) -> Generation: ...

@@ -1,8 +1,8 @@
-"""How long answers will be that are not over yet, from those that are and from how far the others have come.
+"""Prediction of the final length of running answers, from finished answers and the progress of running ones.
 
-The first to end of what came lately are the short ones: their mean alone would say that answers have become short
-whenever they become long. What runs says that its answer is longer than what it has, which Kaplan and Meier's estimate
-(1958) counts as such: S(n), the share of answers of more than n tokens. A request that has n is expected to come to
+Among recent requests, short answers finish first. So the mean of the finished ones would drop whenever answers get
+longer. The estimate of Kaplan and Meier (1958) also counts running answers, as "longer than n so far". It gives S(n),
+the share of answers with more than n tokens. A request with n tokens is expected to reach
 n + (the sum of S beyond n) / S(n).
 """
 
@@ -15,14 +15,14 @@ from statistics import fmean
 
 from core.trace.traffic import SeenRequest
 
-_LAST_KNOWN = 40  # requests with about as long a prompt, that tell of the next ones
-_LAST_PACES = 200
+_LAST_KNOWN = 40  # latest requests per prompt length class
+_LAST_PACES = 200  # latest requests over which the pace of tokens is averaged
 
-_Curve = list[tuple[int, float]]  # n, and the share of answers that are longer; in order of n
+_Curve = list[tuple[int, float]]  # (n, share of answers longer than n), ascending
 
 
 def tokens_so_far(requests: Sequence[SeenRequest], *, now_s: float) -> list[int]:
-    """Of each request's answer; those under way by how fast tokens came of late."""
+    """Return the current answer length of each request; running ones are estimated from the recent token rate."""
     itl_s = fmean([r.itl_s for r in requests[-_LAST_PACES:] if r.itl_s] or [1.0])
     return [
         r.num_output
@@ -35,7 +35,10 @@ def tokens_so_far(requests: Sequence[SeenRequest], *, now_s: float) -> list[int]
 
 
 def answer_lengths(requests: Sequence[SeenRequest], *, now_s: float) -> list[int]:
-    """Of each of these, in order of arrival: what it had, or is expected to have; at least one token."""
+    """Return the actual or predicted answer length of each request, at least 1.
+
+    requests: in order of arrival.
+    """
     so_far = tokens_so_far(requests, now_s=now_s)
     kinds: defaultdict[int, list[tuple[int, bool]]] = defaultdict(list)
     for request, count in zip(requests, so_far, strict=True):
@@ -50,7 +53,7 @@ def answer_lengths(requests: Sequence[SeenRequest], *, now_s: float) -> list[int
 
 
 def _longer(known: Sequence[tuple[int, bool]]) -> _Curve:
-    """known: tokens, and whether that was the whole answer."""
+    """Compute the Kaplan-Meier curve. known: (tokens, answer is complete) per request."""
     curve, share, left = [(0, 1.0)], 1.0, len(known)
     for count, is_over in sorted(known, key=lambda one: (one[0], not one[1])):
         if is_over:
@@ -61,7 +64,10 @@ def _longer(known: Sequence[tuple[int, bool]]) -> _Curve:
 
 
 def _expected(curve: _Curve, count: int) -> float:
-    """Where the longest that is known is still running, or this one is longer: as much again."""
+    """Return the expected length of an answer with `count` tokens.
+
+    Beyond the longest known answer, or if that one is still running, as many tokens again are expected.
+    """
     last, rest = curve[-1]
     at = next((share for n, share in reversed(curve) if n <= count), 1.0)
     if count >= last or at <= 0:

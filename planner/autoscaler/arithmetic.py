@@ -1,5 +1,7 @@
-"""How many replicas a load keeps busy, by arithmetic: no queue, no cache, no chance. Where the search begins, and what
-tells which of two sizes has more to spare; what is enough the simulator says."""
+"""Number of replicas that a load keeps busy, computed without queues, caches or randomness.
+
+It gives the search a starting point and ranks sizes by their spare capacity. The simulator decides what is enough.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from planner.simulator.profile import Profile
 def demand_of(
     trace: Sequence[TraceRequest], setup: FleetSetup, profile: Profile, *, slo_itl_s: float, reuse_share: float
 ) -> Demand:
-    """Of a trace of at least two requests. reuse_share: of prompt tokens that need not be computed."""
+    """Compute the demand of a trace of at least two requests. reuse_share: share of prompt tokens found in caches."""
     seconds = max(trace[-1].arrival_s, 1e-9)
     computed = sum(
         profile.timing.prefill_s(
@@ -34,7 +36,7 @@ def demand_of(
 
 
 def _decode_tokens_per_s(setup: FleetSetup, profile: Profile, mean_context: float, *, slo_itl_s: float) -> float:
-    """Of one replica, with as many rows in a step as keep the limit, and as it has room for."""
+    """Return the token rate of one replica with the largest batch that keeps the ITL limit and fits its memory."""
     timing = profile.decode_timing
     row_s = max(timing.token_s + timing.context_s * mean_context, 1e-9)
     rows = min((slo_itl_s - timing.base_s) / row_s, setup.max_running, setup.kv_tokens / mean_context)

@@ -1,4 +1,4 @@
-"""What would have come of the autoscaler, in virtual time: of a spec, a profile and a trace; and every fixed split."""
+"""Backtest of the autoscaler on a trace in virtual time, compared with every fixed split."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from planner.autoscaler.simulated_outlook import Fleets
 from planner.simulator.profile import Profile
 from planner.simulator.run import simulate
 
-_BLOCK = 64  # tokens; smaller where the trace's own blocks are
+_BLOCK = 64  # tokens; the trace's block size if that is smaller
 
 
 def rules_of(spec: Spec, **changes: Any) -> AutoscaleSpec:
-    """Those of the spec, or of a plain topology: as many devices as it has, in any split."""
+    """Return the spec's autoscaling rules with these changes.
+
+    A spec without rules gets bounds that allow any split of its devices.
+    """
     rules = spec.autoscale
     if rules is None:
         devices = devices_of(spec)
-        there_are = spec.prefill.replicas * devices.prefill + spec.decode.replicas * devices.decode
-        most = changes.get("max_devices", there_are)
+        num_devices = spec.prefill.replicas * devices.prefill + spec.decode.replicas * devices.decode
+        most = changes.get("max_devices", num_devices)
         bounds = PoolBounds(min=1, max=max(1, most - 1))
         rules = AutoscaleSpec(prefill=bounds, decode=bounds, max_devices=most)
     return AutoscaleSpec.model_validate(rules.model_dump() | changes)
@@ -45,12 +48,17 @@ def replay_trace(
     decided: Callable[[ScalingDecision], None],
     said: Callable[[str], None],
 ) -> dict[str, Any]:
-    """scaled: of the autoscaler; fixed: of each fixed split by its name, where that is asked for."""
+    """Replay the trace. Return the reports `scaled` (with the autoscaler) and `fixed` (by split, if has_fixed).
+
+    start_s, switch_s: simulated duration of a replica's start and of a role switch; switch_s None: no switches.
+    decided: called with each decision. said: called with a progress line for each fixed split.
+    Raises SpecError for a topology without a replica in each pool.
+    """
     fleets = Fleets.of(spec, rules, profile, block_size=min(_BLOCK, trace[0].tokens_per_id))
     limits = ScaleLimits.of(rules, devices=devices_of(spec))
     begin = PoolSizes(spec.prefill.replicas, spec.decode.replicas)
     if not begin.decode or not begin.prefill:
-        raise SpecError(f"{spec.topology}: the autoscaler needs a replica in each pool to begin with")
+        raise SpecError(f"{spec.topology}: the autoscaler needs at least one replica in each pool at the start")
     scaled = ScaledReplay(
         fleets,
         trace,

@@ -1,9 +1,9 @@
-"""The autoscaler's choice, pure: what was decided before and what is seen now, to a decision and what is to be kept.
+"""Scaling decision of the autoscaler. Pure: (state, observation) -> (new state, decision).
 
-One decision for both pools. More, or another split, as soon as the sizes of today would not keep the limits under the
-load that is forecast, where that saves more seconds of requests than the change costs. Less only where several
-decisions in a row have found it enough for a fifth more load than is forecast; so what is enough to go down is more
-than enough to stay. Whoever had to come back up waits twice as long the next time.
+One decision covers both pools. It scales up, or changes the split, as soon as the current sizes would miss the latency
+limits under the forecast load, provided that the change saves more than it costs. It scales down only after several
+consecutive decisions have found the smaller sizes enough for a fifth more than the forecast load. This margin gives
+hysteresis. A premature scale-down doubles the stabilization window.
 """
 
 from __future__ import annotations
@@ -21,35 +21,34 @@ from planner.autoscaler.scaling_decision import Mode, Prediction, ScalingDecisio
 from planner.autoscaler.search import fewer, find_enough
 from planner.autoscaler.simulator_accuracy import BAND, Trust
 
-_MORE_LOAD = 1.1  # than is forecast, that new sizes should carry
-_SPARE_LOAD = 1.2  # and smaller ones
-_CALM = 3  # decisions in a row
-_MOST_PATIENCE = 16  # times _CALM
-_REGRET = 20  # decisions: whoever comes back up within so many was too quick
-_LEAST_GAIN = 0.02  # of the requests
-_CHANCE = (
-    1.0  # of / sqrt(n): two standard errors at most of a share of n that were simulated; a smaller gain may be none
-)
-_HOPELESS = 0.5  # of the requests: where fewer are good there is more to do than can be done
-_HORIZON = 10  # decisions: for so long a change is made, as far as anybody knows
-_WORSE, _BETTER, _MOST_CORRECTION = 1.1, 0.98, 1.5  # of the load that the simulator is asked with
+_MORE_LOAD = 1.1  # load, relative to the forecast, for which larger sizes are chosen
+_SPARE_LOAD = 1.2  # load, relative to the forecast, that smaller sizes must carry
+_CALM = 3  # consecutive decisions before a scale-down
+_MOST_PATIENCE = 16  # maximum multiple of _CALM
+_REGRET = 20  # decisions: a scale-up within this time marks the scale-down as premature
+_LEAST_GAIN = 0.02  # minimum gain, in share of good requests
+# A gain below _CHANCE / sqrt(n), at most two standard errors of a share of n simulated requests, may be noise.
+_CHANCE = 1.0
+_HOPELESS = 0.5  # share of good requests below which the load exceeds the capacity
+_HORIZON = 10  # assumed lifetime of a change, in decisions
+_WORSE, _BETTER, _MOST_CORRECTION = 1.1, 0.98, 1.5  # factors on the load given to the simulator
 _LEAST_MEASURED = 20  # requests
-_COLD = 0.5  # of what a pool has, as measured
+_COLD = 0.5  # measured load, in terms of the smaller pool, below which a pool may shrink
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoscaleState:
-    """What is kept from one decision to the next; plain values."""
+    """State carried from one decision to the next; plain values."""
 
     number: int = 0
-    decided_s: float = 0.0  # the last one
-    changed_at: int = 0  # decision: the last change of any kind
-    shrunk_at: int = -(10**9)
-    calm: int = 0  # decisions in a row that found less to be enough
-    calm_sizes: PoolSizes | None = None  # the most of what they found
-    patience: int = 1  # times _CALM
-    expected: Prediction | None = None  # of the sizes that there are now, since the last decision
-    correction: float = 1.0  # times the load that is forecast: more where limits were missed that should have been kept
+    decided_s: float = 0.0  # time of the last decision
+    changed_at: int = 0  # number of the last decision that changed something
+    shrunk_at: int = -(10**9)  # number of the last scale-down
+    calm: int = 0  # consecutive decisions that found smaller sizes enough
+    calm_sizes: PoolSizes | None = None  # maximum of the sizes that they found
+    patience: int = 1  # multiple of _CALM
+    expected: Prediction | None = None  # prediction for the current sizes, made at the last decision
+    correction: float = 1.0  # factor on the forecast load; above 1 after unexpected SLO misses
     trust: Trust = field(default_factory=Trust)
 
 
@@ -64,7 +63,7 @@ class _Choice:
 
 
 class Autoscaler:
-    """The rules, without any state: `decide` is a function of its arguments."""
+    """Scaling rules without state: `decide` is a function of its arguments."""
 
     def __init__(self, spec: AutoscaleSpec, limits: ScaleLimits) -> None:
         self.spec = spec
@@ -74,7 +73,10 @@ class Autoscaler:
     def decide(
         self, state: AutoscaleState, seen: Observation, outlook: Callable[[], Outlook | None]
     ) -> tuple[AutoscaleState, ScalingDecision]:
-        """outlook: made when it is needed; None: too little was seen to say anything."""
+        """Decide on the pool sizes. Return the new state and the decision.
+
+        outlook: builds the outlook on demand; it returns None if there is too little traffic to predict anything.
+        """
         measured = seen.measured(since_s=state.decided_s, **self.slo)
         state = replace(state, number=state.number + 1, decided_s=seen.now_s)
         if state.expected and state.expected.sizes == seen.sizes and not seen.is_changing:
@@ -108,14 +110,15 @@ class Autoscaler:
     ) -> tuple[AutoscaleState, _Choice, Outlook | None]:
         if not self.limits.allow(seen.sizes):
             after = self.limits.nearest(*seen.sizes)
-            return state, _Choice(after=after, mode="limits", reason=f"{seen.sizes} is outside of the limits"), None
+            return state, _Choice(after=after, mode="limits", reason=f"{seen.sizes} is outside the limits"), None
         if (ahead := outlook()) is None:
             least = self.limits.least
-            state, choice = self._shrink(state, seen, least, "idle", "hardly anything was asked for", ())
+            state, choice = self._shrink(state, seen, least, "idle", "there was hardly any traffic", ())
             return state, choice, None
-        if not state.trust.is_trusted:  # what is measured has not seen a change that is under way
+        if not state.trust.is_trusted:
+            # Measurements do not reflect a change in progress.
             if seen.is_changing:
-                return state, _stay(seen, "waiting", "an earlier change is still under way"), ahead
+                return state, _stay(seen, "waiting", "an earlier change is still in progress"), ahead
             now = ahead.predict(seen.sizes)
             state, choice = self._by_saturation(replace(state, expected=now), seen, seen.saturation)
             return state, choice, ahead
@@ -136,7 +139,7 @@ class Autoscaler:
                     why = f"{sizes} keeps the limits for {tried[-1].expected_share:.1%} of {spare:.0%} of the load"
                     return self._shrink(state, seen, sizes, "simulator", why, tuple(tried))
             state = replace(state, calm=0, calm_sizes=None)
-            return state, _stay(seen, "simulator", f"{_good(now)}, and nothing smaller would do", tuple(tried))
+            return state, _stay(seen, "simulator", f"{_good(now)}, and no smaller sizes are enough", tuple(tried))
         state = replace(state, calm=0, calm_sizes=None)
         best, tried = find_enough(
             ahead, self.limits, demand, seen.sizes, load=round(load * _MORE_LOAD, 3), attainment=self.spec.attainment
@@ -152,44 +155,50 @@ class Autoscaler:
         best: Prediction,
         tried: tuple[Prediction, ...],
     ) -> _Choice:
-        """The best that was found, if it saves more than the change costs: requests that keep the limits or, where
-        there is so much to do that hardly any would, work that is done."""
-        after = self._with_what_there_is(seen.sizes, best.sizes, demand)
+        """Choose the best sizes if they save more than the change costs, else stay.
+
+        Savings are counted in requests that keep the limits or, under overload, in work done.
+        """
+        after = self._keep_surplus(seen.sizes, best.sizes, demand)
         if after == seen.sizes:
-            return _stay(seen, "simulator", f"only {_good(now)}, and nothing that is allowed would do better", tried)
+            return _stay(seen, "simulator", f"only {_good(now)}, and no allowed sizes would do better", tried)
         then = best
-        if best.expected_share < self.spec.attainment:  # under more load than today's sizes were judged by
+        # `best` was simulated under more load than `now`, so compare both under the same load.
+        if best.expected_share < self.spec.attainment:
             then = ahead.predict(best.sizes, load=now.load)
             tried = (*tried, then)
         moves = ScaleMoves.between(seen.sizes, after, has_switch=seen.price.switch_s is not None)
         delay_s = seen.price.delay_s(moves)
         today, hoped = now.expected_share, then.expected_share
         gain, least = hoped - today, max(_LEAST_GAIN, _CHANCE / math.sqrt(now.num) if now.num else 0.0)
-        said = f"{now.sizes} would keep the limits for {today:.1%}, {best.sizes} for {hoped:.1%}"
-        if max(today, hoped) < _HOPELESS:  # who is good by then is chance
+        text = f"{now.sizes} would keep the limits for {today:.1%}, {best.sizes} for {hoped:.1%}"
+        # Under overload, chance decides which requests are good, so compare the work done instead.
+        if max(today, hoped) < _HOPELESS:
             gain, least = demand.done(best.sizes) - demand.done(now.sizes), _LEAST_GAIN
-            said += f" (of the work {demand.done(now.sizes):.0%} and {demand.done(best.sizes):.0%})"
+            text += f" (of the work {demand.done(now.sizes):.0%} and {demand.done(best.sizes):.0%})"
         worth_s = gain * _HORIZON * self.spec.interval_s
         price_s = seen.price.lost_s(moves) / sum(seen.sizes)
         costs = f"worth {worth_s:.0f} s of all requests, for {price_s:.1f} s, in {delay_s:.0f} s"
         if gain < least or worth_s <= price_s:
-            return replace(_stay(seen, "simulator", f"{said}: not {costs}", tried), worth_s=worth_s, price_s=price_s)
+            return replace(_stay(seen, "simulator", f"{text}: not {costs}", tried), worth_s=worth_s, price_s=price_s)
         return _Choice(
             after=after,
             mode="simulator",
-            reason=f"{said}: {costs}",
+            reason=f"{text}: {costs}",
             tried=tried,
             worth_s=worth_s,
             price_s=price_s,
         )
 
-    def _with_what_there_is(self, now: PoolSizes, wanted: PoolSizes, demand: Demand) -> PoolSizes:
-        """What is wanted now, and what there is beyond that where it is needed most: to give something up takes more
-        than one look."""
-        if now.prefill >= wanted.prefill and now.decode >= wanted.decode:
+    def _keep_surplus(self, now: PoolSizes, target: PoolSizes, demand: Demand) -> PoolSizes:
+        """Return the target sizes, with surplus devices given to the pool that needs them most.
+
+        Devices are not released here, because that takes several decisions in a row (see `_shrink`).
+        """
+        if now.prefill >= target.prefill and now.decode >= target.decode:
             return now
-        num_devices = max(self.limits.num_devices(now), self.limits.num_devices(wanted))
-        return self.limits.evenly(*demand.replicas, num_devices=num_devices, at_least=wanted)
+        num_devices = max(self.limits.num_devices(now), self.limits.num_devices(target))
+        return self.limits.evenly(*demand.replicas, num_devices=num_devices, at_least=target)
 
     def _shrink(
         self,
@@ -200,11 +209,12 @@ class Autoscaler:
         why: str,
         tried: tuple[Prediction, ...],
     ) -> tuple[AutoscaleState, _Choice]:
-        """To these sizes, once it has been calm for long enough; then to the most that was found meanwhile."""
+        """Scale down after enough calm decisions in a row, to the maximum of the sizes that they found."""
         most = state.calm_sizes or sizes
         most = PoolSizes(max(most.prefill, sizes.prefill), max(most.decode, sizes.decode))
         state = replace(state, calm=state.calm + 1, calm_sizes=most)
-        if most.prefill >= seen.sizes.prefill and most.decode >= seen.sizes.decode:  # now this pool, now that one
+        # The decisions alternated between the pools, so their maximum is no scale-down: start over.
+        if most.prefill >= seen.sizes.prefill and most.decode >= seen.sizes.decode:
             state, most = replace(state, calm=1, calm_sizes=sizes), sizes
         most = PoolSizes(min(most.prefill, seen.sizes.prefill), min(most.decode, seen.sizes.decode))
         back_s = max(seen.price.start_prefill_s, seen.price.start_decode_s)
@@ -217,10 +227,10 @@ class Autoscaler:
     def _by_saturation(
         self, state: AutoscaleState, seen: Observation, use: Saturation
     ) -> tuple[AutoscaleState, _Choice]:
-        """One replica at a time, by what is measured."""
+        """Change one replica at a time, by the measured load."""
         x, y = seen.sizes
         why = (
-            f"the simulator was off by more than {BAND:g} (now {state.trust}), so by what is measured: "
+            f"the simulator was off by more than a factor of {BAND:g} (now {state.trust}), so measured load decides: "
             f"prefill {use.prefill:.0%} full, decode {use.decode:.0%}"
         )
         more: list[PoolSizes] = []
@@ -241,7 +251,7 @@ class Autoscaler:
         return state, _stay(seen, "saturation", why)
 
     def _corrected(self, state: AutoscaleState, expected: Prediction, measured: Mapping[str, float]) -> float:
-        """What should have been good and was not was asked with too little load."""
+        """Return the updated load correction; it rises if requests missed limits that the simulator predicted kept."""
         if measured["num"] < _LEAST_MEASURED:
             return state.correction
         if measured["good_share"] >= self.spec.attainment:
@@ -251,7 +261,7 @@ class Autoscaler:
         return min(_MOST_CORRECTION, round(state.correction * _WORSE, 3))
 
     def _after(self, state: AutoscaleState, decision: ScalingDecision) -> AutoscaleState:
-        """What is kept of a decision."""
+        """Return the state after a decision."""
         if not decision.is_change:
             quiet = state.number - state.changed_at
             if state.patience > 1 and quiet >= 2 * _REGRET * state.patience:
@@ -260,7 +270,7 @@ class Autoscaler:
         grows = sum(decision.after) > sum(decision.before)
         if grows and state.number - state.shrunk_at <= _REGRET * state.patience:
             state = replace(state, patience=min(2 * state.patience, _MOST_PATIENCE))
-        return replace(state, changed_at=state.number)  # what is expected of the sizes that were there is void
+        return replace(state, changed_at=state.number)
 
 
 def _stay(seen: Observation, mode: Mode, reason: str, tried: tuple[Prediction, ...] = ()) -> _Choice:

@@ -1,4 +1,4 @@
-"""One decision about a live deployment, whole: in a process of its own, for the simulator computes for seconds."""
+"""Scaling decision for a live deployment. Runs in a separate process, because the simulator computes for seconds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from planner.autoscaler.simulated_outlook import SimulatedOutlook
 
 
 def decide_live(state: AutoscaleState, sight: LiveObservation) -> tuple[AutoscaleState, ScalingDecision]:
-    """Pure, but for the clock that says how long it took."""
+    """Decide on the sizes of a live deployment. Pure, apart from the clock for `took_s`."""
     begin = time.perf_counter()
     rules = sight.spec.autoscale
     assert rules

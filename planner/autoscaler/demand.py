@@ -1,4 +1,4 @@
-"""How many replicas a load keeps busy."""
+"""Number of replicas that a load keeps busy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planner.autoscaler.pool_sizes import PoolSizes
 
 @dataclass(frozen=True, kw_only=True)
 class Demand:
-    """Replicas that would be busy all the time, fractions included."""
+    """Replicas of each pool that the load keeps fully busy, fractions included."""
 
     prefill: float
     decode: float
@@ -19,11 +19,11 @@ class Demand:
         return self.prefill, self.decode
 
     def busy(self, sizes: PoolSizes) -> float:
-        """The share of its time in which the busier pool computes."""
+        """Return the utilization of the busier pool; above 1 means overload."""
         return max(self.prefill / sizes.prefill, self.decode / sizes.decode)
 
     def done(self, sizes: PoolSizes) -> float:
-        """The share of the work that such pools can do."""
+        """Return the share of the work that pools of these sizes can do, at most 1."""
         return min(1.0, 1 / max(self.busy(sizes), 1e-9))
 
     def times(self, factor: float) -> Demand:

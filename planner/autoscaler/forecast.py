@@ -1,4 +1,4 @@
-"""What the load will be: Holt's linear trend, damped, over arrivals, prompt lengths and answer lengths.
+"""Load forecast: Holt's damped linear trend over arrival rate, prompt lengths and answer lengths.
 
 level[t] = a · x[t] + (1 - a) · (level[t-1] + d · trend[t-1])      Holt 1957; damped: Gardner and McKenzie 1985
 trend[t] = b · (level[t] - level[t-1]) + (1 - b) · d · trend[t-1]
@@ -18,19 +18,20 @@ from core.trace.trace import TraceRequest
 from core.trace.traffic import SeenRequest
 
 _LEVEL, _TREND, _DAMPING = 0.4, 0.2, 0.8
-_CHANCE = 1.5  # standard errors
-_NUM_PARTS = 12  # of the window: each is one observation of the series
-_SHORTEST_S, _ENOUGH, _FEW = 15.0, 20, 3  # of what is taken for one kind: seconds, requests, and to differ from it
-_SURE = 3.5  # standard errors: beyond that it is no chance
-_MOST_RATIO = 2.0  # of what is forecast to what was seen, either way
-_OWN_IDS = 1 << 50  # ids from here on are nobody else's
+_CHANCE = 1.5  # standard errors by which a forecast change is reduced
+_NUM_PARTS = 12  # observations per window
+_SHORTEST_S, _ENOUGH = 15.0, 20  # minimum seconds and requests of the recent traffic that counts as one kind
+_FEW = 3  # with fewer older requests, no difference is tested
+_SURE = 3.5  # significance threshold, in standard errors
+_MOST_RATIO = 2.0  # maximum ratio between forecast and observation, either way
+_OWN_IDS = 1 << 50  # ids from here on are unique to one request
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadForecast:
-    """Means; `seen_` of the window, the others of the time that is decided for."""
+    """Mean rate and lengths: `seen_` as observed in the window, the others as forecast."""
 
-    seen_rate: float  # requests a second
+    seen_rate: float  # requests per second
     seen_prompt: float  # tokens
     seen_answer: float
     rate: float
@@ -39,7 +40,7 @@ class LoadForecast:
 
     @property
     def pace(self) -> float:
-        """How long it takes until as many come as came in a second."""
+        """Ratio of the forecast time between arrivals to the observed one."""
         return self.seen_rate / self.rate if self.rate else 1.0
 
     def as_dict(self) -> dict[str, float]:
@@ -53,8 +54,10 @@ class LoadForecast:
 
 
 def holt(values: Sequence[float], *, steps: int) -> tuple[float, float]:
-    """What the series will be so many steps after its last value, which is at least one; never below 0. And its
-    standard error, by how far the value after each was from what was forecast of it."""
+    """Return the forecast `steps` >= 1 steps after the last value, at least 0, and its standard error.
+
+    The error is estimated from the one-step forecasts within the series.
+    """
     level, trend, misses = values[0], 0.0, [0.0]
     for value in values[1:]:
         before, expected = level, level + _DAMPING * trend
@@ -67,8 +70,10 @@ def holt(values: Sequence[float], *, steps: int) -> tuple[float, float]:
 
 
 def begin_of_the_same(requests: Sequence[SeenRequest], *, now_s: float) -> int:
-    """The first of the last requests that are of one kind, by their rate and the lengths of their prompts: from the
-    last few seconds back, twice as far each time, until what is further back differs by more than chance."""
+    """Return the index of the first request of the current kind of traffic, judged by rate and prompt lengths.
+
+    The window reaches back from now and doubles until the older traffic differs significantly.
+    """
     arrivals = [request.arrival_s for request in requests]
     width_s = _SHORTEST_S
     first = bisect_left(arrivals, now_s - width_s)
@@ -85,7 +90,7 @@ def begin_of_the_same(requests: Sequence[SeenRequest], *, now_s: float) -> int:
 
 
 def _differ(older: Sequence[SeenRequest], older_s: float, newer: Sequence[SeenRequest], newer_s: float) -> bool:
-    """Welch's test of the lengths' logarithms, and the same of two Poisson rates."""
+    """Test for a significant difference: of two Poisson rates, and of log prompt lengths (Welch's test)."""
     if len(older) < _FEW:
         return False
     rate_error = math.sqrt(len(older) / older_s**2 + len(newer) / newer_s**2)
@@ -105,8 +110,11 @@ def forecast_load(
     now_s: float,
     ahead_s: float,
 ) -> LoadForecast:
-    """Of requests that arrived from begin_s to now_s, in this order; at least one. answers: tokens of each. What is
-    forecast is told beside what was seen from shape_s on."""
+    """Forecast the load ahead_s after now_s.
+
+    requests: at least one, arrived from begin_s to now_s, in this order. answers: answer length of each in tokens.
+    shape_s: start of the part that gives the observed (`seen_`) means.
+    """
     part_s = (now_s - begin_s) / _NUM_PARTS
     arrivals = [request.arrival_s for request in requests]
     bounds = [bisect_left(arrivals, begin_s + part * part_s) for part in range(_NUM_PARTS)] + [len(requests)]
@@ -116,7 +124,7 @@ def forecast_load(
     prompts, lengths = [], []
     for low, high in pairwise(bounds):
         rates.append((high - low) / part_s)
-        if high > low:  # in the others nothing was seen of lengths
+        if high > low:  # an empty part has no lengths
             prompts.append(fmean(r.num_tokens for r in requests[low:high]))
             lengths.append(fmean(answers[low:high]))
     steps = max(1, round(ahead_s / part_s))
@@ -132,8 +140,10 @@ def forecast_load(
 
 
 def upcoming(requests: Sequence[SeenRequest], answers: Sequence[int], forecast: LoadForecast) -> list[TraceRequest]:
-    """These requests again, as they are forecast: so much closer together, so much longer or shorter. A prompt keeps
-    its prefix; what it is longer by is nobody else's."""
+    """Return the requests as a trace scaled to the forecast: arrival rate, prompt lengths and answer lengths.
+
+    A lengthened prompt keeps its prefix and gets a unique suffix.
+    """
     longer, wordier = forecast.prompt / forecast.seen_prompt, forecast.answer / forecast.seen_answer
     begin_s = requests[0].arrival_s
     return [
@@ -151,7 +161,7 @@ def upcoming(requests: Sequence[SeenRequest], answers: Sequence[int], forecast: 
 def trace_request(
     seen: SeenRequest, *, number: int, arrival_s: float, num_tokens: int, num_output: int
 ) -> TraceRequest:
-    """One that was seen, for the simulator."""
+    """Convert an observed request for the simulator. A longer prompt gets a unique suffix."""
     ids = seen.ids
     if ids is not None:
         num_ids = -(-num_tokens // seen.tokens_per_id)
@@ -168,7 +178,7 @@ def trace_request(
 
 
 def _expected(series: Sequence[float], seen: float, *, steps: int) -> float:
-    """The forecast, as far as it is further from what was seen than chance takes it, and not too far."""
+    """Forecast a series, shrunk towards the observed value by its error and limited to _MOST_RATIO of it."""
     forecast, error = holt(series, steps=steps)
     change = forecast - seen
     forecast = seen + math.copysign(max(0.0, abs(change) - _CHANCE * error), change)

@@ -1,4 +1,4 @@
-"""A live deployment in the simulator's words: its rates as its replicas have learnt them, and how full it is."""
+"""Simulator model of a live deployment: profile from its replicas' reports, and measured saturation."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from planner.autoscaler.simulated_outlook import Fleets
 from planner.simulator.learnt_drafts import by_yield
 from planner.simulator.profile import KV, Drafts, LinkProfile, Profile, Steps
 
-_LINK_BYTES_PER_S = 1e9  # until one is measured
+_LINK_BYTES_PER_S = 1e9  # default before a rate is measured
 _LATENCY_S = 0.003
-_NUM_LAYERS = 32  # a transfer hides behind all of a prompt but about one of these
+_NUM_LAYERS = 32  # all layers of a transfer but the last overlap with the prefill
 _HOST_BYTES_PER_S = 4e9
 
 
 def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaReport]) -> Fleets:
-    """Raises ClusterError, which says what is not known yet."""
+    """Build the simulator's model from the replicas' reports. Raises ClusterError while rates are unknown."""
     if not replicas:
-        raise ClusterError("no router has told yet of its replicas: it does every few seconds")
+        raise ClusterError("no router has reported its replicas yet; routers report every few seconds")
     steps = {role: _mean_timing(role, replicas) for role in Role}
     rates = [replica.link_bytes_per_s for replica in replicas if replica.link_bytes_per_s]
     pools = [replica.num_blocks * replica.block_size for replica in replicas]
@@ -33,7 +33,7 @@ def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaReport
     profile = Profile(
         name="live",
         origin="measured",
-        derivation=["what replicas have learnt of their own steps, whatever else kept their machines busy included"],
+        derivation=["step times measured by the replicas themselves, including other load on their machines"],
         steps=Steps(**{**_fields(steps[Role.PREFILL]), "context_s": steps[Role.DECODE].context_s}),
         decode_steps=Steps(**_fields(steps[Role.DECODE])),
         drafts=_drafts(replicas),
@@ -51,7 +51,7 @@ def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaReport
 
 
 def saturation_of(fleet: Iterable[ReplicaReport], rules: AutoscaleSpec, *, num_waiting: int) -> Saturation:
-    """num_waiting: requests that wait in routers: then the fuller pool is full."""
+    """Compute the saturation of each pool. num_waiting: requests queued in routers; if any, the fuller pool is full."""
     replicas = list(fleet)
     prefill = [r.queued_tokens / r.prefill_tokens_per_s for r in replicas if _does(r, Role.PREFILL)]
     decode = [r for r in replicas if _does(r, Role.DECODE)]
@@ -71,7 +71,7 @@ def saturation_of(fleet: Iterable[ReplicaReport], rules: AutoscaleSpec, *, num_w
 
 
 def devices_of(spec: Spec) -> PoolSizes:
-    """GPUs of one replica of each pool, or ranks where there are none."""
+    """Return the number of GPUs per replica of each pool, or of ranks without GPUs."""
     of = {role: spec.pool(role) for role in Role}
     return PoolSizes(*(round(of[role].tensor_parallel * max(1.0, of[role].resources.gpus)) for role in Role))
 
@@ -82,16 +82,16 @@ def _does(replica: ReplicaReport, role: Role) -> bool:
 
 
 def _mean_timing(role: Role, replicas: Sequence[ReplicaReport]) -> StepTiming:
-    if not any(replica.role is role for replica in replicas):  # those of the other do both
+    if not any(replica.role is role for replica in replicas):  # replicas of the other role do both
         role = Role.DECODE if role is Role.PREFILL else Role.PREFILL
     known = [replica.timing for replica in replicas if replica.role is role and replica.timing]
     if not known:
-        raise ClusterError(f"no {role} replica has learnt yet how long its steps take")
+        raise ClusterError(f"no {role} replica has reported step times yet")
     return StepTiming(**{name: fmean(getattr(timing, name) for timing in known) for name in Steps.model_fields})
 
 
 def _drafts(replicas: Sequence[ReplicaReport]) -> Drafts | None:
-    """As the replicas that decode have drafted of late, with the load that they had."""
+    """Return draft rates from the recent yields of the decode replicas; None if they do not draft."""
     busy = [replica for replica in replicas if replica.role is Role.DECODE and replica.tokens_per_row]
     if not busy:
         return None

@@ -1,4 +1,4 @@
-"""What a controller knows when it asks for a decision: plain values, for a process beside it."""
+"""Input of a scaling decision about a live deployment: plain values, for a separate process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from planner.autoscaler.observation import ChangePrice
 
 @dataclass(frozen=True, kw_only=True)
 class LiveObservation:
-    """Of one deployment, now."""
+    """State of one deployment at the time of a decision."""
 
-    spec: Spec  # with `autoscale`
-    now_s: float  # of the clock by which requests arrived
-    time_s: float  # since 1970, for people
+    spec: Spec  # has `autoscale`
+    now_s: float  # on the clock of the requests' arrival times
+    time_s: float  # unix time
     requests: Sequence[SeenRequest]
     replicas: Sequence[ReplicaReport]
     num_waiting: int

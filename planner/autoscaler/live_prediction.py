@@ -1,4 +1,4 @@
-"""What the simulator says of a load on a live deployment, at the rates that its replicas have learnt of themselves."""
+"""Simulation of a load on a live deployment, at the rates that its replicas have measured."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def predict_load(
     slo_ttft_s: float | None,
     slo_itl_s: float | None,
 ) -> dict[str, Any]:
-    """The simulator's report of the same requests on as many replicas, whose caches are empty as it begins.
+    """Simulate the trace on as many replicas, with empty caches at the start, and return the simulator's report.
 
-    Raises ClusterError where rates are not known yet.
+    Raises ClusterError while rates are unknown.
     """
-    fleets = fleets_of(spec, AutoscaleSpec(), replicas)  # its limits are not asked for
+    fleets = fleets_of(spec, AutoscaleSpec(), replicas)  # the autoscale limits are not used
     setup = replace(
         fleets.setup,
         num_prefill=spec.prefill.replicas,

@@ -1,4 +1,4 @@
-"""What an autoscaler sees when it decides: plain values, the same of a live deployment and of a simulated one."""
+"""Observation that a scaling decision is based on: plain values, for live and simulated deployments alike."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from statistics import fmean, median
 from core.trace.traffic import SeenRequest
 from planner.autoscaler.pool_sizes import PoolSizes, ScaleMoves
 
-HOT = 0.9  # a pool has too little from here on
-_RELIEF = 0.8
+HOT = 0.9  # saturation above which a pool is too small
+_RELIEF = 0.8  # maximum ratio of the new saturation to the old one for a useful switch
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangePrice:
-    """What changes have been measured to take, in seconds."""
+    """Measured durations of changes, in seconds."""
 
     start_prefill_s: float
     start_decode_s: float
     drain_s: float
-    switch_s: float | None  # of a role, behind the drain; None: replicas keep their role
+    switch_s: float | None  # role switch after the drain; None: replicas cannot switch
 
     def delay_s(self, moves: ScaleMoves) -> float:
-        """Until the last of these is done."""
+        """Return the time until all moves are done."""
         return max(
             self.drain_s + (self.switch_s or 0.0) if moves.num_switches else 0.0,
             self.start_prefill_s if moves.start_prefill else 0.0,
@@ -31,20 +31,22 @@ class ChangePrice:
         )
 
     def lost_s(self, moves: ScaleMoves) -> float:
-        """Seconds of one replica that serve nobody."""
+        """Return the replica-seconds without service."""
         return moves.num_switches * (self.drain_s + (self.switch_s or 0.0))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saturation:
-    """How full each pool is, measured: 1 is all that there is."""
+    """Measured load of each pool relative to its capacity; 1 is full."""
 
-    prefill: float  # seconds of prompts that wait, of those that the limit leaves
-    decode: float  # the largest of: KV in use, streams of those that it takes, mean ITL of the limit
+    prefill: float  # seconds of queued prompts / TTFT limit
+    decode: float  # maximum of: KV in use / capacity, streams / max_running, mean ITL / ITL limit
 
     def relieved(self, now: PoolSizes, then: PoolSizes) -> bool:
-        """Whether a pool that has too little would get it from the other: what is busier then is clearly less so than
-        what is busier now. Going back would be no relief."""
+        """Return whether changing the split relieves a hot pool: the busier pool afterwards is clearly less busy.
+
+        The margin prevents switching back and forth.
+        """
         if max(self.prefill, self.decode) <= HOT or not (then.prefill and then.decode):
             return False
         busier = max(self.prefill * now.prefill / then.prefill, self.decode * now.decode / then.decode)
@@ -53,17 +55,20 @@ class Saturation:
 
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """At now_s, of the clock by which requests arrived."""
+    """State of a deployment at now_s."""
 
-    now_s: float
-    sizes: PoolSizes  # that are wanted
-    requests: Sequence[SeenRequest]  # of the last minutes, in order of arrival
+    now_s: float  # on the clock of the requests' arrival times
+    sizes: PoolSizes  # desired sizes; an earlier change may still be in progress
+    requests: Sequence[SeenRequest]  # requests of the last minutes, in order of arrival
     saturation: Saturation
     price: ChangePrice
-    is_changing: bool = False  # an earlier change is still under way
+    is_changing: bool = False  # an earlier change is still in progress
 
     def measured(self, *, since_s: float, slo_ttft_s: float, slo_itl_s: float) -> dict[str, float]:
-        """Of the requests that arrived since then and are over, or late already: num, good_share, ttft_p50_s, itl_s."""
+        """Summarize requests that arrived since since_s and have ended or are already late.
+
+        Returns num, good_share, ttft_p50_s and itl_s (mean).
+        """
         new = [r for r in self.requests if r.arrival_s >= since_s]
         late = [r for r in new if r.ttft_s is None and not r.is_over and self.now_s - r.arrival_s > slo_ttft_s]
         over = [r for r in new if r.is_over]

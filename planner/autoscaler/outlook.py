@@ -1,4 +1,4 @@
-"""What is known of the time that is decided for, as a decision asks for it."""
+"""Interface to the predictions that a scaling decision needs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from planner.autoscaler.scaling_decision import Prediction
 
 
 class Outlook(Protocol):
-    """Of the load that is forecast."""
+    """Predictions for the forecast load."""
 
     forecast: LoadForecast
 
     def predict(self, sizes: PoolSizes, *, load: float = 1.0) -> Prediction:
-        """load: so many times as many requests as are forecast."""
+        """Predict latencies for pools of these sizes. load: factor on the forecast request rate."""
         ...
 
     def demand(self, *, reuse_share: float) -> Demand: ...

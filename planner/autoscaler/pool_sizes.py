@@ -1,4 +1,4 @@
-"""How many replicas each pool has, and what it takes to come from one pair of sizes to another."""
+"""Pool sizes, the moves from one pair of sizes to another, and the limits on sizes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from core.spec.schema import AutoscaleSpec
 
 
 class PoolSizes(NamedTuple):
-    """Replicas that are wanted."""
+    """Number of replicas of each pool."""
 
     prefill: int
     decode: int
@@ -21,7 +21,7 @@ class PoolSizes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleMoves:
-    """How one pair of sizes becomes another: roles are switched first, for that is quicker than a start."""
+    """Moves from one pair of sizes to another. Role switches come first, because they are faster than starts."""
 
     to_prefill: int = 0  # decode replicas that become prefill replicas
     to_decode: int = 0
@@ -32,7 +32,7 @@ class ScaleMoves:
 
     @classmethod
     def between(cls, before: PoolSizes, after: PoolSizes, *, has_switch: bool) -> ScaleMoves:
-        """has_switch: replicas of one pool may become replicas of the other."""
+        """Compute the moves. has_switch: replicas of one pool may become replicas of the other."""
         more_p, more_d = after.prefill - before.prefill, after.decode - before.decode
         to_prefill = max(0, min(more_p, -more_d)) if has_switch else 0
         to_decode = max(0, min(-more_p, more_d)) if has_switch else 0
@@ -54,7 +54,7 @@ class ScaleMoves:
         return self.start_prefill + self.start_decode
 
     def __str__(self) -> str:
-        said = {
+        counts = {
             "decode -> prefill": self.to_prefill,
             "prefill -> decode": self.to_decode,
             "start prefill": self.start_prefill,
@@ -62,16 +62,16 @@ class ScaleMoves:
             "stop prefill": self.stop_prefill,
             "stop decode": self.stop_decode,
         }
-        return ", ".join(f"{count} x {what}" for what, count in said.items() if count) or "nothing"
+        return ", ".join(f"{count} x {move}" for move, count in counts.items() if count) or "nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleLimits:
-    """What sizes there may be. A device is a GPU, or on a CPU a rank."""
+    """Limits on pool sizes. A device is a GPU, or a rank on a CPU."""
 
     least: PoolSizes
     most: PoolSizes
-    devices: PoolSizes  # of one replica of each pool
+    devices: PoolSizes  # devices per replica of each pool
     max_devices: int
 
     @classmethod
@@ -95,20 +95,24 @@ class ScaleLimits:
         )
 
     def nearest(self, prefill: float, decode: float) -> PoolSizes:
-        """Sizes that are allowed and leave the busier pool as little busy as can be, where pools are wanted of
-        `prefill` and `decode` replicas (fractions of one included) and there may not be so many devices."""
+        """Return the allowed sizes nearest to a demand of `prefill` and `decode` replicas, fractions included.
+
+        If the rounded-up demand exceeds the devices, the split with the least busy pools is returned.
+        """
         least, most = self.least, self.most
-        want_p = min(max(-int(-prefill // 1), least.prefill), most.prefill)
-        want_d = min(max(-int(-decode // 1), least.decode), most.decode)
-        if self.allow(wanted := PoolSizes(want_p, want_d)):
-            return wanted
+        num_prefill = min(max(-int(-prefill // 1), least.prefill), most.prefill)
+        num_decode = min(max(-int(-decode // 1), least.decode), most.decode)
+        if self.allow(rounded := PoolSizes(num_prefill, num_decode)):
+            return rounded
         return self.least_busy(self.splits(), prefill, decode)
 
     def evenly(
         self, prefill: float, decode: float, *, num_devices: int, at_least: PoolSizes | None = None
     ) -> PoolSizes:
-        """So many devices, split so that the busier pool is as little busy as can be; where there is one, a split that
-        has at_least so many of each."""
+        """Split num_devices devices so that the busier pool is as little busy as possible.
+
+        at_least: minimum sizes of the split. If no split of the devices reaches them, they are returned as they are.
+        """
         splits = replace(self, max_devices=min(num_devices, self.max_devices)).splits()
         if at_least:
             splits = [s for s in splits if s.prefill >= at_least.prefill and s.decode >= at_least.decode]
@@ -116,11 +120,11 @@ class ScaleLimits:
 
     @staticmethod
     def least_busy(splits: Sequence[PoolSizes], prefill: float, decode: float) -> PoolSizes:
-        """Of those that are alike in their busier pool, the one whose other pool is less busy."""
+        """Return the split whose busier pool is least busy; ties are broken by the other pool."""
         return min(splits, key=lambda s: sorted((prefill / max(s.prefill, 1e-9), decode / max(s.decode, 1e-9)))[::-1])
 
     def splits(self) -> list[PoolSizes]:
-        """Of all devices that there may be, to each number of prefill replicas."""
+        """Return, for each number of prefill replicas, the sizes that use all remaining devices for decoding."""
         found = []
         for num_prefill in range(self.least.prefill, self.most.prefill + 1):
             left = self.max_devices - num_prefill * self.devices.prefill

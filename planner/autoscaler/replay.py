@@ -1,4 +1,7 @@
-"""`cluster autoscale replay`: the autoscaler on a simulated deployment, in virtual time, by the same rules as live."""
+"""Replay of a trace with the autoscaler on a simulated deployment, for `cluster autoscale replay`.
+
+It runs in virtual time, by the same rules as live.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,22 @@ from planner.simulator.prefix_hashes import PrefixHashes
 from planner.simulator.report import Report
 from planner.simulator.run import feed
 
-WINDOW_S = 180.0  # of traffic that a decision looks at
-PAST_S = 900.0  # before that, whose prompts are taken for cached
-_LOOK_S = 1.0  # whether another replica serves
-_FIRST_DRAIN_S = 5.0  # until one was measured
+WINDOW_S = 180.0  # traffic that a decision is based on
+PAST_S = 900.0  # traffic before the window, whose prompts are assumed to be cached
+_LOOK_S = 1.0  # interval between checks for another serving replica
+_FIRST_DRAIN_S = 5.0  # assumed duration of a drain before one is measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayPrice:
-    """What a simulated change takes, in seconds; a drain takes what it takes."""
+    """Durations of simulated changes in seconds. Drains are simulated and need no figure."""
 
     start_s: float = 60.0
     switch_s: float | None = 2.0
 
 
 class ScaledReplay:
-    """One trace, one autoscaler. `run` once."""
+    """Replay of one trace with one autoscaler. `run` may be called once."""
 
     def __init__(
         self,
@@ -52,7 +55,7 @@ class ScaledReplay:
         price: ReplayPrice,
         decided: Callable[[ScalingDecision], None] = lambda decision: None,
     ) -> None:
-        """begin: the sizes before the first decision. decided: told of each decision."""
+        """begin: sizes before the first decision. decided: called with each decision."""
         self.decisions: list[ScalingDecision] = []
         self._fleets = fleets
         self._trace = trace
@@ -67,15 +70,15 @@ class ScaledReplay:
         hashes = PrefixHashes(setup.block_size, trace[0].tokens_per_id)
         self._fleet = Fleet(setup, fleets.profile, hashes, self._clock, self._report)
         self._seen: list[SeenRequest] = []
-        self._flights: dict[int, Flight] = {}  # that are not over, as far as _seen knows
+        self._flights: dict[int, Flight] = {}  # flights that _seen does not record as ended
         self._num_changing = 0
         self._drains = [_FIRST_DRAIN_S]
         self._replica_s = 0.0
         self._held_since = 0.0
 
     def run(self) -> dict[str, Any]:
-        """The simulator's report, and: decisions, changes, changes_per_hour, mean_replicas, and good, the requests that
-        kept both limits."""
+        """Run the replay and return the simulator's report, with decisions, changes, changes_per_hour, mean_replicas,
+        and good (the number of requests that kept both limits)."""
         begin = time.perf_counter()
         was_enabled = gc.isenabled()
         gc.disable()  # as in simulate
@@ -120,7 +123,7 @@ class ScaledReplay:
                 self._fleets, requests, now_s=now, window_s=WINDOW_S, ahead_s=2 * spec.interval_s
             ),
         )
-        gc.collect()  # a simulated fleet is all circles
+        gc.collect()  # a simulated fleet consists of reference cycles
         decision = replace(decision, took_s=time.perf_counter() - begin)
         self.decisions.append(decision)
         self._decided(decision)
@@ -152,7 +155,7 @@ class ScaledReplay:
 
     def _retire_one(self, role: Role, then: Callable[[], None]) -> None:
         begin_s = self._clock.now
-        if len(self._fleet.serving(role)) <= 1:  # those that are to take its place are under way
+        if len(self._fleet.serving(role)) <= 1:  # wait for its replacement to start
             self._clock.at(begin_s + _LOOK_S, lambda: self._retire_one(role, then))
             return
 
@@ -181,7 +184,7 @@ class ScaledReplay:
         )
 
     def _see_ended(self) -> None:
-        """What has become of those that were under way at the last look."""
+        """Update the observed requests with first tokens and ends since the last decision."""
         for number, flight in list(self._flights.items()):
             seen = self._seen[number]
             if flight.first_token_at:

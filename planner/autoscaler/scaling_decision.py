@@ -1,4 +1,4 @@
-"""One decision of the autoscaler, as everybody tells it: `cluster autoscale`, the log, and whoever shows pictures."""
+"""Record of one scaling decision, for `cluster autoscale`, the log and dashboards."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ Mode = Literal["simulator", "saturation", "limits", "idle", "waiting"]
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the simulator says of one pair of sizes under the load that is forecast, times `load`."""
+    """Simulated outcome of one pair of sizes under `load` times the forecast load."""
 
     sizes: PoolSizes
     load: float
-    good_share: float  # of the requests keep both limits
-    ttft_share: float  # keep the first
-    itl_share: float
+    good_share: float  # share of requests that keep both limits
+    ttft_share: float  # share that keeps the TTFT limit
+    itl_share: float  # share that keeps the ITL limit
     ttft_p50_s: float
     ttft_p90_s: float
     itl_s: float  # mean
-    reuse_share: float  # of prompt tokens
-    num: int = 0  # requests that were simulated
-    lasting_share: float | None = None  # good, of these and of more of their like for some minutes
+    reuse_share: float  # share of prompt tokens found in caches
+    num: int = 0  # simulated requests
+    lasting_share: float | None = None  # good_share extrapolated over the lifetime of a decision
 
     @property
     def expected_share(self) -> float:
-        """Good, of the requests that a decision is made for."""
+        """Share of good requests over the lifetime of a decision."""
         return self.good_share if self.lasting_share is None else self.lasting_share
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> Prediction:
-        """Of what asdict has made, by any version."""
+        """Read the output of `asdict`, ignoring fields of newer versions."""
         return cls(**{**known_fields(cls, tree), "sizes": PoolSizes(*tree["sizes"])})
 
     def __str__(self) -> str:
@@ -45,22 +45,22 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class ScalingDecision:
-    """What was decided, and why. Plain values: `as_dict` is JSON, `of` reads it again."""
+    """Decision with its reasons. Plain values: `as_dict` gives JSON, `of` reads it."""
 
-    number: int  # since the autoscaler's history began
-    time_s: float  # of the clock that it was decided by: seconds since 1970, or of a replay
+    number: int  # sequence number in the autoscaler's history
+    time_s: float  # unix time, or virtual time of a replay
     before: PoolSizes
-    after: PoolSizes  # the same: nothing changes
-    mode: Mode  # what it was decided by
+    after: PoolSizes  # equal to `before`: no change
+    mode: Mode  # basis of the decision
     reason: str  # one sentence
     moves: ScaleMoves = field(default_factory=ScaleMoves)
-    load: str = ""  # what was seen, and what is forecast
-    rate: float = 0.0  # requests a second, forecast
+    load: str = ""  # observed and forecast load
+    rate: float = 0.0  # forecast requests per second
     tried: tuple[Prediction, ...] = ()
     measured: Mapping[str, float] | None = None  # since the last decision: num, good_share, ttft_p50_s, itl_s
-    worth_s: float = 0.0  # seconds of all requests that the change should save, until it could be taken back
-    price_s: float = 0.0  # and costs
-    took_s: float = 0.0  # to decide
+    worth_s: float = 0.0  # expected benefit of the change, in seconds of all requests
+    price_s: float = 0.0  # cost of the change, in the same unit
+    took_s: float = 0.0  # duration of the decision
     is_dry_run: bool = False
 
     @property
@@ -72,7 +72,7 @@ class ScalingDecision:
 
     @classmethod
     def of(cls, tree: Mapping[str, Any]) -> ScalingDecision:
-        """What another version says beyond this is passed over."""
+        """Read the output of `as_dict`, ignoring fields of newer versions."""
         tried = tuple(Prediction.of(one) for one in tree["tried"])
         read = {"before": PoolSizes(*tree["before"]), "after": PoolSizes(*tree["after"]), "tried": tried}
         return cls(

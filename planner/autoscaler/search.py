@@ -1,4 +1,4 @@
-"""The sizes to try, and the best of them: near those that arithmetic finds, one step at a time, by the simulator."""
+"""Search for pool sizes: start from the arithmetic demand, then improve step by step with the simulator."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from planner.autoscaler.outlook import Outlook
 from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
 from planner.autoscaler.scaling_decision import Prediction
 
-FULL = 0.85  # of its time: a pool that computes more than that has queues
+FULL = 0.85  # utilization above which a pool builds up queues
 _MOST_TRIED = 4
 
 
 def find_enough(
     outlook: Outlook, limits: ScaleLimits, demand: Demand, now: PoolSizes, *, load: float, attainment: float
 ) -> tuple[Prediction, list[Prediction]]:
-    """As many devices as there are now, split otherwise, where that serves `attainment` of so much load within the
-    limits; else the cheapest sizes that do, or those that serve most of it; and all that were tried."""
-    wanted = demand.times(load / FULL)
+    """Return the best prediction found, and all that were tried.
+
+    Best is a new split of the current devices if it serves `attainment` of the load within the limits; else the
+    cheapest sizes that do; else the sizes that serve most.
+    """
+    target = demand.times(load / FULL)
     tried: dict[PoolSizes, Prediction] = {}
     for start in (
-        limits.evenly(*wanted.replicas, num_devices=limits.num_devices(now)),
-        limits.nearest(*wanted.replicas),
+        limits.evenly(*target.replicas, num_devices=limits.num_devices(now)),
+        limits.nearest(*target.replicas),
     ):
         tried[start] = outlook.predict(start, load=load)
         if tried[start].expected_share >= attainment and limits.num_devices(start) == limits.num_devices(now):
@@ -38,15 +41,16 @@ def find_enough(
         near = [sizes for sizes in _near(best, limits, attainment) if sizes not in tried]
         if not near or len(tried) >= _MOST_TRIED:
             return best, list(tried.values())
-        nearest = min(near, key=lambda sizes: _fit(sizes, wanted, limits))
+        nearest = min(near, key=lambda sizes: _fit(sizes, target, limits))
         tried[nearest] = outlook.predict(nearest, load=load)
 
 
 def fewer(sizes: PoolSizes, limits: ScaleLimits, demand: Demand, *, load: float) -> Iterator[PoolSizes]:
-    """Smaller ones that arithmetic does not rule out under so much load: first half of what seems too many of each
-    pool, then one replica less, of the pool first that has more to spare."""
-    wanted = demand.times(load / FULL)
-    low = limits.nearest(*wanted.replicas)
+    """Yield smaller sizes that the arithmetic demand does not rule out under this load.
+
+    The first drops half of the surplus of each pool; the next drop one replica, from the less busy pool first.
+    """
+    low = limits.nearest(*demand.times(load / FULL).replicas)
     half = PoolSizes(
         sizes.prefill - max(0, sizes.prefill - low.prefill + 1) // 2,
         sizes.decode - max(0, sizes.decode - low.decode + 1) // 2,
@@ -60,7 +64,7 @@ def fewer(sizes: PoolSizes, limits: ScaleLimits, demand: Demand, *, load: float)
 
 
 def _near(best: Prediction, limits: ScaleLimits, attainment: float) -> list[PoolSizes]:
-    """One step from the best: cheaper where it is enough, else larger, and where that may not be, split otherwise."""
+    """Return the sizes one step from the best: smaller if it is enough, else larger, else with another split."""
     x, y = best.sizes
     if best.expected_share >= attainment:
         steps = [PoolSizes(x - 1, y), PoolSizes(x, y - 1)]
@@ -71,6 +75,6 @@ def _near(best: Prediction, limits: ScaleLimits, attainment: float) -> list[Pool
     return [sizes for sizes in steps if limits.allow(sizes)]
 
 
-def _fit(sizes: PoolSizes, wanted: Demand, limits: ScaleLimits) -> tuple[float, float]:
-    """How busy the busier pool would be: of those that are near, the likeliest to be enough comes first."""
-    return wanted.busy(sizes), limits.num_devices(sizes)
+def _fit(sizes: PoolSizes, target: Demand, limits: ScaleLimits) -> tuple[float, float]:
+    """Sort key: utilization of the busier pool, then devices. The smallest is the likeliest to be enough."""
+    return target.busy(sizes), limits.num_devices(sizes)

@@ -1,4 +1,4 @@
-"""What the simulator says of sizes that could be, for the load that is forecast."""
+"""Outlook based on the simulator: outcome of candidate sizes under the forecast load."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from planner.simulator.profile import Profile
 from planner.simulator.report import Report
 from planner.simulator.run import feed
 
-_HORIZON_S = 60.0  # that are simulated, as far as that can be afforded
-_MOST_OUTPUT = 100_000  # tokens of answers that one simulation generates: some seconds
-_LASTING_S = 300.0  # that a decision is made for, as far as anybody knows
+_HORIZON_S = 60.0  # simulated time, unless _MOST_OUTPUT is reached first
+_MOST_OUTPUT = 100_000  # answer tokens per simulation, which takes a few seconds
+_LASTING_S = 300.0  # assumed lifetime of a decision
 _LEAST_REQUESTS = 8
-_OTHERS = 1 << 66  # more than any id
-_EVICTION = "lru"  # a minute has no history to learn from, and learning takes time
-_MOST_PAST = 200  # requests before these, whose prompts are in the caches when a simulation begins
+_OTHERS = 1 << 66  # greater than any id
+_EVICTION = "lru"  # the learning policy needs more history than a simulated minute
+_MOST_PAST = 200  # earlier requests whose prompts are cached when a simulation begins
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -40,7 +40,7 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True, kw_only=True)
 class Fleets:
-    """What is the same whatever the sizes, for the simulator."""
+    """Simulator input that is common to all pool sizes."""
 
     setup: FleetSetup
     profile: Profile
@@ -49,7 +49,7 @@ class Fleets:
 
     @classmethod
     def of(cls, spec: Spec, rules: AutoscaleSpec, profile: Profile, *, block_size: int) -> Fleets:
-        """block_size: tokens behind one id of the trace's."""
+        """Build the input from a spec. block_size: tokens per id of the trace."""
         setup = FleetSetup(
             num_prefill=1,
             num_decode=1,
@@ -68,15 +68,19 @@ class Fleets:
 
 @dataclass(frozen=True, kw_only=True)
 class _Present:
-    """Where every simulation begins. Numbers of requests are negative: none of them is judged."""
+    """Initial state of every simulation. Its requests have negative numbers, which excludes them from the results."""
 
-    cached: list[TraceRequest]  # their prompts may be found
-    running: list[tuple[TraceRequest, int]]  # and the tokens that each has
-    waiting: list[TraceRequest]  # for their first token
+    cached: list[TraceRequest]  # requests whose prompts are cached
+    running: list[tuple[TraceRequest, int]]  # requests with their tokens so far
+    waiting: list[TraceRequest]  # requests without a first token
 
     @classmethod
     def of(cls, requests: Sequence[SeenRequest], answers: Sequence[int], now_s: float, *, first: int) -> _Present:
-        """answers: tokens of each. first: of those that are replayed, whose prompts should not be found."""
+        """Build the state at now_s.
+
+        answers: answer length of each request. first: index of the first replayed request; its prompt and later ones
+        are not cached.
+        """
         running, waiting = [], []
         so_far = tokens_so_far(requests, now_s=now_s)
         for i, (seen, length, done) in enumerate(zip(requests, answers, so_far, strict=True)):
@@ -97,12 +101,12 @@ class _Present:
 
 
 class SimulatedOutlook:
-    """Implements Outlook. Each pair of sizes is simulated once, whoever asks."""
+    """Implementation of Outlook by simulation. Each pair of sizes is simulated once per load."""
 
     def __init__(
         self, fleets: Fleets, trace: list[TraceRequest], trace_s: float, forecast: LoadForecast, now: _Present
     ) -> None:
-        """trace: what is replayed, as what comes next in trace_s."""
+        """trace: requests of the next trace_s seconds. now: initial state of the simulations."""
         self.forecast = forecast
         self._fleets = fleets
         self._trace, self._trace_s = trace, trace_s
@@ -114,14 +118,15 @@ class SimulatedOutlook:
     def of(
         cls, fleets: Fleets, requests: Sequence[SeenRequest], *, now_s: float, window_s: float, ahead_s: float
     ) -> SimulatedOutlook | None:
-        """From what was seen until now, in order of arrival; None where that is too little in the last window_s.
+        """Build the outlook from recent traffic; None if there are too few requests in the last window_s.
 
-        ahead_s: for how long after now is decided.
+        requests: in order of arrival. ahead_s: how far after now_s the load is forecast.
         """
         recent = [request for request in requests if request.arrival_s >= now_s - window_s]
         if len(recent) < _LEAST_REQUESTS:
             return None
-        all_answers = answer_lengths(requests, now_s=now_s)  # those of a kind of prompt may be from long ago
+        # Lengths are learnt from all requests: those with prompts of one length class may be rare.
+        all_answers = answer_lengths(requests, now_s=now_s)
         answers = all_answers[len(requests) - len(recent) :]
         first = begin_of_the_same(recent, now_s=now_s)
         forecast = forecast_load(
@@ -168,7 +173,7 @@ class SimulatedOutlook:
         simulated_s = max(self._trace_s / load, 1e-3)
         growth = _growth(work_s, sizes.prefill * simulated_s)
         if not self._now.waiting:
-            growth = max(0.0, growth)  # nothing to make up for
+            growth = max(0.0, growth)  # no backlog to work off
         arrivals = np.array([flight.request.arrival_s for flight in judged])
         cached = sum(flight.num_cached for flight in judged) / sum(flight.request.num_tokens for flight in judged)
         return Prediction(
@@ -189,9 +194,11 @@ class SimulatedOutlook:
 
 
 def _growth(work_s: Floats, capacity_s: float) -> float:
-    """By how many seconds a queue of prompts grows in a second, or shrinks: the work that came, over what could be
-    done, less one. It grows as far as that is beyond what comes of chance, where a few long prompts may come together:
-    the variance of a compound Poisson sum is that of its squares."""
+    """Return the growth of the prompt queue in seconds per second: work / capacity - 1; negative if it shrinks.
+
+    Growth counts only beyond one standard deviation of the work, since a few long prompts may coincide by chance. The
+    variance of a compound Poisson sum is the sum of its squares.
+    """
     growth = float(work_s.sum()) / capacity_s - 1.0
     return growth if growth < 0 else max(0.0, growth - math.sqrt(float((work_s**2).sum())) / capacity_s)
 
@@ -199,14 +206,16 @@ def _growth(work_s: Floats, capacity_s: float) -> float:
 def _lasting(
     arrivals: Floats, ttft: Floats, in_itl: Bools, *, simulated_s: float, growth: float, slo_ttft_s: float
 ) -> float:
-    """The share of requests that keep both limits for as long as a decision is made, if it goes on like this: those
-    that were simulated, and behind them more like the last third, whose queue grows by so many seconds a second. A
-    minute alone would not show a queue that grows slowly, nor one that is on its way to an end."""
+    """Extrapolate the share of requests that keep both limits over _LASTING_S.
+
+    After the simulated time, more requests like those of its last third follow, while the queue changes by `growth`
+    seconds per second. One simulated minute would not reveal a queue that grows or shrinks slowly.
+    """
     good = float(np.mean((ttft <= slo_ttft_s) & in_itl))
     if (left_s := _LASTING_S - simulated_s) <= 0:
         return good
     is_last = arrivals >= simulated_s * 2 / 3
-    if not is_last.any():  # nothing came any more: all of it is what may come again
+    if not is_last.any():  # no arrivals in the last third: use all requests
         is_last[:] = True
     later_s = np.linspace(0.0, left_s, 16)[:, None]
     later = float(np.mean((ttft[is_last] + growth * later_s <= slo_ttft_s) & in_itl[is_last]))
@@ -214,7 +223,7 @@ def _lasting(
 
 
 def _affordable(answers: Sequence[int]) -> int:
-    """The first of the requests that are replayed: the last ones, as far as their answers can be afforded."""
+    """Return the index of the first replayed request: as many of the last ones as _MOST_OUTPUT answer tokens allow."""
     left, first = _MOST_OUTPUT, len(answers)
     while first and (left := left - answers[first - 1]) >= 0:
         first -= 1
@@ -222,14 +231,15 @@ def _affordable(answers: Sequence[int]) -> int:
 
 
 def _times(seconds: float, answers: Sequence[int]) -> int:
-    """How often so many seconds are replayed until they are long enough."""
+    """Return how often a trace of this length is repeated to fill the simulated time."""
     return max(1, round(min(_HORIZON_S / max(seconds, 1e-3), _MOST_OUTPUT / sum(answers))))
 
 
 def _again(trace: list[TraceRequest], seconds: float, times: int) -> list[TraceRequest]:
-    """The same requests so many times, each time with prompts that nobody has seen.
+    """Repeat the trace, each time with new prompts.
 
-    seconds: that the trace is of, also those in which nothing came any more: a burst that is over does not go on."""
+    seconds: duration of the trace, including idle time at its end, so that a burst that has ended is not prolonged.
+    """
     found = list(trace)
     for turn in range(1, times):
         found += [

@@ -1,4 +1,4 @@
-"""Whether the simulator is to be believed: what it said beside what was measured."""
+"""Accuracy of the simulator: comparison of its predictions with measurements."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ from dataclasses import dataclass, replace
 
 from planner.autoscaler.scaling_decision import Prediction
 
-BAND = 2.0  # predicted and measured differ by less than this factor, in TTFT's median and in mean ITL
+BAND = 2.0  # accepted factor between prediction and measurement, for median TTFT and mean ITL
 _NEW = 0.4  # weight of one comparison
-_PATIENCE = 3  # comparisons in a row beyond the band, or within it
-_ENOUGH = 10  # requests that were measured; fewer prove nothing against it, and count for less in its favour
-_SMALL = 0.25  # of the limit: differences below that change no decision
+_PATIENCE = 3  # consecutive comparisons that change the verdict
+_ENOUGH = 10  # requests for a full comparison; fewer cannot end trust, and count less when restoring it
+_SMALL = 0.25  # fraction of a limit below which latencies count as equal, since they change no decision
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """Pure: `after` gives what is known after one more comparison."""
+    """Trust in the simulator. Immutable: `after` returns the trust after one more comparison."""
 
-    ttft_log: float = 0.0  # of measured / predicted, smoothed
+    ttft_log: float = 0.0  # smoothed log(measured / predicted)
     itl_log: float = 0.0
-    streak: int = 0  # comparisons in a row that speak against what is believed
+    streak: int = 0  # consecutive comparisons that contradict is_trusted
     is_trusted: bool = True
 
     def after(
         self, predicted: Prediction, measured: Mapping[str, float], *, slo_ttft_s: float, slo_itl_s: float
     ) -> Trust:
-        """measured: num, ttft_p50_s, itl_s, as in ScalingDecision, under the sizes that were predicted."""
+        """Return the trust after one comparison.
+
+        measured: num, ttft_p50_s and itl_s (see ScalingDecision), under the predicted sizes.
+        """
         if measured["num"] < (_ENOUGH if self.is_trusted else 1):
             return self
         weight = _NEW * min(1.0, measured["num"] / _ENOUGH)

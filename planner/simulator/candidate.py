@@ -1,4 +1,4 @@
-"""One way to serve a trace with given resources, and what the simulator says of it."""
+"""Candidate topology for a trace, with its simulated performance."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from planner.simulator.run import simulate
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Without prefill replicas, the decode replicas compute their prompts themselves: both roles are colocated."""
+    """Topology with its simulated performance. Without prefill replicas both roles are colocated: the decode replicas
+    compute the prompts."""
 
     num_prefill: int
     num_decode: int
-    prefill_threads: int  # of one replica, on a CPU
+    prefill_threads: int  # per replica, on a CPU
     decode_threads: int
-    decode_batch_tokens: int  # of one step: the chunks of prompts that decode replicas compute
-    size: int  # its resources, in those of the profile's replica
+    decode_batch_tokens: int  # token limit of a step; limits the prompt chunks that decode replicas compute
+    size: int  # resources, in replicas of the profile
     usd_per_hour: float
-    good_share: float  # of the requests keep the SLO
+    good_share: float  # share of requests that keep the SLO
     goodput_rps: float
     ttft_p50_ms: float
     ttft_p99_ms: float
     itl_p50_ms: float
     itl_p99_ms: float
     reuse_share: float
-    strain: float  # P99 of TTFT or of ITL, whichever is nearer to its limit or further beyond: 1 is at the limit
+    strain: float  # maximum of P99 / limit over TTFT and ITL
 
     @property
     def topology(self) -> str:
@@ -42,13 +43,13 @@ class Candidate:
 
     @property
     def merit(self) -> tuple[float, float]:
-        """The greater, the better it keeps the SLO."""
+        """Sort key: greater means that the SLO is kept better."""
         return self.good_share, -self.strain
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What is the same for all candidates."""
+    """Setup, trace and SLO that all candidates share."""
 
     setup: FleetSetup
     profile: Profile
@@ -57,7 +58,7 @@ class Trial:
     slo_itl_s: float
 
     def of(self, **changes: Any) -> Candidate:
-        """changes: of the setup."""
+        """Simulate the setup with these changes."""
         setup = replace(self.setup, **changes)
         slo = {"slo_ttft_s": self.slo_ttft_s, "slo_itl_s": self.slo_itl_s}
         return self._judged(setup, simulate(setup, self.profile, self.trace, **slo))

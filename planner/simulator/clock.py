@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and nothing in between."""
+"""Virtual time: a queue of timed actions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Action = Callable[[], None]
 
 
 class Clock:
-    """Runs actions in the order of their times; those of one time in the order in which they were asked for."""
+    """Clock of a simulation. Runs actions in the order of their times; ties in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -18,11 +18,11 @@ class Clock:
         self._queue: list[tuple[float, int, Action]] = []
 
     def at(self, when: float, action: Action) -> None:
-        """`when` is not in the past."""
+        """Schedule an action. `when` must not be in the past."""
         heapq.heappush(self._queue, (when, next(self._order), action))
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Run until no action is left."""
         while self._queue:
             self.now, _, action = heapq.heappop(self._queue)
             action()

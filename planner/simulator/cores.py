@@ -1,4 +1,4 @@
-"""Replicas that share a machine: while several step at the same time, each takes longer."""
+"""Shared CPU cores: concurrent steps of replicas on one machine slow each other down."""
 
 from __future__ import annotations
 
@@ -10,39 +10,38 @@ from planner.simulator.clock import Action, Clock
 
 @dataclass
 class _Step:
-    left_s: float  # that it would still take alone
+    left_s: float  # remaining time if it ran alone
     width: int
     then: Action
 
 
 class Cores:
-    """Runs steps under virtual time. A step of width 1 computes as the replicas of a profile do, one of width 2 with
-    twice their threads. `slowdown[k - 1]` is how much longer steps of width 1 take while k of them go on; a wider one
-    counts as so many, and has beside it only what is not its own.
+    """Cores that run steps in virtual time. A step of width w uses w times the threads of the profile's replica.
 
-    Beyond what was measured, more steps share what the last ones had.
+    `slowdown[k - 1]` is the factor by which steps of width 1 slow down while k of them run. A step of width w counts
+    as w of them, but does not slow itself down. Beyond the measured range, all steps share a constant throughput.
     """
 
     def __init__(self, clock: Clock, slowdown: Sequence[float]) -> None:
         self._clock = clock
         self._slowdown = list(slowdown)
-        self._steps: dict[int, _Step] = {}  # that go on, by number
+        self._steps: dict[int, _Step] = {}  # running steps by number
         self._as_of = 0.0
         self._next_number = 0
-        self._plan = 0  # how often it was worked out anew who ends next
+        self._plan = 0  # version of the scheduled end; earlier ones are void
 
     def run(self, seconds: float, then: Action, *, width: int = 1) -> None:
-        """A step that takes so long alone begins now; `then` is called when it is over."""
+        """Begin a step that takes `seconds` alone, and call `then` at its end."""
         self._catch_up()
         self._steps[self._next_number] = _Step(seconds, width, then)
         self._next_number += 1
         self._await_next()
 
     def _catch_up(self) -> None:
-        """All steps have gone on since we last looked."""
-        gone, total = self._clock.now - self._as_of, self._total()
+        """Advance all running steps to the present."""
+        elapsed, total = self._clock.now - self._as_of, self._total()
         for step in self._steps.values():
-            step.left_s -= gone / self._factor(step, total)
+            step.left_s -= elapsed / self._factor(step, total)
         self._as_of = self._clock.now
 
     def _await_next(self) -> None:
@@ -54,7 +53,7 @@ class Cores:
 
     def _end(self, number: int, plan: int) -> None:
         if plan != self._plan:
-            return  # somebody else has come or gone since
+            return  # another step has begun or ended since
         self._catch_up()
         step = self._steps.pop(number)
         if self._steps:

@@ -1,4 +1,4 @@
-"""A decode replica, or one that does both, under virtual time: the engine itself, with a runner that takes time."""
+"""Simulated decode replica, possibly colocated: the real engine with a runner that only takes virtual time."""
 
 from __future__ import annotations
 
@@ -21,29 +21,37 @@ from planner.simulator.store import Store
 
 
 class _Leap:
-    """Several steps in a row that are all alike: the same rows, one token each. Only a surprise cuts it short."""
+    """Series of identical decode steps (same rows, one token each), simulated as one event.
+
+    A change, such as a new request, cuts it short.
+    """
 
     def __init__(self, begin_s: float, num_steps: int, first_s: float, growth_s: float) -> None:
         self.begin_s = begin_s
         self.num_steps = num_steps
         self.first_s = first_s
-        self._growth_s = growth_s  # each step reads one position more per row than the one before
+        self._growth_s = growth_s  # time added per step, as each row's context grows by one token
 
     def after(self, num_steps: int) -> float:
-        """When the first `num_steps` are over."""
+        """Return the time at which the first `num_steps` end."""
         return self.begin_s + num_steps * self.first_s + self._growth_s * num_steps * (num_steps - 1) / 2
 
     def begun_by(self, when: float) -> int:
-        """How many steps have begun by then, the one under way included."""
+        """Return how many steps have begun at `when`, the running one included."""
         a, b, c = self._growth_s / 2, self.first_s - self._growth_s / 2, self.begin_s - when
         steps = (-c / b) if a == 0 else (math.sqrt(b * b - 4 * a * c) - b) / (2 * a)
         return max(1, min(self.num_steps, math.ceil(steps - 1e-9)))
 
 
 class DecodeReplica:
-    """Continuous batching. It tells `admitted(flight)`, when its blocks are set aside and a prefill replica may begin;
-    `reserved(flight)`, when they are for one that runs elsewhere; `prefilled(flight)`, when a prompt was computed here;
-    `gaps(seconds, count)` between tokens; `ended(flight)`. Implements engine.scheduler.step.Runner, and KVConnector.
+    """Simulated replica with continuous batching. Implements engine.scheduler.step.Runner and KVConnector.
+
+    Callbacks:
+      admitted(flight)      blocks are allocated, so a prefill replica may begin
+      reserved(flight)      blocks are allocated for an answer that still runs on another replica
+      prefilled(flight)     a prompt was computed here
+      gaps(seconds, count)  `count` tokens, each `seconds` after the one before
+      ended(flight)         the answer is complete
     """
 
     def __init__(
@@ -65,8 +73,8 @@ class DecodeReplica:
         width: int = 1,
         drafts: SimulatedDrafts | None = None,
     ) -> None:
-        """decode_timing: of steps that only decode. cores: what it shares with other replicas; None: nothing. width: of
-        its steps there. drafts: None where nothing is drafted."""
+        """decode_timing: timing of decode-only steps. cores: cores shared with other replicas; None: not shared.
+        width: width of its steps on them. drafts: None: no speculative decoding."""
         self.store = store
         self.busy_s = 0.0
         self._clock = clock
@@ -98,9 +106,9 @@ class DecodeReplica:
         self._flights: dict[Prompt, Flight] = {}
         self._prompts: dict[Flight, Prompt] = {}
         self._prompt_of: dict[TokenSequence, Prompt] = {}
-        self._to_move: Callable[[Flight], None] | None = None  # told of each answer that runs here; None: it stays
-        self._told: set[Flight] = set()
-        self._handed_over: dict[Flight, Callable[[int], None]] = {}  # once the step under way is over
+        self._to_move: Callable[[Flight], None] | None = None  # called for each running answer; None: not leaving
+        self._announced: set[Flight] = set()
+        self._handed_over: dict[Flight, Callable[[int], None]] = {}  # handovers at the end of the current step
         self._leap: _Leap | None = None
         self._step_number = 0
         self._under_way: ScheduledStep | None = None
@@ -110,7 +118,7 @@ class DecodeReplica:
         return len(self._prompts)
 
     def has_room(self, num_blocks: int) -> bool:
-        """As ReplicaLoad.has_room_to_decode: an idle replica has room for everything."""
+        """Return whether num_blocks fit, as ReplicaLoad.has_room_to_decode. An idle replica always has room."""
         blocks = self.store.blocks
         taken = max(blocks.num_blocks - blocks.num_available, self._promised_blocks)
         has = self.num_streams < self._max_running and num_blocks <= blocks.num_blocks - taken
@@ -118,7 +126,7 @@ class DecodeReplica:
 
     @property
     def row_yield(self) -> RowYield:
-        """As a live one would tell its routers."""
+        """Draft yield, as a live replica reports it to its routers."""
         return self._yield
 
     @property
@@ -126,7 +134,7 @@ class DecodeReplica:
         return self._engine.decoding.num_preemptions
 
     def submit(self, flight: Flight) -> None:
-        """With a prefill replica, the prompt's KV comes by `land`; without, it is computed here."""
+        """Add a request. With a prefill replica, its KV arrives by `land`; otherwise the prompt is computed here."""
         source = KVSource.PREFILL if flight.option.prefill else KVSource.HERE
         self._add(flight, Prompt(flight.sequence(block_size=self._block_size), source=source))
 
@@ -138,17 +146,17 @@ class DecodeReplica:
         self._wake()
 
     def land(self, flight: Flight) -> None:
-        """The prompt's KV is here, and its first token is known."""
+        """Receive the prompt's KV and the first token."""
         prompt = self._prompts[flight]
         tokens = prompt.sequence.tokens
         self._start(self._engine.landed(prompt, len(tokens), tokens[-1:]))
         self.store.publish()
         self._wake()
 
-    # Answers that move, as in docs/ARCHITECTURE.md §5, "Drain".
+    # Migration of answers while draining
 
     def leave(self, to_move: Callable[[Flight], None]) -> None:
-        """From now on `to_move` is told, once and at the end of a step, of each answer that runs here."""
+        """Start draining: call `to_move` once for each running answer, at the end of a step."""
         self._to_move = to_move
         self._wake()
 
@@ -156,12 +164,12 @@ class DecodeReplica:
         return self._prompts[flight].sequence.num_generated
 
     def reserve(self, flight: Flight, num_generated: int) -> None:
-        """Set blocks aside for an answer that runs elsewhere, with so many tokens."""
+        """Reserve blocks for an answer that runs on another replica and has num_generated tokens."""
         sequence = flight.sequence(block_size=self._block_size, num_generated=num_generated)
         self._add(flight, Prompt(sequence, source=KVSource.DECODE))
 
     def give_up(self, flight: Flight) -> None:
-        """It does not come."""
+        """Drop a reservation whose answer does not arrive."""
         prompt = self._prompts.pop(flight)
         self._promised_blocks -= flight.promised_blocks
         del self._flights[prompt], self._prompt_of[prompt.sequence]
@@ -169,8 +177,10 @@ class DecodeReplica:
         self._wake()
 
     def hand_over(self, flight: Flight, then: Callable[[int], None]) -> None:
-        """Its KV is where it goes on: once the step under way is over, it is not here any more, and `then` is told how
-        many tokens it has; unless it ends before."""
+        """Hand an answer over after the current step, once its KV is on the target.
+
+        `then` is called with its number of generated tokens, unless the answer ends first.
+        """
         self._handed_over[flight] = then
         if self._under_way:
             self._wake()
@@ -178,7 +188,7 @@ class DecodeReplica:
             self._hand_over()
 
     def take_over(self, flight: Flight, num_generated: int) -> None:
-        """One that was reserved goes on here."""
+        """Continue a reserved answer here, from num_generated tokens."""
         prompt = self._prompts[flight]
         sequence = prompt.sequence
         num_new = num_generated - sequence.num_generated
@@ -196,17 +206,17 @@ class DecodeReplica:
                 self._engine.end(prompt.sequence)
                 then(num_generated)
 
-    def _tell_what_runs(self) -> None:
+    def _announce_running(self) -> None:
         if self._to_move is None:
             return
         for sequence in list(self._engine.decoding.running):
             flight = self._flights[self._prompt_of[sequence]]
-            if flight not in self._told:
-                self._told.add(flight)
+            if flight not in self._announced:
+                self._announced.add(flight)
                 self._to_move(flight)
 
     def missing_tokens(self, flight: Flight) -> int:
-        """Tokens whose KV an admitted request lacks here."""
+        """Return the number of tokens of an admitted request whose KV is missing here."""
         return self._prompts[flight].sequence.num_missing
 
     def begin_step(self, admitted: Sequence[Prompt]) -> None:
@@ -224,7 +234,7 @@ class DecodeReplica:
         return Orders()
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> tuple[()]:
-        """Take the time of a step, or of several that are all alike."""
+        """Spend the time of one step, or of a series of identical steps."""
         assert step
         self.store.publish()
         self._under_way = step
@@ -247,7 +257,7 @@ class DecodeReplica:
         return NO_LOGITS
 
     def _wake(self) -> None:
-        """Something has changed: begin to step, or cut a leap short after the step under way."""
+        """React to a change: begin to step, or cut a leap short after the current step."""
         if not self._under_way:
             self._step()
         elif self._leap:
@@ -263,7 +273,7 @@ class DecodeReplica:
             self._give_up_restored()
 
     def _give_up_restored(self) -> None:
-        """Blocks that were fetched for requests that wait must not be what they wait for."""
+        """Free the blocks fetched for waiting requests, which could otherwise wait for these very blocks."""
         held = [flight for flight, prompt in self._prompts.items() if flight.restored and not prompt.is_received]
         for flight in held:
             self._free_restored(flight)
@@ -271,27 +281,30 @@ class DecodeReplica:
             self._step()
 
     def _free_restored(self, flight: Flight) -> None:
-        """Only of a prompt that is computed here: else they are blocks of its prefill replica."""
+        """Free the fetched blocks of a prompt computed here. Otherwise they belong to its prefill replica."""
         self.store.blocks.free(flight.restored)
         flight.restored = []
 
     def _num_plain_steps(self) -> int:
-        """How many steps nothing but time can change: until a sequence ends, or blocks run out."""
+        """Return how many decode steps can run as one event: until a sequence ends, or blocks run out."""
         decoding = self._engine.decoding.running
-        if self._to_move is not None:  # how many tokens each has is to be known at any time
+        # A move needs the exact number of tokens of each answer at any time.
+        if self._to_move is not None:
             return 1
-        if self._engine.num_waiting or self._cores:  # how long a step takes on shared cores is known when it ends
+        # On shared cores the duration of a step is known only at its end.
+        if self._engine.num_waiting or self._cores:
             return 1
-        if self._drafts:  # what was right is known then
+        # The number of accepted drafts is known only at the end of a step.
+        if self._drafts:
             return 1
         num_steps = min(sequence.request.sampling.max_tokens - sequence.num_generated for sequence in decoding)
         blocks = self.store.blocks
-        wanted = [sequence.num_blocks_for(len(sequence.tokens) + num_steps - 1) for sequence in decoding]
-        missing = sum(max(0, want - len(s.blocks)) for want, s in zip(wanted, decoding, strict=True))
+        needed = [sequence.num_blocks_for(len(sequence.tokens) + num_steps - 1) for sequence in decoding]
+        missing = sum(max(0, count - len(s.blocks)) for count, s in zip(needed, decoding, strict=True))
         if missing > blocks.num_available:
             return 1
-        for want, sequence in zip(wanted, decoding, strict=True):
-            blocks.extend(sequence.blocks, want)
+        for count, sequence in zip(needed, decoding, strict=True):
+            blocks.extend(sequence.blocks, count)
         return num_steps
 
     def _end_at(self, when: float) -> None:
@@ -314,10 +327,10 @@ class DecodeReplica:
             num_tokens, num_drafted = len(result.sampled), result.num_drafted
             self._yield.add(result.num_rows, num_tokens=num_tokens, num_drafted=num_drafted)
         for sequence, token in result.sampled:
-            self._tell_gaps(self._flights[self._prompt_of[sequence]], leap)
+            self._report_gaps(self._flights[self._prompt_of[sequence]], leap)
             if token.finish_reason:
                 self._ended_here(self._prompt_of[sequence])
-        for prefilled in result.prefilled:  # computed here
+        for prefilled in result.prefilled:
             flight = self._flights[prefilled.prompt]
             flight.first_token_at = flight.last_token_at = self._clock.now
             self._prefilled(flight)
@@ -325,9 +338,9 @@ class DecodeReplica:
         self._hand_over()
         self.store.publish()
         self._step()
-        self._tell_what_runs()
+        self._announce_running()
 
-    def _tell_gaps(self, flight: Flight, leap: _Leap) -> None:
+    def _report_gaps(self, flight: Flight, leap: _Leap) -> None:
         first_at = leap.after(1) if leap.num_steps > 1 else self._clock.now
         self._gaps(first_at - flight.last_token_at, 1)
         if leap.num_steps > 1:
@@ -335,7 +348,7 @@ class DecodeReplica:
         flight.last_token_at = self._clock.now
 
     def _start(self, prefilled: Prefilled) -> None:
-        """The first token is known; it may be the last."""
+        """Start an answer with its first token, which may be the last."""
         if prefilled.tokens[0].finish_reason:
             self._ended_here(prefilled.prompt)
 

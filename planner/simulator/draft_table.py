@@ -1,4 +1,4 @@
-"""Calculated tokens per second by the rows of a step and the length of their drafts, for `cluster plan`."""
+"""Table of calculated token rates by batch size and draft length, for `cluster plan`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from planner.simulator.drafts import DraftRates
 
 @dataclass(frozen=True, kw_only=True)
 class DraftLine:
-    """Steps with num_rows rows, each with a draft of `length` tokens where there is a proposal."""
+    """Rates of steps with num_rows rows, where each row with a proposal has a draft of `length` tokens."""
 
     num_rows: int
     length: int  # 0: no drafts
-    tokens_per_row: float  # gained by a row in a step
-    step_s: float  # with the calls of a model proposer
-    floor: float  # chance above which one more draft token pays
+    tokens_per_row: float  # tokens per row and step
+    step_s: float  # including the calls of a draft model
+    floor: float  # acceptance probability above which one more draft token pays
 
     @property
     def tokens_per_s(self) -> float:
@@ -29,18 +29,18 @@ class DraftLine:
 def draft_table(
     timing: StepTiming, rates: DraftRates, *, num_rows: Sequence[int], context: int
 ) -> dict[int, list[DraftLine]]:
-    """Return, by number of rows, a line for each length from 0 on. context: tokens of each row."""
+    """Return one line per draft length from 0 on, keyed by number of rows. context: tokens per row."""
     return {rows: _lines(timing, rates, rows, context=context) for rows in num_rows}
 
 
 def best_of(lines: Sequence[DraftLine]) -> DraftLine:
-    """Return the line with most tokens per second; among equals, the shortest drafts."""
+    """Return the line with the highest token rate; among equals, the shortest drafts."""
     return max(lines, key=lambda line: line.tokens_per_s)
 
 
 def _lines(timing: StepTiming, rates: DraftRates, num_rows: int, *, context: int) -> list[DraftLine]:
     plain_s = timing.step_s(num_tokens=num_rows, num_pairs=0, num_context=num_rows * context)
-    expected = [0.0, *accumulate(accumulate(rates.accepted, mul))]  # accepted tokens of a draft of each length
+    expected = [0.0, *accumulate(accumulate(rates.accepted, mul))]  # expected accepted tokens by draft length
     lines = []
     for length, right in enumerate(expected):
         asking_s = rates.ask_s + rates.ask_place_s * length if length else 0.0

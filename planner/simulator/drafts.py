@@ -1,4 +1,4 @@
-"""Drafts of a simulated replica: acceptance by given rates, planned and verified by the engine's own code."""
+"""Speculative decoding of a simulated replica: acceptance by given rates, planned and verified by the real engine."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _VOCAB_SIZE = 1 << 62  # a simulated token is any number
 
 @dataclass(frozen=True, kw_only=True)
 class DraftRates:
-    """Rates and costs of one way to draft."""
+    """Acceptance rates and costs of a draft method."""
 
-    accepted: tuple[float, ...]  # by place in a draft: chance that a token is right if all before it are
+    accepted: tuple[float, ...]  # by draft position: probability of acceptance if all earlier tokens are accepted
     guessed: float = 1.0  # share of a row's steps that have a proposal
-    ask_s: float = 0.0  # cost of a call, once for all rows of a step; 0 for look-ups
-    ask_place_s: float = 0.0  # cost of each place of the drafts: mostly a pass of a smaller model
+    ask_s: float = 0.0  # fixed cost of a proposer call per step; 0 for lookup methods
+    ask_place_s: float = 0.0  # cost per draft position, usually one pass of a smaller model
 
     @property
     def is_computed(self) -> bool:
@@ -30,9 +30,9 @@ class DraftRates:
 
 
 class SimulatedDrafts:
-    """Proposer and step times of one simulated replica (ModelProposer and StepTimes of engine.speculation).
+    """Proposer and step times of one simulated replica (ModelProposer and StepTimes of engine.spec_decode).
 
-    Calls take virtual time, which is added to the next step.
+    Proposer calls take virtual time, which is added to the next step.
     """
 
     def __init__(self, rates: DraftRates, timing: StepTiming, *, seed: int) -> None:
@@ -40,15 +40,15 @@ class SimulatedDrafts:
         self.draft_factors = (1.0,)
         self._rates = rates
         self._random = Random(seed)
-        self._asked_s = 0.0  # total
-        self._set_aside_s = 0.0  # not yet added to a step
+        self._asked_s = 0.0  # total time of proposer calls
+        self._set_aside_s = 0.0  # part not yet added to a step
         ways = {_METHOD: self}
         self.speculation = Speculation(
             {} if rates.is_computed else ways,
             models=ways if rates.is_computed else {},
             max_tokens=len(rates.accepted),
             vocab_size=_VOCAB_SIZE,
-            backs_off=False,  # `guessed` is a share of all steps
+            backs_off=False,  # `guessed` already is a share of all steps
             clock=lambda: self._asked_s,
         )
 
@@ -61,7 +61,7 @@ class SimulatedDrafts:
         return self.speculation.counts[_METHOD].accepted.total()
 
     def take_asked_s(self) -> float:
-        """Return the time of calls before the step that is about to begin."""
+        """Return and reset the time of proposer calls before the next step."""
         seconds, self._set_aside_s = self._set_aside_s, 0.0
         return seconds
 
@@ -88,7 +88,7 @@ class SimulatedDrafts:
         pass
 
     def _propose(self, sequence: Sequence, max_tokens: int) -> Proposal:
-        """Propose by the rates: the right next tokens all equal the last one (see `repeat_last`)."""
+        """Propose a draft at random by the rates. Correct tokens equal the last one (see `repeat_last`)."""
         if self._random.random() >= self._rates.guessed:
             return NO_PROPOSAL
         chances = self._rates.accepted[:max_tokens]

@@ -1,4 +1,4 @@
-"""The simulated cluster: the router's own index and policy above simulated replicas."""
+"""Simulated cluster: the real router's index, queue and policy on top of simulated replicas."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from router.routing.fair_queue import QueuedRequest
 from router.routing.plain_policies import make_policy
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 
-_MAX_BACKLOG_S = 1.0  # as router/routing/replica_load.py
+_MAX_BACKLOG_S = 1.0  # as in router/routing/replica_load.py
 _ANY_LENGTH = 1 << 31  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaUse:
-    """How full one simulated replica is."""
+    """Utilization of one simulated replica."""
 
-    queue_s: float  # of prompts
+    queue_s: float  # time to compute the queued prompts
     num_streams: int
-    kv_share: float  # of its blocks, in use
+    kv_share: float  # share of KV blocks in use
 
 
 class Fleet:
-    """Takes requests of one trace, whose `hashes` are shared, and tells `report` what becomes of them."""
+    """Simulated cluster that serves the requests of one trace and records them in `report`."""
 
     def __init__(self, setup: FleetSetup, profile: Profile, hashes: PrefixHashes, clock: Clock, report: Report) -> None:
         self._setup = setup
@@ -60,29 +60,29 @@ class Fleet:
         self._clock = clock
         self._report = report
         self._policy = make_policy(setup.policy, prefix_fetches=setup.prefix_fetches)
-        self._index = PrefixIndex()  # on devices
-        self._stored = PrefixIndex() if setup.host_tokens else self._index  # in any tier
+        self._index = PrefixIndex()  # blocks on devices
+        self._stored = PrefixIndex() if setup.host_tokens else self._index  # blocks in any tier
         self._hashes = hashes
         self._next_number = {role: 0 for role in Role}
-        self._leaving: dict[str, Action] = {}  # replicas that get nothing new, and what follows when they are empty
-        self._queue = AdmissionQueue(max_waiting=sys.maxsize)  # as live, of a single tenant
+        self._leaving: dict[str, Action] = {}  # draining replicas, and the action to run when they are empty
+        self._queue = AdmissionQueue(max_waiting=sys.maxsize)  # as in the live router, with a single tenant
         self._waiting: dict[QueuedRequest, Flight] = {}
-        self._looks_at = -1.0  # when it looks for room next, although none has come free
+        self._looks_at = -1.0  # time of the next scheduled look for room
         self._usual_answer = AnswerLength()
-        self._given: Counter[str] = Counter()  # requests that a replica has a part in
+        self._given: Counter[str] = Counter()  # open requests in which a replica takes part
         self.prefills: dict[str, PrefillReplica] = {}
         self.decodes: dict[str, DecodeReplica] = {}
-        self.drafts: dict[str, SimulatedDrafts] = {}  # of decode replicas, where they draft
+        self.drafts: dict[str, SimulatedDrafts] = {}  # by decode replica; empty without drafts
         for _ in range(setup.num_prefill):
             self.add(Role.PREFILL)
         for _ in range(setup.num_decode):
             self.add(Role.DECODE)
-        self._busy_until: dict[str, float] = {}  # of the prompts that we have given each replica
+        self._busy_until: dict[str, float] = {}  # predicted end of the prompts sent to each replica
         self._unanswered: dict[str, int] = {}
         self._link_free_at: dict[tuple[str, str], float] = {}
 
     def arrive(self, request: TraceRequest) -> Flight:
-        """Choose replicas for a request, and send it on its way."""
+        """Route a request, or queue it until replicas have room."""
         flight = Flight(request, self._hashes.of(request), Option(prefill=None, decode=""), 0.0)
         if self._setup.waits_in_router:
             queued = QueuedRequest("", 0, float(request.num_tokens + self._usual_answer.predict(_ANY_LENGTH)))
@@ -95,7 +95,7 @@ class Fleet:
         return flight
 
     def _look_for_room(self) -> None:
-        """Let requests go whose turn it is, as far as there is room."""
+        """Admit queued requests while there is room, and schedule the next look."""
         now = self._clock.now
         self._queue.run(self._take, now=now)
         if not len(self._queue) or self._looks_at > now:
@@ -106,7 +106,7 @@ class Fleet:
             self._clock.at(self._looks_at, self._look_for_room)
 
     def _take(self, queued: QueuedRequest) -> bool:
-        """Send a request on its way if ReplicaLoad.has_room_to_prefill and has_room_to_decode would hold."""
+        """Send a request if replicas have room, by the rules of ReplicaLoad. Return whether it was sent."""
         flight = self._waiting[queued]
         now, all_prefills = self._clock.now, self.serving(Role.PREFILL)
         prefills = [name for name in all_prefills if self._busy_until.get(name, 0.0) - now <= _MAX_BACKLOG_S + 1e-9]
@@ -122,7 +122,7 @@ class Fleet:
         return True
 
     def _room_at(self) -> float:
-        """When the next prefill replica has so little left that it takes more."""
+        """Return the time at which the first prefill replica's backlog is short enough for another prompt."""
         free_at = [self._busy_until.get(name, 0.0) for name in self.serving(Role.PREFILL)]
         return min(free_at, default=0.0) - _MAX_BACKLOG_S
 
@@ -146,10 +146,10 @@ class Fleet:
         else:
             self._fetch(flight, option.fetch_from, computes)
 
-    # Replicas come and go.
+    # Adding and removing replicas
 
     def add(self, role: Role) -> str:
-        """One more, which serves from now on; returns its name, which no other one has had."""
+        """Add a replica, which serves from now on. Return its name; names are never reused."""
         name = f"{role.value}-{self._next_number[role]}"
         self._next_number[role] += 1
         if role is Role.PREFILL:
@@ -160,8 +160,10 @@ class Fleet:
         return name
 
     def retire(self, role: Role, then: Action) -> str:
-        """The replica with the least to do gets nothing new; when it has nothing any more, it is gone, and `then` is
-        called. Prompts are computed to their end, answers move to others with their KV."""
+        """Drain the replica with the fewest requests, remove it when it is empty, and call `then`. Return its name.
+
+        Its prompts are completed; its answers move to other replicas with their KV.
+        """
         name = min(self.serving(role), key=lambda name: self._given[name])
         self._leaving[name] = then
         if leaving := self.decodes.get(name):
@@ -170,12 +172,12 @@ class Fleet:
         return name
 
     def serving(self, role: Role) -> list[str]:
-        """Those that get new requests."""
+        """Return the replicas of a role that get new requests."""
         replicas = self.prefills if role is Role.PREFILL else self.decodes
         return [name for name in replicas if name not in self._leaving]
 
     def warm(self, past: Iterable[TraceRequest]) -> None:
-        """Before the first arrival: the prompts of these are cached where the router would have sent them."""
+        """Cache the prompts of past requests where the router would have sent them. Call before the first arrival."""
         names = list(self.prefills) or list(self.decodes)
         for number, request in enumerate(past):
             hashes = self._hashes.of(request)
@@ -186,7 +188,7 @@ class Fleet:
             store.publish()
 
     def place(self, request: TraceRequest, num_generated: int) -> None:
-        """Before the first arrival: this one is being answered, and has so many tokens."""
+        """Place a running answer with num_generated tokens on a decode replica. Call before the first arrival."""
         name = min(self.serving(Role.DECODE), key=lambda name: self.decodes[name].num_streams)
         option = Option(prefill=None, decode=name)
         flight = Flight(request, self._hashes.of(request), option, 0.0, reserved_at=num_generated, with_replicas={name})
@@ -194,7 +196,7 @@ class Fleet:
         self.decodes[name].reserve(flight, num_generated)
 
     def loads(self, role: Role) -> list[ReplicaUse]:
-        """What the replicas of a role, those that leave included, have to do at present."""
+        """Return the utilization of the replicas of a role, draining ones included."""
         replicas = self.prefills if role is Role.PREFILL else self.decodes
         return [
             ReplicaUse(
@@ -210,7 +212,7 @@ class Fleet:
             if not self._given[name] and (then := self._leaving.pop(name, None)):
                 self.prefills.pop(name, None)
                 self.decodes.pop(name, None)
-                # Not before whoever is at work now has published what it did.
+                # Scheduled, so that the replica whose step is ending can still publish its blocks.
                 self._clock.at(self._clock.now, functools.partial(self._gone, name, then))
 
     def _gone(self, name: str, then: Action) -> None:
@@ -231,11 +233,11 @@ class Fleet:
         self._usual_answer.add(flight.request.num_output)
         self._look_for_room()
 
-    # The way of an answer from a decode replica that leaves to another one.
+    # Moving an answer off a draining decode replica
 
     def _move(self, flight: Flight, source: str) -> None:
         if not (others := self.serving(Role.DECODE)):
-            return  # it ends where it is
+            return  # no other replica: the answer ends here
         target = min(others, key=lambda name: self.decodes[name].num_streams)
         flight.moves_to = target
         flight.with_replicas.add(target)
@@ -244,8 +246,8 @@ class Fleet:
         self.decodes[target].reserve(flight, flight.reserved_at)
 
     def _copy(self, flight: Flight) -> None:
-        """There is room for it where it goes."""
-        if flight.moves_to is None:  # placed there
+        """Ship an answer's KV to its target, which has reserved blocks for it."""
+        if flight.moves_to is None:  # initially placed, so it needs no transfer
             self._clock.at(
                 self._clock.now, lambda: self.decodes[flight.option.decode].take_over(flight, flight.reserved_at)
             )
@@ -259,11 +261,12 @@ class Fleet:
 
     def _copied(self, flight: Flight, source: str) -> None:
         if (target := flight.moves_to) is None:
-            return  # it has ended meanwhile
+            return  # the answer has ended
         if self.decodes[source].num_generated(flight) + 1 < flight.reserved_at + ROOM_TOKENS:
             self.decodes[source].hand_over(flight, lambda num_generated: self._moved(flight, source, num_generated))
             return
-        self.decodes[target].give_up(flight)  # it waited there for so long that it has outgrown its blocks
+        # The answer has outgrown the blocks reserved while it waited at the target: try again.
+        self.decodes[target].give_up(flight)
         flight.with_replicas.discard(target)
         self._done_with(target)
         self._move(flight, source)
@@ -291,7 +294,7 @@ class Fleet:
         prefills = [self._view(name, self.prefills[name], cached, stored) for name in prefill_names]
         decodes = [self._view(name, self.decodes[name], cached, stored) for name in decode_names]
         option = self._policy.options(demand, prefills, decodes)[0]
-        # Not as the policy predicts it: one that predicts nothing would see no queue.
+        # Computed here, because baseline policies predict no compute time, and queues would stay empty.
         view = next(view for view in (*prefills, *decodes) if view.replica == (option.prefill or option.decode))
         return option, view.compute_s(demand, max(view.cached_tokens, option.fetch_tokens))
 
@@ -322,10 +325,10 @@ class Fleet:
             return self._timing[Role.PREFILL]
         return self._decode_timing if self.prefills else self._timing[Role.DECODE]
 
-    # Blocks that come from elsewhere.
+    # Prefix fetches
 
     def _fetch(self, flight: Flight, source: str, target: str) -> None:
-        """Bring the prefix to where the prompt is computed, then go on."""
+        """Fetch the prefix to the replica that computes the prompt, then submit the request."""
         setup, kv = self._setup, self._profile.kv
         depth = flight.option.fetch_tokens // setup.block_size
         store = self._replica(target).store
@@ -339,22 +342,22 @@ class Fleet:
         self._clock.at(arrives + latency, lambda: self._fetched(flight, source, target, depth))
 
     def _fetched(self, flight: Flight, source: str, target: str, depth: int) -> None:
-        """The holder has the last word: what it no longer has is computed."""
-        giver, taker = self._replica(source).store, self._replica(target).store
-        there = giver.held(flight.hashes[:depth]) if source != target else taker.held(flight.hashes[:depth])
-        flight.restored = taker.restore(flight.hashes[:there]) or []
+        """Store the fetched blocks. Those that the source has evicted since are computed instead."""
+        source_store, target_store = self._replica(source).store, self._replica(target).store
+        num_held = (source_store if source != target else target_store).held(flight.hashes[:depth])
+        flight.restored = target_store.restore(flight.hashes[:num_held]) or []
         if source != target:
-            giver.blocks.spare(flight.hashes[:there])
-        taker.publish()
+            source_store.blocks.spare(flight.hashes[:num_held])
+        target_store.publish()
         self._submit(flight)
 
     def _pass(self, replica: str, way: str, num_bytes: float, rate: float) -> float:
-        """When these bytes are through, behind those that were there before."""
+        """Queue bytes on a link. Return the time at which they have passed, after those queued earlier."""
         key = (replica, way)
         self._link_free_at[key] = max(self._clock.now, self._link_free_at.get(key, 0.0)) + num_bytes / rate
         return self._link_free_at[key]
 
-    # The way of a request; see docs/ARCHITECTURE.md §5.
+    # Path of a request
 
     def _submit(self, flight: Flight) -> None:
         self.decodes[flight.option.decode].submit(flight)
@@ -364,7 +367,11 @@ class Fleet:
         self.prefills[flight.option.prefill].submit(flight)
 
     def _prefilled(self, flight: Flight) -> None:
-        """The first token is known. Layers have been sent while later ones were computed; the last follows now."""
+        """Record the first token and ship the rest of the KV.
+
+        Earlier layers were sent while later ones were computed, so only the last layer, or what the link could not
+        carry by now, remains.
+        """
         option, link, kv = flight.option, self._profile.link, self._profile.kv
         assert option.prefill
         flight.first_token_at = flight.last_token_at = self._clock.now
@@ -381,7 +388,7 @@ class Fleet:
         self.decodes[flight.option.decode].land(flight)
 
     def _answered(self, replica: str, flight: Flight) -> None:
-        """A prompt that we gave it is computed. When it was the last, our sums begin anew."""
+        """Record that a replica has computed a prompt. After its last one, its predicted backlog is reset."""
         self._index.settle(replica, flight.hashes)
         self._unanswered[replica] -= 1
         if not self._unanswered[replica]:
@@ -436,7 +443,7 @@ class Fleet:
         )
 
     def _drafts_of(self, name: str) -> SimulatedDrafts | None:
-        """Each replica has chances of its own, the same in every run."""
+        """Create the drafts of a replica. The seed differs per replica but is the same in every run."""
         rates = self._profile.draft_rates
         if rates is None:
             return None

@@ -1,4 +1,4 @@
-"""What a simulation is of: how many replicas of which size, and by which rules they are used."""
+"""Setup of a simulation: number and size of the replicas, and routing rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class FleetSetup:
-    """What is simulated. With num_prefill = 0 each decode replica computes its prompts itself."""
+    """Simulated deployment. With num_prefill = 0 each decode replica computes its prompts itself."""
 
     num_prefill: int
     num_decode: int
@@ -15,7 +15,7 @@ class FleetSetup:
     block_size: int
     kv_tokens: int  # per replica
     host_tokens: int = 0  # per replica
-    prefill_width: int = 1  # times the compute threads of the profile's replica
+    prefill_width: int = 1  # multiple of the compute threads of the profile's replica
     decode_width: int = 1
     prefix_fetches: bool = False
     eviction: str = "reuse_value"  # as kv.eviction
@@ -23,4 +23,4 @@ class FleetSetup:
     decode_batch_tokens: int = 2048
     max_running: int = 256
     max_local_tokens: int = 16  # as router.max_local_prefill
-    waits_in_router: bool = False  # requests do until replicas have room, as live
+    waits_in_router: bool = False  # requests queue in the router until replicas have room, as in the live router

@@ -1,4 +1,4 @@
-"""One request on its way through the simulated cluster."""
+"""Request in the simulated cluster."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _MODEL = "simulated"
 
 @dataclass(eq=False)
 class Flight:
-    """What became of it, in seconds of virtual time."""
+    """State and timestamps of one simulated request, in seconds of virtual time."""
 
     request: TraceRequest
     hashes: list[bytes]
     option: Option
-    compute_s: float  # of what is missing of the prompt, as the router sees it
-    num_cached: int = 0  # prompt tokens that were not computed again
+    compute_s: float  # predicted time to compute the uncached part of the prompt
+    num_cached: int = 0  # prompt tokens found in the cache
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     ended_at: float = 0.0
-    restored: list[int] = field(default_factory=list)  # blocks held for it until it is admitted
-    landed: Callable[[], None] | None = None  # told when the KV is on the decode replica
-    moves_to: str | None = None  # the decode replica to which it is on its way
-    promised_blocks: int = 0  # on a decode replica, with the answer that is predicted
-    reserved_at: int = 0  # tokens that it had when blocks were set aside there
-    with_replicas: set[str] = field(default_factory=set)  # that have a part in it
+    restored: list[int] = field(default_factory=list)  # fetched blocks, held until admission
+    landed: Callable[[], None] | None = None  # called when the KV is on the decode replica
+    moves_to: str | None = None  # target decode replica of a move in progress
+    promised_blocks: int = 0  # blocks reserved on a decode replica, including the predicted answer
+    reserved_at: int = 0  # number of generated tokens when the target reserved blocks
+    with_replicas: set[str] = field(default_factory=set)  # replicas that take part in it
 
     @property
     def ttft_s(self) -> float:
@@ -42,13 +42,13 @@ class Flight:
         return (self.last_token_at - self.first_token_at) / gaps if gaps else 0.0
 
     def sequence(self, *, block_size: int, num_generated: int = 0) -> Sequence:
-        """As a replica sees it. Its tokens are all alike: what matters of the prompt is in the hashes."""
+        """Build the engine's sequence. All its tokens are equal: the hashes identify the prompt."""
         num_tokens = self.request.num_tokens
         request = SequenceRequest(
             id=str(self.request.number),
             token_ids=(self.request.number,) * (num_tokens + num_generated),
             num_prompt_tokens=num_tokens,
             sampling=Sampling(max_tokens=self.request.num_output),
-            priority=self.request.number,  # who waited for blocks from elsewhere keeps its place in the queue
+            priority=self.request.number,  # a request delayed by a fetch keeps its place in the queue
         )
         return Sequence(request, 0, model=_MODEL, block_size=block_size, max_context=1 << 40, hashes=self.hashes)

@@ -1,4 +1,4 @@
-"""From what replicas have drafted to how often the tokens of a draft are right."""
+"""Estimation of draft acceptance rates from the replicas' draft counters."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from operator import mul
 
 from planner.simulator.profile import Drafts
 
-_FEWEST = 20  # drafted tokens at a place, for its share to mean anything
-_LEAST = 0.01  # drafted tokens for each row of a step: less is a trial now and then
+_FEWEST = 20  # minimum number of drafted tokens at a position
+_LEAST = 0.01  # drafted tokens per row and step; fewer are only occasional probes
 _MAX_TOKENS = 64
 _HALVINGS = 30
 
 
 def by_place(drafted: Sequence[float], accepted: Sequence[float], *, num_steps: float) -> Drafts | None:
-    """drafted, accepted: tokens, by their place in a draft. num_steps: of all rows, with a draft and without. None:
-    nothing to speak of was drafted."""
+    """Estimate acceptance by draft position; None if hardly anything was drafted.
+
+    drafted, accepted: number of tokens by position. num_steps: row steps, with a draft or without.
+    """
     shares: list[float] = []
-    before = 1.0  # the chance that all tokens before are right
+    before = 1.0  # probability that all earlier tokens are accepted
     for num_drafted, num_right in zip(drafted[:_MAX_TOKENS], accepted, strict=False):
         if num_drafted < _FEWEST or not before:
             break
@@ -31,8 +33,10 @@ def by_place(drafted: Sequence[float], accepted: Sequence[float], *, num_steps: 
 
 
 def by_yield(tokens_per_row: float, drafted_per_row: float) -> Drafts | None:
-    """As if every token of a draft were as likely to be right, and every step of a row had one of that length. None:
-    nothing to speak of is drafted."""
+    """Estimate acceptance from mean yields, assuming equal probability at all positions; None if hardly any drafts.
+
+    All drafts are assumed to have the mean length.
+    """
     gain = tokens_per_row - 1
     if drafted_per_row < _LEAST or gain <= 0:
         return None

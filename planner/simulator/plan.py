@@ -1,4 +1,4 @@
-"""The cheapest topology that keeps an SLO on a trace, the frontier beside it, and whether roles apart pay."""
+"""Capacity plan: the cheapest topology that keeps an SLO on a trace, and the price-performance frontier."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _MOST_CHUNK = 8192  # tokens
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityPlan:
-    best: Candidate | None  # None: nothing within the limit keeps the SLO
-    apart: Candidate  # the best with prefill replicas, and the best without: of the same resources, which are those of
-    colocated: Candidate  # the best of all, or the most that were tried; at least of two replicas
+    best: Candidate | None  # None: no topology within the limit keeps the SLO
+    # Best topologies with and without prefill replicas, of the size of `best` or the largest size tried; at least 2.
+    apart: Candidate
+    colocated: Candidate
     frontier: list[Candidate]  # cheapest first; each keeps the SLO for more requests than all cheaper ones
     tried: list[Candidate]
 
@@ -34,13 +35,12 @@ def make_plan(
     max_replicas: int,
     tried: Callable[[Candidate], None] = lambda candidate: None,
 ) -> CapacityPlan:
-    """Try the resources of 1, 2, 3, … replicas until something of them serves `good_share` of the requests within the
-    SLO: replicas of both roles, and replicas that do both. On a CPU, where the profile knows of wider replicas, with
-    fewer of these, too.
+    """Try 1, 2, 3, … replicas until a topology serves `good_share` of the requests within the SLO.
 
-    From one size to the next the split between the pools is that of the best before, with one replica more on either
-    side: a pool that was too small stays too small for fewer replicas. Where both are together, chunks become shorter
-    or longer as long as that helps. Raises SpecError for a limit below 2.
+    Each size is tried with separate roles and colocated. On a CPU with a profile of wider replicas, fewer but wider
+    replicas are also tried. From one size to the next, the best split so far gets one more replica on either side,
+    since a pool that was too small stays too small with fewer replicas. Colocated, the chunk size is halved or doubled
+    as long as that helps. tried: called with each candidate. Raises SpecError for a limit below 2.
     """
     if max_replicas < 2:
         raise SpecError("a plan needs at least two replicas: one to prefill and one to decode")
@@ -51,18 +51,18 @@ def make_plan(
         size += 1
         search.try_all_of(size)
         best = best or max((c for c in search.of(size) if c.good_share >= good_share), key=_merit, default=None)
-    there = search.of(size)
+    found = search.of(size)
     return CapacityPlan(
         best=best,
-        apart=max((c for c in there if not c.is_colocated), key=_merit),
-        colocated=max((c for c in there if c.is_colocated), key=_merit),
+        apart=max((c for c in found if not c.is_colocated), key=_merit),
+        colocated=max((c for c in found if c.is_colocated), key=_merit),
         frontier=frontier(search.found),
         tried=search.found,
     )
 
 
 def frontier(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those that nobody beats in both price and share of good requests, cheapest first."""
+    """Return the Pareto frontier of price and share of good requests, cheapest first."""
     chosen: list[Candidate] = []
     for candidate in sorted(candidates, key=lambda c: (c.usd_per_hour, -c.good_share, c.strain)):
         if not chosen or candidate.good_share > chosen[-1].good_share:
@@ -89,7 +89,8 @@ class _Search:
             self._try_chunks(num_decode, decode_width=decode_width)
 
     def _splits(self, size: int) -> list[int]:
-        """How much of `size` should prefill: near the best split of the size before, one more either way."""
+        """Return the parts of `size` to try for prefill: the best split of the previous size, with one more on either
+        side."""
         before = [c for c in self.of(size - 1) if not c.is_colocated]
         if not before:
             return list(range(1, size))
@@ -98,11 +99,11 @@ class _Search:
         return [n for n in (for_prefill, for_prefill + 1) if n < size]
 
     def _replicas(self, size: int) -> Iterator[tuple[int, int]]:
-        """How many, and how wide."""
+        """Yield (number, width) of replicas with these total resources."""
         return ((size // width, width) for width in self._widths if size % width == 0)
 
     def _try_chunks(self, num_decode: int, *, decode_width: int) -> None:
-        """Half as long, or twice, and on from there, while the SLO is kept better."""
+        """Halve the chunk size, or double it, as long as the SLO is kept better."""
         setup = self._trial.setup
         first = self._try(0, num_decode, decode_width=decode_width)
         for turn in (0.5, 2.0):

@@ -1,4 +1,4 @@
-"""The frontier as a picture, with matplotlib, which is an optional dependency (`pip install xpyd[plot]`)."""
+"""Plot of the frontier with matplotlib, an optional dependency (`pip install xpyd[plot]`)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from planner.simulator.plan import CapacityPlan
 
 
 def plot(plan: CapacityPlan, path: Path, *, good_share: float) -> None:
-    """Write a PNG or SVG, by the file's ending. Raises SpecError without matplotlib or for another ending."""
+    """Write a PNG or SVG, by the file's suffix. Raises SpecError without matplotlib or for another suffix."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise SpecError("a plot needs matplotlib: pip install 'xpyd[plot]'") from None
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    axes.axhline(good_share, color="0.7", linestyle="--", label="wanted")
+    axes.axhline(good_share, color="0.7", linestyle="--", label="target")
     tried, frontier = plan.tried, plan.frontier
     axes.scatter([c.usd_per_hour for c in tried], [c.good_share for c in tried], color="0.6", label="tried")
     axes.step(
@@ -27,7 +27,7 @@ def plot(plan: CapacityPlan, path: Path, *, good_share: float) -> None:
         axes.annotate(candidate.topology, place, textcoords="offset points", xytext=(4, -12))
     axes.set_xlabel("USD per hour")
     axes.set_ylabel("share of requests within the SLO")
-    axes.margins(x=0.15, y=0.15)  # the names of the topologies stand beside their points
+    axes.margins(x=0.15, y=0.15)  # room for the labels beside the points
     figure.legend(loc="outside upper center", ncols=3)
     try:
         figure.savefig(path)

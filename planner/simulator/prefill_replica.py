@@ -1,4 +1,4 @@
-"""A prefill replica under virtual time: the engine itself, with a runner that only takes time."""
+"""Simulated prefill replica: the real engine with a runner that only takes virtual time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ NO_LOGITS = ()
 
 
 def repeat_last(logits: tuple[()], rows: Sequence[SamplingRow], positions: Sequence[int] | None, /) -> Sampled:
-    """Implements engine.sampling.params.Sampler: tokens that are all alike."""
+    """Sample each row's last token again (an engine.sampling.params.Sampler)."""
     return Sampled.known([(row.tokens[-1], None) for row in rows])
 
 
 class PrefillReplica:
-    """Computes prompts, one step after the other. `finished(flight)` is called when a prompt's KV is whole.
+    """Simulated replica that computes prompts. Implements engine.scheduler.step.Runner.
 
-    Whoever ships it then calls `release`, which gives its blocks back. Implements engine.scheduler.step.Runner.
+    `finished(flight)` is called when a prompt's KV is complete. After the transfer, the fleet calls `release`.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class PrefillReplica:
         cores: Cores | None = None,
         width: int = 1,
     ) -> None:
-        """cores: what it shares with other replicas; None: nothing. width: of its steps there."""
+        """cores: cores shared with other replicas; None: not shared. width: width of its steps on them."""
         self.store = store
         self.busy_s = 0.0
         self._clock = clock
@@ -57,8 +57,8 @@ class PrefillReplica:
         self._engine = Engine(self, repeat_last, store.blocks, config, block_size=block_size)
         self._finished = finished
         self._flights: dict[Prompt, Flight] = {}
-        self._waiting: dict[Flight, None] = {}  # until their KV has been sent
-        self._held: dict[Flight, list[int]] = {}  # blocks that are being sent
+        self._waiting: dict[Flight, None] = {}  # requests whose KV has not been sent
+        self._held: dict[Flight, list[int]] = {}  # blocks held for their transfer
         self._is_stepping = False
 
     @property
@@ -73,7 +73,7 @@ class PrefillReplica:
             self._step()
 
     def release(self, flight: Flight) -> None:
-        """Its KV has been sent."""
+        """Free the blocks of a prompt whose KV has been sent."""
         del self._waiting[flight]
         self.store.blocks.free(self._held.pop(flight))
         self.store.publish()
@@ -81,7 +81,7 @@ class PrefillReplica:
             self._step()
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> tuple[()]:
-        """Take the time of a step."""
+        """Spend the time of a step."""
         assert step
         for prompt, _ in step.prompts:
             flight = self._flights[prompt]
@@ -107,7 +107,7 @@ class PrefillReplica:
             self._give_up_restored()
 
     def _give_up_restored(self) -> None:
-        """Blocks that were fetched for prompts that wait must not be what they wait for."""
+        """Free the blocks fetched for waiting prompts, which could otherwise wait for these very blocks."""
         if held := [flight for flight in self._waiting if flight.restored]:
             for flight in held:
                 self.store.blocks.free(flight.restored)
@@ -117,7 +117,7 @@ class PrefillReplica:
     def _end(self, step: ScheduledStep, began_at: float) -> None:
         self.busy_s += self._clock.now - began_at
         for prompt, count in step.prompts:
-            if count == prompt.sequence.num_missing:  # who ships it holds its blocks
+            if count == prompt.sequence.num_missing:  # complete: hold its blocks for the transfer
                 blocks = self._held[self._flights[prompt]] = list(prompt.sequence.blocks)
                 self.store.blocks.share(blocks)
         result = self._engine.complete(step)

@@ -1,4 +1,4 @@
-"""The prefix hashes of a trace's requests, without any tokens."""
+"""Prefix hashes of a trace's requests, made from the trace's block ids instead of tokens."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from core.trace.trace import TOKENS_PER_ID, TraceRequest
 from core.types.errors import SpecError
 from core.types.prefix_hash import HASH_BYTES
 
-_MIX = 0x9E3779B97F4A7C15F39CC0605CEDC835  # odd: spreads consecutive ids over all bits of a hash
+_MIX = 0x9E3779B97F4A7C15F39CC0605CEDC835  # odd multiplier; spreads consecutive ids over all bits of a hash
 
 
 class PrefixHashes:
-    """An id of a trace already names everything before it, so nothing is chained."""
+    """Cache of prefix hashes by trace id. An id already identifies its whole prefix, so hashes are not chained."""
 
     def __init__(self, block_size: int, tokens_per_id: int = TOKENS_PER_ID) -> None:
         """Raises SpecError unless `block_size` divides the trace's blocks of `tokens_per_id`."""
@@ -22,10 +22,10 @@ class PrefixHashes:
         self._of_id: dict[int, list[bytes]] = {}
 
     def of(self, request: TraceRequest) -> list[bytes]:
-        """One hash per full block of the prompt."""
+        """Return one hash per full block of the prompt."""
         num_full = request.num_tokens // self._block_size
         ids = request.ids
-        if ids is None:  # negative ids are nobody else's
+        if ids is None:  # negative ids, unique to this request
             first = -(request.number + 1) << 16
             ids = tuple(range(first, first + request.num_tokens // self._tokens_per_id + 1))
         hashes: list[bytes] = []

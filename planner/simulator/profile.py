@@ -1,7 +1,7 @@
-"""What the simulator knows of a machine and a model: how long steps take, how large KV is, how fast it moves.
+"""Performance profile of a machine and a model for the simulator: step times, KV sizes and transfer rates.
 
-A profile is a JSON file. Those beside this file are *derived* from data sheets, not measured; each says how. `cluster
-profile` measures one on the machine at hand.
+A profile is a JSON file. The shipped ones, beside this file, are *derived* from data sheets, as their `derivation`
+explains. `cluster profile` measures one on the local machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Section(BaseModel):
 
 
 class Steps(_Section):
-    """See core.types.step_timing."""
+    """Coefficients of core.types.step_timing.StepTiming."""
 
     base_s: NotNegative
     token_s: NotNegative
@@ -36,7 +36,7 @@ class Steps(_Section):
 
 
 class WiderSteps(_Section):
-    """Of a replica with so many times the compute threads of the profile's."""
+    """Step times of a replica with `width` times the compute threads of the profile's replica."""
 
     width: Annotated[int, Field(ge=2)]
     steps: Steps
@@ -46,17 +46,17 @@ class WiderSteps(_Section):
 class KV(_Section):
     bytes_per_token: Annotated[int, Field(gt=0)]  # in the pool, all ranks
     wire_bytes_per_token: Annotated[int, Field(gt=0)]
-    num_layers: Annotated[int, Field(gt=0)]  # a layer travels while the next one computes
-    pool_tokens: Annotated[int, Field(gt=0)]  # what a replica holds when nobody says otherwise
+    num_layers: Annotated[int, Field(gt=0)]  # a layer's transfer overlaps the compute of the next one
+    pool_tokens: Annotated[int, Field(gt=0)]  # default capacity of a replica
 
 
 class LinkProfile(_Section):
     latency_s: NotNegative
-    bytes_per_s: Positive  # of one replica, each way
+    bytes_per_s: Positive  # per replica and direction
 
 
 class Drafts(_Section):
-    """What decode replicas draft; see planner.simulator.drafts.DraftRates."""
+    """Speculative decoding of decode replicas; see planner.simulator.drafts.DraftRates."""
 
     accepted: Annotated[list[Share], Field(min_length=1, max_length=64)]
     guessed: Share = 1.0
@@ -69,17 +69,17 @@ class Profile(_Section):
     origin: Literal["derived", "measured"]
     derivation: list[str]  # where each figure comes from
     steps: Steps
-    decode_steps: Steps | None = None  # of steps that only decode; None: as `steps`
-    threads: Annotated[int, Field(ge=1)] = 1  # of one replica, on a CPU
-    wider: list[WiderSteps] = []  # what more of them would give; empty: not known, or on a GPU
-    # How much longer steps take while 1, 2, 3 … replicas step at the same time; empty: each has a device of its own.
+    decode_steps: Steps | None = None  # decode-only steps; None: as `steps`
+    threads: Annotated[int, Field(ge=1)] = 1  # per replica, on a CPU
+    wider: list[WiderSteps] = []  # step times with more threads; empty: unknown, or on a GPU
+    # Slowdown factors of steps while 1, 2, 3, … replicas step concurrently; empty: every replica has its own device.
     slowdown: list[Positive] = []
-    request_s: NotNegative = 0.0  # that a request takes beside its steps, from a client to its first token
-    drafts: Drafts | None = None  # None: nothing is drafted
+    request_s: NotNegative = 0.0  # overhead of a request outside its steps, from the client to its first token
+    drafts: Drafts | None = None  # None: no speculative decoding
     kv: KV
     link: LinkProfile
     host_bytes_per_s: Positive  # between a replica's device and its host memory
-    usd_per_hour: Positive  # of one replica
+    usd_per_hour: Positive  # per replica
 
     @property
     def timing(self) -> StepTiming:
@@ -90,11 +90,11 @@ class Profile(_Section):
         return self.decode_timing_of(1)
 
     def timing_of(self, width: int) -> StepTiming:
-        """width: times the profile's threads."""
+        """Return the step timing of a replica with `width` times the profile's threads."""
         return StepTiming(**(self.steps if width == 1 else self._wider(width).steps).model_dump())
 
     def decode_timing_of(self, width: int) -> StepTiming:
-        """Of steps that only decode."""
+        """Return the timing of decode-only steps."""
         usual = self.decode_steps or self.steps
         return StepTiming(**(usual if width == 1 else self._wider(width).decode_steps).model_dump())
 
@@ -109,7 +109,7 @@ class Profile(_Section):
 
 
 def load_profile(name: str) -> Profile:
-    """A file, or the name of one that is shipped. Raises SpecError."""
+    """Load a profile from a .json path, or a shipped one by name. Raises SpecError."""
     path = Path(name) if name.endswith(".json") else _shipped(name)
     try:
         return Profile.model_validate_json(path.read_bytes())

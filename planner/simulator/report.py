@@ -1,4 +1,4 @@
-"""What a simulation has shown: how much was reused, how long clients waited, how busy the replicas were."""
+"""Report of a simulation: cache reuse, latencies, throughput and goodput."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from planner.simulator.flight import Flight
 
 
 class Report:
-    """Collects what the fleet tells it."""
+    """Collector of a simulation's results."""
 
     def __init__(self, *, slo_ttft_s: float | None = None, slo_itl_s: float | None = None) -> None:
-        """Goodput counts the requests that keep both limits; a request's own mean ITL counts."""
+        """slo_ttft_s, slo_itl_s: limits for a good request, on its TTFT and its mean ITL; None: no limit."""
         self.shipped_bytes = 0.0
         self.fetched_bytes = 0.0
         self.flights: list[Flight] = []
@@ -27,7 +27,7 @@ class Report:
         self._decisions.append(seconds)
 
     def gap(self, seconds: float, count: int) -> None:
-        """`count` tokens came `seconds` after the one before."""
+        """Record `count` tokens, each `seconds` after the one before."""
         self._gaps.append(seconds)
         self._gap_counts.append(count)
 
@@ -36,7 +36,7 @@ class Report:
         self.flights.append(flight)
 
     def summary(self) -> dict[str, Any]:
-        """Times in milliseconds; rates per second of virtual time, from the first arrival to the last token."""
+        """Summarize: times in milliseconds, rates per second of virtual time up to the last token."""
         ttft = np.array([flight.ttft_s for flight in self.flights]) * 1e3
         itl = np.asarray(self._gaps) * 1e3
         prompt_tokens = sum(flight.request.num_tokens for flight in self.flights)

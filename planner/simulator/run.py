@@ -1,4 +1,4 @@
-"""One simulation, from a trace to its report."""
+"""Simulation of a trace, from its requests to the report."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def simulate(
     slo_ttft_s: float | None = None,
     slo_itl_s: float | None = None,
 ) -> dict[str, Any]:
-    """Replay `trace`; returns plain values, as `cluster simulate --json` prints them.
+    """Simulate `trace` and return plain values, as printed by `cluster simulate --json`.
 
-    Reproducible to the last digit, but for wall_s and decision_us, which are real time.
+    The result is exactly reproducible except for wall_s and decision_us, which are real time.
     """
     begin = time.perf_counter()
     clock = Clock()
@@ -34,7 +34,7 @@ def simulate(
     hashes = PrefixHashes(setup.block_size, trace[0].tokens_per_id)
     fleet = Fleet(setup, profile, hashes, clock, report)
     was_enabled = gc.isenabled()
-    gc.disable()  # nothing here is freed by the collector, and it would walk millions of hashes again and again
+    gc.disable()  # the collector would free nothing, but traverse millions of hashes repeatedly
     try:
         feed(clock, fleet.arrive, trace)
         clock.run()
@@ -50,7 +50,7 @@ def simulate(
 
 
 def feed(clock: Clock, take: Callable[[TraceRequest], object], trace: Sequence[TraceRequest]) -> None:
-    """One arrival after the other: the clock never holds more than the next."""
+    """Schedule the arrivals one at a time, so the clock never holds more than the next one."""
     arrivals = iter(trace)
 
     def arrive(request: TraceRequest) -> None:
@@ -64,7 +64,7 @@ def feed(clock: Clock, take: Callable[[TraceRequest], object], trace: Sequence[T
 
 
 def _drafts(fleet: Fleet) -> dict[str, float]:
-    """Tokens, and how many a row of a step got in the end."""
+    """Return the drafted and accepted tokens, and the mean number of tokens per row and step."""
     yields = [replica.row_yield.tokens_per_row for replica in fleet.decodes.values()]
     busy = [tokens for tokens in yields if tokens]
     return {
@@ -75,7 +75,7 @@ def _drafts(fleet: Fleet) -> dict[str, float]:
 
 
 def _load(fleet: Fleet, duration_s: float) -> tuple[dict[str, float], dict[str, float]]:
-    """Per pool: the share of time in which a replica computes, and how much more the busiest does than the mean."""
+    """Return, by pool, the mean utilization and the imbalance (busiest replica / mean)."""
     utilisation, imbalance = {}, {}
     for pool, replicas in (("prefill", fleet.prefills), ("decode", fleet.decodes)):
         busy = [replica.busy_s for replica in replicas.values()]

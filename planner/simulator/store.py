@@ -1,7 +1,7 @@
-"""The blocks of one simulated replica: its device's pool, and a host tier behind it where there is one.
+"""KV blocks of one simulated replica: the device pool, and an optional host tier.
 
-Both are the engine's own block manager with its own eviction. What the device evicts goes to the host; what a request
-finds there is copied back.
+Both use the real engine's block manager and eviction. Blocks evicted from the device go to the host; blocks that a
+request finds there are copied back.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from planner.simulator.clock import Clock
 
 
 class Store:
-    """`device` and `stored` are the router's indexes: of what is on devices, and of what is there in any tier."""
+    """Block store of one replica, which publishes its changes to the router's indexes."""
 
     def __init__(
         self,
@@ -28,6 +28,7 @@ class Store:
         device: PrefixIndex,
         stored: PrefixIndex,
     ) -> None:
+        """device, stored: the router's indexes of blocks on devices, and of blocks in any tier."""
         self.replica = replica
         self.blocks = _manager(num_blocks, eviction, clock)
         self.host = _manager(num_host_blocks, eviction, clock) if num_host_blocks else None
@@ -35,7 +36,7 @@ class Store:
         self._stored = stored
 
     def publish(self) -> None:
-        """Tell the indexes what has changed since the last call, and move to the host what the device has evicted."""
+        """Update the indexes with the changes since the last call, and move evicted blocks to the host."""
         changes = self.blocks.take_changes()
         if not changes:
             return
@@ -53,7 +54,7 @@ class Store:
         self._stored.remove(self.replica, [prefix_hash for prefix_hash in lost if not self.blocks.match([prefix_hash])])
 
     def held(self, hashes: Sequence[bytes]) -> int:
-        """How many leading blocks are here, in either tier."""
+        """Return the number of leading blocks held in either tier."""
         depth = self.blocks.match(hashes)
         while depth < len(hashes) and (
             self.blocks.match([hashes[depth]]) or (self.host and self.host.match([hashes[depth]]))
@@ -62,7 +63,7 @@ class Store:
         return depth
 
     def restore(self, hashes: Sequence[bytes]) -> list[int] | None:
-        """The content of these blocks has come: hold them on the device. None if there is no room."""
+        """Hold blocks, whose content has arrived, on the device. Return their ids, or None if there is no room."""
         if self.host:
             taken = self.host.allocate(hashes, self.host.match(hashes))
             self.host.free(taken[0] if taken else [])

@@ -1,22 +1,22 @@
-"""The one queue in which requests wait for replicas, live and in the simulator. Pure: the caller passes the time.
+"""Admission queue in which requests wait for replicas, live and in the simulator. Pure: the caller passes the time.
 
 Order: fair shares among tenants and among the users of a tenant (`fair_queue`), then the smaller priority, then the
-earlier arrival. No priority moves a tenant before another one.
+earlier arrival. Priorities apply within a tenant only.
 
-Share. While there are several tenants, each runs at most a share of what the others leave of the decode replicas: the
-dynamic thresholds of Choudhury and Hahne (1998), for buffers. At three quarters, a tenant that is alone leaves a
-quarter, and k tenants that take all they may leave one part in 1 + 3k, so the next tenant need not wait for an answer
-to end. A tenant whose first request would exceed the share is parked: its requests stay here, but they neither hold up
-other tenants nor count when other turns are predicted.
+Share. While there are several tenants, each runs at most a share of the capacity that the others leave on the decode
+replicas: the dynamic thresholds of Choudhury and Hahne (1998), for buffers. With a share of three quarters, a single
+tenant leaves a quarter free, and k saturating tenants leave one part in 1 + 3k. So the next tenant need not wait for an
+answer to end. A tenant whose first request would exceed the share is parked: its requests stay in the queue, but they
+neither block other tenants nor count in predicted waits.
 
-Room. A request that finds no room holds up all behind it for `hold_s`. Then those that fit may pass it for as long, and
-so on in turns. So a request that needs much room can wait for it, and delays others for a bounded time only. The same
-goes for a request over its tenant's share, among the requests of that tenant.
+Room. A request that finds no room blocks all behind it for `hold_s`. For the next `hold_s`, requests that fit may pass
+it, and so on in turns. So a large request can wait for room, and delays others for a bounded time. The same rule
+applies within a tenant to a request over its tenant's share.
 
-Offline requests (priority OFFLINE) are considered only while no online request competes, and hold up no other one.
+Offline requests (priority OFFLINE) are considered only while no online request competes, and block no other request.
 
-Refusal. A request is refused when it arrives or, while predictions hold, never: when the queue is full, when its tenant
-or user has its part of it, or when its turn would come too late.
+Rejection. A request is rejected at arrival or, if predictions hold, never: when the queue is full, when its tenant or
+user already fills its part of the queue, or when its turn would come too late.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from core.types.request import OFFLINE
 from router.routing.fair_queue import NO_PLACES, FairQueue, Places, QueuedRequest, State
 
 _HOLD_S = 2.0
-_LOOKS = 4  # requests that may pass, in one run: each costs a decision
-_MIN_RETRY_S = 0.5  # sooner, a client would only find the same queue
-_CAUTION = 0.5  # of a request's time: predictions err, and after its turn it still has to be served
-_MEASURED = 32  # admissions from which a rate is taken
+_LOOKS = 4  # maximum number of requests passed over per run; each costs a routing decision
+_MIN_RETRY_S = 0.5  # an earlier retry would find the same queue
+_CAUTION = 0.5  # fraction of a request's time limit that it may spend waiting: predictions err, and serving takes time
+_MEASURED = 32  # admissions over which a rate is averaged
 _MIN_MEASURED = 4
 
 Take = Callable[[QueuedRequest], bool]
 
 
 class AdmissionQueue:
-    """Waiting requests, and the places that each tenant holds."""
+    """Queue of waiting requests, with the places that each tenant holds."""
 
     def __init__(
         self,
@@ -50,16 +50,16 @@ class AdmissionQueue:
         share: Callable[[], float] = lambda: 1.0,
         free: Callable[[], Places] = lambda: NO_PLACES,
     ) -> None:
-        """share: of one tenant, in what the others leave; at 1 all places are anyone's. free: places of all replicas.
-        Both are asked for their present value."""
+        """share: part of one tenant in the capacity that the others leave; 1 disables the limit.
+        free: free places of all replicas. Both are called for their current value."""
         self._max_waiting = max_waiting
         self._hold_s = hold_s
         self._share = share
         self._free_at_replicas = free
-        self._free: Places | None = None  # during a run, without what it has given away; None: not asked yet
+        self._free: Places | None = None  # free places left during a run; None: not queried yet
         self._held: dict[str, Places] = {}
         self._online, self._offline = FairQueue(), FairQueue()
-        self._tenants: dict[str, _Tenant] = {}  # with online requests that wait
+        self._tenants: dict[str, _Tenant] = {}  # tenants with waiting online requests
         self._turns = _Turns(hold_s)
         self._rate = _DrainRate()
         self._arrivals = itertools.count()
@@ -71,25 +71,28 @@ class AdmissionQueue:
 
     @property
     def num_at_share(self) -> int:
-        """Tenants whose requests wait for others of theirs to end."""
+        """Number of tenants that wait because they have reached their share."""
         return sum(map(self._online.is_parked, self._tenants))
 
     @property
     def held(self) -> Mapping[str, Places]:
-        """Places by tenant, of admitted requests that were not released."""
+        """Places held by the admitted requests of each tenant, until their release."""
         return self._held
 
     @property
     def is_held_up(self) -> bool:
-        """True while a request that found no room holds up others."""
+        """True while a request that found no room blocks others."""
         return self._turns.is_on
 
     def is_at_share(self, tenant: str) -> bool:
         return self._online.is_parked(tenant)
 
     def add(self, queued: QueuedRequest, *, within_s: float, now: float) -> None:
-        """Let a request wait. Raises CapacityError, with a hint when to retry, if its turn would not come within_s; the
-        turn of an offline request is not predicted."""
+        """Add a request to the queue.
+
+        Raises CapacityError, with a retry hint, if the queue is full or the turn of an online request is predicted too
+        late for within_s.
+        """
         queue = self._queue_of(queued)
         if self._is_full_for(queued):
             raise CapacityError(f"{len(queue)} requests are waiting already", retry_after_s=self._retry_s(queued, 0.0))
@@ -105,14 +108,16 @@ class AdmissionQueue:
         self._note_busy(queued.tenant, now)
 
     def remove(self, queued: QueuedRequest, *, now: float) -> None:
-        """Drop a request whose client has left, or whose time is up. Does nothing unless it waits."""
+        """Remove a request whose client has left or whose time is up. No-op unless it waits."""
         if queued.is_waiting:
             self._queue_of(queued).move(queued, State.GONE)
             self._has_left(queued, now)
 
     def run(self, take: Take, *, now: float) -> None:
-        """Let `take` have each request whose turn it is. `take` returns whether it found room for the request; it may
-        also remove the request, and add or release others."""
+        """Offer each request whose turn it is to `take`, which returns whether it found room for the request.
+
+        `take` may also remove the request, and add or release others.
+        """
         if self._is_running:
             return
         self._is_running, self._free = True, None
@@ -127,13 +132,13 @@ class AdmissionQueue:
         self._hold(queued.tenant, self._held.get(queued.tenant, NO_PLACES).less(queued.places))
 
     def wait_s(self, queued: QueuedRequest) -> float:
-        """Predict when the turn of a request comes that arrives now; 0 while nothing was measured."""
+        """Predict the wait of a request that arrives now, in seconds; 0 before any rate is measured."""
         is_parked = self._online.is_parked(queued.tenant)
         per_s = self._tenants[queued.tenant].rate.per_s if is_parked else self._rate.per_s
         return self._online.ahead(queued) / per_s if per_s else 0.0
 
     def changes_at(self) -> float | None:
-        """Return when `run` is due although no room has come free: others may pass, or may not any more."""
+        """Return the time at which a turn ends, so `run` is due even if no room has come free; None if none is on."""
         turns = [self._turns, *(tenant.turns for tenant in self._tenants.values())]
         return min((one.end_at for one in turns if one.is_on), default=None)
 
@@ -166,10 +171,10 @@ class AdmissionQueue:
         if not online.num_competing:
             self._end_turns(turns)
         else:
-            self._put_back(turns, but=1)  # all were tried; the next run tries them again
+            self._put_back(turns, but=1)  # the next run tries them again
 
     def _run_offline(self, take: Take, now: float) -> None:
-        """Try the first request of a tenant; where it finds no room, the tenant is passed over in this run."""
+        """Try the first offline request of each tenant. A tenant whose request finds no room is skipped in this run."""
         passed: list[str] = []
         while not self._online.num_competing and len(passed) < _LOOKS:
             if (queued := self._offline.first()) is None:
@@ -182,8 +187,7 @@ class AdmissionQueue:
             self._offline.unpark(name, keeps_claim=True)
 
     def _first_in_share(self, name: str, now: float) -> QueuedRequest | None:
-        """Return the request of a tenant whose turn it is, if it is within the tenant's share; afterwards it is first
-        in the queue, too."""
+        """Return the tenant's next request if it is within the tenant's share, and make it first in the queue."""
         turns = self._tenants[name].turns
         if turns.aside and self._is_in_share(next(iter(turns.aside))):
             self._end_turns(turns)
@@ -252,7 +256,10 @@ class AdmissionQueue:
             self._online.move(queued, State.READY)
 
     def _end_turns(self, turns: _Turns) -> None:
-        """Begin with the strict order again. A request that merely leaves does not cause this: its like may return."""
+        """Return to the strict order.
+
+        A request that only leaves the queue does not cause this, or a client could reset the turns by resending it.
+        """
         turns.end()
         self._put_back(turns)
 
@@ -260,7 +267,10 @@ class AdmissionQueue:
         return self._offline if queued.priority >= OFFLINE else self._online
 
     def _is_full_for(self, queued: QueuedRequest) -> bool:
-        """One user leaves half of the places that are left to others of its tenant, a tenant a quarter to others."""
+        """Return whether the queue is full for this request.
+
+        A user may fill half of the remaining places, a tenant three quarters.
+        """
         queue, limit = self._queue_of(queued), self._max_waiting
         of_tenant = queue.num_waiting_of(queued.tenant)
         total = queue.num_competing + (of_tenant if queue.is_parked(queued.tenant) else 0)
@@ -271,10 +281,10 @@ class AdmissionQueue:
 
 
 def is_within_share(own: Places, more: Places, free: Places, *, share: float) -> bool:
-    """Return whether a tenant that holds `own` may have `more`, where all tenants leave `free`.
+    """Return whether a tenant that holds `own` may take `more`, while `free` places are unused by all tenants.
 
-    A tenant that holds nothing waits for room alone. A request that needs more blocks than a share could be does not
-    wait for other requests of its tenant, or it would never come in while these keep coming.
+    The share does not limit a tenant that holds nothing. A request that needs more blocks than the whole share does not
+    wait for its tenant's other requests; otherwise a steady flow of these would starve it.
     """
     if not own.num_streams:
         return True
@@ -284,23 +294,23 @@ def is_within_share(own: Places, more: Places, free: Places, *, share: float) ->
 
 
 def most_choices(num_places: int, *, share: float) -> int:
-    """Return how many choices one request may have on replicas that run num_places together."""
+    """Return the maximum number of choices of one request on replicas with num_places streams in total."""
     return max(1, int(share * num_places))
 
 
 class _Tenant:
-    """A tenant with requests that wait."""
+    """State of a tenant with waiting requests."""
 
     def __init__(self, hold_s: float) -> None:
-        self.turns = _Turns(hold_s)  # while its first request is over its share
+        self.turns = _Turns(hold_s)  # on while its first request exceeds its share
         self.rate = _DrainRate()
 
 
 class _Turns:
-    """Strict order and passing, in turns of hold_s, while a request cannot go."""
+    """Alternation between strict order and passing, each for hold_s, while a request finds no room."""
 
     def __init__(self, hold_s: float) -> None:
-        self.aside: dict[QueuedRequest, None] = {}  # requests that others pass, in order
+        self.aside: dict[QueuedRequest, None] = {}  # requests that others may pass, in order
         self._hold_s = hold_s
         self._began_at: float | None = None
         self._number = 0
@@ -333,16 +343,16 @@ class _Turns:
 
 
 class _DrainRate:
-    """Work admitted per second, over the time in which requests waited."""
+    """Rate of admitted work, over the time during which requests waited."""
 
     def __init__(self) -> None:
         self._began_at: float | None = None  # None: no request waits
         self._busy_s = 0.0
-        self._admitted: deque[tuple[float, float]] = deque(maxlen=_MEASURED)  # busy time and cost
+        self._admitted: deque[tuple[float, float]] = deque(maxlen=_MEASURED)  # (busy time, cost)
 
     @property
     def per_s(self) -> float:
-        """0 while too little was measured."""
+        """Tokens of work per second; 0 before enough admissions."""
         if len(self._admitted) < _MIN_MEASURED:
             return 0.0
         seconds = self._admitted[-1][0] - self._admitted[0][0]
@@ -355,6 +365,6 @@ class _DrainRate:
             self._busy_s, self._began_at = self._busy_s + now - self._began_at, None
 
     def add(self, cost: float, now: float) -> None:
-        """Account for an admitted request, unless it did not have to wait."""
+        """Count an admitted request, unless it was admitted without waiting."""
         if self._began_at is not None and now > self._began_at:
             self._admitted.append((self._busy_s + now - self._began_at, cost))

@@ -1,12 +1,12 @@
 """Choice of the replicas for a request: rules of length, room and past failures, around a policy. Pure.
 
 Inputs are the state of the replicas (`ReplicaLoad`), where the index finds the prompt's prefix, and the request. The
-output is a `Decision` with its reasons. `router.serving.reservations` gathers the one and carries out the other.
+output is a `Decision` with its reasons. `router.serving.reservations` gathers the inputs and applies the decision.
 
-Guests. A prefill replica may answer a request alone while decode replicas are full. Waiting for these has a price, as
-every other way has: the seconds until as many streams have ended as requests wait, this one included, for a request
-that takes the next free place delays all that wait by one place. Beside that stands the cost of the answer on a prefill
-replica: its prompts go first, and each step of the answer delays them.
+Local decode. A prefill replica may answer a request alone while the decode replicas are full. The alternative is to
+wait until as many streams have ended as requests wait, this one included. Each request that takes a free place delays
+all later ones by one place, so the whole queue counts. That wait is compared with the cost of answering on the prefill
+replica, where prompts go first and each step of the answer delays them.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from router.routing.policy import CandidateReplica, Option, Policy, RoutingReque
 from router.routing.replica_load import ReplicaLoad, UsualRates, candidate_of
 
 _NOTHING = Depths(0, 0, 0)
-_NOBODY: frozenset[str] = frozenset()
-_DEFAULT_ANSWER = 64.0  # tokens, before any answer was seen
-_WEIGHT = 0.05  # of the newest answer
+_NO_REPLICAS: frozenset[str] = frozenset()
+_DEFAULT_ANSWER = 64.0  # tokens
+_WEIGHT = 0.05  # weight of the newest answer in the mean
 _LONGEST_WAIT_S = 3600.0
 
 
@@ -32,9 +32,9 @@ _LONGEST_WAIT_S = 3600.0
 class Need:
     """Room that a request, or the rest of one, needs."""
 
-    num_tokens: int  # prompt, and tokens so far
+    num_tokens: int  # prompt and tokens generated so far
     num_streams: int = 1
-    num_blocks: int = 0  # on a decode replica, with the answer that is predicted
+    num_blocks: int = 0  # on a decode replica, including the predicted answer
     max_new_tokens: int = 1 << 31
 
     @property
@@ -58,24 +58,24 @@ class AnswerLength:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The replicas for a request, and the reasons."""
+    """Replicas chosen for a request, with the reasons."""
 
     prefill: str | None  # None: the decode replica computes the prompt itself
     decode: str | None  # None: the first token is the last
-    prompt_tokens: int  # to be computed of the prompt
-    prefix_source: PrefixSource | None  # the peer that gives its blocks, where the option taken counts on one
-    options: Sequence[Option]  # all that were weighed, the one taken first
-    candidates: Sequence[CandidateReplica]  # and by what
+    prompt_tokens: int  # prompt tokens to compute
+    prefix_source: PrefixSource | None  # peer from which the chosen option fetches blocks
+    options: Sequence[Option]  # all options considered, the chosen one first
+    candidates: Sequence[CandidateReplica]  # replicas as they were known
 
 
 class Chooser:
-    """`policy` may count its turns; nothing else here remembers anything.
+    """Chooser of replicas for requests. Stateless apart from `policy`.
 
     Replicas in `avoid` have failed the request before: they are the last resort.
     """
 
     def __init__(self, policy: Policy, *, max_local_tokens: int) -> None:
-        """max_local_tokens: uncached ones that a decode replica may compute itself."""
+        """max_local_tokens: maximum number of uncached tokens that a decode replica computes itself."""
         self._policy = policy
         self._max_local_tokens = max_local_tokens
 
@@ -86,16 +86,16 @@ class Chooser:
         decodes: Sequence[ReplicaLoad],
         depths: Mapping[str, Depths],
         *,
-        avoid: Set[str] = _NOBODY,
+        avoid: Set[str] = _NO_REPLICAS,
         prefill_needs_room: bool = False,
     ) -> Decision | None:
-        """The cheapest way, of all where both replicas are free to choose; None where there is none.
+        """Return the cheapest decision over all pairs of these replicas; None if there is none.
 
-        prefill_needs_room: rather none than a prefill replica that has a second of work left.
+        prefill_needs_room: never pick a prefill replica with more than a second of work queued.
         """
         if prefill_needs_room:
             crowded = {load.replica for load in prefills if not load.has_room_to_prefill}
-            # A policy may offer a few only: let these be of those with room.
+            # A policy may return few options, so offer it only replicas with room if there are any.
             prefills = [load for load in prefills if load.replica not in crowded] or prefills
         options, candidates = self._weigh(need, prefills, decodes, depths, avoid)
         if prefill_needs_room:
@@ -113,17 +113,20 @@ class Chooser:
         num_waiting: int,
         answer_tokens: int,
     ) -> Decision | None:
-        """The prefill replica of `hosts`, which have room, that is to answer all by itself; None where it is cheaper to
-        wait for one of these decode replicas, which have none. num_waiting: beside this request."""
+        """Return a decision for one of `hosts` to answer alone; None if waiting for a decode replica is cheaper.
+
+        hosts: prefill replicas with room. decodes: decode replicas, all full. num_waiting: requests queued besides
+        this one.
+        """
         names = {load.replica for load in hosts}
-        alone, views = self._weigh(need, [], hosts, depths, _NOBODY)
+        alone, views = self._weigh(need, [], hosts, depths, _NO_REPLICAS)
         alone = [option for option in alone if option.prefill is None and option.decode in names]
-        pairs, full = self._weigh(need, prefills, decodes, depths, _NOBODY)
+        pairs, full = self._weigh(need, prefills, decodes, depths, _NO_REPLICAS)
         if not alone:
             return None
-        ways = {load.replica for load in decodes}
+        decode_names = {load.replica for load in decodes}
         wait_s = guest_wait_s(
-            [view for view in full if view.replica in ways],
+            [view for view in full if view.replica in decode_names],
             num_tokens=need.num_tokens,
             answer_tokens=answer_tokens,
             num_ends=num_waiting + need.num_streams,
@@ -143,7 +146,7 @@ class Chooser:
         *,
         avoid: Set[str],
     ) -> Decision | None:
-        """A prefill replica, none of `avoid`, for a request whose decode replica is fixed."""
+        """Choose a prefill replica outside `avoid` for a request whose decode replica is fixed."""
         prefills = [load for load in prefills if load.replica not in avoid]
         options, candidates = self._weigh(need, prefills, [decode], depths, avoid)
         options = [option for option in options if option.prefill]
@@ -157,7 +160,7 @@ class Chooser:
         depths: Mapping[str, Depths],
         avoid: Set[str],
     ) -> tuple[Sequence[Option], list[CandidateReplica]]:
-        """The options, and what they were weighed by."""
+        """Return the policy's options and the candidates that it compared."""
         decodes = [load for load in decodes if need.num_tokens < load.member.max_tokens]
         if not decodes:
             return [], []
@@ -186,7 +189,7 @@ class Chooser:
         held = max((one.cached_tokens for one in candidates if one.replica == computes), default=0)
         prefix_source = next((load for load in loads if load.replica == option.fetch_from), None)
         if prefix_source and prefix_source.replica == computes:
-            prefix_source = None  # its own lower tier
+            prefix_source = None  # the source is the replica's own lower tier
         return Decision(
             prefill=option.prefill,
             decode=None if option.prefill and need.max_new_tokens == 1 else option.decode,
@@ -202,34 +205,37 @@ class Chooser:
 
 
 def with_room(decodes: Sequence[ReplicaLoad], need: Need) -> list[ReplicaLoad]:
-    """The decode replicas that would take it up at once."""
+    """Return the decode replicas that would run the request at once."""
     blocks, streams = need.num_blocks, need.num_streams
     return [load for load in decodes if load.has_room_to_decode(num_blocks=blocks, num_streams=streams)]
 
 
 def with_room_for_local_decode(prefills: Sequence[ReplicaLoad], need: Need) -> list[ReplicaLoad]:
-    """The prefill replicas that would answer it themselves at once."""
+    """Return the prefill replicas that would decode the request themselves at once."""
     blocks, streams = need.num_blocks, need.num_streams
     return [load for load in prefills if load.has_room_for_local_decode(num_blocks=blocks, num_streams=streams)]
 
 
 def _preferred(loads: Sequence[ReplicaLoad], avoid: Set[str]) -> Sequence[ReplicaLoad]:
-    """Those that have not failed this request yet; all, if all have."""
+    """Drop the replicas in `avoid`, unless that leaves none."""
     return [load for load in loads if load.replica not in avoid] or loads
 
 
 def guest_wait_s(decodes: Sequence[CandidateReplica], *, num_tokens: int, answer_tokens: int, num_ends: int) -> float:
-    """Predict when so many streams have ended on these replicas, which are full; an hour where none does.
+    """Predict the seconds until `num_ends` streams have ended on these full replicas; an hour if they run none.
 
-    num_tokens: of a stream's context. answer_tokens: mean length of answers; a running one is anywhere in it.
+    num_tokens: context length of a stream. answer_tokens: mean length of answers; running ones are spread evenly over
+    it.
     """
     per_s = sum(_ends_per_s(view, num_tokens=num_tokens, answer_tokens=answer_tokens) for view in decodes)
     return min(_LONGEST_WAIT_S, num_ends / per_s) if per_s else _LONGEST_WAIT_S
 
 
 def cheapest(local_decode: Sequence[Option], pairs: Sequence[Option], *, wait_s: float) -> list[Option]:
-    """Sort all options by cost. guest: on prefill replicas alone, at once. pairs: after a wait, and preferred at the
-    same cost."""
+    """Sort all options by cost; at equal cost, pairs come first.
+
+    local_decode: options on prefill replicas alone, available at once. pairs: options available after wait_s.
+    """
     waiting = [replace(option, wait_s=wait_s) for option in pairs]
     return sorted([*waiting, *local_decode], key=lambda option: option.cost_s)
 

@@ -1,20 +1,20 @@
-"""Which pair serves a request: the one whose predicted cost, in seconds, is least. Pure.
+"""Policy that picks the pair of replicas with the lowest predicted cost, in seconds. Pure.
 
-    through a prefill replica P and a decode replica D
-          max(queue of P, pull)   blocks that a peer or P's own lower tier holds come while P works on others' prompts
-        + compute                 what is missing then, at P's own rates
-        + transfer                bytes that D lacks / link rate
-        + decode                  D's steps until _HORIZON tokens, which are fewer where it drafts, what they cost the
-                                  streams there, and waiting for blocks
+    prefill on replica P, decode on replica D
+          max(queue of P, fetch)  blocks arrive from a peer or P's lower tier while P computes earlier prompts
+        + compute                 the tokens still missing, at P's rates
+        + transfer                bytes missing on D / link rate
+        + decode                  D's steps for _HORIZON tokens (fewer with drafts), the delay of D's other streams,
+                                  and the wait for blocks
 
-    on D alone, where the uncached part is short or there is no P
-          max(queue of D, pull) + compute + decode
-        + stall                   what the streams there lose meanwhile, _STALL of the compute time each
+    all on D, if the uncached part is short or without a P
+          max(queue of D, fetch) + compute + decode
+        + stall                   delay of D's other streams: _STALL of the compute time for each
 
-    + keep                        storing once more what others hold already throws out blocks of somebody else's: _KEEP
-                                  of what it took to compute the blocks that this replica must take up
+    + keep                        cost of evicting other cached blocks: _KEEP of the time to compute the blocks that
+                                  this replica must store
 
-With many replicas only the _SHORTLIST best of each side are paired.
+Only the _SHORTLIST best replicas of each side are paired.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from dataclasses import dataclass
 
 from router.routing.policy import CandidateReplica, Option, RoutingRequest
 
-_HORIZON = 64  # tokens of an answer for which the load on a decode replica counts
+_HORIZON = 64  # answer tokens over which the load of a decode replica is weighed
 _SHORTLIST = 4
-_STALL = 0.3  # a stream beside a prompt goes on, by one token per chunk
+_STALL = 0.3  # below 1: a stream beside a prompt still gets one token per chunk
 _KEEP = 1.0
-_FETCH_LATENCY_S = 0.002  # of asking a peer, beyond what the bytes take
+_FETCH_LATENCY_S = 0.002  # fixed latency of a fetch from a peer
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """What it takes to have the prompt's KV on one replica."""
+    """Cost of having the prompt's KV on one replica."""
 
     view: CandidateReplica
     cost_s: float
@@ -47,20 +47,18 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _End:
-    """What it takes to decode on one replica what another has computed."""
+    """Cost of decoding on one replica after another has computed the prompt."""
 
     view: CandidateReplica
-    num_bytes: int  # that must come there
+    num_bytes: int  # KV to transfer
     decode_s: float
 
 
 class CostPolicy:
-    """The cheapest option first. Equal costs go to whom has fewer streams, then in the order given.
-
-    pulls: replicas may fetch blocks from each other.
-    """
+    """Cost-based policy. Ties go to the replica with fewer streams, then to the given order."""
 
     def __init__(self, *, prefix_fetches: bool = False) -> None:
+        """prefix_fetches: replicas may fetch blocks from each other."""
         self._prefix_fetches = prefix_fetches
 
     def options(
@@ -115,16 +113,14 @@ def _option(prompt: _Prompt, *, prefill: str | None, decode: str, decode_s: floa
 
 
 def _prompt(demand: RoutingRequest, view: CandidateReplica, prefix_sources: Sequence[CandidateReplica]) -> _Prompt:
-    """The quickest way to the prompt's KV: compute what is not cached, or fetch some of it first."""
+    """Return the fastest way to the prompt's KV: compute the uncached part, or fetch some of it first."""
     compute_s = view.compute_s(demand, view.cached_tokens)
     keep_s = _KEEP * compute_s
     best = _Prompt(view, view.queue_s + compute_s + keep_s, compute_s, keep_s)
     if view.restore_bytes_per_s and view.stored_tokens > view.cached_tokens:
         restore_s = (view.stored_tokens - view.cached_tokens) * demand.bytes_per_token / view.restore_bytes_per_s
         _try_fetch(best, demand, view, restore_s)
-    prefix_source = next(
-        (prefix_source for prefix_source in prefix_sources if prefix_source is not view), None
-    )  # who holds most of it
+    prefix_source = next((source for source in prefix_sources if source is not view), None)
     if prefix_source and prefix_source.stored_tokens > view.stored_tokens:
         num_bytes = (prefix_source.stored_tokens - view.cached_tokens) * demand.bytes_per_token
         _try_fetch(best, demand, prefix_source, _FETCH_LATENCY_S + num_bytes / prefix_source.link_bytes_per_s)
@@ -132,7 +128,7 @@ def _prompt(demand: RoutingRequest, view: CandidateReplica, prefix_sources: Sequ
 
 
 def _try_fetch(best: _Prompt, demand: RoutingRequest, source: CandidateReplica, fetch_s: float) -> None:
-    """Fetch all that `source` stores and compute the rest, if that is quicker than the best way so far."""
+    """Update `best` if fetching all that `source` stores and computing the rest is faster."""
     view = best.view
     before_s = max(view.queue_s, fetch_s) + best.keep_s
     if before_s >= best.cost_s:
@@ -144,13 +140,14 @@ def _try_fetch(best: _Prompt, demand: RoutingRequest, source: CandidateReplica, 
 
 
 def _decode_s(demand: RoutingRequest, view: CandidateReplica) -> float:
-    """Our own steps there, and by how much each of them delays the others."""
+    """Predict the request's decode time on a replica, plus the delay that its steps cause to the other streams."""
     slower_s = view.timing.token_s * (1 + view.drafted_per_row) + view.timing.context_s * demand.num_tokens
     step_s = view.timing.base_s + slower_s * (view.num_streams + 1)
     num_steps = _HORIZON / view.tokens_per_row
     decode_s = num_steps * (step_s + slower_s * view.num_streams)
     missing = -(-(_uncached(demand, view) + 1) // demand.block_size) - view.available_blocks
-    if missing > 0:  # blocks come back as streams end: each missing one is a share of a stream's remaining life
+    if missing > 0:
+        # Ending streams free blocks, so each missing block costs a fraction of a stream's remaining time.
         decode_s += missing / view.num_blocks * max(1, view.num_streams) * num_steps * step_s
     return decode_s
 

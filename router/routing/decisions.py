@@ -1,4 +1,4 @@
-"""Why requests went where they went: the last decisions of a router, with their numbers."""
+"""Record of a router's last routing decisions, with the costs that led to them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from core.types.timeline import Timeline
 from router.routing.policy import CandidateReplica, Option
 
 _MAX_REQUESTS = 1000
-_MAX_OPTIONS = 8  # of each decision, the best ones
-_MAX_TOLD = 2  # of these, of each of the last decisions
+_MAX_OPTIONS = 8  # best options kept of each decision
+_MAX_LISTED_OPTIONS = 2  # options per request in `last`
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class _Attempt:
 
 @dataclass
 class _Record:
-    """What is remembered of one request."""
+    """Attempts and timeline of one request."""
 
     attempts: list[_Attempt] = field(default_factory=list)
     life: Timeline | None = None
     tenant: str = ""
     drafts: DraftTally | None = None
 
-    def told(self) -> list[dict[str, Any]]:
-        """Attempt by attempt. What was drafted is known of all together, and stands with the last."""
+    def as_list(self) -> list[dict[str, Any]]:
+        """Return one entry per attempt. The drafts of all attempts together are in the last entry."""
         attempts = [attempt.as_dict() for attempt in self.attempts]
         if self.drafts and self.drafts.steps:
             attempts[-1]["drafts"] = asdict(self.drafts)
@@ -49,57 +49,57 @@ class _Record:
 
 
 class Decisions:
-    """The options of the last requests, attempt by attempt, and where their time went. Lives on the router's event
-    loop."""
+    """Log of the last 1,000 requests: options of each attempt, and timelines. Lives on the router's event loop."""
 
     def __init__(self) -> None:
         self._records: OrderedDict[str, _Record] = OrderedDict()
 
     def add(self, request_id: str, options: Sequence[Option], views: Sequence[CandidateReplica]) -> None:
-        """`options` of one more attempt, the one taken first, and what was known of the replicas then."""
+        """Add an attempt: its options, the chosen one first, and the replicas as they were known then."""
         best = options[:_MAX_OPTIONS]
         named = {name for option in best for name in (option.prefill, option.decode, option.fetch_from)}
         attempt = _Attempt(best, [view for view in views if view.replica in named])
         self._record(request_id).attempts.append(attempt)
 
     def live(self, request_id: str, life: Timeline, *, tenant: str = "", drafts: DraftTally | None = None) -> None:
-        """A request has come; `life` and `drafts` are written while it runs."""
+        """Register a new request. The request writes `life` and `drafts` while it runs."""
         record = self._record(request_id)
         record.life, record.tenant, record.drafts = life, tenant, drafts
 
     def explain(self, request_id: str) -> dict[str, list[dict[str, Any]]]:
-        """For each request of this id: per attempt its `options`, the one taken first, as plain values in seconds, and
-        the `replicas` that they name as they were known: what they held, what was before them, and their rates; and
-        with the last one, where a replica drafts, its `drafts` (see DraftTally).
+        """Return the attempts of each request with this id, as plain values; empty if the id is unknown or too old.
 
-        A client's id may stand for several requests (one per prompt), which have a suffix each. Empty: not known (any
-        more).
+        Each attempt has its `options` (costs in seconds, the chosen one first) and the `replicas` that they name, as
+        they were known then. If a replica drafts, the last attempt also has `drafts` (see DraftTally).
+        A client's id may stand for several requests, one per prompt, with different suffixes.
         """
-        return {id: record.told() for id, record in self._of(request_id) if record.attempts}
+        return {id: record.as_list() for id, record in self._of(request_id) if record.attempts}
 
     def lives(self, request_id: str) -> dict[str, dict[str, Any]]:
-        """For each request of this id where its time went, as Life.as_dict has it. Empty: not known (any more)."""
+        """Return the timeline of each request with this id (see Timeline.as_dict); empty if unknown or too old."""
         return {id: record.life.as_dict() for id, record in self._of(request_id) if record.life}
 
     def last(self, number: int) -> list[dict[str, Any]]:
-        """The last requests, the latest first: what was decided first, and why, and what has become of them. Plain
-        values; ids and tenants are clients' words."""
-        told = []
+        """Return the last requests as plain values, newest first: best options, outcome and times.
+
+        Ids and tenants come from clients unchecked.
+        """
+        rows = []
         for id, record in islice(reversed(self._records.items()), number):
             options = record.attempts[-1].options if record.attempts else ()
-            told.append(
+            rows.append(
                 {
                     "request": id,
                     "tenant": record.tenant,
                     "age_s": monotonic() - record.life.began if record.life else 0.0,
                     "attempts": len(record.attempts),
-                    "options": [asdict(option) | {"cost_s": option.cost_s} for option in options[:_MAX_TOLD]],
+                    "options": [asdict(option) | {"cost_s": option.cost_s} for option in options[:_MAX_LISTED_OPTIONS]],
                     "outcome": (record.life.outcome or "running") if record.life else "",
                     "seconds": record.life.ended - record.life.began if record.life and record.life.ended else None,
                     "first_token_s": record.life.first_s if record.life else 0.0,
                 }
             )
-        return told
+        return rows
 
     def _of(self, request_id: str) -> list[tuple[str, _Record]]:
         of_request = re.compile(re.escape(request_id) + r"(-[0-9a-f]{8})?")

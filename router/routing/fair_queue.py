@@ -1,17 +1,17 @@
 """Start-time fair queueing (Goyal et al. 1996) among tenants, and among the users of each tenant. Pure.
 
-A flow (a tenant or a user) has the virtual time at which its next request is due. Each of its requests moves that time
-on by the request's cost, and the flow with the earliest time goes next. A flow that arrives or returns is due at the
-current virtual time, so no flow saves anything up. Virtual time advances with the work done, shared by the waiting
-flows, as in a fluid system (Parekh and Gallager 1993). It also advances where all work goes to newcomers, so a client
-that invents names cannot keep another one waiting for good.
+Each flow (a tenant or a user) has a virtual time at which its next request is due. Each served request advances that
+time by its cost, and the flow with the earliest time goes next. A flow that arrives or returns is due at the current
+virtual time, so an idle flow saves up no credit. Virtual time advances with the work done, divided by the number of
+waiting flows, as in a fluid system (Parekh and Gallager 1993). It also advances when all work goes to new flows, so a
+client that invents names cannot starve another one.
 
 Ageing. On each level (requests of a user, users of a tenant, tenants) an item has aged when the level has done 16,384
-tokens of work since the item began to wait or had its last turn. The oldest of these goes next, but aged items get at
-most one token of work in seventeen, so shares stay what they are. The bound: let C be the largest request, and n the
-number of items that were already older when one began to wait. At most 16,384 + 18 (n + 1) C tokens of other work go
-first, whatever arrives later: 16,384 and the request that reaches it; then for each of the n its own turn, 16 times as
-much other work and the request that reaches it; and as much once more for the turn before these.
+tokens of work since the item began to wait or had its last turn. The oldest aged item goes next, but aged items get at
+most one token of work in seventeen, so shares hold. The bound: let C be the largest request, and n the number of items
+that were already older when one began to wait. At most 16,384 + 18 (n + 1) C tokens of other work go first, regardless
+of later arrivals: 16,384 and the request that reaches it; then for each of the n its own turn, 16 times as much other
+work and the request that reaches it; and as much once more for the turn before these.
 
 Every operation takes logarithmic time, amortised.
 """
@@ -29,8 +29,8 @@ T = TypeVar("T")
 Key = tuple[float, int]
 
 _AGED_AFTER = 16_384.0  # tokens: about a second of prompts on a large GPU, half a minute on a small machine
-_OTHER_WORK = 16  # tokens of other work for each token that an aged item takes
-_EXACT_PRIORITIES = 32  # predictions do not tell priorities beyond this apart
+_OTHER_WORK = 16  # tokens of other work for each token of an aged item
+_EXACT_PRIORITIES = 32  # predictions clamp priorities to +-32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ NO_PLACES = Places(0, 0)
 
 
 class State(Enum):
-    """State of a request in the queue. One that is aside waits, and others may pass it."""
+    """State of a request in the queue. ASIDE: the request waits, and others may pass it."""
 
     GONE = "gone"
     READY = "ready"
@@ -65,9 +65,9 @@ class QueuedRequest:
     tenant: str
     priority: int  # smaller first, among the requests of its user
     cost: float  # predicted work, in tokens
-    user: str = ""  # of the tenant
-    places: Places = NO_PLACES  # what it takes of its tenant's share
-    arrival: int = -1  # set by the queue, as the fields below
+    user: str = ""  # user within the tenant
+    places: Places = NO_PLACES  # places counted against the tenant's share
+    arrival: int = -1  # set by the queue, like the fields below
     state: State = State.GONE
     since: Key = (0.0, 0)
 
@@ -81,12 +81,12 @@ class QueuedRequest:
 
     @property
     def key(self) -> Key:
-        """Its place among the requests of its user."""
+        """Sort key among the requests of the same user."""
         return self.priority, self.arrival
 
 
 class FairQueue:
-    """Requests in the order of their turns. A parked tenant keeps its requests here and competes with no other."""
+    """Queue of requests in fair order. A parked tenant keeps its requests here but does not compete."""
 
     def __init__(self) -> None:
         self._root = _Flow(levels=2)
@@ -108,16 +108,16 @@ class FairQueue:
 
     @property
     def num_tenants(self) -> int:
-        """Tenants that are remembered."""
+        """Number of tenants with state in the queue."""
         return len(self._root.flows)
 
     def move(self, queued: QueuedRequest, to: State, *, is_served: bool = False) -> None:
-        """Let a request wait (READY), let others pass it (ASIDE), or take it out (GONE)."""
+        """Make a request wait (READY), let others pass it (ASIDE), or remove it (GONE)."""
         self._num_waiting += (to is not State.GONE) - queued.is_waiting
         self._root.move(queued, to, queued.names, is_served=is_served)
         queued.state = to
         if not self._num_waiting:
-            self._root = _Flow(levels=2)  # an empty queue remembers no claims from the past
+            self._root = _Flow(levels=2)  # an empty queue drops all claims
 
     def pop(self, queued: QueuedRequest | None = None) -> QueuedRequest:
         """Serve a request, the first one by default."""
@@ -139,7 +139,7 @@ class FairQueue:
         self._root.park(tenant, is_parked=True)
 
     def unpark(self, tenant: str, *, keeps_claim: bool = False) -> None:
-        """Let a tenant compete again; without its claim as if it had just arrived, but for its age."""
+        """Let a tenant compete again. Without keeps_claim it is due as if it had just arrived; its age stays."""
         self._root.park(tenant, is_parked=False, keeps_claim=keeps_claim)
 
     def is_parked(self, tenant: str) -> bool:
@@ -154,34 +154,37 @@ class FairQueue:
         return flow.num_waiting if flow else 0
 
     def ahead(self, queued: QueuedRequest) -> float:
-        """Predict the work that goes before a request that would arrive now: within its tenant while that is parked,
-        else among all that compete."""
+        """Predict the work that is served before a request that arrives now.
+
+        While its tenant is parked, only the tenant's own requests count; otherwise all competing ones.
+        """
         flow = self._root.flows.get(queued.tenant)
         return flow.ahead(queued, [queued.user]) if flow and flow.is_parked else self._root.ahead(queued, queued.names)
 
 
 class _Flow:
-    """The root, a tenant or a user. It shares its work equally among its flows; a user orders its requests."""
+    """Node of the queue: the root, a tenant or a user. It shares work equally among its flows; a user orders
+    requests."""
 
     def __init__(self, *, levels: int, name: str = "", number: int = 0, due: float = 0.0) -> None:
-        """levels: of flows below it. number: decides between two that are due at the same virtual time."""
+        """levels: number of flow levels below this one. number: tie-breaker between flows due at the same time."""
         self.name = name
         self.key: Key = due, number
-        self.since: Key = (0.0, 0)  # when it began to wait, or had its last turn
+        self.since: Key = (0.0, 0)  # start of the wait, or last turn
         self.is_parked = False
         self._levels = levels
         self.reset()
 
     def reset(self) -> None:
-        self.num_waiting = 0  # requests of flows that are not parked, as the cost
+        self.num_waiting = 0  # without parked flows, like the cost
         self.cost = 0.0
         self.flows: dict[str, _Flow] = {}
         self._order: _Order[_Flow | QueuedRequest] = _Order()
-        self._idle: _Heap[_Flow] = _Heap()  # flows without a waiting request, due later than now
-        self._by_kind: dict[int, tuple[int, float]] = {}  # number and cost: of flows by size, of requests by priority
-        self._time = 0.0  # virtual
-        self._step = 0.0  # of virtual time at the next request: each flow's part of the last one
-        self._num_flows = 0  # ever
+        self._idle: _Heap[_Flow] = _Heap()  # flows without a waiting request that are due in the future
+        self._by_kind: dict[int, tuple[int, float]] = {}  # (number, cost) of flows by size, or of requests by priority
+        self._time = 0.0  # virtual time
+        self._step = 0.0  # advance of virtual time at the next request: the last request's cost / number of flows
+        self._num_flows = 0  # flows ever created
 
     @property
     def is_ready(self) -> bool:
@@ -210,7 +213,7 @@ class _Flow:
         if is_served or not num_before:
             flow.since = self._order.next_since()
         self._put(flow)
-        while len(self._idle) and self._idle.first_key()[0] <= self._time:  # its share has caught up with what it had
+        while len(self._idle) and self._idle.first_key()[0] <= self._time:  # a flow due in the past has no debt
             del self.flows[self._idle.pop().name]
 
     def park(self, name: str, *, is_parked: bool, keeps_claim: bool = False) -> None:
@@ -223,7 +226,7 @@ class _Flow:
         self._put(flow)
 
     def ahead(self, queued: QueuedRequest, names: Sequence[str]) -> float:
-        """Sum the work that goes first in the same flow, and the work of each other flow up to an equal share."""
+        """Sum the earlier work of the request's own flow, and the work of each other flow up to an equal share."""
         if not self._levels:
             return sum(cost for rank, (_, cost) in self._by_kind.items() if rank <= _rank(queued.priority))
         flow = self.flows.get(names[0])
@@ -233,7 +236,7 @@ class _Flow:
         for size, (number, cost) in self._by_kind.items():
             if own is not None and size == _size(own):
                 number, cost = number - 1, cost - own
-            total += max(0.0, min(cost, number * share))  # at most twice too much for flows near to the share
+            total += max(0.0, min(cost, number * share))  # overestimates flows near the share at most twofold
         return total
 
     def _move_request(self, queued: QueuedRequest, to: State, *, is_served: bool) -> None:
@@ -264,7 +267,7 @@ class _Flow:
             if flow.is_ready:
                 self._order.add(flow, flow.key, flow.since)
         elif not flow.num_waiting and flow.key[0] > self._time:
-            flow.reset()  # without waiting requests it has no claims inside
+            flow.reset()  # no waiting requests, so no claims inside
             flow.is_parked = False
             self._idle.add(flow, flow.key)
         elif not flow.num_waiting:
@@ -281,14 +284,14 @@ class _Flow:
 
 
 class _Order(Generic[T]):
-    """Items that may go next: the one with the smallest key, or the oldest one that has aged."""
+    """Order of the items that may go next: the oldest aged item, or the one with the smallest key."""
 
     def __init__(self) -> None:
         self._by_key: _Heap[T] = _Heap()
         self._by_age: _Heap[T] = _Heap()
-        self._work = 0.0  # done
+        self._work = 0.0  # work done
         self._num_begun = 0
-        self._owed = 0.0  # other work, before an item may go by its age again
+        self._owed = 0.0  # other work due before an item may go by age again
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -298,7 +301,7 @@ class _Order(Generic[T]):
         return (self._by_age if aged else self._by_key).first()
 
     def next_since(self) -> Key:
-        """Return the age of an item that begins to wait now; no two are equal."""
+        """Return the unique age key of an item that begins to wait now."""
         self._num_begun += 1
         return self._work, self._num_begun
 
@@ -311,7 +314,7 @@ class _Order(Generic[T]):
         self._by_age.discard(item)
 
     def serve(self, item: T, cost: float) -> bool:
-        """Account for an item that has its turn. Return whether it has it for its age alone."""
+        """Account for a served item. Return whether it was first because of its age alone."""
         is_by_age = len(self) > 0 and self.first() is item and self._by_key.first() is not item
         self._work += cost
         self._owed = _OTHER_WORK * cost if is_by_age else max(0.0, self._owed - cost)
@@ -319,12 +322,12 @@ class _Order(Generic[T]):
 
 
 class _Heap(Generic[T]):
-    """A heap from which any item can be removed. Removed entries stay until they surface or make up half of it."""
+    """Heap with removal of any item. Removed entries stay until they surface or make up half of the heap."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Key, int, T]] = []
         self._live: dict[T, tuple[Key, int, T]] = {}
-        self._num_added = 0  # keeps items from being compared, where one is added again with its old key
+        self._num_added = 0  # tie-breaker, so that items are never compared
 
     def __len__(self) -> int:
         return len(self._live)
@@ -336,7 +339,7 @@ class _Heap(Generic[T]):
         return self._entries[0][0]
 
     def add(self, item: T, key: Key) -> None:
-        """Add an item that is not there."""
+        """Add an item that is not in the heap."""
         self._num_added += 1
         self._live[item] = entry = (key, self._num_added, item)
         heapq.heappush(self._entries, entry)
@@ -347,7 +350,7 @@ class _Heap(Generic[T]):
         return item
 
     def discard(self, item: T) -> None:
-        """Remove an item if it is there."""
+        """Remove an item if it is in the heap."""
         if self._live.pop(item, None) is None:
             return
         entries, live = self._entries, self._live
@@ -359,7 +362,7 @@ class _Heap(Generic[T]):
 
 
 def _size(cost: float) -> int:
-    """Return the power of two, which is enough for predictions."""
+    """Return the cost's binary exponent, precise enough for predictions."""
     return frexp(cost)[1]
 
 

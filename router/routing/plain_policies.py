@@ -1,4 +1,4 @@
-"""The policies that everybody has, for comparison; and all policies by name."""
+"""Baseline policies for comparison, and the table of all policies by name."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from core.spec.plugin import find, made
 from router.routing.cost_policy import CostPolicy
 from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 
-_MIN_SHARE = 0.1  # of the prompt must be cached before affinity counts
-_IMBALANCE = 32  # streams by which the busiest may lead the idlest before affinity is given up
+_MIN_SHARE = 0.1  # cached fraction of the prompt below which affinity is ignored
+_IMBALANCE = 32  # difference in streams between busiest and idlest replica above which affinity is ignored
 
 View = CandidateReplica
 Choose = Callable[[RoutingRequest, Sequence[View]], View]
 
 
 class PoolByPool:
-    """Decides in each pool by the same rule, whatever comes of it in the other."""
+    """Policy that applies one rule to each pool independently."""
 
     def __init__(self, choose: Choose) -> None:
         self._choose = choose
@@ -30,7 +30,7 @@ class PoolByPool:
 
 
 class RoundRobin:
-    """One after the other, each pool for itself."""
+    """Policy that takes the replicas of each pool in turn."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -49,18 +49,21 @@ POLICIES: dict[str, Callable[[], Policy]] = {
 
 
 def make_policy(name: str, *, prefix_fetches: bool = False) -> Policy:
-    """By its name in POLICIES, or MODULE:NAME. Only cost knows of pulling from a peer. Raises SpecError."""
+    """Build a policy by its name in POLICIES, or as MODULE:NAME. Raises SpecError.
+
+    prefix_fetches: replicas may fetch blocks from each other; only the cost policy uses it.
+    """
     make = find(name, POLICIES)
     return CostPolicy(prefix_fetches=prefix_fetches) if make is CostPolicy else made(name, make)
 
 
 def _idlest(_: RoutingRequest, views: Sequence[View]) -> View:
-    """The shortest queue, then the fewest streams."""
+    """Pick the replica with the shortest queue, then the fewest streams."""
     return min(views, key=lambda view: (view.queue_s, view.num_streams))
 
 
 def _nearest(demand: RoutingRequest, views: Sequence[View]) -> View:
-    """The longest cached prefix, unless it is short or the load has become uneven."""
+    """Pick the longest cached prefix, or the idlest replica if the prefix is short or the load is uneven."""
     streams = [view.num_streams for view in views]
     nearest = max(views, key=lambda view: (view.cached_tokens, -view.queue_s, -view.num_streams))
     if max(streams) - min(streams) > _IMBALANCE or nearest.cached_tokens < _MIN_SHARE * demand.num_tokens:

@@ -1,4 +1,4 @@
-"""What a routing decision is made from, and what comes out: the words that policies, dispatch and simulator share."""
+"""Inputs and outputs of a routing decision, shared by the policies, the router and the simulator."""
 
 from __future__ import annotations
 
@@ -13,59 +13,59 @@ from core.types.step_timing import StepTiming
 
 @dataclass(kw_only=True, slots=True)
 class CandidateReplica:
-    """What a policy knows of one replica."""
+    """State of one replica with respect to one prompt."""
 
     replica: str
-    cached_tokens: int  # leading tokens of this prompt that it holds, or will hold by the time their turn comes
-    stored_tokens: int  # leading tokens that it holds on the device or in a lower tier; at least cached_tokens
-    queue_s: float  # until it has computed the prompts that it has been given already
+    cached_tokens: int  # prefix tokens cached on the device, including blocks of prompts queued before this one
+    stored_tokens: int  # prefix tokens on the device or in a lower tier; at least cached_tokens
+    queue_s: float  # time to compute the prompts already queued
     num_streams: int  # running and waiting sequences
-    num_blocks: int  # in all
-    available_blocks: int  # free, or cached and unused
-    timing: StepTiming  # how long its steps take
-    max_batch_tokens: int  # of one step: a longer prompt is computed in several
-    link_bytes_per_s: float  # of KV that it ships
-    restore_bytes_per_s: float = 0.0  # from its lower tiers to its device; 0: it has none
-    tokens_per_row: float = 1.0  # that a row of a step gets: more where it drafts
-    drafted_per_row: float = 0.0  # tokens that a row computes beside its own
+    num_blocks: int  # total KV blocks
+    available_blocks: int  # free blocks, and cached blocks that no sequence uses
+    timing: StepTiming  # step time model
+    max_batch_tokens: int  # token limit of a step; longer prompts take several steps
+    link_bytes_per_s: float  # rate of outgoing KV
+    restore_bytes_per_s: float = 0.0  # rate from lower tiers to the device; 0: no lower tiers
+    tokens_per_row: float = 1.0  # tokens that a step yields per sequence; above 1 with drafts
+    drafted_per_row: float = 0.0  # draft tokens that a step computes per sequence
 
     def compute_s(self, demand: RoutingRequest, after: int) -> float:
-        """Seconds for the prompt, of whose KV it has the first `after` tokens."""
-        # The last token is computed even where all of the prompt is cached: its logits are wanted.
+        """Predict the seconds to compute the prompt when the KV of its first `after` tokens is present."""
+        # The last token is always computed, even if the whole prompt is cached, because its logits are needed.
         missing = max(1, demand.num_tokens - after)
         return self.timing.prefill_s(missing, after=demand.num_tokens - missing, chunk=self.max_batch_tokens)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoutingRequest:
-    """What a policy knows of the request."""
+    """Request as seen by a policy."""
 
     num_tokens: int
     block_size: int
-    bytes_per_token: int  # of KV on the wire
-    max_local_tokens: int  # uncached tokens that a decode replica may compute itself
+    bytes_per_token: int  # KV bytes on the wire
+    max_local_tokens: int  # maximum number of uncached tokens that a decode replica computes itself
 
 
 @dataclass(kw_only=True, slots=True)
 class Option:
-    """One way to serve the request, and what it is predicted to cost, in seconds."""
+    """One way to serve the request, with its predicted cost in seconds."""
 
     prefill: str | None  # None: the decode replica computes the prompt itself
     decode: str
-    wait_s: float = 0.0  # before there is room on the decode replica, for it and for whoever waits with it
-    queue_s: float = 0.0  # before the replica that computes the prompt comes to it
-    fetch_from: str | None = None  # who gives it blocks that it lacks: a peer, or its own lower tier
-    fetch_tokens: int = 0  # leading tokens that it has when that is done
-    fetch_s: float = 0.0  # while the queue goes on
-    compute_s: float = 0.0  # of what is still missing then
-    keep_s: float = 0.0  # what others will lose because these blocks take up room
-    transfer_s: float = 0.0  # from prefill to decode
-    stall_s: float = 0.0  # streams on the decode replica that wait meanwhile
-    decode_s: float = 0.0  # of the answer's first tokens, and what they cost the streams beside them
+    wait_s: float = 0.0  # wait for room on the decode replica, for this request and those queued with it
+    queue_s: float = 0.0  # queue of the replica that computes the prompt
+    fetch_from: str | None = None  # source of missing blocks: a peer, or the replica itself for its lower tier
+    fetch_tokens: int = 0  # prefix tokens present after the fetch
+    fetch_s: float = 0.0  # fetch time; overlaps queue_s
+    compute_s: float = 0.0  # prefill of the tokens still missing after the fetch
+    keep_s: float = 0.0  # future cost of the cached blocks that this prompt evicts
+    transfer_s: float = 0.0  # KV transfer from prefill to decode replica
+    stall_s: float = 0.0  # delay of the decode replica's streams by a local prefill
+    decode_s: float = 0.0  # first tokens of the answer, including the delay of the streams beside it
 
     @property
     def ttft_s(self) -> float:
-        """Until the first token, from when there is room."""
+        """Time from admission to the first token."""
         return max(self.queue_s, self.fetch_s) + self.compute_s
 
     @property
@@ -74,10 +74,10 @@ class Option:
 
 
 class Policy(Protocol):
-    """A way to decide. Owned by one router, on its event loop."""
+    """Routing policy. Owned by one router, on its event loop."""
 
     def options(
         self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
-        """Ways to serve the request, the one to take first; none if there is no decode replica."""
+        """Return the ways to serve the request, best first; empty if there is no decode replica."""
         ...

@@ -1,7 +1,7 @@
-"""What a router knows of each replica: whether it has room, and what it is as a candidate for one request. Pure.
+"""Load of each replica as a router knows it: room for new requests, and the candidate for one request. Pure.
 
-A request waits in the router as long as it can: there it keeps its turn by priority and tenant, and can still go to
-whichever replica is free first. The blocks that it is predicted to need are promised to it for as long as it is there.
+Requests wait in the router rather than on a replica: there they keep their order by priority and tenant, and can still
+go to the replica that has room first. While a request runs, its predicted blocks stay reserved for it.
 """
 
 from __future__ import annotations
@@ -15,55 +15,57 @@ from core.index.prefix_index import Depths
 from core.types.step_timing import StepTiming
 from router.routing.policy import CandidateReplica
 
-_MAX_BACKLOG_S = 1.0  # so much work in hand keeps a prefill replica busy until it has told us of its progress
+_MAX_BACKLOG_S = 1.0  # backlog that keeps a prefill replica busy until its next report
 _DEFAULT_PREFILL_TOKENS_PER_S = 1000.0
 _DEFAULT_STEP_S = 0.02
 _DEFAULT_LINK_BYTES_PER_S = 1e9
-_DEFAULT_HOST_BYTES_PER_S = 4e9  # from a replica's memory to its device
+_DEFAULT_HOST_BYTES_PER_S = 4e9  # host memory to device
 _DEFAULT_DISK_BYTES_PER_S = 5e8
 
 
 # Not frozen: a frozen dataclass sets each field by a call.
 @dataclass(kw_only=True, slots=True)
 class ReplicaLoad:
-    """A replica at one moment, the same for every request: its own account, and what it has been asked since.
+    """Snapshot of one replica: its last report, combined with this router's reservations since.
 
-    A rate of 0 was not measured yet.
+    A rate of 0 has not been measured yet.
     """
 
     member: Member
-    available_blocks: int  # free, or cached and unused
-    promised_blocks: int  # to requests of this router: what they hold and what they are predicted to grow by
+    available_blocks: int  # free blocks, and cached blocks that no sequence uses
+    promised_blocks: int  # blocks reserved by this router, predicted growth included
     promised_streams: int
-    num_streams: int  # running and waiting as it last said, or of ours if that is more
-    num_told_streams: int  # as it last said
-    num_waiting: int  # of these, requests that it could not take up yet
-    queued_tokens: int  # of prompts, as it last said, or of ours if that is more
+    num_streams: int  # running and waiting sequences: the greater of the report and this router's count
+    num_reported_streams: int  # running and waiting sequences in the last report
+    num_waiting: int  # reported sequences that wait for room
+    queued_tokens: int  # queued prompt tokens: the greater of the report and this router's count
     prefill_tokens_per_s: float
     decode_step_s: float
     link_bytes_per_s: float
     host_bytes_per_s: float
     disk_bytes_per_s: float
     timing: StepTiming | None  # None: not learnt yet
-    tokens_per_row: float = 0.0  # that a row of a step gets: with drafts more than 1
-    drafted_per_row: float = 0.0  # tokens that it computes beside its own
-    num_reported_local_decodes: int = 0  # of a prefill replica: choices that it answers itself, as it last said
+    tokens_per_row: float = 0.0  # tokens that a step yields per sequence; above 1 with drafts
+    drafted_per_row: float = 0.0  # draft tokens that a step computes per sequence
+    num_reported_local_decodes: int = 0  # choices that a prefill replica decodes itself, in the last report
     num_waiting_local_decodes: int = 0
-    local_decode_blocks: int = 0  # that these have
+    local_decode_blocks: int = 0  # blocks that these choices hold
 
     @property
     def replica(self) -> str:
         return self.member.replica
 
     def has_room_to_decode(self, *, num_blocks: int, num_streams: int) -> bool:
-        """Whether it would take them up at once, or only let them wait there instead of here. An idle replica has room
-        for everything; what does not fit at all is refused elsewhere."""
+        """Return whether the replica would run these streams at once.
+
+        An idle replica always has room; `Reservations.check_fit` rejects requests that never fit.
+        """
         if self.free_streams == self.member.max_running:
             return True
         return num_blocks <= self.free_blocks and num_streams <= self.free_streams and not self.num_waiting
 
     def has_room_for_local_decode(self, *, num_blocks: int, num_streams: int) -> bool:
-        """Whether a prefill replica would answer them itself at once."""
+        """Return whether a prefill replica would decode these streams itself at once."""
         return (
             num_streams <= self.free_local_decodes
             and num_blocks <= self.free_local_decode_blocks
@@ -76,13 +78,13 @@ class ReplicaLoad:
 
     @property
     def free_local_decode_blocks(self) -> int:
-        """Within their share, and not taken by prompts."""
+        """Blocks free for local decodes: within their limit, and not used by prompts."""
         own = self.member.max_local_decode_blocks - max(self.local_decode_blocks, self.promised_blocks)
         return max(0, min(own, self.available_blocks))
 
     @property
     def free_streams(self) -> int:
-        return self.member.max_running - max(self.num_told_streams, self.promised_streams)
+        return self.member.max_running - max(self.num_reported_streams, self.promised_streams)
 
     @property
     def free_blocks(self) -> int:
@@ -95,7 +97,7 @@ class ReplicaLoad:
 
 @dataclass(frozen=True)
 class UsualRates:
-    """What to assume of a replica that has not measured something yet: what the others have, or a default."""
+    """Rates assumed for a replica that has not measured its own: the mean of the others, or a default."""
 
     prefill_tokens_per_s: float
     step_s: float
@@ -111,12 +113,15 @@ class UsualRates:
             _mean([load.decode_step_s for load in loads], _DEFAULT_STEP_S),
             _mean([load.link_bytes_per_s for load in loads], _DEFAULT_LINK_BYTES_PER_S),
             _mean([load.tokens_per_row for load in loads], 1.0),
-            fmean(load.drafted_per_row for load in measured) if measured else 0.0,  # of some it is 0
+            fmean(load.drafted_per_row for load in measured) if measured else 0.0,  # a measured 0 counts
         )
 
 
 def candidate_of(load: ReplicaLoad, held: Depths, usual: UsualRates) -> CandidateReplica:
-    """`held`: how many leading blocks of the prompt the index finds there."""
+    """Combine a replica's load with the prompt's prefix there.
+
+    held: number of leading blocks of the prompt that the index finds on the replica, by tier.
+    """
     tokens_per_s = load.prefill_tokens_per_s or usual.prefill_tokens_per_s
     return CandidateReplica(
         replica=load.replica,
@@ -136,7 +141,7 @@ def candidate_of(load: ReplicaLoad, held: Depths, usual: UsualRates) -> Candidat
 
 
 def _restore_bytes_per_s(held: Depths, load: ReplicaLoad) -> float:
-    """At which rate this prefix comes back from where it lies below the device; 0: nothing of it does."""
+    """Return the rate at which the prefix is restored from the lower tiers; 0 if they hold none of it."""
     from_host, from_disk = held.host - held.device, held.disk - held.host
     if not (from_host or from_disk):
         return 0.0
@@ -146,6 +151,6 @@ def _restore_bytes_per_s(held: Depths, load: ReplicaLoad) -> float:
 
 
 def _mean(values: Sequence[float], default: float) -> float:
-    """Of what was measured."""
+    """Average the measured (positive) values."""
     measured = [value for value in values if value > 0]
     return sum(measured) / len(measured) if measured else default

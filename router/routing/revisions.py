@@ -1,7 +1,7 @@
-"""Which revision of a deployment serves a request, while there are several. Pure.
+"""Choice of the revision that serves a request while a deployment is updated. Pure.
 
-A prefill and a decode replica meet within one revision only. Which one a request goes to is told by a hash of its user
-or, where it names none, of its id: as the share of a new revision grows, whoever had it before keeps it.
+A prefill and a decode replica are paired within one revision only. A hash of the request's user, or of its id if it
+has no user, selects the revision. So a user who was on a new revision stays there as its share grows.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _POINTS = 2**32
 
 
 class Revisions:
-    """What a router has been told of them. Owned by its event loop."""
+    """Revisions that the controller has announced to a router. Owned by the router's event loop."""
 
     def __init__(self) -> None:
         self._table = RevisionTable()
-        self.counts: dict[int, RevisionCounts] = {}  # by revision, of this update
+        self.counts: dict[int, RevisionCounts] = {}  # by revision number, since this update began
 
     def take(self, table: RevisionTable) -> None:
-        """From now on."""
-        numbers = {one.number for one in table.revisions}
-        if numbers != {one.number for one in self._table.revisions}:
+        """Replace the revision table. Counts restart when the set of revisions changes."""
+        numbers = {revision.number for revision in table.revisions}
+        if numbers != {revision.number for revision in self._table.revisions}:
             self.counts = {number: RevisionCounts() for number in numbers}
         self._table = table
 
     def count(self, number: int | None) -> RevisionCounts:
-        """To be added to; of one that there is not, it is lost."""
+        """Return the counters of a revision, for the caller to increment. Counts of an unknown revision are dropped."""
         return self.counts.get(number or 0) or RevisionCounts()
 
     @property
     def is_split(self) -> bool:
-        """Whether there are several; else nothing here matters."""
+        """True while several revisions serve. Otherwise all replicas belong to one revision."""
         return len(self._table.revisions) > 1
 
     @property
@@ -46,47 +46,49 @@ class Revisions:
         return self._table.revisions
 
     def first_to_last(self, request: SequenceRequest, *, usable: Iterable[str]) -> Sequence[Revision | None]:
-        """Which may serve a request that nobody has served yet: that whose turn it is, then those that take more. None:
-        all replicas are of one.
+        """Return the revisions that may serve a new request, in order of preference; [None] while there is only one.
 
-        usable: decode replicas; a revision without any has no turn.
+        The revision that the request's hash selects comes first, then those that accept overflow.
+        usable: decode replicas in service; a revision without one is skipped.
         """
         if not self.is_split:
             return [None]
-        there = set(usable)
-        living = [one for one in self._newest_first() if not one.replicas.isdisjoint(there)]
-        own = _at(living, _point(request)) or (living[0] if living else None)
-        return [one for one in living if one is own] + [one for one in living if one is not own and one.takes_more]
+        usable = set(usable)
+        available = [revision for revision in self._newest_first() if not revision.replicas.isdisjoint(usable)]
+        own = _revision_at(available, _point(request)) or (available[0] if available else None)
+        others = [revision for revision in available if revision is not own and revision.takes_more]
+        return ([own] if own else []) + others
 
     def after(self, number: int | None, *, untried: Set[str]) -> Sequence[Revision | None]:
-        """Which may go on with a request that this one has served: itself, then those that give the same tokens, then
-        the others, for an answer that changes its revision is worth more than none. None: all replicas are of one.
+        """Return the revisions that may continue a request of revision `number`; [None] while there is only one.
 
-        untried: decode replicas that have not failed it; revisions without any come last.
+        That revision comes first, then those that generate the same tokens, then the others: a changed answer is better
+        than none. untried: decode replicas that have not failed the request; revisions without one come last.
         """
         if not self.is_split:
             return [None]
-        oldest = min(self.all, key=lambda one: one.number)  # was there before anybody told revisions apart
+        # Requests that began before the update carry no revision number: they ran on the oldest one.
+        oldest = min(self.all, key=lambda one: one.number)
         mine = next((one for one in self.all if one.number == number), oldest)
         return sorted(
             self._newest_first(),
             key=lambda one: (one.replicas.isdisjoint(untried), one is not mine, one.tokens != mine.tokens),
         )
 
-    def meet(self, one: str, other: str) -> bool:
-        """Whether these replicas are of one revision."""
+    def in_one_revision(self, one: str, other: str) -> bool:
+        """Return whether both replicas belong to the same revision."""
         return not self.is_split or any({one, other} <= revision.replicas for revision in self._table.revisions)
 
     def may_move(self, source: str, target: str) -> bool:
-        """Whether a running answer may move from this replica to that one."""
+        """Return whether a running answer may move from `source` to `target`."""
         return not self.is_split or not self._kinds(source).isdisjoint(self._kinds(target))
 
-    def apart(self, things: Sequence[T], replica_of: Callable[[T], str]) -> list[list[T]]:
-        """In groups of those whose replicas belong to the same revisions."""
+    def group(self, items: Sequence[T], replica_of: Callable[[T], str]) -> list[list[T]]:
+        """Group the items by the revisions to which their replicas belong."""
         groups: dict[frozenset[int], list[T]] = {}
-        for thing in things:
-            numbers = frozenset(one.number for one in self.all if replica_of(thing) in one.replicas)
-            groups.setdefault(numbers, []).append(thing)
+        for item in items:
+            numbers = frozenset(one.number for one in self.all if replica_of(item) in one.replicas)
+            groups.setdefault(numbers, []).append(item)
         return list(groups.values())
 
     def _kinds(self, replica: str) -> set[str]:
@@ -96,8 +98,8 @@ class Revisions:
         return sorted(self._table.revisions, key=lambda one: -one.number)
 
 
-def _at(revisions: Sequence[Revision], point: float) -> Revision | None:
-    """At this point of all their shares, of which 0 is where the newest begins."""
+def _revision_at(revisions: Sequence[Revision], point: float) -> Revision | None:
+    """Return the revision whose share covers `point`. The shares are laid end to end from 0, in the given order."""
     end = 0.0
     for one in revisions:
         end += one.share
@@ -107,6 +109,6 @@ def _at(revisions: Sequence[Revision], point: float) -> Revision | None:
 
 
 def _point(request: SequenceRequest) -> float:
-    """From 0 up to 1; the same for all requests of a user."""
+    """Hash a request into [0, 1). All requests of one user get the same value."""
     key = f"{request.tenant}\n{request.user}" if request.user else request.id
     return int.from_bytes(blake2b(key.encode(), digest_size=4).digest()) / _POINTS

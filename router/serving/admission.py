@@ -1,4 +1,4 @@
-"""Admission of requests: each waits in the router for its turn and for replicas with room."""
+"""Admission of requests, which wait in the router for their turn and for replicas with room."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ T = TypeVar("T")
 
 
 class AdmissionWaits(Generic[T]):
-    """The tasks that wait for the turns of an AdmissionQueue. Belongs to the event loop.
+    """Set of tasks that wait for their turn in an AdmissionQueue. Belongs to the event loop.
 
-    Each brings a `choose`, which takes what the request needs and returns it, or None while there is no room. It is
-    called at the request's turn, again after every `wake`.
+    Each task passes a `choose`, which reserves room for the request and returns it, or None if none is free. It is
+    called at the request's turn, and again after every `wake`.
     """
 
     def __init__(self, queue: AdmissionQueue, *, queue_s: float) -> None:
-        """queue_s: how long a request may wait at most."""
+        """queue_s: maximum wait of a request."""
         self.queue = queue
         self._queue_s = queue_s
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[QueuedRequest, tuple[Callable[[], T | None], asyncio.Future[T]]] = {}
-        self._timer: asyncio.TimerHandle | None = None  # for the next change of turns
+        self._timer: asyncio.TimerHandle | None = None  # fires at the next change of turns
 
     async def enter(
         self,
@@ -40,12 +40,11 @@ class AdmissionWaits(Generic[T]):
         within_s: float | None,
         give_back: Callable[[T], None],
     ) -> T:
-        """Return what `choose` takes at this request's turn. The request counts towards its tenant's share until
-        `leave`.
+        """Wait for the request's turn and return the result of `choose`.
 
-        Raises CapacityError, at once if its turn is predicted to come later than within_s (None: no deadline), else
-        after min(within_s, queue_s); and whatever `choose` raises. If the task is cancelled, a place taken meanwhile
-        goes to `give_back`.
+        The request counts towards its tenant's share until `leave`. Raises CapacityError, at once if its turn is
+        predicted too late for within_s (None: no deadline), else after min(within_s, queue_s); also raises the errors
+        of `choose`. If the task is cancelled after `choose` has reserved, the result goes to `give_back`.
         """
         limit_s = self._queue_s if within_s is None else min(within_s, self._queue_s)
         self.queue.add(queued, within_s=limit_s, now=self._loop.time())
@@ -69,18 +68,19 @@ class AdmissionWaits(Generic[T]):
                 give_back(future.result())
             raise
         finally:
-            del self._waiting[queued], future  # an error in the future refers to this frame: a cycle
+            # An error in the future refers to this frame, which would be a reference cycle.
+            del self._waiting[queued], future
             if not is_admitted:
                 self.queue.remove(queued, now=self._loop.time())
-                self.wake()  # the next one may need less
+                self.wake()  # the next request may need less room
 
     def leave(self, queued: QueuedRequest) -> None:
-        """Give the places of an admitted request to others."""
+        """Release the places of an admitted request."""
         self.queue.release(queued)
         self.wake()
 
     def wake(self) -> None:
-        """Look for room: a replica has reported, or a reservation has ended."""
+        """Run the queue after a replica's report or the end of a reservation, since room may have come free."""
         self.queue.run(self._take, now=self._loop.time())
         if self._timer:
             self._timer.cancel()
@@ -91,9 +91,9 @@ class AdmissionWaits(Generic[T]):
         choose, future = self._waiting[queued]
         try:
             taken = choose()
-        except Exception as error:  # a policy's own error, too, ends this request alone
+        except Exception as error:  # an error inside a policy ends only this request
             future.set_exception(error)
-            del future  # a cycle, as in `enter`
+            del future  # avoids a reference cycle, as in `enter`
             self.queue.remove(queued, now=self._loop.time())
             return False
         if taken is None:
@@ -112,7 +112,7 @@ class AdmissionWaits(Generic[T]):
 
 
 class Admission:
-    """Admits the requests of one router to pairs of replicas."""
+    """Admission of one router's requests to pairs of replicas."""
 
     def __init__(
         self,
@@ -123,8 +123,8 @@ class Admission:
         tenant_share: Callable[[], float],
         metrics: Metrics,
     ) -> None:
-        """queue_s: how long a request may wait. tenant_share: part of the decode replicas that one tenant may
-        have beside the others, at present."""
+        """queue_s: maximum wait of a request.
+        tenant_share: returns the part of the decode replicas that one tenant may use beside the others."""
         self._reservations = reservations
         self._queue_s = queue_s
         self._tenant_share = tenant_share
@@ -138,21 +138,20 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Online requests that wait for a replica with room, or for their tenant's share."""
+        """Number of online requests that wait for a replica with room, or for their tenant's share."""
         return len(self._queue)
 
     @property
     def held(self) -> Mapping[str, Places]:
-        """Places that running requests of each tenant were admitted with."""
+        """Places with which the running requests of each tenant were admitted."""
         return self._queue.held
 
     @asynccontextmanager
     async def admit(self, request: SequenceRequest) -> AsyncIterator[Pair]:
         """Yield the cheapest pair with room, at the request's turn. The caller releases the pair.
 
-        Raises CapacityError, at once where its turn is predicted to come too late, and RequestError when no replica
-        could ever hold the request. ModelUnavailable where no replica that answers has come in time, and at once where
-        there has been none for so long.
+        Raises CapacityError, at once if its turn is predicted too late; RequestError if no replica can ever hold the
+        request; ModelUnavailable if no replica can answer within queue_s, at once if none could for that long already.
         """
         reservations, availability = self._reservations, self._reservations.replicas.availability
         availability.check(within_s=self._queue_s)
@@ -182,8 +181,11 @@ class Admission:
             self._waits.leave(queued)
 
     def _is_owed(self, queued: QueuedRequest) -> bool:
-        """Return whether replicas make way for it (engine.admission), where answers of other tenants have grown into
-        what its tenant is owed: the blocks that no other tenant may have alone."""
+        """Return whether the tenant stays within the blocks that no other tenant may take alone.
+
+        If so, a full replica takes the request and preempts answers of other tenants that have grown into these blocks
+        (engine.scheduler.admission).
+        """
         held = self._queue.held.get(queued.tenant)
         own_blocks = queued.places.num_blocks + (held.num_blocks if held else 0)
         all_blocks = self._reservations.num_decode_blocks()

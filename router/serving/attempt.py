@@ -2,7 +2,7 @@
 
 1  router → D   Generate: the lease                    D: reserved(handoff)
 2  router → P   Prefill(handoff)                       P: first tokens, then shipped
-3  D → router   tokens 2…n in the frames; the first ones too where D computes the prompt itself
+3  D → router   tokens 2…n in the frames; also the first ones if D computes the prompt itself
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from router.serving.replica import Replica
 from router.serving.request_state import RequestState
 from router.serving.reservations import Pair, Reservation, Reservations, may_retry
 
-_SHIPPED_S = 1.0  # the account of a transfer may come a little later than the tokens decoded after it
+_SHIPPED_S = 1.0  # a transfer report may arrive shortly after the tokens decoded from it
 _STOP_S = 1.0
 
 
 class Attempt:
-    """Serves `request`, the rest of `state`, on `pair`.
+    """One try at serving `request`, the remainder of `state`, on `pair`.
 
-    `state` gets every token once and in order. `run` returns when all choices have finished, and raises ClusterError
+    `state` gets every token once and in order. `run` returns when all choices have finished. It raises ClusterError
     when this pair fails; earlier tokens stay valid. A prefill replica that fails before it has sent a token is replaced
-    by one that is not in `avoid`, under the same handoff and its next epoch.
+    by one outside `avoid`, under the same handoff with the next epoch.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Attempt:
         self._state = state
         self._route = state.route
         self._request = request
-        self._pair = pair  # its prefill half changes where that fails
+        self._pair = pair  # the prefill replica changes if it fails
         self._reservations = reservations
         self._flows = flows
         self._vocab_size = vocab_size
@@ -72,6 +72,7 @@ class Attempt:
         self._prefilling: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
+        """Serve the request until all its choices have finished. Raises ClusterError if the pair fails."""
         try:
             if decode := self._pair.decode:
                 leased = self.streams.begin(decode)
@@ -86,24 +87,27 @@ class Attempt:
             self._prefilling = None
             try:
                 await self._tasks.close()
-            finally:  # a client that leaves may interrupt even this
+            finally:  # a client that disconnects may cancel the await above
                 self.streams.close()
 
     async def stop(self, choice: int) -> None:
-        """This choice needs no more tokens; none will follow."""
+        """Stop generating for this choice. No more tokens follow."""
         self._choices.finish(choice)
         if self._choices.unfinished and (stream := self.streams.of(choice)):
-            with suppress(ClusterError):  # a replica that is lost generates nothing any more
+            with suppress(ClusterError):  # a lost replica generates nothing anyway
                 await stream.replica.worker.stop([stream.key], timeout_s=_STOP_S)
 
     @property
     def blamed(self) -> set[str]:
-        """The replicas on which it may have failed. Not a prefill replica whose part is done: what fails after that is
-        not its fault, and it has the prompt."""
+        """Replicas that may have caused the failure.
+
+        A prefill replica is excluded once decoding has begun: later failures are not its fault, and it has the prompt
+        cached.
+        """
         prefill = self._pair.prefill
         return self._used - {prefill.id} if prefill and self._choices.is_decoding else self._used
 
-    # The lease, on D.
+    # Lease on D
 
     async def _lease(self, decode: Replica, leased: Mapping[int, DecodeStream]) -> None:
         prefill_here = self._pair.prefill is None
@@ -153,11 +157,13 @@ class Attempt:
         else:
             self._prefilling = self._tasks.start(self._prefill(handoff_from_proto(reserved.handoff)))
 
-    # The prompt, on P.
+    # Prompt on P
 
     async def _prefill(self, handoff: Handoff | None) -> None:
-        """Fails the attempt where no replica can compute the prompt. handoff: where its KV is wanted; None: only the
-        first tokens are."""
+        """Compute the prompt on a prefill replica; fail the attempt if none can.
+
+        handoff: destination of the KV; None: only the first tokens are needed.
+        """
         while True:
             prefill = self._pair.prefill
             assert prefill
@@ -165,10 +171,10 @@ class Attempt:
                 return await prefill.unless_lost(self._call_prefill(prefill, handoff))
             except ClusterError as error:
                 self._pair.prompt.end()
-                is_wanted = may_retry(error) and not self._choices.has_first
+                is_retryable = may_retry(error) and not self._choices.has_first
                 avoid = self._avoid | self._used
                 other = (
-                    self._reservations.another_prefill(self._request, self._pair, avoid=avoid) if is_wanted else None
+                    self._reservations.another_prefill(self._request, self._pair, avoid=avoid) if is_retryable else None
                 )
                 self._pair = other or replace(self._pair, prefill=None)
                 if not (other and other.prefill):
@@ -177,7 +183,7 @@ class Attempt:
             handoff = replace(handoff, epoch=handoff.epoch + 1) if handoff else None
 
     async def _call_prefill(self, prefill: Replica, handoff: Handoff | None) -> None:
-        """Raises ClusterError if the prompt's KV did not arrive."""
+        """Compute and ship the prompt on `prefill`. Raises ClusterError if the prompt's KV did not arrive."""
         reservation = Reservation(prefill, num_requests=1)
         parts = PromptParts(self._request, vocab_size=self._vocab_size)
         steps = PromptSteps(self._state.life, prefill.id)
@@ -208,13 +214,13 @@ class Attempt:
                     if handoff:
                         self._flows.add("handoff", prefill.id, handoff.replica, event.shipped.wire_bytes)
             if not self._choices.has_first:
-                raise ReplicaLost(f"{prefill.id}: the call for a prompt ended without a token")
+                raise ReplicaLost(f"{prefill.id}: the prefill call ended without a token")
         finally:
             reservation.end()
             call.cancel()
 
     def _take_logprobs(self, parts: PromptParts) -> None:
-        """Raises TransferError where some are missing."""
+        """Store the prompt's log-probabilities. Raises TransferError if some are missing."""
         if (logprobs := parts.whole()) is not None:
             self._state.prompt_logprobs = logprobs
 

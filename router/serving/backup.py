@@ -1,11 +1,11 @@
-"""Copies of what runs: every so many tokens, an idle prefill replica fetches the KV of an answer that is decoded.
+"""Backup of running answers: every few tokens, an idle prefill replica fetches the KV of an answer.
 
-A decode replica that is lost takes the KV of its answers along. Whoever goes on has to compute them again, all at once
-and while a replacement starts; with copies, the last few tokens of each only. And the next turn of a conversation finds
-the answer where its prompt was computed.
+A lost decode replica loses the KV of its answers. Without copies, all of them must be recomputed at once, while a
+replacement starts; with copies, only the last few tokens of each. Also, the next turn of a conversation finds the
+answer cached on the replica that computed its prompt.
 
-A copy is a prompt of which only the prefix is wanted that the decode replica has blocks of: the prefill replica pulls
-these, computes nothing, and keeps them in its cache. It is made only where nothing else waits.
+A copy is a fetch-only prefill request for the full blocks of the decode replica: the prefill replica fetches these,
+computes nothing, and caches them. Copies are made only while the prefill replica is idle.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.25
 _COPY_S = 10.0
-_AT_ONCE = 4  # copies on their way to one replica
+_AT_ONCE = 4  # concurrent copies to one replica
 _ONE = Sampling(max_tokens=1, temperature=0.0)
 
 
 @dataclass(frozen=True)
 class _Copied:
-    num_tokens: int  # of the prompt and the answer, when the last copy was begun
-    prefill: str  # where it is
+    num_tokens: int  # length of prompt and answer when the last copy began
+    prefill: str  # prefill replica that holds the copy
 
 
 class Backup:
-    """Copies the requests of one router."""
+    """Periodic copying of the running answers of one router."""
 
     def __init__(self, replicas: Replicas, revisions: Revisions, *, running: Set[DecodeStreams], every: int) -> None:
-        """every: tokens of an answer from one copy to the next."""
+        """every: number of tokens between two copies of an answer."""
         self._replicas = replicas
         self._revisions = revisions
         self._running = running
@@ -62,36 +62,38 @@ class Backup:
             await asyncio.gather(*self._under_way.values(), return_exceptions=True)
 
     def _begin_some(self) -> None:
-        """Those that are furthest behind first, a few at once for each idle prefill replica."""
+        """Start copies, furthest behind first, up to _AT_ONCE for each idle prefill replica."""
         usable = {replica.id: replica for replica in self._replicas.usable(Role.PREFILL)}
-        on_their_way = Counter(self._copied[answer].prefill for answer in self._under_way)
-        room = {name: _AT_ONCE - on_their_way[name] for name, replica in usable.items() if _is_idle(replica)}
+        in_flight = Counter(self._copied[answer].prefill for answer in self._under_way)
+        room = {name: _AT_ONCE - in_flight[name] for name, replica in usable.items() if _is_idle(replica)}
         for answer in sorted(self._running - self._under_way.keys(), key=self._num_behind, reverse=True):
             if self._num_behind(answer) < self._every:
                 break
-            home = self._home_of(answer)  # what is there already need not be fetched again
+            # The replica that computed the prompt holds most of the blocks already.
+            home = self._home_of(answer)
             name = home if home in usable else max(room, key=lambda name: room[name], default="")
-            # None: of several choices, or not there yet. Asked last, for it puts all tokens together.
+            # `running` concatenates all tokens, so call it last. It returns None unless one choice decodes.
             if room.get(name, 0) > 0 and (running := answer.running()):
-                if not self._revisions.meet(name, running.replica.id):
-                    continue  # while a deployment is updated, some have no copies
+                if not self._revisions.in_one_revision(name, running.replica.id):
+                    continue  # during an update, some answers have no copy
                 room[name] -= 1
                 self._begin(answer, running, usable[name])
 
     def _begin(self, answer: DecodeStreams, running: Running, prefill: Replica) -> None:
-        self._copied[answer] = _Copied(answer.num_tokens(), prefill.id)  # also if it fails: the next one will do
+        # Recorded before the copy succeeds: if it fails, the next one covers its tokens.
+        self._copied[answer] = _Copied(answer.num_tokens(), prefill.id)
         task = self._under_way[answer] = asyncio.create_task(_copy(running, prefill))
         task.add_done_callback(lambda _: self._under_way.pop(answer, None))
 
     def _num_behind(self, answer: DecodeStreams) -> int:
-        """Tokens that no prefill replica has: of the answer, and of a prompt that the decode replica has computed."""
+        """Count the tokens that no prefill replica has, including a prompt computed by the decode replica."""
         copied = self._copied.get(answer)
         if copied:
             return answer.num_tokens() - copied.num_tokens
         return answer.num_tokens() - (answer.num_given if answer.prefill_replica else 0)
 
     def _home_of(self, answer: DecodeStreams) -> str:
-        """The prefill replica that has the beginning; "" where there is none."""
+        """Return the prefill replica that holds the beginning of the answer, or "" if there is none."""
         copied = self._copied.get(answer)
         return copied.prefill if copied else answer.prefill_replica
 
@@ -116,9 +118,9 @@ async def _copy(running: Running, prefill: Replica) -> None:
             async for _ in call:
                 pass
     except ClusterError as error:
-        logger.debug("request=%s is not copied: %s", request.id, error)
+        logger.debug("copy failed request=%s replica=%s: %s", request.id, prefill.id, error)
     except TimeoutError:
-        logger.debug("request=%s is not copied: %s took too long", request.id, prefill.id)
+        logger.debug("copy timed out request=%s replica=%s timeout_s=%g", request.id, prefill.id, _COPY_S)
     finally:
         call.cancel()
 

@@ -1,4 +1,4 @@
-"""Readers of the events of an attempt's two calls: where its time went, and the log-probabilities of its prompt."""
+"""Readers of the events of an attempt's two calls: phase times, and the log-probabilities of the prompt."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from core.wire.prompt_logprob_messages import prompt_logprobs_from_proto
 
 
 class LeaseSteps:
-    """Times of the call to a decode replica, from its start."""
+    """Phase times of the call to a decode replica."""
 
     def __init__(self, life: Timeline, replica: str) -> None:
         self._life = life
         self._replica = replica
-        self._at = monotonic()  # of the last event
+        self._at = monotonic()  # time of the last event
         self._is_decoding = False
 
     def reserved(self, reserved: pb.Reserved) -> None:
@@ -30,20 +30,20 @@ class LeaseSteps:
     def started(self, started: pb.Started, *, prefill_here: bool) -> None:
         now, begun = monotonic(), self._at
         if prefill_here:
-            spent = started.spent  # of an older replica: all is zero
+            spent = started.spent  # all zero from a replica of an older version
             parts = [(RequestPhase.FETCH, spent.fetched_s), (RequestPhase.COMPUTE, spent.computed_s)]
             begun = self._life.add_before(now, self._replica, parts, since=self._at)
-        # For its turn; or for KV that is on its way.
+        # With a local prefill this is the wait for its turn, otherwise the wait for the KV in transfer.
         self._life.add(RequestPhase.WAIT, self._replica, self._at, begun if prefill_here else now)
         self._at, self._is_decoding = now, True
 
     def ended(self) -> None:
-        """Note the end of the call, successful or not."""
+        """Record the end of the call, successful or not."""
         self._life.add(RequestPhase.DECODE if self._is_decoding else RequestPhase.WAIT, self._replica, self._at)
 
 
 class PromptSteps:
-    """Times of the call to a prefill replica, from its start."""
+    """Phase times of the call to a prefill replica."""
 
     def __init__(self, life: Timeline, replica: str) -> None:
         self._life = life
@@ -51,7 +51,7 @@ class PromptSteps:
         self._called = monotonic()
 
     def first_tokens(self, event: pb.FirstTokens) -> None:
-        now, spent = monotonic(), event.spent  # of an older replica: all is zero
+        now, spent = monotonic(), event.spent  # all zero from a replica of an older version
         parts = [
             (RequestPhase.WAIT, spent.waited_s),
             (RequestPhase.FETCH, spent.fetched_s),
@@ -65,8 +65,10 @@ class PromptSteps:
 
 
 class PromptParts:
-    """Log-probabilities of a prompt, from one call. Parts of a call that breaks off are of no use:
-    the next call sends all of them."""
+    """Assembly of a prompt's log-probabilities from the parts of one call.
+
+    Parts of a broken call are discarded: the next call sends all of them again.
+    """
 
     def __init__(self, request: SequenceRequest, *, vocab_size: int) -> None:
         self._request = request
@@ -76,21 +78,21 @@ class PromptParts:
         self._parts: list[PromptLogprobs] = []
 
     def add(self, message: pb.PromptLogprobs) -> None:
-        """Raises TransferError for more than was asked, or for values that no model computes."""
+        """Add a part. Raises TransferError for more tokens than the prompt has, or for implausible values."""
         if self._num_top is None:
             return
         part = prompt_logprobs_from_proto(message, num_top=self._num_top, vocab_size=self._vocab_size)
         self._num_missing -= len(part)
         if self._num_missing < 0:
-            raise TransferError(f"request {self._request.id}: got log-probabilities of more tokens than its prompt has")
+            raise TransferError(f"request {self._request.id}: received log-probabilities of more tokens than requested")
         self._parts.append(part)
 
     def whole(self) -> PromptLogprobs | None:
-        """Return None where the request asked for none. Raises TransferError where some are missing."""
+        """Return the joined parts; None if the request asked for none. Raises TransferError if some are missing."""
         if self._num_top is None:
             return None
         if self._num_missing:
             raise TransferError(
-                f"request {self._request.id}: the log-probabilities of {self._num_missing} of its tokens are missing"
+                f"request {self._request.id}: the log-probabilities of {self._num_missing} prompt tokens are missing"
             )
         return PromptLogprobs.joined(self._parts, num_top=min(self._num_top, self._vocab_size))

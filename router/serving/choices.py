@@ -1,11 +1,11 @@
 """Choices of one attempt: their tokens, joined from the two replicas that serve it.
 
-The first tokens come from the prefill replica and the others from the decode replica, over two connections and so in
-any order. Tokens of the decode replica are kept back until both replicas have named the same epoch of the handoff: a
-prefill replica that was given up may have landed its KV after all, and decoding then began with *its* first tokens.
+The first tokens come from the prefill replica (P) and the others from the decode replica (D), over two connections and
+so in any order. D's tokens are buffered until both replicas have reported the same epoch of the handoff: the KV of an
+abandoned prefill replica may still have arrived, and decoding then began with *its* first tokens.
 
-Of the decode replica, tokens and the account of the prompt (how much of it was cached, the log-probabilities of its
-tokens) come in two calls as well: no token is appended before the account, or the answer could end without it.
+D also sends tokens and prompt statistics (cached tokens, log-probabilities) over separate connections. No token is
+appended before the statistics, or the answer could end without them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class Choices:
-    """Appends every token to the request's state once, those of a choice in order. Belongs to the event loop."""
+    """Choices of one attempt. Appends every token to the request's state once, in order within each choice.
+
+    Belongs to the event loop.
+    """
 
     def __init__(self, state: RequestState, choices: Sequence[int], *, has_prefill: bool) -> None:
         """has_prefill: the first tokens come from a prefill replica."""
@@ -31,15 +34,14 @@ class Choices:
         self._choices = choices
         self._has_prefill = has_prefill
         self._is_joined = False
-        self._first_epoch: int | None = None  # of the handoff; P sends it with the first tokens
-        self._started_epoch: int | None = None  # and by D, when it began
-        self.prefill_spoke = asyncio.Event()  # tokens of D are kept back until then
+        self._first_epoch: int | None = None  # handoff epoch of P's first tokens
+        self._started_epoch: int | None = None  # handoff epoch with which D began
+        self.prefill_done = asyncio.Event()  # P's first tokens have arrived; until then D's tokens are buffered
         if not has_prefill:
-            self.prefill_spoke.set()
-        self._early: list[tuple[int, Sequence[SampledToken]]] = []  # of D, not joined yet
-        self._errors: list[
-            ClusterError
-        ] = []  # one at most, until it is raised: its traceback refers to the waiting frame
+            self.prefill_done.set()
+        self._early: list[tuple[int, Sequence[SampledToken]]] = []  # buffered tokens of D
+        # At most one error, dropped when it is raised: its traceback refers to the waiting frame.
+        self._errors: list[ClusterError] = []
         self._arrived = asyncio.Event()  # set at each token
         self._ended = asyncio.Event()
 
@@ -54,31 +56,31 @@ class Choices:
 
     @property
     def is_decoding(self) -> bool:
-        """True once the decode replica has reported that it has the prompt's KV."""
+        """True once the decode replica has reported that the prompt's KV is present."""
         return self._started_epoch is not None
 
     async def wait(self) -> None:
-        """Until all have finished. Raises the error that came first."""
+        """Wait until all choices have finished. Raises the first error."""
         await self._ended.wait()
         if self._errors:
             raise self._errors.pop()
 
     async def wait_for(self, choice: int, num_tokens: int) -> None:
-        """Until a choice has so many tokens, of all attempts, or has finished."""
+        """Wait until a choice has num_tokens tokens, earlier attempts included, or has finished."""
         while choice in self._state.unfinished and len(self._state.tokens[choice]) < num_tokens:
             self._arrived.clear()
             await self._arrived.wait()
 
     def first(self, tokens: Sequence[SampledToken], *, epoch: int) -> None:
-        """P has computed the prompt: the first token of each choice."""
+        """Take the first token of each choice from P, which has computed the prompt."""
         self._first_epoch = epoch
         for choice, token in zip(self._choices, tokens, strict=True):
             self._take(choice, [token])
         self._join()
-        self.prefill_spoke.set()
+        self.prefill_done.set()
 
     def started(self, *, epoch: int) -> None:
-        """Note that D has the KV and the first tokens that came with it, or has computed them itself."""
+        """Record that D has the prompt's KV and first tokens, received in this epoch or computed by itself."""
         self._started_epoch = epoch
         self._join()
 
@@ -92,7 +94,7 @@ class Choices:
             self._early.append((choice, tokens))
 
     def finish(self, choice: int) -> None:
-        """It needs no more tokens; none will be appended."""
+        """Mark a choice as finished. Later tokens of it are dropped."""
         self._state.unfinished.discard(choice)
         self._arrived.set()
         if not self.unfinished:
@@ -109,7 +111,7 @@ class Choices:
         if self._has_prefill and self._first_epoch != self._started_epoch:
             first, begun = self._first_epoch, self._started_epoch
             self.fail(
-                TransferError(f"decoding began with the first tokens of epoch {begun}, the client has those of {first}")
+                TransferError(f"decoding began from handoff epoch {begun}, but the client has tokens of epoch {first}")
             )
             return
         self._is_joined = True
@@ -121,10 +123,12 @@ class Choices:
         if choice not in self._state.unfinished or not tokens:
             return
         if self._state.is_unread:
-            return self.fail(ClientTooSlow(f"request {self._state.request.id}: too much of its answer is unread"))
+            return self.fail(
+                ClientTooSlow(f"request {self._state.request.id}: too many tokens of its answer are unread")
+            )
         is_last = False
         for number, token in enumerate(tokens, 1):
-            if token.finish_reason:  # what follows is none of this choice
+            if token.finish_reason:  # drop the tokens after the last one
                 is_last, tokens = True, tokens[:number]
                 break
         self._state.append(choice, tokens)
@@ -134,7 +138,7 @@ class Choices:
 
 
 class AttemptTasks:
-    """Tasks of one attempt. The failure of any of them ends the attempt, an internal error included."""
+    """Tasks of one attempt. Any failure, including an unexpected exception, ends the attempt."""
 
     def __init__(self, choices: Choices, *, request_id: str) -> None:
         self._choices = choices
@@ -148,8 +152,11 @@ class AttemptTasks:
         return task
 
     async def close(self) -> None:
-        """Cancel the tasks that still run. None is kept: a task's traceback refers to the request and its prompt, and
-        such a cycle would live until the garbage collector runs."""
+        """Cancel the running tasks and drop all of them.
+
+        A task's traceback refers to the request and its prompt; that reference cycle would live until the garbage
+        collector runs.
+        """
         while tasks := self._tasks:
             self._tasks = []
             for task in tasks:

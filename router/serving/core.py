@@ -1,4 +1,4 @@
-"""The serving side of a router, without its endpoints and its text: token requests on the replicas that it knows."""
+"""Serving core of a router: token requests on replicas, without endpoints and text processing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from router.telemetry.metrics import Metrics
 
 
 class RouterCore:
-    """Implements router.generation.TokenService. Owns what runs, and the loops that move it and copy it."""
+    """Implementation of router.generation.TokenService. Owns the running attempts and their background loops."""
 
     def __init__(
         self,
@@ -38,9 +38,8 @@ class RouterCore:
         metrics: Metrics,
         tenant_share: Callable[[], float] = lambda: 1.0,
     ) -> None:
-        """model: fingerprint, as in the prefix hashes. vocab_size: of that model. queue_s: how long a request may wait
-        for a replica with room. tenant_share: part of the decode replicas that one tenant may have beside others, at
-        present."""
+        """model: fingerprint, as in the prefix hashes. queue_s: maximum wait for a replica with room.
+        tenant_share: returns the part of the decode replicas that one tenant may use beside the others."""
         self.replicas = replicas
         self.revisions = Revisions()
         self.decisions = Decisions()
@@ -75,7 +74,7 @@ class RouterCore:
         return relay
 
     def attempt(self, state: RequestState, request: SequenceRequest, pair: Pair, avoid: Set[str]) -> Attempt:
-        """Make an attempt at the rest of a request; the caller runs it."""
+        """Create an attempt at the rest of a request; the caller runs it."""
         return Attempt(
             state,
             request,
@@ -88,15 +87,15 @@ class RouterCore:
 
     @property
     def num_running(self) -> int:
-        """Attempts under way."""
+        """Number of running attempts."""
         return len(self._running)
 
     async def rebalance_forever(self) -> None:
-        """Keep the decode replicas about evenly filled with running answers."""
+        """Keep the running answers spread evenly over the decode replicas."""
         await Rebalancer(self.replicas, self.revisions, running=self._running).run_forever()
 
     async def back_up_forever(self, *, every: int) -> None:
-        """Keep copies of running answers, at most `every` tokens behind, where prefill replicas are idle."""
+        """Copy running answers to idle prefill replicas, every `every` tokens."""
         await Backup(self.replicas, self.revisions, running=self._running, every=every).run_forever()
 
     def _answered(self, state: RequestState, revision: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Where each choice of an attempt decodes, and its way from one decode replica to another while its stream goes on."""
+"""Token streams of an attempt's choices, and live migration of a choice to another decode replica."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from router.serving.request_state import RequestState
 from router.serving.reservations import Reservation, Reservations
 
 _MOVE_AGAIN_S = 0.25
-_LAST_TOKENS_S = 3.0  # for what belongs to a call that has ended; silence of so long is a loss anyway
+_LAST_TOKENS_S = 3.0  # grace for the tokens of an ended call; a replica silent for that long counts as lost anyway
 
 
 @dataclass(frozen=True)
 class Running:
-    """A choice that decodes, with the tokens that it has brought so far."""
+    """Choice that is decoding, with its tokens so far."""
 
     replica: Replica
     request: SequenceRequest
 
 
 class DecodeStreams:
-    """The streams of one attempt. Where one of them breaks, its `choices` fail; a move that fails costs nothing."""
+    """Streams of one attempt. If one of them breaks, the attempt's `choices` fail; a failed move changes nothing."""
 
     def __init__(
         self,
@@ -44,21 +44,21 @@ class DecodeStreams:
         reservations: Reservations,
         flows: Flows,
     ) -> None:
-        """request: what the attempt began with."""
-        self.num_given = len(request.token_ids)  # of the prompt, and of earlier attempts
-        self._num_before = len(request.token_ids) - len(state.request.token_ids)  # of each choice
+        """request: request with which the attempt began."""
+        self.num_given = len(request.token_ids)  # tokens of the prompt and of earlier attempts
+        self._num_before = len(request.token_ids) - len(state.request.token_ids)  # tokens of earlier attempts
         self._state = state
         self._request = request
         self._choices = choices
         self._tasks = tasks
-        self._reserved = reserved  # of all choices, where they began
+        self._reserved = reserved  # reservation for all choices on their first replica
         self._reservations = reservations
         self._flows = flows
         self._streams: dict[int, DecodeStream] = {}
         self._one_at_a_time = asyncio.Lock()
 
     def begin(self, decode: Replica) -> Mapping[int, DecodeStream]:
-        """From now on the tokens of all choices come from this replica, on these streams."""
+        """Subscribe to the tokens of all choices on this replica, and return the streams by choice."""
         for i, choice in enumerate(self._request.choices):
             self._streams[choice] = stream = DecodeStream(decode, self._request.stream + i)
             decode.subscribe(stream.key, partial(self._choices.decoded, choice))
@@ -66,7 +66,7 @@ class DecodeStreams:
         return dict(self._streams)
 
     def close(self) -> None:
-        """Nothing comes any more. The tasks have ended before."""
+        """Unsubscribe from all streams. The attempt's tasks must have ended before."""
         for stream in self._streams.values():
             stream.replica.unsubscribe(stream.key)
 
@@ -74,33 +74,33 @@ class DecodeStreams:
         return self._streams.get(choice)
 
     def on(self, replica: Replica) -> list[int]:
-        """The unfinished choices that decode there."""
+        """Return the unfinished choices that decode on this replica."""
         return [choice for choice in self._choices.unfinished if self._streams[choice].replica is replica]
 
     async def lease_ended(self, leased: Mapping[int, DecodeStream], *, num_frames: int) -> None:
-        """The call has ended for which these choices decode on one replica: those that have not ended there, nor have
-        gone elsewhere, are lost.
+        """Handle the end of the Generate call of these choices: those neither finished nor moved are lost.
 
-        num_frames: so many have the last of their tokens, however long ago they came and wait to be read; 0: of an
-        older replica, which does not say it.
+        num_frames: number of frames that contain all their tokens, read or unread; 0: the replica has an older version
+        that does not report it.
         """
         replica = next(iter(leased.values())).replica
         if num_frames:
             await replica.has_read(num_frames)
-            await self._choices.prefill_spoke.wait()
-        if not num_frames or self._one_at_a_time.locked():  # or a move is under way
+            await self._choices.prefill_done.wait()
+        # Without a frame count, or during a move, allow time for the last tokens to arrive.
+        if not num_frames or self._one_at_a_time.locked():
             await asyncio.sleep(_LAST_TOKENS_S)
-        left = [choice for choice in self._choices.unfinished if self._streams[choice] is leased.get(choice)]
-        if left:
-            self._choices.fail(ReplicaLost(f"{replica.id}: its call ended, and choices {left} had not"))
+        lost = [choice for choice in self._choices.unfinished if self._streams[choice] is leased.get(choice)]
+        if lost:
+            self._choices.fail(ReplicaLost(f"{replica.id}: the call ended before its choices {lost} had finished"))
 
     def only_on(self, replica: Replica) -> int | None:
-        """The one choice of a request that has one, if it has begun and decodes there; None otherwise."""
+        """Return the choice of a single-choice request if it is decoding on this replica; None otherwise."""
         choice = self._only_choice()
         return choice if choice is not None and self._streams[choice].replica is replica else None
 
     def running(self) -> Running | None:
-        """The one choice of a request that has one, as long as it decodes."""
+        """Return the choice of a single-choice request while it is decoding; None otherwise."""
         choice = self._only_choice()
         if choice is None:
             return None
@@ -109,26 +109,26 @@ class DecodeStreams:
 
     @property
     def prefill_replica(self) -> str:
-        """Where the prompt was computed; "" on the decode replica itself, or not yet."""
+        """Replica that computed the prompt; "" if the decode replica did, or if it is not computed yet."""
         return self._state.route.prefill_replica
 
     @property
     def num_blocks(self) -> int:
-        """That the request is predicted to need."""
+        """Number of blocks that the request is predicted to need."""
         return self._reserved.num_blocks if self._reserved else 0
 
     @property
     def request(self) -> SequenceRequest:
-        """As this attempt was given it."""
+        """Request with which this attempt began."""
         return self._request
 
     def num_tokens(self) -> int:
-        """What it was given, and what all choices have brought since."""
+        """Count the tokens given to this attempt and those of all choices since."""
         choices = self._request.choices
         return self.num_given + self._state.num_tokens(choices) - len(choices) * self._num_before
 
     def start_move(self, choice: int, target: DecodeStream) -> asyncio.Task[None]:
-        """Take a choice that has begun to another replica, if it can be done before the attempt ends."""
+        """Start moving a choice that has begun to another replica. The end of the attempt cancels the move."""
         return self._tasks.start(self._move(choice, target))
 
     def _only_choice(self) -> int | None:
@@ -139,7 +139,7 @@ class DecodeStreams:
         return len(self._state.tokens[choice]) > self._num_before
 
     async def _leave_when_draining(self, decode: Replica) -> None:
-        """Take every choice away from a replica that drains, one after the other, as long as some are left there."""
+        """Move all choices off a replica once it drains, one after the other, until none is left."""
         await decode.is_draining.wait()
         while self.on(decode):
             for choice in filter(self._has_begun, self.on(decode)):
@@ -175,7 +175,7 @@ class DecodeStreams:
                 raise
             source.replica.unsubscribe(source.key)
             self._streams[choice] = target
-            if choice not in self._state.unfinished:  # it was stopped on its way, where it is no more
+            if choice not in self._state.unfinished:  # stopped during the move, on the source
                 holding.cancel()
                 return
             if self._reserved and len(self._streams) == 1:
@@ -185,9 +185,10 @@ class DecodeStreams:
             self._tasks.start(self._leave_when_draining(target.replica))
 
     def _hold(self, lease: Lease, reservation: Reservation, leased: Mapping[int, DecodeStream]) -> asyncio.Task[None]:
-        """Keep the lease until it ends by itself, or the attempt ends."""
+        """Start a task that holds the lease until it ends by itself or the attempt ends."""
 
-        def release(_: asyncio.Task[None]) -> None:  # also when it is cancelled before it has begun
+        # A done callback also runs for a task cancelled before its start, unlike a `finally` in the task.
+        def release(_: asyncio.Task[None]) -> None:
             reservation.end()
             lease.cancel()
 

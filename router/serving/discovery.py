@@ -1,4 +1,4 @@
-"""Keeping up with Redis: who is a member, and which blocks each one holds."""
+"""Discovery of replicas and of their cached blocks through Redis."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ _FOLLOW_MS = 500
 
 
 class Discovery:
-    """Owns `redis`. While Redis is unavailable the known replicas stay: the frames of each show whether it lives."""
+    """Follower of the membership and the block index in Redis. Owns `redis`.
+
+    While Redis is unavailable the known replicas stay: the frames of each show whether it is alive.
+    """
 
     def __init__(
         self,
@@ -31,14 +34,14 @@ class Discovery:
         tasks: Supervisor | None = None,
         count_rejected: Callable[[RejectionReason], object] = lambda why: None,
     ) -> None:
-        """name: of the deployment. key: by which its members sign. tasks: among which its own are; None: by
-        themselves. count_refused: of members that are not believed, or not understood."""
+        """name: deployment. key: key with which members sign their records. tasks: supervisor of the background tasks;
+        None: a new one. count_rejected: called for each membership record with a bad signature or format."""
         self._redis = redis
         self._replicas = replicas
         self._membership = Membership(redis, name=name, key=key, count_rejected=count_rejected)
         self._reader = IndexReader(redis, replicas.index, name=name)
-        self.has_read = False  # who is a member, once
-        self._reach = RedisReach("routing goes on with what is known")
+        self.has_read = False  # membership has been read at least once
+        self._reach = RedisReach("routing continues with the known replicas")
         self._is_closing = False
         self._supervisor = tasks or Supervisor()
         self._tasks: list[asyncio.Task[None]] = []

@@ -1,4 +1,4 @@
-"""How much KV has passed lately from which replica to which, of the requests of one router."""
+"""KV traffic between replicas in the last seconds, for the requests of one router."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MAX_TRANSFERS = 8192
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """From one replica to another."""
+    """KV traffic of one kind from one replica to another."""
 
     kind: str  # "handoff", "pull" or "move"
     source: str
@@ -21,7 +21,7 @@ class Flow:
 
 
 class Flows:
-    """Lives on the event loop."""
+    """Log of recent KV transfers. Lives on the event loop."""
 
     def __init__(self) -> None:
         self._transfers: deque[tuple[float, str, str, str, int]] = deque(maxlen=_MAX_TRANSFERS)
@@ -30,7 +30,7 @@ class Flows:
         self._transfers.append((monotonic(), kind, source, target, num_bytes))
 
     def lately(self) -> list[Flow]:
-        """Of the last seconds, the largest first."""
+        """Return the flows of the last _LATELY_S seconds, largest first."""
         since = monotonic() - _LATELY_S
         while self._transfers and self._transfers[0][0] < since:
             self._transfers.popleft()

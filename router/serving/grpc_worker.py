@@ -1,4 +1,4 @@
-"""A worker reached over gRPC, and its token frames over a connection of their own."""
+"""Client of a worker over gRPC, with its token frames over a separate connection."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Event = TypeVar("Event")
 
 
 class GrpcWorker:
-    """Implements router.serving.worker.Worker. Connects on first use."""
+    """gRPC implementation of router.serving.worker.Worker. Connects on first use."""
 
     def __init__(self, member: Member, *, identity: Identity) -> None:
-        """identity: of this router; the worker keeps a token stream for each."""
+        """identity: identity of this router; the worker keeps one token stream per router."""
         self._replica = member.replica
         self._router = identity.name.router
         self._frames_address = member.frames_address
@@ -95,12 +95,12 @@ class GrpcWorker:
 
 
 def _trace_of(request: SequenceRequest) -> tuple[tuple[str, str], ...] | None:
-    """For whoever looks at calls on their way: a mesh, or a replica's log."""
+    """Return call metadata with the request's `traceparent`, for proxies and the replica's log."""
     return (("traceparent", request.traceparent),) if request.traceparent else None
 
 
 class GrpcCall(Generic[Event]):
-    """Implements router.serving.worker.WorkerCall."""
+    """gRPC implementation of router.serving.worker.WorkerCall."""
 
     def __init__(
         self,

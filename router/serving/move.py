@@ -1,10 +1,10 @@
-"""Moving a running choice from one decode replica to another, while its stream goes on.
+"""Live migration of a running choice from one decode replica (S) to another (T).
 
-1  router → T   Generate(continues): a lease on the target          T: reserved(handoff)
-2  router → S   Migrate(handoff): the source goes on and ships      S: moved, after so many tokens; or it stays
-3  tokens of S up to that number, in the frames; then those of T
+1  router → T   Generate(continues): a lease on the target                    T: reserved(handoff)
+2  router → S   Migrate(handoff): the source keeps decoding while it ships    S: moved after n tokens, or not moved
+3  the client gets S's tokens up to n from the frames, then T's
 
-A move that does not come about leaves everything as it was.
+A failed migration leaves everything as it was.
 """
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ Lease = WorkerCall[pb.GenerateEvent]
 
 @dataclass(frozen=True)
 class DecodeStream:
-    """Where a choice runs, and the key of its tokens there."""
+    """Token stream of a choice: its replica, and the stream's key there."""
 
     replica: Replica
     key: int
 
 
 class ChoiceMove:
-    """One choice on its way from `source` to `target`. Leaves nothing behind on the target unless `run` succeeds."""
+    """Migration of one choice from `source` to `target`. Unless `run` succeeds, the target is left clean."""
 
     def __init__(self, source: DecodeStream, target: DecodeStream) -> None:
-        self.lease: Lease | None = None  # on the target
+        self.lease: Lease | None = None  # lease on the target
         self.wire_bytes = 0
         self._source = source
         self._target = target
-        self._early: list[list[SampledToken] | ReplicaLost] = []  # of the target, before the source's last
+        self._early: list[list[SampledToken] | ReplicaLost] = []  # target's tokens before `follow`
         self._sink: TokenSink | None = None
 
     async def run(self, request: SequenceRequest) -> int | None:
-        """Ship the choice, which has at least the tokens of `request`. How many it had when it left, or None: it stays.
+        """Migrate the choice. Return its number of tokens at the switch, or None if it stays on the source.
 
-        Afterwards its tokens come from the target: `follow` says where to.
+        request: the choice's request, with its tokens so far; the source may already have more.
+        After success the tokens come from the target; `follow` sets their sink.
         """
         source, target = self._source.replica, self._target.replica
         has_moved = False
@@ -59,7 +60,7 @@ class ChoiceMove:
                     reply = await source.worker.migrate(self._source.key, handoff)
                     has_moved = reply.moved
                     if not has_moved:
-                        logger.debug("request=%s stays on %s: %s", request.id, source.id, reply.reason)
+                        logger.debug("move declined request=%s source=%s: %s", request.id, source.id, reply.reason)
                         return None
                     logger.info(
                         "request=%s moved from=%s to=%s tokens=%d bytes=%d pause_ms=%.1f",
@@ -74,7 +75,7 @@ class ChoiceMove:
                     return reply.num_tokens
             return None
         except ClusterError as error:
-            logger.warning("request=%s cannot move: %s", request.id, error)
+            logger.warning("move failed request=%s: %s", request.id, error)
             return None
         finally:
             if not has_moved:
@@ -83,7 +84,7 @@ class ChoiceMove:
                     self.lease.cancel()
 
     def follow(self, sink: TokenSink) -> None:
-        """From now on hand the target's tokens to `sink`, beginning with those that have come already."""
+        """Pass the target's tokens to `sink` from now on, beginning with those already received."""
         self._sink = sink
         early, self._early = self._early, []
         for tokens in early:

@@ -1,8 +1,8 @@
-"""Evening out: running choices leave a decode replica that has many more than another one, KV and all; and guests of
-prefill replicas go to decode replicas that have room for them.
+"""Rebalancing: running choices move, with their KV, from the fullest to the emptiest decode replica. Answers that
+prefill replicas decode locally move to decode replicas with room.
 
-A replica that starts, or comes back, has nothing to do while what was there before it decodes slowly in large batches,
-and is lost together. New requests alone fill it as slowly as they come.
+Without it, a replica that starts or returns would idle while the others decode slowly in large batches, because only
+new requests would fill it. Also, the loss of a fuller replica affects more answers.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.5
 _MIN_GAP = 4  # streams
-_MIN_GAP_SHARE = 0.25  # of those on the fuller one: a move gains nothing much where both are about as full
+_MIN_GAP_SHARE = 0.25  # of the fuller replica's streams; below it a move gains little
 
 
 @dataclass(frozen=True)
 class Overload:
-    """How many streams are on a decode replica."""
+    """Number of streams on a decode replica."""
 
     replica: str
     num_streams: int
 
 
-def next_move(crowds: Sequence[Overload]) -> tuple[str, str] | None:
-    """From where to where one stream should go; None where nothing is far from even."""
-    if not crowds:
+def next_move(loads: Sequence[Overload]) -> tuple[str, str] | None:
+    """Return the (source, target) replicas for moving one stream; None if the load is about even."""
+    if not loads:
         return None
-    fullest = max(crowds, key=lambda crowd: crowd.num_streams)
-    emptiest = min(crowds, key=lambda crowd: crowd.num_streams)
+    fullest = max(loads, key=lambda load: load.num_streams)
+    emptiest = min(loads, key=lambda load: load.num_streams)
     gap = fullest.num_streams - emptiest.num_streams
     is_worth_it = gap >= max(_MIN_GAP, _MIN_GAP_SHARE * fullest.num_streams)
     return (fullest.replica, emptiest.replica) if is_worth_it else None
 
 
 class Rebalancer:
-    """Moves the requests of one router, one at a time. Others may do the same: the gap leaves room for that."""
+    """Mover of one router's choices, one at a time. The minimum gap allows for the moves of other routers."""
 
     def __init__(self, replicas: Replicas, revisions: Revisions, *, running: Collection[DecodeStreams]) -> None:
         self._replicas = replicas
@@ -61,14 +61,14 @@ class Rebalancer:
 
     def _start(self) -> asyncio.Task[None] | None:
         decodes = {replica.id: replica for replica in self._replicas.usable(Role.DECODE)}
-        crowds = [Overload(replica.id, replica.load().num_streams) for replica in decodes.values()]
-        moves = (next_move(some) for some in self._revisions.apart(crowds, lambda crowd: crowd.replica))
+        loads = [Overload(replica.id, replica.load().num_streams) for replica in decodes.values()]
+        moves = (next_move(group) for group in self._revisions.group(loads, lambda load: load.replica))
         found = next((move for move in moves if move), None)
         task = self._move_one(decodes[found[0]], decodes[found[1]]) if found else None
         return task or self._accept_local_decode(decodes.values())
 
     def _accept_local_decode(self, decodes: Iterable[Replica]) -> asyncio.Task[None] | None:
-        """Of a prefill replica, where its answer waits for prompts at every step."""
+        """Move an answer off a prefill replica, where prompts delay every step of it."""
         emptiest_first = sorted(decodes, key=lambda replica: replica.load().num_streams)
         for source in self._replicas.usable(Role.PREFILL):
             for target in emptiest_first if source.promised_streams else ():
@@ -80,7 +80,7 @@ class Rebalancer:
         movable = [answer for answer in self._running if self._may_move(answer, source, target)]
         if not movable:
             return None
-        answer = min(movable, key=lambda answer: answer.num_given)  # the least to ship
+        answer = min(movable, key=lambda answer: answer.num_given)  # least KV to ship
         choice = answer.only_on(source)
         assert choice is not None
         return answer.start_move(choice, DecodeStream(target, self._replicas.new_streams(1)))

@@ -34,17 +34,17 @@ from router.serving.reservations import Pair, Reservations
 
 logger = logging.getLogger(__name__)
 
-# Attempts in a row that hardly brought anything. A request that is itself what kills replicas takes no more than so
-# many along; one that has come further since the last failure may fail as often again.
+# Consecutive attempts with little progress after which a request fails. It bounds the number of replicas that a request
+# can crash; progress since the last failure resets the count.
 _MAX_FRUITLESS = 5
 _PROGRESS = 8  # tokens
 _BACKOFF_S, _MAX_BACKOFF_S = 0.01, 1.0
-_MAX_TROUBLE = 200  # characters of why an attempt failed, as it is remembered
+_MAX_TROUBLE = 200  # characters kept of an attempt's error
 _NO_FAULT = (RequestError, CapacityError, DeadlineExceeded, ClientTooSlow, GrammarNotFollowed, NoTokenAllowed)
 
 
 class Relay:
-    """Implements router.generation.Generation: a task that serves the request, and its tokens."""
+    """Implementation of router.generation.Generation: the task that serves a request, and its tokens."""
 
     def __init__(
         self,
@@ -57,8 +57,9 @@ class Relay:
         counts_of: Callable[[int | None], RevisionCounts],
         answered: Callable[[RequestState, int | None], None],
     ) -> None:
-        """begin: makes an attempt, which avoids these replicas. running: the attempts of all requests that are under
-        way. counts_of: a revision. answered: called with a request that has ended, and the revision that served it."""
+        """begin: creates an attempt; its last argument is the set of replicas to avoid. running: running attempts of
+        all requests. counts_of: returns the counters of a revision. answered: called with each finished request and the
+        revision that served it."""
         self._answered = answered
         self._state = RequestState(request)
         self.route, self.life = self._state.route, self._state.life
@@ -67,8 +68,8 @@ class Relay:
         self._begin = begin
         self._running = running
         self._counts_of = counts_of
-        self._attempts: dict[int, Attempt] = {}  # of each choice, the one that serves it now
-        self._revision: int | None = None  # that has served it, while there are several
+        self._attempts: dict[int, Attempt] = {}  # current attempt of each choice
+        self._revision: int | None = None  # revision that served it last; None while there is only one
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Generation:
@@ -76,13 +77,15 @@ class Relay:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        task, self._task = self._task, None  # its traceback refers to this frame: a cycle
+        # Drop the task: its exception keeps this frame alive (reference cycle).
+        task, self._task = self._task, None
         assert task
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     def __aiter__(self) -> AsyncIterator[Arrived]:
-        return self._state.responses  # itself: each coroutine between costs every token
+        # Returned directly: an async generator around it would add its cost to every token.
+        return self._state.responses
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
@@ -102,11 +105,11 @@ class Relay:
                 await self._serve(state.request.choices, pair)
         except* ClusterError as errors:
             state.responses.end(_first(errors))
-        except* Exception as errors:  # the edge of this task: no answer must look like an empty one
+        except* Exception as errors:  # without an error, the client would see an empty answer
             logger.exception("request=%s failed", state.request.id)
             state.responses.end(ClusterError(f"internal error: {errors.exceptions[0]!r}"))
         finally:
-            # Also where the client, who has the last token already, does not wait for this task to end by itself.
+            # This also runs if the client, having got the last token, cancels the task before it ends by itself.
             if not state.unfinished:
                 self._reservations.finished([len(tokens) for tokens in state.tokens.values()])
                 self._answered(state, self._revision)
@@ -115,9 +118,9 @@ class Relay:
     async def _serve(
         self, choices: tuple[int, ...], pair: Pair | None = None, *, avoid: frozenset[str] = frozenset()
     ) -> None:
-        """Finish these choices; after a failure, those that have tokens continue one by one.
+        """Serve these choices to their end. After a failure, choices with tokens continue separately.
 
-        `pair`: for the first attempt, where it is chosen already.
+        pair: replicas for the first attempt, if already chosen.
         """
         state = self._state
         failed = set(avoid)
@@ -145,7 +148,7 @@ class Relay:
             await asyncio.sleep(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** min(attempt, 10)))
 
     async def _attempt(self, choices: tuple[int, ...], pair: Pair | None, *, failed: set[str]) -> None:
-        """One try. Adds to `failed` the replicas on which it may have failed, if it fails."""
+        """Make one attempt. If it fails, add the replicas that may have caused it to `failed`."""
         state = self._state
         state.route.attempts += 1
         if state.num_tokens(choices):
@@ -162,7 +165,7 @@ class Relay:
                 )
                 state.life.add(RequestPhase.QUEUE, "", came)
             self._revision = pair.revision
-            if choices := self._unfinished(choices):  # some may have been stopped meanwhile
+            if choices := self._unfinished(choices):  # some may have been stopped during the wait
                 await self._try(choices, pair, failed=failed)
         finally:
             if pair:
@@ -173,7 +176,7 @@ class Relay:
         request = self._state.continuation(choices, stream=stream)
         attempt = self._begin(self._state, request, pair, failed)
         self._attempts |= dict.fromkeys(choices, attempt)
-        self._running.add(attempt.streams)  # it may be moved to a replica that has less to do, and is copied
+        self._running.add(attempt.streams)  # makes it eligible for moves and copies
         counts = self._counts_of(pair.revision)
         counts.attempts += 1
         try:
@@ -190,7 +193,7 @@ class Relay:
 
 
 def _first(errors: BaseExceptionGroup[ClusterError]) -> ClusterError:
-    """The first error of a group of groups."""
+    """Return the first error of nested exception groups."""
     error: BaseException = errors
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

@@ -1,4 +1,4 @@
-"""One replica as a router sees it: whether it lives, what it last said, what it was asked since, its token streams."""
+"""Replica as seen by a router: liveness, last report, reservations since, and token streams."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from router.serving.worker import Worker
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S, _QUIET_LOOKS = 0.5, 7  # after so many without a frame it is lost; it sends one every second at least
+_LOOK_S, _QUIET_LOOKS = 0.5, 7  # checks without a frame until a replica is lost; it sends at least one per second
 _RECONNECT_S = 0.2
 
 TokenSink = Callable[[list[SampledToken] | ReplicaLost], None]
 
 
 class Replica:
-    """Follows the frames of `worker`, which it owns, for as long as it is a member. Lives on the event loop."""
+    """Member replica. Follows the frames of `worker`, which it owns. Lives on the event loop."""
 
     def __init__(
         self,
@@ -37,25 +37,26 @@ class Replica:
         tasks: Supervisor,
         look_s: float = _LOOK_S,
     ) -> None:
-        """look_s: how often it is looked whether a frame has come."""
+        """look_s: interval between checks for frames."""
         self.member = member
         self.worker = worker
         self.status = pb.Status(replica=member.replica)
-        self.is_alive = False  # its frames are coming
-        self.is_draining = asyncio.Event()  # set for good once it says so
-        self.pending_tokens = 0  # of prompts that were meant for it, and that it has not answered yet
-        self.num_requests = 0  # of ours, under way there
-        self.promised_blocks = 0  # to requests of ours
+        self.is_alive = False  # frames are arriving
+        self.is_draining = asyncio.Event()  # set when it reports that it drains; never cleared
+        self.pending_tokens = 0  # prompt tokens reserved by this router and not computed yet
+        self.num_requests = 0  # running calls of this router
+        self.promised_blocks = 0  # blocks reserved by this router
         self.promised_streams = 0
-        self._has_told_nonsense = False
-        self._num_frames = 0  # of this life
-        self._num_quiet_looks = 0  # since the last of them
-        self._framed = asyncio.Event()  # set by each, and by their end
+        self._has_warned = False
+        self._num_frames = 0  # frames of this connection
+        self._num_quiet_looks = 0  # checks since the last frame
+        self._framed = asyncio.Event()  # set by each frame, and when the connection ends
         self._on_change = on_change
         self._look_s = look_s
-        self._load: ReplicaLoad | None = None  # None: something has changed
+        self._load: ReplicaLoad | None = None  # cached; None after a change
         self._sinks: dict[int, TokenSink] = {}
-        self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # of this life; done while dead
+        # Result: why the connection was lost. Replaced at the first frame of the next connection.
+        self._loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._task = tasks.start(f"frames of {member.replica}", self._follow)
 
     @property
@@ -68,17 +69,17 @@ class Replica:
 
     @property
     def num_subscribed(self) -> int:
-        """Token streams that somebody listens to."""
+        """Number of subscribed token streams."""
         return len(self._sinks)
 
     def load(self) -> ReplicaLoad:
-        """As it is now; not to be changed."""
+        """Return the current load. The result is shared: do not modify it."""
         if self._load is None:
-            self._load = self._weighed()
+            self._load = self._snapshot()
         return self._load
 
     def reserve(self, prompt_tokens: int, num_requests: int, num_blocks: int, num_streams: int) -> None:
-        """Count so much more, or less, as asked of it: see Reservation."""
+        """Add these amounts, which may be negative, to what this router has reserved (see Reservation)."""
         self.pending_tokens += prompt_tokens
         self.num_requests += num_requests
         self.promised_blocks += num_blocks
@@ -86,9 +87,9 @@ class Replica:
         self._load = None
 
     def subscribe(self, stream: int, sink: TokenSink) -> None:
-        """Hand every token of `stream` to `sink`, or ReplicaLost, once, if the frames end.
+        """Pass every token of `stream` to `sink`, and ReplicaLost, once, if the frames end.
 
-        Raises ReplicaLost where they have ended: what came before they begin anew would be missing.
+        Raises ReplicaLost if the frames have ended: tokens sent before the reconnect would be missing.
         """
         if not self.is_alive:
             raise ReplicaLost(f"{self.id}: its frames have ended")
@@ -98,13 +99,13 @@ class Replica:
         self._sinks.pop(stream, None)
 
     async def has_read(self, num_frames: int) -> None:
-        """Until so many frames of this life have been handed on, or it ends."""
+        """Wait until num_frames frames of this connection have been processed, or the connection ends."""
         while self.is_alive and self._num_frames < num_frames:
             self._framed.clear()
             await self._framed.wait()
 
     async def unless_lost(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run `work`, but raise ReplicaLost once the frames have ended: its calls may stay open for longer."""
+        """Run `work`, but raise ReplicaLost as soon as the frames end, since its calls may stay open for longer."""
         task = asyncio.create_task(work)
         loss = self._loss
         either: set[asyncio.Future[Any]] = {task, loss}
@@ -116,40 +117,40 @@ class Replica:
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-            del task, either  # they know the error that passes here, and it knows this line: a circle
+            # Drop the task: its exception keeps this frame alive (reference cycle).
+            del task, either
 
     def forget(self) -> None:
-        """It has left. Calls of ours fail as with any replica lost; the channel goes with the last of them."""
+        """Stop following a replica that has left. Pending calls fail; the channel is freed with the last of them."""
         self._task.cancel()
-        self._lost("it has left")
+        self._lost("the replica has left the deployment")
 
     async def close(self) -> None:
-        """Nobody follows it any more. Who still waits for it hears so, for a channel that closes cancels its calls, and
-        nothing else would end them."""
+        """Stop following. Pending calls fail with ReplicaLost: closing a channel only cancels them."""
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
-        self._lost("this router has left it")
+        self._lost("this router has disconnected from the replica")
         await self.worker.close()
 
     async def _follow(self) -> None:
         while True:
-            reason = "its frames ended"
+            reason = "the token connection ended"
             try:
                 await self._read_frames()
             except ClusterError as error:
                 reason = str(error)
             except TimeoutError:
                 reason = f"silent for {self._look_s * (_QUIET_LOOKS - 1)} s"
-            except Exception as error:  # a frame that cannot be read: whoever sends it is not to be relied upon
-                logger.exception("replica=%s sent a frame that cannot be read", self.id)
-                reason = f"a frame cannot be read: {error!r}"
+            except Exception as error:  # a replica that sends malformed frames cannot be trusted
+                logger.exception("malformed frame replica=%s", self.id)
+                reason = f"malformed frame: {error!r}"
             if self.is_alive:
                 logger.warning("replica lost replica=%s: %s", self.id, reason)
             self._lost(reason)
             await asyncio.sleep(_RECONNECT_S)
 
     async def _read_frames(self) -> None:
-        """Follow them until they end. Raises TimeoutError when none comes any more."""
+        """Process frames until the connection ends. Raises TimeoutError if no more frames arrive."""
         self._num_frames = 0
         async with asyncio.timeout(None) as silence:
             watch = asyncio.create_task(self._watch_silence(silence))
@@ -159,8 +160,11 @@ class Replica:
                 watch.cancel()
 
     async def _watch_silence(self, silence: asyncio.Timeout) -> None:
-        """Looks are counted, not seconds: where this process itself stood still, what has come meanwhile is read first,
-        and its replicas are not all taken for lost."""
+        """Time out `silence` after _QUIET_LOOKS checks without a frame.
+
+        Checks are counted instead of seconds: after a stall of this process, received frames are processed first, so
+        its replicas do not all count as lost.
+        """
         self._num_quiet_looks = 0
         while self._num_quiet_looks < _QUIET_LOOKS:
             await asyncio.sleep(self._look_s)
@@ -170,20 +174,22 @@ class Replica:
     def _take_next(self, frame: pb.Frame) -> None:
         self._num_quiet_looks = 0
         if frame.number > self._num_frames:
-            raise ReplicaLost(f"{self.id}: a frame is missing before number {frame.number}")
-        if frame.number == self._num_frames:  # not one that came before
+            raise ReplicaLost(f"{self.id}: frames {self._num_frames} to {frame.number - 1} are missing")
+        if frame.number == self._num_frames:  # skip repeated frames
             self._take(frame)
             self._num_frames += 1
             self._framed.set()
 
     def _take(self, frame: pb.Frame) -> None:
         if len(frame.plain_streams) != len(frame.plain_token_ids):
-            raise ReplicaLost(f"{self.id}: a frame has tokens that are of no stream, or streams without one")
+            raise ReplicaLost(
+                f"{self.id}: a frame has {len(frame.plain_token_ids)} tokens for {len(frame.plain_streams)} streams"
+            )
         has_status = frame.HasField("status")
         if has_status:
-            if not make_plausible(frame.status) and not self._has_told_nonsense:
-                self._has_told_nonsense = True
-                logger.warning("replica=%s says what cannot be measured; that is left out", self.id)
+            if not make_plausible(frame.status) and not self._has_warned:
+                self._has_warned = True
+                logger.warning("ignored implausible metrics replica=%s", self.id)
             self.status = frame.status
             self._load = None
             if frame.status.draining:
@@ -195,19 +201,19 @@ class Replica:
             self._on_change()
         for stream, token_id in zip(frame.plain_streams, frame.plain_token_ids, strict=True):
             if sink := self._sinks.get(stream):
-                self._hand_on(stream, sink, SampledToken(token_id))
-        for told in frame.streams:
-            if sink := self._sinks.get(told.stream):
-                self._hand_on(told.stream, sink, told)
+                self._deliver(stream, sink, SampledToken(token_id))
+        for update in frame.streams:
+            if sink := self._sinks.get(update.stream):
+                self._deliver(update.stream, sink, update)
 
-    def _hand_on(self, stream: int, sink: TokenSink, told: SampledToken | pb.StreamTokens) -> None:
-        """What cannot be read, or taken, ends that stream alone."""
+    def _deliver(self, stream: int, sink: TokenSink, update: SampledToken | pb.StreamTokens) -> None:
+        """Pass tokens to their sink. An error ends only that stream."""
         try:
-            sink([told] if isinstance(told, SampledToken) else tokens_from_proto(told.tokens))
+            sink([update] if isinstance(update, SampledToken) else tokens_from_proto(update.tokens))
         except Exception as error:
-            logger.exception("replica=%s stream=%d brought what cannot be taken", self.id, stream)
+            logger.exception("failed to deliver tokens replica=%s stream=%d", self.id, stream)
             self.unsubscribe(stream)
-            sink(ReplicaLost(f"{self.id}: its tokens cannot be read: {error!r}"))
+            sink(ReplicaLost(f"{self.id}: failed to deliver tokens: {error!r}"))
 
     def _lost(self, reason: str) -> None:
         self.is_alive = False
@@ -219,16 +225,16 @@ class Replica:
         self._framed.set()
         self._on_change()
 
-    def _weighed(self) -> ReplicaLoad:
+    def _snapshot(self) -> ReplicaLoad:
         status = self.status
-        told = status.running + status.waiting
+        num_reported = status.running + status.waiting
         return ReplicaLoad(
             member=self.member,
             available_blocks=status.blocks_free + status.blocks_cached,
             promised_blocks=self.promised_blocks,
             promised_streams=self.promised_streams,
-            num_streams=max(told, self.num_requests),
-            num_told_streams=told,
+            num_streams=max(num_reported, self.num_requests),
+            num_reported_streams=num_reported,
             num_waiting=status.waiting,
             queued_tokens=max(status.queued_tokens, self.pending_tokens),
             prefill_tokens_per_s=status.prefill_tokens_per_s,

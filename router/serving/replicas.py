@@ -1,4 +1,4 @@
-"""Replicas that one router knows, and the index of the blocks that they hold."""
+"""Registry of one router's replicas, with the index of their blocks and the availability of the model."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 class Replicas:
-    """All replicas. Lives on the event loop; `router.serving.discovery` keeps it up to date."""
+    """Registry of all replicas. Lives on the event loop; `router.serving.discovery` keeps it up to date."""
 
     def __init__(
         self, connect: Callable[[Member], Worker], *, tasks: Supervisor | None = None, model: str = ""
     ) -> None:
-        """tasks: among which those are that follow each replica; None: by themselves. model: what clients call it."""
+        """tasks: supervisor of the tasks that follow the replicas; None: a new one. model: name used by clients."""
         self.availability = Availability(self.may_answer, model=model)
         self._tasks = tasks or Supervisor()
         self.index = PrefixIndex()
-        self.on_change: Callable[[], None] = lambda: None  # called at each report of any replica
+        self.on_change: Callable[[], None] = lambda: None  # called after each report of any replica
         self._connect = connect
         self._replicas: dict[str, Replica] = {}
         self._changed = asyncio.Event()
@@ -41,7 +41,7 @@ class Replicas:
         return [replica for replica in self._replicas.values() if replica.member.role is role and replica.is_usable]
 
     def answerers(self) -> Iterator[Replica]:
-        """Yield the replicas that finish answers: decode replicas, and prefill replicas that take guests."""
+        """Yield the replicas that can decode: decode replicas, and prefill replicas that allow local decodes."""
         yield from self.usable(Role.DECODE)
         yield from (replica for replica in self.usable(Role.PREFILL) if replica.member.max_local_decodes)
 
@@ -55,7 +55,7 @@ class Replicas:
         return self._replicas.get(replica)
 
     def new_streams(self, count: int) -> int:
-        """Return the first of `count` stream keys that no other request of this router has, on any replica."""
+        """Allocate `count` consecutive stream keys, unique within this router, and return the first."""
         first = self._next_stream
         self._next_stream += count
         return first
@@ -74,9 +74,9 @@ class Replicas:
         logger.info("replica gone replica=%s", replica)
 
     async def close(self) -> None:
-        """Leave all replicas; requests that wait for one get an error."""
+        """Disconnect from all replicas; requests that wait for one get an error."""
         await asyncio.gather(*(replica.close() for replica in self._replicas.values()))
-        self._wake()  # also where there was none
+        self._wake()  # needed if there were no replicas
 
     def _wake(self) -> None:
         self._changed.set()
@@ -85,10 +85,10 @@ class Replicas:
 
 
 class Availability:
-    """Time for which a model has had no replica that answers, as far as a look has found it so."""
+    """Tracker of a model's availability: the time for which checks have found no replica that can answer."""
 
     def __init__(self, may_answer: Callable[[], bool], *, model: str) -> None:
-        """may_answer: whether a replica answers now. model: what clients call it."""
+        """may_answer: returns whether a replica can answer now. model: name used by clients."""
         self._may_answer = may_answer
         self._model = model
         self._now = asyncio.get_running_loop().time
@@ -96,7 +96,7 @@ class Availability:
         self._has_ended = False
 
     def look(self) -> float | None:
-        """Return the seconds since a look first found no replica that answers; None: there is one."""
+        """Check for a replica that can answer. Return None if there is one, else the seconds since none was found."""
         if self._may_answer():
             self._since = None
             return None
@@ -105,12 +105,12 @@ class Availability:
         return now - self._since
 
     def check(self, *, within_s: float = math.inf) -> None:
-        """Raises ModelUnavailable where there has been none for longer, or the router has left the model."""
+        """Raise ModelUnavailable if no replica could answer for longer than within_s, or after `end`."""
         if self._has_ended or (within_s < math.inf and (self.look() or 0.0) > within_s):
             raise self.error()
 
     def end(self) -> None:
-        """Note that this router leaves the model, so no request need wait for a replica."""
+        """Mark the model as no longer served by this router, so that no request waits for a replica."""
         self._has_ended = True
 
     def error(self) -> ModelUnavailable:

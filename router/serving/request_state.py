@@ -1,4 +1,4 @@
-"""What has become of one request, from its arrival to its last token."""
+"""State of one request, from its arrival to its last token."""
 
 from __future__ import annotations
 
@@ -16,29 +16,33 @@ from router.serving.response_queue import ResponseQueue
 
 logger = logging.getLogger(__name__)
 
-# Tokens, and likeliest ones beside them, that may wait for a client: some 4 MB. Whoever reads at all is far from it.
+# Maximum number of unread tokens, each top log-probability counted as one more: about 4 MB. Clients that read at all
+# stay far below it.
 _MAX_UNREAD = 16 * 1024
 
 
 class RequestState:
-    """Owned by the request's Relay, on the event loop; attempts append to it, several of other choices at a time."""
+    """Tokens and progress of a request. Owned by its Relay, on the event loop.
+
+    Attempts append to it, several at a time if they serve different choices.
+    """
 
     def __init__(self, request: SequenceRequest) -> None:
         self.request = request
         self.route = RequestRoute()
         self.life = Timeline()
         self.tokens: dict[int, list[int]] = {choice: [] for choice in request.choices}
-        self.prompt_logprobs: PromptLogprobs | None = None  # before the first token, where they are asked for
+        self.prompt_logprobs: PromptLogprobs | None = None  # set before the first token, if requested
         self.unfinished = set(request.choices)
-        self.responses = ResponseQueue()  # for the client
+        self.responses = ResponseQueue()
         self._now = asyncio.get_running_loop().time
         self._started_at = self._now()
-        self._first_at: float | None = None  # the first token of any choice
+        self._first_at: float | None = None  # time of the first token of any choice
         self._max_unread = _MAX_UNREAD // (1 + (request.sampling.num_logprobs or 0))  # tokens
-        self._lost_at: dict[int, float] = {}  # choices that have tokens, and wait for the first of another attempt
+        self._lost_at: dict[int, float] = {}  # time of failure of interrupted choices, until their next token
 
     def append(self, choice: int, tokens: Sequence[SampledToken]) -> None:
-        """The next tokens of an unfinished choice, which go to the client."""
+        """Append tokens of an unfinished choice and queue them for the client."""
         ids = self.tokens[choice]
         for token in tokens:
             ids.append(token.token_id)
@@ -52,36 +56,36 @@ class RequestState:
 
     @property
     def is_unread(self) -> bool:
-        """So much waits for the client that no more may."""
+        """True if more tokens wait for the client than allowed."""
         return self.responses.num_waiting > self._max_unread
 
     def lost(self, choices: Sequence[int]) -> None:
-        """The attempt that brought tokens of these choices has failed."""
+        """Record that the attempt of these choices has failed."""
         self._lost_at = {choice: self._now() for choice in choices if self.tokens[choice]} | self._lost_at
 
     def num_tokens(self, choices: Sequence[int]) -> int:
         return sum(len(self.tokens[choice]) for choice in choices)
 
     def remaining_s(self) -> float | None:
-        """Until the request's deadline, at least 0; None where it has none."""
+        """Return the seconds until the request's deadline, at least 0; None without a deadline."""
         if self.request.deadline_s is None:
             return None
         return max(0.0, self.request.deadline_s - (self._now() - self._started_at))
 
     def spread_s(self) -> tuple[float, float]:
-        """Until the first token, and from token to token since: of an answer that has just come to its end."""
+        """Return (time to first token, mean inter-token latency) of an answer that has just finished."""
         now, num_tokens = self._now(), max(len(tokens) for tokens in self.tokens.values())
         first_at = now if self._first_at is None else self._first_at
         return first_at - self._started_at, (now - first_at) / max(1, num_tokens - 1)
 
     def check_deadline(self) -> None:
-        """Raises DeadlineExceeded."""
+        """Raise DeadlineExceeded if the request's deadline has passed."""
         deadline_s = self.request.deadline_s
         if deadline_s is not None and self.remaining_s() == 0:
             raise DeadlineExceeded(f"request {self.request.id}: not finished within {deadline_s:g} s")
 
     def continuation(self, choices: Sequence[int], *, stream: int = 0) -> SequenceRequest:
-        """What is still to be done for these choices, which have equally many tokens: one choice, or none yet."""
+        """Return the remaining request of these choices: a single choice, or choices without tokens."""
         return replace(
             self.request,
             token_ids=self.request.token_ids + tuple(self.tokens[choices[0]]),
@@ -94,7 +98,7 @@ class RequestState:
     def _log_pause(self, choice: int, pause_s: float) -> None:
         route, num_tokens = self.route, len(self.request.token_ids) + len(self.tokens[choice])
         logger.info(
-            "request=%s choice=%d went on pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d pulled=%d attempts=%d",
+            "resumed request=%s choice=%d pause_ms=%.0f prefill=%s decode=%s tokens=%d cached=%d pulled=%d attempts=%d",
             self.request.id, choice, pause_s * 1e3, route.prefill_replica, route.decode_replica, num_tokens,
             route.cached_tokens, route.fetched_tokens, route.attempts,
         )  # fmt: skip

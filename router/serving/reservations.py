@@ -1,4 +1,4 @@
-"""Reservations of replicas: the choice of a pair, and what a request counts on there before a report shows it.
+"""Choice and reservation of replicas. A reservation counts a request's load before the replica's reports show it.
 
 `router.routing.chooser`, which is pure, decides. This module gathers its inputs and reserves its decisions.
 """
@@ -40,11 +40,11 @@ from router.telemetry.metrics import Metrics
 logger = logging.getLogger(__name__)
 
 _ANY_LENGTH = 1 << 31  # tokens
-_REPORTED_S = 1.0  # until the replica itself has published a computed prompt's blocks
+_REPORTED_S = 1.0  # delay within which the replica itself publishes a computed prompt's blocks
 
 
 class Reservation:
-    """Counts at `replica` from its creation until `end`, which is idempotent."""
+    """Load counted at `replica` from construction until `end`, which is idempotent."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Reservation:
         num_blocks: int = 0,
         num_streams: int = 0,
     ) -> None:
-        """prompt_tokens: to be computed there. num_requests: under way there. num_blocks: with the predicted answer."""
+        """prompt_tokens: tokens to compute. num_requests: running calls. num_blocks: includes the predicted answer."""
         self.num_blocks = num_blocks
         self._amounts = (prompt_tokens, num_requests, num_blocks, num_streams)
         self._replica: Replica | None = replica
@@ -68,17 +68,17 @@ class Reservation:
 
 
 class PromptReservation:
-    """A prompt that `replica` is to compute: its part of the queue there, and blocks that other requests may expect."""
+    """Prompt to be computed by `replica`: tokens in its queue, and blocks that the index expects there."""
 
     def __init__(self, replica: Replica, index: PrefixIndex, hashes: Sequence[bytes], *, num_tokens: int) -> None:
-        """hashes: of the prompt's full blocks. num_tokens: that the replica must compute of it."""
+        """hashes: hashes of the prompt's full blocks. num_tokens: prompt tokens to compute."""
         self._settle = partial(index.settle, replica.id, hashes)
         self._queued = Reservation(replica, prompt_tokens=num_tokens)
         self._is_over = False
         index.expect(replica.id, hashes)
 
     def end(self, *, is_computed: bool = False) -> None:
-        """End it when the prompt is computed or given up. Idempotent."""
+        """End the reservation when the prompt is computed or abandoned. Idempotent."""
         if self._is_over:
             return
         self._is_over = True
@@ -92,14 +92,14 @@ class PromptReservation:
 @dataclass(frozen=True, kw_only=True)
 class Pair:
     """Replicas for one attempt. Without a prefill replica the decode replica computes the prompt; without a decode
-    replica only the first tokens are wanted."""
+    replica the request ends with the first token of each choice."""
 
     prefill: Replica | None
     decode: Replica | None
-    prompt: PromptReservation  # where the prompt is computed, until it is
-    answer: Reservation | None  # blocks and streams of the decode replica, while the pair is used
-    prefix_source: PrefixSource | None  # peer from which the prompt's replica may fetch what it lacks of the prefix
-    revision: int | None = None  # of both; None: there is only one
+    prompt: PromptReservation  # at the replica that computes the prompt, until it is computed
+    answer: Reservation | None  # blocks and streams of the decode replica, until the pair is released
+    prefix_source: PrefixSource | None  # peer from which the prompt's replica may fetch missing prefix blocks
+    revision: int | None = None  # revision of both replicas; None while there is only one
 
     def end(self) -> None:
         """End both reservations."""
@@ -110,7 +110,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Demand:
-    """A request as it is weighed, again and again while it waits."""
+    """Request with its derived room and block hashes, computed once for all routing decisions while it waits."""
 
     request: SequenceRequest
     need: Need
@@ -122,7 +122,7 @@ class Demand:
 
 
 class Reservations:
-    """Chooses and reserves replicas for the requests of one router. Lives on the event loop."""
+    """Chooser and bookkeeper of replicas for the requests of one router. Lives on the event loop."""
 
     def __init__(
         self,
@@ -136,8 +136,8 @@ class Reservations:
         revisions: Revisions,
         decisions: Decisions,
     ) -> None:
-        """model: fingerprint, as in the prefix hashes. queue_s: how long an admitted request waits for a replica to
-        come where there is none."""
+        """model: fingerprint, as in the prefix hashes. queue_s: maximum wait of an admitted request while no replica
+        can answer."""
         self.replicas = replicas
         self.on_change: Callable[[], None] = lambda: None  # called when room may have come free
         self._chooser = chooser
@@ -151,12 +151,12 @@ class Reservations:
         replicas.on_change = lambda: self.on_change()
 
     def with_room(self, demand: Demand, *, num_waiting: int, may_displace: bool) -> Pair | None:
-        """Reserve the cheapest pair with room for a new request; None where there is none.
+        """Reserve the cheapest pair with room for a new request; None if there is none.
 
-        num_waiting: requests that wait for room. may_displace: a decode replica without free blocks will do.
+        num_waiting: number of queued requests. may_displace: accept a decode replica without free blocks.
         """
         self.replicas.availability.check()
-        self.check_fit(demand.request, share=1.0)  # the first replica may have come only now
+        self.check_fit(demand.request, share=1.0)  # the first replica may have joined after admission began
         decodes = self._loads(Role.DECODE, demand)
         some: Sequence[ReplicaLoad] = with_room(decodes, demand.need)
         if not some and may_displace:
@@ -174,11 +174,10 @@ class Reservations:
     async def next_pair(
         self, request: SequenceRequest, *, avoid: Set[str], num_waiting: int, served_by: int | None = None
     ) -> Pair:
-        """Reserve the cheapest pair for a request that was admitted before, with or without room. Waits while no
-        replica answers.
+        """Reserve the cheapest pair for a request that was admitted before, with or without room.
 
-        Replicas in `avoid` are the last resort. served_by: the revision of an earlier pair. Raises ModelUnavailable,
-        RequestError and DeadlineExceeded.
+        Waits while no replica can answer. Replicas in `avoid` are the last resort. served_by: the revision of an
+        earlier pair. Raises ModelUnavailable, RequestError and DeadlineExceeded.
         """
         demand = self.demand(request)
         wait_s = self._queue_s if request.deadline_s is None else min(self._queue_s, request.deadline_s)
@@ -188,7 +187,7 @@ class Reservations:
             self.replicas.availability.check()
             self.check_fit(request, share=1.0)
             decodes = self._loads(Role.DECODE, demand)
-            # A prompt may wait behind others where the beginning of it is.
+            # Prefill replicas without room qualify here: the prompt may queue where its prefix is cached.
             for revision in self._revisions.after(served_by, untried={load.replica for load in decodes} - avoid):
                 if pair := self._choose(demand, with_room(decodes, demand.need), revision, avoid=avoid):
                     return pair
@@ -200,20 +199,26 @@ class Reservations:
                 await self.replicas.changed(timeout_s=give_up_at - now())
             except TimeoutError:
                 if wait_s == request.deadline_s:
-                    raise DeadlineExceeded(f"request {request.id}: no decode replica came in its time") from None
+                    raise DeadlineExceeded(
+                        f"request {request.id}: no decode replica became available within {wait_s:g} s"
+                    ) from None
                 raise self.replicas.availability.error() from None
 
     def another_prefill(self, request: SequenceRequest, pair: Pair, *, avoid: Set[str]) -> Pair | None:
-        """Return the pair with another prefill replica, for a request whose decode replica waits for its prompt."""
+        """Return the pair with another prefill replica, for a request whose decode replica already waits for its KV."""
         if pair.decode is None:
             return None
         demand, decode = self.demand(request), pair.decode
-        prefills = [load for load in self._loads(Role.PREFILL, demand) if self._revisions.meet(load.replica, decode.id)]
+        prefills = [
+            load
+            for load in self._loads(Role.PREFILL, demand)
+            if self._revisions.in_one_revision(load.replica, decode.id)
+        ]
         decision = self._chooser.choose_prefill(demand.need, prefills, decode.load(), self._depths(demand), avoid=avoid)
         return self._pair(demand, decision, decode, pair.answer, pair.revision) if decision else None
 
     def another_decode(self, request: SequenceRequest, source: str) -> DecodeStream | None:
-        """Choose a decode replica, with room if any has, for a choice on `source`, which drains; and a stream there."""
+        """Return a stream on another decode replica, preferably one with room, for a choice on draining `source`."""
         demand = self.demand(request)
         depths = self._depths(demand)
         decodes = [load for load in self._loads(Role.DECODE, demand) if self._revisions.may_move(source, load.replica)]
@@ -229,14 +234,14 @@ class Reservations:
         self.on_change()
 
     def may_try_again(self, error: ClusterError, avoid: Set[str]) -> bool:
-        """Return whether another try may help. Where every decode replica is full, the client gets the error at
-        once."""
+        """Return whether another attempt may help. If every replica that can answer has rejected the request for lack
+        of room, the client gets the error at once."""
         if isinstance(error, CapacityError):
             return any(replica.id not in avoid for replica in self.replicas.answerers())
         return may_retry(error)
 
     def finished(self, num_tokens: Iterable[int]) -> None:
-        """Learn from answers of these lengths, which have ended."""
+        """Update the length prediction with the lengths of finished answers."""
         for number in num_tokens:
             self._answers.add(number)
 
@@ -254,7 +259,7 @@ class Reservations:
         return self._need(request).num_blocks
 
     def free_places(self) -> Places:
-        """Sum the free places of decode replicas, and of prefill replicas for guests."""
+        """Sum the free places of decode replicas, and of prefill replicas for local decodes."""
         free = NO_PLACES
         for replica in self.replicas.usable(Role.DECODE):
             load = replica.load()
@@ -268,20 +273,23 @@ class Reservations:
         return sum(replica.member.num_blocks for replica in self.replicas.usable(Role.DECODE))
 
     def check_fit(self, request: SequenceRequest, *, share: float) -> None:
-        """Raises RequestError where there are decode replicas, and none could ever hold the request. share: of them,
-        that one tenant may have."""
+        """Raise RequestError if there are decode replicas, but none can ever hold the request.
+
+        share: part of the decode replicas that one tenant may use.
+        """
         members = [replica.member for replica in self.replicas.usable(Role.DECODE)]
         if not members:
             return
         if len(request.token_ids) >= (limit := max(member.max_tokens for member in members)):
             raise ContextLengthExceeded(
-                f"{len(request.token_ids)} tokens leave no room in the {limit} that a replica holds", param="prompt"
+                f"the prompt has {len(request.token_ids)} tokens; a replica holds {limit}, answer included",
+                param="prompt",
             )
         places = [member.max_running for member in members]
         if len(request.choices) > (most := min(max(places), most_choices(sum(places), share=share))):
-            of_whom = "" if most == max(places) else " of one tenant"
+            owner = "" if most == max(places) else " of one tenant"
             raise RequestError(
-                f"n: a replica runs at most {most} choices{of_whom} at once, not {len(request.choices)}", param="n"
+                f"n: a replica runs at most {most} choices{owner} at once, not {len(request.choices)}", param="n"
             )
 
     def _choose(
@@ -293,7 +301,7 @@ class Reservations:
         avoid: Set[str] = frozenset(),
         prefill_needs_room: bool = False,
     ) -> Pair | None:
-        """Reserve the cheapest pair, both of `revision`; None: all replicas are of one."""
+        """Reserve the cheapest pair of `revision` (None: all replicas are of one revision)."""
         if not (decodes := _of_revision(revision, decodes)):
             return None
         prefills = _of_revision(revision, self._loads(Role.PREFILL, demand))
@@ -313,8 +321,10 @@ class Reservations:
         avoid: Set[str] = frozenset(),
         prefill_needs_room: bool = False,
     ) -> Pair | None:
-        """Reserve a prefill replica that answers alone, if none of these decode replicas has room and waiting for it
-        costs more. An offline request takes such a place only where there is no decode replica."""
+        """Reserve a prefill replica that answers alone, if no decode replica has room and waiting for one costs more.
+
+        An offline request decodes locally only if there is no decode replica.
+        """
         decodes = _of_revision(revision, decodes)
         if (decodes and demand.is_offline) or with_room(decodes, demand.need):
             return None
@@ -345,7 +355,7 @@ class Reservations:
         logger.debug("route request=%s %s", demand.request.id, decision.options[0])
         decode = self._replica(decision.decode)
         if (decision.decode and not decode) or (decision.prefill and not self._replica(decision.prefill)):
-            raise ClusterError(f"the routing policy named {decision.options[0]}: no such replica")
+            raise ClusterError(f"the routing policy chose an unknown replica: {decision.options[0]}")
         need = demand.need
         answer = Reservation(decode, num_blocks=need.num_blocks, num_streams=need.num_streams) if decode else None
         return self._pair(demand, decision, decode, answer, revision.number if revision else None)
@@ -358,7 +368,7 @@ class Reservations:
         answer: Reservation | None,
         revision: int | None,
     ) -> Pair:
-        """Reserve the prompt, too, where it is to be computed."""
+        """Reserve the prompt at the replica that computes it, and build the pair."""
         prefill = self._replica(decision.prefill)
         computes = prefill or decode
         assert computes
@@ -388,12 +398,12 @@ class Reservations:
         return self._answers.predict(max(1, request.sampling.max_tokens - request.num_generated))
 
     def _loads(self, role: Role, demand: Demand) -> list[ReplicaLoad]:
-        """Return the usable replicas that know everything the request asks for."""
+        """Return the loads of the usable replicas that support all features of the request."""
         usable = self.replicas.usable(role)
         return [replica.load() for replica in usable if replica.member.understands(demand.request)]
 
     def _depths(self, demand: Demand) -> Mapping[str, Depths]:
-        """Return how much of the prompt each replica holds; nothing where all of it must be computed again."""
+        """Return how much of the prompt each replica holds; empty if all of it must be computed anyway."""
         return {} if demand.request.num_prompt_logprobs is not None else self.replicas.index.depths(demand.hashes)
 
     def _replica(self, name: str | None) -> Replica | None:
@@ -401,7 +411,7 @@ class Reservations:
 
 
 def may_retry(error: ClusterError) -> bool:
-    """Return whether another replica may succeed where this error came from one."""
+    """Return whether another replica may succeed after this error."""
     return isinstance(error, ReplicaLost | CapacityError | TransferError) and not isinstance(error, LayoutMismatch)
 
 

@@ -1,4 +1,4 @@
-"""Queue of the tokens of one request, on their way to its client."""
+"""Queue of one request's tokens, from the replicas to the frontend."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from core.types.request import SampledToken
 
-_TOGETHER = 64  # some 1 ms of work for a door
+_TOGETHER = 64  # about 1 ms of work for an endpoint
 
 
 class ResponseQueue:
-    """Queue of one request's tokens; one iteration takes up to 64 of those that wait.
+    """Queue of one request's tokens; each iteration returns up to 64 waiting tokens.
 
     Belongs to the event loop, and has one consumer.
     """
@@ -22,13 +22,14 @@ class ResponseQueue:
         self._bundles: deque[dict[int, list[SampledToken]]] = deque()  # by choice; all but the last are full
         self._num_in_last = 0
         self._is_over = False
-        # One at most. It is dropped when it is raised: its traceback refers to this queue.
+        # At most one error, dropped when it is raised: its traceback refers to this queue.
         self._errors: list[Exception] = []
         self._loop = asyncio.get_running_loop()
-        self._waking: asyncio.Future[None] | None = None  # the consumer; an Event would cost twice as much per token
+        # Set while the consumer waits. An Event would cost twice as much per token.
+        self._waking: asyncio.Future[None] | None = None
 
     def put(self, choice: int, tokens: Sequence[SampledToken]) -> None:
-        """At least one, which have come together."""
+        """Append one or more tokens of a choice."""
         for token in tokens:
             if not self._bundles or self._num_in_last == _TOGETHER:
                 self._bundles.append({})
@@ -49,9 +50,9 @@ class ResponseQueue:
         return self
 
     async def __anext__(self) -> dict[int, list[SampledToken]]:
-        """Return at least one token, by choice. Raises the error with which it ended, once, after the last token.
+        """Return at least one token, by choice. After the last token, raises the queue's error once, if it has one.
 
-        Between two full bundles it yields to the event loop, so that other requests have their turn.
+        Between two full bundles it yields to the event loop, so that other requests get their turn.
         """
         if len(self._bundles) > 1:
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Keeping up with the revisions of the deployment, and telling its controller what becomes of requests on each."""
+"""Watch of the deployment's revisions in Redis, and the report of request counts per revision to the controller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LOOK_S = 0.25
 
 
 class RevisionWatch:
-    """Owns `redis`. While Redis is unavailable the known revisions stay."""
+    """Follower of the revision table. Owns `redis`. While Redis is unavailable the known revisions stay."""
 
     def __init__(
         self,
@@ -31,18 +31,18 @@ class RevisionWatch:
         router: str,
         known: RevisionTable | None = None,
     ) -> None:
-        """name: of the deployment. key: by which its processes seal what they say of revisions. router: this one.
-        known: by the controller's own word; an older table is not believed."""
+        """name: deployment. key: key with which its processes sign revision messages. router: name of this router.
+        known: table received from the controller directly; older tables in Redis are ignored."""
         self._redis = redis
         self._revisions = revisions
         self._channel = RevisionChannel(redis, name=name, key=key, least_version=known.version if known else 0)
         if known:
             revisions.take(known)
         self._router = router
-        self._reach = RedisReach("requests go to the revisions that are known")
+        self._reach = RedisReach("requests go to the known revisions")
 
     async def follow_forever(self) -> None:
-        """Until cancelled."""
+        """Follow the revision table and report counts until cancelled."""
         me = asyncio.current_task()
         while not (me and me.cancelling()):  # redis-py may swallow a cancellation
             try:
@@ -51,7 +51,7 @@ class RevisionWatch:
             except RedisError as error:
                 self._reach.missed(error)
             except (ValueError, KeyError, TypeError) as error:
-                logger.error("the revisions in Redis cannot be read: %s", error)
+                logger.error("malformed revision table in Redis: %s", error)
             await asyncio.sleep(_LOOK_S)
 
     async def close(self) -> None:

@@ -1,8 +1,8 @@
-"""What a router asks of one replica, over proto/worker.proto or, in tests, of a fake.
+"""Interface of a replica to its router, implemented over proto/worker.proto and by a fake in tests.
 
-Both roles answer `follow` and `close`; a prefill replica `prefill`, a decode replica the rest. Requests go in as our
-own words, and what comes back is read from the messages as they came. Whatever goes wrong is a ClusterError: the
-replica's own, ReplicaLost where it could not even answer, DeadlineExceeded where a `timeout_s` has passed.
+Both roles implement `follow` and `close`; a prefill replica also `prefill`, a decode replica the rest. Requests are
+passed as core types; events are protobuf messages. Every failure raises ClusterError: the replica's own error,
+ReplicaLost if the replica cannot be reached, DeadlineExceeded after `timeout_s`.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ Event_co = TypeVar("Event_co", covariant=True)
 
 
 class WorkerCall(Protocol[Event_co]):
-    """A call that is under way until it is cancelled or its events end. Iterate it in one task at a time."""
+    """Running call; ends when it is cancelled or its events end. Iterate it from one task at a time."""
 
     def __aiter__(self) -> WorkerCall[Event_co]: ...
     async def __anext__(self) -> Event_co: ...
 
     def cancel(self) -> None:
-        """The replica may forget it. Any number of times, also after its end."""
+        """Cancel the call. Idempotent, also after its end."""
         ...
 
 
 class Worker(Protocol):
-    """One replica, as far as its router can reach it."""
+    """Connection from a router to one replica."""
 
     async def follow(self, take: Callable[[pb.Frame], None]) -> None:
-        """Hand each frame to `take`: the replica's status and the tokens of all our requests there, at least once a
-        second. Returns when the replica closes the stream; raises what `take` raises."""
+        """Pass each frame to `take`, at least once per second: the replica's status and this router's tokens.
+
+        Returns when the replica closes the connection. Also raises the errors of `take`.
+        """
         ...
 
     def prefill(
@@ -45,9 +47,9 @@ class Worker(Protocol):
         fetch_only: bool = False,
         timeout_s: float | None = None,
     ) -> WorkerCall[pb.PrefillEvent]:
-        """Compute a prompt and ship it along the handoff; without one only the first tokens are wanted.
+        """Compute a prompt and ship its KV along the handoff; without a handoff, return only the first tokens.
 
-        fetch_only: take over what the holder has and compute nothing.
+        fetch_only: fetch the blocks of the prefix source and compute nothing.
         """
         ...
 
@@ -60,18 +62,18 @@ class Worker(Protocol):
         prefix_source: PrefixSource | None = None,
         timeout_s: float | None = None,
     ) -> WorkerCall[pb.GenerateEvent]:
-        """A lease: the replica holds blocks for the request, and generates, while the call lives.
+        """Open a lease: the replica holds blocks for the request and generates while the call lives.
 
-        continues: the KV comes from the decode replica that runs the choice now.
+        continues: the KV comes from the decode replica that currently runs the choice.
         """
         ...
 
     async def migrate(self, stream: int, handoff: Handoff) -> pb.MigrateReply:
-        """Ship a choice that runs there to whoever made the handoff. Cancelled: the choice stays."""
+        """Ship a running choice to the replica that issued the handoff. If cancelled, the choice stays."""
         ...
 
     async def stop(self, streams: Sequence[int], *, timeout_s: float) -> None:
-        """These choices need no more tokens."""
+        """Stop generating for these streams."""
         ...
 
     async def close(self) -> None: ...

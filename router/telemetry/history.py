@@ -1,4 +1,4 @@
-"""The last minutes of a router, second by second: tokens, requests, how long first and other tokens took."""
+"""History of a router over the last minutes, one point per second: token and request rates, and latencies."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _POINTS = 300
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Of one second. A quantile is None where nothing came in it."""
+    """Rates and latencies of one second. Quantiles are None if nothing arrived in it."""
 
-    at: float  # by the clock `time.monotonic`
+    at: float  # time.monotonic
     tokens_per_s: float
     requests_per_s: float
     ttft_s: tuple[float, float] | None  # P50, P99
@@ -28,7 +28,7 @@ class Point:
 
 
 class History:
-    """Lives on the event loop; `take` is called about once a second."""
+    """History of one router. Lives on the event loop; `take` is called about once per second."""
 
     def __init__(self, metrics: Metrics) -> None:
         self.points: deque[Point] = deque(maxlen=_POINTS)
@@ -68,21 +68,24 @@ class _Counted:
     tokens: float
     requests: float
     waiting: int
-    ttft: Sequence[tuple[float, float]]  # upper bound, and how many were below it
+    ttft: Sequence[tuple[float, float]]  # (upper bound, cumulative count)
     itl: Sequence[tuple[float, float]]
 
 
 def quantile(q: float, counts: Sequence[tuple[float, float]]) -> float | None:
-    """Of a histogram's cumulative counts by upper bound, as Prometheus has it; None where nothing was counted."""
+    """Return the q-quantile of a histogram, interpolated as in Prometheus; None if it is empty.
+
+    counts: (upper bound, cumulative count) in ascending order.
+    """
     total = counts[-1][1] if counts else 0.0
     if not total:
         return None
-    wanted, (bound, count) = q * total, counts[0]
-    if wanted <= count:
-        return bound * wanted / count
+    rank, (bound, count) = q * total, counts[0]
+    if rank <= count:
+        return bound * rank / count
     for (low, below), (high, count) in pairwise(counts):
-        if wanted <= count:
-            return low if high == float("inf") else low + (high - low) * (wanted - below) / (count - below)
+        if rank <= count:
+            return low if high == float("inf") else low + (high - low) * (rank - below) / (count - below)
     return counts[-1][0]
 
 

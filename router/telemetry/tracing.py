@@ -1,12 +1,12 @@
-"""Spans of requests, for whoever collects them by OTLP: the request itself, and below it each state of its life.
+"""OTLP tracing: one span per request, with a child span for each phase of its timeline.
 
-A request's own span begins at the door, under the client's `traceparent` if it came with one, and goes on to the
-replicas in the metadata of their calls. The spans below it are made when it is over, from what the router has noted of
-its life anyway, and only where it is sampled: so a token's way knows nothing of any of this. They are sent by a thread
-of the exporter's, which drops what it has no room for.
+The request's span begins at the endpoint, as a child of the client's `traceparent` if there is one. Calls to replicas
+carry its `traceparent` in their metadata. The child spans are created when the request ends, from the timeline that the
+router keeps anyway, and only if it is sampled, so tracing adds no work per token. A thread of the exporter sends the
+spans and drops those that exceed its queue.
 
-Spans of what passed on a replica say so by their resource. The replicas themselves send none: they tell the router
-durations, so that a trace is whole also where a replica was lost, and no clocks are compared.
+The resource of a span names the replica where the phase ran. Replicas send no spans: they report durations to the
+router, so a trace is complete even if a replica was lost, and clocks are never compared.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from core.spec.schema import TracingSpec
 from core.types.errors import SpecError
 from core.types.timeline import Span, Timeline
 
-if TYPE_CHECKING:  # whoever does not trace does not load it
+if TYPE_CHECKING:  # opentelemetry is loaded only if tracing is on
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
     from opentelemetry.trace import Span as OtelSpan
     from opentelemetry.trace import Tracer
 
-_MAX_REPLICAS = 256  # whose resources are kept; ids are never used again
-_LAST_WORDS_S = 3.0  # for spans to be sent, the last ones included
-_SAY_S = 60.0
+_MAX_REPLICAS = 256  # tracers kept, one per replica; replica ids are never reused
+_EXPORT_TIMEOUT_S = 3.0
+_LOG_INTERVAL_S = 60.0
 _ROUTER = "router"
 
 
 class Tracing:
-    """Of one router. Lives on its event loop."""
+    """Tracing of one router. Lives on its event loop."""
 
     def __init__(self, processor: SpanProcessor, *, ratio: float, deployment: str, router: str) -> None:
-        """processor: to which spans go. ratio: of the requests that nobody else has decided on."""
+        """processor: receives the finished spans. ratio: sampled fraction of requests without a `traceparent`."""
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # It would repeat a client's words, line by line, where its `tracestate` makes no sense.
+        # Below ERROR it logs the client's text, line by line, for a malformed `tracestate`.
         logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
         self._processor = processor
         self._deployment = deployment
@@ -54,7 +54,7 @@ class Tracing:
 
     @classmethod
     def of(cls, spec: TracingSpec, *, deployment: str, router: str) -> Tracing | None:
-        """None where nobody collects. Raises SpecError where the exporter is not installed."""
+        """Build the tracing of a spec; None if it has no endpoint. Raises SpecError if the exporter is missing."""
         if spec.otlp_endpoint is None:
             return None
         try:
@@ -62,17 +62,19 @@ class Tracing:
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
         except ImportError:
             raise SpecError(
-                "tracing.otlp_endpoint needs a package that is not there: "
+                "tracing.otlp_endpoint needs a package that is not installed: "
                 "pip install opentelemetry-exporter-otlp-proto-http"
             ) from None
         endpoint = None if spec.otlp_endpoint == "environment" else spec.otlp_endpoint.rstrip("/") + "/v1/traces"
-        processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_LAST_WORDS_S))
-        logging.getLogger(OTLPSpanExporter.__module__).addFilter(Seldom(_SAY_S))
+        processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_EXPORT_TIMEOUT_S))
+        logging.getLogger(OTLPSpanExporter.__module__).addFilter(LogThrottle(_LOG_INTERVAL_S))
         return cls(processor, ratio=spec.ratio, deployment=deployment, router=router)
 
     def begin(self, name: str, headers: Mapping[str, str]) -> Trace | None:
-        """A request is at the door. headers: with `traceparent` and `tracestate` in small letters, if it has them; what
-        makes no sense there begins a trace of its own. None: nobody has decided on it, and it is not drawn."""
+        """Begin the trace of a request; None if it has no `traceparent` and is not sampled.
+
+        headers: lower-case names; `traceparent` and `tracestate` are used if present. Malformed ones start a new trace.
+        """
         if "traceparent" not in headers and random.random() >= self._ratio:
             return None
         from opentelemetry.context import Context
@@ -83,7 +85,7 @@ class Tracing:
         return Trace(self, span)
 
     def tracer_of(self, replica: str) -> Tracer:
-        """By which spans of what passed there are made; "": here."""
+        """Return the tracer for spans of a replica, or of this router if `replica` is empty."""
         if not replica:
             return self._tracer
         if found := self._tracers.get(replica):
@@ -97,11 +99,11 @@ class Tracing:
         return tracer
 
     def flush(self) -> None:
-        """Send what waits for that. Waits a few seconds; call it on a thread."""
-        self._processor.force_flush(int(1e3 * _LAST_WORDS_S))
+        """Send the queued spans. Blocks for up to _EXPORT_TIMEOUT_S: call it on a thread."""
+        self._processor.force_flush(int(1e3 * _EXPORT_TIMEOUT_S))
 
     def close(self) -> None:
-        """Send what is left, likewise."""
+        """Send the queued spans and shut down. Blocks like `flush`."""
         self.flush()
         self._processor.shutdown()
 
@@ -110,18 +112,18 @@ class Tracing:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.sampling import DEFAULT_ON
 
-        who = {
+        attributes = {
             "service.namespace": self._deployment,
             "service.name": f"xpyd-{role}",
             "service.instance.id": instance,
         }
-        provider = TracerProvider(sampler=DEFAULT_ON, resource=Resource.create(who), shutdown_on_exit=False)
+        provider = TracerProvider(sampler=DEFAULT_ON, resource=Resource.create(attributes), shutdown_on_exit=False)
         provider.add_span_processor(self._processor)
         return provider
 
 
-class Seldom(logging.Filter):
-    """Of records in a row, lets through the first of each so many seconds: a collector that is away is news once."""
+class LogThrottle(logging.Filter):
+    """Log filter that passes at most one record per interval, for errors that an absent collector repeats."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -137,7 +139,7 @@ class Seldom(logging.Filter):
 
 
 class Trace:
-    """Of one request at a door, with all the prompts that it brought."""
+    """Trace of one client request, with all its prompts."""
 
     def __init__(self, tracing: Tracing, span: OtelSpan) -> None:
         context = span.get_span_context()
@@ -151,7 +153,10 @@ class Trace:
         return self._span.is_recording()
 
     def tell(self, attributes: Mapping[str, str | int | float], life: Timeline) -> None:
-        """One of its prompts is over; where it is sampled. attributes: of all that was done for it."""
+        """Add the spans of a finished prompt; call it only if the trace is sampled.
+
+        attributes: set on the request's span.
+        """
         from opentelemetry.context import Context
         from opentelemetry.trace import set_span_in_context
 
@@ -159,13 +164,13 @@ class Trace:
             self._span.set_attribute(name, value)
         for trouble in life.troubles:
             self._span.add_event("goes on elsewhere", {"reason": trouble})
-        below = set_span_in_context(self._span, Context())
+        parent = set_span_in_context(self._span, Context())
         wall_ns = time.time_ns() - int(1e9 * (time.monotonic() - life.began))
         for span in life.told():
-            self._tell(span, below, wall_ns, request=str(attributes.get("xpyd.request", "")))
+            self._add_child(span, parent, wall_ns, request=str(attributes.get("xpyd.request", "")))
 
     def end(self, *, status: str = "", is_our_fault: bool = False) -> None:
-        """The door has nothing more to say. status: its protocol's."""
+        """End the request's span. status: status code of the endpoint's protocol."""
         if self.is_sampled:
             from opentelemetry.trace import Status, StatusCode
 
@@ -175,11 +180,12 @@ class Trace:
                 self._span.set_status(Status(StatusCode.ERROR))
         self._span.end()
 
-    def _tell(self, span: Span, below: Context, wall_ns: int, *, request: str) -> None:
+    def _add_child(self, span: Span, parent: Context, wall_ns: int, *, request: str) -> None:
+        """Emit one phase as a child span. wall_ns: wall-clock time at the start of the timeline."""
         attributes: dict[str, Any] = {"xpyd.request": request}
         if span.replica:
             attributes["xpyd.replica"] = span.replica
-        made = self._tracing.tracer_of(span.replica).start_span(
-            span.state.value, below, attributes=attributes, start_time=wall_ns + int(1e9 * span.start_s)
+        child = self._tracing.tracer_of(span.replica).start_span(
+            span.state.value, parent, attributes=attributes, start_time=wall_ns + int(1e9 * span.start_s)
         )
-        made.end(wall_ns + int(1e9 * span.end_s))
+        child.end(wall_ns + int(1e9 * span.end_s))

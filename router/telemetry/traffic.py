@@ -1,7 +1,7 @@
-"""The last requests of one router: their hashes, lengths and times, and never a word of them.
+"""Record of one router's last requests: prefix hashes, lengths and times, but no text.
 
-Always kept, in bounded memory. The ids of a prompt are chained hashes keyed by a secret of the deployment, of 64 tokens
-each: who has them without the key can neither read a prompt out of them nor try whether a guess is right.
+Always on, in bounded memory. The ids of a prompt are chained hashes, one per 64 tokens, keyed with a secret of the
+deployment. Without the key, a prompt can neither be read from them nor be confirmed by guessing.
 """
 
 from __future__ import annotations
@@ -16,47 +16,49 @@ from time import monotonic
 from core.trace.traffic import KEPT_S, TOKENS_PER_HASH, ReplicaReport, SeenRequest, TrafficReport
 
 _MAX_REQUESTS = 50_000
-_MAX_IDS = 2_000_000  # of all requests, eight bytes each
+_MAX_IDS = 2_000_000  # total over all requests, eight bytes each
 _ID_BYTES = 8
 
 
 class TrafficRecord:
-    """Lives on the router's event loop."""
+    """Record of recent requests. Lives on the router's event loop."""
 
     def __init__(self, key: bytes, *, router: str = "", now: Callable[[], float] = monotonic) -> None:
         self._key = key
         self._router = router
         self._now = now
-        self._requests: OrderedDict[int, SeenRequest] = OrderedDict()  # by number, as they arrived
+        self._requests: OrderedDict[int, SeenRequest] = OrderedDict()  # by number, in order of arrival
         self._next_number = 0
         self._num_ids = 0
-        self._untold: dict[int, None] = {}  # numbers that nobody was told of
-        self._changed: dict[int, None] = {}  # told of, but not of their first token, or that they are over
-        self._unanswered: dict[int, Callable[[], float]] = {}  # until their first token
+        self._unreported: dict[int, None] = {}  # requests that are in no report yet
+        self._changed: dict[int, None] = {}  # reported requests with a first token or an end since
+        self._unanswered: dict[int, Callable[[], float]] = {}  # requests without a first token
         self._num_lost = 0
 
     @property
     def num_requests(self) -> int:
-        """That are remembered."""
+        """Number of recorded requests."""
         return len(self._requests)
 
     def arrived(self, token_ids: Sequence[int], *, salt: str, num_choices: int, ttft_s: Callable[[], float]) -> range:
-        """A request with this prompt, one for each of its choices; its numbers, for `over`. ttft_s: 0 until there is a
-        token."""
+        """Record a request's prompt, once per choice. Return the entries' numbers, for `over`.
+
+        ttft_s: returns the time to first token, 0 before there is one.
+        """
         ids = prefix_ids(self._key, salt, token_ids)
         numbers = range(self._next_number, self._next_number + num_choices)
         self._next_number += num_choices
         now = self._now()
         for number in numbers:
             self._requests[number] = SeenRequest(arrival_s=now, num_tokens=len(token_ids), ids=ids)
-            self._untold[number] = None
+            self._unreported[number] = None
             self._unanswered[number] = ttft_s
             self._num_ids += len(ids)
         self._forget(now)
         return numbers
 
     def over(self, numbers: range, num_outputs: Iterable[int], *, ttft_s: float, itl_s: float) -> None:
-        """As many tokens of each choice. ttft_s: 0 where none came."""
+        """Record the end of a request. num_outputs: number of tokens of each choice. ttft_s: 0 without a token."""
         for number, num_output in zip(numbers, num_outputs, strict=True):
             self._unanswered.pop(number, None)
             if seen := self._requests.get(number):
@@ -65,23 +67,25 @@ class TrafficRecord:
                 self._note_change(number)
 
     def report(
-        self, replicas: tuple[ReplicaReport, ...] = (), *, num_waiting: int = 0, all_of_it: bool = False
+        self, replicas: tuple[ReplicaReport, ...] = (), *, num_waiting: int = 0, is_full: bool = False
     ) -> TrafficReport:
-        """What is new since the last call; or everything that is remembered. replicas, num_waiting: as the router
-        knows them."""
+        """Return the changes since the last call, or everything if is_full.
+
+        replicas, num_waiting: current state of the router, passed through to the report.
+        """
         now = self._now()
         self._forget(now)
         self._note_first_tokens()
-        told = self._requests if all_of_it else self._untold
+        numbers = self._requests if is_full else self._unreported
         report = TrafficReport(
             router=self._router,
-            arrived={number: _ago(self._requests[number], now) for number in told},
-            changed={} if all_of_it else {number: _ago(self._requests[number], now) for number in self._changed},
+            arrived={number: _ago(self._requests[number], now) for number in numbers},
+            changed={} if is_full else {number: _ago(self._requests[number], now) for number in self._changed},
             num_lost=self._num_lost,
             num_waiting=num_waiting,
             replicas=replicas,
         )
-        self._untold, self._changed, self._num_lost = {}, {}, 0
+        self._unreported, self._changed, self._num_lost = {}, {}, 0
         return report
 
     def _note_first_tokens(self) -> None:
@@ -92,11 +96,11 @@ class TrafficRecord:
                 self._note_change(number)
 
     def _note_change(self, number: int) -> None:
-        if number not in self._untold:
+        if number not in self._unreported:
             self._changed[number] = None
 
     def _forget(self, now: float) -> None:
-        """What is old, and what there is no room for."""
+        """Drop old entries, and the oldest ones while the record is too large."""
         requests = self._requests
         while requests:
             number, first = next(iter(requests.items()))
@@ -105,15 +109,15 @@ class TrafficRecord:
                 return
             del requests[number]
             self._num_ids -= len(first.ids or ())
-            self._num_lost += self._untold.pop(number, 0) is None
+            self._num_lost += self._unreported.pop(number, 0) is None
             self._changed.pop(number, None)
             self._unanswered.pop(number, None)
 
 
 def prefix_ids(key: bytes, salt: str, token_ids: Sequence[int]) -> Sequence[int]:
-    """One id for every 64 tokens, and for what is left behind them: equal ids are equal prefixes, of one salt.
+    """Return one id per 64 tokens, the last one possibly of fewer. Equal ids mean equal prefixes with the same salt.
 
-    Each hash is keyed, for the one before it is told, too.
+    Every hash in the chain is keyed, because its predecessor is public.
     """
     packed = array("i", token_ids).tobytes()
     parent = blake2b(salt.encode(), key=key, digest_size=_ID_BYTES, person=b"traffic root").digest()

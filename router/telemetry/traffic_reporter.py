@@ -1,4 +1,4 @@
-"""What one router has seen of traffic, told to the controller, which answers with what its autoscaler has decided."""
+"""Reporter of one router's traffic to the controller, which replies with its autoscaler's decisions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from router.telemetry.traffic import TrafficRecord
 
 logger = logging.getLogger(__name__)
 
-_TELL_S = 5.0
+_REPORT_S = 5.0
 
 
 class TrafficReporter:
-    """Lives on its router's event loop. While nobody collects, the record remembers what there is room for."""
+    """Periodic reporter. Lives on its router's event loop. While the controller is away, the record keeps what fits."""
 
     def __init__(
         self,
@@ -28,33 +28,37 @@ class TrafficReporter:
         num_waiting: Callable[[], int],
         answered: Callable[[Sequence[ShownDecision]], None],
     ) -> None:
-        """num_waiting: requests, at present. answered: called with the autoscaler's last decisions, latest first."""
+        """num_waiting: returns the number of queued requests. answered: called with the autoscaler's last decisions,
+        newest first."""
         self._record = record
         self._replicas = replicas
         self._num_waiting = num_waiting
         self._answered = answered
 
-    async def report_forever(self, tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
-        """Every few seconds. tell: raises ClusterError. A controller with another life than it had before knows
-        nothing yet, and is told everything that is remembered."""
-        life, knows_all = "", False
-        while True:
-            await asyncio.sleep(_TELL_S)
-            report = self._report(all_of_it=not knows_all)
-            try:
-                told = await tell(report)
-            except ClusterError as error:
-                if knows_all:
-                    logger.warning("nobody collects what is told of the traffic: %s", error)
-                life, knows_all = "", False
-            else:
-                life, knows_all = told.life, told.life == life or not life
-                self._answered(told.scaling)
+    async def report_forever(self, send: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
+        """Send a report every _REPORT_S seconds.
 
-    def _report(self, *, all_of_it: bool) -> TrafficReport:
+        send: delivers a report; raises ClusterError. A restarted controller (its reply has another `life`) has lost its
+        state, so the next report is complete.
+        """
+        life, is_synced = "", False
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            report = self._report(is_full=not is_synced)
+            try:
+                answer = await send(report)
+            except ClusterError as error:
+                if is_synced:
+                    logger.warning("traffic report failed: %s", error)
+                life, is_synced = "", False
+            else:
+                life, is_synced = answer.life, answer.life == life or not life
+                self._answered(answer.scaling)
+
+    def _report(self, *, is_full: bool) -> TrafficReport:
         loads = [replica.load() for replica in self._replicas if replica.is_usable]
         replicas = tuple(map(_report_of, loads))
-        return self._record.report(replicas, num_waiting=self._num_waiting(), all_of_it=all_of_it)
+        return self._record.report(replicas, num_waiting=self._num_waiting(), is_full=is_full)
 
 
 def _report_of(load: ReplicaLoad) -> ReplicaReport:

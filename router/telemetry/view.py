@@ -1,6 +1,6 @@
-"""What one router sees of its deployment, in plain values: for `cluster top`, and for the page.
+"""Snapshot of a deployment as one router sees it, in plain values, for `cluster top`.
 
-Ids and tenants in it are clients' words, and whoever shows them must take them for text.
+Request ids and tenants come from clients: escape them before display.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from router.telemetry.history import History, Point
 from router.telemetry.metrics import Metrics
 
 _TAKE_S = 1.0
-_MAX_REPLICAS = 256  # that are told one by one
+_MAX_REPLICAS = 256  # replicas listed individually
 _MAX_FLOWS = 128
 _MAX_DECISIONS = 12
 _MAX_EVENTS = 50
@@ -31,7 +31,7 @@ AutoscalerLog = Callable[[], Sequence[Mapping[str, Any]]]
 
 
 class RouterView:
-    """Lives on the event loop; `run` keeps up with time."""
+    """View of the deployment, updated every second by `run`. Lives on the event loop."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class RouterView:
         routers: Callable[[], Mapping[str, str]] = dict,
         autoscaler: AutoscalerLog = tuple,
     ) -> None:
-        """replicas: of whom there are others at each look. routers: where each answers operators. autoscaler: its last
-        decisions, the latest first: each with `at` (unix seconds), `text` and `reason`."""
+        """replicas: iterated again at each update. routers: returns the admin address of each router.
+        autoscaler: returns its last decisions, newest first, each with `at` (unix seconds), `text` and `reason`."""
         self._names = {"deployment": deployment, "router": router}
         self._replicas = replicas
         self._decisions = decisions
@@ -60,13 +60,13 @@ class RouterView:
         self._events: deque[dict[str, Any]] = deque(maxlen=_MAX_EVENTS)
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Update the view every second until cancelled."""
         while True:
             self.take()
             await asyncio.sleep(_TAKE_S)
 
     def take(self) -> None:
-        """Another second has passed."""
+        """Record the current second: rates, states and state changes."""
         self._history.take()
         states = {}
         for replica in self._replicas:
@@ -82,14 +82,14 @@ class RouterView:
         self._states = states
 
     def now(self, *, has_history: bool = True) -> dict[str, Any]:
-        """has_history: with the last minutes; else with their last second alone."""
+        """Return the snapshot. has_history: include the last minutes; else only their last second."""
         replicas = sorted(self._replicas, key=lambda replica: (self._state(replica) == "ready", _order(replica.id)))
         points = list(self._history.points)
         return {
             **self._names,
             "at": time.time(),
             "routers": dict(self._routers()),
-            "replicas": [self._told(replica) for replica in replicas[:_MAX_REPLICAS]],
+            "replicas": [self._row(replica) for replica in replicas[:_MAX_REPLICAS]],
             "num_replicas": len(replicas),
             "flows": [asdict(flow) for flow in self._flows.lately()[:_MAX_FLOWS]],
             "history": [_point(point) for point in (points if has_history else points[-1:])],
@@ -104,7 +104,7 @@ class RouterView:
             return "draining" if replica.status.draining else "ready"
         return "lost" if replica.id in self._has_lived else "joining"
 
-    def _told(self, replica: Replica) -> dict[str, Any]:
+    def _row(self, replica: Replica) -> dict[str, Any]:
         status, rate = replica.status, self._rates.get(replica.id) or _Rate()
         totals = status.totals
         return {
@@ -137,14 +137,14 @@ class RouterView:
 
 
 def _reused(replica: Replica) -> float | None:
-    """Of its prompts' tokens, those that it held; None where prompts are received as well, and nobody counts these."""
+    """Return the fraction of prompt tokens that were cached; None for decode replicas, which report no such count."""
     totals = replica.status.totals
     is_known = replica.member.role is Role.PREFILL and totals.prompt_tokens
     return min(1.0, totals.prefix_hit_tokens / totals.prompt_tokens) if is_known else None
 
 
 class _Rate:
-    """Tokens a second of one replica."""
+    """Token rates of one replica."""
 
     def __init__(self) -> None:
         self.generated_per_s = self.computed_per_s = 0.0

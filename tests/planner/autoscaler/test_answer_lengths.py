@@ -22,7 +22,7 @@ def _asked(count: int, *, at: float, num_tokens: int = 100, num_output: int | No
     ]
 
 
-def test_the_first_to_end_are_not_taken_for_all() -> None:
+def test_short_answers_that_end_first_do_not_bias_the_estimate() -> None:
     """Answers have become long: two that were short are over, and twenty have come to two hundred tokens."""
     ended, running, waiting = _asked(2, at=0.0, num_output=30), _asked(20, at=90.0), _asked(1, at=100.0)
     waiting[0].ttft_s = None
@@ -32,7 +32,7 @@ def test_the_first_to_end_are_not_taken_for_all() -> None:
     assert lengths[22] >= 300  # and not 30, the mean of those that are over
 
 
-def test_whoever_has_come_far_is_expected_to_come_further() -> None:
+def test_longer_progress_raises_the_expected_length() -> None:
     ended = [*_asked(10, at=0.0, num_output=100), *_asked(10, at=1.0, num_output=300)]
     [far] = _asked(1, at=100.0 - 200 * _ITL_S)
     [near] = _asked(1, at=100.0 - 20 * _ITL_S)
@@ -40,7 +40,7 @@ def test_whoever_has_come_far_is_expected_to_come_further() -> None:
     assert answer_lengths([*ended, near], now_s=100.1)[-1] in range(190, 211)
 
 
-def test_each_kind_of_prompt_has_answers_of_its_own() -> None:
+def test_lengths_are_estimated_per_prompt_length_class() -> None:
     seen = [*_asked(10, at=0.0, num_output=400), *_asked(10, at=0.0, num_tokens=9000, num_output=20)]
     waiting = [*_asked(1, at=10.0), *_asked(1, at=10.0, num_tokens=9000)]
     for one in waiting:

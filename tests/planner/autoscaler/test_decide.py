@@ -49,7 +49,7 @@ def _run(
 
 @given(st.lists(st.none() | st.builds(FakeOutlook, _LOADS, _LOADS), max_size=60), st.integers(1, 3), st.integers(1, 2))
 @settings(max_examples=60, deadline=None)
-def test_no_load_takes_the_pools_beyond_their_limits(
+def test_sizes_stay_within_limits_under_any_load(
     loads: list[FakeOutlook | None], prefill_devices: int, decode_devices: int
 ) -> None:
     autoscaler = _autoscaler(least=2, most=6, max_devices=16, devices=PoolSizes(prefill_devices, decode_devices))
@@ -59,9 +59,7 @@ def test_no_load_takes_the_pools_beyond_their_limits(
 
 @given(_LOADS, _LOADS, st.integers(1, 15), st.integers(1, 15))
 @settings(max_examples=100, deadline=None)
-def test_a_load_that_stays_the_same_comes_to_rest_and_nothing_is_done_twice(
-    prefill: float, decode: float, x: int, y: int
-) -> None:
+def test_constant_load_converges_without_oscillation(prefill: float, decode: float, x: int, y: int) -> None:
     autoscaler = _autoscaler()
     found = _run(autoscaler, [FakeOutlook(prefill, decode)] * 120, PoolSizes(x, y))
     assert not any(decision.is_change for decision in found[60:])
@@ -71,7 +69,7 @@ def test_a_load_that_stays_the_same_comes_to_rest_and_nothing_is_done_twice(
 
 @given(_LOADS, _LOADS, st.floats(1.0, 3.0))
 @settings(max_examples=100, deadline=None)
-def test_more_load_never_comes_to_rest_on_fewer_devices(prefill: float, decode: float, more: float) -> None:
+def test_more_load_never_converges_to_fewer_devices(prefill: float, decode: float, more: float) -> None:
     def rest(times: float) -> PoolSizes:
         autoscaler = _autoscaler()
         return _run(autoscaler, [FakeOutlook(prefill * times, decode * times)] * 60, PoolSizes(1, 1))[-1].after
@@ -79,7 +77,7 @@ def test_more_load_never_comes_to_rest_on_fewer_devices(prefill: float, decode: 
     assert sum(rest(more)) >= sum(rest(1.0)) - 1  # the last one may be of either pool
 
 
-def test_what_turns_is_followed_in_one_decision_for_both_pools() -> None:
+def test_shifted_load_changes_both_pools_in_one_decision() -> None:
     autoscaler = _autoscaler()
     [decision] = _run(autoscaler, [FakeOutlook(2.0, 11.0)], PoolSizes(13, 3))
     assert decision.after == PoolSizes(3, 13) or decision.after.decode >= 12, decision
@@ -87,18 +85,18 @@ def test_what_turns_is_followed_in_one_decision_for_both_pools() -> None:
     assert "worth" in decision.reason and decision.worth_s > decision.price_s > 0
 
 
-def test_one_look_gives_nothing_up_that_may_stay() -> None:
+def test_a_single_decision_never_releases_devices() -> None:
     [decision] = _run(_autoscaler(), [FakeOutlook(9.0, 0.5)], PoolSizes(8, 5))
     assert decision.after.prefill > 8 and sum(decision.after) >= 13
 
 
-def test_what_is_left_over_goes_where_it_is_needed_most() -> None:
+def test_surplus_devices_go_to_the_busier_pool() -> None:
     """Half of the devices would do; the others do not stay where they were when the load was another."""
     [decision] = _run(_autoscaler(), [FakeOutlook(1.5, 5.0)], PoolSizes(13, 3))
     assert decision.after == PoolSizes(4, 12), decision
 
 
-def test_a_gain_that_costs_more_than_it_saves_is_left() -> None:
+def test_a_change_that_costs_more_than_it_saves_is_skipped() -> None:
     autoscaler = _autoscaler()
     dear = replace(_PRICE, drain_s=100_000.0)
     _, decision = autoscaler.decide(
@@ -107,7 +105,7 @@ def test_a_gain_that_costs_more_than_it_saves_is_left() -> None:
     assert not decision.is_change and "not worth" in decision.reason
 
 
-def test_whoever_shrank_too_early_waits_twice_as_long_the_next_time() -> None:
+def test_premature_scale_down_doubles_the_stabilization_window() -> None:
     autoscaler = _autoscaler()
     low, high = FakeOutlook(1.0, 1.0), FakeOutlook(4.0, 4.0)
 
@@ -122,7 +120,7 @@ def test_whoever_shrank_too_early_waits_twice_as_long_the_next_time() -> None:
     assert later[0] - (first + 1) >= 2 * first
 
 
-def test_without_traffic_the_pools_go_to_their_least_after_a_while() -> None:
+def test_idle_pools_shrink_to_their_minimum() -> None:
     found = _run(_autoscaler(least=2), [None] * 30, PoolSizes(6, 6))
     assert not found[0].is_change and found[0].mode == "idle"
     assert found[-1].after == PoolSizes(2, 2)
@@ -135,7 +133,7 @@ def _answered(count: int, *, now_s: float, ttft_s: float, itl_s: float) -> list[
     ]
 
 
-def test_a_simulator_that_reality_contradicts_is_not_asked_until_it_is_right_again() -> None:
+def test_an_inaccurate_simulator_is_not_used_until_it_is_accurate_again() -> None:
     autoscaler, sizes, state = _autoscaler(), PoolSizes(4, 4), AutoscaleState()
     full = Saturation(prefill=0.1, decode=1.2)
     modes = []
@@ -166,7 +164,7 @@ def test_a_simulator_that_reality_contradicts_is_not_asked_until_it_is_right_aga
         (PoolSizes(3, 1), 1.2, 0.1, PoolSizes(3, 1)),  # the last one stays
     ],
 )
-def test_a_pool_that_has_too_little_gets_it_from_the_other(
+def test_a_hot_pool_gets_a_replica_from_the_other(
     before: PoolSizes, prefill: float, decode: float, after: PoolSizes
 ) -> None:
     state = AutoscaleState(trust=Trust(itl_log=2.0, is_trusted=False))
@@ -175,7 +173,7 @@ def test_a_pool_that_has_too_little_gets_it_from_the_other(
     assert (decision.mode, decision.after) == ("saturation", after)
 
 
-def test_a_simulator_that_is_right_again_is_asked_again_by_few_requests_an_interval() -> None:
+def test_trust_in_the_simulator_returns_with_few_requests_per_interval() -> None:
     predicted = FakeOutlook(1, 1).predict(PoolSizes(2, 2))
     measured = {"num": 4.0, "good_share": 1.0, "ttft_p50_s": predicted.ttft_p50_s, "itl_s": predicted.itl_s}
     trust = Trust(itl_log=1.0, is_trusted=False)
@@ -184,7 +182,7 @@ def test_a_simulator_that_is_right_again_is_asked_again_by_few_requests_an_inter
     assert trust.is_trusted
 
 
-def test_a_few_requests_prove_nothing_against_the_simulator() -> None:
+def test_few_requests_do_not_end_trust_in_the_simulator() -> None:
     predicted = FakeOutlook(1, 1).predict(PoolSizes(2, 2))
     measured = {"num": 3.0, "good_share": 0.0, "ttft_p50_s": 99.0, "itl_s": 9.0}
     trust = Trust()
@@ -193,7 +191,7 @@ def test_a_few_requests_prove_nothing_against_the_simulator() -> None:
     assert trust == Trust()
 
 
-def test_limits_missed_that_should_have_been_kept_are_asked_for_with_more_load() -> None:
+def test_unexpected_slo_misses_raise_the_load_correction() -> None:
     autoscaler, state, sizes = _autoscaler(), AutoscaleState(), PoolSizes(4, 4)
     for number in range(1, 8):
         missed = _answered(50, now_s=30.0 * number, ttft_s=2.5, itl_s=0.02)
@@ -206,11 +204,11 @@ def test_limits_missed_that_should_have_been_kept_are_asked_for_with_more_load()
     assert any(isinstance(p, Prediction) and p.load > 1.0 for p in decision.tried)
 
 
-def test_sizes_outside_of_new_limits_come_back_within_them_at_once() -> None:
+def test_sizes_outside_new_limits_are_corrected_at_once() -> None:
     [decision] = _run(_autoscaler(most=4, max_devices=6), [FakeOutlook(1.0, 1.0)], PoolSizes(9, 2))
     assert decision.mode == "limits" and decision.after == PoolSizes(4, 2)
 
 
-def test_a_decision_can_be_written_and_read() -> None:
+def test_decision_json_round_trip() -> None:
     [decision] = _run(_autoscaler(), [FakeOutlook(2.0, 11.0)], PoolSizes(13, 3))
     assert ScalingDecision.of(decision.as_dict()) == decision

@@ -19,14 +19,14 @@ def _requests(arrivals: list[float], *, num_tokens: int = 640, num_output: int |
     ]
 
 
-def test_a_level_stays_and_a_trend_goes_on_more_slowly() -> None:
+def test_holt_keeps_a_level_and_damps_a_trend() -> None:
     assert holt([5.0] * 12, steps=4) == (5.0, 0.0)
     rising, _ = holt([float(i) for i in range(12)], steps=4)
     assert 10.0 < rising < 15.0
     assert holt([9.0, 6.0, 3.0, 0.0, 0.0, 0.0], steps=20)[0] >= 0.0
 
 
-def test_chance_is_no_trend() -> None:
+def test_noise_does_not_change_the_forecast() -> None:
     draw = random.Random(7)
     arrivals = sorted(draw.uniform(0, 180) for _ in range(400))
     requests = _requests(arrivals)
@@ -35,7 +35,7 @@ def test_chance_is_no_trend() -> None:
     assert found.prompt == 640 and found.answer == 50
 
 
-def test_twice_the_rate_is_seen_within_a_minute_and_bounded() -> None:
+def test_a_doubled_rate_is_detected_within_a_minute_and_bounded() -> None:
     slow, fast = [i * 1.0 for i in range(120)], [120 + i * 0.25 for i in range(240)]
     requests = _requests(slow + fast)
     found = forecast_load(requests, [50] * len(requests), begin_s=0.0, shape_s=0.0, now_s=180.0, ahead_s=60.0)
@@ -43,7 +43,7 @@ def test_twice_the_rate_is_seen_within_a_minute_and_bounded() -> None:
     assert 2.8 < found.rate <= 4.0
 
 
-def test_answers_under_way_are_taken_for_as_long_as_those_to_like_prompts() -> None:
+def test_running_answers_are_predicted_from_similar_prompts() -> None:
     short = _requests([0.0] * 5, num_tokens=100, num_output=400)
     long = _requests([1.0] * 5, num_tokens=9000, num_output=20)
     last = [*_requests([2.0], num_tokens=110, num_output=None), *_requests([2.0], num_tokens=8500, num_output=None)]
@@ -51,7 +51,7 @@ def test_answers_under_way_are_taken_for_as_long_as_those_to_like_prompts() -> N
     assert answer_lengths(_requests([0.0], num_output=None), now_s=1.0) == [1]
 
 
-def test_what_is_replayed_is_as_the_forecast_says_and_keeps_its_prefixes() -> None:
+def test_replayed_trace_matches_the_forecast_and_keeps_prefixes() -> None:
     requests = _requests([i * 0.5 for i in range(200)] + [100 + i * 0.25 for i in range(320)])
     answers = [50] * len(requests)
     found = forecast_load(requests, answers, begin_s=0.0, shape_s=0.0, now_s=180.0, ahead_s=60.0)
@@ -62,7 +62,7 @@ def test_what_is_replayed_is_as_the_forecast_says_and_keeps_its_prefixes() -> No
     assert all(len(request.ids or ()) * request.tokens_per_id >= request.num_tokens for request in trace)
 
 
-def test_what_is_replayed_goes_back_as_far_as_the_traffic_is_of_one_kind() -> None:
+def test_replay_window_ends_where_the_traffic_changes() -> None:
     draw = random.Random(11)
 
     def some(begin_s: float, end_s: float, rate: float, mean: int) -> list[SeenRequest]:

@@ -45,7 +45,7 @@ def _spec(num_prefill: int, num_decode: int) -> Spec:
 _ONE_EACH = [_news("prefill-0", Role.PREFILL), _news("decode-0", Role.DECODE)]
 
 
-def test_it_is_the_same_load_at_the_replicas_own_rates() -> None:
+def test_prediction_uses_the_rates_of_the_replicas() -> None:
     found = predict_load(_spec(1, 1), _ONE_EACH, _LOAD, slo_ttft_s=None, slo_itl_s=None)
     assert found["completed"] == 40 and found["output_tokens"] == 800
     assert 520 <= found["ttft_ms"]["p50"] and 20 <= found["itl_ms"]["p50"] <= 80
@@ -53,23 +53,23 @@ def test_it_is_the_same_load_at_the_replicas_own_rates() -> None:
     assert predict_load(_spec(1, 1), twice, _LOAD, slo_ttft_s=None, slo_itl_s=None)["ttft_ms"]["p50"] > 1000
 
 
-def test_decode_replicas_alone_are_simulated_as_such() -> None:
+def test_decode_only_deployment_is_simulated_as_colocated() -> None:
     found = predict_load(_spec(0, 1), _ONE_EACH[1:], _LOAD, slo_ttft_s=None, slo_itl_s=None)
     assert found["completed"] == 40 and found["transfer_bytes"] == 0
 
 
 @pytest.mark.parametrize("replicas", [[], [replace(one, timing=None) for one in _ONE_EACH]])
-def test_rates_that_nobody_knows_are_no_prediction(replicas: list[ReplicaReport]) -> None:
+def test_unknown_rates_raise_an_error(replicas: list[ReplicaReport]) -> None:
     with pytest.raises(ClusterError, match="yet"):
         predict_load(_spec(1, 1), replicas, _LOAD, slo_ttft_s=None, slo_itl_s=None)
 
 
-def test_news_of_a_replica_can_be_written_and_read() -> None:
+def test_replica_report_round_trip() -> None:
     for news in (_ONE_EACH[0], replace(_ONE_EACH[1], timing=None)):
         assert ReplicaReport.of({**asdict(news), "from_a_newer_version": 1}) == news
 
 
-def test_a_replica_that_drafts_is_as_full_as_its_tokens_say() -> None:
+def test_saturation_accounts_for_drafted_tokens() -> None:
     rules = AutoscaleSpec(slo_itl_ms=40)
     plain = saturation_of(_ONE_EACH, rules, num_waiting=0)
     drafting = [replace(one, tokens_per_row=2.0) for one in _ONE_EACH]

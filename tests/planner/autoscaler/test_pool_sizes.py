@@ -11,9 +11,7 @@ _SIZES = st.builds(PoolSizes, st.integers(1, 20), st.integers(1, 20))
 
 
 @given(_SIZES, _SIZES, st.booleans())
-def test_moves_lead_from_one_to_the_other_and_switch_where_they_may(
-    before: PoolSizes, after: PoolSizes, has_switch: bool
-) -> None:
+def test_moves_lead_between_sizes_and_prefer_switches(before: PoolSizes, after: PoolSizes, has_switch: bool) -> None:
     moves = ScaleMoves.between(before, after, has_switch=has_switch)
     prefill = before.prefill + moves.to_prefill - moves.to_decode + moves.start_prefill - moves.stop_prefill
     decode = before.decode + moves.to_decode - moves.to_prefill + moves.start_decode - moves.stop_decode
@@ -27,7 +25,7 @@ def test_moves_lead_from_one_to_the_other_and_switch_where_they_may(
 
 @example(3.5, 21.0, 3, 4, 1, 59)  # twelve decode replicas are as busy beside two prefill replicas as beside three
 @given(st.floats(0, 40), st.floats(0, 40), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(8, 60))
-def test_the_nearest_sizes_are_allowed_and_no_smaller_than_wanted_where_that_is_allowed(
+def test_nearest_sizes_are_allowed_and_cover_the_demand_if_possible(
     prefill: float, decode: float, prefill_devices: int, decode_devices: int, least: int, max_devices: int
 ) -> None:
     limits = ScaleLimits(
@@ -43,7 +41,7 @@ def test_the_nearest_sizes_are_allowed_and_no_smaller_than_wanted_where_that_is_
 
 
 @given(st.floats(0.1, 40), st.floats(0.1, 40), st.integers(1, 3), st.integers(1, 3), st.integers(8, 40))
-def test_no_other_split_of_as_many_devices_is_less_busy(
+def test_evenly_returns_the_least_busy_split(
     prefill: float, decode: float, prefill_devices: int, decode_devices: int, num_devices: int
 ) -> None:
     limits = ScaleLimits(

@@ -61,7 +61,7 @@ def _replay(trace: list[TraceRequest], begin: PoolSizes, **more: Any) -> tuple[S
     return replay, replay.run()
 
 
-def test_pools_follow_traffic_that_turns_and_every_request_ends() -> None:
+def test_pools_follow_shifting_traffic_and_every_request_ends() -> None:
     trace = [*_prompts(0, 60), *_answers(60, 140)]
     replay, found = _replay(trace, PoolSizes(3, 1))
     assert found["completed"] == len(trace)
@@ -72,7 +72,7 @@ def test_pools_follow_traffic_that_turns_and_every_request_ends() -> None:
 
 
 @pytest.mark.slow
-def test_a_load_that_stays_the_same_is_served_by_fewer_and_then_left_alone() -> None:
+def test_constant_load_is_scaled_down_once() -> None:
     _, found = _replay(_prompts(0, 300), PoolSizes(3, 1), attainment=0.9)
     sizes = [tuple(decision["after"]) for decision in found["decisions"]]
     assert found["changes"] <= 1 and len(set(sizes[-6:])) == 1

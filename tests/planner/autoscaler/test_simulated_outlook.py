@@ -35,7 +35,7 @@ def _outlook(*, num_tokens: int, every_s: float, num_waiting: int = 0) -> Simula
     return found
 
 
-def test_a_queue_that_grows_slowly_is_seen_before_it_is_long() -> None:
+def test_a_slowly_growing_queue_is_detected_early() -> None:
     """Prompts of 0.39 s, one every 0.31 s: after a minute the last waits for 14 s, after two for too long."""
     outlook = _outlook(num_tokens=600, every_s=0.31)
     now = outlook.predict(PoolSizes(1, 1))
@@ -43,20 +43,20 @@ def test_a_queue_that_grows_slowly_is_seen_before_it_is_long() -> None:
     assert outlook.predict(PoolSizes(2, 1)).expected_share == 1.0
 
 
-def test_a_few_long_prompts_are_no_queue_that_grows() -> None:
+def test_a_few_long_prompts_do_not_count_as_queue_growth() -> None:
     """3.6 s each, one every 3.35 s: so few may have come together by chance."""
     now = _outlook(num_tokens=6000, every_s=3.35).predict(PoolSizes(1, 1))
     assert now.good_share == now.expected_share == 1.0
 
 
-def test_a_queue_that_comes_to_its_end_is_worth_more_than_one_that_does_not() -> None:
+def test_a_shrinking_queue_scores_better_than_a_growing_one() -> None:
     """Thirty prompts that wait are nearly two minutes of one replica's work: in the first minute both are too late."""
     outlook = _outlook(num_tokens=6000, every_s=3.35, num_waiting=30)
     one, two = outlook.predict(PoolSizes(1, 1)), outlook.predict(PoolSizes(2, 1))
     assert one.expected_share < 0.1 < 0.5 < two.expected_share
 
 
-def test_a_burst_that_is_over_does_not_go_on() -> None:
+def test_an_ended_burst_is_not_prolonged() -> None:
     """Twelve prompts of 3.6 s in eleven seconds, and then nothing for a minute and a half: half of what one replica can
     do, however crowded those seconds were."""
     requests = [

@@ -49,7 +49,7 @@ def _at_once(count: int, *, num_tokens: int, num_output: int) -> list[TraceReque
     ]
 
 
-def test_a_prefill_replica_that_comes_computes_what_waits() -> None:
+def test_a_new_prefill_replica_computes_queued_prompts() -> None:
     def last_first_token(setup: FleetSetup) -> float:
         site = _Site(setup)
         site.clock.at(5.0, lambda: site.fleet.add(Role.PREFILL))
@@ -60,7 +60,7 @@ def test_a_prefill_replica_that_comes_computes_what_waits() -> None:
 
 
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE])
-def test_whoever_leaves_need_not_wait_for_all_prompts(role: Role) -> None:
+def test_a_retiring_replica_does_not_wait_for_queued_prompts(role: Role) -> None:
     """Twenty prompts are 48 s of work for one prefill replica."""
     gone: list[float] = []
     site = _Site(replace(_SETUP, num_prefill=2))
@@ -69,7 +69,7 @@ def test_whoever_leaves_need_not_wait_for_all_prompts(role: Role) -> None:
     assert gone[0] < 10.0
 
 
-def test_no_decode_replica_is_given_more_streams_than_it_takes() -> None:
+def test_decode_replicas_get_at_most_max_running_streams() -> None:
     site = _Site(replace(_SETUP, num_prefill=3, max_running=4))
     most: list[int] = []
     for when in range(1, 60):

@@ -27,7 +27,7 @@ def trace(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_simulate_prints_what_the_contract_names(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_prints_the_documented_fields(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--topology", "2P2D", "--policy", "cost", "--kv-tokens-per-replica", "65536", "--block-size", "64"]
     limits = ["--slo-ttft-ms", "1000", "--slo-itl-ms", "50", "--host-tokens", "65536", "--speedup", "2"]
     assert run(["simulate", "--trace", trace, *options, *limits, "--json"]) == 0
@@ -44,7 +44,7 @@ def test_simulate_needs_one_shape_with_a_decode_replica(trace: str, pools: list[
     assert run(["simulate", "--trace", trace, *pools]) == 2
 
 
-def test_a_missing_trace_or_profile_is_the_users_turn(trace: str) -> None:
+def test_missing_trace_or_profile_is_a_usage_error(trace: str) -> None:
     assert run(["simulate", "--trace", "nowhere.jsonl", "--colocated", "1"]) == 2
     assert run(["simulate", "--trace", trace, "--colocated", "1", "--profile", "nothing"]) == 2
 
@@ -58,7 +58,9 @@ def test_a_plan_is_written_as_a_spec(trace: str, tmp_path: Path, capsys: pytest.
     assert run(["plan", "--trace", trace, "--slo-ttft-ms", "0.001", "--max-replicas", "2"]) == 1
 
 
-def test_a_plan_says_whether_roles_apart_pay(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_compares_separate_and_colocated_roles(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """By a profile of a processor whose replicas may have two threads."""
     steps = {"base_s": 0.01, "token_s": 1e-4, "pair_s": 0.0, "context_s": 0.0}
     wide = steps | {"token_s": 5e-5}
@@ -84,7 +86,7 @@ def test_a_plan_says_whether_roles_apart_pay(trace: str, tmp_path: Path, capsys:
 
 
 @pytest.mark.parametrize(("name", "begin"), [("frontier.png", b"\x89PNG"), ("frontier.svg", b"<?xml")])
-def test_a_plan_is_drawn(trace: str, tmp_path: Path, name: str, begin: bytes) -> None:
+def test_plan_draws_the_frontier(trace: str, tmp_path: Path, name: str, begin: bytes) -> None:
     pytest.importorskip("matplotlib", reason="an optional dependency")
     picture = tmp_path / name
     assert run(["plan", "--trace", trace, "--slo-ttft-ms", "1000", "--plot", str(picture)]) == 0
@@ -106,7 +108,7 @@ def test_kv_arithmetic() -> None:
     assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
 
 
-def test_memory_is_told_by_format(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_memory_lists_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--memory", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     weights, pool = report["weight_bytes"], report["pools"]["decode"]
@@ -135,19 +137,21 @@ def test_plan_memory_refuses_ranks_that_do_not_fit_the_model(
         (["--speedup", "inf"], "--speedup inf: must be above 0, and finite"),
     ],
 )
-def test_a_mistake_is_one_line(trace: str, capsys: pytest.CaptureFixture[str], options: list[str], error: str) -> None:
+def test_simulate_reports_a_mistake_in_one_line(
+    trace: str, capsys: pytest.CaptureFixture[str], options: list[str], error: str
+) -> None:
     assert run(["simulate", "--trace", trace, "--topology", "1P1D", *options]) == 2
     said = capsys.readouterr()
     assert said.out == "" and error in said.err and said.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("options", [["--block-size", "0"], ["--block-size", "99999999"], ["--speedup", "nan"]])
-def test_so_it_is_of_a_plan(trace: str, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
+def test_plan_reports_a_mistake_in_one_line(trace: str, capsys: pytest.CaptureFixture[str], options: list[str]) -> None:
     assert run(["plan", "--trace", trace, *options]) == 2
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_what_drafts_would_give(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_the_draft_table(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--speculation", "--drafts", "0.8x4", "--json"]) == 0
     lines = json.loads(capsys.readouterr().out)
     assert lines[0]["rows"] == 1 and 1 < lines[-1]["speedup"] < lines[0]["speedup"] < 1 + 0.8 + 0.64 + 0.512 + 0.4096
@@ -158,6 +162,6 @@ def test_what_drafts_would_give(trace: str, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize("options", [[], ["--drafts", "1.1"], ["--drafts", "0.5xa"], ["--draft-pass-ms", "1"]])
-def test_how_good_drafts_are_is_to_be_said(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_draft_options_require_acceptance_rates(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--speculation", *options]) == 2
     assert "--drafts" in capsys.readouterr().err

@@ -27,12 +27,12 @@ def test_a_lone_step_takes_its_time() -> None:
     assert _ends([1.0, 2.0], [(1.0, 3.0), (10.0, 1.0)]) == {0: 4.0, 1: 11.0}
 
 
-def test_steps_slow_each_other_down_while_both_go_on() -> None:
+def test_concurrent_steps_slow_each_other_down() -> None:
     # From 0 to 1 alone; then both at half speed until the second has had its 1 s; then alone again.
     assert _ends([1.0, 2.0], [(0.0, 4.0), (1.0, 1.0)]) == pytest.approx({0: 5.0, 1: 3.0})
 
 
-def test_more_steps_than_were_measured_share_what_the_last_had() -> None:
+def test_unmeasured_concurrency_shares_the_last_throughput() -> None:
     assert _ends([1.0, 1.5], [(0.0, 1.0)] * 4) == pytest.approx(dict.fromkeys(range(4), 3.0))
 
 

@@ -35,7 +35,7 @@ def _run(drafts: Drafts | None, trace: Sequence[TraceRequest], *, max_running: i
 
 
 @pytest.mark.parametrize(("accepted", "guessed"), [(_GOOD, 1.0), (_GOOD, 0.5), ([0.5] * 8, 1.0)])
-def test_a_row_gets_what_its_drafts_promise(accepted: list[float], guessed: float) -> None:
+def test_tokens_per_row_match_the_draft_rates(accepted: list[float], guessed: float) -> None:
     drafts = Drafts(accepted=accepted, guessed=guessed)
     found = _run(drafts, _ALONE)
     assert found["completed"] == 12 and found["output_tokens"] == 12 * 200
@@ -49,7 +49,7 @@ def test_a_row_gets_what_its_drafts_promise(accepted: list[float], guessed: floa
     assert faster == pytest.approx(worked_out.tokens_per_s / lines[0].tokens_per_s, rel=0.15)
 
 
-def test_guesses_that_are_rare_are_as_frequent_as_is_said() -> None:
+def test_rare_proposals_occur_at_the_given_rate() -> None:
     """No simulated row is passed over because it was not guessed for a while: how many are not is in the figure."""
     found = _run(Drafts(accepted=_GOOD, guessed=0.08), _ALONE)
     promised = 0.08 * sum(accumulate(_GOOD, mul))
@@ -67,7 +67,7 @@ def _rates(drafts: Drafts) -> DraftRates:
     [Drafts(accepted=[0.0] * 4), Drafts(accepted=_GOOD, ask_place_s=0.05), Drafts(accepted=_GOOD, ask_s=0.05)],
     ids=["wrong", "slow passes", "slow to ask"],
 )
-def test_what_does_not_pay_is_left(drafts: Drafts) -> None:
+def test_unprofitable_drafts_are_skipped(drafts: Drafts) -> None:
     long = poisson(rate=10, num_requests=60, num_tokens=100, num_output=400, seed=3)  # the first trials weigh little
     found, plain = _run(drafts, long), _run(None, long)
     assert found["drafts"]["drafted"] < 0.02 * found["output_tokens"]
@@ -81,12 +81,13 @@ def test_a_full_batch_drafts_less() -> None:
     assert per_token[1] < 0.8 * per_token[0]
 
 
-def test_a_run_repeats_itself() -> None:
+def test_a_run_with_drafts_is_reproducible() -> None:
     first, second = (_run(Drafts(accepted=_GOOD, ask_place_s=0.001), _CROWD) for _ in range(2))
     assert (first["itl_ms"], first["drafts"]) == (second["itl_ms"], second["drafts"])
 
 
-def test_what_replicas_have_drafted_says_how_good_drafts_are() -> None:
+def test_draft_counters_give_acceptance_rates() -> None:
+    metrics = Metrics()
     told = Drafted(method="suffix", tokens=[100, 80, 40, 3], accepted=[80, 40, 10, 3])
     beside = Drafted(method=BRANCHES, tokens=[50, 10], accepted=[5, 1])
     decode = Status(
@@ -107,7 +108,7 @@ def test_what_replicas_have_drafted_says_how_good_drafts_are() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "drafted"), [(2.5, 4.0), (1.3, 0.5), (1.05, 0.2), (5.0, 4.0)])
-def test_drafts_are_made_of_what_rows_get(tokens: float, drafted: float) -> None:
+def test_draft_yields_give_acceptance_rates(tokens: float, drafted: float) -> None:
     found = by_yield(tokens, drafted)
     assert found
     assert 1 + found.guessed * sum(accumulate(found.accepted, mul)) == pytest.approx(tokens, rel=0.01)

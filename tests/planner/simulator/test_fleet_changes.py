@@ -43,7 +43,7 @@ def _trace(count: int, *, every_s: float = 1.0) -> list[TraceRequest]:
     ]
 
 
-def test_every_request_ends_once_whoever_leaves_and_no_block_is_lost() -> None:
+def test_requests_end_once_and_no_block_is_lost_when_replicas_leave() -> None:
     site, trace = _Site(), _trace(120)
     feed(site.clock, site.fleet.arrive, trace)
     for role, at in ((Role.DECODE, 20.0), (Role.DECODE, 20.0), (Role.PREFILL, 40.0)):
@@ -55,7 +55,7 @@ def test_every_request_ends_once_whoever_leaves_and_no_block_is_lost() -> None:
     site.check()
 
 
-def test_an_answer_moves_with_what_it_has_and_loses_no_time_to_speak_of() -> None:
+def test_an_answer_moves_with_its_tokens_and_hardly_pauses() -> None:
     [request] = [TraceRequest(number=0, arrival_s=0.0, num_tokens=2000, num_output=400, ids=None)]
 
     def run(*, moves: bool) -> float:
@@ -71,7 +71,7 @@ def test_an_answer_moves_with_what_it_has_and_loses_no_time_to_speak_of() -> Non
     assert run(moves=False) <= run(moves=True) < run(moves=False) + 0.5
 
 
-def test_a_replica_that_leaves_gets_nothing_new_and_none_has_its_name_again() -> None:
+def test_a_retired_replica_gets_no_requests_and_its_name_is_not_reused() -> None:
     site = _Site()
     name = site.fleet.retire(Role.PREFILL, lambda: None)
     assert name not in site.fleet.serving(Role.PREFILL)
@@ -79,7 +79,7 @@ def test_a_replica_that_leaves_gets_nothing_new_and_none_has_its_name_again() ->
     assert site.fleet.add(Role.PREFILL) == "prefill-2" and name not in site.fleet.prefills
 
 
-def test_what_was_placed_goes_on_from_where_it_was() -> None:
+def test_a_placed_answer_continues_from_its_tokens() -> None:
     site = _Site()
     request = TraceRequest(number=0, arrival_s=0.0, num_tokens=1000, num_output=101, ids=None)
     site.fleet.place(request, 50)

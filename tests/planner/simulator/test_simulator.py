@@ -67,7 +67,7 @@ class Silent:
         return [Option(prefill=prefills[0].replica, decode=decodes[0].replica)]
 
 
-def test_a_policy_that_predicts_nothing_sees_the_queues_that_it_makes() -> None:
+def test_a_policy_without_predictions_sees_its_queues() -> None:
     trace = [TraceRequest(number=i, arrival_s=0.0, num_tokens=4096, num_output=2, ids=None) for i in range(3)]
     setup = FleetSetup(
         num_prefill=1, num_decode=1, policy=f"{__name__}:Silent", block_size=64, kv_tokens=65_536, prefix_fetches=False
@@ -78,7 +78,7 @@ def test_a_policy_that_predicts_nothing_sees_the_queues_that_it_makes() -> None:
     assert first == 0.0 < second and third == pytest.approx(2 * second)
 
 
-def test_with_room_for_all_one_replica_reuses_all_that_came_before() -> None:
+def test_one_replica_with_enough_room_reuses_all_prefixes() -> None:
     trace = _chat()
     report = simulate(
         FleetSetup(num_prefill=0, num_decode=1, policy="cost", block_size=64, kv_tokens=10**6), _PROFILE, trace
@@ -92,7 +92,7 @@ def test_with_room_for_all_one_replica_reuses_all_that_came_before() -> None:
     assert report["reuse_share"] == pytest.approx(reusable / sum(request.num_tokens for request in trace))
 
 
-def test_a_lone_request_takes_as_long_as_the_profile_says() -> None:
+def test_a_lone_request_takes_the_time_of_the_profile() -> None:
     request = TraceRequest(number=0, arrival_s=0.0, num_tokens=4096, num_output=11, ids=None)
     setup = FleetSetup(
         num_prefill=0, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536, decode_batch_tokens=1024
@@ -106,18 +106,18 @@ def test_a_lone_request_takes_as_long_as_the_profile_says() -> None:
     assert report["itl_ms"]["mean"] == pytest.approx(itl * 1e3)
 
 
-def test_the_wire_carries_what_decode_lacks() -> None:
+def test_only_missing_blocks_are_transferred() -> None:
     request = TraceRequest(number=0, arrival_s=0.0, num_tokens=4096, num_output=5, ids=None)
     setup = FleetSetup(num_prefill=1, num_decode=1, policy="cost", block_size=64, kv_tokens=65_536)
     assert simulate(setup, _PROFILE, [request])["transfer_bytes"] == 4096 * _PROFILE.kv.wire_bytes_per_token
 
 
-def test_it_repeats_itself() -> None:
+def test_a_simulation_is_reproducible() -> None:
     first, second = (simulate(_SETUP, _PROFILE, _chat()) for _ in range(2))
     assert _without_time(first) == _without_time(second)
 
 
-def test_pulling_reuses_what_is_elsewhere_and_a_host_tier_what_was_evicted() -> None:
+def test_fetches_reuse_peer_blocks_and_a_host_tier_evicted_ones() -> None:
     trace = _chat(num_users=12, every_s=0.05)
     tight = FleetSetup(num_prefill=0, num_decode=3, policy="cost", block_size=64, kv_tokens=8192)
     alone = simulate(tight, _PROFILE, trace)
@@ -127,7 +127,7 @@ def test_pulling_reuses_what_is_elsewhere_and_a_host_tier_what_was_evicted() -> 
     assert pulling["pull_bytes"] > 0 == tiered["pull_bytes"]
 
 
-def test_what_a_prefill_replica_fetches_is_its_own_to_free() -> None:
+def test_a_prefill_replica_frees_its_fetched_blocks() -> None:
     trace = _chat(num_users=40, num_turns=6, every_s=0.02)
     setup = FleetSetup(num_prefill=6, num_decode=6, policy="cost", block_size=64, kv_tokens=65_536, prefix_fetches=True)
     report = simulate(setup, _PROFILE, trace)
@@ -166,9 +166,7 @@ def _two_cores(*, wider_speed: float) -> Profile:
         (1.5, 0.016, False),
     ],
 )
-def test_the_plan_says_which_serves_better_of_the_same_resources(
-    slo_ttft_s: float, slo_itl_s: float, is_colocated: bool
-) -> None:
+def test_plan_picks_the_better_use_of_equal_resources(slo_ttft_s: float, slo_itl_s: float, is_colocated: bool) -> None:
     trace = [TraceRequest(number=i, arrival_s=0.6 * i, num_tokens=512, num_output=200, ids=None) for i in range(20)]
     plan = make_plan(
         replace(_SETUP, decode_batch_tokens=1024, max_running=16),
@@ -188,7 +186,7 @@ def test_the_plan_says_which_serves_better_of_the_same_resources(
         assert plan.colocated.decode_batch_tokens < 1024, "shorter chunks were not tried"
 
 
-def test_equal_ids_and_only_they_have_equal_hashes() -> None:
+def test_hashes_are_equal_only_for_equal_ids() -> None:
     def request(number: int, ids: tuple[int, ...] | None) -> TraceRequest:
         return TraceRequest(number=number, arrival_s=0, num_tokens=1000, num_output=1, ids=ids)
 
@@ -200,7 +198,7 @@ def test_equal_ids_and_only_they_have_equal_hashes() -> None:
     assert not set(alone) & set(also_alone) and not set(alone) & set(one)
 
 
-def test_every_shipped_profile_loads_and_says_whence_it_is() -> None:
+def test_every_shipped_profile_loads_and_has_a_derivation() -> None:
     for name in shipped_profiles():
         profile = load_profile(name)
         assert profile.name == name and profile.origin == "derived" and len(profile.derivation) > 5

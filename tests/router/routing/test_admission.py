@@ -63,7 +63,7 @@ def test_one_tenant_goes_by_priority_and_then_by_arrival() -> None:
     assert _drain(queue) == [queued[2], queued[0], queued[3], queued[1]]
 
 
-def test_a_flood_does_not_hold_up_another_tenant() -> None:
+def test_a_flood_does_not_delay_another_tenant() -> None:
     queue = _queue()
     _fill(queue, *(QueuedRequest("flood", -100, 1.0) for _ in range(200)))
     _fill(queue, *(QueuedRequest("light", 0, 1.0) for _ in range(5)))
@@ -80,7 +80,7 @@ def test_shares_are_of_work_not_of_requests() -> None:
     assert Counter(queued.tenant for queued in _drain(queue)[:20]) == {"small": 18, "large": 2}
 
 
-def test_a_tenant_that_was_away_has_saved_nothing_up() -> None:
+def test_an_idle_tenant_saves_up_no_credit() -> None:
     queue = _queue()
     _fill(queue, *(QueuedRequest("steady", 0, 1.0) for _ in range(60)))
     for second in range(50):
@@ -121,7 +121,7 @@ def test_time_without_a_queue_does_not_count_as_slow() -> None:
     assert queue.wait_s(QueuedRequest("x", 0, 10.0)) == pytest.approx(1.0, rel=0.2)
 
 
-def test_who_has_gone_is_not_admitted() -> None:
+def test_removed_requests_are_not_admitted() -> None:
     queue = _queue()
     queued = [QueuedRequest("", 0, 1.0) for _ in range(3)]
     _fill(queue, *queued)
@@ -141,7 +141,7 @@ _moves = st.lists(
 
 
 @given(_moves)
-def test_everyone_goes_once_or_has_gone(moves: list[tuple]) -> None:
+def test_every_request_is_admitted_once_or_removed(moves: list[tuple]) -> None:
     queue = _queue(max_waiting=40)
     waiting: list[QueuedRequest] = []
     for now, (move, *arguments) in enumerate(moves):
@@ -164,7 +164,7 @@ def test_everyone_goes_once_or_has_gone(moves: list[tuple]) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 20)), min_size=30, max_size=120))
-def test_while_all_wait_no_tenant_is_ahead_of_another_by_more_than_a_request(asked: list[tuple[str, int]]) -> None:
+def test_waiting_tenants_differ_by_at_most_one_request(asked: list[tuple[str, int]]) -> None:
     queue = _queue(max_waiting=10_000)
     left: Counter[str] = Counter(tenant for tenant, _ in asked)
     _fill(queue, *(QueuedRequest(tenant, 0, float(cost)) for tenant, cost in asked))
@@ -235,7 +235,7 @@ class Site:
     st.integers(4, 12),
     st.sampled_from([0.5, 0.75, 1.0]),
 )
-def test_requests_are_admitted_within_shares_and_each_one_in_the_end(
+def test_requests_are_admitted_within_shares_and_all_eventually(
     moves: list[tuple[Any, ...]], num_places: int, share: float
 ) -> None:
     site = Site(num_places, share=share)

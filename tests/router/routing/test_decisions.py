@@ -24,7 +24,7 @@ def _view(replica: str) -> CandidateReplica:
     )
 
 
-def test_every_attempt_of_every_prompt_is_told() -> None:
+def test_explain_returns_every_attempt_of_every_prompt() -> None:
     decisions = Decisions()
     first, second = Option(prefill="p-0", decode="d-0", compute_s=1.0), Option(prefill=None, decode="d-1", queue_s=2.0)
     decisions.add("chat-1-0a1b2c3d", [first, second], [_view("p-0"), _view("d-0"), _view("d-1"), _view("d-2")])
@@ -41,14 +41,14 @@ def test_every_attempt_of_every_prompt_is_told() -> None:
     assert decisions.explain("another") == {}
 
 
-def test_only_the_last_are_remembered() -> None:
+def test_old_decisions_are_dropped() -> None:
     decisions = Decisions()
     for number in range(1500):
         decisions.add(f"r{number}", [Option(prefill=None, decode="d")], [])
     assert decisions.explain("r0") == {} and decisions.explain("r1499")
 
 
-def test_what_was_drafted_is_told_with_the_last_attempt() -> None:
+def test_drafts_are_listed_with_the_last_attempt() -> None:
     decisions, drafts = Decisions(), DraftTally()
     decisions.live("r", Timeline(), drafts=drafts)
     decisions.add("r", [Option(prefill=None, decode="d")], [])

@@ -33,16 +33,16 @@ def _flood(queue: FairQueue, num_names: int) -> Counter[str]:
     return Counter(queue.pop().tenant for _ in range(200))
 
 
-def test_names_that_a_client_invents_give_its_key_no_more_than_its_share() -> None:
+def test_invented_user_names_do_not_raise_a_share() -> None:
     assert _flood(FairQueue(), 2_000) == {"plain": 100, "inventive": 100}
 
 
 @pytest.mark.slow
-def test_nor_do_fifty_thousand() -> None:
+def test_fifty_thousand_invented_names_do_not_raise_a_share() -> None:
     assert _flood(FairQueue(), 50_000) == {"plain": 100, "inventive": 100}
 
 
-def test_inside_a_tenant_its_users_have_equal_shares() -> None:
+def test_users_of_a_tenant_have_equal_shares() -> None:
     queue = FairQueue()
     for user, count in (("heavy", 50), ("light", 5)):
         for _ in range(count):
@@ -62,7 +62,7 @@ _moves = st.lists(
 
 
 @given(_moves)
-def test_the_accounts_are_of_those_that_wait_whatever_comes(moves: list[tuple[Any, ...]]) -> None:
+def test_counts_match_the_waiting_requests(moves: list[tuple[Any, ...]]) -> None:
     queue, waiting, aside = FairQueue(), deque[QueuedRequest](), list[QueuedRequest]()
     for move in moves:
         match move:
@@ -94,7 +94,7 @@ def test_the_accounts_are_of_those_that_wait_whatever_comes(moves: list[tuple[An
 
 
 @given(st.lists(_requests, min_size=30, max_size=100))
-def test_while_two_wait_neither_is_ahead_by_more_than_a_request_of_each(asked: list[tuple[str, str, int, int]]) -> None:
+def test_two_waiting_flows_differ_by_at_most_one_request_each(asked: list[tuple[str, str, int, int]]) -> None:
     """Tenants, whatever their users; and the users of one tenant."""
     queue = FairQueue()
     left: Counter[tuple[str, ...]] = Counter()
@@ -125,7 +125,7 @@ _strategies = st.lists(
 
 
 @given(_strategies, st.integers(1, 8))
-def test_nobody_waits_for_good_however_others_come_and_go(strategy: list[tuple[str, int, int]], cost: int) -> None:
+def test_an_adversary_cannot_starve_a_user(strategy: list[tuple[str, int, int]], cost: int) -> None:
     """An adversary that keeps no more than `most` waiting, and sees everything, repeats its moves for as long as it
     takes. A request of a user who has just had one goes before so much other work: what makes up for that one, from
     everyone who may be there, and one request of each."""
@@ -200,7 +200,7 @@ _VICTIMS = {"tenant": {"tenant": "victim"}, "user": {"tenant": "key", "user": "v
     st.integers(0, 3),
     st.integers(4, 30),
 )
-def test_nobody_waits_longer_for_those_who_come_after_it(
+def test_wait_is_bounded_regardless_of_later_arrivals(
     level: str, strategy: list[tuple[str, int, int]], num_older: int, most: int
 ) -> None:
     """The bound of router/routing/fair_queue.py also holds for a flow that has just had very much, and for a request
@@ -227,7 +227,7 @@ def test_nobody_waits_longer_for_those_who_come_after_it(
     raise AssertionError("it was never its turn")
 
 
-def test_who_ages_takes_a_small_part_of_the_work() -> None:
+def test_aged_requests_take_a_small_part_of_the_work() -> None:
     """One with large requests, that has had more than its share, is due late; it ages, and the others keep theirs."""
     queue, served = FairQueue(), Counter[str]()
     for tenant, cost in (("large", 8_000.0), *((f"small-{number}", 100.0) for number in range(40))):
@@ -242,7 +242,7 @@ def test_who_ages_takes_a_small_part_of_the_work() -> None:
     assert max(small) - min(small) <= 200
 
 
-def test_who_has_gone_is_forgotten() -> None:
+def test_removed_tenants_are_forgotten() -> None:
     queue = FairQueue()
     _add(queue, "stays")
     for number in range(3_000):
@@ -250,7 +250,7 @@ def test_who_has_gone_is_forgotten() -> None:
     assert (len(queue), queue.num_tenants) == (1, 1)
 
 
-def test_who_had_more_than_its_share_is_forgotten_when_the_others_have_caught_up() -> None:
+def test_an_idle_tenant_is_forgotten_once_others_catch_up() -> None:
     queue = FairQueue()
     for _ in range(2_000):
         _add(queue, "steady")
@@ -297,7 +297,7 @@ def _work_at(num_tenants: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("many", [8_000, pytest.param(200_000, marks=pytest.mark.slow)])
-def test_no_operation_visits_all_who_wait(many: int) -> None:
+def test_no_operation_visits_all_waiting_requests(many: int) -> None:
     few, more = _work_at(100), _work_at(many)
     for name, lines in more.items():
         assert lines <= 4 * few[name] + 50, (name, few[name], lines)

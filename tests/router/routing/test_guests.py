@@ -26,18 +26,18 @@ def _wait_s(*views: CandidateReplica, num_ends: int = 1) -> float:
     return guest_wait_s(views, num_tokens=100, answer_tokens=50, num_ends=num_ends)
 
 
-def test_places_come_free_as_answers_end() -> None:
+def test_wait_is_predicted_from_the_rate_of_ending_answers() -> None:
     """Ten streams of fifty steps of 20 ms each: one ends every tenth of a second."""
     assert abs(_wait_s(_view(num_streams=10)) - 0.1) < 1e-9
     assert abs(_wait_s(_view(num_streams=10), num_ends=7) - 0.7) < 1e-9
     assert abs(_wait_s(_view(num_streams=10), _view(num_streams=10)) - 0.05) < 1e-9
 
 
-def test_where_nothing_ends_the_wait_is_long_and_still_a_number() -> None:
+def test_wait_without_ending_answers_is_an_hour() -> None:
     assert _wait_s() == _wait_s(_view(num_streams=0)) == 3600.0
 
 
-def test_of_equal_costs_the_decode_replica_is_taken_and_no_option_of_a_policy_is_changed() -> None:
+def test_at_equal_cost_the_pair_wins_and_options_are_not_modified() -> None:
     alone, pair = Option(prefill=None, decode="p", compute_s=1.0), Option(prefill="p", decode="d", compute_s=0.5)
     assert [option.decode for option in cheapest([alone], [pair], wait_s=0.5)] == ["d", "p"]
     assert [option.decode for option in cheapest([alone], [pair], wait_s=0.6)] == ["p", "d"]

@@ -72,7 +72,7 @@ def test_every_policy_names_a_pair_that_exists(any_policy: str, num_prefill: int
         assert 0 <= option.fetch_tokens <= _DEMAND.num_tokens
 
 
-def test_every_policy_has_nothing_to_offer_without_a_decode_replica(any_policy: str) -> None:
+def test_every_policy_returns_nothing_without_a_decode_replica(any_policy: str) -> None:
     assert list(make_policy(any_policy).options(_DEMAND, _views("p"), [])) == []
 
 
@@ -89,13 +89,13 @@ def test_the_holder_of_the_prefix_is_preferred(name: str) -> None:
     assert make_policy(name).options(_DEMAND, prefills, _views("d"))[0].prefill == "p-1"
 
 
-def test_round_robin_visits_everyone() -> None:
+def test_round_robin_visits_every_replica() -> None:
     policy = make_policy("round_robin")
     chosen = [policy.options(_DEMAND, [], _views("d"))[0].decode for _ in range(6)]
     assert sorted(chosen[:3]) == ["d-0", "d-1", "d-2"] and chosen[3:] == chosen[:3]
 
 
-def test_prefix_gives_up_where_the_load_is_uneven() -> None:
+def test_prefix_policy_ignores_affinity_under_uneven_load() -> None:
     decodes = _views("d")
     decodes[0] = replace(_holding(decodes[0], 4096), num_streams=100)
     assert make_policy("prefix").options(_DEMAND, [], decodes)[0].decode != "d-0"
@@ -109,7 +109,7 @@ def test_a_busy_holder_gives_its_blocks_to_an_idle_peer() -> None:
     assert make_policy("cost").options(_DEMAND, prefills, _views("d"))[0].fetch_from is None
 
 
-def test_a_slow_link_is_not_pulled_over() -> None:
+def test_nothing_is_fetched_over_a_slow_link() -> None:
     prefills = _views("p")
     prefills[0] = replace(_holding(prefills[0], 4032), queue_s=5.0, link_bytes_per_s=1e3)
     assert make_policy("cost", prefix_fetches=True).options(_DEMAND, prefills, _views("d"))[0].fetch_from is None
@@ -122,7 +122,7 @@ def test_a_lower_tier_is_read_rather_than_computed() -> None:
     assert (best.fetch_from, best.fetch_tokens) == ("p-0", 4032)
 
 
-def test_a_decode_replica_computes_what_little_it_lacks() -> None:
+def test_a_decode_replica_computes_a_short_uncached_part() -> None:
     decodes = _views("d")
     decodes[2] = _holding(decodes[2], 4090)
     prefills = [replace(view, queue_s=1.0) for view in _views("p")]
@@ -140,7 +140,7 @@ def test_a_replica_without_blocks_is_avoided() -> None:
     assert make_policy("cost").options(_DEMAND, _views("p"), decodes)[0].decode == "d-0"
 
 
-def test_who_drafts_costs_as_many_steps_as_it_takes() -> None:
+def test_drafts_reduce_the_predicted_number_of_steps() -> None:
     """Slower steps, of which an answer needs fewer."""
     slow = replace(_IDLE.timing, base_s=0.007)
     drafting = replace(_IDLE, replica="d-1", timing=slow, tokens_per_row=2.0, drafted_per_row=3.0)

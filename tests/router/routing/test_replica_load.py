@@ -15,7 +15,7 @@ _IDLE = ReplicaLoad(
     promised_blocks=0,
     promised_streams=0,
     num_streams=0,
-    num_told_streams=0,
+    num_reported_streams=0,
     num_waiting=0,
     queued_tokens=0,
     prefill_tokens_per_s=0.0,
@@ -27,7 +27,7 @@ _IDLE = ReplicaLoad(
 )
 
 
-def test_who_has_measured_that_nothing_is_worth_drafting_counts_like_the_others() -> None:
+def test_a_measured_draft_rate_of_zero_counts_in_the_mean() -> None:
     drafting = replace(_IDLE, tokens_per_row=3.0, drafted_per_row=4.0)
     without = replace(_IDLE, tokens_per_row=1.0, drafted_per_row=0.0)
     usual = UsualRates.of([drafting, without, _IDLE])

@@ -26,11 +26,11 @@ def numbers(ways: object) -> list[int]:
     return [one.number for one in ways]  # type: ignore[attr-defined]
 
 
-def test_where_there_is_one_revision_nothing_is_told_apart() -> None:
+def test_a_single_revision_needs_no_distinction() -> None:
     alone = Revisions()
     assert alone.first_to_last(request("r"), usable=["decode-0"]) == [None] == alone.after(None, untried=set())
-    assert alone.meet("prefill-0", "decode-9") and alone.may_move("decode-0", "decode-9")
-    assert alone.apart(["decode-0", "decode-9"], str) == [["decode-0", "decode-9"]]
+    assert alone.in_one_revision("prefill-0", "decode-9") and alone.may_move("decode-0", "decode-9")
+    assert alone.group(["decode-0", "decode-9"], str) == [["decode-0", "decode-9"]]
 
 
 def test_a_canary_has_its_share_and_no_more() -> None:
@@ -41,7 +41,7 @@ def test_a_canary_has_its_share_and_no_more() -> None:
     assert all(way in ([1], [2, 1]) for way in ways)  # what the old one has no room for waits there
 
 
-def test_who_was_with_the_new_revision_stays_as_its_share_grows() -> None:
+def test_requests_stay_on_the_new_revision_as_its_share_grows() -> None:
     before, after = revisions(0.2), revisions(0.6)
     for i in range(500):
         one = request(str(i))
@@ -55,20 +55,20 @@ def test_a_user_stays_with_one_revision() -> None:
     assert len({way[0] for way in ways}) == 1
 
 
-def test_while_it_rolls_each_takes_what_the_other_has_no_room_for() -> None:
+def test_rolling_revisions_take_each_others_overflow() -> None:
     rolling = revisions(0.5, takes_more=True)
     ways = [numbers(rolling.first_to_last(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(50)]
     assert {tuple(way) for way in ways} == {(1, 2), (2, 1)}
 
 
-def test_a_revision_without_a_decode_replica_has_no_turn() -> None:
+def test_a_revision_without_a_decode_replica_is_skipped() -> None:
     canary = revisions(0.1)
     for i in range(50):
         assert numbers(canary.first_to_last(request(str(i)), usable=["decode-1"])) == [2]
         assert numbers(canary.first_to_last(request(str(i)), usable=["decode-0"])) == [1]
 
 
-def test_a_request_goes_on_where_it_was_unless_all_has_failed_there() -> None:
+def test_a_request_stays_on_its_revision_unless_all_replicas_failed() -> None:
     unlike = revisions(0.5, kinds=("a", "b"))
     assert numbers(unlike.after(1, untried={"decode-0", "decode-1"})) == [1, 2]
     assert numbers(unlike.after(2, untried={"decode-0", "decode-1"})) == [2, 1]
@@ -76,16 +76,16 @@ def test_a_request_goes_on_where_it_was_unless_all_has_failed_there() -> None:
     assert numbers(unlike.after(None, untried={"decode-0", "decode-1"})) == [1, 2]  # from before the update
 
 
-def test_replicas_meet_within_a_revision_and_answers_move_between_those_of_a_kind() -> None:
+def test_pairs_stay_within_a_revision_and_moves_within_a_kind() -> None:
     unlike, alike = revisions(0.5, kinds=("a", "b")), revisions(0.5)
     for some in (unlike, alike):
-        assert some.meet("prefill-1", "decode-1") and not some.meet("prefill-0", "decode-1")
-        assert some.apart(["decode-0", "decode-1"], str) == [["decode-0"], ["decode-1"]]
+        assert some.in_one_revision("prefill-1", "decode-1") and not some.in_one_revision("prefill-0", "decode-1")
+        assert some.group(["decode-0", "decode-1"], str) == [["decode-0"], ["decode-1"]]
     assert alike.may_move("decode-0", "decode-1") and not unlike.may_move("decode-0", "decode-1")
     assert not alike.may_move("decode-0", "decode-7")  # nobody has told of it yet
 
 
-def test_counts_are_of_one_update() -> None:
+def test_counts_restart_with_each_update() -> None:
     some = revisions(0.5)
     some.count(2).attempts += 1
     some.take(_table(0.7))
@@ -96,7 +96,7 @@ def test_counts_are_of_one_update() -> None:
     assert some.counts == {1: RevisionCounts(), 2: RevisionCounts()}
 
 
-def test_tables_and_counts_are_read_as_they_were_written() -> None:
+def test_table_and_counts_round_trip() -> None:
     table = _table(0.3, takes_more=True)
     assert RevisionTable.from_json(table.to_json()) == table
     counts = {1: RevisionCounts(attempts=3), 2: RevisionCounts(failed=1)}

@@ -18,7 +18,7 @@ _arrivals = st.lists(
 
 
 @given(_arrivals, st.integers(1, 32), _shares)
-def test_who_has_something_leaves_others_their_part(
+def test_a_tenant_with_places_leaves_others_their_share(
     arrivals: list[tuple[int, str, int, int, int]], num_places: int, share: float
 ) -> None:
     """Of three routers, which know of each other's only by what is free."""
@@ -47,7 +47,7 @@ def test_who_has_something_leaves_others_their_part(
 
 
 @given(st.integers(1, 10), st.integers(20, 400), _shares)
-def test_one_choice_after_the_other_leaves_one_part_in_so_many(num_tenants: int, num_places: int, share: float) -> None:
+def test_saturating_tenants_leave_the_documented_part_free(num_tenants: int, num_places: int, share: float) -> None:
     """Each of them takes all that it may."""
     held, free = [NO_PLACES] * num_tenants, Places(num_places, 10**6)
     has_changed = True
@@ -62,11 +62,11 @@ def test_one_choice_after_the_other_leaves_one_part_in_so_many(num_tenants: int,
     assert max(own.num_streams for own in held) - min(own.num_streams for own in held) <= 1
 
 
-def test_one_who_has_nothing_waits_for_room_alone() -> None:
+def test_a_tenant_without_places_waits_for_room_only() -> None:
     assert is_within_share(NO_PLACES, Places(48, 100), Places(1, 0), share=0.75)
 
 
-def test_a_prompt_that_is_larger_than_any_share_can_come_in_beside_little_ones() -> None:
+def test_a_prompt_larger_than_the_share_is_admitted_beside_small_ones() -> None:
     own, free = Places(1, 5), Places(7, 95)
     assert is_within_share(own, Places(1, 70), free, share=0.75)
     assert is_within_share(own, Places(1, 80), free, share=0.75), "it never could"
@@ -75,10 +75,10 @@ def test_a_prompt_that_is_larger_than_any_share_can_come_in_beside_little_ones()
 
 
 @given(st.integers(1, 8), st.integers(0, 8), st.integers(1, 8))
-def test_with_all_of_it_for_everybody_room_is_all_that_counts(own: int, free: int, more: int) -> None:
+def test_a_share_of_one_limits_by_room_only(own: int, free: int, more: int) -> None:
     if more <= free:
         assert is_within_share(Places(own, own), Places(more, more), Places(free, free), share=1.0)
 
 
-def test_how_many_choices_one_request_may_have() -> None:
+def test_most_choices_by_places_and_share() -> None:
     assert [most_choices(places, share=0.75) for places in (1, 2, 6, 64)] == [1, 1, 4, 48]

@@ -45,7 +45,7 @@ def next_token(request: SequenceRequest, choice: int, tokens: Sequence[int]) -> 
     return SampledToken(token_id=token_id, finish_reason=reason)
 
 
-def told_of_prompt(request: SequenceRequest) -> PromptLogprobs | None:
+def prompt_logprobs_of(request: SequenceRequest) -> PromptLogprobs | None:
     """What the model says of a prompt's tokens: that each is as likely as its id says."""
     if (num_top := request.num_prompt_logprobs) is None:
         return None
@@ -61,7 +61,7 @@ def told_of_prompt(request: SequenceRequest) -> PromptLogprobs | None:
 
 def _in_messages(request: SequenceRequest) -> list[pb.PromptLogprobs]:
     """A token in each, so that a call may break off between them."""
-    told = told_of_prompt(request)
+    told = prompt_logprobs_of(request)
     if told is None:
         return []
     columns = told.columns

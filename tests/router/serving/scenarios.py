@@ -90,7 +90,7 @@ async def the_prefill_replica_dies_while_it_ships(world: World) -> None:
             worker.kill()
 
 
-async def the_prefill_replica_dies_while_it_tells_of_the_prompt(world: World) -> None:
+async def the_prefill_replica_dies_while_it_sends_prompt_logprobs(world: World) -> None:
     client = await _prefilling(world, num_prompt_logprobs=2)
     await pass_time(world.random.choice((0.0, 0.001, 0.01, 0.05, 0.2)))
     for worker in world.workers.values():
@@ -135,7 +135,7 @@ SCENARIOS: list[Scenario] = [
     a_frame_is_lost,
     the_prefill_replica_dies,
     the_prefill_replica_dies_while_it_ships,
-    the_prefill_replica_dies_while_it_tells_of_the_prompt,
+    the_prefill_replica_dies_while_it_sends_prompt_logprobs,
     a_decode_replica_that_computes_the_prompt_dies,
     two_are_full,
 ]

@@ -17,7 +17,7 @@ from router.routing.cost_policy import CostPolicy
 from router.serving.core import RouterCore
 from router.serving.replicas import Replicas
 from router.telemetry.metrics import Metrics
-from tests.router.serving.fake_worker import MAX_CONTEXT, VOCAB_SIZE, FakeWorker, next_token, told_of_prompt
+from tests.router.serving.fake_worker import MAX_CONTEXT, VOCAB_SIZE, FakeWorker, next_token, prompt_logprobs_of
 from tests.router.serving.virtual_time import pass_time
 
 _BLOCK = 4
@@ -61,13 +61,13 @@ class Client:
 
     def _take_all(self, arrived: Arrived) -> None:
         assert self.generation
-        self._check_told(self.generation)
+        self._check_prompt_logprobs(self.generation)
         for choice, tokens in arrived.items():
             for token in tokens:
                 self._take(choice, token.token_id, is_last=token.finish_reason is not None)
 
-    def _check_told(self, generation: Generation) -> None:
-        told, expected = generation.prompt_logprobs, told_of_prompt(self.request)
+    def _check_prompt_logprobs(self, generation: Generation) -> None:
+        told, expected = generation.prompt_logprobs, prompt_logprobs_of(self.request)
         assert (told is None) == (expected is None), f"{self.request.id}: tokens before what is said of its prompt"
         if told and expected:
             for column, wanted in zip(told.columns, expected.columns, strict=True):

@@ -40,7 +40,7 @@ async def _enter(waits: AdmissionWaits[str], room: Room, *, within_s: float | No
     return await waits.enter(QueuedRequest(tenant, 0, 1.0), room.choose, within_s=within_s, give_back=room.give_back)
 
 
-async def test_with_room_nobody_waits() -> None:
+async def test_requests_with_room_do_not_wait() -> None:
     waits, room = _waits(max_waiting=1, queue_s=1), Room(2)
     assert [await _enter(waits, room) for _ in range(2)] == ["place"] * 2
     assert (len(waits.queue), room.free) == (0, 0)
@@ -59,7 +59,7 @@ async def test_each_place_that_becomes_free_lets_one_pass() -> None:
     assert await asyncio.gather(*waiting) == ["place"] * 3
 
 
-async def test_who_comes_while_others_wait_does_not_overtake_them() -> None:
+async def test_a_new_request_does_not_overtake_waiting_ones() -> None:
     waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
     first = asyncio.create_task(_enter(waits, room))
     await asyncio.sleep(0)
@@ -74,7 +74,7 @@ async def test_who_comes_while_others_wait_does_not_overtake_them() -> None:
     assert len(waits.queue) == 0
 
 
-async def test_who_goes_away_in_the_moment_of_its_turn_gives_its_place_back() -> None:
+async def test_a_request_cancelled_at_its_turn_returns_its_place() -> None:
     waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
     task = asyncio.create_task(_enter(waits, room))
     await asyncio.sleep(0)
@@ -86,7 +86,7 @@ async def test_who_goes_away_in_the_moment_of_its_turn_gives_its_place_back() ->
     assert task.cancelled() and room.free == 1
 
 
-async def test_a_place_given_back_by_one_that_went_away_goes_to_the_next() -> None:
+async def test_the_place_of_a_cancelled_request_goes_to_the_next() -> None:
     waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
     tasks = [asyncio.create_task(_enter(waits, room)) for _ in range(2)]
     await asyncio.sleep(0)
@@ -96,14 +96,14 @@ async def test_a_place_given_back_by_one_that_went_away_goes_to_the_next() -> No
     assert await tasks[1] == "place"
 
 
-async def test_a_wait_that_lasts_too_long_ends_in_a_refusal() -> None:
+async def test_a_wait_times_out_with_a_capacity_error() -> None:
     waits, room = _waits(max_waiting=100, queue_s=0.05), Room(0)
     with pytest.raises(CapacityError, match=r"within 0\.05 s") as rejected:
         await _enter(waits, room)
     assert rejected.value.retry_after_s > 0 and len(waits.queue) == 0
 
 
-async def test_a_request_that_can_never_be_served_hears_so_at_its_turn_and_holds_up_nobody() -> None:
+async def test_an_impossible_request_fails_at_its_turn_and_delays_no_other() -> None:
     waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
     is_wrong = False
 
@@ -124,7 +124,7 @@ async def test_a_request_that_can_never_be_served_hears_so_at_its_turn_and_holds
     assert await right == "place"
 
 
-async def test_an_error_that_nobody_foresaw_ends_its_own_request_only() -> None:
+async def test_an_unexpected_error_ends_only_its_own_request() -> None:
     """Who wakes the waits is a replica's reader of frames, which must live."""
     waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
 
@@ -175,7 +175,7 @@ def _play(scenario: Coroutine[Any, Any, None]) -> None:
         runner.run(scenario)
 
 
-def test_a_request_that_needs_more_room_than_there_is_holds_others_up_for_a_bounded_time() -> None:
+def test_a_request_without_room_delays_others_for_a_bounded_time() -> None:
     async def scenario() -> None:
         places = Places(4, hold_s=2.0, queue_s=20.0)
         async with asyncio.TaskGroup() as group:
@@ -199,7 +199,7 @@ async def _rejected(asking: Coroutine[Any, Any, None]) -> None:
         await asking
 
 
-def test_what_needs_much_room_gets_it_though_small_ones_keep_coming() -> None:
+def test_a_large_request_gets_room_despite_a_stream_of_small_ones() -> None:
     """Otherwise whoever needs little could keep it out."""
 
     async def scenario() -> None:
@@ -219,7 +219,7 @@ def test_what_needs_much_room_gets_it_though_small_ones_keep_coming() -> None:
     _play(scenario())
 
 
-def test_who_goes_away_again_and_again_holds_others_up_no_longer() -> None:
+def test_repeated_cancellation_does_not_prolong_delays() -> None:
     async def scenario() -> None:
         places = Places(2, hold_s=2.0)
         async with asyncio.TaskGroup() as group:
@@ -242,7 +242,7 @@ def test_who_goes_away_again_and_again_holds_others_up_no_longer() -> None:
     _play(scenario())
 
 
-def test_everyone_behind_is_looked_at_however_many_find_no_room() -> None:
+def test_all_waiting_requests_are_tried_even_if_many_find_no_room() -> None:
     async def scenario() -> None:
         places = Places(2, hold_s=1.0)
         async with asyncio.TaskGroup() as group:
@@ -270,7 +270,7 @@ async def _enter_offline(
     return await waits.enter(queued, room.choose, within_s=within_s, give_back=room.give_back)
 
 
-async def test_who_enters_last_goes_when_nobody_else_waits() -> None:
+async def test_offline_requests_go_when_no_other_waits() -> None:
     waits, room = _waits(max_waiting=100, queue_s=100), Room(1)
     assert await _enter_offline(waits, room) == "place", "with room nobody waits"
     last = [asyncio.create_task(_enter_offline(waits, room)) for _ in range(2)]
@@ -287,7 +287,7 @@ async def test_who_enters_last_goes_when_nobody_else_waits() -> None:
         last = [one for one in last if not one.done()]
 
 
-async def test_who_enters_last_holds_up_nobody() -> None:
+async def test_offline_requests_delay_no_other() -> None:
     waits, room, small = _waits(max_waiting=100, queue_s=100), Room(0), Room(1)
     last = asyncio.create_task(_enter_offline(waits, room))
     await asyncio.sleep(0)
@@ -296,7 +296,7 @@ async def test_who_enters_last_holds_up_nobody() -> None:
     await asyncio.gather(last, return_exceptions=True)
 
 
-async def test_who_enters_last_gives_up_and_gives_back_like_others() -> None:
+async def test_offline_requests_time_out_and_return_places_like_others() -> None:
     waits, room = _waits(max_waiting=100, queue_s=0.01), Room(0)
     with pytest.raises(CapacityError):
         await _enter_offline(waits, room)
@@ -315,7 +315,7 @@ async def test_who_enters_last_gives_up_and_gives_back_like_others() -> None:
         await waits.enter(QueuedRequest("", OFFLINE, 1.0), reject, within_s=None, give_back=room.give_back)
 
 
-async def test_those_who_enter_offline_have_shares_and_bounds_of_their_own() -> None:
+async def test_offline_requests_have_separate_shares_and_bounds() -> None:
     waits, room = _waits(max_waiting=16, queue_s=100), Room(0)
     greedy, modest = (Room(0), Room(0))
     flood = [asyncio.create_task(_enter_offline(waits, greedy, tenant="greedy")) for _ in range(8)]

@@ -29,7 +29,7 @@ async def _emitted(state: RequestState) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["first", "started", "decoded"])))
-async def test_in_whatever_order_the_two_replicas_are_heard(order: tuple[str, ...]) -> None:
+async def test_tokens_are_joined_in_any_order_of_arrival(order: tuple[str, ...]) -> None:
     choices, state = _choices(2)
     for event in order:
         if event == "first":
@@ -46,7 +46,7 @@ async def test_in_whatever_order_the_two_replicas_are_heard(order: tuple[str, ..
     assert first[0] + rest.get(0, []) == [10, 11, 12] and first[1] + rest.get(1, []) == [20, 21]
 
 
-async def test_what_follows_the_first_tokens_of_another_life_is_never_told() -> None:
+async def test_tokens_of_another_epoch_are_never_sent() -> None:
     choices, state = _choices()
     choices.started(epoch=0)  # by a prefill replica that was given up, whose KV had landed
     choices.decoded(0, [_token(98), _token(99, is_last=True)])
@@ -56,7 +56,7 @@ async def test_what_follows_the_first_tokens_of_another_life_is_never_told() -> 
     assert await _emitted(state) == {0: [10]}
 
 
-async def test_no_answer_ends_before_the_replica_has_accounted_for_the_prompt() -> None:
+async def test_no_answer_ends_before_the_prompt_statistics() -> None:
     choices, state = _choices(has_prefill=False)
     choices.decoded(0, [_token(10), _token(11, is_last=True)])  # its frames were quicker than its call
     assert not await _emitted(state) and choices.unfinished
@@ -65,7 +65,7 @@ async def test_no_answer_ends_before_the_replica_has_accounted_for_the_prompt() 
     assert await _emitted(state) == {0: [10, 11]}
 
 
-async def test_a_choice_that_needs_no_more_gets_no_more() -> None:
+async def test_a_stopped_choice_gets_no_more_tokens() -> None:
     choices, state = _choices(2, has_prefill=False)
     choices.started(epoch=0)
     choices.decoded(0, [_token(10)])
@@ -77,7 +77,7 @@ async def test_a_choice_that_needs_no_more_gets_no_more() -> None:
     await choices.wait_for(0, 5)  # it has finished: there is nothing to wait for
 
 
-async def test_the_first_error_is_the_one_that_is_raised() -> None:
+async def test_the_first_error_is_raised() -> None:
     choices, _ = _choices()
     choices.fail(ReplicaLost("one"))
     choices.fail(ReplicaLost("another"))

@@ -48,7 +48,7 @@ def _waiting(world: World) -> int:
     return world.core.admission.num_waiting
 
 
-def test_a_full_decode_replica_keeps_nobody_waiting_while_a_prefill_replica_has_room() -> None:
+def test_prefill_replicas_answer_while_decode_replicas_are_full() -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):
             local_decodes = _ask(world, _GUESTS + 1)
@@ -60,7 +60,7 @@ def test_a_full_decode_replica_keeps_nobody_waiting_while_a_prefill_replica_has_
     scenarios.play(play, 0)
 
 
-def test_why_is_told_with_what_waiting_would_have_cost() -> None:
+def test_decisions_show_the_cost_of_waiting() -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, decode):
             [local_decode] = _ask(world, 1)
@@ -74,7 +74,7 @@ def test_why_is_told_with_what_waiting_would_have_cost() -> None:
     scenarios.play(play, 0)
 
 
-def test_where_waiting_is_cheaper_it_waits() -> None:
+def test_a_request_waits_if_waiting_is_cheaper() -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):
             _seen(world, prefill).reserve(0, 20, 0, 0)  # prompts, each of which it would delay
@@ -86,7 +86,7 @@ def test_where_waiting_is_cheaper_it_waits() -> None:
     scenarios.play(play, 0)
 
 
-def test_answers_come_however_long_there_has_been_no_decode_replica() -> None:
+def test_prefill_replicas_answer_however_long_decode_replicas_are_missing() -> None:
     async def play(world: World) -> None:
         world.local_decode_share = 0.5
         world.add(Role.PREFILL)
@@ -102,7 +102,7 @@ def test_answers_come_however_long_there_has_been_no_decode_replica() -> None:
 
 
 @pytest.mark.parametrize("why", ["no share", "nobody waits for it"])
-def test_who_is_no_guest_waits_for_a_decode_replica(why: str) -> None:
+def test_requests_without_local_decode_wait_for_a_decode_replica(why: str) -> None:
     async def play(world: World) -> None:
         async with _full(world, share=0.0 if why == "no share" else 0.5) as (prefill, _):
             clients = _ask(world, 2, priority=0 if why == "no share" else OFFLINE)
@@ -112,7 +112,7 @@ def test_who_is_no_guest_waits_for_a_decode_replica(why: str) -> None:
     scenarios.play(play, 0)
 
 
-def test_answers_come_where_there_is_no_decode_replica() -> None:
+def test_prefill_replicas_answer_if_there_is_no_decode_replica() -> None:
     async def play(world: World) -> None:
         world.local_decode_share = 0.5
         prefill = world.add(Role.PREFILL)
@@ -126,7 +126,7 @@ def test_answers_come_where_there_is_no_decode_replica() -> None:
     scenarios.play(play, 0)
 
 
-def test_the_model_is_not_away_while_prefill_replicas_answer() -> None:
+def test_the_model_is_available_while_prefill_replicas_answer() -> None:
     async def play(world: World) -> None:
         world.local_decode_share = 0.5
         prefill = world.add(Role.PREFILL)
@@ -142,7 +142,7 @@ def test_the_model_is_not_away_while_prefill_replicas_answer() -> None:
     scenarios.play(play, 0)
 
 
-def test_what_ran_on_the_last_decode_replica_goes_on_where_its_prompts_were_computed() -> None:
+def test_answers_of_a_lost_last_decode_replica_continue_on_prefill_replicas() -> None:
     async def play(world: World) -> None:
         prefill, decode = await _deployed(world)
         clients = _ask(world, _GUESTS)
@@ -155,7 +155,7 @@ def test_what_ran_on_the_last_decode_replica_goes_on_where_its_prompts_were_comp
     scenarios.play(play, 0)
 
 
-def test_a_guest_whose_prefill_replica_dies_goes_on_elsewhere() -> None:
+def test_a_local_decode_continues_elsewhere_if_its_replica_dies() -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):
             [local_decode] = _ask(world, 1)
@@ -170,7 +170,7 @@ def test_a_guest_whose_prefill_replica_dies_goes_on_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("drains", [False, True])
-def test_a_guest_moves_to_a_decode_replica_that_has_room(drains: bool) -> None:
+def test_a_local_decode_moves_to_a_decode_replica_with_room(drains: bool) -> None:
     """Because its own one drains, or just because there is room."""
 
     async def play(world: World) -> None:

@@ -26,7 +26,7 @@ _SEEDS = range(5)
 Fault = tuple[type, str, Any]
 
 
-async def _stop_is_not_told(self: Attempt, choice: int) -> None:
+async def _drop_stop(self: Attempt, choice: int) -> None:
     self._choices.finish(choice)
 
 
@@ -34,7 +34,7 @@ async def _wait_for_nothing(self: Choices, choice: int, num_tokens: int) -> None
     pass
 
 
-def _go_on_a_token_early(self: RequestState, choices: Sequence[int], *, stream: int = 0) -> SequenceRequest:
+def _continue_one_token_early(self: RequestState, choices: Sequence[int], *, stream: int = 0) -> SequenceRequest:
     request = _CONTINUATION(self, choices, stream=stream)
     had_some = len(request.token_ids) > len(self.request.token_ids)
     return replace(request, token_ids=request.token_ids[:-1]) if had_some else request
@@ -56,17 +56,17 @@ def _same_epoch(self: FakeWorker, request: SequenceRequest, *, handoff: Handoff 
     return _PREFILL(self, request, handoff=replace(handoff, epoch=0) if handoff else None, **others)
 
 
-def _lost_without_a_word(self: Replica, stream: int, sink: TokenSink) -> None:
+def _ignore_loss(self: Replica, stream: int, sink: TokenSink) -> None:
     _SUBSCRIBE(self, stream, lambda tokens: sink(tokens) if isinstance(tokens, list) else None)
 
 
-async def _keep_them(self: AttemptTasks) -> None:
+async def _keep_tasks(self: AttemptTasks) -> None:
     tasks = list(self._tasks)
     await _CLOSE(self)
     self._tasks.extend(tasks)
 
 
-def _hand_on_twice(self: Replica, stream: int, sink: TokenSink) -> None:
+def _deliver_twice(self: Replica, stream: int, sink: TokenSink) -> None:
     def twice(tokens: list[SampledToken] | ReplicaLost) -> None:
         sink(tokens)
         sink(tokens)
@@ -74,7 +74,7 @@ def _hand_on_twice(self: Replica, stream: int, sink: TokenSink) -> None:
     _SUBSCRIBE(self, stream, twice)
 
 
-async def _stop_is_not_noticed(self: Attempt, choice: int) -> None:
+async def _ignore_stop(self: Attempt, choice: int) -> None:
     pass
 
 
@@ -82,27 +82,27 @@ _CLOSE, _CONTINUATION = AttemptTasks.close, RequestState.continuation
 _FOLLOW, _PREFILL, _SUBSCRIBE = ChoiceMove.follow, FakeWorker.prefill, Replica.subscribe
 
 _FAULTS: dict[str, Fault] = {
-    "a stop is not told": (Attempt, "stop", _stop_is_not_told),
-    "a stop is not even noticed": (Attempt, "stop", _stop_is_not_noticed),
+    "a stop is not told": (Attempt, "stop", _drop_stop),
+    "a stop is not even noticed": (Attempt, "stop", _ignore_stop),
     "a move does not wait for the source's last tokens": (Choices, "wait_for", _wait_for_nothing),
     "tokens after a move come twice": (ChoiceMove, "follow", _append_twice),
-    "another attempt goes on a token too early": (RequestState, "continuation", _go_on_a_token_early),
+    "another attempt goes on a token too early": (RequestState, "continuation", _continue_one_token_early),
     "the first tokens are not waited for": (Choices, "decoded", _do_not_join),
     "another prefill replica gets the same epoch": (FakeWorker, "prefill", _same_epoch),
     "a choice that has ended is not struck off": (Choices, "finish", lambda self, choice: None),
-    "a lost replica is not heard of": (Replica, "subscribe", _lost_without_a_word),
+    "a lost replica is not heard of": (Replica, "subscribe", _ignore_loss),
     "a reservation is not given back": (Reservation, "end", lambda self: None),
     "a prompt is expected for ever": (PromptReservation, "end", lambda self, is_computed=False: None),
     "streams stay subscribed": (DecodeStreams, "close", lambda self: None),
-    "what a frame brings counts twice": (Replica, "subscribe", _hand_on_twice),
-    "what an attempt has done is kept": (AttemptTasks, "close", _keep_them),
+    "what a frame brings counts twice": (Replica, "subscribe", _deliver_twice),
+    "what an attempt has done is kept": (AttemptTasks, "close", _keep_tasks),
     "who has failed is chosen again": (Attempt, "blamed", property(lambda self: set())),
     "no other prefill replica is asked": (Reservations, "another_prefill", lambda self, request, pair, avoid: None),
 }
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_every_choice_gets_its_tokens_when(scenario: Scenario) -> None:
+def test_every_choice_gets_its_tokens_in_scenario(scenario: Scenario) -> None:
     for seed in _SEEDS:
         play(scenario, seed)
 

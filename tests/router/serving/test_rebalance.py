@@ -12,11 +12,11 @@ def _crowds(*counts: int) -> list[Overload]:
     return [Overload(f"decode-{i}", count) for i, count in enumerate(counts)]
 
 
-def test_a_newcomer_gets_streams_of_the_fullest() -> None:
+def test_a_new_replica_gets_streams_from_the_fullest() -> None:
     assert next_move(_crowds(3, 8, 0)) == ("decode-1", "decode-2")
 
 
-def test_nothing_moves_for_little() -> None:
+def test_small_gaps_cause_no_moves() -> None:
     assert next_move([]) is None
     assert next_move(_crowds(8)) is None
     assert next_move(_crowds(3, 0)) is None
@@ -24,7 +24,7 @@ def test_nothing_moves_for_little() -> None:
 
 
 @given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 3))
-def test_it_comes_to_an_end_and_leaves_nobody_far_ahead(counts: list[int], num_routers: int) -> None:
+def test_rebalancing_terminates_and_evens_out_the_load(counts: list[int], num_routers: int) -> None:
     """Also where several routers see the same and each move one stream."""
     crowds, num_moves = _crowds(*counts), 0
     while move := next_move(crowds):

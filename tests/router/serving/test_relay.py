@@ -14,7 +14,7 @@ from tests.router.serving.serving_world import World
 from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 
-def test_an_answer_is_counted_though_its_client_leaves_with_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_counts_even_if_the_client_leaves_with_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """The doors do: they need nothing after the last finish reason. Answers still to come are predicted by these."""
     counted: list[int] = []
 
@@ -49,7 +49,7 @@ def test_an_answer_is_counted_though_its_client_leaves_with_the_last_token(monke
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 40])
-def test_what_waits_to_be_read_is_read_before_a_call_counts_as_lost(max_tokens: int) -> None:
+def test_unread_tokens_are_read_before_a_call_counts_as_lost(max_tokens: int) -> None:
     """A router with too much to do hears that a call has ended long before it reads the tokens, which are there. The
     first tokens may come after those of the decode replica, and be all."""
 

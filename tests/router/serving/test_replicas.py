@@ -57,7 +57,7 @@ async def _call(replica: Replica) -> None:
         pass
 
 
-async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(redis_url: str) -> None:
+async def test_calls_to_a_replica_that_has_left_fail_like_any_loss(redis_url: str) -> None:
     redis = connect_redis(redis_url)
     await redis.flushall()
     membership = Membership(redis, name=_NAME, key=_KEY)
@@ -101,7 +101,7 @@ async def test_who_still_calls_a_replica_that_has_left_loses_it_like_any_other(r
         await calls.stop(None)
 
 
-async def test_one_odd_stream_in_a_frame_ends_alone_and_what_a_newer_version_adds_is_passed_over() -> None:
+async def test_an_odd_stream_ends_alone_and_what_a_newer_version_adds_is_ignored() -> None:
     """A reason for an end that we do not know is an end; a stream that cannot be taken costs itself only."""
 
     class Newer(FrameHub):
@@ -151,7 +151,7 @@ def _with_more(message: M) -> M:
     return type(message).FromString(message.SerializeToString() + field)
 
 
-async def test_what_is_no_frame_ends_the_reader_no_more_than_the_replica() -> None:
+async def test_a_malformed_frame_loses_the_replica_and_the_reader_reconnects() -> None:
     """Its reader does not end while it counts as alive, to be chosen for ever."""
 
     class Garbled(FrameHub):
@@ -174,7 +174,7 @@ async def test_what_is_no_frame_ends_the_reader_no_more_than_the_replica() -> No
         await replicas.close()
 
 
-async def test_a_router_that_stood_still_reads_first_what_has_come_meanwhile() -> None:
+async def test_a_router_that_stood_still_reads_received_frames_first() -> None:
     """Else all its replicas would be lost at once, and every stream with them."""
 
     queue, loop, changed = asyncio.Queue[pb.Frame](), asyncio.get_running_loop(), asyncio.Event()
@@ -204,7 +204,7 @@ async def test_a_router_that_stood_still_reads_first_what_has_come_meanwhile() -
     await replica.close()
 
 
-async def test_plain_tokens_go_where_others_go_and_only_with_a_stream_each() -> None:
+async def test_plain_tokens_reach_their_streams_and_need_one_each() -> None:
     call, changed, heard = FakeCall[pb.Frame](), asyncio.Event(), list[Any]()
 
     def take(stream: int, tokens: Any) -> None:

@@ -28,7 +28,7 @@ def _expecting(world: World, client: Client) -> set[str]:
     return set(world.replicas.index.depths(hashes))
 
 
-def test_a_request_that_came_before_any_decode_replica_is_weighed_like_others() -> None:
+def test_a_request_older_than_every_decode_replica_reserves_like_others() -> None:
     async def play(world: World) -> None:
         prefill = world.add(Role.PREFILL)
         await pass_time(0.1)
@@ -42,7 +42,7 @@ def test_a_request_that_came_before_any_decode_replica_is_weighed_like_others() 
     scenarios.play(play, 0)
 
 
-def test_a_request_that_no_replica_can_hold_hears_so_when_the_first_one_comes() -> None:
+def test_an_oversized_request_fails_when_the_first_replica_joins() -> None:
     async def play(world: World) -> None:
         request = SequenceRequest(id="r", token_ids=(1,) * MAX_CONTEXT, num_prompt_tokens=MAX_CONTEXT)
 
@@ -60,7 +60,7 @@ def test_a_request_that_no_replica_can_hold_hears_so_when_the_first_one_comes() 
     scenarios.play(play, 0)
 
 
-def test_a_model_without_a_decode_replica_is_away_after_a_while_and_then_at_once_until_there_is_one() -> None:
+def test_a_model_without_a_decode_replica_becomes_unavailable_until_one_joins() -> None:
     async def play(world: World) -> None:
         now = asyncio.get_running_loop().time
         request = SequenceRequest(
@@ -87,7 +87,7 @@ def test_a_model_without_a_decode_replica_is_away_after_a_while_and_then_at_once
     scenarios.play(play, 0)
 
 
-def test_what_runs_and_what_waits_hears_it_when_a_router_leaves_a_model() -> None:
+def test_requests_fail_when_a_router_leaves_a_model() -> None:
     async def play(world: World) -> None:
         for role in Role:
             world.add(role)
@@ -125,7 +125,7 @@ def test_a_prompt_that_a_decode_replica_computes_is_in_its_queue_until_it_is_com
     scenarios.play(play, 0)
 
 
-def test_nothing_is_expected_of_a_prefill_replica_that_has_failed() -> None:
+def test_a_failed_prefill_replica_leaves_no_expected_blocks() -> None:
     async def play(world: World) -> None:
         prefills = [world.add(Role.PREFILL) for _ in range(2)]
         world.add(Role.DECODE)
@@ -141,7 +141,7 @@ def test_nothing_is_expected_of_a_prefill_replica_that_has_failed() -> None:
     scenarios.play(play, 0)
 
 
-def test_a_moving_choice_is_reserved_at_its_target_and_goes_where_there_is_room() -> None:
+def test_a_moving_choice_is_reserved_at_a_target_with_room() -> None:
     async def play(world: World) -> None:
         source = world.add(Role.DECODE)
         await pass_time(0.1)
@@ -164,7 +164,7 @@ def test_a_moving_choice_is_reserved_at_its_target_and_goes_where_there_is_room(
     scenarios.play(play, 0)
 
 
-def test_what_the_replica_that_computes_a_prompt_has_of_it_is_not_in_its_queue() -> None:
+def test_cached_prompt_tokens_are_not_in_the_replicas_queue() -> None:
     async def play(world: World) -> None:
         decode = _seen(world, world.add(Role.DECODE).name)
         await pass_time(0.1)
@@ -180,7 +180,7 @@ def test_what_the_replica_that_computes_a_prompt_has_of_it_is_not_in_its_queue()
     scenarios.play(play, 0)
 
 
-def test_who_needs_no_more_does_not_wait_for_a_transfer_that_nobody_needs() -> None:
+def test_a_finished_request_does_not_wait_for_its_transfer() -> None:
     num_under_way = 0
 
     async def play(world: World) -> None:
@@ -201,7 +201,7 @@ def test_who_needs_no_more_does_not_wait_for_a_transfer_that_nobody_needs() -> N
     assert num_under_way, "the first token never came before the KV"
 
 
-def test_more_choices_than_a_replica_runs_are_refused_and_hold_up_nobody() -> None:
+def test_more_choices_than_a_replica_runs_are_rejected() -> None:
     async def play(world: World) -> None:
         world.add(Role.DECODE)
         await pass_time(0.1)
@@ -247,7 +247,7 @@ def test_a_tenant_that_asks_for_everything_leaves_room_for_others() -> None:
 
 
 @pytest.mark.parametrize("tenant_share", [0.75, 1.0])
-def test_who_has_little_goes_where_the_answers_of_others_have_grown_into_everything(tenant_share: float) -> None:
+def test_a_tenant_that_has_little_displaces_answers_that_have_grown_into_everything(tenant_share: float) -> None:
     """For the replica makes way for it."""
 
     async def play(world: World) -> None:
@@ -263,7 +263,7 @@ def test_who_has_little_goes_where_the_answers_of_others_have_grown_into_everyth
     scenarios.play(play, 0)
 
 
-def test_an_offline_request_that_is_refused_while_it_waits_leaves_nothing_held() -> None:
+def test_a_rejected_offline_request_leaves_no_reservation() -> None:
     async def play(world: World) -> None:
         offline = world.ask(num_tokens=9, n=7, max_tokens=3, priority=OFFLINE, tenant="a")
         await pass_time(0.1)
@@ -276,7 +276,7 @@ def test_an_offline_request_that_is_refused_while_it_waits_leaves_nothing_held()
     scenarios.play(play, 0)
 
 
-def test_what_waits_while_a_replica_leaves_is_not_refused_for_that() -> None:
+def test_waiting_requests_survive_the_loss_of_a_replica() -> None:
     async def play(world: World) -> None:
         world.tenant_share = 0.75
         replicas = [world.add(Role.DECODE) for _ in range(2)]
@@ -293,7 +293,7 @@ def test_what_waits_while_a_replica_leaves_is_not_refused_for_that() -> None:
     scenarios.play(play, 0)
 
 
-def test_a_tenant_that_asks_for_little_is_not_refused_for_what_another_waits_for() -> None:
+def test_a_tenant_that_asks_for_little_is_not_rejected_for_anothers_queue() -> None:
     """How fast the other one gets on says nothing of when its own turn comes."""
 
     async def play(world: World) -> None:
@@ -312,7 +312,7 @@ def test_a_tenant_that_asks_for_little_is_not_refused_for_what_another_waits_for
 
 
 @pytest.mark.parametrize("deadline_s", [5.0, None])
-def test_who_goes_on_elsewhere_waits_no_longer_than_it_has(deadline_s: float | None) -> None:
+def test_a_failover_waits_no_longer_than_the_deadline(deadline_s: float | None) -> None:
     async def play(world: World) -> None:
         request = SequenceRequest(id="r", token_ids=(1, 2), num_prompt_tokens=2, deadline_s=deadline_s)
         choosing = asyncio.create_task(world.core.reservations.next_pair(request, avoid=set(), num_waiting=0))
@@ -327,7 +327,7 @@ def test_who_goes_on_elsewhere_waits_no_longer_than_it_has(deadline_s: float | N
     scenarios.play(play, 0)
 
 
-def test_a_call_that_ends_before_its_choices_have_is_a_loss_and_others_go_on_with_them() -> None:
+def test_a_call_that_ends_before_its_choices_is_a_loss_and_they_continue_elsewhere() -> None:
     async def play(world: World) -> None:
         decode = world.add(Role.DECODE)
         await pass_time(0.1)
@@ -348,7 +348,7 @@ def test_a_call_that_ends_before_its_choices_have_is_a_loss_and_others_go_on_wit
     scenarios.play(play, 0)
 
 
-def test_what_is_left_unread_is_bounded() -> None:
+def test_tokens_left_unread_are_bounded() -> None:
     """The client hears of it when it reads again."""
 
     async def play(world: World) -> None:
@@ -368,7 +368,7 @@ def test_what_is_left_unread_is_bounded() -> None:
     scenarios.play(play, 0)
 
 
-def test_a_prompt_of_which_is_told_counts_on_no_cache_and_waits_for_a_replica_that_tells() -> None:
+def test_prompt_logprobs_ignore_caches_and_need_a_replica_that_supports_them() -> None:
     async def play(world: World) -> None:
         world.tells_prompt_logprobs = False
         older = _seen(world, world.add(Role.DECODE).name)
@@ -391,7 +391,7 @@ def test_a_prompt_of_which_is_told_counts_on_no_cache_and_waits_for_a_replica_th
     scenarios.play(play, 0)
 
 
-def test_a_request_of_the_last_priority_is_not_among_those_who_wait() -> None:
+def test_offline_requests_do_not_count_as_waiting() -> None:
     async def play(world: World) -> None:
         offline = world.ask(num_tokens=9, n=1, max_tokens=4, priority=OFFLINE)
         await pass_time(0.1)

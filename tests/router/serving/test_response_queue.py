@@ -19,7 +19,7 @@ def _put(responses: ResponseQueue, choice: int, *ids: int) -> None:
     responses.put(choice, [SampledToken(token_id=id) for id in ids])
 
 
-async def test_one_that_waits_has_the_first_token_at_once_and_then_all_that_have_come() -> None:
+async def test_a_waiting_consumer_gets_the_first_token_then_all_queued_ones() -> None:
     responses = ResponseQueue()
     taking = asyncio.ensure_future(_ids(responses))
     await asyncio.sleep(0)
@@ -33,7 +33,7 @@ async def test_one_that_waits_has_the_first_token_at_once_and_then_all_that_have
     assert await _ids(responses) == {0: [2, 3, 4], 1: [9]} and responses.num_waiting == 0
 
 
-async def test_nothing_more_is_the_end() -> None:
+async def test_end_stops_the_iteration() -> None:
     responses = ResponseQueue()
     _put(responses, 0, 1)
     responses.end()
@@ -41,7 +41,7 @@ async def test_nothing_more_is_the_end() -> None:
     assert [await _ids(responses) for _ in range(3)] == [{0: [1]}, {}, {}]
 
 
-async def test_an_error_comes_after_the_tokens_that_came_before_it() -> None:
+async def test_an_error_is_raised_after_the_earlier_tokens() -> None:
     responses = ResponseQueue()
     taking = asyncio.ensure_future(_ids(responses))
     await asyncio.sleep(0)
@@ -53,7 +53,7 @@ async def test_an_error_comes_after_the_tokens_that_came_before_it() -> None:
         await anext(responses)
 
 
-async def test_where_much_waits_it_comes_in_parts_and_others_have_their_turn_between() -> None:
+async def test_many_tokens_come_in_bundles_and_others_get_turns_between() -> None:
     responses, turns = ResponseQueue(), 0
 
     async def others() -> None:

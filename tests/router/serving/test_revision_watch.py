@@ -45,7 +45,7 @@ async def watched(redis_url: str, *names: str) -> AsyncIterator[tuple[RevisionCh
             await end.close()
 
 
-async def test_routers_take_a_table_and_what_they_count_is_added_up(redis_url: str) -> None:
+async def test_routers_take_a_table_and_their_counts_are_summed(redis_url: str) -> None:
     async with watched(redis_url, "router-0", "router-1") as (controller, known):
         await controller.publish(RevisionTable(version=1, revisions=REVISIONS))
         await becomes(lambda: all(revisions.is_split for revisions in known))
@@ -58,7 +58,7 @@ async def test_routers_take_a_table_and_what_they_count_is_added_up(redis_url: s
         await told(both_are_heard)
 
 
-async def test_what_is_known_stays_where_redis_has_lost_it_and_an_older_table_is_not_taken(redis_url: str) -> None:
+async def test_known_revisions_survive_redis_loss_and_older_tables_are_ignored(redis_url: str) -> None:
     async with watched(redis_url, "router-0") as (controller, (known,)):
         await controller.publish(RevisionTable(version=2, revisions=REVISIONS))
         await becomes(lambda: known.is_split)
@@ -76,7 +76,7 @@ async def test_what_is_known_stays_where_redis_has_lost_it_and_an_older_table_is
         await becomes(lambda: not known.is_split)
 
 
-async def test_what_somebody_else_writes_is_not_believed(redis_url: str) -> None:
+async def test_unsigned_entries_are_ignored(redis_url: str) -> None:
     async with watched(redis_url) as (controller, _):
         pending_peer = RevisionChannel(connect_redis(redis_url), name="a", key=bytes(32))
         await pending_peer.publish(RevisionTable(version=9, revisions=REVISIONS))
@@ -93,7 +93,7 @@ async def test_what_somebody_else_writes_is_not_believed(redis_url: str) -> None
         await pending_peer.close()
 
 
-async def test_what_was_counted_in_another_update_says_nothing_of_this_one(redis_url: str) -> None:
+async def test_counts_of_another_update_are_ignored(redis_url: str) -> None:
     """Both have the old revision in common."""
     async with watched(redis_url) as (controller, _):
         await controller.tell("router-0", {1: RevisionCounts(failed=9), 2: RevisionCounts(failed=9)})
@@ -121,7 +121,7 @@ class FakeSwallowingRedis:
         raise AssertionError
 
 
-async def test_a_router_that_closes_does_not_wait_for_a_redis_that_is_away() -> None:
+async def test_close_does_not_wait_for_an_unavailable_redis() -> None:
     away: Any = FakeSwallowingRedis()
     watch = RevisionWatch(away, Revisions(), name="a", key=KEY, router="router-0")
     following = asyncio.create_task(watch.follow_forever())

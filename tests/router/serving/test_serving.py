@@ -163,12 +163,12 @@ SETTINGS = settings(suppress_health_check=list(HealthCheck), print_blob=True)
 
 
 @pytest.mark.timeout(300)  # some 15 s of computing, on a machine of its own
-def test_every_choice_gets_its_tokens_whatever_happens() -> None:
+def test_every_choice_gets_its_tokens_despite_faults() -> None:
     run_state_machine_as_test(Serving, settings=settings(SETTINGS, max_examples=15, stateful_step_count=40))
 
 
 @pytest.mark.slow
-def test_every_choice_gets_its_tokens_whatever_happens_for_long() -> None:
+def test_every_choice_gets_its_tokens_despite_faults_for_long() -> None:
     run_state_machine_as_test(Serving, settings=settings(SETTINGS, max_examples=3000, stateful_step_count=80))
 
 

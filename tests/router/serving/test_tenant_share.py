@@ -71,7 +71,7 @@ def _play(scenario: Coroutine[Any, Any, None]) -> None:
         runner.run(scenario)
 
 
-def test_a_tenant_has_its_share_and_another_comes_in_at_once() -> None:
+def test_a_tenant_keeps_to_its_share_and_another_enters_at_once() -> None:
     async def scenario() -> None:
         cluster = Cluster(8)
         async with asyncio.TaskGroup() as group:
@@ -90,7 +90,7 @@ def test_a_tenant_has_its_share_and_another_comes_in_at_once() -> None:
     _play(scenario())
 
 
-def test_who_comes_while_others_of_its_tenant_wait_does_not_overtake_them() -> None:
+def test_a_new_request_does_not_overtake_its_tenants_waiting_ones() -> None:
     async def scenario() -> None:
         cluster = Cluster(8)
         async with asyncio.TaskGroup() as group:
@@ -107,7 +107,7 @@ def test_who_comes_while_others_of_its_tenant_wait_does_not_overtake_them() -> N
     _play(scenario())
 
 
-def test_inside_a_tenant_small_ones_may_pass_large_ones_in_turns() -> None:
+def test_small_requests_pass_large_ones_of_their_tenant_in_turns() -> None:
     async def scenario() -> None:
         cluster = Cluster(8)
         async with asyncio.TaskGroup() as group:
@@ -124,7 +124,7 @@ def test_inside_a_tenant_small_ones_may_pass_large_ones_in_turns() -> None:
     _play(scenario())
 
 
-def test_clients_that_go_away_leave_nothing_behind() -> None:
+def test_disconnected_clients_leave_no_state() -> None:
     async def scenario() -> None:
         cluster = Cluster(14)
         tasks = [
@@ -145,7 +145,7 @@ def test_clients_that_go_away_leave_nothing_behind() -> None:
     _play(scenario())
 
 
-def test_places_that_others_give_back_are_heard_of() -> None:
+def test_places_released_by_another_router_are_used() -> None:
     """Of another router, by the replicas' own word."""
 
     async def scenario() -> None:
@@ -164,7 +164,7 @@ def test_places_that_others_give_back_are_heard_of() -> None:
     _play(scenario())
 
 
-def test_a_wait_for_ones_own_share_that_lasts_too_long_says_so() -> None:
+def test_a_timeout_at_the_share_names_the_reason() -> None:
     async def scenario() -> None:
         cluster = Cluster(8, queue_s=10)
         async with asyncio.TaskGroup() as group:
@@ -178,7 +178,7 @@ def test_a_wait_for_ones_own_share_that_lasts_too_long_says_so() -> None:
 
 
 @pytest.mark.parametrize("num_tenants", [10, 100])
-def test_a_wake_looks_at_the_replicas_once_however_many_wait(num_tenants: int) -> None:
+def test_a_wake_queries_the_replicas_once(num_tenants: int) -> None:
     async def scenario() -> None:
         cluster = Cluster(num_tenants)
         tasks = [
@@ -199,7 +199,7 @@ def test_a_wake_looks_at_the_replicas_once_however_many_wait(num_tenants: int) -
     _play(scenario())
 
 
-def test_a_tenant_at_its_share_does_not_count_when_another_ones_turn_is_predicted() -> None:
+def test_a_tenant_at_its_share_does_not_count_in_predicted_waits() -> None:
     async def scenario() -> None:
         cluster = Cluster(8)
         async with asyncio.TaskGroup() as group:
@@ -218,7 +218,7 @@ def test_a_tenant_at_its_share_does_not_count_when_another_ones_turn_is_predicte
     _play(scenario())
 
 
-def test_places_that_come_free_go_to_tenants_in_the_order_of_their_shares() -> None:
+def test_freed_places_go_to_tenants_in_fair_order() -> None:
     """Both are at their share; when it grows for both, no one has saved anything up."""
 
     async def scenario() -> None:

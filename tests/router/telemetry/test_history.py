@@ -23,7 +23,7 @@ def test_quantiles_are_those_of_prometheus(q: float, counts: list[tuple[float, f
     assert quantile(q, counts) == expected
 
 
-def test_a_second_tells_what_came_in_it() -> None:
+def test_a_point_holds_the_rates_of_its_second() -> None:
     metrics = Metrics()
     metrics.requests_waiting.set_function(lambda: 3)
     metrics.time_to_first_token.observe(50.0)  # before
@@ -41,7 +41,7 @@ def test_a_second_tells_what_came_in_it() -> None:
     assert (quiet.ttft_s, quiet.itl_s, quiet.tokens_per_s) == (None, None, 0.0)
 
 
-def test_they_are_minutes_and_no_more() -> None:
+def test_history_is_bounded() -> None:
     history = History(Metrics())
     for _ in range(400):
         history.take()

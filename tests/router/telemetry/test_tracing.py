@@ -86,7 +86,7 @@ async def _ask(traced: _Traced, endpoint: str, traceparent: str | None) -> str |
     return str(told) if told else None
 
 
-async def test_the_clients_trace_goes_on(completions: MakeCompletions, endpoint: str) -> None:
+async def test_the_clients_trace_is_continued(completions: MakeCompletions, endpoint: str) -> None:
     traced = _Traced(completions, ratio=0.0)
     told = await _ask(traced, endpoint, _SAMPLED)
     own, states = traced.spans[-1], traced.spans[:-1]
@@ -110,7 +110,7 @@ async def test_a_client_that_samples_nothing_is_not_traced(completions: MakeComp
     assert traced.fake.started[0].traceparent == told
 
 
-async def test_without_one_the_ratio_decides(completions: MakeCompletions, endpoint: str) -> None:
+async def test_without_traceparent_the_ratio_decides(completions: MakeCompletions, endpoint: str) -> None:
     always, never = _Traced(completions, ratio=1.0), _Traced(completions, ratio=0.0)
     told = await _ask(always, endpoint, None)
     assert told and _is_sampled(told) and _TRACE not in told and len(always.spans) == 2
@@ -118,7 +118,7 @@ async def test_without_one_the_ratio_decides(completions: MakeCompletions, endpo
 
 
 @pytest.mark.parametrize("sent", ["nonsense", "00-" + "0" * 32 + "-b7ad6b7169203331-01"])
-async def test_one_that_makes_no_sense_begins_a_trace_of_its_own(
+async def test_a_malformed_traceparent_begins_a_new_trace(
     completions: MakeCompletions, endpoint: str, sent: str
 ) -> None:
     traced = _Traced(completions, ratio=0.0)
@@ -127,7 +127,7 @@ async def test_one_that_makes_no_sense_begins_a_trace_of_its_own(
 
 
 @pytest.mark.parametrize("state", ["\x1b[2Jsecret", ",".join(["secret"] * 31), "a=1,a=secret", "secret=1," * 1200])
-def test_no_word_of_a_tracestate_comes_into_the_log(caplog: pytest.LogCaptureFixture, state: str) -> None:
+def test_tracestate_is_never_logged(caplog: pytest.LogCaptureFixture, state: str) -> None:
     """The library has a line for each that makes no sense: of a client's bytes, as many as it likes."""
     tracing = Tracing(SimpleSpanProcessor(InMemorySpanExporter()), ratio=0.0, deployment="d", router="router-1")
     for sent in (_SAMPLED, "9" * 60_000):
@@ -136,14 +136,14 @@ def test_no_word_of_a_tracestate_comes_into_the_log(caplog: pytest.LogCaptureFix
     assert not caplog.records
 
 
-async def test_where_nobody_collects_there_is_nothing_of_it(completions: MakeCompletions, endpoint: str) -> None:
+async def test_without_a_collector_nothing_is_traced(completions: MakeCompletions, endpoint: str) -> None:
     traced = _Traced(completions, ratio=1.0)
     traced.completions.tracing = None
     assert await _ask(traced, endpoint, _SAMPLED) is None
     assert traced.fake.started[0].traceparent == "" and not traced.spans
 
 
-async def test_a_request_that_fails_says_so(completions: MakeCompletions) -> None:
+async def test_a_failed_request_has_an_error_status(completions: MakeCompletions) -> None:
     traced = _Traced(completions, ratio=1.0, reject=CapacityError("full", retry_after_s=1.0))
     async with traced.http() as client:
         answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 4})
@@ -155,7 +155,7 @@ async def test_a_request_that_fails_says_so(completions: MakeCompletions) -> Non
     assert wrong.attributes and wrong.attributes["xpyd.status"] == "400"
 
 
-def test_what_passed_on_a_replica_is_told_under_its_name(completions: MakeCompletions) -> None:
+def test_replica_phases_carry_the_replicas_resource(completions: MakeCompletions) -> None:
     from core.types.timeline import Timeline
 
     exporter = InMemorySpanExporter()
@@ -178,7 +178,7 @@ def test_what_passed_on_a_replica_is_told_under_its_name(completions: MakeComple
     assert [event.attributes for event in own.events] == [{"reason": "decode-3 is lost"}]
 
 
-async def test_calls_to_replicas_carry_it() -> None:
+async def test_calls_to_replicas_carry_the_traceparent() -> None:
     heard: list[dict[str, Any]] = []
 
     async def hear(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
@@ -206,7 +206,7 @@ async def test_calls_to_replicas_carry_it() -> None:
     assert [one.get("traceparent") for one in heard] == [_SAMPLED, _SAMPLED, None, None]
 
 
-async def test_a_collector_that_is_away_keeps_nobody_waiting(
+async def test_a_collector_that_is_away_delays_no_request(
     completions: MakeCompletions, caplog: pytest.LogCaptureFixture
 ) -> None:
     reason = "no exporter here: pip install opentelemetry-exporter-otlp-proto-http"
@@ -223,7 +223,7 @@ async def test_a_collector_that_is_away_keeps_nobody_waiting(
     assert len(said) == 1, "once a minute"
 
 
-def test_without_the_exporter_the_operator_hears_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_exporter_error_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
     assert Tracing.of(TracingSpec(), deployment="d", router="r") is None
     with pytest.raises(SpecError, match="pip install opentelemetry-exporter-otlp-proto-http"):

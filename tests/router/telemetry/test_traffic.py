@@ -19,7 +19,7 @@ def _arrive(record: TrafficRecord, tokens: int = 200, *, ttft_s: float = 0.0, nu
     return record.arrived(range(tokens), salt="", num_choices=num_choices, ttft_s=lambda: ttft_s)
 
 
-def test_equal_prefixes_have_equal_ids_of_one_salt_and_one_key() -> None:
+def test_equal_prefixes_have_equal_ids_per_salt_and_key() -> None:
     long, short = prefix_ids(_KEY, "", range(200)), prefix_ids(_KEY, "", range(128))
     assert len(long) == 4 and list(long[:2]) == list(short)
     other = prefix_ids(_KEY, "", [*range(100), 7, *range(101, 200)])
@@ -28,7 +28,7 @@ def test_equal_prefixes_have_equal_ids_of_one_salt_and_one_key() -> None:
         assert not set(long) & set(foreign)
 
 
-def test_a_hash_that_is_told_does_not_tell_the_next_one_without_the_key() -> None:
+def test_a_public_hash_does_not_reveal_the_next_one_without_the_key() -> None:
     """Else whoever guesses 64 tokens could try them behind an id that he knows."""
     from hashlib import blake2b
     from struct import pack
@@ -39,43 +39,43 @@ def test_a_hash_that_is_told_does_not_tell_the_next_one_without_the_key() -> Non
     assert blake2b(first + packed, digest_size=8, key=_KEY).digest() == second
 
 
-def test_each_thing_is_told_once_and_to_a_new_listener_all_of_it() -> None:
+def test_reports_are_incremental_and_full_on_request() -> None:
     clock = _Clock()
     record = TrafficRecord(_KEY, router="router-1", now=clock)
     first = _arrive(record, ttft_s=0.25, num_choices=2)
     clock.now += 3
-    news = record.news()
+    news = record.report()
     assert [*news.arrived] == [0, 1] and news.arrived[0].arrival_s == 3 and not news.changed
     assert news.arrived[0].ttft_s == 0.25 and not news.arrived[0].is_over
-    assert not record.news().arrived
+    assert not record.report().arrived
     record.over(first, [4, 5], ttft_s=0.25, itl_s=0.02)
     _arrive(record)
-    news = record.news()
+    news = record.report()
     assert {number: seen.num_output for number, seen in news.changed.items()} == {0: 4, 1: 5}
     assert [*news.arrived] == [2]
-    assert [*record.news(all_of_it=True).arrived] == [0, 1, 2]
+    assert [*record.report(is_full=True).arrived] == [0, 1, 2]
 
 
-def test_a_first_token_is_told_before_the_last() -> None:
+def test_a_first_token_is_reported_before_the_end() -> None:
     record, ttft = TrafficRecord(_KEY), [0.0]
     record.arrived(range(10), salt="", num_choices=1, ttft_s=lambda: ttft[0])
-    assert record.news().arrived[0].ttft_s is None
+    assert record.report().arrived[0].ttft_s is None
     ttft[0] = 0.5
-    assert record.news().changed[0].ttft_s == 0.5
-    assert not record.news().changed
+    assert record.report().changed[0].ttft_s == 0.5
+    assert not record.report().changed
 
 
-def test_it_is_bounded_in_time_and_in_number_and_says_what_nobody_was_told_of() -> None:
+def test_the_record_is_bounded_and_counts_unreported_losses() -> None:
     clock = _Clock()
     record = TrafficRecord(_KEY, now=clock)
     for _ in range(50_010):
         _arrive(record, 1)
-    assert record.num_requests == 50_000 and record.news().num_lost == 10
+    assert record.num_requests == 50_000 and record.report().num_lost == 10
     clock.now += 2000
-    assert not record.news().arrived and record.num_requests == 0
+    assert not record.report().arrived and record.num_requests == 0
 
 
-def test_long_prompts_do_not_make_it_larger_than_it_may_be() -> None:
+def test_long_prompts_respect_the_bound_on_ids() -> None:
     record = TrafficRecord(_KEY)
     for _ in range(45):
         _arrive(record, 64 * 50_000)

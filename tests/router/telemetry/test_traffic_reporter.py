@@ -17,7 +17,7 @@ from tests.router.serving.virtual_time import VirtualTimeLoop
 _LIVES = ["a", "a", "", "a", "b", "b"]  # of the controller that is told; empty: nobody answers
 
 
-def test_a_controller_of_another_life_is_told_everything_once() -> None:
+def test_a_restarted_controller_gets_one_full_report() -> None:
     told: list[int] = []
     shown: list[Sequence[ShownDecision]] = []
 

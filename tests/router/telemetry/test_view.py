@@ -41,14 +41,7 @@ def _view(replicas: list[FakeSeenReplica], flows: Flows | None = None) -> Router
     )
 
 
-def shown_replicas(statuses: Mapping[str, Status]) -> list[dict[str, Any]]:
-    """Return the replicas as a router shows them. statuses: by the name of the replica."""
-    seen = [FakeSeenReplica(id, Role(id.partition("-")[0]), status=status) for id, status in statuses.items()]
-    shown: list[dict[str, Any]] = _view(seen).now()["replicas"]
-    return shown
-
-
-def test_replicas_that_come_and_go_are_told_once() -> None:
+def test_replica_state_changes_give_one_event_each() -> None:
     old, new = FakeSeenReplica("decode-2", Role.DECODE), FakeSeenReplica("decode-10", Role.DECODE, is_alive=False)
     replicas = [old]
     view = _view(replicas)
@@ -81,7 +74,7 @@ def test_replicas_that_come_and_go_are_told_once() -> None:
     ]
 
 
-def test_reuse_is_told_where_it_is_known() -> None:
+def test_reuse_is_shown_if_known() -> None:
     totals = Totals(prompt_tokens=100, prefix_hit_tokens=25)
     prefill = FakeSeenReplica("prefill-0", Role.PREFILL, status=Status(totals=totals))
     decode = FakeSeenReplica("decode-1", Role.DECODE, status=Status(totals=totals))
@@ -89,7 +82,7 @@ def test_reuse_is_told_where_it_is_known() -> None:
     assert told == {"prefill-0": 0.25, "decode-1": None}, "a decode replica receives prompts as well"
 
 
-def test_what_passes_between_two_replicas_is_added_up() -> None:
+def test_flows_between_two_replicas_are_summed() -> None:
     flows = Flows()
     for num_bytes in (1000, 4000):
         flows.add("handoff", "prefill-0", "decode-1", num_bytes)
@@ -98,7 +91,7 @@ def test_what_passes_between_two_replicas_is_added_up() -> None:
     assert (fetch["kind"], fetch["source"], handoff["bytes_per_s"]) == ("pull", "decode-1", 1000.0)
 
 
-def test_of_many_replicas_the_page_has_some() -> None:
+def test_the_number_of_listed_replicas_is_bounded() -> None:
     replicas = [FakeSeenReplica(f"decode-{number}", Role.DECODE) for number in range(300)]
     replicas[299].is_alive = False
     told = _view(replicas).now()
