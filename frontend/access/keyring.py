@@ -1,4 +1,4 @@
-"""The API keys that a router knows, and whom a request is from."""
+"""API keys of a router: lookup of the client of a request."""
 
 from __future__ import annotations
 
@@ -21,26 +21,25 @@ _MAX_CHARS = 256
 
 
 class Keyring:
-    """Lives on the router's event loop. Where Redis is away it goes on with what it knows."""
+    """API keys, followed from Redis; keeps the last known keys while Redis is unavailable. Bound to the event loop."""
 
     def __init__(
         self, reader: KeyReader | None, *, salt_key: bytes, is_required: bool, is_cache_told: bool = True
     ) -> None:
-        """reader: None where there are no keys. is_cache_told: whether clients without a key may hear what was cached
-        of their prompts."""
+        """reader: None where there are no keys. is_cache_told: whether anonymous clients see cached-token counts."""
         self._reader = reader
         self._is_required = is_required
         self._anybody = Client(key=None, salt_key=salt_key, is_cache_told=is_cache_told)
-        self._clients: dict[str, Client] | None = None  # by the digest of the secret; None: not heard yet
+        self._clients: dict[str, Client] | None = None  # by digest of the secret; None: not read yet
         self._has_many_tenants = False
-        self._reach = RedisReach("the API keys known go on counting")
+        self._reach = RedisReach("the last known API keys stay valid")
         self._is_closing = False
 
     def identify(self, authorization: str | None, *, api_key: str | None = None) -> Client:
-        """Whom a request is from, by its `Authorization` header, or by `X-Api-Key`. Raises Unauthenticated or
+        """Return the client of a request from its `Authorization` or `X-Api-Key` header. Raises Unauthenticated or
         KeysUnknown.
 
-        Secrets are looked up by their digest, so that how long it takes says nothing of any of them.
+        Secrets are looked up by digest, so the timing reveals nothing about a secret.
         """
         if api_key and (api_key := api_key.strip()):
             authorization = _one_of(authorization, f"{_SCHEME}{api_key}")
@@ -51,28 +50,28 @@ class Keyring:
         if not self._is_required:
             return self._anybody
         if self._clients is None:
-            raise KeysUnknown("this router has not heard yet which API keys there are; try again")
+            raise KeysUnknown("this router has not read the API keys yet; retry")
         if not authorization:
-            raise Unauthenticated("an API key is needed: send it as Authorization: Bearer sk-…")
+            raise Unauthenticated("missing API key; send it as Authorization: Bearer sk-…")
         if scheme.lower() != _SCHEME:
-            raise Unauthenticated("an API key is sent as Authorization: Bearer sk-…, and this came without Bearer")
-        raise Unauthenticated("this API key is not known here, or was revoked")
+            raise Unauthenticated("Authorization has no Bearer scheme; send the API key as Authorization: Bearer sk-…")
+        raise Unauthenticated("unknown or revoked API key")
 
     @property
     def has_many_tenants(self) -> bool:
-        """Whether several may ask; the operator's own machine, and who may ask without a key where nobody has one, are
-        none of them."""
+        """Whether more than one tenant can send requests. The operator key does not count, nor do
+        anonymous clients of a deployment without keys."""
         return self._has_many_tenants
 
     def take(self, registry: KeyRegistry) -> None:
-        """From now on these keys count, and no others."""
+        """Replace the keys with those of the registry."""
         salt_key = self._anybody.salt_key
         self._clients = {key.digest: Client(key=key, salt_key=salt_key) for key in registry.keys}
         tenants = {key.tenant for key in registry.keys if key.name != OPERATOR}
         self._has_many_tenants = len(tenants) > (1 if self._is_required else 0)
 
     async def read(self) -> None:
-        """Look whether the controller says something new."""
+        """Read the registry from Redis if it has changed."""
         if self._reader is None:
             return
         try:
@@ -89,7 +88,7 @@ class Keyring:
             await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Follow no longer."""
+        """Stop following."""
         self._is_closing = True
 
 
@@ -98,8 +97,8 @@ def _parts(authorization: str | None) -> tuple[str, str]:
 
 
 def _one_of(authorization: str | None, other: str) -> str:
-    """Of two that may say the same. Raises Unauthenticated where they are different keys."""
+    """Return `other`, after checking that both headers carry the same key. Raises Unauthenticated if they differ."""
     scheme, secret = _parts(authorization)
     if scheme.lower() == _SCHEME and secret and secret != _parts(other)[1]:
-        raise Unauthenticated("Authorization and X-Api-Key have different API keys: send one of them")
+        raise Unauthenticated("Authorization and X-Api-Key carry different API keys; send one of them")
     return other

@@ -1,4 +1,4 @@
-"""What operators ask a router, and no client may: metrics, what it sees, and why requests went where they went."""
+"""Admin endpoint of a router, for operators only: metrics, live view, and routing explanations of requests."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ def create_admin_app(
     routers: Callable[[], Mapping[str, str]] = dict,
     page: UiPage | None = None,
 ) -> FastAPI:
-    """The ASGI application. health: usable replicas by role. metrics: Prometheus's text. explain_route: why the
-    requests of an id, or of an answer's, went where they went; empty when that is not known. lives: likewise, where
-    their time went. model: what clients call it. routers: where each of the deployment answers operators, by its name.
-    page: None: there is none."""
+    """Create the ASGI application.
+
+    health: number of usable replicas by role. metrics: Prometheus text. explain_route: routing decisions of a request
+    id or response id; empty if unknown. lives: likewise, its timeline. model: name of the served model. routers: admin
+    addresses of the deployment's routers, by name. page: None: no UI.
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     if page:
         page.add_to(app)
@@ -54,7 +56,7 @@ def create_admin_app(
 
     @app.get("/targets")
     async def report_targets() -> Response:
-        """For Prometheus's http_sd: each router is a target of its own, and any of them tells of all."""
+        """Prometheus http_sd targets: each router is one target, and any router lists all."""
         labels = {"deployment": deployment, "model": model} if model else {"deployment": deployment}
         groups = [{"targets": [address], "labels": labels} for address in routers().values()]
         return JSONResponse(groups)
@@ -71,13 +73,13 @@ def create_admin_app(
 
 
 def _found(look: Callable[[str], Mapping[str, Any]], request_id: str) -> Response:
-    """By a request's id, or that of its answer."""
+    """Look up a request id, or the id of its response."""
     found = look(request_id) or look(_ID_OF_ANSWER.sub("", request_id))
     return JSONResponse(found, status_code=200 if found else 404)
 
 
 async def open_admin_listener(app: ASGIApp, *, host: str, ports: Sequence[int]) -> HttpListener:
-    """On the first of these ports that is free: routers of one machine take them in turn. Raises DeployError."""
+    """Listen on the first free port; routers of one machine take them in turn. Raises DeployError."""
     for port in ports:
         with contextlib.suppress(DeployError):
             return await HttpListener.open(app, host=host, port=port, limits=ADMIN)

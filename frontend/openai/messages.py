@@ -62,7 +62,7 @@ class ChatMessage(OpenAIObject):
     reasoning_content: str | None = None
     """Extension, for the template."""
     # A client may send back an answer as it came; these are null or empty in ours.
-    rejection: Annotated[str | None, AfterValidator(Only(("",)))] = None
+    refusal: Annotated[str | None, AfterValidator(Only(("",)))] = None
     annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None

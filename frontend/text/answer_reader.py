@@ -1,4 +1,4 @@
-"""One answer's text, as it comes, to what it is made of: thinking, text, and calls of tools."""
+"""Parser of one answer's text into thinking, text and tool calls, as it arrives."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from frontend.parsers.thinking import THINK, ThinkingReader
 
 @dataclass(slots=True)
 class CallText:
-    """More of one call, in the order of the answer."""
+    """Next part of one tool call, in the order of the answer."""
 
     number: int  # from 0
-    id: str = ""  # with its beginning alone, as the name
+    id: str = ""  # set in the first part only, as is `name`
     name: str = ""
-    arguments: str = ""  # JSON, in pieces
-    broken: str | None = None  # it was no call after all: all of its text
-    rest: str = ""  # what of that has not been said
-    at: int = 0  # where in the text beside it this stands
+    arguments: str = ""  # fragment of JSON
+    broken: str | None = None  # set if the text turned out to be no call: all of that text
+    rest: str = ""  # the part of `broken` that has not been sent
+    at: int = 0  # offset in the accompanying text
 
     def goes_on_from(self, last: CallText) -> bool:
-        """With more of the same arguments, and nothing else; a call's beginning stays by itself."""
+        """Return whether this part only adds arguments to `last`; the first part of a call is never merged."""
         is_more = self.number == last.number and not self.id and self.broken is None
         return is_more and not last.id and last.broken is None
 
 
 @dataclass(slots=True)
 class AnswerText:
-    """What an answer says with one more piece of its text."""
+    """Parsed parts of one piece of an answer's text."""
 
     text: str = ""
     thinking: str = ""
@@ -43,19 +43,19 @@ class AnswerText:
 
 
 class AnswerReader:
-    """Belongs to one choice."""
+    """Parser of one choice."""
 
     def __init__(self, thinking: ThinkingReader | None, calls: CallReader | None, *, is_parallel: bool = True) -> None:
-        self.num_calls = 0  # that are whole
-        self.is_over = False  # nothing that comes is part of it any more
+        self.num_calls = 0  # completed calls
+        self.is_over = False  # the rest of the text is not part of the answer
         self._thinking = thinking
         self._calls = calls
         self._is_parallel = is_parallel
 
     @classmethod
     def of(cls, chat: Chat, output_format: OutputFormat, prompt: str, *, may_think: bool = True) -> AnswerReader | None:
-        """None where the answer is nothing but text. prompt: its end is enough. may_think: False where it keeps to a
-        grammar that has no room for that."""
+        """Create a reader, or return None for an answer of plain text. prompt: its last characters suffice. may_think:
+        False if the answer's grammar has no room for thinking."""
         thinking = calls = None
         if output_format.thinks and may_think:
             thinking = ThinkingReader(is_open=prompt.rstrip().endswith(THINK))
@@ -68,7 +68,7 @@ class AnswerReader:
         return self._thinking is not None and self._thinking.is_inside
 
     def thinking_anew(self) -> ThinkingReader | None:
-        """What reads the thinking of this answer, at its beginning."""
+        """Return a fresh reader of the thinking of this answer, in its initial state."""
         return self._thinking.again() if self._thinking else None
 
     def add(self, text: str) -> AnswerText:
@@ -76,7 +76,7 @@ class AnswerReader:
         return self._said(thought, self._calls.add(text) if self._calls else [text])
 
     def finish(self) -> AnswerText:
-        """What is left when no more comes."""
+        """Return the remaining parts at the end of the text."""
         thought, text = self._thinking.finish() if self._thinking else ("", "")
         pieces: list[Piece] = [*self._calls.add(text), *self._calls.finish()] if self._calls else [text]
         return self._said(thought, pieces)
@@ -114,5 +114,5 @@ def _of(said: AnswerText, number: int) -> CallText:
 
 
 def _call_id() -> str:
-    """Mistral's templates take no id but of nine letters and digits; others take any."""
+    """Return a random call id of nine alphanumerics, the only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]
