@@ -168,12 +168,12 @@ class ServedModel:
 
     @property
     def has_read(self) -> bool:
-        """Whether the deployment's replicas have been read once."""
+        """True if the deployment's replicas have been read once."""
         return self._discovery.has_read
 
     @property
     def is_failing(self) -> bool:
-        """Whether its background tasks are crash-looping; reopening the model may help."""
+        """True if its background tasks are crash-looping; reopening the model may help."""
         return bool(self._tasks.failing)
 
     def health(self) -> dict[str, int]:

@@ -86,7 +86,7 @@ class Access:
 
     @property
     def has_many_tenants(self) -> bool:
-        """Whether more than one tenant can send requests, so that fair shares matter."""
+        """True if more than one tenant can send requests, so that fair shares matter."""
         return self._keyring.has_many_tenants
 
     async def close(self) -> None:

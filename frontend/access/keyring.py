@@ -59,7 +59,7 @@ class Keyring:
 
     @property
     def has_many_tenants(self) -> bool:
-        """Whether more than one tenant can send requests. The operator key does not count, nor do
+        """True if more than one tenant can send requests. The operator key does not count, nor do
         anonymous clients of a deployment without keys."""
         return self._has_many_tenants
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: POST /v1/messages, whole and streamed, and /v1/messages/count_tokens."""
+"""Anthropic's Messages API: POST /v1/messages, whole and streamed, and POST /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frontend.text.models import Models
 
 
 class AnthropicApi:
-    """The endpoints."""
+    """Endpoints of the Messages API."""
 
     def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
         self._models = models
@@ -45,7 +45,7 @@ class AnthropicApi:
         return await whole_answer(request.receive, answer.whole(), headers)
 
     async def _count_tokens(self, request: Request, request_context: RequestContext) -> Response:
-        """A key's limits count it as a request, and no tokens of it."""
+        """Count the prompt's tokens. Counts as a request, but no tokens, against the key's limits."""
         asked = await self._opener.read(CountTokensBody, request)
         with self._request_contexts.noted(request):
             served = self._models.find(asked.requests[0].model)

@@ -54,7 +54,7 @@ def _texts(message: Message) -> Iterator[str]:
 
 
 def opens_answer(asked: bool | None, *, is_continued: bool) -> bool:
-    """Whether a prompt ends where an answer begins. asked: by the client. Raises RequestError."""
+    """True if a prompt ends where an answer begins. asked: by the client. Raises RequestError."""
     if is_continued and asked:
         text = "continue_final_message: not together with add_generation_prompt, which begins an answer"
         raise RequestError(text, param="continue_final_message")

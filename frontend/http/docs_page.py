@@ -1,4 +1,4 @@
-"""An OpenAPI document as a page of HTML that fetches nothing and runs nothing."""
+"""HTML page of an OpenAPI document, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ tr { border-top: 1px solid #8884; } code { font-size: 90%; }
 
 
 def page_of(document: JSON) -> str:
-    """Every endpoint, then every object that one takes."""
+    """Return the page: a table of all endpoints, then a table for each schema."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"]
     parts += [f'<h1>{title}</h1><p>As a document: <a href="openapi.json">openapi.json</a></p>', *_endpoints(document)]
@@ -48,7 +48,7 @@ def _row(name: str, told: JSON, is_needed: bool) -> str:
 
 
 def _kind(schema: JSON) -> str:
-    """What a value may be, in a few words. Null is always taken where a field may be left out, and not told."""
+    """Return a short description of a schema's type. Null is omitted: every optional field accepts it."""
     match schema:
         case {"$ref": str(place)}:
             name = escape(place.removeprefix(PLACE))

@@ -1,4 +1,4 @@
-"""Events to one answer of the OpenAI API, whole or in chunks."""
+"""Responses of the OpenAI API, whole or streamed, from the events of completions."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from frontend.text.slow_client import UnreadLimit
 from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer
 
-_MAX_RUNNING = 64  # choices of one answer at a time: what waits for these is in nobody's way
-_MAX_QUEUED = 64  # times that events came; a slow client holds the completions up, not our memory
-NumberedEvents = AsyncIterator[tuple[int, list[Event]]]  # by completion, those together that came together
+_MAX_RUNNING = 64  # choices of one response that run at a time
+_MAX_QUEUED = 64  # batches of events; backpressure from a slow client
+NumberedEvents = AsyncIterator[tuple[int, list[Event]]]  # completion number, and events that arrived together
 _Queue = asyncio.Queue[tuple[int, list[Event] | Exception]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAIAnswer:
-    """What answers one HTTP request: a completion per prompt, each with its own form. Choices count through all."""
+    """Response to one HTTP request: one completion and one form per prompt. Choices are numbered across all prompts."""
 
     id: str
     model: str
     completions: Sequence[Completion]
     forms: Sequence[Form]
-    include_usage: bool  # in the stream; a whole answer always has it
+    include_usage: bool  # in the stream; a whole response always has usage
     return_token_ids: bool
-    num_prompt_logprobs: int | None  # likeliest tokens in `prompt_logprobs`; None: it is not asked for
+    num_prompt_logprobs: int | None  # most likely tokens in `prompt_logprobs`; None: not requested
     tokenizer: Tokenizer
     threads: TextThreads
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> JSON:
-        """Raises ClusterError."""
+        """Return the whole response. Raises ClusterError."""
         usage = TokenUsage()
         choices = [_Choice(form) for form, one in zip(self.forms, self.completions, strict=True) for _ in range(one.n)]
         async with _run_all(self.completions) as arrivals:
@@ -69,7 +69,7 @@ class OpenAIAnswer:
         return answer
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, the last of them [DONE]. Raises ClusterError."""
+        """Yield server-sent events, ending with [DONE]. Raises ClusterError."""
         usage = TokenUsage()
         chunks: dict[int, ChoiceChunks] = {}
         said: dict[int, PromptScores] = {}
@@ -100,7 +100,7 @@ class OpenAIAnswer:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
     async def _said(self, number: int) -> PromptScores:
-        """Of a prompt, whose events have begun to come."""
+        """Return the prompt's scores, once its completion has yielded events."""
         form = self.forms[number]
         return await said_of(
             self.completions[number],
@@ -137,7 +137,7 @@ class OpenAIAnswer:
         return written | ending(choice.finished)
 
     def _add_prompt_ids(self, answer: JSON, choices: Sequence[JSON]) -> None:
-        """An extension: the prompt as the model saw it."""
+        """Add the prompt's token ids as the model saw them; an extension."""
         is_shared = self.forms[0].is_prompt_shared
         for choice in choices[:1] if is_shared else choices:
             completion = self.completions[choice["index"] // self.completions[0].n]
@@ -149,7 +149,7 @@ class OpenAIAnswer:
 class _Choice:
     form: Form
     whole: WholeChoice = field(default_factory=WholeChoice)
-    deltas: list[Delta] = field(default_factory=list)  # where more is wanted of them than their text
+    deltas: list[Delta] = field(default_factory=list)  # kept only if token ids or logprobs are returned
     finished: Finished | None = None
 
     def add(self, delta: Delta, *, keep: bool) -> None:
@@ -174,11 +174,11 @@ def _usage(usage: TokenUsage) -> JSON:
 
 @asynccontextmanager
 async def _run_all(completions: Sequence[Completion]) -> AsyncIterator[NumberedEvents]:
-    """Hold all of them for as long as the block lasts. Gives their events, each with its completion's number.
+    """Run all completions for the duration of the block, and yield their events with the completion's number.
 
-    The first that fails ends the rest, and its error is raised.
+    The first failure ends the others and is raised.
     """
-    if len(completions) == 1:  # the usual case needs neither a task nor a queue
+    if len(completions) == 1:  # the common case needs neither tasks nor a queue
         async with completions[0].run() as arrivals:
             yield _number(arrivals)
         return
@@ -204,7 +204,7 @@ async def _pump(number: int, completion: Completion, queue: _Queue, turn: asynci
         async with completion.run(turn) as arrivals:
             async for events in arrivals:
                 await queue.put((number, events))
-    except Exception as error:  # carried to the one who reads the queue, and raised there
+    except Exception as error:  # raised by the reader of the queue
         await queue.put((number, error))
 
 

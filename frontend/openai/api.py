@@ -1,4 +1,4 @@
-"""The OpenAI API's /v1/models, /v1/completions and /v1/chat/completions, streaming and not."""
+"""OpenAI API: /v1/models, /v1/completions and /v1/chat/completions, whole and streamed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from frontend.text.models import Models
 
 
 class OpenAIApi:
-    """The endpoints."""
+    """Endpoints of the OpenAI API for models, completions and chats."""
 
     def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
         self._models = models
@@ -31,14 +31,14 @@ class OpenAIApi:
 
     @property
     def endpoints(self) -> Endpoints:
-        """Those that bring answers."""
+        """Generation endpoints, by path."""
         return {
             "/v1/completions": self._request_contexts.route(self._text),
             "/v1/chat/completions": self._request_contexts.route(self._chat),
         }
 
     def add_to(self, app: FastAPI) -> None:
-        """The others."""
+        """Add the other endpoints."""
         app.add_api_route("/v1/models", self.models, methods=["GET"])
         app.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"])
 
@@ -58,7 +58,7 @@ class OpenAIApi:
     async def _chat(self, request: Request, request_context: RequestContext) -> Response:
         asked = await self._opener.read(ChatBody, request)
         opened = await self._opener.open(asked, request, request_context)
-        if asked.body.stream:  # else the answer has the prompt once
+        if asked.body.stream:  # a whole response has the prompt only once
             with self._request_contexts.noted(request):
                 _check_repeated(asked.body, opened, 0)
         forms = [ChatForm(opened[0].service.tokenizer)]
@@ -105,16 +105,16 @@ class OpenAIApi:
 
 
 def _check_repeated(body: TextBody | ChatBody, opened: Sequence[Completion], num_echoed: int) -> None:
-    """What an answer repeats of its prompts, for each choice. Raises RequestError."""
+    """Limit the prompt text and ids repeated for each choice. Raises RequestError."""
     num = num_echoed + (ID_CHARS * sum(one.n * len(one.prompt_ids) for one in opened) if body.return_token_ids else 0)
     if num > MAX_REPEATED:
         param = "echo" if num_echoed else "return_token_ids"
-        text = f"{param}: prompts times n are too much for an answer to repeat; leave it out, or ask for fewer choices"
+        text = f"{param}: prompts times n are too large to repeat in the response; omit it, or request fewer choices"
         raise RequestError(text, param=param)
 
 
 def _model(model: ModelCard) -> JSON:
-    """max_model_len is an extension, by vLLM's name."""
+    """Return OpenAI's model object. max_model_len is an extension, named as in vLLM."""
     return {
         "id": model.id,
         "object": "model",

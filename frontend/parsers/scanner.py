@@ -97,7 +97,7 @@ class Scanner:
             yield
 
     def next_is(self, literal: str) -> Reading[bool]:
-        """Whether that comes next, after space; nothing is taken."""
+        """True if that comes next, after space; nothing is taken."""
         while not self.is_ended and literal.startswith(self._text.lstrip()) and literal != self._text.lstrip():
             yield
         return self._text.lstrip().startswith(literal)

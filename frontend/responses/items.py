@@ -96,7 +96,7 @@ class InputItem(OpenAIObject):
         return self.type or "message"
 
     def check(self, path: str) -> None:
-        """Whether it has what its type needs. Raises RequestError."""
+        """True if it has what its type needs. Raises RequestError."""
         for name in _NEEDED.get(self.kind, ()):
             given = getattr(self, name)
             if given is None or (name == "id" and not given):

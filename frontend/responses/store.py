@@ -23,7 +23,7 @@ class StoreBounds:
         return self.max_bytes // 2
 
     def takes(self, value: bytes) -> bool:
-        """Whether so large a value is kept at all."""
+        """True if so large a value is kept at all."""
         return len(value) <= MAX_VALUE_BYTES and len(value) + ENTRY_BYTES <= self.max_of_tenant
 
 
@@ -41,5 +41,5 @@ class ResponseStore(Protocol):
     async def get(self, tenant: str, id: str) -> bytes | None: ...
 
     async def delete(self, tenant: str, id: str) -> bool:
-        """Whether there was one."""
+        """True if there was one."""
         ...

@@ -66,7 +66,7 @@ class StoredResponses:
         return self._store is not None
 
     async def put(self, tenant: str, id: str, value: bytes) -> bool:
-        """Whether it is stored; not so where it is too large, or the store is away, or too many others are stored."""
+        """True if it is stored; not so where it is too large, or the store is away, or too many others are stored."""
         if self._store is None or not self._bounds.takes(value):
             return False
         store = self._store

@@ -38,7 +38,7 @@ _CALLS = {
 
 
 def may_think(grammar: Grammar | None, chat: Chat, prompt: str) -> bool:
-    """Whether there is room for thinking before the answer. prompt: its end is enough."""
+    """True if there is room for thinking before the answer. prompt: its end is enough."""
     end = prompt.rstrip()
     if grammar is None:
         return True

@@ -141,7 +141,7 @@ class CompletionRequest:
 
     @property
     def is_ranked(self) -> bool:
-        """Whether more choices run than are returned."""
+        """True if more choices run than are returned."""
         return self.num_choices > self.n
 
 

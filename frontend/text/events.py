@@ -27,7 +27,7 @@ class Delta:
 
     @property
     def says_more(self) -> bool:
-        """Whether it has thinking or calls beside text."""
+        """True if it has thinking or calls beside text."""
         return bool(self.thinking or self.calls)
 
     def add(self, said: AnswerText) -> None:
