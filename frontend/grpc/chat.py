@@ -1,4 +1,4 @@
-"""A conversation with its tools, and calls of them, between cluster.v1.Inference and the router's own words."""
+"""Conversion of chats, tools and tool calls of cluster.v1.Inference."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TOOL_NAME = re.compile(FUNCTION_NAME)
 
 
 def chat_of(chat: pb.Chat) -> Chat:
-    """Raises RequestError."""
+    """Convert a chat. Raises RequestError."""
     asked = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
     opens = opens_answer(asked, is_continued=chat.continue_final_message)
     tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(chat.tools))
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
-        raise RequestError("tools: a name is there twice", param="tools")
+        raise RequestError("tools: two tools have the same name", param="tools")
     return Chat(
         messages=tuple(map(_message, chat.messages)),
         variables=object_of(chat.template_variables, "template_variables"),
@@ -37,7 +37,7 @@ def chat_of(chat: pb.Chat) -> Chat:
 
 
 def forced_grammar_of(chat: pb.Chat, made: Chat) -> Grammar | None:
-    """What an answer keeps to that is bound to be calls. made: of `chat`. Raises RequestError."""
+    """Return the grammar of an answer that must be calls, or None. made: `chat`, converted. Raises RequestError."""
     if made.forced is None:
         return None
     tools = [
@@ -56,12 +56,12 @@ def tool_calls_of(delta: Delta) -> list[pb.ToolCallDelta]:
 
 
 def _forced(chat: pb.Chat) -> str | None:
-    """As in Chat. Raises RequestError."""
+    """Return Chat.forced. Raises RequestError."""
     kind = chat.tool_choice.WhichOneof("kind")
     if kind not in ("required", "name") or not getattr(chat.tool_choice, kind):
         return None
     if not chat.tools:
-        raise RequestError("tool_choice: needs tools", param="tool_choice")
+        raise RequestError("tool_choice: requires tools", param="tool_choice")
     return chat.tool_choice.name
 
 

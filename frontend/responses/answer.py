@@ -1,4 +1,4 @@
-"""One completion to one response of /v1/responses, whole or in events."""
+"""Response of /v1/responses, whole or streamed, from the events of one completion."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from frontend.responses.output import ResponseOutput
 from frontend.text.completion import Completion
 from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
 
-Keep = Callable[[JSON], Awaitable[bool]]  # stores a response that is whole, and says whether it has
+Keep = Callable[[JSON], Awaitable[bool]]  # store a whole response; returns whether it was stored
 
 
 @dataclass(kw_only=True)
 class ResponseAnswer:
-    """Is run once, whole or in events."""
+    """Response to one request. Run once, either `whole` or `events`."""
 
     id: str
     model: str
     completion: Completion
     form: ChatForm
-    told_again: Mapping[str, Any]  # of the body
+    told_again: Mapping[str, Any]  # request fields that the response repeats
     keep: Keep
-    stores: bool  # what `store` says until it is known
+    stores: bool  # value of `store` before the outcome is known
     is_streamed: bool
     created_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -44,14 +44,14 @@ class ResponseAnswer:
         self._usage: TokenUsage | None = None
 
     async def whole(self) -> JSON:
-        """Raises ClusterError."""
+        """Return the whole response. Raises ClusterError."""
         async with self.completion.run() as arrivals:
             async for arrived in arrivals:
                 self._take(arrived)
         return await self._kept()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, the last of them with the whole. Raises ClusterError."""
+        """Yield server-sent events; the last one carries the whole response. Raises ClusterError."""
         told, is_first = self._events, True
         async with self.completion.run() as arrivals:
             async for arrived in arrivals:
@@ -79,10 +79,10 @@ class ResponseAnswer:
                     self._usage = event.usage
 
     def failed(self, error: BaseException) -> tuple[str, JSON]:
-        """Name and data of the last event of a stream that fails after its beginning."""
+        """Return name and data of the last event of a stream that fails after it has started."""
         self._output.finish(None)
         told, outcome = error_body(error)["error"], outcome_of(error)
-        told["code"] = "server_error" if outcome.http >= 500 else outcome.code  # of OpenAI's words for it
+        told["code"] = "server_error" if outcome.http >= 500 else outcome.code  # OpenAI's codes
         response = self._response("failed", output=self._output.items, error=told, store=False)
         number = self._events.next_number()
         return "response.failed", {"type": "response.failed", "response": response, "sequence_number": number}

@@ -1,13 +1,13 @@
-"""Stored responses in the deployment's Redis, for all of its routers.
+"""Stored responses in the deployment's Redis, shared by its routers.
 
-    <name>:response:<tenant>:<id>     the value behind its seal; it expires
-    <name>:responses:of:<tenant>      sorted set of the tenant's entries, by the time at which they were put
-    <name>:responses:all              the same of all tenants
-    <name>:responses:bytes            hash: what each tenant has, and `all`
+    <name>:response:<tenant>:<id>     the signed value; it expires
+    <name>:responses:of:<tenant>      sorted set of the tenant's entries, by time of storage
+    <name>:responses:all              the same for all tenants
+    <name>:responses:bytes            hash: bytes of each tenant, and `all`
 
-Tenants and ids are keyed hashes here: who sees the names learns neither, and nobody can name another tenant's. An entry
-of a set is <tenant>:<id>:<bytes>. Sets and sums do not expire (see core/index/key_channel.py): what is put takes out
-of them some of what is too old, whoever's it is.
+Tenants and ids are stored as keyed hashes, so names reveal neither, and a client cannot name another tenant's entry.
+An entry of a set is <tenant>:<id>:<bytes>. Sets and sums do not expire (see core/index/key_channel.py): each `put`
+removes some expired entries, whichever tenant they belong to.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ local function drop(entry)
 end
 """
 
-# ARGV name, now (ms; below 0: Redis's), tenant, id, value, bytes that it counts, ttl (ms), bytes of a tenant, of all.
-# Where nothing is left to drop, a sum that says otherwise is wrong, and begins anew.
+# ARGV name, now (ms; negative: Redis's clock), tenant, id, value, counted bytes, ttl (ms), limit per tenant, in all.
+# If a sum exceeds the limit although no entry is left, it is wrong, and is reset.
 _PUT = (
     _DROP
     + """
@@ -80,7 +80,7 @@ redis.call('HINCRBY', KEYS[2], 'all', size)
 """
 )
 
-# ARGV name, tenant, id, and what an entry counts beside its value.
+# ARGV name, tenant, id, and the counted bytes of an entry beyond its value.
 _DELETE = (
     _DROP
     + """
@@ -93,7 +93,7 @@ return 1
 """
 )
 
-# KEYS a value. ARGV the most bytes that it is given with; of a longer one their number is.
+# KEYS a value. ARGV maximum bytes to return; for a longer value, returns its length instead.
 _LOOK = """
 local size = redis.call('STRLEN', KEYS[1])
 if size > tonumber(ARGV[1]) then
@@ -116,8 +116,8 @@ class RedisResponses:
         large: Redis | None = None,
         now_ms: Callable[[], int] = lambda: _REDIS_TIME,
     ) -> None:
-        """key: of the deployment's, for names and seals. large: a client that waits for longer, for what is large;
-        None: the same. now_ms: a clock in place of Redis's own."""
+        """key: the deployment's key for names and signatures. large: client with a longer timeout, for large values;
+        None: the same. now_ms: clock to use in place of Redis's."""
         self._large = large or redis
         self._bounds = bounds
         self._name = name
@@ -138,15 +138,17 @@ class RedisResponses:
         await self._put(keys=self._tables, args=args, client=self._large if len(value) > SMALL_BYTES else None)
 
     async def look(self, tenant: str, id: str) -> bytes | int | None:
-        """As get does."""
+        """Return the value or its length. None also if the signature is invalid."""
         place = self._place(tenant, id)
         found: Any = await self._look(keys=[self._key_of(place)], args=[SIGNATURE_BYTES + SMALL_BYTES])
         if not isinstance(found, int):
             return self._opened(place, found)
-        return found - SIGNATURE_BYTES if found <= SIGNATURE_BYTES + MAX_VALUE_BYTES else None  # none of ours is larger
+        return (
+            found - SIGNATURE_BYTES if found <= SIGNATURE_BYTES + MAX_VALUE_BYTES else None
+        )  # larger ones are not ours
 
     async def get(self, tenant: str, id: str) -> bytes | None:
-        """None also where the seal is not this deployment's."""
+        """Return the value. None also if the signature is invalid."""
         place = self._place(tenant, id)
         found: Any = await self._large.get(self._key_of(place))
         return await _aside(len(found or b""), self._opened, place, found)
@@ -166,7 +168,7 @@ class RedisResponses:
         return None if found is None else verified(found, self._key, _bytes(place))
 
     def _place(self, tenant: str, id: str) -> tuple[str, str]:
-        """Hashes of the tenant, and of the id among that tenant's."""
+        """Return the hashes of the tenant, and of the id within that tenant."""
         return self._hashed(tenant), self._hashed(tenant, id)
 
     def _hashed(self, *words: str) -> str:
@@ -174,7 +176,7 @@ class RedisResponses:
 
 
 async def _aside(num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `work` returns, which takes 5 ms for each 4 MiB. Of large ones there are only a few at a time."""
+    """Run `work`, which takes 5 ms per 4 MiB: on another thread if large. Large ones are limited by LargeTransfers."""
     if num_bytes <= SMALL_BYTES + SIGNATURE_BYTES:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)
