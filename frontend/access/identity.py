@@ -16,7 +16,7 @@ class Client:
     """Client of a request: an API key, or the anonymous client where no key is required."""
 
     key: ApiKey | None  # None: anonymous
-    # Secret of the deployment: without it, nobody outside can compute the prefix hash of a tenant or salt.
+    # Secret of the deployment: without it, a client could compute the prefix hash of another tenant or salt.
     salt_key: bytes = field(repr=False)
     # Whether cached-token counts are reported. False for anonymous clients that share prefixes with strangers:
     # the counts would reveal other clients' prompts.

@@ -26,7 +26,7 @@ class Keyring:
     def __init__(
         self, reader: KeyReader | None, *, salt_key: bytes, is_required: bool, is_cache_told: bool = True
     ) -> None:
-        """reader: None where there are no keys. is_cache_told: whether anonymous clients see cached-token counts."""
+        """reader: None: the deployment has no keys. is_cache_told: whether anonymous clients see cached-token counts"""
         self._reader = reader
         self._is_required = is_required
         self._anybody = Client(key=None, salt_key=salt_key, is_cache_told=is_cache_told)

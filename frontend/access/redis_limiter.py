@@ -191,7 +191,7 @@ class RedisLimiter:
             self._owed[taken.key.id] += [id, taken.second, num_tokens]
 
     async def _pay(self, key: ApiKey, *, after_s: float) -> None:
-        """Send the key's triples after `after_s`, unless another call has carried them by then."""
+        """Send the key's triples after `after_s`, unless another call carries them first."""
         if after_s and key.id in self._owed:
             await asyncio.sleep(after_s)
         if owed := self._owed.pop(key.id, None):

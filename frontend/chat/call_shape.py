@@ -29,7 +29,7 @@ class CallShape:
         return max(zip(shapes, texts, strict=True), key=lambda tried: _how_well(tried[1]))[0]
 
     def told(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return copies in this form of messages with JSON text arguments. Raises RequestError for other than objects."""
+        """Return copies of messages in this form. Raises RequestError for arguments that are not JSON objects."""
         told = as_objects(messages) if self.has_objects else [dict(message) for message in messages]
         for message in told:
             if message["content"] is None:

@@ -71,7 +71,7 @@ async def open_grpc_api(
     certificates: Certificates | None = None,
     limits: ConnectionLimits = GRPC_ENDPOINT,
 ) -> GrpcApi:
-    """Serve on host:port (0: any free port), in this event loop, with TLS if certificates are given. Raises DeployError.
+    """Serve on host:port (0: any free port) in this event loop, with TLS if certificates are given. Raises DeployError.
 
     served: one model, or several. is_port_shared: several processes of one node listen on the same port, and the kernel
     distributes connections; otherwise a port in use is an error. Streams beyond a connection's limit wait or fail with

@@ -13,7 +13,7 @@ class ByteBudget:
     """Counts bytes held, and limits them: in all, and to a quarter for one owner. Bound to an event loop."""
 
     def __init__(self, max_bytes: int, what: str) -> None:
-        """what: name of the values, for the error message."""
+        """what: plural name of the values, for the error message."""
         self._max_bytes = max_bytes
         self._what = what
         self._held: Counter[str] = Counter()  # by owner; the empty owner has no limit of its own

@@ -99,8 +99,8 @@ class ResponsesBody(AskingBody):
     previous_response_id: Id | None = None
     """Continue a stored response: its input and output precede `input`."""
     store: bool | None = None
-    """Store the response, so that it can be continued or fetched. Default true. The response's `store` is true if it was
-    stored."""
+    """Store the response, so that it can be continued or fetched. Default true. The response's `store` is true if it
+    was stored."""
     max_output_tokens: int | None = None
     """Maximum number of tokens of the output, including reasoning and calls. Default: the rest of the context."""
     temperature: float | None = None
