@@ -28,9 +28,9 @@ from router.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
+_REFRESH_S = 1.0
 # Interval between two attempts to open a deployment.
-_AGAIN_S = 5.0
+_RETRY_S = 5.0
 _CLOSE_S = 20.0
 _SETTLE_S = 10.0
 _OPENING = "the model is loading"
@@ -66,7 +66,7 @@ FindAttached: TypeAlias = Callable[[], Awaitable[Sequence[AttachedDeployment]]] 
 
 
 @dataclass(eq=False)
-class _Kept:
+class _Entry:
     """State of one attached deployment."""
 
     attached: AttachedDeployment
@@ -94,7 +94,7 @@ class AttachedDeployments:
         self._node = node
         self._has_many_tenants = has_many_tenants
         self._tracing = tracing
-        self._kept: dict[str, _Kept] = {}  # by the deployment's name
+        self._entries: dict[str, _Entry] = {}  # by the deployment's name
         self._rejected: set[str] = set()  # names of deployments whose model name is taken
         self._is_closing = False
         # Held while deployments are opened or closed, so that `close` waits for that.
@@ -102,34 +102,34 @@ class AttachedDeployments:
         self._is_missing = False  # the last listing failed
 
     @property
-    def may_come(self) -> bool:
+    def is_enabled(self) -> bool:
         return self._find is not None
 
     def is_any_ready(self) -> bool:
         """Return whether any of them has a replica that can answer."""
-        return any(kept.served and kept.served.is_ready() for kept in self._kept.values())
+        return any(entry.served and entry.served.is_ready() for entry in self._entries.values())
 
     async def settle(self) -> None:
         """Wait until each current deployment has opened or failed once, at most _SETTLE_S."""
-        await self._look()
+        await self._refresh()
         with suppress(TimeoutError):
             async with asyncio.timeout(_SETTLE_S):
-                for kept in [*self._kept.values()]:
-                    await kept.was_tried.wait()
+                for entry in [*self._entries.values()]:
+                    await entry.was_tried.wait()
 
     async def follow_forever(self) -> None:
         """Open new deployments and close removed ones until `close`."""
         while not self._is_closing:
-            await self._look()
-            await asyncio.sleep(_LOOK_S)
+            await self._refresh()
+            await asyncio.sleep(_REFRESH_S)
 
     async def close(self) -> None:
         """Close all. Call before cancelling `follow_forever`, which could otherwise leave one half closed."""
         self._is_closing = True
         async with self._changing:
-            await asyncio.gather(*(self._end(name) for name in list(self._kept)))
+            await asyncio.gather(*(self._remove(name) for name in list(self._entries)))
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         if self._find is None:
             return
         try:
@@ -141,18 +141,18 @@ class AttachedDeployments:
             return
         self._is_missing = False
         async with self._changing:
-            for name, kept in list(self._kept.items()):
-                is_failing, now = kept.served is not None and kept.served.is_failing, found.get(name)
-                if now is None or now.life != kept.attached.life or is_failing:
-                    await self._end(name, successor=now)
+            for name, entry in list(self._entries.items()):
+                is_failing, now = entry.served is not None and entry.served.is_failing, found.get(name)
+                if now is None or now.life != entry.attached.life or is_failing:
+                    await self._remove(name, successor=now)
             self._rejected &= found.keys()
             for name, attached in sorted(found.items()):
-                if not self._is_closing and name not in self._kept:
-                    self._begin(attached)
+                if not self._is_closing and name not in self._entries:
+                    self._add(attached)
 
-    def _begin(self, attached: AttachedDeployment) -> None:
+    def _add(self, attached: AttachedDeployment) -> None:
         name, model = attached.spec.name, attached.spec.model.name
-        taken = [self._models.default.model.id, *(kept.attached.spec.model.name for kept in self._kept.values())]
+        taken = [self._models.default.model.id, *(entry.attached.spec.model.name for entry in self._entries.values())]
         if model in taken:
             if name not in self._rejected:
                 text = "attached deployment %s: model name %s is taken; set model.served_name to another one"
@@ -160,33 +160,33 @@ class AttachedDeployments:
             self._rejected.add(name)
             return
         self._rejected.discard(name)
-        kept = self._kept[name] = _Kept(attached)
+        entry = self._entries[name] = _Entry(attached)
         self._models.report_unavailable(model, _OPENING)
-        kept.opening = asyncio.create_task(self._open(kept), name=f"attached-deployment {name}")
+        entry.opening = asyncio.create_task(self._open(entry), name=f"attached-deployment {name}")
 
-    async def _open(self, kept: _Kept) -> None:
-        spec, said = kept.attached.spec, ""
+    async def _open(self, entry: _Entry) -> None:
+        spec, last_error = entry.attached.spec, ""
         while True:
             try:
-                await self._try_to_open(kept)
+                await self._try_to_open(entry)
             except Exception as error:  # boundary: any failure is this deployment's own
-                if said != (said := str(error)):
+                if last_error != (last_error := str(error)):
                     is_ours = isinstance(error, ClusterError)
                     trace = None if is_ours else error
                     logger.error("attached deployment %s: not opened: %s", spec.name, error, exc_info=trace)
                 self._models.report_unavailable(
                     spec.model.name, "its deployment is unreachable, or its model files cannot be read"
                 )
-                kept.was_tried.set()
-                await asyncio.sleep(_AGAIN_S)
+                entry.was_tried.set()
+                await asyncio.sleep(_RETRY_S)
             else:
                 logger.info("attached deployment opened name=%s model=%s", spec.name, spec.model.name)
-                kept.was_tried.set()
+                entry.was_tried.set()
                 return
 
-    async def _try_to_open(self, kept: _Kept) -> None:
-        attached, metrics = kept.attached, Metrics()
-        entered = await _entered(attached)
+    async def _try_to_open(self, entry: _Entry) -> None:
+        attached, metrics = entry.attached, Metrics()
+        entered = await _enter(attached)
         try:
             served = await ServedModel.open(
                 attached.spec,
@@ -203,35 +203,35 @@ class AttachedDeployments:
         except BaseException:
             await asyncio.to_thread(entered.leave)
             raise
-        kept.served, kept.leave = served, entered.leave
+        entry.served, entry.leave = served, entered.leave
         if entered.tell:
             served.report_traffic(entered.tell)
         self._models.add(served.completions)
 
-    async def _end(self, name: str, *, successor: AttachedDeployment | None = None) -> None:
+    async def _remove(self, name: str, *, successor: AttachedDeployment | None = None) -> None:
         """Stop routing to the deployment and cut off its requests. successor: the next one of that name."""
-        if (kept := self._kept.pop(name, None)) is None:
+        if (entry := self._entries.pop(name, None)) is None:
             return
-        if kept.opening:
-            kept.opening.cancel()
-            await asyncio.gather(kept.opening, return_exceptions=True)
-        self._models.forget_unavailable(kept.attached.spec.model.name)
-        if kept.served:
-            self._models.remove(kept.served.completions)
+        if entry.opening:
+            entry.opening.cancel()
+            await asyncio.gather(entry.opening, return_exceptions=True)
+        self._models.forget_unavailable(entry.attached.spec.model.name)
+        if entry.served:
+            self._models.remove(entry.served.completions)
         if successor:
             self._models.report_unavailable(successor.spec.model.name, _OPENING)
         try:
-            if kept.served:
+            if entry.served:
                 async with asyncio.timeout(_CLOSE_S):
-                    await kept.served.close()
+                    await entry.served.close()
         except Exception:  # boundary: the other deployments are unaffected
             logger.exception("attached deployment %s: failed to close", name)
         finally:
-            await asyncio.to_thread(kept.leave)
+            await asyncio.to_thread(entry.leave)
         logger.info("attached deployment closed name=%s", name)
 
 
-async def _entered(attached: AttachedDeployment) -> AttachedIdentity:
+async def _enter(attached: AttachedDeployment) -> AttachedIdentity:
     """Enter the deployment. A cancelled caller's identity is released later: threads cannot be interrupted."""
     entering = asyncio.ensure_future(attached.enter())
     try:

@@ -95,7 +95,7 @@ class RouterService:
             signing_key=credentials.key(Purpose.API_KEYS),
             salt_key=credentials.key(Purpose.SALTS),
             is_required=spec.router.needs_keys(host),
-            is_cache_told=is_loopback(host),
+            reports_cached_tokens=is_loopback(host),
             num_routers=spec.router.replicas,
             tasks=tasks,
             count=lambda outcome: metrics.requests.labels(outcome).inc(),
@@ -228,7 +228,7 @@ class RouterService:
     def _start(self) -> None:
         """Start the background tasks."""
         self._tasks.start("health", self._watch)
-        if self._attached_deployments.may_come:
+        if self._attached_deployments.is_enabled:
             self._tasks.start("attached-deployments", self._attached_deployments.follow_forever)
 
     def _is_healthy(self) -> bool:

@@ -42,7 +42,7 @@ class Access:
         signing_key: bytes,
         salt_key: bytes,
         is_required: bool,
-        is_cache_told: bool,
+        reports_cached_tokens: bool,
         num_routers: int,
         count: Count,
         known: KeyRegistry | None = None,
@@ -56,7 +56,9 @@ class Access:
         for_keys, for_limits = connect_redis(index_url), connect_redis(index_url, within_s=_LIMITS_S)
         least_version = known.version if known else 0
         reader = KeyReader(for_keys, name=name, signing_key=signing_key, least_version=least_version)
-        keyring = Keyring(reader, salt_key=salt_key, is_required=is_required, is_cache_told=is_cache_told)
+        keyring = Keyring(
+            reader, salt_key=salt_key, is_required=is_required, reports_cached_tokens=reports_cached_tokens
+        )
         limits = Limits(RedisLimiter(for_limits, name=name), LocalLimiter(num_routers=num_routers))
         access = cls(keyring, limits, for_keys, for_limits, count=count)
         if known:

@@ -20,7 +20,7 @@ class Client:
     salt_key: bytes = field(repr=False)
     # Whether cached-token counts are reported. False for anonymous clients that share prefixes with strangers:
     # the counts would reveal other clients' prompts.
-    is_cache_told: bool = True
+    reports_cached_tokens: bool = True
 
     @property
     def key_id(self) -> str:
@@ -47,21 +47,21 @@ class Client:
             request,
             tenant=self.tenant,
             salt=salt_of(self.salt_key, tenant=self.tenant, cache_salt=request.cache_salt),
-            is_cache_told=self.is_cache_told or bool(request.cache_salt),
+            reports_cached_tokens=self.reports_cached_tokens or bool(request.cache_salt),
         )
         return self._within_key(bound, self.key) if self.key else bound
 
     def _within_key(self, request: CompletionRequest, key: ApiKey) -> CompletionRequest:
-        asked, most = request.max_tokens, key.max_tokens
-        if asked is not None and most is not None and asked > most:
+        requested, limit = request.max_tokens, key.max_tokens
+        if requested is not None and limit is not None and requested > limit:
             param = request.max_tokens_field
-            raise RequestError(f"{param}: is {asked}; this API key allows at most {most}", param=param)
+            raise RequestError(f"{param}: is {requested}; this API key allows at most {limit}", param=param)
         priority = request.priority
         # Every key may send offline requests: they run after all others, so a bound would only move them forward.
         if key.priorities and priority < OFFLINE:
             low, high = key.priorities
             priority = min(max(priority, low), high)
-        return replace(request, key_id=key.id, max_answer=most, priority=priority)
+        return replace(request, key_id=key.id, max_answer=limit, priority=priority)
 
 
 def salt_of(key: bytes, *, tenant: str, cache_salt: str) -> str:

@@ -15,7 +15,7 @@ from frontend.access.identity import Client
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.4  # a key that is made or revoked counts everywhere within a second
+_POLL_S = 0.4  # a key that is made or revoked counts everywhere within a second
 _SCHEME = "bearer "
 _MAX_CHARS = 256
 
@@ -24,12 +24,13 @@ class Keyring:
     """API keys, followed from Redis; keeps the last known keys while Redis is unavailable. Bound to the event loop."""
 
     def __init__(
-        self, reader: KeyReader | None, *, salt_key: bytes, is_required: bool, is_cache_told: bool = True
+        self, reader: KeyReader | None, *, salt_key: bytes, is_required: bool, reports_cached_tokens: bool = True
     ) -> None:
-        """reader: None: the deployment has no keys. is_cache_told: whether anonymous clients see cached-token counts"""
+        """reader: None: the deployment has no keys. reports_cached_tokens: whether anonymous clients see
+        cached-token counts."""
         self._reader = reader
         self._is_required = is_required
-        self._anybody = Client(key=None, salt_key=salt_key, is_cache_told=is_cache_told)
+        self._anonymous = Client(key=None, salt_key=salt_key, reports_cached_tokens=reports_cached_tokens)
         self._clients: dict[str, Client] | None = None  # by digest of the secret; None: not read yet
         self._has_many_tenants = False
         self._reach = RedisReach("the last known API keys stay valid")
@@ -42,13 +43,13 @@ class Keyring:
         Secrets are looked up by digest, so the timing reveals nothing about a secret.
         """
         if api_key and (api_key := api_key.strip()):
-            authorization = _one_of(authorization, f"{_SCHEME}{api_key}")
+            authorization = _same_key(authorization, f"{_SCHEME}{api_key}")
         scheme, secret = _parts(authorization)
         if scheme.lower() == _SCHEME and secret and len(secret) <= _MAX_CHARS:
             if client := (self._clients or {}).get(digest_of(secret)):
                 return client
         if not self._is_required:
-            return self._anybody
+            return self._anonymous
         if self._clients is None:
             raise KeysUnknown("this router has not read the API keys yet; retry")
         if not authorization:
@@ -65,7 +66,7 @@ class Keyring:
 
     def take(self, registry: KeyRegistry) -> None:
         """Replace the keys with those of the registry."""
-        salt_key = self._anybody.salt_key
+        salt_key = self._anonymous.salt_key
         self._clients = {key.digest: Client(key=key, salt_key=salt_key) for key in registry.keys}
         tenants = {key.tenant for key in registry.keys if key.name != OPERATOR}
         self._has_many_tenants = len(tenants) > (1 if self._is_required else 0)
@@ -85,7 +86,7 @@ class Keyring:
     async def follow_forever(self) -> None:
         while self._reader is not None and not self._is_closing:  # redis-py may swallow a cancellation
             await self.read()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:
         """Stop following."""
@@ -96,7 +97,7 @@ def _parts(authorization: str | None) -> tuple[str, str]:
     return (authorization or "")[: len(_SCHEME)], (authorization or "")[len(_SCHEME) :].strip()
 
 
-def _one_of(authorization: str | None, other: str) -> str:
+def _same_key(authorization: str | None, other: str) -> str:
     """Return `other`, after checking that both headers carry the same key. Raises Unauthenticated if they differ."""
     scheme, secret = _parts(authorization)
     if scheme.lower() == _SCHEME and secret and secret != _parts(other)[1]:

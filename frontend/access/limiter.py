@@ -25,16 +25,16 @@ class LimitStatus:
 
     def headers(self, key: ApiKey) -> dict[str, str]:
         """Return OpenAI's x-ratelimit headers for the limits that the key has."""
-        found = {}
-        for what, limit, used, reset_s in (
+        headers = {}
+        for kind, limit, used, reset_s in (
             ("requests", key.rpm, self.num_requests, self.requests_reset_s),
             ("tokens", key.tpm, self.num_tokens, self.tokens_reset_s),
         ):
             if limit is not None:
-                found[f"x-ratelimit-limit-{what}"] = str(limit)
-                found[f"x-ratelimit-remaining-{what}"] = str(max(0, limit - used))
-                found[f"x-ratelimit-reset-{what}"] = f"{reset_s:.3f}s"
-        return found
+                headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, limit - used))
+                headers[f"x-ratelimit-reset-{kind}"] = f"{reset_s:.3f}s"
+        return headers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,16 +82,16 @@ class Limiter(Protocol):
         ...
 
 
-def rejection(key: ApiKey, what: str, *, retry_after_s: float, standing: LimitStatus) -> RateLimited:
-    """Build the RateLimited error. what: requests, tokens or concurrency."""
+def rejection(key: ApiKey, kind: str, *, retry_after_s: float, standing: LimitStatus) -> RateLimited:
+    """Build the RateLimited error. kind: requests, tokens or concurrency."""
     limit = {
         "requests": f"{key.rpm} requests a minute",
         "tokens": f"{key.tpm} tokens a minute",
         "concurrency": f"{key.concurrency} requests at a time",
-    }[what]
+    }[kind]
     return RateLimited(
         f"API key limit reached: {limit}",
         retry_after_s=retry_after_s,
         headers=standing.headers(key),
-        is_certain=what == "requests",  # tokens and slots may be returned earlier
+        is_certain=kind == "requests",  # tokens and slots may be returned earlier
     )

@@ -21,8 +21,8 @@ from frontend.access.request_context import Held, RequestContext
 
 logger = logging.getLogger(__name__)
 
-_TRY_AGAIN_S = 1.0  # pause after Redis was found unavailable
-_AHEAD_S = 0.5  # maximum time to hold tokens for a request whose body is still being read; see WINDOW
+_RETRY_S = 1.0  # pause after Redis was found unavailable
+_HOLD_S = 0.5  # maximum time to hold tokens for a request whose body is still being read; see WINDOW
 
 
 class Limits:
@@ -34,8 +34,8 @@ class Limits:
         shared: Limiter | None,
         local: Limiter,
         *,
-        try_again_s: float = _TRY_AGAIN_S,
-        ahead_s: float = _AHEAD_S,
+        try_again_s: float = _RETRY_S,
+        ahead_s: float = _HOLD_S,
     ) -> None:
         """shared: limiter common to all routers; None: only the local one. try_again_s: pause after `shared` failed.
         ahead_s: how long tokens are held for a request whose token count is not known yet."""
@@ -80,7 +80,7 @@ class Limits:
             try:
                 await self._renew()
             except RedisError as error:
-                self._note(error)
+                self._on_redis_error(error)
 
     def close(self) -> None:
         """Stop renewing."""
@@ -120,7 +120,7 @@ class Limits:
                 self._reach.found()
                 return self._shared, taken
             except RedisError as error:
-                self._note(error)
+                self._on_redis_error(error)
         return self._local, await self._local.enter(key, id=id, ahead=ahead)
 
     async def _take_tokens(self, request_context: RequestContext, num_tokens: int) -> Reservation:
@@ -148,14 +148,14 @@ class Limits:
         limiter, taken = request_context.place
         request_context.place = limiter, taken.with_tokens(num_tokens)
         if spared := taken.num_tokens - num_tokens:
-            self._start(self._noting(limiter.give_back(taken, num_tokens=spared)))
+            self._start(self._ignoring_redis_errors(limiter.give_back(taken, num_tokens=spared)))
 
     async def _charge(self, place: Held, num_tokens: int) -> Held:
         limiter, taken = place
         try:
             return limiter, await limiter.charge(taken, num_tokens=num_tokens)
         except RedisError as error:
-            self._note(error)
+            self._on_redis_error(error)
         return self._local, await self._local.charge(taken.with_tokens(0), num_tokens=num_tokens)
 
     async def _leave(self, request_context: RequestContext, used: int) -> None:
@@ -165,32 +165,32 @@ class Limits:
             with suppress(ClusterError):  # already reported to the request
                 held = await request_context.charging
         if held[0] is not limiter:
-            await self._noting(limiter.settle(taken, used=0))
-        await self._noting(held[0].settle(held[1], used=used))
+            await self._ignoring_redis_errors(limiter.settle(taken, used=0))
+        await self._ignoring_redis_errors(held[0].settle(held[1], used=used))
 
     @property
     def _asks_shared(self) -> bool:
         return self._shared is not None and time.monotonic() >= self._unavailable_until
 
-    async def _noting(self, told: Coroutine[Any, Any, None]) -> None:
+    async def _ignoring_redis_errors(self, call: Coroutine[Any, Any, None]) -> None:
         try:
-            await told
+            await call
         except RedisError as error:
-            self._note(error)
+            self._on_redis_error(error)
 
     async def _renew(self) -> None:
-        kept = [taken for limiter, taken in self._under_way.values() if limiter is self._shared]
-        if self._shared is None or not kept:
+        leased = [taken for limiter, taken in self._under_way.values() if limiter is self._shared]
+        if self._shared is None or not leased:
             return
-        await self._shared.renew(kept)
-        for taken in kept:
+        await self._shared.renew(leased)
+        for taken in leased:
             if taken.id not in self._under_way:  # ended during the renewal, which may have arrived after it
                 await self._shared.settle(taken, used=taken.num_tokens)
 
     async def _give_back(self, entering: asyncio.Task[Held]) -> None:
         with suppress(ClusterError):
             limiter, taken = await entering
-            await self._noting(limiter.settle(taken, used=0))
+            await self._ignoring_redis_errors(limiter.settle(taken, used=0))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         """Run in the background; the client has its answer already."""
@@ -198,7 +198,7 @@ class Limits:
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    def _note(self, error: RedisError) -> None:
+    def _on_redis_error(self, error: RedisError) -> None:
         if isinstance(error, ResponseError):  # Redis is available; only this key's counters are broken
             if not self._has_failed:
                 logger.warning("Redis cannot count for one key; enforcing this router's share of its limits: %s", error)

@@ -96,11 +96,11 @@ class LocalLimiter:
 
 def _check(part: ApiKey, used: _Used, now: float, *, num_requests: int, num_tokens: int) -> None:
     """Raise RateLimited if the additional requests or tokens exceed a limit."""
-    asked = (("requests", part.rpm, used.requests, num_requests), ("tokens", part.tpm, used.tokens, num_tokens))
-    for what, limit, window, wanted in asked:
-        if limit is not None and wanted and (excess := window.used(now) + wanted - limit) > 0:
+    checks = (("requests", part.rpm, used.requests, num_requests), ("tokens", part.tpm, used.tokens, num_tokens))
+    for kind, limit, window, amount in checks:
+        if limit is not None and amount and (excess := window.used(now) + amount - limit) > 0:
             retry_s = window.room_in_s(now, excess=excess)
-            raise rejection(part, what, retry_after_s=retry_s, standing=_standing(used, now))
+            raise rejection(part, kind, retry_after_s=retry_s, standing=_standing(used, now))
 
 
 def _standing(used: _Used, now: float) -> LimitStatus:

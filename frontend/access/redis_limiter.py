@@ -23,7 +23,7 @@ from core.types.api_key import ApiKey
 from frontend.access.limiter import LEASE_S, WINDOW, LimitStatus, Reservation, rejection
 
 _NONE = -1  # no limit
-_RIDE_S = 0.05  # maximum time that returned tokens wait for the key's next call
+_DELAY_S = 0.05  # maximum time that returned tokens wait for the key's next call
 
 # The clock is Redis's own, because routers' clocks may differ.
 _TIME = """
@@ -134,20 +134,20 @@ for i = 3, #ARGV do
 end
 """
 )
-_WHAT = {"r": "requests", "t": "tokens", "c": "concurrency"}
+_KINDS = {"r": "requests", "t": "tokens", "c": "concurrency"}
 
 
 class RedisLimiter:
     """Implements Limiter for all routers of the deployment `name`."""
 
     def __init__(
-        self, redis: Redis, *, name: str, now_ms: Callable[[], int] = lambda: _NONE, ride_s: float = _RIDE_S
+        self, redis: Redis, *, name: str, now_ms: Callable[[], int] = lambda: _NONE, delay_s: float = _DELAY_S
     ) -> None:
-        """now_ms: clock to use in place of Redis's. ride_s: how long returned tokens wait for the key's next call."""
+        """now_ms: clock to use in place of Redis's. delay_s: how long returned tokens wait for the key's next call."""
         self._name = name
-        self._ride_s = ride_s
+        self._delay_s = delay_s
         self._now_ms = now_ms
-        self._owed: defaultdict[str, list[str | int]] = defaultdict(list)  # by key: triples of _PAY
+        self._returns: defaultdict[str, list[str | int]] = defaultdict(list)  # by key: triples of _PAY
         self._take: Any = redis.register_script(_TAKE)
         self._settle: Any = redis.register_script(_SETTLE)
         self._renew: Any = redis.register_script(_RENEW)
@@ -157,14 +157,14 @@ class RedisLimiter:
         return await self._counted(key, id, [*limits, 1, 0, ahead])
 
     async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
-        self._owe(taken, "", -taken.num_tokens)
+        self._queue_return(taken, "", -taken.num_tokens)
         limits = [_NONE, _NONE if taken.key.tpm is None else taken.key.tpm, _NONE]
         return await self._counted(taken.key, taken.id, [*limits, 0, num_tokens, 0])
 
-    async def _counted(self, key: ApiKey, id: str, asked: list[int]) -> Reservation:
+    async def _counted(self, key: ApiKey, id: str, amounts: list[int]) -> Reservation:
         answer = await self._take(
             keys=places_of(self._name, key.id),
-            args=[self._now_ms(), WINDOW, round(LEASE_S * 1e3), id, *asked, *self._owed.pop(key.id, [])],
+            args=[self._now_ms(), WINDOW, round(LEASE_S * 1e3), id, *amounts, *self._returns.pop(key.id, [])],
         )
         rejected, retry_ms, second, num_tokens, num_in_window, requests_ms, tokens_in_window, tokens_ms = answer
         standing = LimitStatus(
@@ -174,36 +174,36 @@ class RedisLimiter:
             tokens_reset_s=tokens_ms / 1e3,
         )
         if rejected:
-            raise rejection(key, _WHAT[rejected.decode()], retry_after_s=retry_ms / 1e3, standing=standing)
+            raise rejection(key, _KINDS[rejected.decode()], retry_after_s=retry_ms / 1e3, standing=standing)
         return Reservation(key=key, id=id, second=second, num_tokens=num_tokens, standing=standing)
 
     async def give_back(self, taken: Reservation, *, num_tokens: int) -> None:
-        self._owe(taken, "", -num_tokens)
-        await self._pay(taken.key, after_s=self._ride_s)
+        self._queue_return(taken, "", -num_tokens)
+        await self._send_returns(taken.key, after_s=self._delay_s)
 
     async def settle(self, taken: Reservation, *, used: int) -> None:
         has_place = taken.key.concurrency is not None
-        self._owe(taken, taken.id if has_place else "", used - taken.num_tokens)
-        await self._pay(taken.key, after_s=0 if has_place else self._ride_s)
+        self._queue_return(taken, taken.id if has_place else "", used - taken.num_tokens)
+        await self._send_returns(taken.key, after_s=0 if has_place else self._delay_s)
 
-    def _owe(self, taken: Reservation, id: str, num_tokens: int) -> None:
+    def _queue_return(self, taken: Reservation, id: str, num_tokens: int) -> None:
         if id or (num_tokens and taken.key.tpm is not None):
-            self._owed[taken.key.id] += [id, taken.second, num_tokens]
+            self._returns[taken.key.id] += [id, taken.second, num_tokens]
 
-    async def _pay(self, key: ApiKey, *, after_s: float) -> None:
+    async def _send_returns(self, key: ApiKey, *, after_s: float) -> None:
         """Send the key's triples after `after_s`, unless another call carries them first."""
-        if after_s and key.id in self._owed:
+        if after_s and key.id in self._returns:
             await asyncio.sleep(after_s)
-        if owed := self._owed.pop(key.id, None):
-            await self._settle(keys=places_of(self._name, key.id), args=owed)
+        if returns := self._returns.pop(key.id, None):
+            await self._settle(keys=places_of(self._name, key.id), args=returns)
 
     async def renew(self, taken: list[Reservation]) -> None:
-        of_key: defaultdict[str, list[str]] = defaultdict(list)
+        ids_of_key: defaultdict[str, list[str]] = defaultdict(list)
         for one in taken:
             if one.key.concurrency is not None:
-                of_key[one.key.id].append(one.id)
+                ids_of_key[one.key.id].append(one.id)
         failed: ResponseError | None = None
-        for key_id, ids in of_key.items():
+        for key_id, ids in ids_of_key.items():
             _, running = places_of(self._name, key_id)
             try:
                 await self._renew(keys=[running], args=[self._now_ms(), round(LEASE_S * 1e3), *ids])

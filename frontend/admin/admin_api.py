@@ -47,8 +47,8 @@ def create_admin_app(
     @app.get("/health")
     async def report_health() -> Response:
         usable = health()
-        told = {"deployment": deployment, "router": router, "replicas": dict(usable)}
-        return JSONResponse(told, status_code=200 if usable.get(Role.DECODE) else 503)
+        content = {"deployment": deployment, "router": router, "replicas": dict(usable)}
+        return JSONResponse(content, status_code=200 if usable.get(Role.DECODE) else 503)
 
     @app.get("/metrics")
     async def report_metrics() -> Response:
@@ -63,16 +63,16 @@ def create_admin_app(
 
     @app.get("/debug/routes/{request_id:path}")
     async def report_route(request: Request, request_id: str) -> Response:
-        return (page and page.rejected(request)) or _found(explain_route, request_id)
+        return (page and page.rejected(request)) or _lookup(explain_route, request_id)
 
     @app.get("/debug/lives/{request_id:path}")
     async def report_life(request: Request, request_id: str) -> Response:
-        return (page and page.rejected(request)) or _found(lives, request_id)
+        return (page and page.rejected(request)) or _lookup(lives, request_id)
 
     return app
 
 
-def _found(look: Callable[[str], Mapping[str, Any]], request_id: str) -> Response:
+def _lookup(look: Callable[[str], Mapping[str, Any]], request_id: str) -> Response:
     """Look up a request id, or the id of its response."""
     found = look(request_id) or look(_ID_OF_ANSWER.sub("", request_id))
     return JSONResponse(found, status_code=200 if found else 404)

@@ -22,7 +22,7 @@ from frontend.http.event_stream import data
 View = Callable[[bool], Mapping[str, Any]]
 
 _HERE = Path(__file__).parent
-_LOOK_S = 0.5
+_UPDATE_S = 0.5
 _MAX_WATCHING = 32  # streams; half of the listener's connections
 _FILES = {
     "/ui": ("ui.html", "text/html; charset=utf-8"),
@@ -48,7 +48,7 @@ class UiPage:
         self._view = view
         self._names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
         self._num_watching = 0
-        self._made: tuple[float, bytes] = (-1.0, b"")
+        self._cached_update: tuple[float, bytes] = (-1.0, b"")
 
     def add_to(self, app: FastAPI) -> None:
         for path in _FILES:
@@ -71,25 +71,25 @@ class UiPage:
             return rejected
         if self._num_watching >= _MAX_WATCHING:
             return JSONResponse({"error": "too many pages are open"}, status_code=503)
-        return StreamingResponse(self._told(), media_type="text/event-stream", headers=HEADERS)
+        return StreamingResponse(self._updates(), media_type="text/event-stream", headers=HEADERS)
 
-    async def _told(self) -> AsyncIterator[bytes]:
+    async def _updates(self) -> AsyncIterator[bytes]:
         self._num_watching += 1
         try:
             yield data(dict(self._view(True)), name="all")
             while True:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_UPDATE_S)
                 yield self._now()
         finally:
             self._num_watching -= 1
 
     def _now(self) -> bytes:
         now = asyncio.get_running_loop().time()
-        at, made = self._made
-        if now - at >= _LOOK_S / 2:
-            made = data(dict(self._view(False)), name="now")
-            self._made = now, made
-        return made
+        at, update = self._cached_update
+        if now - at >= _UPDATE_S / 2:
+            update = data(dict(self._view(False)), name="now")
+            self._cached_update = now, update
+        return update
 
     def rejected(self, request: Request) -> Response | None:
         """Return an error response if the Host header is not this machine's. Guards every route with request data."""

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from core.types.request import FinishReason
-from frontend.anthropic.content import StreamedContent, WholeContent, say
+from frontend.anthropic.content import StreamedContent, WholeContent, write_delta
 from frontend.http.event_stream import data
 from frontend.http.json_response import JSON
 from frontend.text.completion import Completion
@@ -31,7 +31,7 @@ class AnthropicAnswer:
                 for event in events:
                     match event:
                         case Delta():
-                            say(event, blocks)
+                            write_delta(event, blocks)
                         case Finished():
                             ending = _ending(event)
                         case Summary():
@@ -46,11 +46,11 @@ class AnthropicAnswer:
             async for events in arrivals:
                 for event in events:
                     match event:
-                        case Delta() if not event.says_more:
+                        case Delta() if not event.has_more_than_text:
                             if event.text:
                                 blocks.text(event.text)
                         case Delta():
-                            say(event, blocks)
+                            write_delta(event, blocks)
                         case Finished():
                             ending = _ending(event)
                             blocks.close()

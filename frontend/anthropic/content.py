@@ -26,7 +26,7 @@ class ContentBlocks(Protocol):
     def call(self, call: CallText) -> None: ...
 
 
-def say(delta: Delta, blocks: ContentBlocks) -> None:
+def write_delta(delta: Delta, blocks: ContentBlocks) -> None:
     """Pass all parts of a delta to `blocks`, in order."""
     if delta.thinking:
         blocks.think(delta.thinking)

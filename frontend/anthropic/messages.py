@@ -101,7 +101,7 @@ class AnthropicMessage(OpenAIObject):
         if len(turn.calls) > MAX_CALLS:
             text = f"{path}.content: has {len(turn.calls)} tool_use blocks; at most {MAX_CALLS} are accepted"
             raise RequestError(text, param=f"{path}.content")
-        if turn.says_anything or not self.content:
+        if turn.has_content or not self.content:
             yield turn
 
 
@@ -133,7 +133,7 @@ class _Turn:
     answered: str | None = None  # id of the answered call
 
     @property
-    def says_anything(self) -> bool:
+    def has_content(self) -> bool:
         return bool(self.parts or self.thoughts or self.calls)
 
     def add(self, block: ContentBlock) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field
 from core.types.constraints import Grammar, GrammarKind
 from frontend.anthropic.messages import AnthropicMessages, AnthropicToolChoice, AnthropicTools, Texts, chat_messages
 from frontend.chat.chat import Chat
-from frontend.http.open_requests import AskingBody
+from frontend.http.open_requests import GenerationBody
 from frontend.openai.fields import Ignored, OpenAIObject, Unsupported
 from frontend.openai.messages import ChatSettings
 from frontend.openai.tool_choice import forced_grammar
@@ -41,7 +41,7 @@ class AnthropicMetadata(OpenAIObject):
     user_id: Annotated[str, Field(max_length=MAX_USER_CHARS)] | None = None
 
 
-class ConversationBody(AskingBody):
+class ConversationBody(GenerationBody):
     """Fields common to both endpoints."""
 
     messages: AnthropicMessages

@@ -17,12 +17,12 @@ _STRING = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 
 def as_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return copies of the messages. Raises RequestError with the call whose arguments are not a JSON object."""
-    told = [dict(message) for message in messages]
-    for number, message in enumerate(told):
+    copies = [dict(message) for message in messages]
+    for number, message in enumerate(copies):
         if calls := message.get("tool_calls"):
             path = f"messages[{number}].tool_calls"
             message["tool_calls"] = [_with_object(call, f"{path}[{i}]") for i, call in enumerate(calls)]
-    return told
+    return copies
 
 
 def object_of(text: str, param: str) -> dict[str, Any]:
@@ -33,14 +33,14 @@ def object_of(text: str, param: str) -> dict[str, Any]:
     if sum(map(bare.count, ",[{")) > _MAX_VALUES:
         raise RequestError(f"{param}: at most {_MAX_VALUES} values are accepted", param=param)
     try:
-        found = json.loads(text) if text.strip() else {}
+        value = json.loads(text) if text.strip() else {}
         if "\\u" in text:  # reject lone surrogates
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         raise RequestError(f"{param}: must be a JSON object, encoded as a string", param=param)
-    return found
+    return value
 
 
 def _with_object(call: Mapping[str, Any], path: str) -> dict[str, Any]:

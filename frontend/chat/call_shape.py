@@ -26,21 +26,21 @@ class CallShape:
         shapes = [cls(has_objects, content) for has_objects, content in product((True, False), (None, ""))]
         texts = [render(_conversation(_ARGUMENTS if shape.has_objects else '{"probe": "b"}', shape.no_content))
                  for shape in shapes]  # fmt: skip
-        return max(zip(shapes, texts, strict=True), key=lambda tried: _how_well(tried[1]))[0]
+        return max(zip(shapes, texts, strict=True), key=lambda candidate: _how_well(candidate[1]))[0]
 
-    def told(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def convert(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return copies of messages in this form. Raises RequestError for arguments that are not JSON objects."""
-        told = as_objects(messages) if self.has_objects else [dict(message) for message in messages]
-        for message in told:
+        copies = as_objects(messages) if self.has_objects else [dict(message) for message in messages]
+        for message in copies:
             if message["content"] is None:
                 message["content"] = self.no_content
-        return told
+        return copies
 
 
 def _how_well(text: str | None) -> tuple[bool, bool, bool, int]:
     """Rank a rendering: the call must appear, then there should be no Python syntax."""
-    said = text or ""
-    return text is not None, "probe" in said, _AS_PYTHON not in said, -said.count("None")
+    rendered = text or ""
+    return text is not None, "probe" in rendered, _AS_PYTHON not in rendered, -rendered.count("None")
 
 
 def _conversation(arguments: Any, content: str | None) -> list[dict[str, Any]]:

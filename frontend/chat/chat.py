@@ -29,9 +29,9 @@ class Chat:
     @cached_property
     def num_chars(self) -> int:
         """Number of characters that a template could print."""
-        told = sum(sum(map(len, _texts(message))) for message in self.messages)
-        told += len(repr(self.variables)) if self.variables else 0
-        return told + (len(repr(self.tools)) if self.tools else 0)
+        num_chars = sum(sum(map(len, _texts(message))) for message in self.messages)
+        num_chars += len(repr(self.variables)) if self.variables else 0
+        return num_chars + (len(repr(self.tools)) if self.tools else 0)
 
     @cached_property
     def num_calls(self) -> int:
@@ -53,9 +53,12 @@ def _texts(message: Message) -> Iterator[str]:
         yield call["function"]["arguments"]
 
 
-def opens_answer(asked: bool | None, *, is_continued: bool) -> bool:
-    """Return whether the prompt ends where an answer begins. asked: the client's choice. Raises RequestError."""
-    if is_continued and asked:
+def opens_answer(add_generation_prompt: bool | None, *, is_continued: bool) -> bool:
+    """Return whether the prompt ends where an answer begins. add_generation_prompt: set by the client.
+
+    Raises RequestError.
+    """
+    if is_continued and add_generation_prompt:
         text = "continue_final_message: cannot be combined with add_generation_prompt, which begins a new answer"
         raise RequestError(text, param="continue_final_message")
-    return not is_continued if asked is None else asked
+    return not is_continued if add_generation_prompt is None else add_generation_prompt

@@ -77,16 +77,16 @@ class ChatTemplate:
         if tools and not self.knows_tools:
             text = "tools: not supported by this model's chat template; the operator can set model.chat_template"
             raise RequestError(text, param="tools")
-        told = self._calls.told(messages)
-        self._name_roles(told)
+        converted = self._calls.convert(messages)
+        self._name_roles(converted)
         if is_continued:
-            if not isinstance(told[-1]["content"], str):
+            if not isinstance(converted[-1]["content"], str):
                 raise RequestError("continue_final_message: the last message has no text", param="messages")
-            told[-1]["content"] += _TAG
+            converted[-1]["content"] += _TAG
         context = {
             **(variables or {}),
             **self._special_tokens,
-            "messages": told,
+            "messages": converted,
             "add_generation_prompt": opens_answer,
             "tools": list(tools) or None,
             "documents": None,
@@ -94,10 +94,10 @@ class ChatTemplate:
         text = self._guarded(context)
         return _up_to_tag(text, str(messages[-1]["content"])) if is_continued else text
 
-    def _name_roles(self, told: Sequence[dict[str, Any]]) -> None:
+    def _name_roles(self, converted: Sequence[dict[str, Any]]) -> None:
         """Map roles to the template's. Raises RequestError for a role that it would drop silently."""
         unknown = dict[str, int]()
-        for number, message in enumerate(told):
+        for number, message in enumerate(converted):
             if message["role"] == _DEVELOPER and _DEVELOPER not in self.source:
                 message["role"] = "system"
             if message["role"] not in _ROLES:
@@ -161,9 +161,9 @@ def find_chat_template(model_dir: Path, given: str | None = None) -> str | None:
     """
     if given is not None:
         return given if "{{" in given or "{%" in given else _read(Path(given))
-    alone = model_dir / "chat_template.jinja"
-    if alone.is_file():
-        return alone.read_text(encoding="utf-8")
+    jinja_file = model_dir / "chat_template.jinja"
+    if jinja_file.is_file():
+        return jinja_file.read_text(encoding="utf-8")
     path = model_dir / "tokenizer_config.json"
     if not path.is_file():
         return None

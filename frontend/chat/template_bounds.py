@@ -65,23 +65,23 @@ def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
     """Wrap a Jinja filter with the check of the string method of that name."""
 
     @wraps(function)
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         plain = [argument for argument in args if isinstance(argument, str | int | float | list | tuple)]
         if plain and isinstance(plain[0], str):
             check_text_call(name, plain[0], tuple(plain[1:]), kwargs)
         return function(*args, **kwargs)
 
-    return asked
+    return checked
 
 
 def bounded_format(pattern: str, function: Callable[..., str]) -> Callable[..., str]:
     """Wrap `pattern.format`, as returned by Jinja, with its check."""
 
-    def asked(*args: Any, **kwargs: Any) -> str:
+    def checked(*args: Any, **kwargs: Any) -> str:
         check_text_call("format", pattern, args, kwargs)
         return function(*args, **kwargs)
 
-    return asked
+    return checked
 
 
 def _size(value: Any) -> int:

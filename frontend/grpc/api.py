@@ -178,7 +178,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         async with AsyncExitStack() as stack:
             async with _statuses(context):
                 client = self._client(context)
-                with self._noted("", context, client):
+                with self._audited("", context, client):
                     self._request_contexts[context] = await stack.enter_async_context(
                         self._access.limits.entered(client)
                     )
@@ -190,20 +190,22 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
         async with _statuses(context), self._counted(), self._traced(context) as trace:
             request_context = self._request_contexts[context]
-            served, asked = await self._asked(request, context, request_context)
-            completion = await served.open(asked, trace=trace)
-            if told := await request_context.charge([completion]):  # rate-limit headers precede the first token
-                await context.send_initial_metadata(tuple(told.items()))
+            served, completion_request = await self._read(request, context, request_context)
+            completion = await served.open(completion_request, trace=trace)
+            if headers := await request_context.charge([completion]):  # rate-limit headers precede the first token
+                await context.send_initial_metadata(tuple(headers.items()))
             is_first, tokenizer = True, completion.service.tokenizer
             async with completion.run() as arrivals:
                 async for events in arrivals:
                     if is_first:
-                        await self._tell_prompt(completion, context)
+                        await self._write_prompt_logprobs(completion, context)
                         is_first = False
                     for event in events:
-                        await context.write(self._bytes.of(event, request_id=asked.id, tokenizer=tokenizer))
+                        await context.write(
+                            self._bytes.of(event, request_id=completion_request.id, tokenizer=tokenizer)
+                        )
 
-    async def _tell_prompt(self, completion: Completion, context: _Context) -> None:
+    async def _write_prompt_logprobs(self, completion: Completion, context: _Context) -> None:
         """Write the prompt's log-probabilities, if requested; each message is built on another thread."""
         service, key_id, start = completion.service, completion.request.key_id, 1
         for part in () if completion.prompt_logprobs is None else completion.prompt_logprobs.parts():
@@ -215,29 +217,31 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         async with _statuses(context), self._counted():
             client = self._client(context)
-            with self._noted("", context, client):
-                making = partial(tokenize_request_of, request, peer=context.peer())
-                asked = client.bound(await self._made(making, request, client))
-                served = self._models.find(asked.model)
-                ids = await served.prompts.tokenize(asked)
-            await self._tell(context)
+            with self._audited("", context, client):
+                build = partial(tokenize_request_of, request, peer=context.peer())
+                completion_request = client.bound(await self._build(build, request, client))
+                served = self._models.find(completion_request.model)
+                ids = await served.prompts.tokenize(completion_request)
+            await self._send_rate_limits(context)
             return pb.TokenizeResponse(token_ids=ids, max_context=served.model.max_context)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         async with _statuses(context), self._counted():
             client = self._client(context)
-            with self._noted("", context, client):
+            with self._audited("", context, client):
                 served = self._models.find(request.model)
                 max_context = served.model.max_context
-                asked = client.bound(detokenize_request_of(request, max_context=max_context, peer=context.peer()))
-                text = await served.prompts.detokenize(asked)
-            await self._tell(context)
+                completion_request = client.bound(
+                    detokenize_request_of(request, max_context=max_context, peer=context.peer())
+                )
+                text = await served.prompts.detokenize(completion_request)
+            await self._send_rate_limits(context)
             return pb.DetokenizeResponse(text=text)
 
-    async def _tell(self, context: _Context) -> None:
+    async def _send_rate_limits(self, context: _Context) -> None:
         """Send the rate-limit headers of a call that takes no tokens."""
-        if told := await self._request_contexts[context].charge([]):
-            await context.send_initial_metadata(tuple(told.items()))
+        if headers := await self._request_contexts[context].charge([]):
+            await context.send_initial_metadata(tuple(headers.items()))
 
     @asynccontextmanager
     async def _traced(self, context: _Context) -> AsyncIterator[Trace | None]:
@@ -276,27 +280,27 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     def _client(self, context: _Context) -> Client:
         return self._access.identify(authorization_of(context.invocation_metadata()))
 
-    async def _asked(
+    async def _read(
         self, request: pb.GenerateRequest, context: _Context, request_context: RequestContext
     ) -> tuple[Completions, CompletionRequest]:
         """Return the model and the request."""
         peer, deadline_s = context.peer(), context.time_remaining()
         client = self._client(context)
-        with self._noted(request.request_id[:128], context, client):
+        with self._audited(request.request_id[:128], context, client):
             served = self._models.find(request.model)
             max_context = served.model.max_context
-            making = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
-            asked = client.bound(await self._made(making, request, client))
-            request_context.check(served.prompts.least_tokens(asked))
-        return served, asked
+            build = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
+            completion_request = client.bound(await self._build(build, request, client))
+            request_context.check(served.prompts.least_tokens(completion_request))
+        return served, completion_request
 
-    async def _made(
-        self, making: Callable[[], CompletionRequest], message: pb.GenerateRequest | pb.TokenizeRequest, client: Client
+    async def _build(
+        self, build: Callable[[], CompletionRequest], message: pb.GenerateRequest | pb.TokenizeRequest, client: Client
     ) -> CompletionRequest:
         """Build a request, off the event loop if the message is large. Raises RequestError and CapacityError."""
 
         def make() -> CompletionRequest:
-            made = making()
+            made = build()
             num_chars(made.prompt)  # a chat caches it
             return made
 
@@ -304,7 +308,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         return await self._models.default.threads.run(client.key_id, make) if is_large else make()
 
     @contextmanager
-    def _noted(self, request_id: str, context: _Context, client: Client) -> Iterator[None]:
+    def _audited(self, request_id: str, context: _Context, client: Client) -> Iterator[None]:
         """Record a ClusterError of the block in the audit log, and re-raise it."""
         try:
             yield
@@ -328,8 +332,8 @@ async def _statuses(context: _Context) -> AsyncIterator[None]:
     except ClusterError as error:
         status = rpc_status.to_status(status_of(error))
         # Sent with the status, because a client may not see earlier metadata of a failed call.
-        told = tuple(error.headers.items()) if isinstance(error, RateLimited) else ()
-        await context.abort(status.code, status.details, (*status.trailing_metadata, *told))
+        headers = tuple(error.headers.items()) if isinstance(error, RateLimited) else ()
+        await context.abort(status.code, status.details, (*status.trailing_metadata, *headers))
     except Exception as error:
         logger.exception("request failed with an unexpected exception")
         await context.abort_with_status(rpc_status.to_status(status_of(error)))

@@ -19,8 +19,8 @@ _TOOL_NAME = re.compile(FUNCTION_NAME)
 
 def chat_of(chat: pb.Chat) -> Chat:
     """Convert a chat. Raises RequestError."""
-    asked = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
-    opens = opens_answer(asked, is_continued=chat.continue_final_message)
+    add_generation_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
+    opens = opens_answer(add_generation_prompt, is_continued=chat.continue_final_message)
     tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(chat.tools))
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
         raise RequestError("tools: two tools have the same name", param="tools")
@@ -41,8 +41,8 @@ def forced_grammar_of(chat: pb.Chat, made: Chat) -> Grammar | None:
     if made.forced is None:
         return None
     tools = [
-        ToolGiven(type="function", function=FunctionAsTool(**told["function"], strict=tool.strict))
-        for tool, told in zip(chat.tools, made.tools, strict=True)
+        ToolGiven(type="function", function=FunctionAsTool(**converted["function"], strict=tool.strict))
+        for tool, converted in zip(chat.tools, made.tools, strict=True)
     ]
     return forced_grammar(made.forced, tools, is_parallel=made.is_parallel)
 
@@ -66,17 +66,17 @@ def _forced(chat: pb.Chat) -> str | None:
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    converted: dict[str, Any] = {"role": message.role, "content": message.content}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if value := getattr(message, name):
-            told[name] = value
+            converted[name] = value
     if message.tool_calls:
-        told["content"] = message.content or None
-        told["tool_calls"] = [
+        converted["content"] = message.content or None
+        converted["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in message.tool_calls
         ]
-    return told
+    return converted
 
 
 def _tool(tool: pb.Tool, path: str) -> dict[str, Any]:

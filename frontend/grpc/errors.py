@@ -27,8 +27,8 @@ def status_of(error: Exception) -> Status:
         delay.FromMilliseconds(round(error.retry_after_s * 1e3))
         details.append(RetryInfo(retry_delay=delay))
     packed = [AnyMessage() for _ in details]
-    for prefix_source, detail in zip(packed, details, strict=True):
-        prefix_source.Pack(detail)
+    for any_message, detail in zip(packed, details, strict=True):
+        any_message.Pack(detail)
     code = getattr(grpc.StatusCode, outcome.grpc).value[0]
-    said = str(error) if isinstance(error, ClusterError) else "internal error; see the router's log"
-    return Status(code=code, message=said, details=packed)
+    message = str(error) if isinstance(error, ClusterError) else "internal error; see the router's log"
+    return Status(code=code, message=message, details=packed)

@@ -43,17 +43,17 @@ class EndpointHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watchers; use Check")
         self._num_watchers += 1
         try:
-            await self._tell(request.service if request.service in self._is_serving else None, context)
+            await self._write_changes(request.service if request.service in self._is_serving else None, context)
         finally:
             self._num_watchers -= 1
 
-    async def _tell(self, name: str | None, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        told = None
+    async def _write_changes(self, name: str | None, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        written = None
         while True:
             changed, status = self._changed, self._status(name)
-            if status != told:
+            if status != written:
                 await context.write(_Status(status=status))
-                told = status
+                written = status
             await changed.wait()
 
     def _status(self, name: str | None) -> Any:

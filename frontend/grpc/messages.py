@@ -29,7 +29,7 @@ from frontend.text.events import Delta, Event, Finished, Summary
 from frontend.text.tokenizer import Tokenizer
 
 # Cached messages of one token, some 9 MB at most. Most output uses a few thousand distinct tokens.
-_MAX_KEPT, _MAX_KEPT_CHARS = 8192, 64
+_MAX_CACHED, _MAX_CACHED_CHARS = 8192, 64
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
 _OF_CHAT = ("messages", "tools", "tool_choice", "template_variables", "reasoning_effort", "continue_final_message")
 _RENAMED = {"user": "tenant", "tokens": "token_ids", **{name: f"chat.{name}" for name in _OF_CHAT}}
@@ -97,21 +97,23 @@ class ResponseBytes:
     """Serializer of responses with a cache: most carry the text of one token and nothing else, and tokens repeat."""
 
     def __init__(self) -> None:
-        self._of_plain = lru_cache(maxsize=_MAX_KEPT)(_plain_delta)
+        self._of_plain = lru_cache(maxsize=_MAX_CACHED)(_plain_delta)
 
     def of(self, event: Event, *, request_id: str, tokenizer: Tokenizer) -> bytes:
-        if isinstance(event, Delta) and len(event.tokens) == 1 and len(event.text) <= _MAX_KEPT_CHARS:
+        if isinstance(event, Delta) and len(event.tokens) == 1 and len(event.text) <= _MAX_CACHED_CHARS:
             [token] = event.tokens
             if token.logprob is None and not event.thinking and not event.calls:
                 return self._of_plain(event.choice, token.token_id, event.text)
         return response_of(event, request_id=request_id, tokenizer=tokenizer).SerializeToString()
 
 
-def prompt_logprobs_of(prompt_ids: Sequence[int], told: PromptLogprobs, tokenizer: Tokenizer) -> pb.GenerateResponse:
+def prompt_logprobs_of(
+    prompt_ids: Sequence[int], logprobs: PromptLogprobs, tokenizer: Tokenizer
+) -> pb.GenerateResponse:
     """Return the message with the log-probabilities of some of a prompt's tokens."""
     message = pb.PromptLogprobs()
     for token_id, logprob, rank, ids, values in zip(
-        prompt_ids, *(column.tolist() for column in told.columns), strict=True
+        prompt_ids, *(column.tolist() for column in logprobs.columns), strict=True
     ):
         message.tokens.add(
             token_id=token_id,

@@ -27,7 +27,7 @@ from frontend.http.error_format import ErrorForm
 from frontend.http.errors import answer_to, error_response, handle_errors
 from frontend.http.openapi import OpenapiApi
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
-from frontend.http.tracing import HttpTraces, tell_trace
+from frontend.http.tracing import HttpTraces, add_trace_header
 from frontend.openai.api import OpenAIApi
 from frontend.openai.errors import OpenAIErrors
 from frontend.openai.render_api import RenderApi
@@ -72,7 +72,7 @@ def create_app(
     openai, anthropic = OpenAIApi(models, request_contexts), AnthropicApi(models, request_contexts)
     responses = ResponsesApi(models, request_contexts, stored or StoredResponses.in_memory(_IN_MEMORY))
     answering = {**openai.endpoints, **responses.endpoints, **anthropic.endpoints}
-    app.add_middleware(_Straight, endpoints=answering)
+    app.add_middleware(_DirectRoutes, endpoints=answering)
     app.add_middleware(_Gate, access=access)
     app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the last one added runs first
     if tracing := models.default.tracing:
@@ -122,7 +122,7 @@ class _Gate:
         await self._app(scope, receive, send)
 
 
-class _Straight:
+class _DirectRoutes:
     """ASGI middleware: call generation endpoints directly. The application's routes would cost as much per request as
     all other work of this process, and several calls per token."""
 
@@ -155,8 +155,8 @@ class _RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked = Headers(scope=scope).get("x-request-id", "")
-        request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+        client_id = Headers(scope=scope).get("x-request-id", "")
+        request_id = client_id if REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
         is_anthropic = scope["path"] in self._anthropic
         errors: ErrorForm = AnthropicErrors(request_id) if is_anthropic else OpenAIErrors()
         scope.setdefault("state", {}).update(request_id=request_id, errors=errors)
@@ -165,7 +165,7 @@ class _RequestIds:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                tell_trace(scope["state"], headers, message["status"])
+                add_trace_header(scope["state"], headers, message["status"])
                 if is_anthropic:
                     headers["request-id"] = request_id
             return send(message)

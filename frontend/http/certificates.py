@@ -34,26 +34,26 @@ class Certificates:
         return cls(certificate, key) if certificate and key else None
 
     def for_grpc(self) -> grpc.ServerCredentials:
-        def newer() -> grpc.ServerCertificateConfiguration | None:
-            pair = self._newer()
+        def reload() -> grpc.ServerCertificateConfiguration | None:
+            pair = self._reload()
             return pair and pair.for_grpc()
 
-        return renewable(self._first.for_grpc(), newer)
+        return renewable(self._first.for_grpc(), reload)
 
     def for_http(self) -> ssl.SSLContext:
-        now = self._first.context
+        current = self._first.context
 
-        def look(connection: ssl.SSLObject, *_: object) -> None:
-            nonlocal now
-            if pair := self._newer():
-                now = pair.context
-            connection.context = now
+        def select(connection: ssl.SSLObject, *_: object) -> None:
+            nonlocal current
+            if pair := self._reload():
+                current = pair.context
+            connection.context = current
 
-        first = now
-        first.sni_callback = look  # also called for clients that send no server name
+        first = current
+        first.sni_callback = select  # also called for clients that send no server name
         return first
 
-    def _newer(self) -> _Pair | None:
+    def _reload(self) -> _Pair | None:
         """Return a new pair, or None if unchanged. A mismatched pair is skipped: it may be half written."""
         try:
             stamp = self._stamp()

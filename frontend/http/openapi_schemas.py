@@ -20,8 +20,8 @@ _DEPENDS = "max_tokens"  # its limits depend on the context and on `echo`
 def schemas_of(kinds: Sequence[type[BaseModel]]) -> dict[str, JSON]:
     """Return the schemas of the bodies and of all objects inside them, by name. Takes some 0.2 s."""
     place = PLACE + "{model}"
-    asked = [(kind, "validation") for kind in kinds]
-    _, found = models_json_schema(asked, ref_template=place, schema_generator=_Generator)  # type: ignore[arg-type]
+    modes = [(kind, "validation") for kind in kinds]
+    _, found = models_json_schema(modes, ref_template=place, schema_generator=_Generator)  # type: ignore[arg-type]
     schemas: dict[str, JSON] = found["$defs"]
     for schema in schemas.values():
         for name, field in schema.get("properties", {}).items():
@@ -42,8 +42,10 @@ class _Generator(GenerateJsonSchema):
     def function_after_schema(self, schema: core_schema.AfterValidatorFunctionSchema) -> JSON:
         match schema["function"]["function"]:
             case Only(neutral=neutral):
-                told = "Not supported: " + ("accepts only values without effect." if neutral else "accepts only null.")
-                return {"enum": [None, *neutral], "description": told}
+                description = "Not supported: " + (
+                    "accepts only values without effect." if neutral else "accepts only null."
+                )
+                return {"enum": [None, *neutral], "description": description}
         return super().function_after_schema(schema)
 
 

@@ -40,22 +40,22 @@ class HttpRequestContexts:
 
     def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """Return a response that runs `endpoint` while the key's reservation is held."""
-        return _DuringRequest(self._entered(request), partial(endpoint, request))
+        return _ContextResponse(self._entered(request), partial(endpoint, request))
 
     @asynccontextmanager
     async def _entered(self, request: Request) -> AsyncIterator[RequestContext]:
         async with AsyncExitStack() as stack:
-            with self.noted(request):
+            with self.audited(request):
                 request_context = await stack.enter_async_context(self._limits.entered(client_of(request)))
             yield request_context
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T]) -> T:
         """Read the body as BodyReader.read does, and record a rejection in the audit log."""
-        with self.noted(request):
+        with self.audited(request):
             return await self._bodies.read(kind, request, make, key_id=client_of(request).key_id)
 
     @contextmanager
-    def noted(self, request: Request) -> Iterator[None]:
+    def audited(self, request: Request) -> Iterator[None]:
         """Record a ClusterError of the block in the audit log, and re-raise it."""
         try:
             yield
@@ -80,7 +80,7 @@ def peer_of(request: Request) -> str:
     return f"{request.client.host}:{request.client.port}" if request.client else ""
 
 
-class _DuringRequest(Response):
+class _ContextResponse(Response):
     """Response that is created and sent while a key's reservation is held, from before the body is read."""
 
     def __init__(

@@ -12,7 +12,7 @@ from router.telemetry.tracing import Trace, Tracing
 
 
 class HttpTraces:
-    """Traces POST requests to given paths. `tell_trace` returns the `traceparent` in the response headers."""
+    """Traces POST requests to given paths. `add_trace_header` returns the `traceparent` in the response headers."""
 
     def __init__(self, app: ASGIApp, *, tracing: Tracing, paths: Collection[str]) -> None:
         """paths: traced paths."""
@@ -34,7 +34,7 @@ class HttpTraces:
             trace.end(status=str(status) if status else "", is_our_fault=status >= 500)
 
 
-def tell_trace(state: dict[str, Any], headers: MutableHeaders, status: int) -> None:
+def add_trace_header(state: dict[str, Any], headers: MutableHeaders, status: int) -> None:
     """Add the traceparent to the response headers. Called by the middleware that edits headers anyway: wrapping
     `send` once more would cost per token."""
     if (trace := state.get("trace")) is not None:

@@ -13,7 +13,7 @@ from frontend.http.event_stream import DONE, data
 from frontend.http.json_response import JSON
 from frontend.openai.chunks import ChoiceChunks
 from frontend.openai.forms import Form, ending
-from frontend.openai.prompt_logprobs import PromptScores, said_of
+from frontend.openai.prompt_logprobs import PromptScores, prompt_scores
 from frontend.openai.tool_calls import WholeChoice
 from frontend.text.completion import Completion
 from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
@@ -58,12 +58,14 @@ class OpenAIAnswer:
                             usage += event.usage
         if not self.forms[0].has_answer:
             usage = replace(usage, completion_tokens=0)
-        said = [await self._said(number) for number in range(len(self.completions))]
+        scores = [await self._scores(number) for number in range(len(self.completions))]
         answer, n = self._head(self.forms[0].whole), self.completions[0].n
-        answer["choices"] = [{"index": i, **self._written(choice, said[i // n])} for i, choice in enumerate(choices)]
+        answer["choices"] = [
+            {"index": i, **self._whole_choice(choice, scores[i // n])} for i, choice in enumerate(choices)
+        ]
         answer["usage"] = _usage(usage)
-        if self.forms[0].is_prompt_shared and said[0].listed is not None:
-            answer["prompt_logprobs"] = said[0].listed
+        if self.forms[0].is_prompt_shared and scores[0].listed is not None:
+            answer["prompt_logprobs"] = scores[0].listed
         if self.return_token_ids:
             self._add_prompt_ids(answer, answer["choices"])
         return answer
@@ -72,7 +74,7 @@ class OpenAIAnswer:
         """Yield server-sent events, ending with [DONE]. Raises ClusterError."""
         usage = TokenUsage()
         chunks: dict[int, ChoiceChunks] = {}
-        said: dict[int, PromptScores] = {}
+        scores: dict[int, PromptScores] = {}
         async with _run_all(self.completions) as arrivals:
             async for number, events in arrivals:
                 written: list[bytes] = []
@@ -82,9 +84,9 @@ class OpenAIAnswer:
                         continue
                     index = self._index(number, event.choice)
                     if (choice := chunks.get(index)) is None:
-                        if number not in said:
-                            said[number] = await self._said(number)
-                        choice = chunks[index] = self._chunks_of(number, index, said[number])
+                        if number not in scores:
+                            scores[number] = await self._scores(number)
+                        choice = chunks[index] = self._chunks_of(number, index, scores[number])
                         written.append(choice.opening())
                     written.append(choice.chunk(event))
                 if any(written):
@@ -99,10 +101,10 @@ class OpenAIAnswer:
     def _head(self, kind: str) -> JSON:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    async def _said(self, number: int) -> PromptScores:
+    async def _scores(self, number: int) -> PromptScores:
         """Return the prompt's scores, once its completion has yielded events."""
         form = self.forms[number]
-        return await said_of(
+        return await prompt_scores(
             self.completions[number],
             self.tokenizer,
             self.threads,
@@ -111,7 +113,7 @@ class OpenAIAnswer:
             echo=form.echo,
         )
 
-    def _chunks_of(self, number: int, index: int, said: PromptScores) -> ChoiceChunks:
+    def _chunks_of(self, number: int, index: int, scores: PromptScores) -> ChoiceChunks:
         form = self.forms[number]
         return ChoiceChunks(
             index,
@@ -119,19 +121,19 @@ class OpenAIAnswer:
             head=self._head(form.chunk),
             is_usage_null=self.include_usage,
             prompt_ids=self.completions[number].prompt_ids if self.return_token_ids else None,
-            echoed=said.echoed,
+            echoed=scores.echoed,
         )
 
-    def _written(self, choice: _Choice, said: PromptScores) -> JSON:
+    def _whole_choice(self, choice: _Choice, scores: PromptScores) -> JSON:
         if not choice.form.has_answer:
             finished = Finished(0, FinishReason.LENGTH)
             choice = _Choice(choice.form, finished=finished)
         assert choice.finished is not None
         written = choice.form.message(choice.whole)
         has_logprobs = bool(choice.deltas) and choice.deltas[0].has_logprobs
-        written["logprobs"] = said.before(choice.form.logprobs(choice.deltas) if has_logprobs else None)
-        if said.listed is not None and not choice.form.is_prompt_shared:
-            written["prompt_logprobs"] = said.listed
+        written["logprobs"] = scores.before(choice.form.logprobs(choice.deltas) if has_logprobs else None)
+        if scores.listed is not None and not choice.form.is_prompt_shared:
+            written["prompt_logprobs"] = scores.listed
         if self.return_token_ids:
             written["token_ids"] = [token.token_id for delta in choice.deltas for token in delta.tokens]
         return written | ending(choice.finished)

@@ -11,7 +11,7 @@ from core.types.errors import RequestError
 from frontend.access.request_context import RequestContext
 from frontend.http.event_stream import EventStream, whole_answer
 from frontend.http.json_response import JSON
-from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Asked, Opener
+from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Opener, ParsedBody
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
 from frontend.openai.answer import OpenAIAnswer
 from frontend.openai.forms import ChatForm, Form, TextForm
@@ -49,20 +49,20 @@ class OpenAIApi:
         return JSONResponse(_model(self._models.card(model_id)))
 
     async def _text(self, request: Request, request_context: RequestContext) -> Response:
-        asked = await self._opener.read(TextBody, request)
-        opened = await self._opener.open(asked, request, request_context)
-        with self._request_contexts.noted(request):
-            forms = await self._text_forms(asked.body, opened)
-        return await self._answer(request, asked, opened, forms, headers=await request_context.charge(opened))
+        parsed = await self._opener.read(TextBody, request)
+        opened = await self._opener.open(parsed, request, request_context)
+        with self._request_contexts.audited(request):
+            forms = await self._text_forms(parsed.body, opened)
+        return await self._answer(request, parsed, opened, forms, headers=await request_context.charge(opened))
 
     async def _chat(self, request: Request, request_context: RequestContext) -> Response:
-        asked = await self._opener.read(ChatBody, request)
-        opened = await self._opener.open(asked, request, request_context)
-        if asked.body.stream:  # a whole response has the prompt only once
-            with self._request_contexts.noted(request):
-                _check_repeated(asked.body, opened, 0)
+        parsed = await self._opener.read(ChatBody, request)
+        opened = await self._opener.open(parsed, request, request_context)
+        if parsed.body.stream:  # a whole response has the prompt only once
+            with self._request_contexts.audited(request):
+                _check_repeated(parsed.body, opened, 0)
         forms = [ChatForm(opened[0].service.tokenizer)]
-        return await self._answer(request, asked, opened, forms, headers=await request_context.charge(opened))
+        return await self._answer(request, parsed, opened, forms, headers=await request_context.charge(opened))
 
     async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:
         forms, num_echoed, tokenizer = list[Form](), 0, opened[0].service.tokenizer
@@ -79,13 +79,13 @@ class OpenAIApi:
     async def _answer(
         self,
         request: Request,
-        asked: Asked[TextBody] | Asked[ChatBody],
+        parsed: ParsedBody[TextBody] | ParsedBody[ChatBody],
         opened: list[Completion],
         forms: Sequence[Form],
         *,
         headers: Mapping[str, str],
     ) -> Response:
-        body, service = asked.body, opened[0].service
+        body, service = parsed.body, opened[0].service
         answer = OpenAIAnswer(
             id=forms[0].id_prefix + request.state.request_id,
             model=service.model.id,
@@ -97,8 +97,8 @@ class OpenAIApi:
             tokenizer=service.tokenizer,
             threads=service.threads,
         )
-        if asked.ignored:
-            headers = {**headers, **asked.ignored}
+        if parsed.ignored:
+            headers = {**headers, **parsed.ignored}
         if body.stream:
             return EventStream(answer.chunks(), more_headers=headers, errors=request.state.errors)
         return await whole_answer(request.receive, answer.whole(), headers)

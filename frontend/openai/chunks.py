@@ -52,12 +52,12 @@ class ChoiceChunks:
         """Return the chunk of an event; empty if it has nothing to send."""
         if isinstance(event, Finished):
             return self._chunk(self._form.piece(""), **ending(event))
-        if event.text and not event.has_logprobs and not event.says_more:
+        if event.text and not event.has_logprobs and not event.has_more_than_text:
             if not self._has_ids:
                 return b"%b%b%b" % (self._before, to_json(event.text), self._behind)
             listed = to_json([token.token_id for token in event.tokens])
             return b"%b%b%b%b%b" % (self._before, to_json(event.text), self._between, listed, self._behind)
-        if not event.has_logprobs and not self._has_ids and not event.says_more:
+        if not event.has_logprobs and not self._has_ids and not event.has_more_than_text:
             return b""
         logprobs = self._form.logprobs([event]) if event.has_logprobs else None
         ids = self._ids([token.token_id for token in event.tokens])

@@ -16,7 +16,7 @@ from frontend.text.completion_request import MAX_MESSAGES
 MAX_PARTS = 4096  # per message
 MAX_CALLS = 512  # per message
 MAX_TOOLS = 512
-_MAY_SAY_NOTHING = ("assistant", "tool")
+_MAY_BE_EMPTY = ("assistant", "tool")
 
 
 def as_parts(value: Any) -> Any:
@@ -69,7 +69,7 @@ class ChatMessage(OpenAIObject):
 
     def for_template(self, path: str) -> dict[str, Any]:
         """Return the message in the form that templates expect. Raises RequestError."""
-        if self.content is None and self.role not in _MAY_SAY_NOTHING:
+        if self.content is None and self.role not in _MAY_BE_EMPTY:
             text = f"{path}.content: required; a string or a list of text parts, null only for roles assistant and tool"
             raise RequestError(text, param=f"{path}.content")
         content = None
@@ -160,8 +160,8 @@ class ChatSettings(OpenAIObject):
         is_continued = bool(self.continue_final_message)
         opens = opens_answer(self.add_generation_prompt, is_continued=is_continued)
         names = [tool.function.name for tool in self.tools or ()]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise RequestError(f"tools: the name {twice!r} appears twice", param="tools")
+        if duplicate := next((name for name in names if names.count(name) > 1), None):
+            raise RequestError(f"tools: the name {duplicate!r} appears twice", param="tools")
         return Chat(
             messages=tuple(one.for_template(f"messages[{number}]") for number, one in enumerate(messages)),
             variables=self.chat_template_kwargs or {},

@@ -17,7 +17,7 @@ from frontend.text.tokenizer import Tokenizer
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI uses this value
 _MANY = 1024  # log-probabilities, some 3 ms of encoding; more go to another thread
-_Told = tuple[int, float, int]  # token id, log-probability, rank
+_Entry = tuple[int, float, int]  # token id, log-probability, rank
 
 
 def finite(logprob: float) -> float:
@@ -38,7 +38,7 @@ class PromptScores:
         return {name: column + (logprobs[name] if logprobs else []) for name, column in self.echoed.items()}
 
 
-async def said_of(
+async def prompt_scores(
     completion: Completion,
     tokenizer: Tokenizer,
     threads: TextThreads,
@@ -49,9 +49,9 @@ async def said_of(
 ) -> PromptScores:
     """Return the prompt's scores, once its completion has yielded events. num_listed, num_echoed: most likely tokens
     in either format; None: not requested. Encodes many scores on another thread. Raises CapacityError."""
-    if (told := completion.prompt_logprobs) is None:
+    if (prompt_logprobs := completion.prompt_logprobs) is None:
         return PromptScores()
-    writer = _PromptWriter(tokenizer=tokenizer, prompt_ids=completion.prompt_ids, told=told)
+    writer = _PromptWriter(tokenizer=tokenizer, prompt_ids=completion.prompt_ids, prompt_logprobs=prompt_logprobs)
 
     def write() -> PromptScores:
         return PromptScores(
@@ -71,7 +71,7 @@ class _PromptWriter:
 
     tokenizer: Tokenizer
     prompt_ids: Sequence[int]
-    told: PromptLogprobs
+    prompt_logprobs: PromptLogprobs
 
     def listed(self, num_top: int) -> list[Any]:
         """Return vLLM's format: null for the first token, then an object keyed by token id for each."""
@@ -91,15 +91,16 @@ class _PromptWriter:
             "text_offset": self._offsets(echo),
         }
 
-    def _entries(self, num_top: int) -> Iterator[list[_Told]]:
+    def _entries(self, num_top: int) -> Iterator[list[_Entry]]:
         """Yield the scores of each token after the first: its own, then the most likely ones."""
         tokens = iter(self.prompt_ids[1:])
-        for part in self.told.parts():  # converted to lists, because numpy scalars are slow to access one by one
+        # Converted to lists, because numpy scalars are slow to access one by one.
+        for part in self.prompt_logprobs.parts():
             columns = (part.logprobs_P, part.ranks_P, part.top_ids_PK[:, :num_top], part.top_logprobs_PK[:, :num_top])
             for logprob, rank, ids, values in zip(*(column.tolist() for column in columns), strict=True):
                 yield [(next(tokens), logprob, rank), *zip(ids, values, range(1, len(ids) + 1), strict=True)]
 
-    def _by_id(self, entries: list[_Told]) -> dict[str, Any]:
+    def _by_id(self, entries: list[_Entry]) -> dict[str, Any]:
         return {
             str(token_id): {
                 "logprob": finite(value),
@@ -109,7 +110,7 @@ class _PromptWriter:
             for token_id, value, rank in entries
         }
 
-    def _by_text(self, entries: list[_Told]) -> dict[str, float]:
+    def _by_text(self, entries: list[_Entry]) -> dict[str, float]:
         """Map texts to log-probabilities. Tokens of the same text keep the highest."""
         logprobs: dict[str, float] = {}
         for token_id, value, _ in entries:

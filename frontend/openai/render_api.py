@@ -37,11 +37,11 @@ class RenderApi:
         self, kind: type[TextBody] | type[ChatBody], request: Request, request_context: RequestContext
     ) -> Response:
         """Return a list with one object per prompt for texts, and one object for a chat."""
-        asked = await self._opener.read(kind, request)
-        opened = await self._opener.open(asked, request, request_context)
-        with self._request_contexts.noted(request):
+        parsed = await self._opener.read(kind, request)
+        opened = await self._opener.open(parsed, request, request_context)
+        with self._request_contexts.audited(request):
             rendered = await self._rendered(opened)
-        headers = {**await request_context.charge([]), **asked.ignored}
+        headers = {**await request_context.charge([]), **parsed.ignored}
         content = rendered if kind is TextBody else rendered[0]
         return json_answer(content, headers)
 

@@ -67,24 +67,24 @@ class TokensApi:
         return JSONResponse({"version": version(PACKAGE)})
 
     async def _tokenize(self, request: Request, request_context: RequestContext) -> Response:
-        def made(body: TokenizeBody) -> tuple[TokenizeBody, CompletionRequest, dict[str, str]]:
+        def build(body: TokenizeBody) -> tuple[TokenizeBody, CompletionRequest, dict[str, str]]:
             if (body.prompt is None) == (body.messages is None):
                 raise RequestError("prompt: set either prompt or messages", param="prompt")
             prompt = body.prompt if body.messages is None else body.chat(body.messages)
-            asked = CompletionRequest(
+            completion_request = CompletionRequest(
                 id=request.state.request_id,
                 prompt=prompt or "",
                 model=body.model or "",
                 peer=peer_of(request),
                 add_special_tokens=body.add_special_tokens,
             )
-            num_chars(asked.prompt)  # a chat caches it
-            return body, asked, ignored_header(body)
+            num_chars(completion_request.prompt)  # a chat caches it
+            return body, completion_request, ignored_header(body)
 
-        body, asked, ignored = await self._request_contexts.read(TokenizeBody, request, made)
-        with self._request_contexts.noted(request):
-            served = self._models.find(asked.model)
-            ids = await served.prompts.tokenize(client_of(request).bound(asked))
+        body, completion_request, ignored = await self._request_contexts.read(TokenizeBody, request, build)
+        with self._request_contexts.audited(request):
+            served = self._models.find(completion_request.model)
+            ids = await served.prompts.tokenize(client_of(request).bound(completion_request))
         text_of = served.tokenizer.token_text
         answer = {
             "count": len(ids),
@@ -95,16 +95,16 @@ class TokensApi:
         return await _answer(answer, ignored, request_context)
 
     async def _detokenize(self, request: Request, request_context: RequestContext) -> Response:
-        def made(body: DetokenizeBody) -> tuple[CompletionRequest, dict[str, str]]:
-            asked = CompletionRequest(
+        def build(body: DetokenizeBody) -> tuple[CompletionRequest, dict[str, str]]:
+            completion_request = CompletionRequest(
                 id=request.state.request_id, prompt=tuple(body.tokens), model=body.model or "", peer=peer_of(request)
             )
-            return asked, ignored_header(body)
+            return completion_request, ignored_header(body)
 
-        asked, ignored = await self._request_contexts.read(DetokenizeBody, request, made)
-        with self._request_contexts.noted(request):
-            served = self._models.find(asked.model)
-            text = await served.prompts.detokenize(client_of(request).bound(asked))
+        completion_request, ignored = await self._request_contexts.read(DetokenizeBody, request, build)
+        with self._request_contexts.audited(request):
+            served = self._models.find(completion_request.model)
+            text = await served.prompts.detokenize(client_of(request).bound(completion_request))
         return await _answer({"prompt": text}, ignored, request_context)
 
 

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 
 from core.types.errors import RequestError, UnsupportedField
 from core.types.token_rules import MAX_BIAS
-from frontend.http.open_requests import AskingBody
+from frontend.http.open_requests import GenerationBody
 from frontend.openai.constraints import ResponseFormat, StructuredOutputs, grammar_of
 from frontend.openai.fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
 from frontend.openai.messages import ChatSettings, Messages, ToolChoice
@@ -61,7 +61,7 @@ class StreamOptions(OpenAIObject):
     include_usage: bool | None = None
 
 
-class _Sampled(AskingBody):
+class _Sampled(GenerationBody):
     """Fields common to both endpoints."""
 
     model: str | None = None

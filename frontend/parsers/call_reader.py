@@ -30,5 +30,5 @@ class CallReader:
     def _read(self) -> list[Piece]:
         with suppress(StopIteration):
             next(self._reading)
-        said, self._scan.said = self._scan.said, []
-        return said
+        pieces, self._scan.pieces = self._scan.pieces, []
+        return pieces

@@ -97,7 +97,7 @@ class CallFormat:
 
     read: Format
     markers: tuple[str, ...]  # may be special tokens, but belong to the text
-    told_by: tuple[str, ...]  # any of these in a chat template identifies the format
+    template_marks: tuple[str, ...]  # any of these in a chat template identifies the format
 
 
 # In order of precedence: formats identified by a string that others contain as well come last.
@@ -117,4 +117,6 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 
 def find_call_format(template: str) -> str | None:
     """Return the name of the format that a chat template instructs the model to use, or None if there is none."""
-    return next((name for name, kind in CALL_FORMATS.items() if any(mark in template for mark in kind.told_by)), None)
+    return next(
+        (name for name, kind in CALL_FORMATS.items() if any(mark in template for mark in kind.template_marks)), None
+    )

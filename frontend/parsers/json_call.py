@@ -31,7 +31,7 @@ def json_call(scan: Scanner) -> Reading[bool]:
         is_over = is_call and not (yield from scan.optional(","))
         if is_call and name and (arguments or (is_over and (yield from scan.next_is("}")))):
             scan.begin(name)
-            scan.say_arguments(arguments or "{}")
+            scan.emit_arguments(arguments or "{}")
             scan.end_call()
             return (yield from _tail(scan, is_open=not is_over))
         is_call = is_call and not is_over
@@ -73,7 +73,7 @@ def _member(scan: Scanner) -> Reading[str]:
 def _streamed(scan: Scanner) -> Reading[bool]:
     """Emit a value as it arrives. Gives up the call if it is invalid."""
     yield from scan.optional("")  # skip leading space
-    return (yield from _value(scan, scan.say_arguments))
+    return (yield from _value(scan, scan.emit_arguments))
 
 
 def _held(scan: Scanner) -> Reading[str]:

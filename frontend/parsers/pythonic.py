@@ -41,7 +41,7 @@ def _call(scan: Scanner) -> Reading[bool]:
         scan.give_up(is_text=True)  # rescanning markers inside it would be quadratic
         return False
     scan.begin(name)
-    scan.say_arguments(arguments)
+    scan.emit_arguments(arguments)
     scan.end_call()
     return True
 

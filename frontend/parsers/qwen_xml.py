@@ -41,11 +41,11 @@ def _parameters(scan: Scanner, schema: Mapping[str, Any]) -> Reading[bool]:
         if not (yield from scan.optional("</parameter>")):
             return False
         about = properties.get(key) if isinstance(properties, Mapping) else None
-        scan.say_arguments(f"{opening}{json.dumps(key)}: {_as_json(value, about)}")
+        scan.emit_arguments(f"{opening}{json.dumps(key)}: {_as_json(value, about)}")
         opening = ", "
     if not (yield from scan.optional("</function>")):
         return False
-    scan.say_arguments("{}" if opening == "{" else "}")
+    scan.emit_arguments("{}" if opening == "{" else "}")
     return True
 
 

@@ -26,11 +26,11 @@ class Scanner:
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
-        self.said: list[Piece] = []
+        self.pieces: list[Piece] = []
         self._text = ""  # not yet consumed
         self._taken: list[str] = []  # consumed since the last text or call
         self._num_taken = 0  # characters in `_taken`
-        self._unsaid: list[str] = []  # consumed since the last piece of an open call
+        self._unemitted: list[str] = []  # consumed since the last piece of an open call
         self.is_ended = False  # the text is complete
         self.is_begun = False  # a call is open
         self._number = -1  # of the last call
@@ -59,30 +59,30 @@ class Scanner:
             at, marker = min(((i, m) for m in markers if (i := self._text.find(m)) >= 0), default=(-1, ""))
             if marker:
                 num = len(self._text[:at].rstrip())
-                self._say_next(num)
+                self._emit_next(num)
                 self.take(at - num + len(marker))
                 return marker
             if self.is_ended:
-                self._say_rest()
+                self._emit_rest()
                 return ""
             held = max(overlap(self._text, marker) for marker in markers)
-            self._say_next(len(self._text[: len(self._text) - held].rstrip()))
+            self._emit_next(len(self._text[: len(self._text) - held].rstrip()))
             yield
 
     def all_text(self) -> Reading[None]:
         """Emit all remaining text."""
         self._forget_taken()
         while not self.is_ended:
-            self._say_next(len(self._text.rstrip()))
+            self._emit_next(len(self._text.rstrip()))
             yield
-        self._say_rest()
+        self._emit_rest()
 
     def take(self, num: int) -> str:
         """Consume `num` characters, which must have arrived."""
         text, self._text = self._text[:num], self._text[num:]
         self._taken.append(text)
         self._num_taken += num
-        self._unsaid.append(text)
+        self._unemitted.append(text)
         return text
 
     def optional(self, literal: str) -> Reading[bool]:
@@ -124,56 +124,56 @@ class Scanner:
         assert not self.is_begun and name in self.tools
         self._number += 1
         self.is_begun = True
-        self.said.append(CallBegun(self._number, name))
-        self._unsaid.clear()
+        self.pieces.append(CallBegun(self._number, name))
+        self._unemitted.clear()
 
-    def say_arguments(self, text: str) -> None:
+    def emit_arguments(self, text: str) -> None:
         """Emit arguments in place of the text consumed since the last emitted piece."""
         assert self.is_begun
         if text:
-            self.said.append(CallArguments(self._number, text))
-        self._unsaid.clear()
+            self.pieces.append(CallArguments(self._number, text))
+        self._unemitted.clear()
 
     def end_call(self) -> None:
         assert self.is_begun
-        self.said.append(CallEnded(self._number))
+        self.pieces.append(CallEnded(self._number))
         self.is_begun = False
         self._is_after_call = True
         self._forget_taken()
-        self._unsaid.clear()
+        self._unemitted.clear()
 
     def give_up(self, *, is_text: bool = False) -> None:
         """Give up: there is no call. The first consumed part becomes text and the rest is scanned again; with is_text,
         all becomes text. An open call is reported as broken instead."""
-        taken, unsaid = self._taken, "".join(self._unsaid)
-        self._taken, self._unsaid, self._num_taken = [], [], 0
+        taken, unemitted = self._taken, "".join(self._unemitted)
+        self._taken, self._unemitted, self._num_taken = [], [], 0
         if self.is_begun:
             self.is_begun = False
             self._is_after_call = False
-            self.said.append(CallBroken(self._number, "".join(taken), unsaid))
+            self.pieces.append(CallBroken(self._number, "".join(taken), unemitted))
             return
         num_text = len(taken) if is_text else 1
         self._text = "".join(taken[num_text:]) + self._text
-        self._say("".join(taken[:num_text]))
+        self._emit("".join(taken[:num_text]))
 
     def _forget_taken(self) -> None:
         self._taken.clear()
         self._num_taken = 0
 
-    def _say_rest(self) -> None:
+    def _emit_rest(self) -> None:
         if self._is_after_call and self._text.isspace():
             self._text = ""
-        self._say_next(len(self._text))
+        self._emit_next(len(self._text))
 
-    def _say_next(self, num: int) -> None:
+    def _emit_next(self, num: int) -> None:
         """Emit the next `num` characters as text."""
         text, self._text = self._text[:num], self._text[num:]
-        self._say(text)
+        self._emit(text)
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if text:
             self._is_after_call = False
-            self.said.append(text)
+            self.pieces.append(text)
 
 
 def overlap(text: str, marker: str) -> int:

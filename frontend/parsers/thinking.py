@@ -16,7 +16,7 @@ class ThinkingReader:
         self._held = ""
         self._state = "opened" if is_open else "before"
 
-    def again(self) -> ThinkingReader:
+    def fresh(self) -> ThinkingReader:
         """Return a fresh reader in the initial state."""
         return ThinkingReader(is_open=self._is_open)
 

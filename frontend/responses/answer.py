@@ -29,7 +29,7 @@ class ResponseAnswer:
     model: str
     completion: Completion
     form: ChatForm
-    told_again: Mapping[str, Any]  # request fields that the response repeats
+    echoed_fields: Mapping[str, Any]  # request fields that the response repeats
     keep: Keep
     stores: bool  # value of `store` before the outcome is known
     is_streamed: bool
@@ -48,24 +48,24 @@ class ResponseAnswer:
         async with self.completion.run() as arrivals:
             async for arrived in arrivals:
                 self._take(arrived)
-        return await self._kept()
+        return await self._finished_response()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events; the last one carries the whole response. Raises ClusterError."""
-        told, is_first = self._events, True
+        stream, is_first = self._events, True
         async with self.completion.run() as arrivals:
             async for arrived in arrivals:
                 if is_first:
                     is_first = False
                     begun = self._response("in_progress")
-                    told.tell("response.created", response=begun)
-                    told.tell("response.in_progress", response=begun)
+                    stream.emit("response.created", response=begun)
+                    stream.emit("response.in_progress", response=begun)
                 self._take(arrived)
-                if written := told.taken():
+                if written := stream.taken():
                     yield written
-        response = await self._kept()
-        told.tell(f"response.{response['status']}", response=response)
-        yield told.taken()
+        response = await self._finished_response()
+        stream.emit(f"response.{response['status']}", response=response)
+        yield stream.taken()
 
     def _take(self, arrived: Sequence[Event]) -> None:
         for event in arrived:
@@ -81,13 +81,13 @@ class ResponseAnswer:
     def failed(self, error: BaseException) -> tuple[str, JSON]:
         """Return name and data of the last event of a stream that fails after it has started."""
         self._output.finish(None)
-        told, outcome = error_body(error)["error"], outcome_of(error)
-        told["code"] = "server_error" if outcome.http >= 500 else outcome.code  # OpenAI's codes
-        response = self._response("failed", output=self._output.items, error=told, store=False)
+        body, outcome = error_body(error)["error"], outcome_of(error)
+        body["code"] = "server_error" if outcome.http >= 500 else outcome.code  # OpenAI's codes
+        response = self._response("failed", output=self._output.items, error=body, store=False)
         number = self._events.next_number()
         return "response.failed", {"type": "response.failed", "response": response, "sequence_number": number}
 
-    async def _kept(self) -> JSON:
+    async def _finished_response(self) -> JSON:
         finished, usage = self._finished, self._usage
         assert finished and usage
         is_cut = finished.reason is FinishReason.LENGTH
@@ -115,7 +115,7 @@ class ResponseAnswer:
             "output": [],
             "usage": None,
             "store": self.stores,
-            **self.told_again,
+            **self.echoed_fields,
             **more,
         }
 

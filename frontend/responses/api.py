@@ -66,12 +66,12 @@ class ResponsesApi:
     async def _create(self, request: Request, request_context: RequestContext) -> Response:
         id = f"resp_{secrets.token_hex(16)}"
         turn = await self._request_contexts.read(ResponsesBody, request, partial(Turn.of, request, id))
-        if turn.asked is None:
-            turn = await self._completed(turn, request)
-        assert turn.asked
-        (completion,) = await self._opener.open(turn.asked, request, request_context)
-        headers = {**await request_context.charge([completion]), **turn.asked.ignored}
-        body, tenant = turn.asked.body, tenant_of(request)
+        if turn.parsed is None:
+            turn = await self._resolve(turn, request)
+        assert turn.parsed
+        (completion,) = await self._opener.open(turn.parsed, request, request_context)
+        headers = {**await request_context.charge([completion]), **turn.parsed.ignored}
+        body, tenant = turn.parsed.body, tenant_of(request)
 
         async def keep(response: JSON) -> bool:
             value = to_json({"response": response, "input": turn.items})
@@ -82,7 +82,7 @@ class ResponsesApi:
             model=completion.service.model.id,
             completion=completion,
             form=ChatForm(completion.service.tokenizer),
-            told_again=turn.told_again,
+            echoed_fields=turn.echoed_fields,
             keep=keep,
             stores=body.store is not False and self._stored.stores,
             is_streamed=bool(body.stream),
@@ -91,18 +91,18 @@ class ResponsesApi:
             return EventStream(answer.events(), more_headers=headers, errors=ResponsesErrors(answer))
         return await whole_answer(request.receive, answer.whole(), headers)
 
-    async def _completed(self, turn: Turn, request: Request) -> Turn:
+    async def _resolve(self, turn: Turn, request: Request) -> Turn:
         """Resolve the stored responses that the turn refers to. Raises UnknownResponse, StoreUnavailable,
         RequestError."""
         stored, num_bytes = dict[str, bytes](), 0
-        with self._request_contexts.noted(request), ExitStack() as held:
+        with self._request_contexts.audited(request), ExitStack() as held:
             for id, field in turn.needed.items():
                 stored[id] = await self._stored.get(tenant_of(request), id, held, param=field)
                 num_bytes += len(stored[id])
                 if num_bytes > MAX_REQUEST_BYTES:
                     text = f"input: the referenced responses exceed {MAX_REQUEST_BYTES} bytes; reference fewer"
                     raise RequestError(text, param="input")
-            return await self._aside(request, num_bytes, turn.completed, stored, request)
+            return await self._run(request, num_bytes, turn.completed, stored, request)
 
     async def _read(self, request: Request, request_context: RequestContext) -> Response:
         if request.query_params.get("stream") in ("true", "True", "1"):
@@ -111,7 +111,7 @@ class ResponsesApi:
 
     async def _delete(self, request: Request, request_context: RequestContext) -> Response:
         id = request.path_params["id"]
-        with self._request_contexts.noted(request):
+        with self._request_contexts.audited(request):
             await self._stored.delete(tenant_of(request), id)
         return json_answer({"id": id, "object": "response", "deleted": True}, await request_context.charge([]))
 
@@ -127,13 +127,13 @@ class ResponsesApi:
             return to_json(part(StoredTurn.of(value)))
 
         with ExitStack() as held:
-            with self._request_contexts.noted(request):
+            with self._request_contexts.audited(request):
                 value = await self._stored.get(tenant_of(request), request.path_params["id"], held)
-                body = await self._aside(request, len(value), written, value)
+                body = await self._run(request, len(value), written, value)
             headers = await request_context.charge([])
             return HeldAnswer(body, headers, held.pop_all(), within_s=HTTP_ENDPOINT.message_s)
 
-    async def _aside(
+    async def _run(
         self, request: Request, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Run `work` on `num_bytes` bytes: on another thread, unless they are few."""

@@ -9,7 +9,7 @@ from frontend.http.json_response import JSON, to_json
 
 _CALL = "response.function_call_arguments"
 # By item type: prefix of its events, and type of its one part.
-_TOLD = {
+_EVENTS = {
     "message": ("response.output_text", "output_text"),
     "reasoning": ("response.reasoning_text", "reasoning_text"),
     "function_call": (_CALL, ""),
@@ -18,7 +18,7 @@ _TOLD = {
 
 def part_of(kind: str, text: str, logprobs: list[JSON] | None = None) -> JSON:
     """Return the one part of an item of this type. logprobs: of a message; None: it has none."""
-    _, type = _TOLD[kind]
+    _, type = _EVENTS[kind]
     part: JSON = {"type": type, "text": text}
     if kind == "message":
         part |= {"annotations": [], "logprobs": logprobs or []}
@@ -44,17 +44,17 @@ class ResponseEvents:
         self._number += 1
         return self._number - 1
 
-    def tell(self, event: str, /, **fields: Any) -> None:
+    def emit(self, event: str, /, **fields: Any) -> None:
         self._written.append(data({"type": event, **fields, "sequence_number": self.next_number()}, name=event))
 
     def begin(self, item: JSON, *, index: int) -> None:
         """Open an item. item: its initial state, without content."""
-        self.tell("response.output_item.added", output_index=index, item=item)
+        self.emit("response.output_item.added", output_index=index, item=item)
         self._kind = item["type"]
-        name, type = _TOLD[self._kind]
+        name, type = _EVENTS[self._kind]
         self._place = {"item_id": item["id"], "output_index": index} | ({"content_index": 0} if type else {})
         if type:
-            self.tell("response.content_part.added", **self._place, part=part_of(self._kind, ""))
+            self.emit("response.content_part.added", **self._place, part=part_of(self._kind, ""))
         name += ".delta"
         head = to_json({"type": name, **self._place})[:-1]
         self._before = b'event: %b\ndata: %b,"delta":' % (name.encode(), head)
@@ -66,15 +66,15 @@ class ResponseEvents:
         self._number += 1
 
     def piece_with(self, text: str, logprobs: list[JSON]) -> None:
-        self.tell(f"{_TOLD[self._kind][0]}.delta", **self._place, delta=text, logprobs=logprobs)
+        self.emit(f"{_EVENTS[self._kind][0]}.delta", **self._place, delta=text, logprobs=logprobs)
 
     def end(self, item: JSON, *, index: int, text: str, logprobs: list[JSON] | None) -> None:
         """Close the open item. item: its final state. text: the concatenation of its deltas."""
-        name, type = _TOLD[self._kind]
+        name, type = _EVENTS[self._kind]
         if type:
             more = {"logprobs": logprobs or []} if self._kind == "message" else {}
-            self.tell(f"{name}.done", **self._place, text=text, **more)
-            self.tell("response.content_part.done", **self._place, part=part_of(self._kind, text, logprobs))
+            self.emit(f"{name}.done", **self._place, text=text, **more)
+            self.emit("response.content_part.done", **self._place, part=part_of(self._kind, text, logprobs))
         else:
-            self.tell(f"{name}.done", **self._place, name=item["name"], arguments=text)
-        self.tell("response.output_item.done", output_index=index, item=item)
+            self.emit(f"{name}.done", **self._place, name=item["name"], arguments=text)
+        self.emit("response.output_item.done", output_index=index, item=item)

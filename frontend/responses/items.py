@@ -16,7 +16,7 @@ from frontend.openai.messages import MAX_PARTS, CalledFunction, CallInHistory, C
 from frontend.text.completion_request import MAX_MESSAGES, MAX_ROLE_CHARS
 
 MAX_ID_CHARS = 128
-_MAX_TOLD = 64  # characters of a client's value in an error message
+_MAX_SHOWN = 64  # characters of a client's value in an error message
 _ID_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 REFERENCE = "item_reference"
 _NEEDED = {"message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
@@ -31,7 +31,7 @@ class Kinds:
 
     def __call__(self, value: str | None) -> str | None:
         if value is not None and value not in self.taken:
-            context = {"value": value[:_MAX_TOLD], "taken": ", ".join(self.taken)}
+            context = {"value": value[:_MAX_SHOWN], "taken": ", ".join(self.taken)}
             raise PydanticCustomError(UNSUPPORTED, "'{value}' is not supported; supported: {taken}", context)
         return value
 
@@ -104,24 +104,24 @@ class InputItem(OpenAIObject):
 
     def to_store(self, default_id: str) -> JSON:
         """Return the item as it is stored and returned. default_id: used if the client set no id."""
-        kept: JSON = {"id": self.id or f"{_ID_PREFIX[self.kind]}_{default_id}", "type": self.kind}
+        stored: JSON = {"id": self.id or f"{_ID_PREFIX[self.kind]}_{default_id}", "type": self.kind}
         match self.kind:
             case "message" if self.role == "assistant":
                 content: list[JSON] = [
                     {"type": "output_text", "text": part.text, "annotations": []} for part in self.content or ()
                 ]
-                kept |= {"role": self.role, "content": content}
+                stored |= {"role": self.role, "content": content}
             case "message":
                 content = [{"type": "input_text", "text": part.text} for part in self.content or ()]
-                kept |= {"role": self.role, "content": content}
+                stored |= {"role": self.role, "content": content}
             case "function_call":
-                kept |= {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+                stored |= {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
             case "function_call_output":
-                kept |= {"call_id": self.call_id, "output": _text(self.output)}
+                stored |= {"call_id": self.call_id, "output": _text(self.output)}
             case "reasoning":
                 content = [{"type": "reasoning_text", "text": self.thinking}]
-                return kept | {"summary": [], "content": content if self.thinking else []}
-        return kept | {"status": "completed"}
+                return stored | {"summary": [], "content": content if self.thinking else []}
+        return stored | {"status": "completed"}
 
     @property
     def is_assistants(self) -> bool:
@@ -158,10 +158,10 @@ def shown(items: Sequence[InputItem]) -> list[int]:
 def messages_of(items: Sequence[InputItem], instructions: str | None) -> list[ChatMessage]:
     """Convert items to messages. Consecutive assistant items (thoughts, text, calls, in this order) form one."""
     given = [_message("system", [TextPart.model_construct(type="text", text=instructions)])] if instructions else []
-    return [*given, *_told([items[number] for number in shown(items)])]
+    return [*given, *_messages([items[number] for number in shown(items)])]
 
 
-def _told(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
+def _messages(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
     turn: _Turn | None = None  # the assistant's open message
     for item in items:
         if turn and not turn.takes(item):

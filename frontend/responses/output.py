@@ -40,21 +40,21 @@ class ResponseOutput:
         self._open: _Item | None = None
 
     def add(self, delta: Delta) -> None:
-        if not delta.says_more:
+        if not delta.has_more_than_text:
             if delta.text or (delta.has_logprobs and self._open and self._open.kind == "message"):
-                self._say(delta.text, self._logprobs_of(delta) if delta.has_logprobs else None)
+                self._add_text(delta.text, self._logprobs_of(delta) if delta.has_logprobs else None)
             return
         if delta.thinking:
             self._opened("reasoning")
             self._piece(delta.thinking)
-        told = 0
+        start = 0
         for call in delta.calls:
-            if delta.text[told : call.at]:
-                self._say(delta.text[told : call.at])
-            told = call.at
+            if delta.text[start : call.at]:
+                self._add_text(delta.text[start : call.at])
+            start = call.at
             self._call(call)
-        if delta.text[told:]:
-            self._say(delta.text[told:])
+        if delta.text[start:]:
+            self._add_text(delta.text[start:])
 
     def finish(self, finished: Finished | None) -> None:
         """End the output. finished: None if the request failed; then nothing more is streamed. A successful answer has
@@ -71,7 +71,7 @@ class ResponseOutput:
         """All items that have ended."""
         return [item.whole() for item in self._items if item.status and not item.is_broken]
 
-    def _say(self, text: str, logprobs: list[JSON] | None = None) -> None:
+    def _add_text(self, text: str, logprobs: list[JSON] | None = None) -> None:
         item = self._opened("message")
         if logprobs is None:
             return self._piece(text)

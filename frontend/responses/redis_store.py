@@ -131,7 +131,7 @@ class RedisResponses:
     async def put(self, tenant: str, id: str, value: bytes) -> None:
         place = self._place(tenant, id)
         size, bounds = len(value) + ENTRY_BYTES, self._bounds
-        signed = await _aside(len(value), self._sealed, place, value)
+        signed = await _run(len(value), self._sign, place, value)
         ttl_ms = round(bounds.ttl_s * 1e3)
         most = bounds.max_of_tenant, bounds.max_bytes
         args = [self._name, self._now_ms(), *place, signed, size, ttl_ms, *most]
@@ -142,7 +142,7 @@ class RedisResponses:
         place = self._place(tenant, id)
         found: Any = await self._look(keys=[self._key_of(place)], args=[SIGNATURE_BYTES + SMALL_BYTES])
         if not isinstance(found, int):
-            return self._opened(place, found)
+            return self._verify(place, found)
         return (
             found - SIGNATURE_BYTES if found <= SIGNATURE_BYTES + MAX_VALUE_BYTES else None
         )  # larger ones are not ours
@@ -151,20 +151,20 @@ class RedisResponses:
         """Return the value. None also if the signature is invalid."""
         place = self._place(tenant, id)
         found: Any = await self._large.get(self._key_of(place))
-        return await _aside(len(found or b""), self._opened, place, found)
+        return await _run(len(found or b""), self._verify, place, found)
 
     async def delete(self, tenant: str, id: str) -> bool:
         place = self._place(tenant, id)
-        beside = ENTRY_BYTES - SIGNATURE_BYTES
-        return bool(await self._delete(keys=self._tables, args=[self._name, *place, beside]))
+        overhead = ENTRY_BYTES - SIGNATURE_BYTES
+        return bool(await self._delete(keys=self._tables, args=[self._name, *place, overhead]))
 
     def _key_of(self, place: tuple[str, str]) -> str:
         return "{}:response:{}:{}".format(self._name, *place)
 
-    def _sealed(self, place: tuple[str, str], value: bytes) -> bytes:
+    def _sign(self, place: tuple[str, str], value: bytes) -> bytes:
         return signed(value, self._key, _bytes(place))
 
-    def _opened(self, place: tuple[str, str], found: bytes | None) -> bytes | None:
+    def _verify(self, place: tuple[str, str], found: bytes | None) -> bytes | None:
         return None if found is None else verified(found, self._key, _bytes(place))
 
     def _place(self, tenant: str, id: str) -> tuple[str, str]:
@@ -175,7 +175,7 @@ class RedisResponses:
         return keyed_hash(self._key, *words, person=b"responses")
 
 
-async def _aside(num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def _run(num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `work`, which takes 5 ms per 4 MiB: on another thread if large. Large ones are limited by LargeTransfers."""
     if num_bytes <= SMALL_BYTES + SIGNATURE_BYTES:
         return work(*args, **kwargs)

@@ -72,10 +72,10 @@ class StoredResponses:
         store = self._store
         try:
             if len(value) <= SMALL_BYTES:
-                await self._asked(lambda: store.put(tenant, id, value))
+                await self._call(lambda: store.put(tenant, id, value))
             else:
                 async with self._transfers.turn(tenant):
-                    await self._asked(lambda: store.put(tenant, id, value), is_large=True)
+                    await self._call(lambda: store.put(tenant, id, value), is_large=True)
         except (StoreUnavailable, CapacityError):
             return False
         return True
@@ -85,11 +85,11 @@ class StoredResponses:
         Raises UnknownResponse, StoreUnavailable, and CapacityError if too many large values are held."""
         store, value = self._store, None
         if store:
-            value = await self._asked(lambda: store.look(tenant, id))
+            value = await self._call(lambda: store.look(tenant, id))
         if store and isinstance(value, int):
-            held.enter_context(self._held.during(tenant, value))
+            held.enter_context(self._held.reserved(tenant, value))
             async with self._transfers.turn(tenant):
-                value = await self._asked(lambda: store.get(tenant, id), is_large=True)
+                value = await self._call(lambda: store.get(tenant, id), is_large=True)
         if not isinstance(value, bytes):
             raise self._unknown(id, param)
         return value
@@ -97,7 +97,7 @@ class StoredResponses:
     async def delete(self, tenant: str, id: str) -> None:
         """Delete a response. Raises UnknownResponse, StoreUnavailable."""
         store = self._store
-        if store is None or not await self._asked(lambda: store.delete(tenant, id)):
+        if store is None or not await self._call(lambda: store.delete(tenant, id)):
             raise self._unknown(id, None)
 
     async def close(self) -> None:
@@ -108,12 +108,12 @@ class StoredResponses:
         why = "" if self._store else "; this router stores no responses (router.stored_responses_mib)"
         return UnknownResponse(f"{param or 'response'}: response {id[:_MAX_ID]!r} not found{why}", param=param)
 
-    async def _asked(self, ask: Callable[[], Awaitable[T]], *, is_large: bool = False) -> T:
+    async def _call(self, call: Callable[[], Awaitable[T]], *, is_large: bool = False) -> T:
         """Call the store. Raises StoreUnavailable within a second or two, or a few more for a large value. A timeout of
         a large value does not mark the store as unavailable."""
         if time.monotonic() >= self._unavailable_until:
             try:
-                answer = await ask()
+                answer = await call()
             except (RedisUnreachable, RedisTimeout) as error:
                 if not (is_large and isinstance(error, RedisTimeout)):
                     self._reach.missed(error)

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from core.types.errors import RequestError, UnknownResponse
 from frontend.http.json_response import JSON, to_json
-from frontend.http.open_requests import Asked
+from frontend.http.open_requests import ParsedBody
 from frontend.openai.fields import OpenAIObject
 from frontend.responses.items import REFERENCE, InputItem, shown
 from frontend.responses.types import ResponsesBody
@@ -56,9 +56,9 @@ class Turn:
     body: ResponsesBody
     # Input in stored form: history included, items that the model does not see excluded.
     items: Sequence[Raw]
-    told_again: JSON
+    echoed_fields: JSON
     needed: Mapping[str, str]  # ids of referenced responses, and the field that names each
-    asked: Asked[ResponsesBody] | None = None  # None while referenced responses are missing
+    parsed: ParsedBody[ResponsesBody] | None = None  # None while referenced responses are missing
 
     @classmethod
     def of(cls, request: Request, id: str, body: ResponsesBody) -> Turn:
@@ -73,8 +73,8 @@ class Turn:
             )
         if body.previous_response_id is not None:
             needed[body.previous_response_id] = PREVIOUS
-        turn = cls(body=body, items=items, told_again=body.told_again(), needed=needed)
-        return turn if needed else turn._asking(request, body)
+        turn = cls(body=body, items=items, echoed_fields=body.echoed_fields(), needed=needed)
+        return turn if needed else turn._with_request(request, body)
 
     def completed(self, stored: Mapping[str, bytes], request: Request) -> Turn:
         """Add the referenced responses. stored: their values, by id. Raises RequestError."""
@@ -89,12 +89,12 @@ class Turn:
             read = _Items.model_validate_json(to_json({"items": whole})).items
         except (msgspec.MsgspecError, ValidationError):
             raise _other_form() from None
-        return replace(self, items=whole)._asking(request, self.body.model_copy(update={"input": read}))
+        return replace(self, items=whole)._with_request(request, self.body.model_copy(update={"input": read}))
 
-    def _asking(self, request: Request, body: ResponsesBody) -> Turn:
+    def _with_request(self, request: Request, body: ResponsesBody) -> Turn:
         """Build the request. body: with history and referenced items resolved. Raises RequestError."""
         items = [self.items[number] for number in shown(body.input)]
-        return replace(self, items=items, asked=Asked.of(request, body))
+        return replace(self, items=items, parsed=ParsedBody.of(request, body))
 
     def _resolved(self, number: int, item: Raw, known: Mapping[str, Raw]) -> Raw:
         given = self.body.input[number]

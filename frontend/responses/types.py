@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from core.types.errors import RequestError
 from frontend.http.json_response import JSON, to_json
-from frontend.http.open_requests import AskingBody
+from frontend.http.open_requests import GenerationBody
 from frontend.openai.constraints import ResponseFormat
 from frontend.openai.fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
 from frontend.openai.messages import (
@@ -87,7 +87,7 @@ def _tool_choice(value: Any) -> Any:
     raise ValueError('must be "none", "auto", "required", or {"type": "function", "name": …}')
 
 
-class ResponsesBody(AskingBody):
+class ResponsesBody(GenerationBody):
     """POST /v1/responses"""
 
     model: str | None = None
@@ -188,7 +188,7 @@ class ResponsesBody(AskingBody):
         for number, item in enumerate(self.input):
             item.check(f"input[{number}]")
 
-    def told_again(self) -> JSON:
+    def echoed_fields(self) -> JSON:
         """Return the request fields that a response repeats; large ones are encoded already."""
         tools = [tool.model_dump(by_alias=True, exclude_unset=True) for tool in self.tools or ()]
         config = self.text.format if self.text else None

@@ -33,7 +33,7 @@ def _can_be_enforced(key: str, value: Any, document: Any) -> bool:
         case "pattern", str():
             return not _LOOKING_AROUND.search(value)
         case "$ref", str():
-            return _leads_somewhere(value, document)
+            return _resolves(value, document)
         case "type", str():
             return value in _TYPES
         case "type", list():
@@ -41,7 +41,7 @@ def _can_be_enforced(key: str, value: Any, document: Any) -> bool:
     return True
 
 
-def _leads_somewhere(reference: str, document: Any) -> bool:
+def _resolves(reference: str, document: Any) -> bool:
     try:
         target(document, reference)
     except LookupError:
@@ -52,8 +52,8 @@ def _leads_somewhere(reference: str, document: Any) -> bool:
 def moved(schema: Any, place: str) -> Any:
     """Return the schema for another place of a document, with its internal references adjusted."""
 
-    def led(key: str, value: Any) -> Any:
+    def relocate(key: str, value: Any) -> Any:
         is_inside = key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
         return place + value[1:] if is_inside else value
 
-    return rewritten({key: value for key, value in schema.items() if key not in _OF_DOCUMENT}, led)
+    return rewritten({key: value for key, value in schema.items() if key not in _OF_DOCUMENT}, relocate)

@@ -23,8 +23,8 @@ class SpecialTokens:
         return " ".join(self._piece(piece) for piece in pieces if piece)
 
     def one_of(self, texts: Iterable[str]) -> str:
-        said = [self.literal(text) for text in texts]
-        return f"({' | '.join(said)})" if any(said) else ""
+        expressions = [self.literal(text) for text in texts]
+        return f"({' | '.join(expressions)})" if any(expressions) else ""
 
     def begun(self, text: str) -> tuple[str, str] | None:
         """Return the special token that the text begins with, by its name in Lark, and the rest; or None."""

@@ -232,6 +232,6 @@ def _is_free(form: Any) -> bool:
             return not (form.get("at_least_one") and form.get("stop_after_first"))
         case "sequence" | "or":
             elements = form.get("elements")
-            asked = (elements[-1:] if form["type"] == "sequence" else elements) if isinstance(elements, list) else []
-            return any(map(_is_free, asked))
+            relevant = (elements[-1:] if form["type"] == "sequence" else elements) if isinstance(elements, list) else []
+            return any(map(_is_free, relevant))
     return False

@@ -27,7 +27,7 @@ class CallText:
     rest: str = ""  # the part of `broken` that has not been sent
     at: int = 0  # offset in the accompanying text
 
-    def goes_on_from(self, last: CallText) -> bool:
+    def extends(self, last: CallText) -> bool:
         """Return whether this part only adds arguments to `last`; the first part of a call is never merged."""
         is_more = self.number == last.number and not self.id and self.broken is None
         return is_more and not last.id and last.broken is None
@@ -67,38 +67,38 @@ class AnswerReader:
     def is_thinking(self) -> bool:
         return self._thinking is not None and self._thinking.is_inside
 
-    def thinking_anew(self) -> ThinkingReader | None:
+    def new_thinking_reader(self) -> ThinkingReader | None:
         """Return a fresh reader of the thinking of this answer, in its initial state."""
-        return self._thinking.again() if self._thinking else None
+        return self._thinking.fresh() if self._thinking else None
 
     def add(self, text: str) -> AnswerText:
         thought, text = self._thinking.add(text) if self._thinking else ("", text)
-        return self._said(thought, self._calls.add(text) if self._calls else [text])
+        return self._parsed(thought, self._calls.add(text) if self._calls else [text])
 
     def finish(self) -> AnswerText:
         """Return the remaining parts at the end of the text."""
         thought, text = self._thinking.finish() if self._thinking else ("", "")
         pieces: list[Piece] = [*self._calls.add(text), *self._calls.finish()] if self._calls else [text]
-        return self._said(thought, pieces)
+        return self._parsed(thought, pieces)
 
-    def _said(self, thought: str, pieces: Iterable[Piece]) -> AnswerText:
-        said = AnswerText(thinking=thought)
+    def _parsed(self, thought: str, pieces: Iterable[Piece]) -> AnswerText:
+        parsed = AnswerText(thinking=thought)
         for piece in pieces:
             match piece:
                 case str():
-                    said.text += piece
+                    parsed.text += piece
                 case CallBegun(number, name):
-                    said.calls.append(CallText(number, id=_call_id(), name=name, at=len(said.text)))
+                    parsed.calls.append(CallText(number, id=_call_id(), name=name, at=len(parsed.text)))
                 case CallArguments(number, text):
-                    _of(said, number).arguments += text
+                    _part_of(parsed, number).arguments += text
                 case CallBroken(number, raw, rest):
-                    said.calls.append(CallText(number, broken=raw, rest=rest, at=len(said.text)))
+                    parsed.calls.append(CallText(number, broken=raw, rest=rest, at=len(parsed.text)))
                 case CallEnded():
                     self.num_calls += 1
                     self.is_over = not self._is_parallel
             if self.is_over:
                 break
-        return said
+        return parsed
 
 
 def _format(chat: Chat, output_format: OutputFormat) -> Format:
@@ -107,10 +107,10 @@ def _format(chat: Chat, output_format: OutputFormat) -> Format:
     return CALL_FORMATS[output_format.calls or ""].read
 
 
-def _of(said: AnswerText, number: int) -> CallText:
-    if not said.calls or said.calls[-1].number != number:
-        said.calls.append(CallText(number, at=len(said.text)))
-    return said.calls[-1]
+def _part_of(parsed: AnswerText, number: int) -> CallText:
+    if not parsed.calls or parsed.calls[-1].number != number:
+        parsed.calls.append(CallText(number, at=len(parsed.text)))
+    return parsed.calls[-1]
 
 
 def _call_id() -> str:

@@ -42,7 +42,7 @@ class RequestAuditLog:
     ) -> None:
         """Record a request that was admitted and has ended."""
         self._write(
-            **_who(request),
+            **_client_fields(request),
             outcome=outcome,
             n=request.num_choices,
             max_tokens=max_tokens,
@@ -55,7 +55,7 @@ class RequestAuditLog:
 
     def rejected(self, request: CompletionRequest, error: ClusterError) -> None:
         """Record a request that was rejected."""
-        self._write(**_who(request), **_why(error))
+        self._write(**_client_fields(request), **_error_fields(error))
 
     def unreadable(self, request_id: str, error: ClusterError, *, key: ApiKey | None, peer: str) -> None:
         """Record an unreadable request. Omits the field name, which may be the client's own text."""
@@ -81,10 +81,10 @@ def _rotate(source: str, to: str) -> None:
     _make_private(source)
 
 
-def _who(request: CompletionRequest) -> dict[str, str]:
+def _client_fields(request: CompletionRequest) -> dict[str, str]:
     return {"request": request.id, "key": request.key_id, "tenant": request.tenant, "peer": request.peer}
 
 
-def _why(error: ClusterError) -> dict[str, str | None]:
+def _error_fields(error: ClusterError) -> dict[str, str | None]:
     param = error.param if isinstance(error, RequestError) else None
     return {"outcome": outcome_of(error).code, "param": param}

@@ -15,15 +15,15 @@ async def best_of(
 
     events: their tokens must have logprobs, which are removed unless shows_logprobs.
     """
-    kept: dict[int, list[Delta | Finished]] = {}
+    collected: dict[int, list[Delta | Finished]] = {}
     async for arrived in events:
         for event in arrived:
             if isinstance(event, Delta | Finished):
-                kept.setdefault(event.choice, []).append(event)
+                collected.setdefault(event.choice, []).append(event)
                 continue
-            best = sorted(kept, key=lambda choice: (-_mean_logprob(kept[choice]), choice))
+            best = sorted(collected, key=lambda choice: (-_mean_logprob(collected[choice]), choice))
             for number, choice in enumerate(best[:num_best]):
-                yield [_shown(one, number, shows_logprobs=shows_logprobs) for one in kept[choice]]
+                yield [_shown(one, number, shows_logprobs=shows_logprobs) for one in collected[choice]]
             yield [event]
 
 

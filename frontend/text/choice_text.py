@@ -29,7 +29,8 @@ class ChoiceText:
         """reader: parser of thinking and calls, if any. shown: special tokens that the reader needs to see."""
         self.choice = choice
         self._reader = reader
-        self._thinking = reader.thinking_anew() if reader else None  # counts thinking tokens, ahead of stop matching
+        # Counts thinking tokens, ahead of stop matching.
+        self._thinking = reader.new_thinking_reader() if reader else None
         self.finished: Finished | None = None
         self.num_tokens = 0
         self.num_thinking = 0  # thinking tokens, from after the opening marker up to the closing one

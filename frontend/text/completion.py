@@ -100,15 +100,17 @@ class Completions:
         )
         self._grammars = GrammarCheck(grammars)
 
-    async def open(self, request: CompletionRequest, *, num_beside: int = 0, trace: Trace | None = None) -> Completion:
+    async def open(
+        self, request: CompletionRequest, *, num_other_chars: int = 0, trace: Trace | None = None
+    ) -> Completion:
         """Check a request and tokenize its prompt; holds no resources. Raises RequestError and other ClusterErrors.
 
-        num_beside: characters of other prompts in the same call. trace: None: not traced.
+        num_other_chars: characters of other prompts in the same call. trace: None: not traced.
         """
         try:
             check(request, self.model)
             clock = TokenClock(self.metrics, num_choices=request.num_choices)
-            given_ids = await self.prompts.encode(request, num_beside=num_beside)
+            given_ids = await self.prompts.encode(request, num_other_chars=num_other_chars)
             prompt_ids = truncated(given_ids, request, self.model)
             num_numbers = num_prompt_numbers(request, len(prompt_ids))
             check_prompt_numbers(num_numbers, param=request.prompt_logprobs_field)
@@ -145,8 +147,8 @@ class Completions:
 
     async def _bound(self, request: CompletionRequest, grammar: Grammar, prompt: str) -> Grammar | None:
         making = partial(bound_answer, request, self.prompts.output_format, prompt)
-        num_beside = num_chars(request.prompt) if isinstance(request.prompt, Chat) else 0  # includes the tools
-        if len(grammar.text) + num_beside < _LARGE:
+        num_other_chars = num_chars(request.prompt) if isinstance(request.prompt, Chat) else 0  # includes the tools
+        if len(grammar.text) + num_other_chars < _LARGE:
             return making()
         return await self.threads.run(request.key_id, making)
 
@@ -256,7 +258,7 @@ class Completion:
                 )
         except RequestError as error:
             self._over(error)
-            raise self.request.in_its_words(error) from None
+            raise self.request.in_client_terms(error) from None
         except BaseException as error:
             self._over(error)
             raise
@@ -313,7 +315,7 @@ class Completion:
 
     def _summary(self) -> Summary:
         usage, route = self._usage, replace(self._route)
-        if not self.request.is_cache_told:  # draft counts reveal cached text, too
+        if not self.request.reports_cached_tokens:  # draft counts reveal cached text, too
             usage = replace(usage, cached_tokens=0, accepted_prediction_tokens=0, rejected_prediction_tokens=0)
             # Replica names reveal cache hits: a full hit skips prefill, and routing prefers cached prefixes.
             route = RequestRoute(attempts=route.attempts, migrations=route.migrations)

@@ -117,7 +117,7 @@ class CompletionRequest:
     tenant: str = ""  # the queue is shared fairly among tenants
     salt: str = ""  # of its prefix hashes
     max_answer: int | None = None  # tokens of one answer; None: up to the context
-    is_cache_told: bool = True  # whether its cached-token counts are reported
+    reports_cached_tokens: bool = True  # whether its cached-token counts are reported
 
     @property
     def num_choices(self) -> int:
@@ -134,7 +134,7 @@ class CompletionRequest:
         names = {"max_tokens": self.max_tokens_field, "thinking_token_budget": self.thinking_field}
         return names.get(name, name)
 
-    def in_its_words(self, error: RequestError) -> RequestError:
+    def in_client_terms(self, error: RequestError) -> RequestError:
         """Return an error of the router core with the client's field name: the core reports `best_of` as `n`."""
         field = self.choices_field
         return error if error.param != "n" else RequestError(f"{field}{str(error).removeprefix('n')}", param=field)
@@ -160,9 +160,9 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
             called = request.called(name)
             raise RequestError(f"{called}: must be {rule}, not {value}", param=called)
     if request.max_tokens is not None and request.min_tokens > request.max_tokens:
-        most = f"{request.max_tokens_field}, {request.max_tokens}"
+        bound = f"{request.max_tokens_field}, {request.max_tokens}"
         raise RequestError(
-            f"min_tokens: must not exceed {most}, but is {request.min_tokens}",
+            f"min_tokens: must not exceed {bound}, but is {request.min_tokens}",
             param="min_tokens",
         )
     _check_choices(request, model)
@@ -236,11 +236,11 @@ def sampling_of(
         raise RequestError("prompt: must not be empty", param="prompt")
     room = model.max_context - num_prompt_tokens
     if room < max(1, request.min_tokens, request.max_tokens or 0):
-        asked = f" and {request.max_tokens} for the answer" if request.max_tokens else ""
+        answer_part = f" and {request.max_tokens} for the answer" if request.max_tokens else ""
         fix = f"request at most {room}" if room > 0 else "shorten the prompt"
         raise ContextLengthExceeded(
             f"this model's context holds {model.max_context} tokens, prompt and answer together; "
-            f"the request needs {num_prompt_tokens} for the prompt{asked}; {fix}",
+            f"the request needs {num_prompt_tokens} for the prompt{answer_part}; {fix}",
             param="messages" if isinstance(request.prompt, Chat) else "prompt",
         )
     ends = frozenset(request.stop_token_ids) | (frozenset() if request.ignore_eos else eos_token_ids)

@@ -26,19 +26,19 @@ class Delta:
         return self.tokens[0].logprob is not None
 
     @property
-    def says_more(self) -> bool:
+    def has_more_than_text(self) -> bool:
         """True if it has thinking or calls beside text."""
         return bool(self.thinking or self.calls)
 
-    def add(self, said: AnswerText) -> None:
-        for call in said.calls:
+    def add(self, parsed: AnswerText) -> None:
+        for call in parsed.calls:
             call.at += len(self.text)
-            if self.calls and call.goes_on_from(self.calls[-1]):
+            if self.calls and call.extends(self.calls[-1]):
                 self.calls[-1].arguments += call.arguments
             else:
                 self.calls.append(call)
-        self.text += said.text
-        self.thinking += said.thinking
+        self.text += parsed.text
+        self.thinking += parsed.thinking
 
     def text_with_broken(self, *, is_whole: bool) -> str:
         """Return the text including that of broken calls: all of it, or only the unsent rest."""

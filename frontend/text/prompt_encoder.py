@@ -79,8 +79,8 @@ class PromptEncoder:
         decode = partial(self.tokenizer.decode, prompt_ids, skip_special_tokens=False)
         return await self._threads.run(request.key_id, decode) if len(prompt_ids) > _MANY_TOKENS else decode()
 
-    async def encode(self, request: CompletionRequest, *, num_beside: int = 0) -> tuple[int, ...]:
-        """Return the tokens of a checked request. num_beside: characters of other prompts in the same call."""
+    async def encode(self, request: CompletionRequest, *, num_other_chars: int = 0) -> tuple[int, ...]:
+        """Return the tokens of a checked request. num_other_chars: characters of other prompts in the same call."""
         prompt = request.prompt
         if isinstance(prompt, tuple):
             return prompt
@@ -94,10 +94,10 @@ class PromptEncoder:
                 f"{self._model.max_context} tokens",
                 param="messages" if isinstance(prompt, Chat) else "prompt",
             )
-        num_all = num_chars(prompt) + num_beside
+        total_chars = num_chars(prompt) + num_other_chars
         if isinstance(prompt, Chat):
-            num_all += _MESSAGE * (len(prompt.messages) + prompt.num_calls)
-        if num_all > _LONG_TEXT:
+            total_chars += _MESSAGE * (len(prompt.messages) + prompt.num_calls)
+        if total_chars > _LONG_TEXT:
             return await self._threads.run(request.key_id, self._encode, prompt, request.add_special_tokens)
         return self._encode(prompt, request.add_special_tokens)
 

@@ -11,7 +11,7 @@ from core.types.errors import ClientTooSlow
 
 T = TypeVar("T")
 
-_LOOKS = 4  # checks per limit
+_CHECKS = 4  # checks per limit
 
 
 class UnreadLimit:
@@ -32,7 +32,7 @@ class UnreadLimit:
     async def __aenter__(self) -> UnreadLimit:
         self._scope = asyncio.timeout(None)
         await self._scope.__aenter__()
-        self._look()
+        self._check()
         return self
 
     async def __aexit__(
@@ -63,10 +63,10 @@ class UnreadLimit:
             yield event
             self.consumed()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         # Polled: setting a timer for each token would cost more than the token.
         now = self._loop.time()
         if self._scope and self._given_at is not None and now - self._given_at > self._limit_s:
             self._scope.reschedule(now)
         else:
-            self._timer = self._loop.call_later(self._limit_s / _LOOKS, self._look)
+            self._timer = self._loop.call_later(self._limit_s / _CHECKS, self._check)

@@ -46,7 +46,7 @@ class TextThreads:
             raise CapacityError(f"too many large requests are being read: {num_pending}; retry", retry_after_s=1.0)
         self._pending[key_id] += 1
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(partial(self._gone, key_id))
+        future.add_done_callback(partial(self._discard_cancelled, key_id))
         self._waiting.setdefault(key_id, {})[future] = partial(work, *args, **kwargs)
         self._start_some()
         return await future
@@ -58,7 +58,7 @@ class TextThreads:
         waiting, self._waiting = self._waiting, OrderedDict()
         for key_id, works in waiting.items():
             for future in works:
-                _less(self._pending, key_id)
+                _decrement(self._pending, key_id)
                 if not future.done():
                     future.set_exception(_closed())
 
@@ -76,23 +76,23 @@ class TextThreads:
             else:
                 del self._waiting[key_id]
             if future.cancelled():
-                _less(self._pending, key_id)
+                _decrement(self._pending, key_id)
                 continue
             self._running[key_id] += 1
             running = asyncio.get_running_loop().run_in_executor(self._threads, work)
             running.add_done_callback(partial(self._ended, key_id, future))
 
-    def _gone(self, key_id: str, future: asyncio.Future[Any]) -> None:
+    def _discard_cancelled(self, key_id: str, future: asyncio.Future[Any]) -> None:
         """Discard the queued work of a cancelled caller."""
         if future.cancelled() and future in (waiting := self._waiting.get(key_id, {})):
-            _less(self._pending, key_id)
+            _decrement(self._pending, key_id)
             del waiting[future]
             if not waiting:
                 del self._waiting[key_id]
 
     def _ended(self, key_id: str, future: asyncio.Future[Any], running: asyncio.Future[Any]) -> None:
-        _less(self._pending, key_id)
-        _less(self._running, key_id)
+        _decrement(self._pending, key_id)
+        _decrement(self._running, key_id)
         error = None if running.cancelled() else running.exception()
         if future.done():
             pass  # the caller was cancelled
@@ -110,7 +110,7 @@ def _closed() -> ModelUnavailable:
     return ModelUnavailable("this router stops serving the requested model; retry")
 
 
-def _less(counts: Counter[str], key_id: str) -> None:
+def _decrement(counts: Counter[str], key_id: str) -> None:
     counts[key_id] -= 1
     if not counts[key_id]:
         del counts[key_id]

@@ -84,7 +84,7 @@ class Account:
         ttft_s = clock.ttft_s
         life.ended, life.outcome, life.first_s = clock.began + clock.elapsed_s, outcome, ttft_s
         if self._trace and self._trace.is_sampled:
-            self._trace.tell(self._told(outcome, usage, route), life)
+            self._trace.tell(self._span_attributes(outcome, usage, route), life)
         self._audit_log.done(request, outcome, usage, max_tokens=max_tokens, s=clock.elapsed_s, ttft_s=ttft_s)
         logger.info(
             "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d pulled_tokens=%d "
@@ -95,7 +95,7 @@ class Account:
             clock.ttft_s * 1e3, clock.itl_s * 1e3, clock.elapsed_s * 1e3,
         )  # fmt: skip
 
-    def _told(self, outcome: str, usage: TokenUsage, route: RequestRoute) -> dict[str, str | int | float]:
+    def _span_attributes(self, outcome: str, usage: TokenUsage, route: RequestRoute) -> dict[str, str | int | float]:
         """Return the span's attributes, named by OpenTelemetry's semantic conventions where those exist."""
         return {
             "gen_ai.request.model": self._model,

@@ -81,10 +81,10 @@ def test_a_word_of_the_client_has_bounds(field: str, length: int) -> None:
 
 
 def test_strangers_do_not_hear_what_was_cached_unless_they_share_a_word() -> None:
-    pending_peer = Client(key=None, salt_key=SALT_KEY, is_cache_told=False)
-    assert not pending_peer.bound(request()).is_cache_told
-    assert pending_peer.bound(request(cache_salt="ours")).is_cache_told
-    assert client().bound(request()).is_cache_told
+    pending_peer = Client(key=None, salt_key=SALT_KEY, reports_cached_tokens=False)
+    assert not pending_peer.bound(request()).reports_cached_tokens
+    assert pending_peer.bound(request(cache_salt="ours")).reports_cached_tokens
+    assert client().bound(request()).reports_cached_tokens
 
 
 def test_every_key_may_send_offline_requests() -> None:

@@ -50,7 +50,7 @@ async def clients(redis_url: str) -> AsyncIterator[list[Redis]]:
 def limiter(request: pytest.FixtureRequest, clock: Clock, clients: list[Redis]) -> Limiter:
     if request.param == "local":
         return LocalLimiter(now=clock.now)
-    return RedisLimiter(clients[0], name="d", now_ms=clock.now_ms, ride_s=0)
+    return RedisLimiter(clients[0], name="d", now_ms=clock.now_ms, delay_s=0)
 
 
 def key(**limits: Any) -> ApiKey:
@@ -182,7 +182,7 @@ async def test_the_headers_are_openais(limiter: Limiter, clock: Clock) -> None:
 
 async def test_both_say_the_same_of_whatever_comes(clock: Clock, clients: list[Redis]) -> None:
     limited = key(rpm=8, tpm=60, concurrency=4)
-    in_redis = RedisLimiter(clients[0], name="d", now_ms=clock.now_ms, ride_s=0)
+    in_redis = RedisLimiter(clients[0], name="d", now_ms=clock.now_ms, delay_s=0)
     both: list[Limiter] = [LocalLimiter(now=clock.now), in_redis]
     draw = random.Random(3)
     running: list[list[Reservation]] = []

@@ -34,7 +34,7 @@ def looking(redis_url: str) -> Iterator[redis.Redis]:
 @pytest.fixture
 async def routers(redis_url: str, looking: redis.Redis) -> AsyncIterator[list[Limits]]:
     clients = [connect_redis(redis_url) for _ in range(2)]
-    yield [Limits(RedisLimiter(client, name="d", ride_s=_LONG_S), LocalLimiter()) for client in clients]
+    yield [Limits(RedisLimiter(client, name="d", delay_s=_LONG_S), LocalLimiter()) for client in clients]
     for client in clients:
         await client.aclose()
 

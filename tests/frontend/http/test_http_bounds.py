@@ -115,11 +115,11 @@ def _noted_threads(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str])
     threads: list[str] = []
 
     def noting(function: Any) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def audited(*args: Any, **kwargs: Any) -> Any:
             threads.append(threading.current_thread().name)
             return function(*args, **kwargs)
 
-        return noted
+        return audited
 
     for owner, name in functions:
         monkeypatch.setattr(owner, name, noting(getattr(owner, name)))

@@ -14,7 +14,7 @@ from core.types.constraints import GrammarKind
 from core.types.errors import RequestError
 from frontend.anthropic.types import MessagesBody
 from frontend.grpc.messages import request_of
-from frontend.http.open_requests import AskingBody
+from frontend.http.open_requests import GenerationBody
 from frontend.openai.messages import ToolGiven
 from frontend.openai.tool_choice import forced_grammar
 from frontend.openai.types import ChatBody
@@ -98,7 +98,7 @@ def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 _USER = [{"role": "user", "content": "hi"}]
-_BOUND: dict[type[AskingBody], dict[str, Any]] = {
+_BOUND: dict[type[GenerationBody], dict[str, Any]] = {
     ChatBody: {
         "messages": _USER,
         "tools": [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}],
@@ -122,7 +122,7 @@ _BOUND: dict[type[AskingBody], dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", _BOUND, ids=lambda kind: kind.__name__)
-def test_a_format_of_text_changes_nothing_about_a_call_that_is_bound_to_come(kind: type[AskingBody]) -> None:
+def test_a_format_of_text_changes_nothing_about_a_call_that_is_bound_to_come(kind: type[GenerationBody]) -> None:
     """instructor sends both, and so does an agent with an output type whose first answer is to be a call."""
     fields = _BOUND[kind]
     without = {

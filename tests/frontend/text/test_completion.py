@@ -88,7 +88,7 @@ async def test_who_is_not_to_hear_what_was_cached_hears_nothing_of_it(completion
     """Nor what follows from it: what was shipped, what was fetched, and from where."""
     service = completions(FakeTokenService())
     for is_told in (True, False):
-        *_, summary = await run(service, request(max_tokens=2, is_cache_told=is_told))
+        *_, summary = await run(service, request(max_tokens=2, reports_cached_tokens=is_told))
         assert isinstance(summary, Summary)
         route = summary.route
         told = (summary.usage.cached_tokens, route.cached_tokens, route.blocks_shipped, route.wire_bytes)
