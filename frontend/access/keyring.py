@@ -53,7 +53,7 @@ class Keyring:
         if self._clients is None:
             raise KeysUnknown("this router has not read the API keys yet; retry")
         if not authorization:
-            raise Unauthenticated("missing API key; send it as Authorization: Bearer sk-…")
+            raise Unauthenticated("an API key is needed: send it as Authorization: Bearer sk-…")
         if scheme.lower() != _SCHEME:
             raise Unauthenticated("Authorization has no Bearer scheme; send the API key as Authorization: Bearer sk-…")
         raise Unauthenticated("unknown or revoked API key")

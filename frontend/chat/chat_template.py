@@ -49,7 +49,7 @@ class ChatTemplate:
         try:
             self._template = environment().from_string(source)
         except TemplateSyntaxError as error:
-            raise SpecError(f"the chat template is not valid Jinja, line {error.lineno}: {error}") from error
+            raise SpecError(f"chat template: no valid Jinja, line {error.lineno}: {error}") from error
         self.variables = frozenset(meta.find_undeclared_variables(environment().parse(source)))
         self.knows_tools = "tools" in self.variables
         if self.knows_tools:

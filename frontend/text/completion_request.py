@@ -180,8 +180,9 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
 
 def not_served(name: str, models: Sequence[str]) -> str:
     """Return the error message for an unknown model."""
-    available = ", ".join(map(repr, models))
-    return f"model {name[:128]!r} not found; available: {available}"
+    *others, last = map(repr, models)
+    served = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    return f"model {name[:128]!r} is not served here; {served}"
 
 
 def check_total(num_tokens: int, model: ModelCard, *, param: str = "max_tokens") -> None:

@@ -139,7 +139,7 @@ async def test_until_one_is_opened_anew_it_is_away_and_no_unknown_model(
         first, close = models.find("g"), ServedModel.close
 
         async def close_in_vain(served: ServedModel) -> None:
-            with pytest.raises(ModelUnavailable, match="it is just being taken up"):
+            with pytest.raises(ModelUnavailable, match="the model is loading"):
                 models.find("g")
             found.append("away")
             await close(served)
@@ -163,7 +163,7 @@ async def test_one_that_cannot_be_opened_is_away_and_the_others_go_on(
     async with following(ray, completions) as (models, _):
         assert models.names == ["own", "well"], "nobody waits for more than one try"
         with pytest.raises(
-            ModelUnavailable, match="'broken' is not served by this router at present: its deployment cannot"
+            ModelUnavailable, match="'broken' is unavailable at this router: its deployment is unreachable"
         ):
             models.find("broken")
         ray.attached_deployments = [well]

@@ -66,7 +66,7 @@ def test_a_priority_is_the_nearest_that_the_key_may_ask_for(asked: int, given: i
 
 def test_an_answer_is_no_longer_than_the_key_may_ask_for() -> None:
     limited = client(max_tokens=10)
-    with pytest.raises(RequestError, match="max_tokens: this API key may ask for 10, not 11") as caught:
+    with pytest.raises(RequestError, match="max_tokens: is 11; this API key allows at most 10") as caught:
         limited.bound(request(max_tokens=11))
     assert caught.value.param == "max_tokens"
     assert limited.bound(request(max_tokens=10)).max_tokens == 10

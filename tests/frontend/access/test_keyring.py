@@ -64,7 +64,7 @@ def ring() -> Keyring:
 def test_a_key_without_its_scheme_is_told_what_is_missing(ring: Keyring) -> None:
     known = issue("acme")
     ring.take(book_of(known))
-    with pytest.raises(Unauthenticated, match="came without Bearer"):
+    with pytest.raises(Unauthenticated, match="no Bearer scheme"):
         ring.identify(known.secret)
 
 

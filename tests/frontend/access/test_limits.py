@@ -90,7 +90,7 @@ async def test_an_answer_beyond_the_budget_is_refused_for_good(completions: Make
 
 async def test_a_prompt_beyond_the_budget_is_refused_for_good(completions: MakeCompletions, limits: Limits) -> None:
     one = await opened(completions, "a b c d e f g h", max_tokens=1)
-    with pytest.raises(RequestError, match=r"prompt: has \d+ tokens; this API key may have 2 a minute"):
+    with pytest.raises(RequestError, match=r"prompt: has \d+ tokens; this API key allows 2 tokens a minute"):
         async with reserved(limits, client(tpm=2), [one]):
             pass
 

@@ -142,7 +142,7 @@ async def test_the_best_of_more_choices_come_when_all_have_ended(endpoint: Endpo
 @pytest.mark.parametrize(
     ("sampling", "says"),
     [
-        (pb.SamplingParams(n=2, best_of=1), "must not be less than n"),
+        (pb.SamplingParams(n=2, best_of=1), "must be at least n"),
         (pb.SamplingParams(best_of=129), "from 1 to 128"),
         (pb.SamplingParams(best_of=0), "from 1 to 128"),
     ],
@@ -283,8 +283,8 @@ WRONG: list[tuple[pb.GenerateRequest, str, str]] = [
     ),
     (pb.GenerateRequest(prompt="a", sampling=pb.SamplingParams(n=0)), "sampling.n", "from 1"),
     (pb.GenerateRequest(prompt="a", sampling=pb.SamplingParams(stop=[""])), "sampling.stop", "characters"),
-    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])), "prompt", "is no token id"),
-    (pb.GenerateRequest(chat=pb.Chat()), "chat.messages", "at least one"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])), "prompt", "out of range"),
+    (pb.GenerateRequest(chat=pb.Chat()), "chat.messages", "must not be empty"),
     (pb.GenerateRequest(prompt="a", request_id="a\nb"), "request_id", "visible ASCII"),
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 256)), "prompt", "context holds 256"),
 ]

@@ -120,11 +120,11 @@ async def test_vllm_lists_them_by_id_with_their_ranks(endpoint: OpenAIEndpoint, 
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not with stream"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "with stream"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "from 0 to 20"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
         ({"logprobs": 21, "echo": True}, "logprobs", "from 0 to 20"),
-        ({"logprobs": 1, "echo": True, "max_tokens": 0, "stream": True}, "max_tokens", "not with stream"),
+        ({"logprobs": 1, "echo": True, "max_tokens": 0, "stream": True}, "max_tokens", "with stream"),
         ({"logprobs": 20, "echo": True, "n": 120, "prompt": [[5] * 200]}, "logprobs", "at most 262144"),
         ({"prompt_logprobs": 20, "n": 2, "prompt": [[5] * 200] * 50}, "prompt_logprobs", "at most 262144"),
     ],

@@ -138,9 +138,9 @@ async def test_a_model_that_is_away_is_503_for_itself_alone(endpoints: Endpoints
 async def test_models_come_and_go_and_a_name_is_the_first_ones(completions: MakeCompletions) -> None:
     first, second, twin = (completions(FakeTokenService(), name=name) for name in ("a", "b", "b"))
     models = Models(first)
-    models.report_unavailable("b", "it is just being taken up")
+    models.report_unavailable("b", "the model is loading")
     with pytest.raises(
-        ModelUnavailable, match="'b' is not served by this router at present: it is just being taken up"
+        ModelUnavailable, match="'b' is unavailable at this router: the model is loading"
     ):
         models.find("b")
     assert models.names == ["a"], "what nobody can ask is not listed"

@@ -101,7 +101,7 @@ async def test_where_it_cannot_be_kept_to_that_is_said_by_its_name(completions: 
             "thinking_token_budget: must be"
         )
         assert (await endpoints.rejected(_CHAT, {"thinking_budget": -1})).startswith("thinking_budget: must be from 0")
-        assert "another name" in await endpoints.rejected(_TEXT, {"thinking_budget": 2, "thinking_token_budget": 3})
+        assert "conflicts" in await endpoints.rejected(_TEXT, {"thinking_budget": 2, "thinking_token_budget": 3})
         assert (await endpoints.rejected(_MESSAGES, enabled(-1))).startswith("thinking.budget_tokens: must be from 0")
     async with _endpoints(completions, "{{ 'E:' ~ reasoning_effort }}") as endpoints:
         for path in (_CHAT, _TEXT, _RESPONSES):
@@ -116,7 +116,7 @@ async def test_where_it_cannot_be_kept_to_that_is_said_by_its_name(completions: 
                 pass
         assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     async with _endpoints(completions, has_grammars=False) as endpoints:  # replicas understand no tokenizer like this
-        assert "is not supported here" in await endpoints.rejected(_CHAT, {"thinking_token_budget": 4})
+        assert "is not supported" in await endpoints.rejected(_CHAT, {"thinking_token_budget": 4})
 
 
 async def test_tokens_of_thinking_are_counted_up_to_its_end(

@@ -68,7 +68,7 @@ def test_what_is_asked_for_in_whose_words(fields: dict[str, Any], expected: Gram
 
 def test_the_parts_of_a_structural_tag_belong_beside_it() -> None:
     body = TextBody.model_validate({"prompt": "a", "response_format": {"type": "json_object", "format": _FORMAT}})
-    with pytest.raises(RequestError, match="belongs beside structural_tag") as rejected:
+    with pytest.raises(RequestError, match="requires type structural_tag") as rejected:
         body.requests("r")
     assert rejected.value.param == "response_format.format"
 

@@ -261,7 +261,7 @@ async def test_items_are_referred_to_by_their_ids(serve: Serve) -> None:
         large = await served.responses.create(input="x" * 3000, max_output_tokens=9)
         (item,) = (await served.responses.input_items.list(large.id)).data
         ids = [f"msg_{number:032x}_0" for number in range(65)]
-        for many, why in (([item.id] * 4096, "refers to, it has more than 10485760 bytes"),
+        for many, why in (([item.id] * 4096, "exceeds 10485760 bytes"),
                           (ids, "refer to more than 64 responses")):  # fmt: skip
             rejected = await served.rejected(input=[{"type": "item_reference", "id": id} for id in many])
             assert rejected[:2] == (400, "input") and why in rejected[2]
@@ -344,9 +344,9 @@ async def test_what_is_stored_is_read_and_deleted(serve: Serve) -> None:
         third = await served.responses.create(input="c", previous_response_id=second.id)  # which has all of it
         assert "a<|im_end|>" in served.prompt and "One.<|im_end|>" in served.prompt and third.output_text == "Three."
         for ask in (served.responses.retrieve, served.responses.delete, served.responses.input_items.list):
-            with pytest.raises(openai.NotFoundError, match=f"there is no response '{first.id}'"):
+            with pytest.raises(openai.NotFoundError, match=f"response '{first.id}' not found"):
                 await ask(first.id)
-        with pytest.raises(openai.NotFoundError, match="previous_response_id: there is no response") as caught:
+        with pytest.raises(openai.NotFoundError, match="previous_response_id: response") as caught:
             await served.responses.create(input="d", previous_response_id=first.id)
         assert (caught.value.param, caught.value.code) == ("previous_response_id", "response_not_found")
         not_kept = await served.responses.create(input="e", store=False)
@@ -551,30 +551,30 @@ async def test_logprobs_of_the_text(serve: Serve) -> None:
 
 
 _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a built-in tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported here"),
+    "a built-in tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported"),
     "an image": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input[0].content[0].type", "'input_image' is not supported here",
+        "input[0].content[0].type", "'input_image' is not supported",
     ),
-    "an item": ({"input": [{"type": "mcp_call", "id": "x"}]}, "input[0].type", "'mcp_call' is not supported here"),
+    "an item": ({"input": [{"type": "mcp_call", "id": "x"}]}, "input[0].type", "'mcp_call' is not supported"),
     "a call without a name": ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name", "is required"),
     "a reference to nothing": ({"input": [{"type": "item_reference", "id": ""}]}, "input[0].id", "is required"),
     "a message of nobody": ({"input": [{"content": "a"}]}, "input[0].role", "is required of a message"),
     "nothing": ({"input": []}, "input", "must not be empty"),
     "a number": ({"input": 5}, "input", "must be a string or a list of items"),
-    "background": ({"background": True}, "background", "is not supported here"),
-    "conversation": ({"conversation": "conv_1"}, "conversation", "is not supported here"),
-    "a prompt": ({"prompt": {"id": "p"}}, "prompt", "is not supported here"),
-    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported here"),
+    "background": ({"background": True}, "background", "is not supported"),
+    "conversation": ({"conversation": "conv_1"}, "conversation", "is not supported"),
+    "a prompt": ({"prompt": {"id": "p"}}, "prompt", "is not supported"),
+    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported"),
     "metadata": ({"metadata": {"a": "x" * 513}}, "metadata.a", "at most 512 characters"),
     "tokens": ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: must be from 1"),
     "too long": ({"input": "x " * 9000}, "input", "context"),
     "an effort": ({"reasoning": {"effort": "low"}}, "reasoning.effort", "reasoning.effort: this model's chat template"),
     "a schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "text.format: needs"),
     "a choice": ({"tool_choice": {"type": "web_search"}}, "tool_choice", "must be"),
-    "a choice of no tool": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    "a field of chats": ({"messages": []} | {"stop": "x"}, "stop", "this endpoint does not take it"),
-    "a tool twice": ({"tools": [_FUNCTION, _FUNCTION]}, "tools", "is there twice"),
+    "a choice of no tool": ({"tool_choice": "required"}, "tool_choice", "requires tools"),
+    "a field of chats": ({"messages": []} | {"stop": "x"}, "stop", "not supported by this endpoint"),
+    "a tool twice": ({"tools": [_FUNCTION, _FUNCTION]}, "tools", "appears twice"),
     "many items": ({"input": [{"role": "user", "content": ""}] * 4097}, "input", "at most 4096 items"),
 }  # fmt: skip
 

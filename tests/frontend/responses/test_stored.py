@@ -267,7 +267,7 @@ async def test_two_routers_have_the_same(redis_url: str, client: Redis) -> None:
     assert await one.put("acme", "a", b"value")
     assert await other.get("acme", "a", ExitStack()) == b"value"
     await other.delete("acme", "a")
-    with pytest.raises(UnknownResponse, match="there is no response 'a'"):
+    with pytest.raises(UnknownResponse, match="response 'a' not found"):
         await one.get("acme", "a", ExitStack())
     for router in (one, other):
         await router.close()

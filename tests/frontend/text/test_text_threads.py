@@ -95,7 +95,7 @@ async def test_once_closed_what_has_begun_ends_and_nothing_else_begins(
     begun, waiting = (asyncio.ensure_future(threads.run("a", go_on.wait, 60)) for _ in range(2))
     await asyncio.sleep(0)
     threads.close()
-    with pytest.raises(ModelUnavailable, match="ask again"):
+    with pytest.raises(ModelUnavailable, match="retry"):
         await waiting
     with pytest.raises(ModelUnavailable):
         await threads.run("a", lambda: "too late")
