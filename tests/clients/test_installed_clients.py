@@ -68,11 +68,13 @@ async def url(smollm2_dir: Path, redis_url: str) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("client", ["langchain", "litellm", "instructor", "agents"])
-async def test_a_client_does_what_it_promises(client: str, python: Path, url: str, tmp_path: Path) -> None:
+async def test_client_works_as_documented(client: str, python: Path, url: str, tmp_path: Path) -> None:
     await _run(python, client, url, tmp_path)
 
 
-async def test_lm_eval_scores_as_transformers_does(python: Path, url: str, smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_lm_eval_scores_equal_those_of_transformers(
+    python: Path, url: str, smollm2_dir: Path, tmp_path: Path
+) -> None:
     found = json.loads((await _run(python, "lm_eval", url, tmp_path)).splitlines()[-1])
     assert found["texts"] == [" Paris", " Celsius"] and found["scores"] == [1.0, 1.0]
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir)).eval()

@@ -84,7 +84,7 @@ async def following(ray: Ray, completions: MakeCompletions) -> AsyncIterator[tup
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_they_are_there_before_the_doors_open_and_come_and_go_later(
+async def test_opened_before_the_endpoints_and_followed_later(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
@@ -104,7 +104,7 @@ async def test_they_are_there_before_the_doors_open_and_come_and_go_later(
     assert sorted(ray.left) == ["early", "late"]
 
 
-async def test_one_that_was_taken_down_and_deployed_anew_is_another(
+async def test_recreated_deployment_is_reopened(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
@@ -116,7 +116,7 @@ async def test_one_that_was_taken_down_and_deployed_anew_is_another(
         assert ray.left == ["g"]
 
 
-async def test_one_that_is_refused_for_its_name_takes_nothing_along_when_it_goes(
+async def test_rejected_duplicate_leaves_the_first_one_alone(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
@@ -129,7 +129,7 @@ async def test_one_that_is_refused_for_its_name_takes_nothing_along_when_it_goes
             models.find("same")
 
 
-async def test_until_one_is_opened_anew_it_is_away_and_no_unknown_model(
+async def test_model_is_unavailable_while_its_deployment_is_reopened(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long closing takes, and if that fails."""
@@ -152,7 +152,7 @@ async def test_until_one_is_opened_anew_it_is_away_and_no_unknown_model(
         assert found == ["away"]
 
 
-async def test_one_that_cannot_be_opened_is_away_and_the_others_go_on(
+async def test_failing_deployment_does_not_affect_others(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
@@ -170,7 +170,7 @@ async def test_one_that_cannot_be_opened_is_away_and_the_others_go_on(
         await becomes(lambda: not models.is_known("broken"))
 
 
-async def test_while_nobody_can_say_who_they_are_they_stay(
+async def test_deployments_stay_while_they_cannot_be_listed(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
@@ -183,7 +183,7 @@ async def test_while_nobody_can_say_who_they_are_they_stay(
         await becomes(lambda: models.names == ["own"])
 
 
-async def test_of_two_with_one_name_the_first_is_served(
+async def test_first_of_two_with_one_model_name_is_served(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()

@@ -63,7 +63,7 @@ class _Ends:
             self._buffer = self._buffer[end:]
 
 
-async def test_none_of_them_is_cut_off(completions: MakeCompletions) -> None:
+async def test_no_call_of_a_burst_is_dropped(completions: MakeCompletions) -> None:
     endpoint = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
     ends = _Ends()
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as connection:

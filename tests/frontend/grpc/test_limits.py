@@ -80,19 +80,19 @@ MANY = {
 
 
 @pytest.mark.parametrize(("chat", "field", "says"), MANY.values(), ids=MANY)
-async def test_what_a_chat_may_hold(stub: InferenceStub, chat: pb.Chat, field: str, says: str) -> None:
+async def test_chat_limits(stub: InferenceStub, chat: pb.Chat, field: str, says: str) -> None:
     for message in (pb.GenerateRequest(chat=chat), pb.TokenizeRequest(chat=chat)):
         named, said = await rejected(stub, message)
         assert named == f"chat.{field}" and says in said
 
 
 @pytest.mark.parametrize("texts", [[""] * 100_000, ["x" * 8192], ["x" * 90] * 91], ids=["empty", "one", "some"])
-async def test_what_a_choice_may_hold(stub: InferenceStub, texts: list[str]) -> None:
+async def test_choice_limits(stub: InferenceStub, texts: list[str]) -> None:
     named, said = await rejected(stub, with_choices(texts))
     assert named == "grammar.choice" and "at most 8192 bytes" in said
 
 
-async def test_no_more_tokens_than_a_context_has(stub: InferenceStub) -> None:
+async def test_token_ids_are_limited_to_the_context(stub: InferenceStub) -> None:
     ids = [5] * (_CONTEXT + 1)
     named, said = await rejected(stub, pb.DetokenizeRequest(token_ids=ids))
     assert named == "token_ids" and "holds 256" in said

@@ -74,7 +74,7 @@ async def _endpoints(
     service.close()
 
 
-async def test_every_door_takes_one(completions: MakeCompletions) -> None:
+async def test_every_api_accepts_a_budget(completions: MakeCompletions) -> None:
     async with _endpoints(completions) as endpoints:
         for path in (_CHAT, _TEXT, _RESPONSES):
             assert await endpoints.told(path, {"thinking_token_budget": 7}) == (7, True)
@@ -92,7 +92,7 @@ async def test_every_door_takes_one(completions: MakeCompletions) -> None:
             assert [response async for response in endpoints.stub.Generate(asked)] and endpoints.last == (budget, True)
 
 
-async def test_where_it_cannot_be_kept_to_that_is_said_by_its_name(completions: MakeCompletions) -> None:
+async def test_unsupported_budget_is_rejected_by_name(completions: MakeCompletions) -> None:
     def enabled(budget: int) -> dict[str, Any]:
         return {"thinking": {"type": "enabled", "budget_tokens": budget}}
 
@@ -119,7 +119,7 @@ async def test_where_it_cannot_be_kept_to_that_is_said_by_its_name(completions: 
         assert "is not supported" in await endpoints.rejected(_CHAT, {"thinking_token_budget": 4})
 
 
-async def test_tokens_of_thinking_are_counted_up_to_its_end(
+async def test_thinking_tokens_are_counted_up_to_the_closing_marker(
     completions: MakeCompletions, byte_level: Tokenizer
 ) -> None:
     thought, end = (byte_level.encode(text, add_special_tokens=False) for text in ("Hm, so", "</think>"))

@@ -43,7 +43,7 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("more", [{}, {"stop": "ca"}], ids=["to its length", "to a stop string"])
-async def test_over_http(completions: MakeCompletions, more: dict[str, Any]) -> None:
+async def test_http_sends_batched_tokens_together(completions: MakeCompletions, more: dict[str, Any]) -> None:
     """A stop string is found in the middle of those that have come: what is behind it is nobody's."""
     alone = await _chunks(completions, together=1, **more)
     together = await _chunks(completions, together=3, **more)
@@ -52,7 +52,7 @@ async def test_over_http(completions: MakeCompletions, more: dict[str, Any]) -> 
     assert sizes == ([3, 1] if more else [3, 3, 1]) and len(alone) == sum(sizes)
 
 
-async def test_over_grpc(completions: MakeCompletions) -> None:
+async def test_grpc_sends_batched_tokens_together(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService(together=3))
     endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:

@@ -89,9 +89,7 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
 
 
 @pytest.mark.parametrize("together", [2, 7, 1000])
-async def test_a_chunk_has_one_call_however_much_comes_at_once(
-    completions: MakeCompletions, byte_level: Tokenizer, together: int
-) -> None:
+async def test_each_chunk_has_one_call(completions: MakeCompletions, byte_level: Tokenizer, together: int) -> None:
     """As where tokens are forced, or their reader is behind. There are clients that look at the first one alone."""
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL], "stream": True, "logprobs": True}
     async with _endpoint(completions) as endpoint:
@@ -115,7 +113,7 @@ async def test_parsed_calls(completions: MakeCompletions, byte_level: Tokenizer)
         assert call.function.parsed_arguments == Weather(city="Paris 🎉", days=3)
 
 
-async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_agent_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     """What came goes back as it came, with the tool's answer; and the model reads both."""
     messages: list[Any] = list(USER)
     async with _endpoint(completions) as endpoint:
@@ -133,7 +131,7 @@ async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokeniz
     assert f"<|im_start|>assistant\n{_PARIS}<|im_end|>\n<|im_start|>user\n<tool_response>\nsunny\n</tool_resp" in prompt
 
 
-async def test_one_call_where_several_are_not_wanted(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_parallel_calls_can_be_disabled(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     async with _endpoint(completions) as endpoint:
         _say(endpoint, byte_level, f"{_PARIS}{_LYON} and more")
         for stream in (False, True):
@@ -148,7 +146,7 @@ async def test_one_call_where_several_are_not_wanted(completions: MakeCompletion
         assert len(endpoint.fake.stopped) == 2, "the workers have heard of it"
 
 
-async def test_what_is_no_call_is_text(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_broken_call_is_text(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL]}
     unknown = _PARIS.replace("Weather", "Whether")
     broken = '<tool_call>{"name": "Weather", "arguments": {"city": oh}} </tool_call> well'
@@ -181,7 +179,7 @@ def _fields_named(error: grpc.aio.AioRpcError) -> list[str]:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-async def test_thinking_is_told_apart(completions: MakeCompletions, byte_level: Tokenizer, is_open: bool) -> None:
+async def test_thinking_is_separated(completions: MakeCompletions, byte_level: Tokenizer, is_open: bool) -> None:
     """Whether the model opens it, or the template has."""
     end = "{{ '<think>\\n' if add_generation_prompt }}" if is_open else ""
     async with _endpoint(completions, _HERMES + "{# </think> #}" + end) as endpoint:
@@ -211,7 +209,7 @@ _EFFORTS = {  # by template: what is asked, and the end of the prompt; None: it 
 
 
 @pytest.mark.parametrize("template", _EFFORTS)
-async def test_the_effort_of_reasoning_is_for_the_template(
+async def test_reasoning_effort_reaches_the_template(
     completions: MakeCompletions, byte_level: Tokenizer, template: str
 ) -> None:
     async with _endpoint(completions, template) as endpoint:
@@ -225,7 +223,7 @@ async def test_the_effort_of_reasoning_is_for_the_template(
                 assert byte_level.decode(endpoint.fake.started[-1].token_ids, skip_special_tokens=False) == prompt
 
 
-async def test_fields_that_nobody_knows_are_ignored_and_named(completions: MakeCompletions) -> None:
+async def test_unknown_fields_are_ignored_and_listed(completions: MakeCompletions) -> None:
     async with _endpoint(completions) as endpoint:
         body = {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}], "mood": 1}],
@@ -241,7 +239,7 @@ async def test_fields_that_nobody_knows_are_ignored_and_named(completions: MakeC
         assert "x-ignored-fields" not in answer.headers
 
 
-async def test_or_refused_by_their_path(completions: MakeCompletions) -> None:
+async def test_unknown_fields_are_rejected_with_their_path(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, rejects_unknown_fields=True)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
@@ -255,7 +253,7 @@ async def test_or_refused_by_their_path(completions: MakeCompletions) -> None:
     service.close()
 
 
-async def test_over_grpc(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_grpc_tools(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     """Calls come and go back; what a request has wrong about them is named."""
     fake = FakeTokenService(max_context=4096)
     service = completions(fake, chat_template=_HERMES, max_context=4096)

@@ -77,7 +77,9 @@ async def place_comes_back(fake: FakeTokenService, access: Access) -> None:
 
 
 @pytest.mark.parametrize("is_written", [True, False], ids=["while it is written to", "in silence"])
-async def test_over_http(completions: MakeCompletions, cable: Cable, fake: FakeTokenService, is_written: bool) -> None:
+async def test_vanished_http_client_returns_its_slot(
+    completions: MakeCompletions, cable: Cable, fake: FakeTokenService, is_written: bool
+) -> None:
     """Retransmissions alone would take a quarter of an hour; keepalive by itself 100 s."""
     access = access_with(_KNOWN)
     app = create_app(service := completions(fake), access=access, is_healthy=lambda: True)
@@ -96,7 +98,9 @@ async def test_over_http(completions: MakeCompletions, cable: Cable, fake: FakeT
 
 
 @pytest.mark.parametrize("is_written", [True, False], ids=["while it is written to", "in silence"])
-async def test_over_grpc(completions: MakeCompletions, cable: Cable, fake: FakeTokenService, is_written: bool) -> None:
+async def test_vanished_grpc_client_returns_its_slot(
+    completions: MakeCompletions, cable: Cable, fake: FakeTokenService, is_written: bool
+) -> None:
     access = access_with(_KNOWN)
     endpoint = await open_grpc_api(service := completions(fake), access=access, host=cable.near.address, port=0)
     asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=200)).SerializeToString()

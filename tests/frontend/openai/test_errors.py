@@ -77,14 +77,14 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), WRONG, ids=lambda value: str(value)[:40])
-async def test_a_wrong_text_request(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
+async def test_invalid_text_request(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
     error = await rejected(endpoint, {"prompt": "a", **fields})
     assert error["param"] == param and says in error["message"] and param.split("[")[0] in error["message"]
     assert error["type"] == "invalid_request_error" and error["code"] == "invalid_value"
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), UNSUPPORTED, ids=lambda value: str(value)[:40])
-async def test_what_is_known_and_not_supported_has_a_code_of_its_own(
+async def test_unsupported_fields_have_their_own_code(
     endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str
 ) -> None:
     error = await rejected(endpoint, {"prompt": "a", **fields})
@@ -119,7 +119,11 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice",
         "with structured_outputs",
     ),
-    ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "tool 'g' not found"),
+    (
+        {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "tool 'g' not found",
+    ),
     ({"tools": [F], "tool_choice": {"type": "any"}}, "tool_choice", "must be"),
     ({"functions": [{"name": "f"}]}, "functions", "is not supported; use tools"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "cannot be combined"),
@@ -145,7 +149,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), WRONG_CHAT, ids=lambda value: str(value)[:40])
-async def test_a_wrong_chat(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
+async def test_invalid_chat(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
     error = await rejected(endpoint, {"messages": USER, **fields}, path="/v1/chat/completions")
     assert error["param"] == param and says in error["message"]
 
@@ -164,7 +168,7 @@ async def test_a_wrong_chat(endpoint: OpenAIEndpoint, fields: dict[str, Any], pa
     ],
     ids=["cut", "empty", "list", "utf8", "surrogate", "nested", "nan", "missing"],
 )
-async def test_a_body_that_is_no_request(endpoint: OpenAIEndpoint, body: bytes, says: str) -> None:
+async def test_body_that_is_not_a_request(endpoint: OpenAIEndpoint, body: bytes, says: str) -> None:
     assert says in (await rejected(endpoint, body))["message"]
 
 
@@ -173,7 +177,7 @@ async def test_unknown_model(endpoint: OpenAIEndpoint) -> None:
     assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
-async def test_too_long_a_prompt(endpoint: OpenAIEndpoint) -> None:
+async def test_too_long_prompt(endpoint: OpenAIEndpoint) -> None:
     for prompt in ([1] * 300, "word " * 1_000_000):
         assert (await rejected(endpoint, {"prompt": prompt}))["code"] == "context_length_exceeded"
     messages = [{"role": "user", "content": "word " * 1000}]
@@ -181,7 +185,7 @@ async def test_too_long_a_prompt(endpoint: OpenAIEndpoint) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
-async def test_the_clients_exceptions(endpoint: OpenAIEndpoint) -> None:
+async def test_client_exceptions(endpoint: OpenAIEndpoint) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature: must be from 0") as caught:
         await endpoint.client.chat.completions.create(model="tiny", messages=USER, temperature=-1)
     assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
@@ -201,13 +205,13 @@ async def test_unknown_routes(endpoint: OpenAIEndpoint) -> None:
     ("path", "says"),
     [("/chat/completions", "ends with /v1"), ("/v1/v1/messages", "without it"), ("/v1/embeddings", ": Not Found")],
 )
-async def test_a_wrong_base_url_is_told(endpoint: OpenAIEndpoint, path: str, says: str) -> None:
+async def test_wrong_base_url_gets_a_hint(endpoint: OpenAIEndpoint, path: str, says: str) -> None:
     answer = await endpoint.http.post(path, json={})
     assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(says)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_full(endpoint: OpenAIEndpoint, stream: bool) -> None:
+async def test_full_cluster(endpoint: OpenAIEndpoint, stream: bool) -> None:
     endpoint.fake.reject = CapacityError("every decode replica is full", retry_after_s=2.2)
     body = {"prompt": "a", "stream": stream}
     answer = await endpoint.http.post("/v1/completions", json=body)
@@ -227,7 +231,7 @@ async def test_full(endpoint: OpenAIEndpoint, stream: bool) -> None:
     ],
     ids=["lost", "mismatch", "bug"],
 )
-async def test_failing_before_the_first_token(
+async def test_failure_before_the_first_token(
     endpoint: OpenAIEndpoint, error: Exception, status: int, code: str, stream: bool
 ) -> None:
     endpoint.fake.fail_after = (0, error)
@@ -236,7 +240,7 @@ async def test_failing_before_the_first_token(
     assert "secret" not in answer.text
 
 
-async def test_failing_in_the_stream(endpoint: OpenAIEndpoint) -> None:
+async def test_failure_in_the_stream(endpoint: OpenAIEndpoint) -> None:
     endpoint.fake.fail_after = (2, ReplicaLost("decode-0 died"))
     answer = await endpoint.http.post("/v1/completions", json={"prompt": "abc", "stream": True})
     assert answer.status_code == 200
@@ -249,7 +253,7 @@ async def test_failing_in_the_stream(endpoint: OpenAIEndpoint) -> None:
             pass
 
 
-async def test_one_of_many_prompts_fails(endpoint: OpenAIEndpoint) -> None:
+async def test_failure_of_one_prompt_fails_the_request(endpoint: OpenAIEndpoint) -> None:
     endpoint.fake.fail_after = (2, ReplicaLost("decode-0 died"))
     answer = await endpoint.http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
     assert answer.status_code == 503

@@ -62,7 +62,7 @@ def test_recorded_answers(recorded: Recorded) -> None:
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=_IDS)
-def test_cut_at_every_byte_they_are_the_same(recorded: Recorded) -> None:
+def test_pieces_do_not_depend_on_the_split(recorded: Recorded) -> None:
     whole, raw = joined(read(recorded.format, [recorded.raw])), recorded.raw.encode()
     assert joined(read(recorded.format, decoded(bytes([byte]) for byte in raw))) == whole
     for at in range(len(raw) + 1):
@@ -70,7 +70,7 @@ def test_cut_at_every_byte_they_are_the_same(recorded: Recorded) -> None:
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=_IDS)
-def test_ended_anywhere_they_lose_no_text(recorded: Recorded) -> None:
+def test_truncated_answers_lose_no_text(recorded: Recorded) -> None:
     for end in range(len(recorded.raw)):
         check_nothing_is_lost(recorded.format, recorded.raw[:end])
 
@@ -119,7 +119,7 @@ _WORDS = [
 
 @settings(max_examples=300, database=None)
 @given(st.sampled_from(sorted(_FORMATS)), st.lists(st.sampled_from(_WORDS), max_size=14), st.data())
-def test_whatever_comes_is_read_the_same_in_pieces(format: str, words: list[str], data: st.DataObject) -> None:
+def test_random_text_is_read_the_same_in_pieces(format: str, words: list[str], data: st.DataObject) -> None:
     raw = "".join(words)
     whole = joined(read(format, [raw]))
     assert joined(read(format, raw)) == whole

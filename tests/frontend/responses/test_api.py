@@ -166,7 +166,7 @@ async def test_text_whole_and_streamed(serve: Serve) -> None:
             assert (await stream.get_final_response()).output_text == "Bonjour 🎉!"
 
 
-async def test_events_have_their_names(serve: Serve) -> None:
+async def test_event_names(serve: Serve) -> None:
     async with serve() as served:
         served.say("Yes.")
         answer = await served.http.post("/v1/responses", json={"input": "hi", "stream": True})
@@ -206,7 +206,7 @@ async def test_calls_and_thinking(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("by_id", [True, False], ids=["by id", "by items"])
-async def test_an_agents_turns(serve: Serve, by_id: bool) -> None:
+async def test_agent_turns(serve: Serve, by_id: bool) -> None:
     """By the id of what came before, or with all of it sent again: the model reads the same."""
     async with serve() as served:
         served.say(f"<think>Hm.</think>Look.\n{_PARIS}{_LYON}", "It is sunny.")
@@ -237,7 +237,7 @@ async def test_an_agents_turns(serve: Serve, by_id: bool) -> None:
         ), served.prompt
 
 
-async def test_items_are_referred_to_by_their_ids(serve: Serve) -> None:
+async def test_items_are_referenced_by_id(serve: Serve) -> None:
     """As Vercel's AI SDK sends an answer back."""
     async with serve() as served:
         served.say(f"Look.\n{_PARIS}", "It is sunny.", "Yes.")
@@ -267,7 +267,7 @@ async def test_items_are_referred_to_by_their_ids(serve: Serve) -> None:
             assert rejected[:2] == (400, "input") and why in rejected[2]
 
 
-async def test_what_the_model_is_not_shown_is_not_stored(serve: Serve) -> None:
+async def test_items_hidden_from_the_model_are_not_stored(serve: Serve) -> None:
     """Else what is stored of a request would be bounded by no context."""
     async with serve() as served:
         unseen, thought = ({"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "xy")
@@ -280,7 +280,7 @@ async def test_what_the_model_is_not_shown_is_not_stored(serve: Serve) -> None:
             assert [item.content[0].text for item in listed] == told  # type: ignore[union-attr,index]
 
 
-async def test_large_ones_are_bounded_until_they_have_been_read(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_responses_hold_memory_until_sent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """And hold up nobody: they are parsed and written on other threads."""
     key, threads, of = issue("acme"), set[str](), StoredTurn.of
 
@@ -313,7 +313,7 @@ async def test_large_ones_are_bounded_until_they_have_been_read(serve: Serve, mo
     assert threads == {"text"}
 
 
-async def test_who_takes_too_long_to_read_is_cut_off() -> None:
+async def test_slow_reader_is_cut_off() -> None:
     sent, held = list[Any](), ExitStack()
     is_over = held.enter_context(closing(FakeHold()))
 
@@ -329,7 +329,7 @@ async def test_who_takes_too_long_to_read_is_cut_off() -> None:
     assert is_over.is_closed and all(message.get("more_body", True) for message in sent) and len(sent) == 3
 
 
-async def test_what_is_stored_is_read_and_deleted(serve: Serve) -> None:
+async def test_stored_response_is_read_and_deleted(serve: Serve) -> None:
     async with serve() as served:
         served.say("One.", "Two.", "Three.")
         first = await served.responses.create(input="a", user="ann")
@@ -360,7 +360,7 @@ async def test_what_is_stored_is_read_and_deleted(serve: Serve) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
 
 
-async def test_what_is_stored_is_its_tenants_alone(serve: Serve) -> None:
+async def test_stored_responses_are_isolated_by_tenant(serve: Serve) -> None:
     ours, theirs, beside = issue("acme"), issue("other"), issue("acme")
     async with serve(access=access_with(ours, theirs, beside)) as served:
         served.say("One.")
@@ -382,7 +382,7 @@ async def test_what_is_stored_is_its_tenants_alone(serve: Serve) -> None:
         assert (await mine.retrieve(first.id)).output_text == "One."
 
 
-async def test_without_the_store_answers_go_on(serve: Serve) -> None:
+async def test_answers_continue_without_the_store(serve: Serve) -> None:
     nowhere = f"redis://127.0.0.1:{free_port('127.0.0.1')}/0"
     away = StoredResponses.in_redis(nowhere, name="d", key=bytes(32), bounds=_BOUNDS)
     async with serve(stored=away) as served, asyncio.timeout(20):
@@ -405,7 +405,7 @@ async def test_without_the_store_answers_go_on(serve: Serve) -> None:
         assert (await served.responses.create(input="a")).to_dict()["store"] is False
 
 
-async def test_what_is_no_call_is_text(serve: Serve) -> None:
+async def test_broken_call_is_text(serve: Serve) -> None:
     """Whole, it is text. A stream has begun to say a call, and says that it is none."""
     async with serve() as served:
         served.say(f"Well. {_BROKEN} so")
@@ -424,7 +424,7 @@ async def test_what_is_no_call_is_text(serve: Serve) -> None:
             assert (await stream.get_final_response()).output_text == whole.output_text
 
 
-async def test_an_answer_that_is_cut_is_incomplete(serve: Serve) -> None:
+async def test_truncated_answer_is_incomplete(serve: Serve) -> None:
     async with serve() as served:
         for text, kind in (
             ("One two three four", "message"),
@@ -447,7 +447,7 @@ async def test_an_answer_that_is_cut_is_incomplete(serve: Serve) -> None:
         assert cut.status == "incomplete" and _PARIS.startswith(cut.output_text) and len(cut.output_text) > 40
 
 
-async def test_a_stream_that_fails_says_so(serve: Serve) -> None:
+async def test_failed_stream_ends_with_an_event(serve: Serve) -> None:
     async with serve() as served:
         served.say("One two three")
         served.fake.fail_after = (4, ReplicaLost("decode-0 is gone"))
@@ -465,7 +465,7 @@ async def test_a_stream_that_fails_says_so(serve: Serve) -> None:
             await served.responses.create(input="hi", stream=True)
 
 
-async def test_an_answer_in_a_format(serve: Serve) -> None:
+async def test_answer_in_a_format(serve: Serve) -> None:
     async with serve(_HERMES, has_grammars=True) as served:
         served.say('{"city": "Rome", "days": 2}')
         parsed = await served.responses.parse(model="tiny", input="hi", text_format=Weather)
@@ -491,7 +491,7 @@ def _asked(**fields: Any) -> Any:
     return request
 
 
-def test_a_body_is_a_chat_by_other_names() -> None:
+def test_body_is_converted_to_a_chat() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "s", "schema": schema}
     assert _asked(text={"format": {"type": "text"}}).grammar is None
@@ -515,7 +515,7 @@ def test_a_body_is_a_chat_by_other_names() -> None:
     assert _asked(include=["message.output_text.logprobs"]).logprobs == 0
 
 
-def test_what_an_assistant_thought_said_and_called_is_one_message() -> None:
+def test_consecutive_assistant_items_are_one_message() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     thought, another = (
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in _THOUGHTS
@@ -579,7 +579,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
-async def test_what_is_refused_is_named(serve: Serve) -> None:
+async def test_invalid_requests_are_rejected_by_name(serve: Serve) -> None:
     async with serve(has_grammars=True) as served:
         for case, (body, param, message) in _REFUSED.items():
             status, named, said = await served.rejected(**body)
@@ -589,7 +589,7 @@ async def test_what_is_refused_is_named(serve: Serve) -> None:
         assert answer.headers["x-ignored-fields"] == "mood"
 
 
-async def test_what_agents_send_is_taken(serve: Serve) -> None:
+async def test_agent_requests_are_accepted(serve: Serve) -> None:
     """As openai-agents 0.24's OpenAIResponsesModel asks, with what it sets by itself and what a user may set."""
     async with serve() as served:
         served.say("Yes.")

@@ -93,12 +93,12 @@ def _triggered(trigger: str, *tags: dict[str, Any]) -> Grammar:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_marker_may_be_its_token(model_dir: Path, grammar: Grammar, text: str, is_spelt: bool) -> None:
+def test_marker_can_be_its_token(model_dir: Path, grammar: Grammar, text: str, is_spelt: bool) -> None:
     assert _says(model_dir, grammar, text, is_spelt=is_spelt)
 
 
 @pytest.mark.parametrize("is_spelt", [False, True])
-def test_and_what_is_behind_it_is_bound(model_dir: Path, is_spelt: bool) -> None:
+def test_text_after_a_marker_token_is_constrained(model_dir: Path, is_spelt: bool) -> None:
     tags = _triggered("<tool", _tag("<tool_call>a "), _tag("<tool_call>b "))
     for wrong in ("<tool_call>c {}</tool_call>", "<tool_call>a 1</tool_call>", "Hm <tool_call>"):
         assert not _says(model_dir, tags, wrong, is_spelt=is_spelt)
