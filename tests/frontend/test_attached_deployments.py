@@ -1,4 +1,4 @@
-"""Deployments whose models these doors serve, too: they come, fail and go without the others' noticing."""
+"""Attached deployments: added, failing and removed without effect on other models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.waiting import becomes
 
 @dataclass
 class Ray:
-    """What it says of borrowers."""
+    """Fake cluster that lists the attached deployments."""
 
     attached_deployments: list[AttachedDeployment] = field(default_factory=list)
     is_unavailable: bool = False
@@ -41,7 +41,7 @@ class Ray:
         return list(self.attached_deployments)
 
     async def has_been_asked(self) -> None:
-        """Whatever is so now has been seen."""
+        """Wait until the current list has been read."""
         before = self.num_asked
         await becomes(lambda: self.num_asked >= before + 2)
 
@@ -62,7 +62,7 @@ class Ray:
 
 @pytest.fixture(scope="module")
 def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, byte_level_dir: Path) -> Path:
-    """A model as far as routers read it."""
+    """Model files as far as a router reads them."""
     directory = tmp_path_factory.mktemp("borrower")
     shutil.copytree(byte_level_dir, directory, dirs_exist_ok=True)
     tiny_config("llama", vocab_size=512, architectures=["LlamaForCausalLM"]).save_pretrained(directory)
@@ -132,7 +132,7 @@ async def test_rejected_duplicate_leaves_the_first_one_alone(
 async def test_model_is_unavailable_while_its_deployment_is_reopened(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long closing takes, and if that fails."""
+    """Also if closing is slow or fails."""
     ray, found = Ray(), list[str]()
     ray.attached_deployments = [ray.attached("g", checkpoint_dir, redis_url)]
     async with following(ray, completions) as (models, _):

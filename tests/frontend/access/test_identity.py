@@ -1,4 +1,4 @@
-"""What follows from who asks: salts that never meet, bounds that hold, and names that are a client's own."""
+"""Identity of a client: salts, limits from the key, and fields that the client sets itself."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_salts_of_distinct_tenants_and_salts_differ(one: tuple[str, str], other:
 
 
 def test_zero_bytes_do_not_join_tenant_and_salt() -> None:
-    """Once a door joined them by a zero byte: a tenant's salt could be said by anybody."""
+    """Regression: tenant and salt were once joined by a zero byte, so a client could forge another tenant's salt."""
     assert ANYBODY.bound(request(cache_salt="acme\0")).salt != client().bound(request()).salt
     assert salt_of(SALT_KEY, tenant="a\0b", cache_salt="c") != salt_of(SALT_KEY, tenant="a", cache_salt="b\0c")
 

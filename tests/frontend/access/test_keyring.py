@@ -1,4 +1,4 @@
-"""Which keys count: as the controller says, soon, and never as anybody else writes."""
+"""Keyring: follows the controller's registry and ignores forged ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both limiters against the same contract, and the one in Redis with several routers."""
+"""Conformance suite of both limiters, and the Redis limiter with several routers."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def key(**limits: Any) -> ApiKey:
 async def take(
     limiter: Limiter, of: ApiKey, *, tokens: int = 0, id: str = "", ahead: int = 0
 ) -> Reservation | RateLimited:
-    """As a request has it. ahead: tokens that it takes before it knows how many it needs."""
+    """Reserve like a request. ahead: tokens taken before the number needed is known."""
     try:
         entered = await limiter.enter(of, id=id or f"{random.getrandbits(64):x}", ahead=ahead)
     except RateLimited as error:
@@ -255,7 +255,7 @@ async def test_running_requests_count_again_after_their_lease_expired(clients: l
 
 
 async def test_counts_of_future_seconds_are_dropped(clients: list[Redis], clock: Clock) -> None:
-    """Redis's clock has gone back; or somebody has written what is no count at all."""
+    """Guards against a Redis clock that went back, and malformed counters."""
     limiter = RedisLimiter(clients[0], name="d", now_ms=clock.now_ms)
     limited = key(rpm=1, tpm=10, concurrency=1)
     clock.seconds += 86_400
@@ -267,7 +267,7 @@ async def test_counts_of_future_seconds_are_dropped(clients: list[Redis], clock:
 
 
 async def test_exhausted_key_is_rejected(limiter: Limiter) -> None:
-    """Before anybody knows how many it asks for."""
+    """Rejected before the number of tokens is known."""
     limited = key(tpm=10)
     first = await taken(limiter, limited, tokens=10)
     with pytest.raises(RateLimited, match="10 tokens a minute"):

@@ -1,4 +1,4 @@
-"""A key's limits around a request: also when Redis goes away, and when the request does."""
+"""Limits around a request, including Redis outages and client disconnects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def limits() -> Limits:
 async def reserved(
     limits: Limits, asking: Client, completions: Sequence[Completion]
 ) -> AsyncIterator[Mapping[str, str]]:
-    """A request as the doors have it, once it is tokenised."""
+    """Open a tokenized completion, as the endpoints do."""
     async with limits.entered(asking) as request_context:
         yield await request_context.charge(completions)
 
@@ -117,7 +117,7 @@ async def test_cancelled_request_returns_its_slot(completions: MakeCompletions, 
 
 
 class FakeOutage:
-    """A limiter that can be away, and can be held up after it has counted."""
+    """Limiter that can fail, and can be delayed after it has counted."""
 
     def __init__(self, inner: Limiter) -> None:
         self.is_unavailable = False

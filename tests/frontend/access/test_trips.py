@@ -1,4 +1,4 @@
-"""How often routers speak with Redis for a request, as Redis counts it; and that nothing is lost on the way."""
+"""Redis round trips per request, counted by Redis, and correctness of the limits meanwhile."""
 
 from __future__ import annotations
 

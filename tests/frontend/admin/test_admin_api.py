@@ -1,4 +1,4 @@
-"""What operators ask a router: at an address of its own, which its clients do not reach."""
+"""Admin endpoint: operator data on an address separate from the clients'."""
 
 from __future__ import annotations
 

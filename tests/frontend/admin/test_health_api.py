@@ -1,4 +1,4 @@
-"""Alive, ready and started are three answers."""
+"""Liveness, readiness and startup probes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API as its own client uses it: answers whole and streamed, tools, thinking, and refusals."""
+"""Anthropic's Messages API with its own client: whole and streamed answers, tools, thinking, errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MessagesDoor:
 
     @property
     def prompt(self) -> str:
-        """The last that came."""
+        """Return the last request started."""
         return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
 
     async def rejected(self, body: dict[str, Any], path: str = "/v1/messages") -> tuple[int, str, str]:
@@ -83,7 +83,7 @@ async def _endpoint(
 
 
 def _said(message: Any) -> dict[str, Any]:
-    """All but what is of its own in every answer."""
+    """Return the content without the values unique to each answer."""
     told = message.model_dump(exclude_none=True)
     told.pop("id")
     told["content"] = [{name: value for name, value in block.items() if name != "id"} for block in told["content"]]
@@ -185,7 +185,7 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
 
 
 async def test_agent_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    """What came goes back as it came, with the tool's answer; and the model reads both."""
+    """An answer is sent back unchanged with the tool's result, and the model sees both."""
     messages: list[Any] = list(_USER)
     async with _endpoint(completions, byte_level) as endpoint:
         endpoint.say(f"Let me look.\n{_PARIS}")
@@ -251,7 +251,7 @@ _TWO_ANSWERED_IN_A_CHAT = [
 
 
 def test_request_equals_that_of_a_chat() -> None:
-    """What an answer is bound to, and the messages, are the same at both endpoints."""
+    """Grammar and messages equal those of an equivalent /v1/chat/completions request."""
     function = {"name": "weather", "description": "Of a city.", "parameters": _SCHEMA}
     tools = [{"type": "function", "function": function}]
     both: list[tuple[dict[str, Any], dict[str, Any]]] = [

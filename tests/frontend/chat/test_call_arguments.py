@@ -1,4 +1,4 @@
-"""The arguments of calls, as clients send them: text that may be anything."""
+"""Tool call arguments from clients, which may be any text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversations rendered as transformers renders them, and refused in the template's own words."""
+"""Chat templates: rendering equal to transformers', and rejections."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _with_calls(arguments: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["hermes_tools", "deepseek_tools"])
 def test_calls_and_tools_are_rendered_like_transformers(byte_level_dir: Path, name: str) -> None:
-    """Arguments come as text; a template gets objects, which transformers asks for, unless it takes only text."""
+    """Text arguments become objects, as transformers expects, unless the template accepts only text."""
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(

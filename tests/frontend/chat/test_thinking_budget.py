@@ -1,4 +1,4 @@
-"""What a budget becomes for replicas, and that what is counted of the thinking keeps to it."""
+"""Thinking budgets: conversion for replicas, and counting of thinking tokens."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_model_that_does_not_think_has_no_budget(byte_level: Tokenizer) -> None:
 def test_counted_thinking_stays_within_the_budget(
     seed: int, byte_level_dir: Path, byte_level: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    """Whatever a model writes, in whatever pieces: it is read here as replicas have read it."""
+    """Text from the model is split the same way here as on the replica."""
     rng = random.Random(seed)
     pieces = [
         "<think> so",
@@ -118,7 +118,7 @@ def compiler(byte_level_dir: Path, byte_level: Tokenizer) -> GrammarCompiler:
 def test_grammar_begins_after_marker_tokens(
     form: Grammar, is_open: bool, is_special: bool, byte_level_dir: Path, tmp_path: Path
 ) -> None:
-    """Special tokens, or not; and where they are spelt."""
+    """Markers may be special tokens or spelled out."""
     fast = FastTokenizer.from_file(str(byte_level_dir / "tokenizer.json"))
     for text in ("<think>", "</think>"):
         fast.add_special_tokens([text]) if is_special else fast.add_tokens([text])

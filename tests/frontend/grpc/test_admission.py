@@ -1,4 +1,4 @@
-"""What a call at the gRPC door costs before anybody knows what it says: requests that never come to their end."""
+"""gRPC calls whose request never arrives completely."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def door_of(
 
 
 def begun(channel: grpc.aio.Channel, method: str, known: IssuedKey | None = None) -> Any:
-    """A call with its headers, and not a byte of a message."""
+    """Start a call with headers only."""
     return channel.stream_stream(method)(metadata=(("authorization", known.header),) if known else None)
 
 

@@ -1,4 +1,4 @@
-"""The gRPC door as a plain grpcio client sees it, over a real port."""
+"""gRPC API seen by a plain grpcio client, over a real port."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Endpoint:
         return [response async for response in self.stub.Generate(message, **call)]
 
     async def rejected(self, message: pb.GenerateRequest, **call: Any) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
-        """The status, and its details by their kind."""
+        """Return the status and its details by type."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.generate(message, **call)
         return caught.value.code(), caught.value.details() or "", details_of(caught.value)
@@ -72,7 +72,7 @@ async def server(completions: MakeCompletions) -> AsyncIterator[Endpoint]:
 
 @pytest.fixture
 def endpoint(server: Endpoint) -> Endpoint:
-    """The one server of this module, with a token service of the test's own."""
+    """Server of this module, with the test's own token service."""
     server.service.token_service = FakeTokenService()
     return server
 
@@ -115,7 +115,7 @@ async def test_text_and_token_ids(endpoint: Endpoint, byte_level: Tokenizer, as_
 
 
 async def test_best_of_is_sent_when_all_choices_have_ended(endpoint: Endpoint, byte_level: Tokenizer) -> None:
-    """As over HTTP. All that were computed are counted."""
+    """All choices that ran count as usage, as over HTTP."""
     said = ["aa<|im_end|>", "bbb<|im_end|>", "c<|im_end|>", "ddddddddd<|im_end|>"]
     endpoint.fake.script = lambda request, choice: byte_level.encode(said[choice])
     endpoint.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)

@@ -1,4 +1,4 @@
-"""Thousands of calls that come while the router is busy: each is answered, however late."""
+"""Bursts of thousands of gRPC calls while the event loop is busy: every call is answered."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _burst() -> bytes:
 
 
 class _Ends:
-    """What ends the streams, of all that comes."""
+    """Collects the streams that have ended."""
 
     def __init__(self) -> None:
         self.answered: set[int] = set()

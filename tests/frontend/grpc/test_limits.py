@@ -1,4 +1,4 @@
-"""What a message at the gRPC door may hold: more is refused by the field's name, before anything is made of it."""
+"""Limits of gRPC messages, rejected with the field's name before conversion."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def stub(completions: MakeCompletions) -> AsyncIterator[InferenceStub]:
 
 
 async def rejected(stub: InferenceStub, message: Message) -> tuple[str, str]:
-    """The field that is named, and what is said of it."""
+    """Return the named field and the message."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         match message:
             case pb.GenerateRequest():

@@ -1,4 +1,4 @@
-"""Answers as messages of cluster.v1.Inference."""
+"""Conversion of events to messages of cluster.v1.Inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a key's limits refuse before anything of a request is read or tokenised, at both doors."""
+"""Limits that apply before a request is read or tokenized, at both endpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def http_door(service: Completions, access: Access) -> AsyncIterator[httpx
 async def grpc_door(
     service: Completions, access: Access, *, max_message_s: float = 60.0
 ) -> AsyncIterator[tuple[grpc.aio.Channel, int]]:
-    """And its port."""
+    """Yield the endpoint and its port."""
     endpoint = await open_grpc_api(
         service, access=access, host="127.0.0.1", port=0, limits=replace(GRPC_ENDPOINT, message_s=max_message_s)
     )
@@ -61,7 +61,7 @@ async def grpc_door(
 
 
 class FakeEntrance(LocalLimiter):
-    """Says when somebody has a place."""
+    """Limits that report when a slot is taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ async def test_grpc_slot_is_taken_before_the_message(completions: MakeCompletion
 
 @asynccontextmanager
 async def threads_standing_still(service: Completions) -> AsyncIterator[None]:
-    """Whoever needs one waits, at least until this ends."""
+    """Block the thread pool until the block ends."""
     go_on = threading.Event()
     holding = [asyncio.ensure_future(service.threads.run("", go_on.wait, 60)) for _ in range(8)]
     try:
@@ -177,7 +177,7 @@ async def test_unfinished_messages_of_one_key_do_not_block_others(completions: M
 
 @pytest.mark.parametrize("method", [_GENERATE, _REFLECTION])
 async def test_waiting_messages_are_hardly_buffered(completions: MakeCompletions, method: str) -> None:
-    """Of one key's, twelve are taken in as they come."""
+    """Twelve messages of one key are received at a time."""
     known, other, size = issue("acme"), issue("other"), 1 << 20
     access = access_with(known, other)
     async with grpc_door(completions(FakeTokenService()), access, max_message_s=600.0) as (channel, port):
@@ -213,7 +213,7 @@ async def test_oversized_message_is_not_buffered(completions: MakeCompletions, m
 
 
 async def test_waiting_calls_of_one_key_are_limited(completions: MakeCompletions) -> None:
-    """By as many connections as it likes: twelve are read, and as many wait as two connections can have."""
+    """Twelve are read and as many wait as two connections allow, whatever the number of connections."""
     known = issue("acme")
     endpoint = await open_grpc_api(
         completions(FakeTokenService()),
@@ -240,7 +240,7 @@ async def test_waiting_calls_of_one_key_are_limited(completions: MakeCompletions
 
 
 async def test_unfinished_messages_are_displaced_in_time(completions: MakeCompletions) -> None:
-    """Before their own time is up; also to those of the same key, and where several keys are slow."""
+    """Displaced before their own timeout, also by calls of the same key and with several slow keys."""
     keys = [issue(f"key-{number}") for number in range(3)]
     async with grpc_door(completions(FakeTokenService()), access_with(*keys), max_message_s=12.0) as (channel, _):
         begun = [

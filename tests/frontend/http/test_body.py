@@ -1,4 +1,4 @@
-"""Large bodies over HTTP: they hold up nobody, and what makes them expensive is refused before it is made."""
+"""Large bodies over HTTP: parsed off the event loop, and rejected cheaply."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def test_ten_megabytes_are_rejected_by_field(
 
 
 async def test_parsing_a_large_body_does_not_block_streams(completions: MakeCompletions) -> None:
-    """The threads that parse stand still until that stream has come to its end."""
+    """The parser threads are blocked until the stream has ended."""
     service = completions(FakeTokenService())
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     held, go_on = threading.Barrier(4), threading.Event()
@@ -119,7 +119,7 @@ async def test_excess_large_bodies_are_rejected_for_now(completions: MakeComplet
 
 
 async def test_slow_uploads_of_one_key_leave_room_for_others(completions: MakeCompletions) -> None:
-    """A quarter of the room is a key's; small bodies find room also where its own is full."""
+    """One key may hold a quarter of the memory; small bodies are exempt."""
     slow, other = issue("slow"), issue("other")
     service = completions(FakeTokenService())
     app = create_app(service, access=access_with(slow, other), is_healthy=lambda: True)

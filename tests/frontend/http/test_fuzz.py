@@ -1,4 +1,4 @@
-"""Whatever comes in at a door: nothing dies of it, each refusal names the field, and who asks next notices nothing."""
+"""Fuzzed requests to both endpoints: no crash, every error names its field, and later requests succeed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a body may ask for over HTTP: more is refused by the field's name; and who works on a large one."""
+"""Limits of HTTP bodies, rejected with the field's name, and threads that process large ones."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_large_messages_are_processed_on_threads(
 
 
 def _noted_threads(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> list[str]:
-    """The names of those who call these, from now on."""
+    """Record the names of the threads that call these functions."""
     threads: list[str] = []
 
     def noting(function: Any) -> Any:

@@ -95,7 +95,7 @@ def _unchunked(content: bytes) -> bytes:
 
 @on_both_loops
 async def test_accepted_connections_do_not_delay_small_writes() -> None:
-    """Without TCP_NODELAY, the second write waits until the client acknowledges the first: up to 40 ms."""
+    """Without TCP_NODELAY, the second write would wait up to 40 ms for the client to acknowledge the first."""
     async with serve_http(FastAPI()) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -125,7 +125,7 @@ def _accepted(client: tuple[str, int]) -> list[socket.socket]:
 
 
 async def test_offer_of_another_protocol_is_ignored(address: tuple[str, int], fake: FakeTokenService) -> None:
-    """Java's own client offers h2c with its first request over http."""
+    """Java's HTTP client offers h2c with its first request."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
     head, content = http_post(BODIES[1]).split(b"\r\n\r\n")
     for parts in ([head + b"\r\n" + offer + b"\r\n" + content], [head + b"\r\n" + offer + b"\r\n", content]):
@@ -143,7 +143,7 @@ async def test_offer_of_another_protocol_is_ignored(address: tuple[str, int], fa
 
 
 async def test_body_after_an_upgrade_offer_is_not_parsed_as_a_request(address: tuple[str, int]) -> None:
-    """An offer of another protocol behind another request changes nothing about its body."""
+    """The second, pipelined request offers an upgrade, which must not change how its body is read."""
     hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
     reader, writer = await asyncio.open_connection(*address)
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")  # the offer comes while that is answered
@@ -236,7 +236,7 @@ async def test_endless_upload_times_out(completions: MakeCompletions, fake: Fake
 
 
 class AsgiServer:
-    """Calls the application as a server does. What the client sends is given beforehand; then it is there, or gone."""
+    """ASGI server that calls the application with given client messages."""
 
     def __init__(self, app: FastAPI, body: dict[str, Any]) -> None:
         self.sent: list[Message] = []

@@ -1,4 +1,4 @@
-"""Bounds of an HTTP listener on real sockets, on both event loops."""
+"""Limits of the HTTP listener on real sockets, with both event loops."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FakeApp:
 
 
 class Client:
-    """One connection."""
+    """Connection for one exchange."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -60,13 +60,13 @@ class Client:
         self.writer.write(data)
 
     async def answer(self) -> tuple[bytes, bytes]:
-        """Header and body."""
+        """Read one response; return header and body."""
         header = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), WITHIN_S)).lower()
         size = int(header.partition(b"content-length: ")[2].partition(b"\r\n")[0])
         return header, await asyncio.wait_for(self.reader.readexactly(size), WITHIN_S)
 
     async def rest(self) -> bytes:
-        """All that comes until the end."""
+        """Read until the end."""
         try:
             return await asyncio.wait_for(self.reader.read(), WITHIN_S)
         except ConnectionResetError:

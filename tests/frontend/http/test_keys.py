@@ -1,4 +1,4 @@
-"""Both doors with API keys: real clients who have one, who have none, and who have asked too much."""
+"""API keys at both endpoints: valid, missing and exhausted."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def many_files() -> Iterator[None]:
 
 @asynccontextmanager
 async def silent_connections(address: tuple[str, int], *, half: bytes) -> AsyncIterator[list[socket.socket]]:
-    """Both ends are in this process."""
+    """Client and server are in this process."""
     async with AsyncExitStack() as stack:
         loop, ends = asyncio.get_running_loop(), []
         for number in range(_IDLE + _HALF_OPEN):
@@ -93,7 +93,7 @@ async def test_too_large_grpc_header_is_rejected(completions: MakeCompletions) -
 
 
 async def test_streams_per_connection_are_limited(completions: MakeCompletions) -> None:
-    """More wait at the client until one of these has ended, or are refused: gRPC does either."""
+    """gRPC either queues further streams at the client or rejects them."""
     fake = FakeTokenService(hang_after=0)
     limits = replace(GRPC_ENDPOINT, streams=3)
     endpoint = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0, limits=limits)

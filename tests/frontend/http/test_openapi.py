@@ -1,4 +1,4 @@
-"""The document of the HTTP door: a valid one, of all that there is, and true of what is taken."""
+"""OpenAPI document: valid, complete, and consistent with what the server accepts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ async def test_document_needs_a_key_if_keys_are_required(completions: MakeComple
 
 
 class _Page(HTMLParser):
-    """What is in a page of HTML."""
+    """Return the text of an HTML page."""
 
     def __init__(self) -> None:
         super().__init__()

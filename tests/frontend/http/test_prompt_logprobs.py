@@ -1,4 +1,4 @@
-"""What a model says of a prompt's own tokens: as OpenAI's completions echo it, and as vLLM lists it."""
+"""Prompt log-probabilities, echoed as in OpenAI's completions and listed as in vLLM."""
 
 from __future__ import annotations
 

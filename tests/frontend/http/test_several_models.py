@@ -1,4 +1,4 @@
-"""Several models behind one pair of doors: a request reaches the one that it names, and hears of no other's trouble."""
+"""Several models at one endpoint: requests reach the named model, and failures stay with theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client that stops reading costs a bounded memory for a bounded time, at either door."""
+"""Clients that stop reading hold bounded memory for a bounded time, at both endpoints."""
 
 from __future__ import annotations
 

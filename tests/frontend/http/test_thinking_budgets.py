@@ -1,4 +1,4 @@
-"""For how long an answer may think, as every door takes it and replicas are told it."""
+"""Thinking budgets in every API, up to the request sent to replicas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Endpoints:
     stub: InferenceStub
 
     async def told(self, path: str, asked: dict[str, Any]) -> tuple[int, bool] | None:
-        """The budget with which a replica was asked: its tokens, and whether the thinking has begun."""
+        """Return the token limit and whether thinking was open in the last request to a replica."""
         answer = await self.http.post(path, json={**_BODIES[path], **asked})
         assert answer.status_code == 200, answer.text
         assert "x-ignored-fields" not in answer.headers

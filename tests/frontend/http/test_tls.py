@@ -1,4 +1,4 @@
-"""TLS at the doors: as the clients see it, our own included, and certificates that are replaced."""
+"""TLS at both endpoints, including certificate replacement."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ async def tls_door(
 
 
 async def list_models(port: int, files: CertificateFiles) -> list[str]:
-    """Of a connection of its own, which trusts what the file says now."""
+    """Call over a new connection that trusts the current certificate file."""
     access = EndpointAccess(certificate=files.certificate, is_tls=True)
     async with access.channel(f"127.0.0.1:{port}") as channel:
         answer = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
@@ -98,7 +98,7 @@ async def test_replaced_certificate_is_used_by_http(files: CertificateFiles, tmp
         url = "https://{}:{}/".format(*target)
 
         async def ask() -> str:
-            """Over a connection of its own, which trusts what the file says now."""
+            """Send over a new connection that trusts the current certificate file."""
             async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=files.certificate)) as client:
                 return (await client.get(url)).text
 

@@ -1,4 +1,4 @@
-"""Tools as openai's own client uses them: calls in answers, whole and streamed, and in the history; and thinking."""
+"""Tools with OpenAI's client: calls in answers and in the history, whole and streamed; thinking."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LYON = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Lyon"}}\n</tool
 
 
 class Weather(BaseModel):
-    """Of a city."""
+    """Return the weather of a city."""
 
     city: str
     days: int | None = None
@@ -56,7 +56,7 @@ async def _endpoint(completions: MakeCompletions, template: str = _HERMES) -> As
 
 
 def _say(endpoint: OpenAIEndpoint, tokenizer: Tokenizer, *texts: str) -> None:
-    """Each request hears the next of the texts."""
+    """Serve the next of these texts to each request."""
     answers = [tokenizer.encode(f"{text}<|im_end|>") for text in texts]
     started = len(endpoint.fake.started)
     endpoint.fake.script = lambda *_: answers[min(len(endpoint.fake.started) - started, len(answers)) - 1]
@@ -90,7 +90,7 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
 
 @pytest.mark.parametrize("together", [2, 7, 1000])
 async def test_each_chunk_has_one_call(completions: MakeCompletions, byte_level: Tokenizer, together: int) -> None:
-    """As where tokens are forced, or their reader is behind. There are clients that look at the first one alone."""
+    """As with jump-forward tokens or a slow reader. Some clients read only the first call of a chunk."""
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL], "stream": True, "logprobs": True}
     async with _endpoint(completions) as endpoint:
         endpoint.fake.together = together
@@ -114,7 +114,7 @@ async def test_parsed_calls(completions: MakeCompletions, byte_level: Tokenizer)
 
 
 async def test_agent_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    """What came goes back as it came, with the tool's answer; and the model reads both."""
+    """An answer is sent back unchanged with the tool's result, and the model sees both."""
     messages: list[Any] = list(USER)
     async with _endpoint(completions) as endpoint:
         _say(endpoint, byte_level, _PARIS, "It is sunny.")
@@ -180,7 +180,7 @@ def _fields_named(error: grpc.aio.AioRpcError) -> list[str]:
 
 @pytest.mark.parametrize("is_open", [False, True])
 async def test_thinking_is_separated(completions: MakeCompletions, byte_level: Tokenizer, is_open: bool) -> None:
-    """Whether the model opens it, or the template has."""
+    """The opening marker comes from the model or from the template."""
     end = "{{ '<think>\\n' if add_generation_prompt }}" if is_open else ""
     async with _endpoint(completions, _HERMES + "{# </think> #}" + end) as endpoint:
         _say(endpoint, byte_level, f"{'' if is_open else '<think>'}\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
@@ -254,7 +254,7 @@ async def test_unknown_fields_are_rejected_with_their_path(completions: MakeComp
 
 
 async def test_grpc_tools(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    """Calls come and go back; what a request has wrong about them is named."""
+    """Calls and their results in both directions; an error names its field."""
     fake = FakeTokenService(max_context=4096)
     service = completions(fake, chat_template=_HERMES, max_context=4096)
     fake.script = lambda *_: byte_level.encode(f"Well.{_PARIS}{_LYON}<|im_end|>")

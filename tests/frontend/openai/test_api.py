@@ -1,4 +1,4 @@
-"""The OpenAI door as its own client sees it: a real server, the openai package, and raw HTTP where that hides much."""
+"""OpenAI API with the openai package against a real server, and raw HTTP where the package hides details."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ async def test_many_prompts_times_n(endpoint: OpenAIEndpoint, byte_level: Tokeni
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_prompts_of_one_body_run_a_part_at_a_time(endpoint: OpenAIEndpoint, n: int) -> None:
-    """The others wait for these, and are in nobody's queue: an idle cluster refuses none of them."""
+    """The remaining prompts wait outside the router's queue, so an idle cluster rejects none of them."""
     most = 64 // n
     endpoint.fake.hang_after = 0
     prompt: Any = [[number] for number in range(200)]
@@ -135,7 +135,7 @@ async def test_prompts_of_one_body_run_a_part_at_a_time(endpoint: OpenAIEndpoint
 
 
 async def test_best_of_returns_the_most_likely_choices(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
-    """On average: the best is the longest, too. All that were computed are counted."""
+    """The best choice is also the longest, so it wins by the mean only. All choices that ran count as usage."""
     said = ["aa<|im_end|>", "bbb<|im_end|>", "c<|im_end|>", "ddddddddd<|im_end|>"]
     endpoint.fake.script = lambda request, choice: byte_level.encode(said[choice])
     endpoint.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)

@@ -1,4 +1,4 @@
-"""A chunk that is put together from parts says what one says that is written as a whole."""
+"""Chunks filled into a template equal chunks encoded as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What says how an answer is to be: in OpenAI's words, vLLM's and llama.cpp's."""
+"""Constraint fields under OpenAI's, vLLM's and llama.cpp's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the OpenAI door refuses, and how it says so: always in OpenAI's form, and by the name of the field."""
+"""Errors of the OpenAI API: OpenAI's format, naming the field."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request would send to an engine, without an answer: what the endpoints that answer do send."""
+"""Render endpoints: equal to what the generation endpoints send to an engine."""
 
 from __future__ import annotations
 

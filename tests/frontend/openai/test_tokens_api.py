@@ -1,4 +1,4 @@
-"""Tokens without an answer, over both doors."""
+"""Tokenization at both endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers that are bound to be calls: each tool's arguments keep to its schema, wherever that points inside itself."""
+"""Required tool calls: arguments follow each tool's schema, including its internal references."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_required_call_matches_the_chosen_tools_schema(compiler: GrammarCompiler
 
 
 def test_references_stay_within_a_tool(compiler: GrammarCompiler) -> None:
-    """Not into another tool, or the list of calls."""
+    """References must not point into another tool or the list of calls."""
     text = forced_grammar("", [_tool("f", _SCHEMAS["itself"])], is_parallel=False).text
     listed = Draft202012Validator(json.loads(text))
     assert listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": {"a": 2}}}])
@@ -123,7 +123,7 @@ _BOUND: dict[type[GenerationBody], dict[str, Any]] = {
 
 @pytest.mark.parametrize("kind", _BOUND, ids=lambda kind: kind.__name__)
 def test_text_format_does_not_affect_a_required_call(kind: type[GenerationBody]) -> None:
-    """instructor sends both, and so does an agent with an output type whose first answer is to be a call."""
+    """instructor sends both, as does an agent with an output type whose first answer must be a call."""
     fields = _BOUND[kind]
     without = {
         name: value for name, value in fields.items() if name not in ("response_format", "text", "output_config")

@@ -1,4 +1,4 @@
-"""Calls are read the same however their text is cut, and what is no call stays text: nothing is ever lost."""
+"""Parsing of calls does not depend on how the text is split, and loses no text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(format: str, parts: Iterable[str]) -> list[Piece]:
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Text after text, and arguments after arguments, made one."""
+    """Merge adjacent texts and adjacent arguments."""
     whole: list[Piece] = []
     for piece in pieces:
         match whole[-1] if whole else None, piece:
@@ -76,7 +76,7 @@ def test_truncated_answers_lose_no_text(recorded: Recorded) -> None:
 
 
 def check_nothing_is_lost(format: str, raw: str) -> None:
-    """The raw answer is its text, and its calls, in order, and markup of calls between them: no word besides."""
+    """Check that the raw answer consists of its text, its calls in order, and markup between them."""
     pieces = joined(read(format, raw))
     pattern = _MARKUP if any(isinstance(piece, CallEnded) for piece in pieces) else r"\s*"
     for at, piece in enumerate(pieces):

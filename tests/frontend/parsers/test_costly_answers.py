@@ -1,4 +1,4 @@
-"""What a model can be made to write costs its reader what it is long, and nobody an error."""
+"""Parsing cost is linear in the answer, and no answer raises an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""/v1/responses as openai's own client uses it: whole, streamed, with tools, thinking, formats, and gone on from."""
+"""/v1/responses with OpenAI's client: whole, streamed, tools, thinking, formats, and continuation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _BOUNDS = StoreBounds(max_bytes=2**20, ttl_s=1000)
 
 
 class Weather(BaseModel):
-    """Of a city."""
+    """Return the weather of a city."""
 
     city: str
     days: int | None = None
@@ -56,7 +56,7 @@ _FUNCTION: Any = {"type": "function", **_TOOL["function"]}
 
 
 class Served:
-    """A door, what speaks behind it, and clients of it."""
+    """Endpoint with its fake service and clients."""
 
     def __init__(self, fake: FakeTokenService, tokenizer: Tokenizer, address: str) -> None:
         self.fake = fake
@@ -78,14 +78,14 @@ class Served:
             await client.close()
 
     def say(self, *texts: str) -> None:
-        """Each request hears the next of the texts."""
+        """Serve the next of these texts to each request."""
         answers = [self.tokenizer.encode(f"{text}<|im_end|>") for text in texts]
         started = len(self.fake.started)
         self.fake.script = lambda *_: answers[min(len(self.fake.started) - started, len(answers)) - 1]
 
     @property
     def prompt(self) -> str:
-        """The last one, as the model saw it."""
+        """Return the last prompt as the model saw it."""
         return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
 
     async def rejected(self, **body: Any) -> tuple[int, str | None, str]:
@@ -120,7 +120,7 @@ def serve(completions: MakeCompletions, byte_level: Tokenizer) -> Serve:
 
 
 async def both(served: Served, **fields: Any) -> tuple[Response, Response, list[Any]]:
-    """The whole answer, the last that a stream says, and its events; the same text to both."""
+    """Return the whole response, the final response of a stream, and its events; both have the same text."""
     whole = await served.responses.create(**fields)
     events = [event async for event in await served.responses.create(**fields, stream=True)]
     assert [event.sequence_number for event in events] == [*range(len(events))]
@@ -128,7 +128,7 @@ async def both(served: Served, **fields: Any) -> tuple[Response, Response, list[
 
 
 def same(response: Response) -> dict[str, Any]:
-    """What is not only of this one."""
+    """Return the response without the values unique to it."""
     told = response.to_dict()
     ids = response.id.partition("_")[2]
     for item in told["output"]:  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def same(response: Response) -> dict[str, Any]:
 
 
 def kinds(events: list[Any]) -> list[str]:
-    """Their types, one of those that repeat."""
+    """Return the event types, repeated ones once."""
     told = [event.type.removeprefix("response.") for event in events]
     return [type for at, type in enumerate(told) if not at or type != told[at - 1]]
 
@@ -207,7 +207,7 @@ async def test_calls_and_thinking(serve: Serve) -> None:
 
 @pytest.mark.parametrize("by_id", [True, False], ids=["by id", "by items"])
 async def test_agent_turns(serve: Serve, by_id: bool) -> None:
-    """By the id of what came before, or with all of it sent again: the model reads the same."""
+    """The model sees the same prompt whether history is referenced by id or sent again."""
     async with serve() as served:
         served.say(f"<think>Hm.</think>Look.\n{_PARIS}{_LYON}", "It is sunny.")
         fields: dict[str, Any] = {"model": "tiny", "tools": [_FUNCTION], "instructions": "Be brief."}
@@ -238,7 +238,7 @@ async def test_agent_turns(serve: Serve, by_id: bool) -> None:
 
 
 async def test_items_are_referenced_by_id(serve: Serve) -> None:
-    """As Vercel's AI SDK sends an answer back."""
+    """As sent back by Vercel's AI SDK."""
     async with serve() as served:
         served.say(f"Look.\n{_PARIS}", "It is sunny.", "Yes.")
         first = await served.responses.create(input="Is it?", tools=[_FUNCTION])
@@ -268,7 +268,7 @@ async def test_items_are_referenced_by_id(serve: Serve) -> None:
 
 
 async def test_items_hidden_from_the_model_are_not_stored(serve: Serve) -> None:
-    """Else what is stored of a request would be bounded by no context."""
+    """Otherwise a stored request could exceed any context."""
     async with serve() as served:
         unseen, thought = ({"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "xy")
         said = {"role": "assistant", "content": "c"}
@@ -281,7 +281,7 @@ async def test_items_hidden_from_the_model_are_not_stored(serve: Serve) -> None:
 
 
 async def test_large_responses_hold_memory_until_sent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And hold up nobody: they are parsed and written on other threads."""
+    """Parsed and encoded on other threads."""
     key, threads, of = issue("acme"), set[str](), StoredTurn.of
 
     def watched(value: bytes) -> StoredTurn:
@@ -406,7 +406,7 @@ async def test_answers_continue_without_the_store(serve: Serve) -> None:
 
 
 async def test_broken_call_is_text(serve: Serve) -> None:
-    """Whole, it is text. A stream has begun to say a call, and says that it is none."""
+    """In a whole response it is text. A stream has sent part of a call by then, and ends the item as incomplete."""
     async with serve() as served:
         served.say(f"Well. {_BROKEN} so")
         whole, last, events = await both(served, input="hi", tools=[_FUNCTION])
@@ -590,7 +590,7 @@ async def test_invalid_requests_are_rejected_by_name(serve: Serve) -> None:
 
 
 async def test_agent_requests_are_accepted(serve: Serve) -> None:
-    """As openai-agents 0.24's OpenAIResponsesModel asks, with what it sets by itself and what a user may set."""
+    """Requests of openai-agents 0.24's OpenAIResponsesModel, with its defaults and with user settings."""
     async with serve() as served:
         served.say("Yes.")
         answer = await served.responses.create(

@@ -1,4 +1,4 @@
-"""Both stores of responses against the same contract; and what a router does while Redis is away."""
+"""Conformance suite of both response stores, and the router's behaviour during a Redis outage."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def store(request: pytest.FixtureRequest, clock: Clock, client: Redis) -> Respon
 
 
 async def found(store: ResponseStore, tenant: str, *ids: str) -> str:
-    """Which of them are there."""
+    """Return the ids that are stored."""
     return "".join([id for id in ids if await store.get(tenant, id) is not None])
 
 
@@ -129,7 +129,7 @@ async def test_size_of_a_large_value_is_known_before_it_is_read(kind: str, clien
 
 
 async def test_large_values_in_memory_are_limited() -> None:
-    """A quarter of all by one tenant; the small ones count for nothing."""
+    """One tenant may hold a quarter; small values are exempt."""
     stored = StoredResponses.in_memory(_ROOMY)
     for tenant in ("acme", "other", ""):
         assert await stored.put(tenant, "a", bytes(MAX_VALUE_BYTES)) and await stored.put(tenant, "small", b"value")
@@ -149,7 +149,7 @@ async def test_large_values_in_memory_are_limited() -> None:
 
 
 class FakeSlowStore(MemoryResponses):
-    """Moves nothing that is large before it is told to."""
+    """Store whose large transfers wait for a signal."""
 
     def __init__(self) -> None:
         super().__init__(_ROOMY)
@@ -172,7 +172,7 @@ class FakeSlowStore(MemoryResponses):
 
 
 async def test_concurrent_large_transfers_are_limited() -> None:
-    """Else the small answers for which routing and limits wait would be behind them."""
+    """Otherwise small replies, for which routing and limits wait, would be delayed."""
     store = FakeSlowStore()
     stored = StoredResponses(store, _ROOMY)
     large = bytes(SMALL_BYTES + 1)
@@ -193,7 +193,7 @@ async def test_concurrent_large_transfers_are_limited() -> None:
 
 
 class FakeLateStore(MemoryResponses):
-    """What is large never comes."""
+    """Store whose large values never arrive."""
 
     async def look(self, tenant: str, id: str) -> bytes | int | None:
         return SMALL_BYTES + 1 if id == "large" else await super().look(tenant, id)
@@ -205,7 +205,7 @@ class FakeLateStore(MemoryResponses):
 
 
 async def test_timeout_of_a_large_value_does_not_mark_redis_unavailable() -> None:
-    """Else whoever reads much has nothing stored for anybody."""
+    """Otherwise a client that reads much would stop storage for all."""
     stored = StoredResponses(FakeLateStore(_ROOMY), _ROOMY)
     with ExitStack() as held, pytest.raises(StoreUnavailable):
         await stored.get("greedy", "large", held)

@@ -1,4 +1,4 @@
-"""What a model may say whose answer keeps to a schema: every token of it, by the masks of the grammar that is made."""
+"""Constrained answers: which texts a model can produce, checked by the masks of the compiled grammar."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _says(
     text: str,
     prompt: str,
 ) -> bool:
-    """Whether all of the text may be said, and the answer may end there."""
+    """Return whether the grammar accepts the whole text and may end there."""
     grammar = bound_answer(request, output_format, prompt)
     assert grammar is not None
     (end,) = tokenizer.encode("<|im_end|>")
@@ -125,7 +125,7 @@ def test_unknown_call_syntax_is_rejected(output_format: OutputFormat) -> None:
 def test_thinking_precedes_the_answer(
     compiler: GrammarCompiler, byte_level: Tokenizer, prompt: str, text: str, is_said: bool
 ) -> None:
-    """Where the template has opened it, or the model may; and not where the template has closed it."""
+    """Thinking is allowed if the template opened it or left it to the model, not if the template closed it."""
     request = _request()
     assert _says(compiler, byte_level, request, _THINKS, text, prompt) is is_said
     assert isinstance(request.prompt, Chat)

@@ -1,4 +1,4 @@
-"""Which grammars a router compiles, and how often."""
+"""Compilation of grammars in a router, and its cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.character_tokenizer import save_tokenizer
 
 
 class CountingCompiler(GrammarCompiler):
-    """Says what it has compiled, and calls slow what it is told to."""
+    """Compiler that records its calls, and reports chosen grammars as slow."""
 
     def __init__(self, model_dir: Path) -> None:
         super().__init__(model_dir, vocab_size=128)

@@ -1,4 +1,4 @@
-"""Markers that are tokens of their own: an answer may have them where a grammar has their text, and spelt as well."""
+"""Markers that are special tokens: an answer may use the token or spell the text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model_dir(request: pytest.FixtureRequest, byte_level_dir: Path, tmp_path_fac
 
 
 def _says(model_dir: Path, grammar: Grammar, text: str, *, is_spelt: bool, thinks: bool = False) -> bool:
-    """Whether all of it may be said, and the answer may end there."""
+    """Return whether the grammar accepts all of it and may end there."""
     tokenizer = Tokenizer(model_dir)
     compiler = GrammarCompiler(model_dir, vocab_size=tokenizer.vocab_size)
     output_format = OutputFormat("hermes", thinks=thinks, special=SpecialTokens(compiler.special_tokens))

@@ -1,4 +1,4 @@
-"""What may be said by structural tags, told by the masks of the grammar that is made of them."""
+"""Structural tags, checked by the masks of the compiled grammar."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _request(asked: Any, **chat: Any) -> CompletionRequest:
 def _says(
     compiler: GrammarCompiler, asked: Any, text: str, *, thinks: bool = False, prompt: str = "", **chat: Any
 ) -> bool:
-    """Whether all of the text may be said, and the answer may end there."""
+    """Return whether the grammar accepts the whole text and may end there."""
     grammar = bound_answer(_request(asked, **chat), OutputFormat(thinks=thinks), prompt)
     assert grammar is not None and grammar.kind is GrammarKind.LARK
     mask = compiler.compile(grammar).mask([END])
@@ -147,7 +147,7 @@ def test_every_format(compiler: GrammarCompiler, form: dict[str, Any], said: lis
     ],
 )
 def test_thinking_precedes_the_tags(compiler: GrammarCompiler, prompt: str, text: str, is_said: bool) -> None:
-    """No trigger counts there."""
+    """Triggers are ignored inside thinking."""
     assert _says(compiler, _OLD, text.replace("\n", ""), thinks=True, prompt=prompt) is is_said
 
 
@@ -222,7 +222,7 @@ def test_deeply_nested_formats_are_rejected() -> None:
         bound_answer(_request(f'{{"format": {deep}}}'), OutputFormat(), "")
 
 
-def test_invalid_schema_has_the_size_of_a_grammar(compiler: GrammarCompiler) -> None:
+def test_const_string_has_the_size_limit_of_a_grammar(compiler: GrammarCompiler) -> None:
     long = {"type": "object", "properties": {f"p{i}": {"const": "a" * 50} for i in range(200)}}
     kept = bound_answer(_request({"format": _json(long)}), OutputFormat(), "")
     assert kept is not None and compiler.compile(kept)

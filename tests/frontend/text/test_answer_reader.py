@@ -1,4 +1,4 @@
-"""How a model's dialect is found, and what an answer in it is made of."""
+"""Detection of a model's output format, and parsing of its answers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_marker_tokens_are_read_and_other_special_tokens_hidden(byte_level: Toke
 
 
 def test_text_around_a_broken_call_keeps_its_place() -> None:
-    """All of it in a whole answer; in a stream what it has not said."""
+    """A whole answer has all of the broken call's text, a stream only the unsent rest."""
     raw = 'one <tool_call>{"name": "f", "arguments": {"a": oh}} two'
     for parts in ([raw], list(raw)):
         reader = AnswerReader(None, CallReader(hermes, {"f": {}}))

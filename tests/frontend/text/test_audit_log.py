@@ -1,4 +1,4 @@
-"""One line for each request, and never a word of what it says."""
+"""Audit log: one line per request, without any of its text."""
 
 from __future__ import annotations
 

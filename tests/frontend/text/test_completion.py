@@ -1,4 +1,4 @@
-"""Text in, text out, over a fake cluster: what reaches the workers, what comes back, and that everything ends."""
+"""Completions over a fake cluster: requests to workers, events, and cleanup."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def outcomes(completions: Completions) -> dict[str, float]:
 async def test_too_many_choices_name_the_field_that_was_set(
     completions: MakeCompletions, fields: dict[str, int]
 ) -> None:
-    """Of those that run the core knows nothing but how many."""
+    """The router core reports only the number of choices that run."""
     said = "a replica runs at most 3 choices of one tenant at once, not 4"
     service = completions(FakeTokenService(reject=RequestError(f"n: {said}", param="n")))
     field = [*fields][-1]
@@ -85,7 +85,7 @@ async def test_tokens_become_text_and_one_account(completions: MakeCompletions, 
 
 
 async def test_cached_token_counts_are_hidden_if_not_reported(completions: MakeCompletions) -> None:
-    """Nor what follows from it: what was shipped, what was fetched, and from where."""
+    """Also hidden: shipped and fetched blocks and replica names, which follow from it."""
     service = completions(FakeTokenService())
     for is_told in (True, False):
         *_, summary = await run(service, request(max_tokens=2, reports_cached_tokens=is_told))
@@ -431,7 +431,7 @@ async def test_long_names_and_long_lists_are_rejected(
 async def test_many_small_messages_are_rendered_on_a_thread(
     completions: MakeCompletions,
 ) -> None:
-    """The threads stand still meanwhile."""
+    """The threads are blocked meanwhile."""
     service = completions(FakeTokenService(), max_context=2048)
     go_on = threading.Event()
     holding = [asyncio.ensure_future(service.threads.run("", go_on.wait, 30)) for _ in range(3)]

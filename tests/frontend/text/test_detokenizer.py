@@ -1,4 +1,4 @@
-"""Streamed text is the whole text, in whole characters."""
+"""Streamed text equals the whole text, in whole characters."""
 
 from __future__ import annotations
 

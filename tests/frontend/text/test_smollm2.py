@@ -1,4 +1,4 @@
-"""The demo model's own tokenizer and chat template, against transformers."""
+"""Tokenizer and chat template of the demo model, against transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop strings against a definition that looks at the whole text at once."""
+"""Stop strings, against a definition over the whole text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from frontend.text.stop_matcher import StopMatcher
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Where the first complete stop string ends, and which it is: the longest of those that end there."""
+    """Return the end of the first complete stop string, and the longest one that ends there."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -78,7 +78,7 @@ def test_stop_string_across_three_pieces(include_stop: bool) -> None:
 
 
 class CountedText(str):
-    """Counts how often a character of it is looked at."""
+    """String that counts accesses to its characters."""
 
     num_looks = 0
 
@@ -89,7 +89,8 @@ class CountedText(str):
 
 @pytest.mark.parametrize(("text", "most"), [("", 0), ("b" * 100, 200), ("ab" * 50, 600), ("aaab" * 25, 600)])
 def test_cost_is_linear_in_the_text(text: str, most: int) -> None:
-    """However long it is, for each of many choices has its own matcher, before the first token is paid for."""
+    """Cost must not depend on the length of stop strings: every choice has its own matcher, created before any token
+    is charged."""
     CountedText.num_looks = 0
     matcher = StopMatcher([CountedText("a" * 1023 + "b")])
     matcher.add(text)

@@ -1,4 +1,4 @@
-"""Whose large texts are worked on, and in what order."""
+"""Order and limits of work on large texts."""
 
 from __future__ import annotations
 

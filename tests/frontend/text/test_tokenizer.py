@@ -1,4 +1,4 @@
-"""Text to ids as transformers does it, and ids to bytes as the tokenizers library does it."""
+"""Tokenizer: ids equal to transformers', bytes equal to the tokenizers library's."""
 
 from __future__ import annotations
 
