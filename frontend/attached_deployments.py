@@ -1,7 +1,7 @@
-"""The borrowers of one router: deployments that have no doors of their own, and whose models are served at these.
+"""Attached deployments of one router: deployments without endpoints of their own, whose models this router serves.
 
-A borrower comes, fails and goes by itself: it is opened in a task of its own, its background tasks count for nobody
-else, and what cannot be opened is tried again while the others go on.
+Each is opened in a task of its own and has its own background tasks, so a failure affects that deployment alone.
+A deployment that fails to open is retried.
 """
 
 from __future__ import annotations
@@ -28,27 +28,29 @@ from router.telemetry.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 1.0
-_AGAIN_S = 5.0  # until what could not be opened is tried again
+_REFRESH_S = 1.0
+# Interval between two attempts to open a deployment.
+_RETRY_S = 5.0
 _CLOSE_S = 20.0
 _SETTLE_S = 10.0
-_OPENING = "it is just being taken up"
+_OPENING = "the model is loading"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttachedIdentity:
-    """By what a router is one of a borrower's."""
+    """Identity of this router within an attached deployment."""
 
-    identity: Identity  # of this router, as one of the borrower's deployment
+    identity: Identity
     audit_log: Path | None = None
     revisions: RevisionTable | None = None
-    tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]] | None = None  # its controller
-    leave: Callable[[], None] = lambda: None  # the identity is not needed any more; may block
+    tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]] | None = None  # traffic reports to its controller
+    # Release the identity. May block.
+    leave: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttachedDeployment:
-    """A deployment that names these doors for its own."""
+    """Deployment whose spec names this router's deployment for its endpoints."""
 
     spec: Spec
     credentials: DeploymentSecrets
@@ -56,7 +58,7 @@ class AttachedDeployment:
 
     @property
     def life(self) -> bytes:
-        """Another one, of the same name, has another."""
+        """Id of this creation of the deployment; one recreated under the same name has another."""
         return self.credentials.secret
 
 
@@ -64,8 +66,8 @@ FindAttached: TypeAlias = Callable[[], Awaitable[Sequence[AttachedDeployment]]] 
 
 
 @dataclass(eq=False)
-class _Kept:
-    """A borrower that is known here."""
+class _Entry:
+    """State of one attached deployment."""
 
     attached: AttachedDeployment
     opening: asyncio.Task[None] | None = None
@@ -75,7 +77,7 @@ class _Kept:
 
 
 class AttachedDeployments:
-    """Lives on its router's event loop. Owns the models that it has opened."""
+    """Opens, serves and closes attached deployments. Owns their models. Bound to the router's event loop."""
 
     def __init__(
         self,
@@ -86,103 +88,105 @@ class AttachedDeployments:
         has_many_tenants: Callable[[], bool],
         tracing: Tracing | None = None,
     ) -> None:
-        """find: None: nobody comes. The others as in ServedModel.open."""
+        """find: list the attached deployments; None disables them. The rest as in ServedModel.open."""
         self._models = models
         self._find = find
         self._node = node
         self._has_many_tenants = has_many_tenants
         self._tracing = tracing
-        self._kept: dict[str, _Kept] = {}  # by the deployment's name
-        self._rejected: set[str] = set()  # while another's model is called as theirs is
+        self._entries: dict[str, _Entry] = {}  # by the deployment's name
+        self._rejected: set[str] = set()  # names of deployments whose model name is taken
         self._is_closing = False
-        self._changing = asyncio.Lock()  # while some are opened or closed: who closes all waits for that
-        self._is_missing = False  # who they are could not be asked, the last time
+        # Held while deployments are opened or closed, so that `close` waits for that.
+        self._changing = asyncio.Lock()
+        self._is_missing = False  # the last listing failed
 
     @property
-    def may_come(self) -> bool:
+    def is_enabled(self) -> bool:
         return self._find is not None
 
     def is_any_ready(self) -> bool:
-        """Whether one of them has a replica that answers."""
-        return any(kept.served and kept.served.is_ready() for kept in self._kept.values())
+        """Return whether any of them has a replica that can answer."""
+        return any(entry.served and entry.served.is_ready() for entry in self._entries.values())
 
     async def settle(self) -> None:
-        """Those of now are opened, or have failed once; or that takes too long."""
-        await self._look()
+        """Wait until each current deployment has opened or failed once, at most _SETTLE_S."""
+        await self._refresh()
         with suppress(TimeoutError):
             async with asyncio.timeout(_SETTLE_S):
-                for kept in [*self._kept.values()]:
-                    await kept.was_tried.wait()
+                for entry in [*self._entries.values()]:
+                    await entry.was_tried.wait()
 
     async def follow_forever(self) -> None:
-        """Those that come are opened, those that are gone are closed."""
+        """Open new deployments and close removed ones until `close`."""
         while not self._is_closing:
-            await self._look()
-            await asyncio.sleep(_LOOK_S)
+            await self._refresh()
+            await asyncio.sleep(_REFRESH_S)
 
     async def close(self) -> None:
-        """Before what follows is cancelled: else one may be left half closed."""
+        """Close all. Call before cancelling `follow_forever`, which could otherwise leave one half closed."""
         self._is_closing = True
         async with self._changing:
-            await asyncio.gather(*(self._end(name) for name in list(self._kept)))
+            await asyncio.gather(*(self._remove(name) for name in list(self._entries)))
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         if self._find is None:
             return
         try:
             found = {attached.spec.name: attached for attached in await self._find()}
-        except ClusterError as error:  # those that are here stay
+        except ClusterError as error:  # keep the deployments that are open
             if not self._is_missing:
-                logger.warning("which deployments are served at these doors, too, cannot be asked: %s", error)
+                logger.warning("failed to list attached deployments: %s", error)
             self._is_missing = True
             return
         self._is_missing = False
         async with self._changing:
-            for name, kept in list(self._kept.items()):
-                is_failing, now = kept.served is not None and kept.served.is_failing, found.get(name)
-                if now is None or now.life != kept.attached.life or is_failing:
-                    await self._end(name, successor=now)
+            for name, entry in list(self._entries.items()):
+                is_failing, now = entry.served is not None and entry.served.is_failing, found.get(name)
+                if now is None or now.life != entry.attached.life or is_failing:
+                    await self._remove(name, successor=now)
             self._rejected &= found.keys()
             for name, attached in sorted(found.items()):
-                if not self._is_closing and name not in self._kept:
-                    self._begin(attached)
+                if not self._is_closing and name not in self._entries:
+                    self._add(attached)
 
-    def _begin(self, attached: AttachedDeployment) -> None:
+    def _add(self, attached: AttachedDeployment) -> None:
         name, model = attached.spec.name, attached.spec.model.name
-        taken = [self._models.default.model.id, *(kept.attached.spec.model.name for kept in self._kept.values())]
+        taken = [self._models.default.model.id, *(entry.attached.spec.model.name for entry in self._entries.values())]
         if model in taken:
             if name not in self._rejected:
-                text = "borrower %s: its model is called %s, as another is: `model.served_name` says another"
+                text = "attached deployment %s: model name %s is taken; set model.served_name to another one"
                 logger.error(text, name, model)
             self._rejected.add(name)
             return
         self._rejected.discard(name)
-        kept = self._kept[name] = _Kept(attached)
+        entry = self._entries[name] = _Entry(attached)
         self._models.report_unavailable(model, _OPENING)
-        kept.opening = asyncio.create_task(self._open(kept), name=f"borrower {name}")
+        entry.opening = asyncio.create_task(self._open(entry), name=f"attached-deployment {name}")
 
-    async def _open(self, kept: _Kept) -> None:
-        spec, said = kept.attached.spec, ""
+    async def _open(self, entry: _Entry) -> None:
+        spec, last_error = entry.attached.spec, ""
         while True:
             try:
-                await self._try_to_open(kept)
-            except Exception as error:  # an edge: whatever it is, it is this borrower's
-                if said != (said := str(error)):
+                await self._try_to_open(entry)
+            except Exception as error:  # boundary: any failure is this deployment's own
+                if last_error != (last_error := str(error)):
                     is_ours = isinstance(error, ClusterError)
-                    logger.error("borrower %s: not opened: %s", spec.name, error, exc_info=None if is_ours else error)
+                    trace = None if is_ours else error
+                    logger.error("attached deployment %s: not opened: %s", spec.name, error, exc_info=trace)
                 self._models.report_unavailable(
-                    spec.model.name, "its deployment cannot be reached, or its model not read"
+                    spec.model.name, "its deployment is unreachable, or its model files cannot be read"
                 )
-                kept.was_tried.set()
-                await asyncio.sleep(_AGAIN_S)
+                entry.was_tried.set()
+                await asyncio.sleep(_RETRY_S)
             else:
-                logger.info("borrower %s: model %s is served", spec.name, spec.model.name)
-                kept.was_tried.set()
+                logger.info("attached deployment opened name=%s model=%s", spec.name, spec.model.name)
+                entry.was_tried.set()
                 return
 
-    async def _try_to_open(self, kept: _Kept) -> None:
-        attached, metrics = kept.attached, Metrics()
-        entered = await _entered(attached)
+    async def _try_to_open(self, entry: _Entry) -> None:
+        attached, metrics = entry.attached, Metrics()
+        entered = await _enter(attached)
         try:
             served = await ServedModel.open(
                 attached.spec,
@@ -199,36 +203,36 @@ class AttachedDeployments:
         except BaseException:
             await asyncio.to_thread(entered.leave)
             raise
-        kept.served, kept.leave = served, entered.leave
+        entry.served, entry.leave = served, entered.leave
         if entered.tell:
             served.report_traffic(entered.tell)
         self._models.add(served.completions)
 
-    async def _end(self, name: str, *, successor: AttachedDeployment | None = None) -> None:
-        """Nobody is sent there any more; what runs there is cut off. successor: who is opened next."""
-        if (kept := self._kept.pop(name, None)) is None:
+    async def _remove(self, name: str, *, successor: AttachedDeployment | None = None) -> None:
+        """Stop routing to the deployment and cut off its requests. successor: the next one of that name."""
+        if (entry := self._entries.pop(name, None)) is None:
             return
-        if kept.opening:
-            kept.opening.cancel()
-            await asyncio.gather(kept.opening, return_exceptions=True)
-        self._models.forget_unavailable(kept.attached.spec.model.name)
-        if kept.served:
-            self._models.remove(kept.served.completions)
+        if entry.opening:
+            entry.opening.cancel()
+            await asyncio.gather(entry.opening, return_exceptions=True)
+        self._models.forget_unavailable(entry.attached.spec.model.name)
+        if entry.served:
+            self._models.remove(entry.served.completions)
         if successor:
             self._models.report_unavailable(successor.spec.model.name, _OPENING)
         try:
-            if kept.served:
+            if entry.served:
                 async with asyncio.timeout(_CLOSE_S):
-                    await kept.served.close()
-        except Exception:  # an edge: the others go on
-            logger.exception("borrower %s: not all of it could be closed", name)
+                    await entry.served.close()
+        except Exception:  # boundary: the other deployments are unaffected
+            logger.exception("attached deployment %s: failed to close", name)
         finally:
-            await asyncio.to_thread(kept.leave)
-        logger.info("borrower %s: gone", name)
+            await asyncio.to_thread(entry.leave)
+        logger.info("attached deployment closed name=%s", name)
 
 
-async def _entered(attached: AttachedDeployment) -> AttachedIdentity:
-    """Whoever is cancelled meanwhile leaves again as soon as it is in: a thread goes on to its end."""
+async def _enter(attached: AttachedDeployment) -> AttachedIdentity:
+    """Enter the deployment. A cancelled caller's identity is released later: threads cannot be interrupted."""
     entering = asyncio.ensure_future(attached.enter())
     try:
         return await asyncio.shield(entering)

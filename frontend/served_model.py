@@ -1,5 +1,5 @@
-"""One model in a router: its text side, the replicas of its deployment, the serving core between them, and its admin
-endpoint. A failure here affects this model alone; the endpoints for clients are elsewhere."""
+"""One model served by a router: its tokenizer and templates, its deployment's replicas, the router core, and its admin
+endpoint. A failure here affects this model alone."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WATCH_S = 1.0
 
 
 class ServedModel:
-    """Open it with `open`, on the event loop that will serve it."""
+    """Model with its deployment. Create with `open`, on the event loop that serves it."""
 
     def __init__(
         self,
@@ -81,12 +81,12 @@ class ServedModel:
         has_many_tenants: Callable[[], bool] = lambda: False,
         tracing: Tracing | None = None,
     ) -> ServedModel:
-        """Load the model's text side, and find the replicas. Raises SpecError, DeployError.
+        """Load the tokenizer and templates, and discover the replicas. Raises SpecError, DeployError.
 
-        identity: by a name that no other router of this deployment has. tasks: among which its own run; they are closed
-        with it. node: the address of this machine among the others. trail: the file with one line for each request.
-        revisions: what the controller has said of those that serve; None: Redis alone says it. has_many_tenants:
-        whether those who ask now are several.
+        identity: its router name is unique within the deployment. tasks: supervisor of the background tasks, closed
+        with the model. node: address of this machine for other machines. audit_log: file with one line per request.
+        revisions: serving revisions from the controller; None: read them from Redis alone. has_many_tenants: whether
+        more than one tenant sends requests at present.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
@@ -161,35 +161,34 @@ class ServedModel:
 
     @property
     def admin_address(self) -> tuple[str, int]:
-        """Where the operators of its deployment ask."""
+        """Host and port of the admin endpoint."""
         assert self._admin
         return self._admin.address
 
     @property
     def has_read(self) -> bool:
-        """Its deployment's replicas were looked up."""
+        """True if the deployment's replicas have been read once."""
         return self._discovery.has_read
 
     @property
     def is_failing(self) -> bool:
-        """Its tasks keep dying: opened anew, it may do better."""
+        """True if its background tasks are crash-looping; reopening the model may help."""
         return bool(self._tasks.failing)
 
     def health(self) -> dict[str, int]:
-        """How many replicas of each role can be used now."""
-        return {role.value: self._replicas.num_usable(role) for role in Role}
+        """Return the number of usable replicas of each role."""
+        return {role.value: len(self._replicas.usable(role)) for role in Role}
 
     def is_ready(self) -> bool:
-        """Whether there is a replica that answers."""
+        """Return whether a replica can answer."""
         return self._replicas.may_answer()
 
     async def changed(self, *, timeout_s: float) -> None:
-        """Wait until something is heard of any replica. Raises TimeoutError."""
+        """Wait until any replica reports a change. Raises TimeoutError."""
         await self._replicas.changed(timeout_s=timeout_s)
 
     def report_traffic(self, tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
-        """From now on, every few seconds, what has come and what is over. tell: to whoever collects it, and decides by
-        it. Raises ClusterError."""
+        """Start sending periodic traffic reports. tell: deliver one report; raises ClusterError."""
         record = self.completions.traffic
         assert record
         reporter = TrafficReporter(
@@ -201,7 +200,7 @@ class ServedModel:
         self._tasks.start("traffic", lambda: reporter.report_forever(tell))
 
     async def close(self) -> None:
-        """What runs is cut off: whoever waits for it does so before."""
+        """Close the model and cut off running requests; drain them before."""
         self._replicas.availability.end()
         if self._admin:
             await self._admin.close()
@@ -212,7 +211,7 @@ class ServedModel:
         self.completions.close()
 
     async def _start(self, spec: Spec, credentials: DeploymentSecrets, *, router: str, node: str) -> None:
-        """What runs for as long as it is served."""
+        """Open the admin endpoint and start the background tasks."""
         self._admin = await AdminServer.open(
             spec,
             credentials,
@@ -236,7 +235,7 @@ class ServedModel:
             self._admin.show_scaling([asdict(decision) for decision in decisions])
 
     async def _watch(self) -> None:
-        """So that it is known since when there has been no replica, whether anybody asks or not."""
+        """Update availability periodically, so that its timestamps do not depend on requests."""
         while True:
             self._replicas.availability.look()
             await asyncio.sleep(_WATCH_S)

@@ -1,7 +1,7 @@
-"""One router, whole: who may ask, both doors, and the models behind them: its own deployment's, and those of its
-borrowers, deployments that have no doors of their own.
+"""One router process: access control, the gRPC and HTTP endpoints, and the models of its own deployment and of attached
+deployments.
 
-Knows nothing of Ray: `router.app` runs it inside a Serve replica, tests run it as it is.
+Independent of Ray: `cluster` runs it inside a Serve replica, tests run it directly.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WATCH_S = 1.0
 
 
 class RouterService:
-    """Open it with `open`, on the event loop that will serve it."""
+    """Router with its endpoints and models. Create with `open`, on the event loop that serves it."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class RouterService:
         revisions: RevisionTable | None = None,
         find_attached: FindAttached | None = None,
     ) -> RouterService:
-        """Load the models' text sides, find the replicas, open both doors. Raises SpecError, DeployError.
+        """Load the models, discover the replicas and open both endpoints. Raises SpecError, DeployError.
 
-        identity: by a name that no other one of this deployment has. host: where the doors listen. node: the address of
-        this machine among the others; None: that one. trail: the file with one line for each request. keys, revisions:
-        what the controller has said of API keys and of the revisions that serve; None: Redis alone says it.
-        find_borrowers: whose models these doors serve, too, at each moment; None: nobody's.
+        identity: its router name is unique within the deployment. host: address that the endpoints bind to. node:
+        address of this machine for other machines; None: `host`. audit_log: file with one line per request. keys,
+        revisions: API keys and serving revisions from the controller; None: read them from Redis alone.
+        find_attached: list the attached deployments; None: there are none.
         """
         metrics = Metrics()
         tasks = Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())
@@ -95,7 +95,7 @@ class RouterService:
             signing_key=credentials.key(Purpose.API_KEYS),
             salt_key=credentials.key(Purpose.SALTS),
             is_required=spec.router.needs_keys(host),
-            is_cache_told=is_loopback(host),
+            reports_cached_tokens=is_loopback(host),
             num_routers=spec.router.replicas,
             tasks=tasks,
             count=lambda outcome: metrics.requests.labels(outcome).inc(),
@@ -118,7 +118,8 @@ class RouterService:
         attached_deployments = AttachedDeployments(
             models, find_attached, node=node or host, has_many_tenants=lambda: access.has_many_tenants, tracing=tracing
         )
-        await attached_deployments.settle()  # so that a router that takes another's place knows what that knew
+        # Wait for attached deployments, so that a replacement router serves the same models as its predecessor.
+        await attached_deployments.settle()
         stored = StoredResponses.in_redis(
             credentials.index_url,
             name=spec.name,
@@ -152,16 +153,16 @@ class RouterService:
 
     @property
     def admin_address(self) -> tuple[str, int]:
-        """Where operators ask."""
+        """Host and port of the admin endpoint."""
         return self._own.admin_address
 
     def health(self) -> dict[str, int]:
-        """How many replicas of each role of its own deployment can be used now."""
+        """Return the number of usable replicas of each role of its own deployment."""
         return self._own.health()
 
     @property
     def models(self) -> Sequence[str]:
-        """What clients call those that are served now, its own first."""
+        """Names of the served models, its own deployment's first."""
         return self._models.names
 
     @property
@@ -169,31 +170,33 @@ class RouterService:
         return HealthProbes(live=self.is_live, ready=self.is_ready, startup=lambda: self._own.has_read)
 
     def is_live(self) -> bool:
-        """No: a task of the router keeps dying, and a new process is wanted. Borrowers' tasks are looked after here."""
+        """Return False if background tasks keep dying, so that the process is replaced. Excludes attached deployments,
+        whose tasks this router restarts itself."""
         return not self._tasks.failing
 
     def is_ready(self) -> bool:
-        """Whether requests should come here: for one model at least."""
+        """Return whether at least one model can be served."""
         return not self._is_closing and self._is_healthy()
 
     def report_traffic(self, tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
-        """Of its own deployment, as ServedModel does."""
+        """Start traffic reports of its own deployment; see ServedModel.report_traffic."""
         self._own.report_traffic(tell)
 
     async def close(self) -> None:
-        """Say that no more requests should come, let those under way finish for as long as the spec says, and go."""
+        """Report not ready, drain running requests for at most `drain_s`, and close."""
         self._is_closing = True
         endpoints = [endpoint for endpoint in (self._grpc, self._http) if endpoint]
         await asyncio.gather(*(endpoint.close(grace_s=self._drain_s) for endpoint in endpoints))
         await self._access.close()
         await self._stored.close()
         await self._attached_deployments.close()
-        await self._own.close()  # and with it all tasks of the router
+        # Stops the background tasks, too.
+        await self._own.close()
         if self._tracing:
             await asyncio.to_thread(self._tracing.close)
 
     async def _open_endpoints(self, spec: Spec, *, host: str) -> None:
-        """Routers of one machine share both ports."""
+        """Open the gRPC and HTTP endpoints. Routers of one machine share both ports."""
         router, is_port_shared = spec.router, spec.router.replicas > 1
         self._grpc = await open_grpc_api(
             self._models,
@@ -223,10 +226,10 @@ class RouterService:
         )
 
     def _start(self) -> None:
-        """What runs for as long as the router does."""
+        """Start the background tasks."""
         self._tasks.start("health", self._watch)
-        if self._attached_deployments.may_come:
-            self._tasks.start("borrowers", self._attached_deployments.follow_forever)
+        if self._attached_deployments.is_enabled:
+            self._tasks.start("attached-deployments", self._attached_deployments.follow_forever)
 
     def _is_healthy(self) -> bool:
         return self._own.is_ready() or self._attached_deployments.is_any_ready()

@@ -1,4 +1,4 @@
-"""Who may ask at this router's doors, and how much: its keys and their limits, kept up to date."""
+"""Access control of a router's endpoints: API keys and their limits, kept up to date."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from frontend.access.limits import Limits
 from frontend.access.local_limiter import LocalLimiter
 from frontend.access.redis_limiter import RedisLimiter
 
-Count = Callable[[str], None]  # told of the outcome of a request that ends here, as metrics have it
-_LIMITS_S = 0.5  # of an answer of Redis, for which a request waits
+Count = Callable[[str], None]  # called with the outcome of a rejected request, by the metrics' names
+_LIMITS_S = 0.5  # Redis timeout of a limit check, for which a request waits
 
 
 class Access:
-    """What both doors ask. Lives on the router's event loop."""
+    """Keys and limits, shared by both endpoints. Bound to the router's event loop."""
 
     def __init__(self, keyring: Keyring, limits: Limits, *redises: Redis, count: Count = lambda outcome: None) -> None:
-        """redises: closed with this. count: told of who was turned away without a key; they may be many."""
+        """redises: closed with this object. count: called for each request rejected without a key."""
         self._count = count
         self.limits = limits
         self._keyring = keyring
@@ -42,21 +42,23 @@ class Access:
         signing_key: bytes,
         salt_key: bytes,
         is_required: bool,
-        is_cache_told: bool,
+        reports_cached_tokens: bool,
         num_routers: int,
         count: Count,
         known: KeyRegistry | None = None,
         tasks: Supervisor | None = None,
     ) -> Access:
-        """Of the deployment `name`: with what its controller says now, and from now on.
+        """Read the keys of the deployment `name` and follow their changes.
 
-        known: by the controller's own word; an older book is not believed. None: nothing is known yet.
-        tasks: among which its own are; None: by themselves.
+        known: keys from the controller; an older registry in Redis is ignored. None: nothing is known yet.
+        tasks: supervisor of the background tasks; None: a private one.
         """
         for_keys, for_limits = connect_redis(index_url), connect_redis(index_url, within_s=_LIMITS_S)
         least_version = known.version if known else 0
         reader = KeyReader(for_keys, name=name, signing_key=signing_key, least_version=least_version)
-        keyring = Keyring(reader, salt_key=salt_key, is_required=is_required, is_cache_told=is_cache_told)
+        keyring = Keyring(
+            reader, salt_key=salt_key, is_required=is_required, reports_cached_tokens=reports_cached_tokens
+        )
         limits = Limits(RedisLimiter(for_limits, name=name), LocalLimiter(num_routers=num_routers))
         access = cls(keyring, limits, for_keys, for_limits, count=count)
         if known:
@@ -71,12 +73,12 @@ class Access:
 
     @classmethod
     def anybody(cls, salt_key: bytes = bytes(32)) -> Access:
-        """Without keys."""
+        """Create access control without keys, for tests and keyless routers."""
         keyring = Keyring(None, salt_key=salt_key, is_required=False)
         return cls(keyring, Limits(None, LocalLimiter()))
 
     def identify(self, authorization: str | None, *, api_key: str | None = None) -> Client:
-        """Whom a request is from, by its headers `Authorization` and `X-Api-Key`. Raises Unauthenticated or
+        """Return the client of a request from its `Authorization` and `X-Api-Key` headers. Raises Unauthenticated or
         KeysUnknown."""
         try:
             return self._keyring.identify(authorization, api_key=api_key)
@@ -86,7 +88,7 @@ class Access:
 
     @property
     def has_many_tenants(self) -> bool:
-        """Whether there are others from whom one could take what they need."""
+        """True if more than one tenant can send requests, so that fair shares matter."""
         return self._keyring.has_many_tenants
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Who asks, and what follows from that: whose prefixes, whose share, how urgent, how long an answer."""
+"""Identity of a client, and the request fields derived from it: tenant, prefix salt, priority, answer bound."""
 
 from __future__ import annotations
 
@@ -13,57 +13,61 @@ from frontend.text.completion_request import MAX_SALT_CHARS, MAX_USER_CHARS, Com
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """A client whose key is known; or, where none is needed, anybody."""
+    """Client of a request: an API key, or the anonymous client where no key is required."""
 
-    key: ApiKey | None  # None: it showed none
-    # Of the deployment: without it nobody can tell beforehand a hash that a tenant or salt keys.
+    key: ApiKey | None  # None: anonymous
+    # Secret of the deployment: without it, a client could compute the prefix hash of another tenant or salt.
     salt_key: bytes = field(repr=False)
-    is_cache_told: bool = True  # False among strangers, who share prefixes: it would tell what another one has sent
+    # Whether cached-token counts are reported. False for anonymous clients that share prefixes with strangers:
+    # the counts would reveal other clients' prompts.
+    reports_cached_tokens: bool = True
 
     @property
     def key_id(self) -> str:
-        """Empty without a key."""
+        """Id of the API key; empty without one."""
         return self.key.id if self.key else ""
 
     @property
     def tenant(self) -> str:
-        """Whose all this is; empty without a key: of one tenant with all the others who show none."""
+        """Tenant that owns the request; empty without a key: all anonymous clients are one tenant."""
         return self.key.tenant if self.key else ""
 
     def bound(self, request: CompletionRequest) -> CompletionRequest:
-        """The request with what is not the client's to say: tenant, salt, bounds. The same at both doors.
-
-        Raises RequestError.
-        """
+        """Return the request with the fields that the server sets: tenant, salt, bounds. Raises RequestError."""
         if len(request.cache_salt) > MAX_SALT_CHARS:
-            raise RequestError(f"cache_salt: at most {MAX_SALT_CHARS} characters are taken", param="cache_salt")
+            raise RequestError(
+                f"cache_salt: has {len(request.cache_salt)} characters; at most {MAX_SALT_CHARS} are accepted",
+                param="cache_salt",
+            )
         if len(request.user) > MAX_USER_CHARS:
-            raise RequestError(f"user: at most {MAX_USER_CHARS} characters are taken", param="user")
+            raise RequestError(
+                f"user: has {len(request.user)} characters; at most {MAX_USER_CHARS} are accepted", param="user"
+            )
         bound = replace(
             request,
             tenant=self.tenant,
             salt=salt_of(self.salt_key, tenant=self.tenant, cache_salt=request.cache_salt),
-            is_cache_told=self.is_cache_told or bool(request.cache_salt),
+            reports_cached_tokens=self.reports_cached_tokens or bool(request.cache_salt),
         )
         return self._within_key(bound, self.key) if self.key else bound
 
     def _within_key(self, request: CompletionRequest, key: ApiKey) -> CompletionRequest:
-        asked, most = request.max_tokens, key.max_tokens
-        if asked is not None and most is not None and asked > most:
+        requested, limit = request.max_tokens, key.max_tokens
+        if requested is not None and limit is not None and requested > limit:
             param = request.max_tokens_field
-            raise RequestError(f"{param}: this API key may ask for {most}, not {asked}", param=param)
+            raise RequestError(f"{param}: is {requested}; this API key allows at most {limit}", param=param)
         priority = request.priority
         # Every key may send offline requests: they run after all others, so a bound would only move them forward.
         if key.priorities and priority < OFFLINE:
             low, high = key.priorities
             priority = min(max(priority, low), high)
-        return replace(request, key_id=key.id, max_answer=most, priority=priority)
+        return replace(request, key_id=key.id, max_answer=limit, priority=priority)
 
 
 def salt_of(key: bytes, *, tenant: str, cache_salt: str) -> str:
-    """What keys the prefix hashes of a request: who has not both words shares no prefix with who has.
+    """Return the salt of a request's prefix hashes, so that only requests of the same tenant and cache_salt share KV.
 
-    Empty where both are: such requests share their prefixes with each other.
+    Empty if both are empty: such requests share their prefixes with each other.
     """
     if not tenant and not cache_salt:
         return ""

@@ -1,4 +1,4 @@
-"""The API keys that a router knows, and whom a request is from."""
+"""API keys of a router: lookup of the client of a request."""
 
 from __future__ import annotations
 
@@ -15,64 +15,64 @@ from frontend.access.identity import Client
 
 logger = logging.getLogger(__name__)
 
-_LOOK_S = 0.4  # a key that is made or revoked counts everywhere within a second
+_POLL_S = 0.4  # a key that is made or revoked counts everywhere within a second
 _SCHEME = "bearer "
 _MAX_CHARS = 256
 
 
 class Keyring:
-    """Lives on the router's event loop. Where Redis is away it goes on with what it knows."""
+    """API keys, followed from Redis; keeps the last known keys while Redis is unavailable. Bound to the event loop."""
 
     def __init__(
-        self, reader: KeyReader | None, *, salt_key: bytes, is_required: bool, is_cache_told: bool = True
+        self, reader: KeyReader | None, *, salt_key: bytes, is_required: bool, reports_cached_tokens: bool = True
     ) -> None:
-        """reader: None where there are no keys. is_cache_told: whether clients without a key may hear what was cached
-        of their prompts."""
+        """reader: None: the deployment has no keys. reports_cached_tokens: whether anonymous clients see
+        cached-token counts."""
         self._reader = reader
         self._is_required = is_required
-        self._anybody = Client(key=None, salt_key=salt_key, is_cache_told=is_cache_told)
-        self._clients: dict[str, Client] | None = None  # by the digest of the secret; None: not heard yet
+        self._anonymous = Client(key=None, salt_key=salt_key, reports_cached_tokens=reports_cached_tokens)
+        self._clients: dict[str, Client] | None = None  # by digest of the secret; None: not read yet
         self._has_many_tenants = False
-        self._reach = RedisReach("the API keys known go on counting")
+        self._reach = RedisReach("the last known API keys stay valid")
         self._is_closing = False
 
     def identify(self, authorization: str | None, *, api_key: str | None = None) -> Client:
-        """Whom a request is from, by its `Authorization` header, or by `X-Api-Key`. Raises Unauthenticated or
+        """Return the client of a request from its `Authorization` or `X-Api-Key` header. Raises Unauthenticated or
         KeysUnknown.
 
-        Secrets are looked up by their digest, so that how long it takes says nothing of any of them.
+        Secrets are looked up by digest, so the timing reveals nothing about a secret.
         """
         if api_key and (api_key := api_key.strip()):
-            authorization = _one_of(authorization, f"{_SCHEME}{api_key}")
+            authorization = _same_key(authorization, f"{_SCHEME}{api_key}")
         scheme, secret = _parts(authorization)
         if scheme.lower() == _SCHEME and secret and len(secret) <= _MAX_CHARS:
             if client := (self._clients or {}).get(digest_of(secret)):
                 return client
         if not self._is_required:
-            return self._anybody
+            return self._anonymous
         if self._clients is None:
-            raise KeysUnknown("this router has not heard yet which API keys there are; try again")
+            raise KeysUnknown("this router has not read the API keys yet; retry")
         if not authorization:
             raise Unauthenticated("an API key is needed: send it as Authorization: Bearer sk-…")
         if scheme.lower() != _SCHEME:
-            raise Unauthenticated("an API key is sent as Authorization: Bearer sk-…, and this came without Bearer")
-        raise Unauthenticated("this API key is not known here, or was revoked")
+            raise Unauthenticated("Authorization has no Bearer scheme; send the API key as Authorization: Bearer sk-…")
+        raise Unauthenticated("unknown or revoked API key")
 
     @property
     def has_many_tenants(self) -> bool:
-        """Whether several may ask; the operator's own machine, and who may ask without a key where nobody has one, are
-        none of them."""
+        """True if more than one tenant can send requests. The operator key does not count, nor do
+        anonymous clients of a deployment without keys."""
         return self._has_many_tenants
 
     def take(self, registry: KeyRegistry) -> None:
-        """From now on these keys count, and no others."""
-        salt_key = self._anybody.salt_key
+        """Replace the keys with those of the registry."""
+        salt_key = self._anonymous.salt_key
         self._clients = {key.digest: Client(key=key, salt_key=salt_key) for key in registry.keys}
         tenants = {key.tenant for key in registry.keys if key.name != OPERATOR}
         self._has_many_tenants = len(tenants) > (1 if self._is_required else 0)
 
     async def read(self) -> None:
-        """Look whether the controller says something new."""
+        """Read the registry from Redis if it has changed."""
         if self._reader is None:
             return
         try:
@@ -86,10 +86,10 @@ class Keyring:
     async def follow_forever(self) -> None:
         while self._reader is not None and not self._is_closing:  # redis-py may swallow a cancellation
             await self.read()
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Follow no longer."""
+        """Stop following."""
         self._is_closing = True
 
 
@@ -97,9 +97,9 @@ def _parts(authorization: str | None) -> tuple[str, str]:
     return (authorization or "")[: len(_SCHEME)], (authorization or "")[len(_SCHEME) :].strip()
 
 
-def _one_of(authorization: str | None, other: str) -> str:
-    """Of two that may say the same. Raises Unauthenticated where they are different keys."""
+def _same_key(authorization: str | None, other: str) -> str:
+    """Return `other`, after checking that both headers carry the same key. Raises Unauthenticated if they differ."""
     scheme, secret = _parts(authorization)
     if scheme.lower() == _SCHEME and secret and secret != _parts(other)[1]:
-        raise Unauthenticated("Authorization and X-Api-Key have different API keys: send one of them")
+        raise Unauthenticated("Authorization and X-Api-Key carry different API keys; send one of them")
     return other

@@ -1,4 +1,4 @@
-"""What a key may still ask for: requests and tokens in any minute, and requests at a time."""
+"""Interface of rate limiters: requests and tokens per minute, and concurrent requests, for each API key."""
 
 from __future__ import annotations
 
@@ -8,88 +8,90 @@ from typing import Protocol
 from core.types.api_key import ApiKey
 from core.types.errors import RateLimited
 
-LEASE_S = 10.0  # a request under way counts for so long after its router was last heard of
-# Seconds are counted whole: so many of them cover any minute, wherever in a second it begins; and one more, for tokens
-# that were taken ahead may be used a little later.
+LEASE_S = 10.0  # a running request counts for this long after its router last renewed it
+# Seconds are counted whole: 61 of them cover any minute. One more, because tokens taken ahead may be used a little
+# later.
 WINDOW = 62
 
 
 @dataclass(frozen=True, kw_only=True)
 class LimitStatus:
-    """How much of its limits one key has used, at one moment."""
+    """Usage of one key at one moment."""
 
-    num_requests: int  # in the window, with this one
-    requests_reset_s: float  # until none of them counts any more
+    num_requests: int  # in the window, including this one
+    requests_reset_s: float  # until the window is empty
     num_tokens: int
     tokens_reset_s: float
 
     def headers(self, key: ApiKey) -> dict[str, str]:
-        """As OpenAI has them; of the limits that the key has."""
-        found = {}
-        for what, limit, used, reset_s in (
+        """Return OpenAI's x-ratelimit headers for the limits that the key has."""
+        headers = {}
+        for kind, limit, used, reset_s in (
             ("requests", key.rpm, self.num_requests, self.requests_reset_s),
             ("tokens", key.tpm, self.num_tokens, self.tokens_reset_s),
         ):
             if limit is not None:
-                found[f"x-ratelimit-limit-{what}"] = str(limit)
-                found[f"x-ratelimit-remaining-{what}"] = str(max(0, limit - used))
-                found[f"x-ratelimit-reset-{what}"] = f"{reset_s:.3f}s"
-        return found
+                headers[f"x-ratelimit-limit-{kind}"] = str(limit)
+                headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, limit - used))
+                headers[f"x-ratelimit-reset-{kind}"] = f"{reset_s:.3f}s"
+        return headers
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reservation:
-    """What one request has taken of its key's limits: a place, tokens ahead, and later all that it might use."""
+    """Share of a key's limits held by one request: a concurrency slot, tokens taken ahead, later its token bound."""
 
     key: ApiKey
     id: str
-    second: int  # of the limiter's clock, in which its tokens were taken
+    second: int  # of the limiter's clock, when its tokens were taken
     num_tokens: int
     standing: LimitStatus
 
     def with_tokens(self, number: int) -> Reservation:
-        """With so many of those that it has: the others are given back."""
+        """Return the reservation reduced to `number` tokens."""
         left = replace(self.standing, num_tokens=self.standing.num_tokens - self.num_tokens + number)
         return replace(self, num_tokens=number, standing=left)
 
 
 class Limiter(Protocol):
-    """Counts for keys. Raises redis.RedisError where it counts in a Redis that is away."""
+    """Counts requests and tokens of keys. Methods raise redis.RedisError if the backing Redis is unavailable."""
 
     async def enter(self, key: ApiKey, *, id: str, ahead: int = 0) -> Reservation:
-        """Take a request and its place, or nothing; of what it asks for nothing is known yet. With it so many tokens
-        `ahead`, where the key has twice as many left: who comes after it still finds as many. Raises RateLimited, which
-        says when to come again, also where the key has no token left."""
+        """Take one request and a concurrency slot, before its size is known, or nothing.
+
+        Takes `ahead` tokens as well if the key has twice as many left, so that the next request finds as many. Raises
+        RateLimited with a retry time, also if the key has no token left.
+        """
         ...
 
     async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
-        """Take the tokens of a request that has a place, in exchange for those that it took ahead, which are given back
-        whatever comes of it; or none of them. Raises RateLimited."""
+        """Exchange the tokens taken ahead for the request's own bound; those taken ahead are returned in any case.
+        Raises RateLimited, having taken none."""
         ...
 
     async def give_back(self, taken: Reservation, *, num_tokens: int) -> None:
-        """So many of the tokens taken are not needed."""
+        """Return unused tokens."""
         ...
 
     async def settle(self, taken: Reservation, *, used: int) -> None:
-        """The request is over, and has used so many tokens."""
+        """End the request, which has used `used` tokens, and release its slot."""
         ...
 
     async def renew(self, taken: list[Reservation]) -> None:
-        """These are still under way: for another LEASE_S, also where their leases have ended."""
+        """Extend the leases by LEASE_S, including those that have expired."""
         ...
 
 
-def rejection(key: ApiKey, what: str, *, retry_after_s: float, standing: LimitStatus) -> RateLimited:
-    """what: requests, tokens or concurrency."""
+def rejection(key: ApiKey, kind: str, *, retry_after_s: float, standing: LimitStatus) -> RateLimited:
+    """Build the RateLimited error. kind: requests, tokens or concurrency."""
     limit = {
         "requests": f"{key.rpm} requests a minute",
         "tokens": f"{key.tpm} tokens a minute",
         "concurrency": f"{key.concurrency} requests at a time",
-    }[what]
+    }[kind]
     return RateLimited(
-        f"this API key may have {limit}",
+        f"API key limit reached: {limit}",
         retry_after_s=retry_after_s,
         headers=standing.headers(key),
-        is_certain=what == "requests",  # tokens and places may be given back
+        is_certain=kind == "requests",  # tokens and slots may be returned earlier
     )

@@ -1,4 +1,4 @@
-"""A key's limits around a request: taken before anything of it is read, settled after it, and kept meanwhile."""
+"""Enforcement of an API key's limits around a request: reserve before its body is read, renew, settle at the end."""
 
 from __future__ import annotations
 
@@ -21,42 +21,42 @@ from frontend.access.request_context import Held, RequestContext
 
 logger = logging.getLogger(__name__)
 
-_TRY_AGAIN_S = 1.0  # after Redis was found to be away
-_AHEAD_S = 0.5  # that tokens may be held for a request that is still being read; see WINDOW
+_RETRY_S = 1.0  # pause after Redis was found unavailable
+_HOLD_S = 0.5  # maximum time to hold tokens for a request whose body is still being read; see WINDOW
 
 
 class Limits:
-    """Lives on the router's event loop. Where Redis is away, or too slow, this router's own part of each limit counts:
-    what was counted on the other side is not carried over."""
+    """Limits of all keys. Falls back to this router's share of each limit while Redis is unavailable or slow; counts do
+    not carry over. Bound to the router's event loop."""
 
     def __init__(
         self,
         shared: Limiter | None,
         local: Limiter,
         *,
-        try_again_s: float = _TRY_AGAIN_S,
-        ahead_s: float = _AHEAD_S,
+        try_again_s: float = _RETRY_S,
+        ahead_s: float = _HOLD_S,
     ) -> None:
-        """shared: of all routers; None where there is none. try_again_s: after `shared` was found to be away. ahead_s:
-        for which a request has tokens before it is known how many it needs."""
+        """shared: limiter common to all routers; None: only the local one. try_again_s: pause after `shared` failed.
+        ahead_s: how long tokens are held for a request whose token count is not known yet."""
         self._ahead_s = ahead_s
         self._try_again_s = try_again_s
         self._shared = shared
         self._local = local
-        self._under_way: dict[str, Held] = {}  # their places
+        self._under_way: dict[str, Held] = {}  # by reservation id
         self._settling: set[asyncio.Task[None]] = set()
         self._unavailable_until = 0.0
-        self._reach = RedisReach("this router's own part of each limit counts")
-        self._has_failed = False  # for one key: Redis is there
+        self._reach = RedisReach("this router enforces its own share of each limit")
+        self._has_failed = False  # Redis answered with an error for one key
         self._is_closing = False
-        self._used_up: dict[str, tuple[float, RateLimited]] = {}  # by key: until when nothing can pass, and why
-        self._ahead: dict[str, int] = {}  # by key: about the most tokens that its latest requests took
+        self._used_up: dict[str, tuple[float, RateLimited]] = {}  # by key: rejected until then, and the error
+        self._ahead: dict[str, int] = {}  # by key: decaying maximum of the tokens of its latest requests
 
     @asynccontextmanager
     async def entered(self, client: Client) -> AsyncIterator[RequestContext]:
-        """Hold a place for one request of this client for as long as the block lasts, from before its body is read.
+        """Hold a concurrency slot for one request for the duration of the block. Enter before its body is read.
 
-        It counts as a request, whatever becomes of it. Raises RateLimited, also where the key has no token left.
+        Counts as a request whatever its outcome. Raises RateLimited, also if the key has no token left.
         """
         key = client.key
         if key is None or not key.is_limited:
@@ -74,24 +74,24 @@ class Limits:
             self._start(self._leave(request_context, request_context.used_tokens))
 
     async def keep_forever(self) -> None:
-        """Renew what is under way: the places of a router that dies come back when their leases end."""
+        """Renew the leases of running requests; those of a dead router expire."""
         while not self._is_closing:  # redis-py may swallow a cancellation
             await asyncio.sleep(LEASE_S / 3)
             try:
                 await self._renew()
             except RedisError as error:
-                self._note(error)
+                self._on_redis_error(error)
 
     def close(self) -> None:
-        """Keep no longer."""
+        """Stop renewing."""
         self._is_closing = True
 
     async def settled(self) -> None:
-        """Wait until what is over has been settled."""
+        """Wait until all ended requests have been settled."""
         await asyncio.gather(*self._settling, return_exceptions=True)
 
     def _check(self, key: ApiKey) -> None:
-        """Raises RateLimited where it is known already that nothing passes: nobody is asked then."""
+        """Raise RateLimited from memory while the key is known to be exhausted."""
         if found := self._used_up.get(key.id):
             until, error = found
             if (left_s := until - time.monotonic()) > 0:
@@ -102,7 +102,7 @@ class Limits:
         entering = asyncio.create_task(self._enter(key))
         try:
             return await asyncio.shield(entering)
-        except asyncio.CancelledError:  # the client has gone, and Redis may have counted it
+        except asyncio.CancelledError:  # the client has disconnected, but Redis may have counted the request
             self._start(self._give_back(entering))
             raise
         except RateLimited as error:
@@ -114,13 +114,13 @@ class Limits:
         id, ahead = secrets.token_hex(8), self._ahead.get(key.id, 0)
         if self._shared is not None and self._asks_shared:
             try:
-                if self._reach.is_unavailable:  # leases have ended meanwhile, and what runs still counts
+                if self._reach.is_unavailable:  # leases may have expired during the outage
                     await self._renew()
                 taken = await self._shared.enter(key, id=id, ahead=ahead)
                 self._reach.found()
                 return self._shared, taken
             except RedisError as error:
-                self._note(error)
+                self._on_redis_error(error)
         return self._local, await self._local.enter(key, id=id, ahead=ahead)
 
     async def _take_tokens(self, request_context: RequestContext, num_tokens: int) -> Reservation:
@@ -133,75 +133,75 @@ class Limits:
             self._keep(request_context, num_tokens)
             return request_context.place[1]
         request_context.place = limiter, taken.with_tokens(0)
-        # A client that goes meanwhile does not end this: what is counted is given back when it is known.
+        # Shielded from a client disconnect: tokens that were counted are returned once known.
         request_context.charging = asyncio.create_task(self._charge(place, num_tokens))
         return (await asyncio.shield(request_context.charging))[1]
 
     def _lapse(self, request_context: RequestContext) -> None:
-        """It takes long to be read: nothing is held for it."""
+        """Return the tokens taken ahead for a request that takes too long to read."""
         if not request_context.is_charged:
             self._keep(request_context, 0)
 
     def _keep(self, request_context: RequestContext, num_tokens: int) -> None:
-        """Of the tokens that were taken ahead."""
+        """Keep `num_tokens` of the tokens taken ahead and return the rest."""
         assert request_context.place
         limiter, taken = request_context.place
         request_context.place = limiter, taken.with_tokens(num_tokens)
         if spared := taken.num_tokens - num_tokens:
-            self._start(self._noting(limiter.give_back(taken, num_tokens=spared)))
+            self._start(self._ignoring_redis_errors(limiter.give_back(taken, num_tokens=spared)))
 
     async def _charge(self, place: Held, num_tokens: int) -> Held:
         limiter, taken = place
         try:
             return limiter, await limiter.charge(taken, num_tokens=num_tokens)
         except RedisError as error:
-            self._note(error)
+            self._on_redis_error(error)
         return self._local, await self._local.charge(taken.with_tokens(0), num_tokens=num_tokens)
 
     async def _leave(self, request_context: RequestContext, used: int) -> None:
         assert request_context.place
         (limiter, taken) = held = request_context.place
         if request_context.charging:
-            with suppress(ClusterError):  # it was told so
+            with suppress(ClusterError):  # already reported to the request
                 held = await request_context.charging
         if held[0] is not limiter:
-            await self._noting(limiter.settle(taken, used=0))
-        await self._noting(held[0].settle(held[1], used=used))
+            await self._ignoring_redis_errors(limiter.settle(taken, used=0))
+        await self._ignoring_redis_errors(held[0].settle(held[1], used=used))
 
     @property
     def _asks_shared(self) -> bool:
         return self._shared is not None and time.monotonic() >= self._unavailable_until
 
-    async def _noting(self, told: Coroutine[Any, Any, None]) -> None:
+    async def _ignoring_redis_errors(self, call: Coroutine[Any, Any, None]) -> None:
         try:
-            await told
+            await call
         except RedisError as error:
-            self._note(error)
+            self._on_redis_error(error)
 
     async def _renew(self) -> None:
-        kept = [taken for limiter, taken in self._under_way.values() if limiter is self._shared]
-        if self._shared is None or not kept:
+        leased = [taken for limiter, taken in self._under_way.values() if limiter is self._shared]
+        if self._shared is None or not leased:
             return
-        await self._shared.renew(kept)
-        for taken in kept:
-            if taken.id not in self._under_way:  # over while it was being renewed, which may have come last
+        await self._shared.renew(leased)
+        for taken in leased:
+            if taken.id not in self._under_way:  # ended during the renewal, which may have arrived after it
                 await self._shared.settle(taken, used=taken.num_tokens)
 
     async def _give_back(self, entering: asyncio.Task[Held]) -> None:
         with suppress(ClusterError):
             limiter, taken = await entering
-            await self._noting(limiter.settle(taken, used=0))
+            await self._ignoring_redis_errors(limiter.settle(taken, used=0))
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Nobody waits for it: the client has its answer."""
+        """Run in the background; the client has its answer already."""
         task = asyncio.create_task(work)
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
-    def _note(self, error: RedisError) -> None:
-        if isinstance(error, ResponseError):  # it is there, and cannot count this: no reason to pass over other keys
+    def _on_redis_error(self, error: RedisError) -> None:
+        if isinstance(error, ResponseError):  # Redis is available; only this key's counters are broken
             if not self._has_failed:
-                logger.warning("Redis does not count for a key; this router's own part of its limits does: %s", error)
+                logger.warning("Redis cannot count for one key; enforcing this router's share of its limits: %s", error)
             self._has_failed = True
             return
         self._reach.missed(error)

@@ -1,4 +1,4 @@
-"""Limits counted in this process alone: a router's part of them, for the time in which Redis is away."""
+"""In-process limiter: one router's share of each limit, used while Redis is unavailable."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from frontend.access.limiter import WINDOW, LimitStatus, Reservation, rejection
 
 @dataclass
 class _Window:
-    """What was counted in the last minute, by the second."""
+    """Counts of the last minute, by second."""
 
     counts: dict[int, int] = field(default_factory=dict)  # in order
 
@@ -26,11 +26,11 @@ class _Window:
         self.counts[second] = self.counts.get(second, 0) + number
 
     def reset_s(self, now: float) -> float:
-        """Until all of it has left the window."""
+        """Return the time until the window is empty."""
         return max((second + WINDOW - now for second, count in self.counts.items() if count), default=0.0)
 
     def room_in_s(self, now: float, *, excess: int) -> float:
-        """Until `excess` of it have left."""
+        """Return the time until `excess` counts have left the window."""
         for second, count in self.counts.items():
             excess -= count
             if excess <= 0:
@@ -46,7 +46,7 @@ class _Used:
 
 
 class LocalLimiter:
-    """Belongs to the event loop. One of `num_routers` that share each key's limits, none of which knows the others."""
+    """Limiter of one of `num_routers` routers, which share each limit equally. Bound to the event loop."""
 
     def __init__(self, *, num_routers: int = 1, now: Callable[[], float] = time.monotonic) -> None:
         self._num_routers = num_routers
@@ -83,10 +83,10 @@ class LocalLimiter:
         await self.give_back(taken, num_tokens=taken.num_tokens - used)
 
     async def renew(self, taken: list[Reservation]) -> None:
-        """Nothing: what runs here ends with this process."""
+        """Do nothing: local reservations end with this process."""
 
     def _part_of(self, key: ApiKey) -> ApiKey:
-        """With the limits that this router counts."""
+        """Return the key with this router's share of each limit."""
 
         def part(limit: int | None) -> int | None:
             return None if limit is None else max(1, limit // self._num_routers)
@@ -95,12 +95,12 @@ class LocalLimiter:
 
 
 def _check(part: ApiKey, used: _Used, now: float, *, num_requests: int, num_tokens: int) -> None:
-    """Raises RateLimited where so many more are too many."""
-    asked = (("requests", part.rpm, used.requests, num_requests), ("tokens", part.tpm, used.tokens, num_tokens))
-    for what, limit, window, wanted in asked:
-        if limit is not None and wanted and (excess := window.used(now) + wanted - limit) > 0:
+    """Raise RateLimited if the additional requests or tokens exceed a limit."""
+    checks = (("requests", part.rpm, used.requests, num_requests), ("tokens", part.tpm, used.tokens, num_tokens))
+    for kind, limit, window, amount in checks:
+        if limit is not None and amount and (excess := window.used(now) + amount - limit) > 0:
             retry_s = window.room_in_s(now, excess=excess)
-            raise rejection(part, what, retry_after_s=retry_s, standing=_standing(used, now))
+            raise rejection(part, kind, retry_after_s=retry_s, standing=_standing(used, now))
 
 
 def _standing(used: _Used, now: float) -> LimitStatus:

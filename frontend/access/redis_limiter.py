@@ -1,11 +1,11 @@
-"""Limits counted in Redis: exact across all routers, for one round trip of a request.
+"""Redis limiter: exact across all routers, at one round trip per request.
 
-before a request   one takes its place, and tokens ahead; another takes its tokens where those are too few
-after it           a place is given back at once, which nobody waits for. Tokens go along with the key's next trip from
-                   here, or go alone after a moment; a key that has neither limit needs no more
+Before a request, one call takes its slot and tokens ahead; a second call takes its tokens if those were too few.
+After it, a slot is returned at once in the background. Tokens ride on the key's next call from this router, or are
+returned by themselves after a moment.
 
-Of each key there is a hash of what was asked for, by the second, and a sorted set of the requests under way, by the end
-of their leases. Neither expires (see core/index/key_channel.py): they end with the key.
+Each key has a hash of counts by second, and a sorted set of running requests scored by lease expiry. Neither expires
+(see core/index/key_channel.py): they are deleted with the key.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from core.index.key_channel import places_of
 from core.types.api_key import ApiKey
 from frontend.access.limiter import LEASE_S, WINDOW, LimitStatus, Reservation, rejection
 
-_NONE = -1  # no limit of this kind
-_RIDE_S = 0.05  # that what is given back may wait for a trip of its key's
+_NONE = -1  # no limit
+_DELAY_S = 0.05  # maximum time that returned tokens wait for the key's next call
 
-# The time is Redis's own: routers' clocks may differ.
+# The clock is Redis's own, because routers' clocks may differ.
 _TIME = """
 local now = tonumber(ARGV[1])
 if now < 0 then
@@ -35,8 +35,7 @@ end
 local second = math.floor(now / 1000)
 """
 
-# KEYS used, running. The last of ARGV, by threes: id of what is over, or '', second, tokens to add or, below 0, to give
-# back.
+# KEYS used, running. ARGV ends in triples: id of an ended request or '', second, tokens to add (negative: to return).
 _PAY = """
 for i = first, #ARGV, 3 do
     if ARGV[i] ~= '' then
@@ -50,11 +49,11 @@ end
 """
 _SETTLE = "local first = 1\n" + _PAY
 
-# KEYS used, running. ARGV now (ms; below 0: Redis's), window (s), lease (ms), id, rpm, tpm, concurrency (each below 0:
-# not asked about), requests, tokens, tokens ahead, and what _PAY takes. Where tokens are asked about there must be one
-# left, also for who wants none.
-# Answers: what refuses it ('' where nothing does), retry (ms), the second, tokens taken, and requests, tokens in the
-# window with their resets (ms).
+# KEYS used, running. ARGV now (ms; negative: Redis's clock), window (s), lease (ms), id, rpm, tpm, concurrency (each
+# negative: unlimited), requests, tokens, tokens ahead, then the triples of _PAY. With a token limit, one token must be
+# left even if the request takes none.
+# Returns the exceeded limit ('' if none), retry (ms), the second, tokens taken, then requests in the window and their
+# reset (ms), and tokens in the window and their reset (ms).
 _TAKE = (
     _TIME
     + "local first = 11\n"
@@ -63,7 +62,7 @@ _TAKE = (
 local window, limits = tonumber(ARGV[2]), {r = tonumber(ARGV[5]), t = tonumber(ARGV[6])}
 local wanted, least = {r = tonumber(ARGV[8]), t = tonumber(ARGV[9])}, {r = 0, t = 1}
 local sums, counts, seconds = {r = 0, t = 0}, {r = {}, t = {}}, {r = {}, t = {}}
--- What is no count, or of a second that is yet to come (a clock that went back), would count for ever.
+-- Malformed counts, and counts of future seconds (the clock went back), would never expire.
 local fields = redis.call('HGETALL', KEYS[1])
 for i = 1, #fields, 2 do
     local kind, at, count = string.sub(fields[i], 1, 1), tonumber(string.sub(fields[i], 2)), tonumber(fields[i + 1])
@@ -126,7 +125,7 @@ return {refused, retry, second, wanted.t, sums.r, resets.r, sums.t, resets.t}
 """
 )
 
-# KEYS running. ARGV now, lease (ms), ids. One whose lease has ended meanwhile comes back.
+# KEYS running. ARGV now, lease (ms), ids. An expired lease is restored.
 _RENEW = (
     _TIME
     + """
@@ -135,20 +134,20 @@ for i = 3, #ARGV do
 end
 """
 )
-_WHAT = {"r": "requests", "t": "tokens", "c": "concurrency"}
+_KINDS = {"r": "requests", "t": "tokens", "c": "concurrency"}
 
 
 class RedisLimiter:
     """Implements Limiter for all routers of the deployment `name`."""
 
     def __init__(
-        self, redis: Redis, *, name: str, now_ms: Callable[[], int] = lambda: _NONE, ride_s: float = _RIDE_S
+        self, redis: Redis, *, name: str, now_ms: Callable[[], int] = lambda: _NONE, delay_s: float = _DELAY_S
     ) -> None:
-        """now_ms: a clock in place of Redis's own. ride_s: for how long tokens that are given back wait for a trip."""
+        """now_ms: clock to use in place of Redis's. delay_s: how long returned tokens wait for the key's next call."""
         self._name = name
-        self._ride_s = ride_s
+        self._delay_s = delay_s
         self._now_ms = now_ms
-        self._owed: defaultdict[str, list[str | int]] = defaultdict(list)  # by key: what _PAY takes
+        self._returns: defaultdict[str, list[str | int]] = defaultdict(list)  # by key: triples of _PAY
         self._take: Any = redis.register_script(_TAKE)
         self._settle: Any = redis.register_script(_SETTLE)
         self._renew: Any = redis.register_script(_RENEW)
@@ -158,14 +157,14 @@ class RedisLimiter:
         return await self._counted(key, id, [*limits, 1, 0, ahead])
 
     async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
-        self._owe(taken, "", -taken.num_tokens)
+        self._queue_return(taken, "", -taken.num_tokens)
         limits = [_NONE, _NONE if taken.key.tpm is None else taken.key.tpm, _NONE]
         return await self._counted(taken.key, taken.id, [*limits, 0, num_tokens, 0])
 
-    async def _counted(self, key: ApiKey, id: str, asked: list[int]) -> Reservation:
+    async def _counted(self, key: ApiKey, id: str, amounts: list[int]) -> Reservation:
         answer = await self._take(
             keys=places_of(self._name, key.id),
-            args=[self._now_ms(), WINDOW, round(LEASE_S * 1e3), id, *asked, *self._owed.pop(key.id, [])],
+            args=[self._now_ms(), WINDOW, round(LEASE_S * 1e3), id, *amounts, *self._returns.pop(key.id, [])],
         )
         rejected, retry_ms, second, num_tokens, num_in_window, requests_ms, tokens_in_window, tokens_ms = answer
         standing = LimitStatus(
@@ -175,40 +174,40 @@ class RedisLimiter:
             tokens_reset_s=tokens_ms / 1e3,
         )
         if rejected:
-            raise rejection(key, _WHAT[rejected.decode()], retry_after_s=retry_ms / 1e3, standing=standing)
+            raise rejection(key, _KINDS[rejected.decode()], retry_after_s=retry_ms / 1e3, standing=standing)
         return Reservation(key=key, id=id, second=second, num_tokens=num_tokens, standing=standing)
 
     async def give_back(self, taken: Reservation, *, num_tokens: int) -> None:
-        self._owe(taken, "", -num_tokens)
-        await self._pay(taken.key, after_s=self._ride_s)
+        self._queue_return(taken, "", -num_tokens)
+        await self._send_returns(taken.key, after_s=self._delay_s)
 
     async def settle(self, taken: Reservation, *, used: int) -> None:
         has_place = taken.key.concurrency is not None
-        self._owe(taken, taken.id if has_place else "", used - taken.num_tokens)
-        await self._pay(taken.key, after_s=0 if has_place else self._ride_s)
+        self._queue_return(taken, taken.id if has_place else "", used - taken.num_tokens)
+        await self._send_returns(taken.key, after_s=0 if has_place else self._delay_s)
 
-    def _owe(self, taken: Reservation, id: str, num_tokens: int) -> None:
+    def _queue_return(self, taken: Reservation, id: str, num_tokens: int) -> None:
         if id or (num_tokens and taken.key.tpm is not None):
-            self._owed[taken.key.id] += [id, taken.second, num_tokens]
+            self._returns[taken.key.id] += [id, taken.second, num_tokens]
 
-    async def _pay(self, key: ApiKey, *, after_s: float) -> None:
-        """Unless another trip takes it along meanwhile."""
-        if after_s and key.id in self._owed:
+    async def _send_returns(self, key: ApiKey, *, after_s: float) -> None:
+        """Send the key's triples after `after_s`, unless another call carries them first."""
+        if after_s and key.id in self._returns:
             await asyncio.sleep(after_s)
-        if owed := self._owed.pop(key.id, None):
-            await self._settle(keys=places_of(self._name, key.id), args=owed)
+        if returns := self._returns.pop(key.id, None):
+            await self._settle(keys=places_of(self._name, key.id), args=returns)
 
     async def renew(self, taken: list[Reservation]) -> None:
-        of_key: defaultdict[str, list[str]] = defaultdict(list)
+        ids_of_key: defaultdict[str, list[str]] = defaultdict(list)
         for one in taken:
             if one.key.concurrency is not None:
-                of_key[one.key.id].append(one.id)
+                ids_of_key[one.key.id].append(one.id)
         failed: ResponseError | None = None
-        for key_id, ids in of_key.items():
+        for key_id, ids in ids_of_key.items():
             _, running = places_of(self._name, key_id)
             try:
                 await self._renew(keys=[running], args=[self._now_ms(), round(LEASE_S * 1e3), *ids])
-            except ResponseError as error:  # of this key's: the others' go on
+            except ResponseError as error:  # affects this key alone
                 failed = error
         if failed:
             raise failed

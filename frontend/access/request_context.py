@@ -1,4 +1,4 @@
-"""One request's part of its key's limits: its place from before its body is read, its tokens once they are known."""
+"""Reservation of one request: its concurrency slot before its body is read, its tokens once they are known."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from core.types.errors import ClusterError, RequestError
 from frontend.access.limiter import Limiter, Reservation, rejection
 from frontend.text.completion import Completion
 
-Held: TypeAlias = tuple[Limiter, Reservation]  # what was taken, and of whom
+Held: TypeAlias = tuple[Limiter, Reservation]
 
 
 class RequestContext:
-    """A request at a door, once it was let in, and what it has taken; Limits gives it, and takes everything back."""
+    """Admitted request with its reservation. Created by Limits, which settles it."""
 
     def __init__(
         self, place: Held | None, take_tokens: Callable[[RequestContext, int], Awaitable[Reservation]]
     ) -> None:
-        """place: None where there is nothing to count."""
+        """place: None if the key has no limits."""
         self.place = place
-        self.charging: asyncio.Task[Held] | None = None  # of its tokens, where those taken ahead were too few
+        self.charging: asyncio.Task[Held] | None = None  # pending charge, if the tokens taken ahead were too few
         self.is_charged = False
         self._take_tokens = take_tokens
         self._completions: Sequence[Completion] = ()
@@ -31,15 +31,15 @@ class RequestContext:
         return sum(one.used_tokens for one in self._completions)
 
     def check(self, num_tokens: int) -> None:
-        """Before any text is looked at: whether the key could pay for a request of at least so many tokens.
+        """Check cheaply, before tokenizing, that the key can pay for `num_tokens` tokens.
 
-        Raises RateLimited, and RequestError where it never could.
+        Raises RateLimited, or RequestError if the key never can.
         """
         if self.place is None or (taken := self.place[1]).key.tpm is None:
             return
         if num_tokens > taken.key.tpm:
             raise RequestError(
-                f"prompt: needs at least {num_tokens} tokens; this API key may have {taken.key.tpm} a minute",
+                f"prompt: needs at least {num_tokens} tokens; this API key allows {taken.key.tpm} tokens a minute",
                 param="prompt",
             )
         if num_tokens > taken.key.tpm - taken.with_tokens(0).standing.num_tokens:
@@ -47,11 +47,11 @@ class RequestContext:
             raise rejection(taken.key, "tokens", retry_after_s=retry_s, standing=taken.standing)
 
     async def charge(self, completions: Sequence[Completion]) -> Mapping[str, str]:
-        """Take all the tokens that these might use, once; what they have not used is given back after them. Gives the
-        headers that tell the client.
+        """Take the maximum number of tokens of these completions, once; unused ones are returned after the request.
+        Return the rate-limit headers.
 
-        Raises RateLimited, and RequestError where what is asked for is more than the key may have in a minute; answers
-        without a bound get what that leaves.
+        Raises RateLimited, or RequestError if the request exceeds the key's tokens per minute. Answers without
+        max_tokens are shortened to fit.
         """
         self._completions = completions
         if self.place is None:
@@ -62,17 +62,19 @@ class RequestContext:
                 _fit(completions, taken.key.tpm)
                 taken = await self._take_tokens(self, sum(one.most_tokens for one in completions))
         except ClusterError as error:
-            for one in completions[:1]:  # they are one request
+            for one in completions[:1]:  # one request counts once
                 one.reject(error)
             raise
         return taken.standing.headers(taken.key)
 
 
 def _fit(completions: Sequence[Completion], tpm: int) -> None:
-    """Shorten what has no bound of its own, so that all of them have no more than `tpm` tokens. Raises RequestError."""
+    """Shorten answers without max_tokens so that all completions need at most `tpm` tokens. Raises RequestError."""
     num_prompt = sum(len(one.prompt_ids) for one in completions)
     if num_prompt > tpm:
-        raise RequestError(f"prompt: has {num_prompt} tokens; this API key may have {tpm} a minute", param="prompt")
+        raise RequestError(
+            f"prompt: has {num_prompt} tokens; this API key allows {tpm} tokens a minute", param="prompt"
+        )
     if sum(one.most_tokens for one in completions) <= tpm:
         return
     unbounded = [one for one in completions if one.request.max_tokens is None]
@@ -81,7 +83,8 @@ def _fit(completions: Sequence[Completion], tpm: int) -> None:
     if not unbounded or room < max(1, *(one.request.min_tokens for one in unbounded)):
         param = completions[0].request.max_tokens_field
         raise RequestError(
-            f"{param}: prompts and answers may have {tpm} tokens a minute with this API key", param=param
+            f"{param}: prompts and answers together exceed {tpm} tokens a minute, the limit of this API key",
+            param=param,
         )
     for one in unbounded:
         one.shorten_answers(room)

@@ -1,4 +1,4 @@
-"""What operators ask a router, and no client may: metrics, what it sees, and why requests went where they went."""
+"""Admin endpoint of a router, for operators only: metrics, live view, and routing explanations of requests."""
 
 from __future__ import annotations
 
@@ -36,10 +36,12 @@ def create_admin_app(
     members: Callable[[], Iterable[Member]] = tuple,
     page: UiPage | None = None,
 ) -> FastAPI:
-    """The ASGI application. health: usable replicas by role. metrics: Prometheus's text. explain_route: why the
-    requests of an id, or of an answer's, went where they went; empty when that is not known. lives: likewise, where
-    their time went. model: what clients call it. routers: where each of the deployment answers operators, by its name.
-    members: the replicas of the deployment. page: None: there is none."""
+    """Create the ASGI application.
+
+    health: number of usable replicas by role. metrics: Prometheus text. explain_route: routing decisions of a request
+    id or response id; empty if unknown. lives: likewise, its timeline. model: name of the served model. routers: admin
+    addresses of the deployment's routers, by name. page: None: no UI.
+    """
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     if page:
         page.add_to(app)
@@ -47,8 +49,8 @@ def create_admin_app(
     @app.get("/health")
     async def report_health() -> Response:
         usable = health()
-        told = {"deployment": deployment, "router": router, "replicas": dict(usable)}
-        return JSONResponse(told, status_code=200 if usable.get(Role.DECODE) else 503)
+        content = {"deployment": deployment, "router": router, "replicas": dict(usable)}
+        return JSONResponse(content, status_code=200 if usable.get(Role.DECODE) else 503)
 
     @app.get("/metrics")
     async def report_metrics() -> Response:
@@ -56,35 +58,30 @@ def create_admin_app(
 
     @app.get("/targets")
     async def report_targets() -> Response:
-        """Return the document of Prometheus's HTTP service discovery: every router and worker of the deployment."""
-        common = {"deployment": deployment, "model": model}
-        groups = [{"targets": list(routers().values()), "labels": {**common, "role": "router"}}]
-        groups += [
-            {"targets": [member.metrics_address], "labels": {**common, "role": member.role, "replica": member.replica}}
-            for member in members()
-            if member.metrics_address
-        ]
+        """Prometheus http_sd targets: each router is one target, and any router lists all."""
+        labels = {"deployment": deployment, "model": model} if model else {"deployment": deployment}
+        groups = [{"targets": [address], "labels": labels} for address in routers().values()]
         return JSONResponse(groups)
 
     @app.get("/debug/routes/{request_id:path}")
     async def report_route(request: Request, request_id: str) -> Response:
-        return (page and page.rejected(request)) or _found(explain_route, request_id)
+        return (page and page.rejected(request)) or _lookup(explain_route, request_id)
 
     @app.get("/debug/lives/{request_id:path}")
     async def report_life(request: Request, request_id: str) -> Response:
-        return (page and page.rejected(request)) or _found(lives, request_id)
+        return (page and page.rejected(request)) or _lookup(lives, request_id)
 
     return app
 
 
-def _found(look: Callable[[str], Mapping[str, Any]], request_id: str) -> Response:
-    """By a request's id, or that of its answer."""
+def _lookup(look: Callable[[str], Mapping[str, Any]], request_id: str) -> Response:
+    """Look up a request id, or the id of its response."""
     found = look(request_id) or look(_ID_OF_ANSWER.sub("", request_id))
     return JSONResponse(found, status_code=200 if found else 404)
 
 
 async def open_admin_listener(app: ASGIApp, *, host: str, ports: Sequence[int]) -> HttpListener:
-    """On the first of these ports that is free: routers of one machine take them in turn. Raises DeployError."""
+    """Listen on the first free port; routers of one machine take them in turn. Raises DeployError."""
     for port in ports:
         with contextlib.suppress(DeployError):
             return await HttpListener.open(app, host=host, port=port, limits=ADMIN)

@@ -1,4 +1,4 @@
-"""What operators ask a router, put together: its metrics, its page, how requests went and why, who the others are."""
+"""Admin endpoint of one router, wired to its metrics, live view and the addresses of the other routers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from router.telemetry.metrics import Metrics
 from router.telemetry.view import RouterView
 
 _ANY = ("0.0.0.0", "::")
-_CLOSE_S = 1.0  # for answers that are being sent
+_CLOSE_S = 1.0  # for responses in flight
 
 
 class AdminServer:
-    """Lives on the event loop of its router."""
+    """Admin endpoint. Bound to the router's event loop."""
 
     def __init__(self, listener: HttpListener, addresses: RouterAddresses, scaling: list[Mapping[str, Any]]) -> None:
         self._listener = listener
@@ -42,8 +42,8 @@ class AdminServer:
         health: Callable[[], Mapping[str, int]],
         tasks: Supervisor,
     ) -> AdminServer:
-        """node: the address of this machine among the others. health: usable replicas by role. tasks: among which its
-        own run. Raises DeployError."""
+        """node: address of this machine for other machines. health: number of usable replicas by role. tasks:
+        supervisor of the background tasks. Raises DeployError."""
         known: dict[str, str] = {}
         scaling: list[Mapping[str, Any]] = []
         view = RouterView(
@@ -84,11 +84,11 @@ class AdminServer:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """Host and port of the listener."""
         return self._listener.address
 
     def show_scaling(self, decisions: Sequence[Mapping[str, Any]]) -> None:
-        """The last decisions of an autoscaler, the latest first, as RouterView has them."""
+        """Show the autoscaler's last decisions, the latest first, in RouterView's form."""
         self._scaling[:] = decisions
 
     async def close(self) -> None:

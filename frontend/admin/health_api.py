@@ -1,4 +1,4 @@
-"""Three questions to a router over HTTP: is it alive, is it ready, has it started."""
+"""Health probes of a router over HTTP: liveness, readiness, startup."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from starlette.responses import JSONResponse, Response
 
 @dataclass(frozen=True, kw_only=True)
 class HealthProbes:
-    """Each says yes or no at once, from memory."""
+    """Probe functions, which answer from memory."""
 
-    live: Callable[[], bool]  # no: only a new process can help
-    ready: Callable[[], bool]  # no: send requests elsewhere for now
-    startup: Callable[[], bool]  # no: it has not come so far yet that the others mean anything
+    live: Callable[[], bool]  # False: restart the process
+    ready: Callable[[], bool]  # False: send no requests for now
+    startup: Callable[[], bool]  # False: ignore the other two for now
 
 
 def add_health(app: FastAPI, probes: HealthProbes) -> None:
-    """GET /health/live, /health/ready and /health/startup: 200, or 503, and not why."""
+    """Add GET /health/live, /health/ready and /health/startup, which answer 200 or 503 without a reason."""
 
     def answer(is_so: bool) -> Response:
         return JSONResponse({"status": "ok" if is_so else "unavailable"}, status_code=200 if is_so else 503)

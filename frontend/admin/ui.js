@@ -1,4 +1,4 @@
-// What the router tells is shown as text: nothing of it is ever taken for markup, a style or an address to load.
+// Values from the router are inserted as text only, never as markup, styles or addresses.
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -33,7 +33,7 @@ function amount(number, unit = "") {
 
 const clock = (at) => new Date(1e3 * at).toLocaleTimeString();
 
-// The topology: prefill replicas on the left, decode replicas on the right, KV between them.
+// Topology: prefill replicas on the left, decode replicas on the right, KV transfers between them.
 
 const WIDE = 330, HIGH = 74, GAP = 10, FULL = 1000;
 
@@ -94,7 +94,7 @@ function box(replica, x, y) {
   return group;
 }
 
-// What came of the last minutes.
+// Charts of the last minutes.
 
 function chart(id, lines, shown) {
   const svg = byId(id), width = 480, height = 130, left = 52, bottom = 16;
@@ -131,7 +131,7 @@ function table(id, heads, rows, none) {
   byId(id).replaceChildren(...(rows.length ? [head] : []), ...body.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell)))));
 }
 
-const PARTS = ["wait_s", "queue_s", "pull_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s"];
+const PARTS = ["wait_s", "queue_s", "fetch_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s"];
 
 function reason(options) {
   if (!options.length) return "";
@@ -140,16 +140,16 @@ function reason(options) {
   return `${seconds(options[0].cost_s)}: ${parts.join(", ") || "nothing"}${second}`;
 }
 
-const pair = (option) => `${option.prefill || "–"} → ${option.decode || "–"}${option.pull_from ? ` (from ${option.pull_from})` : ""}`;
+const pair = (option) => `${option.prefill || "–"} → ${option.decode || "–"}${option.fetch_from ? ` (from ${option.fetch_from})` : ""}`;
 
 function decisions(view) {
   const rows = view.decisions.map((one) => {
     const link = element("a", { href: `#${encodeURIComponent(one.request)}` }, one.request);
     return [link, one.tenant || "–", one.options.length ? pair(one.options[0]) : "–", reason(one.options), one.outcome || "–", seconds(one.first_token_s || null), seconds(one.seconds)];
   });
-  table("decisions", ["request", "tenant", "pair", "predicted, and why", "outcome", "first token", "all"], rows, "no request yet");
-  table("events", ["at", "replica", ""], view.events.map((one) => [clock(one.at), one.replica, one.text]), "nothing yet");
-  table("autoscaler", ["at", "decision", "reason"], view.autoscaler.map((one) => [clock(one.at), one.text, one.reason]), "none runs");
+  table("decisions", ["request", "tenant", "pair", "predicted cost", "outcome", "first token", "total"], rows, "none yet");
+  table("events", ["at", "replica", "event"], view.events.map((one) => [clock(one.at), one.replica, one.text]), "none yet");
+  table("autoscaler", ["at", "decision", "reason"], view.autoscaler.map((one) => [clock(one.at), one.text, one.reason]), "no decisions");
   byId("routers").replaceChildren(...Object.entries(view.routers).map(([name, address]) => element("li", {}, `${name}: ${address}${name === view.router ? " (this one)" : ""}`)));
 }
 
@@ -166,7 +166,7 @@ function show(view, isAll) {
   decisions(view);
 }
 
-// A request's life.
+// Timeline of a request.
 
 async function life(id) {
   const path = encodeURIComponent(id).replaceAll(".", "%2E");
@@ -177,7 +177,7 @@ async function life(id) {
   const [name, told] = Object.entries(found)[0] || [];
   byId("routes").replaceChildren();
   if (!told) {
-    byId("life-head").textContent = `this router does not remember ${id}`;
+    byId("life-head").textContent = `request ${id} not found on this router`;
     return byId("life").replaceChildren();
   }
   byId("life-head").textContent = `${name}: ${told.outcome} after ${seconds(told.seconds)}, first token after ${seconds(told.first_token_s)}${told.trace_id ? `, trace ${told.trace_id}` : ""}`;
@@ -190,7 +190,7 @@ async function life(id) {
       text(x + Math.max(1.5, long) + 4, row * 20 + 14, seconds(end - start), "small")];
   }));
   const lines = Object.values(why)[0] || [];
-  byId("routes").replaceChildren(...told.troubles.map((one) => element("p", {}, `went on elsewhere: ${one}`)),
+  byId("routes").replaceChildren(...told.troubles.map((one) => element("p", {}, `continued on another replica: ${one}`)),
     ...lines.map((attempt, number) => element("p", {}, `attempt ${number + 1}: ${pair(attempt.options[0])}, predicted ${reason(attempt.options)}`)));
 }
 
@@ -211,4 +211,4 @@ asked();
 const source = new EventSource("/ui/events");
 const link = (said, isLost) => { byId("link").textContent = said; byId("link").className = isLost ? "lost" : ""; };
 for (const name of ["all", "now"]) source.addEventListener(name, (event) => { link(`as of ${new Date().toLocaleTimeString()}`, false); show(JSON.parse(event.data), name === "all"); });
-source.addEventListener("error", () => link("this router does not answer", true));
+source.addEventListener("error", () => link("connection to the router lost", true));

@@ -1,9 +1,8 @@
-"""A page for operators on the admin listener: /ui, which fetches nothing from elsewhere, and what it shows.
+"""Operator page on the admin listener, at /ui. Self-contained: it loads nothing from other hosts.
 
-What it shows is plain values, ids and tenants of clients among them; the page makes text nodes of them and nothing
-else, and a policy forbids the browser to run or to load anything but the page's own two files. A web page of somebody
-else's, whose name resolves to this machine (DNS rebinding), is told nothing: who asks says by what name, and only
-addresses and names of this machine count.
+The page inserts values, such as ids and tenants from clients, as text nodes only; its content security policy allows
+nothing but its own two files. Against DNS rebinding, requests whose Host header is not an address or name of this
+machine are rejected.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from frontend.http.event_stream import data
 View = Callable[[bool], Mapping[str, Any]]
 
 _HERE = Path(__file__).parent
-_LOOK_S = 0.5
-_MAX_WATCHING = 32  # streams: half of the listener's connections
+_UPDATE_S = 0.5
+_MAX_WATCHING = 32  # streams; half of the listener's connections
 _FILES = {
     "/ui": ("ui.html", "text/html; charset=utf-8"),
     "/ui/page.js": ("ui.js", "text/javascript; charset=utf-8"),
@@ -41,14 +40,15 @@ HEADERS = {
 
 
 class UiPage:
-    """Lives on the event loop. One stream for each page that is open; what they are sent is made once for all."""
+    """Operator page, with one event stream for each open page; updates are serialized once for all. Bound to the event
+    loop."""
 
     def __init__(self, view: View, *, host: str) -> None:
-        """view: what is seen now, with the last minutes or without. host: where the listener is."""
+        """view: return the current state, with or without the last minutes. host: address of the listener."""
         self._view = view
         self._names = {host.lower(), "localhost", socket.gethostname().lower(), socket.getfqdn().lower()}
         self._num_watching = 0
-        self._made: tuple[float, bytes] = (-1.0, b"")
+        self._cached_update: tuple[float, bytes] = (-1.0, b"")
 
     def add_to(self, app: FastAPI) -> None:
         for path in _FILES:
@@ -66,39 +66,39 @@ class UiPage:
         return self.rejected(request) or JSONResponse(self._view(True), headers=HEADERS)
 
     async def events(self, request: Request) -> Response:
-        """Server-sent events: first all, then twice a second what is new."""
+        """Stream server-sent events: the full state first, then updates twice a second."""
         if rejected := self.rejected(request):
             return rejected
         if self._num_watching >= _MAX_WATCHING:
             return JSONResponse({"error": "too many pages are open"}, status_code=503)
-        return StreamingResponse(self._told(), media_type="text/event-stream", headers=HEADERS)
+        return StreamingResponse(self._updates(), media_type="text/event-stream", headers=HEADERS)
 
-    async def _told(self) -> AsyncIterator[bytes]:
+    async def _updates(self) -> AsyncIterator[bytes]:
         self._num_watching += 1
         try:
             yield data(dict(self._view(True)), name="all")
             while True:
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_UPDATE_S)
                 yield self._now()
         finally:
             self._num_watching -= 1
 
     def _now(self) -> bytes:
         now = asyncio.get_running_loop().time()
-        at, made = self._made
-        if now - at >= _LOOK_S / 2:
-            made = data(dict(self._view(False)), name="now")
-            self._made = now, made
-        return made
+        at, update = self._cached_update
+        if now - at >= _UPDATE_S / 2:
+            update = data(dict(self._view(False)), name="now")
+            self._cached_update = now, update
+        return update
 
     def rejected(self, request: Request) -> Response | None:
-        """Where it is asked by a name that is not this machine's. For whatever tells of requests."""
+        """Return an error response if the Host header is not this machine's. Guards every route with request data."""
         host = request.headers.get("host", "")
         name = host.rpartition(":")[0] if host.rpartition(":")[2].isdigit() else host
         name = name.strip("[]").lower()
         if name in self._names or _is_address(name):
             return None
-        text = "asked by a name that is not this machine's: use its address, or localhost through ssh -L\n"
+        text = "Host is not a name of this machine: use its address, or localhost through ssh -L\n"
         return Response(text, status_code=421, media_type="text/plain", headers=HEADERS)
 
 

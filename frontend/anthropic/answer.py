@@ -1,4 +1,4 @@
-"""Events to one answer of Anthropic's Messages API, whole or as a stream."""
+"""Responses of Anthropic's Messages API, whole or streamed, from the events of a completion."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from core.types.request import FinishReason
-from frontend.anthropic.content import StreamedContent, WholeContent, say
+from frontend.anthropic.content import StreamedContent, WholeContent, write_delta
 from frontend.http.event_stream import data
 from frontend.http.json_response import JSON
 from frontend.text.completion import Completion
@@ -15,15 +15,15 @@ from frontend.text.events import Delta, Finished, Summary, TokenUsage
 
 @dataclass(frozen=True, kw_only=True)
 class AnthropicAnswer:
-    """What answers one request."""
+    """Response to one request."""
 
     id: str
     model: str
-    completion: Completion  # of one choice
-    hides_thinking: bool  # its blocks are there, and empty
+    completion: Completion  # with one choice
+    hides_thinking: bool  # thinking blocks are sent empty
 
     async def whole(self) -> JSON:
-        """Raises ClusterError."""
+        """Return the whole response. Raises ClusterError."""
         blocks = WholeContent(hides_thinking=self.hides_thinking)
         ending, usage = JSON(), TokenUsage()
         async with self.completion.run() as arrivals:
@@ -31,7 +31,7 @@ class AnthropicAnswer:
                 for event in events:
                     match event:
                         case Delta():
-                            say(event, blocks)
+                            write_delta(event, blocks)
                         case Finished():
                             ending = _ending(event)
                         case Summary():
@@ -39,18 +39,18 @@ class AnthropicAnswer:
         return {**self._head, "content": blocks.content(), **ending, "usage": _usage(usage)}
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, the last of them message_stop. Raises ClusterError."""
+        """Yield server-sent events, ending with message_stop. Raises ClusterError."""
         blocks = StreamedContent(hides_thinking=self.hides_thinking)
         opening, ending = self._opening(), JSON()
         async with self.completion.run() as arrivals:
             async for events in arrivals:
                 for event in events:
                     match event:
-                        case Delta() if not event.says_more:
+                        case Delta() if not event.has_more_than_text:
                             if event.text:
                                 blocks.text(event.text)
                         case Delta():
-                            say(event, blocks)
+                            write_delta(event, blocks)
                         case Finished():
                             ending = _ending(event)
                             blocks.close()
@@ -66,7 +66,7 @@ class AnthropicAnswer:
         return {"id": self.id, "type": "message", "role": "assistant", "model": self.model}
 
     def _opening(self) -> bytes:
-        # What was cached is known when it has ended; until then nothing is said to be.
+        # The number of cached tokens is known at the end only; 0 is sent until then.
         usage = TokenUsage(prompt_tokens=len(self.completion.prompt_ids))
         message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(usage)}
         return data({"type": "message_start", "message": message}, name="message_start")
@@ -89,7 +89,7 @@ def _ending(finished: Finished) -> JSON:
 
 
 def _usage(usage: TokenUsage) -> JSON:
-    """Every prompt's KV is kept where there is room: none of its tokens is said to have been put into a cache."""
+    """Return Anthropic's usage. cache_creation is 0: caching is implicit here, and not billed."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: POST /v1/messages, whole and streamed, and /v1/messages/count_tokens."""
+"""Anthropic's Messages API: POST /v1/messages, whole and streamed, and POST /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frontend.text.models import Models
 
 
 class AnthropicApi:
-    """The endpoints."""
+    """Endpoints of the Messages API."""
 
     def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
         self._models = models
@@ -31,24 +31,24 @@ class AnthropicApi:
         }
 
     async def _messages(self, request: Request, request_context: RequestContext) -> Response:
-        asked = await self._opener.read(MessagesBody, request)
-        opened = await self._opener.open(asked, request, request_context)
-        headers = {**await request_context.charge(opened), **asked.ignored}
+        parsed = await self._opener.read(MessagesBody, request)
+        opened = await self._opener.open(parsed, request, request_context)
+        headers = {**await request_context.charge(opened), **parsed.ignored}
         answer = AnthropicAnswer(
             id=f"msg_{request.state.request_id}",
             model=opened[0].service.model.id,
             completion=opened[0],
-            hides_thinking=asked.body.hides_thinking,
+            hides_thinking=parsed.body.hides_thinking,
         )
-        if asked.body.stream:
+        if parsed.body.stream:
             return EventStream(answer.events(), more_headers=headers, errors=request.state.errors)
         return await whole_answer(request.receive, answer.whole(), headers)
 
     async def _count_tokens(self, request: Request, request_context: RequestContext) -> Response:
-        """A key's limits count it as a request, and no tokens of it."""
-        asked = await self._opener.read(CountTokensBody, request)
-        with self._request_contexts.noted(request):
-            served = self._models.find(asked.requests[0].model)
-            ids = await served.prompts.tokenize(client_of(request).bound(asked.requests[0]))
-        headers = {**await request_context.charge([]), **asked.ignored}
+        """Count the prompt's tokens. Counts as a request, but no tokens, against the key's limits."""
+        parsed = await self._opener.read(CountTokensBody, request)
+        with self._request_contexts.audited(request):
+            served = self._models.find(parsed.requests[0].model)
+            ids = await served.prompts.tokenize(client_of(request).bound(parsed.requests[0]))
+        headers = {**await request_context.charge([]), **parsed.ignored}
         return json_answer({"input_tokens": len(ids)}, headers)

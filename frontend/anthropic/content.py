@@ -1,4 +1,4 @@
-"""What an answer says, as the content blocks of Anthropic's Messages API: whole, or as the events of a stream."""
+"""Content blocks of Anthropic's Messages API, whole or as stream events."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from frontend.http.json_response import JSON, to_json
 from frontend.text.answer_reader import CallText
 from frontend.text.events import Delta
 
-_SIGNATURE = (
-    "unsigned"  # the API has one of what was thought, and clients may ask for it; here nothing is checked by it
-)
-_PIECE = "\x00"  # stands for that of an event
+# Anthropic signs thinking blocks, and clients may require a signature. It is not verified here.
+_SIGNATURE = "unsigned"
+_PIECE = "\x00"  # placeholder in the event template
 
 
 class ContentBlocks(Protocol):
-    """Takes what an answer says, in its order."""
+    """Receiver of an answer's parts, in order."""
 
     def think(self, thinking: str) -> None: ...
 
@@ -27,8 +26,8 @@ class ContentBlocks(Protocol):
     def call(self, call: CallText) -> None: ...
 
 
-def say(delta: Delta, blocks: ContentBlocks) -> None:
-    """All of it."""
+def write_delta(delta: Delta, blocks: ContentBlocks) -> None:
+    """Pass all parts of a delta to `blocks`, in order."""
     if delta.thinking:
         blocks.think(delta.thinking)
     at = 0
@@ -42,11 +41,11 @@ def say(delta: Delta, blocks: ContentBlocks) -> None:
 
 
 class WholeContent:
-    """The blocks of a whole answer. What began as a call and is none is text, all of it."""
+    """Blocks of a whole response. Text that turned out not to be a call is kept as text."""
 
     def __init__(self, *, hides_thinking: bool) -> None:
         self._hides_thinking = hides_thinking
-        self._blocks: list[tuple[JSON, list[str]]] = []  # each with its text, in pieces
+        self._blocks: list[tuple[JSON, list[str]]] = []  # each block with pieces of its text
 
     def think(self, thinking: str) -> None:
         self._of("thinking").append("" if self._hides_thinking else thinking)
@@ -56,7 +55,7 @@ class WholeContent:
 
     def call(self, call: CallText) -> None:
         if call.broken is not None:
-            self._blocks.pop()  # nothing has come since it began
+            self._blocks.pop()  # the call's block; a broken call is reported before anything else follows
             self.text(call.broken)
         elif call.id:
             self._blocks.append((_call(call), [call.arguments]))
@@ -64,7 +63,7 @@ class WholeContent:
             self._of("tool_use").append(call.arguments)
 
     def content(self) -> list[JSON]:
-        """Each as it is in the answer."""
+        """Return the blocks of the response."""
         return [_filled(block, "".join(pieces)) for block, pieces in self._blocks]
 
     def _of(self, type: str) -> list[str]:
@@ -74,15 +73,15 @@ class WholeContent:
 
 
 class StreamedContent:
-    """The events of a stream's blocks. What began as a call and is none ends there, and goes on as text.
+    """Events of streamed blocks. If a call turns out to be none, its block ends and a text block follows.
 
-    Those of one block differ in their piece of text alone: the rest is written once.
+    The events of one block differ only in their text, and are filled into a template that is encoded once.
     """
 
     def __init__(self, *, hides_thinking: bool) -> None:
         self._hides_thinking = hides_thinking
         self._index = -1
-        self._type = ""  # of the open block; empty: none is
+        self._type = ""  # of the open block; empty if none is open
         self._before = self._behind = b""
         self._written: list[bytes] = []
 
@@ -99,7 +98,7 @@ class StreamedContent:
 
     def call(self, call: CallText) -> None:
         if call.broken is not None:
-            if call.rest:  # which begins another block
+            if call.rest:  # opens a new block
                 self.text(call.rest)
             return
         if call.id:
@@ -108,7 +107,7 @@ class StreamedContent:
             self._add(call.arguments)
 
     def close(self) -> None:
-        """The open block, if any, is whole."""
+        """Close the open block, if any."""
         if self._type == "thinking":
             self._event("content_block_delta", delta={"type": "signature_delta", "signature": _SIGNATURE})
         if self._type:
@@ -116,7 +115,7 @@ class StreamedContent:
         self._type = ""
 
     def taken(self) -> bytes:
-        """What has been written since the last time."""
+        """Return the events written since the last call."""
         written = b"".join(self._written)
         self._written.clear()
         return written
@@ -147,6 +146,6 @@ def _filled(block: JSON, text: str) -> JSON:
     match block["type"]:
         case "thinking":
             return {**block, "thinking": text, "signature": _SIGNATURE}
-        case "tool_use":  # a JSON object, as the model wrote it
+        case "tool_use":  # the model's JSON object, verbatim
             return {**block, "input": msgspec.Raw(text.encode() or b"{}")}
     return {**block, "text": text}

@@ -1,4 +1,4 @@
-"""Errors in Anthropic's form: {"type": "error", "error": {"type", "message"}, "request_id"}, with its status codes.
+"""Anthropic's error format: {"type": "error", "error": {"type", "message"}, "request_id"}, with its status codes.
 
 Source: https://docs.claude.com/en/api/errors
 """
@@ -10,7 +10,7 @@ from typing import Any
 from core.types.errors import CapacityError, RateLimited, outcome_of
 from frontend.openai.errors import error_body
 
-_OVERLOADED = 529  # the cluster is full; 429 is for what a key may ask
+_OVERLOADED = 529  # the cluster is full; 429 is for an API key's limits
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -24,7 +24,7 @@ _TYPES = {
 
 
 class AnthropicErrors:
-    """Of one request."""
+    """Anthropic's error format for one request."""
 
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id

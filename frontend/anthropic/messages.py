@@ -1,4 +1,4 @@
-"""Messages and tools, as Anthropic's Messages API has them, to those of a chat (openai_messages)."""
+"""Messages and tools of Anthropic's Messages API, and their conversion to those of a chat (openai.messages)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _NEEDED = {"text": "text", "thinking": "thinking", "tool_use": "input", "tool_re
 
 @dataclass(frozen=True)
 class _Known:
-    """Validates a type: others are refused by their name."""
+    """Validator that rejects other values of `type` by name."""
 
     noun: str
     types: frozenset[str]
@@ -46,7 +46,7 @@ class _Known:
     def __call__(self, value: str | None) -> str | None:
         if value is not None and value not in self.types:
             context = {"noun": self.noun, "type": repr(value[:64])}
-            raise PydanticCustomError(UNSUPPORTED, "{noun} of type {type} are not supported here", context)
+            raise PydanticCustomError(UNSUPPORTED, "{noun} of type {type} are not supported", context)
         return value
 
 
@@ -61,7 +61,7 @@ Texts = Annotated[Annotated[list[TextBlock], Field(fail_fast=True, max_length=MA
 
 
 class ContentBlock(OpenAIObject):
-    """A part of a message, with the fields of its type alone."""
+    """Part of a message, with the fields of its type."""
 
     type: Annotated[str, AfterValidator(_Known("blocks", _BLOCKS))]
     text: str | None = None
@@ -71,7 +71,7 @@ class ContentBlock(OpenAIObject):
     input: dict[str, Any] | None = None
     tool_use_id: str | None = None
     content: Texts | None = None
-    # That a tool failed is for its text to say: no template has a word for it. What is sealed is nothing of ours.
+    # Templates have no field for is_error, so the text has to say it. Signatures and redacted data are not ours.
     is_error: Ignored = None
     signature: Ignored = None
     data: Ignored = None
@@ -87,7 +87,7 @@ class AnthropicMessage(OpenAIObject):
     ]
 
     def turns(self, path: str) -> Iterator[_Turn]:
-        """What it says, in order; a tool's result is a turn of its own. Raises RequestError."""
+        """Yield the message's turns, in order; each tool result is a turn of its own. Raises RequestError."""
         turn = _Turn(self.role)
         for number, block in enumerate(self.content):
             _check(block, self.role, f"{path}.content[{number}]")
@@ -99,8 +99,9 @@ class AnthropicMessage(OpenAIObject):
             else:
                 turn.add(block)
         if len(turn.calls) > MAX_CALLS:
-            raise RequestError(f"{path}.content: at most {MAX_CALLS} tool_use are taken", param=f"{path}.content")
-        if turn.says_anything or not self.content:
+            text = f"{path}.content: has {len(turn.calls)} tool_use blocks; at most {MAX_CALLS} are accepted"
+            raise RequestError(text, param=f"{path}.content")
+        if turn.has_content or not self.content:
             yield turn
 
 
@@ -108,7 +109,7 @@ AnthropicMessages = Annotated[list[AnthropicMessage], Field(fail_fast=True, max_
 
 
 def chat_messages(system: Sequence[TextBlock] | None, messages: Sequence[AnthropicMessage]) -> list[ChatMessage]:
-    """Of a whole conversation; what one speaker says in several messages is one. Raises RequestError."""
+    """Convert a conversation; consecutive messages of one role are merged. Raises RequestError."""
     turns = [_Turn("system", parts=[_part(one.text) for one in system])] if system else []
     for number, message in enumerate(messages):
         for turn in message.turns(f"messages[{number}]"):
@@ -117,22 +118,22 @@ def chat_messages(system: Sequence[TextBlock] | None, messages: Sequence[Anthrop
             else:
                 turns.append(turn)
     if turns and turns[-1].calls:
-        raise RequestError("messages: after a tool_use its tool_result must come", param="messages")
+        raise RequestError("messages: a tool_use must be followed by its tool_result", param="messages")
     return [turn.message() for turn in turns]
 
 
 @dataclass
 class _Turn:
-    """A message of a chat, while it is made."""
+    """Chat message under construction."""
 
     role: str
     parts: list[TextPart] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[CallInHistory] = field(default_factory=list)
-    answered: str | None = None  # the call
+    answered: str | None = None  # id of the answered call
 
     @property
-    def says_anything(self) -> bool:
+    def has_content(self) -> bool:
         return bool(self.parts or self.thoughts or self.calls)
 
     def add(self, block: ContentBlock) -> None:
@@ -160,7 +161,7 @@ class _Turn:
 
 
 class AnthropicTool(OpenAIObject):
-    """A tool that the model may call; the client runs it."""
+    """Tool that the model may call; the client runs it."""
 
     type: Annotated[str | None, AfterValidator(_Known("tools", frozenset(["custom"])))] = None
     name: FunctionName
@@ -186,20 +187,21 @@ class AnthropicToolChoice(OpenAIObject):
     disable_parallel_tool_use: bool | None = None
 
     def forced(self) -> str | None:
-        """The tool that the answer is bound to call, "" for any; None: it is bound to nothing. Raises RequestError."""
+        """Return the name of the tool that must be called, "" for any, or None if no call is required. Raises
+        RequestError."""
         if self.type == "tool" and not self.name:
-            raise RequestError("tool_choice.name: is required", param="tool_choice.name")
+            raise RequestError("tool_choice.name: required for type tool", param="tool_choice.name")
         return {"any": "", "tool": self.name}.get(self.type)
 
 
 def _check(block: ContentBlock, role: str, path: str) -> None:
     if block.type not in _BLOCKS_OF[role]:
-        text = f"{path}.type: a message of role {role} has no {block.type}"
+        text = f"{path}.type: {block.type} is not allowed in a message of role {role}"
         raise RequestError(text, param=f"{path}.type")
     needed = _NEEDED.get(block.type)
     for name in (needed, "name" if needed == "input" else None):
         if name and getattr(block, name) is None:
-            raise RequestError(f"{path}.{name}: is required", param=f"{path}.{name}")
+            raise RequestError(f"{path}.{name}: required", param=f"{path}.{name}")
 
 
 def _part(text: str | None) -> TextPart:

@@ -1,6 +1,6 @@
-"""The bodies of Anthropic's Messages API: what is taken, what is taken and ignored, and what is refused.
+"""Request bodies of Anthropic's Messages API: supported, ignored and unsupported fields.
 
-Reference: https://docs.claude.com/en/api/messages; the extensions have vLLM's names.
+Reference: https://docs.claude.com/en/api/messages; extensions are named as in vLLM.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pydantic import Field
 from core.types.constraints import Grammar, GrammarKind
 from frontend.anthropic.messages import AnthropicMessages, AnthropicToolChoice, AnthropicTools, Texts, chat_messages
 from frontend.chat.chat import Chat
-from frontend.http.open_requests import AskingBody
+from frontend.http.open_requests import GenerationBody
 from frontend.openai.fields import Ignored, OpenAIObject, Unsupported
 from frontend.openai.messages import ChatSettings
 from frontend.openai.tool_choice import forced_grammar
@@ -41,37 +41,37 @@ class AnthropicMetadata(OpenAIObject):
     user_id: Annotated[str, Field(max_length=MAX_USER_CHARS)] | None = None
 
 
-class ConversationBody(AskingBody):
-    """What both endpoints share."""
+class ConversationBody(GenerationBody):
+    """Fields common to both endpoints."""
 
     messages: AnthropicMessages
-    """Of `user`, `assistant` and `system`; what one of them says in a row is one message to the model. Where the last
-    is of the `assistant`, the answer goes on with it."""
+    """Messages of role `user`, `assistant` or `system`; consecutive messages of one role are merged. If the last one is
+    of role `assistant`, the answer continues it."""
     model: str | None = None
-    """Left out: the one that is served."""
+    """Default: the model of the router's own deployment."""
     system: Texts | None = None
-    """A string, or a list of blocks of type `text`, each of which becomes a line of its own."""
+    """A string, or a list of blocks of type `text`, which are joined by newlines."""
     tools: AnthropicTools | None = None
-    """Of the client's own: `name`, `description`, `input_schema`, `strict`. Types of Anthropic's own are refused."""
+    """The client's tools: `name`, `description`, `input_schema`, `strict`. Anthropic's built-in tools are rejected."""
     tool_choice: AnthropicToolChoice | None = None
-    """`auto`, the default, `none`, `any` or `tool` with its `name`; `disable_parallel_tool_use`: an answer ends after
-    its first call."""
+    """`auto` (default), `none`, `any`, or `tool` with its `name`. With `disable_parallel_tool_use`, the answer ends
+    after its first call."""
     thinking: AnthropicThinking | None = None
-    """`enabled`: for a model that thinks; `disabled`: for a template that knows how, and a model that does not think;
-    `adaptive`: as its template has it. `budget_tokens`: when it has thought for so many, the end of its thinking is
-    written for it; any number from 0 on. `display: omitted` leaves out what was thought."""
+    """`enabled`: requires a model that thinks. `disabled`: requires a template that can turn thinking off, or a model
+    that does not think. `adaptive`: as the template decides. `budget_tokens`, from 0 on: maximum number of thinking
+    tokens; the server then writes the end of thinking. `display: omitted` leaves the thinking text out."""
     output_config: OutputConfig | None = None
-    """`format`, a JSON schema: the answer keeps to it, or ends by `max_tokens`. `effort`: for a template that knows
-    `reasoning_effort`."""
+    """`format`: a JSON schema, to which the answer conforms unless it ends by `max_tokens`. `effort`: passed to a
+    template that supports `reasoning_effort`."""
     output_format: JsonFormat | None = None
     """The older name of `output_config.format`."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Extension: variables of the template, for example `enable_thinking`."""
+    """Extension: variables for the chat template, for example `enable_thinking`."""
     cache_control: Ignored = None
     speed: Ignored = None
 
     def chat(self) -> Chat:
-        """Raises RequestError."""
+        """Build the chat. Raises RequestError."""
         messages, choice = chat_messages(self.system, self.messages), self.tool_choice
         settings = ChatSettings(
             chat_template_kwargs=self.chat_template_kwargs,
@@ -101,7 +101,7 @@ class ConversationBody(AskingBody):
 
     @property
     def format(self) -> tuple[str, JsonFormat] | None:
-        """What the answer keeps to, and by which name it was said."""
+        """The format that constrains the answer, with the name of its field."""
         if self.output_config and self.output_config.format:
             return "output_config.format", self.output_config.format
         return ("output_format", self.output_format) if self.output_format else None
@@ -118,7 +118,7 @@ class MessagesBody(ConversationBody):
     """POST /v1/messages"""
 
     max_tokens: int
-    """Of the answer, with what is thought before it."""
+    """Maximum number of tokens of the answer, including thinking."""
     stream: bool | None = None
     stop_sequences: (
         Annotated[
@@ -127,21 +127,21 @@ class MessagesBody(ConversationBody):
         ]
         | None
     ) = None
-    """The text ends before the first of them."""
+    """The text ends before the first match."""
     temperature: float | None = None
-    """Default 1; 0 is greedy."""
+    """Default 1. 0 means greedy decoding."""
     top_p: float | None = None
     top_k: int | None = None
-    """0: off."""
+    """0 turns it off."""
     metadata: AnthropicMetadata | None = None
-    """`user_id`: whose share it takes of what its tenant has."""
+    """`user_id`: id of the end user. Users of a tenant share its capacity fairly."""
     seed: int | None = None
-    """Extension. Left out: drawn at random."""
+    """Extension. Default: random."""
     cache_salt: str | None = None
-    """Extension: cached prefixes are shared with requests of the same tenant and salt only."""
+    """Extension: share cached prefixes only with requests of the same tenant and salt."""
     priority: int | None = None
-    """Extension: smaller goes first, among the requests of one `user_id`. Default 0; the nearest that the API key
-    may."""
+    """Extension: smaller runs first, among the requests of one `user_id`. Default 0. Clamped to the range of the API
+    key."""
     service_tier: Ignored = None
     inference_geo: Ignored = None
     diagnostics: Ignored = None
@@ -150,7 +150,7 @@ class MessagesBody(ConversationBody):
     mcp_servers: Unsupported = None
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
-        """The one request. Raises RequestError."""
+        """Return the one request. Raises RequestError."""
         chat, format = self.chat(), self.format
         same = ("model", "max_tokens", "temperature", "top_p", "top_k", "seed", "cache_salt", "priority")
         fields = {name: value for name in same if (value := getattr(self, name)) is not None}

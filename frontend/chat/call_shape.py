@@ -1,4 +1,4 @@
-"""How a template takes the calls of a conversation: transformers asks for one way, and some know another alone."""
+"""Form in which a chat template expects tool calls. Templates deviate from transformers' form, so it is probed."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ _AS_PYTHON = "{'probe'"
 
 @dataclass(frozen=True)
 class CallShape:
-    """The shape in which one template wants the calls of earlier messages."""
+    """Form of tool calls for one template."""
 
     has_objects: bool = True  # arguments are objects; False: JSON text
-    no_content: str | None = None  # the content of a message that has calls alone
+    no_content: str | None = None  # content of a message that has only calls
 
     @classmethod
     def of(cls, render: Callable[[Sequence[Mapping[str, Any]]], str | None]) -> CallShape:
-        """The one with which the template does best. render: None where it refuses."""
+        """Return the form that the template renders best. render: returns None if the template rejects the messages."""
         shapes = [cls(has_objects, content) for has_objects, content in product((True, False), (None, ""))]
         texts = [render(_conversation(_ARGUMENTS if shape.has_objects else '{"probe": "b"}', shape.no_content))
                  for shape in shapes]  # fmt: skip
-        return max(zip(shapes, texts, strict=True), key=lambda tried: _how_well(tried[1]))[0]
+        return max(zip(shapes, texts, strict=True), key=lambda candidate: _how_well(candidate[1]))[0]
 
-    def told(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Copies of the messages, whose arguments are JSON text. Raises RequestError for such as are no object."""
-        told = as_objects(messages) if self.has_objects else [dict(message) for message in messages]
-        for message in told:
+    def convert(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return copies of messages in this form. Raises RequestError for arguments that are not JSON objects."""
+        copies = as_objects(messages) if self.has_objects else [dict(message) for message in messages]
+        for message in copies:
             if message["content"] is None:
                 message["content"] = self.no_content
-        return told
+        return copies
 
 
 def _how_well(text: str | None) -> tuple[bool, bool, bool, int]:
-    """That the call is there matters most, then that nothing is as Python writes it."""
-    said = text or ""
-    return text is not None, "probe" in said, _AS_PYTHON not in said, -said.count("None")
+    """Rank a rendering: the call must appear, then there should be no Python syntax."""
+    rendered = text or ""
+    return text is not None, "probe" in rendered, _AS_PYTHON not in rendered, -rendered.count("None")
 
 
 def _conversation(arguments: Any, content: str | None) -> list[dict[str, Any]]:

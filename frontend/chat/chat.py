@@ -1,4 +1,4 @@
-"""A conversation, and what the model's template is to make of it."""
+"""Conversation with its template options."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from frontend.chat.chat_template import Message
 
 @dataclass(frozen=True, kw_only=True)
 class Chat:
-    """Messages for the model's template, with what the client sets in it besides."""
+    """Messages for the chat template, with the client's options."""
 
     messages: tuple[Message, ...]
     variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
-    effort_field: str = "reasoning_effort"  # what the client calls it
-    thinks: bool | None = None  # True: it is to think before it answers; None: as its template has it
-    tools: tuple[Mapping[str, Any], ...] = ()  # that the model may call, as OpenAI describes them
+    effort_field: str = "reasoning_effort"  # the client's name of the field
+    thinks: bool | None = None  # True: think before answering; None: as the template decides
+    tools: tuple[Mapping[str, Any], ...] = ()  # that the model may call, in OpenAI's form
     is_parallel: bool = True  # False: an answer ends after its first call
-    forced: str | None = None  # the answer is bound to be a call of this tool; "": of any. None: it is not
-    is_continued: bool = False  # the answer goes on with the last message
-    opens_answer: bool = True  # the prompt ends where an answer begins
+    forced: str | None = None  # the tool that must be called; "": any; None: calls are optional
+    is_continued: bool = False  # the answer continues the last message
+    opens_answer: bool = True  # the prompt ends with the beginning of an answer
 
     @cached_property
     def num_chars(self) -> int:
-        """Of all that a template could print."""
-        told = sum(sum(map(len, _texts(message))) for message in self.messages)
-        told += len(repr(self.variables)) if self.variables else 0
-        return told + (len(repr(self.tools)) if self.tools else 0)
+        """Number of characters that a template could print."""
+        num_chars = sum(sum(map(len, _texts(message))) for message in self.messages)
+        num_chars += len(repr(self.variables)) if self.variables else 0
+        return num_chars + (len(repr(self.tools)) if self.tools else 0)
 
     @cached_property
     def num_calls(self) -> int:
-        """In all messages."""
+        """Number of tool calls in all messages."""
         return sum(len(message.get("tool_calls", ())) for message in self.messages)
 
     @property
     def parameters(self) -> dict[str, Mapping[str, Any]]:
-        """By tool, the JSON schema of its arguments."""
+        """JSON schema of the arguments, by tool name."""
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
 
@@ -53,9 +53,12 @@ def _texts(message: Message) -> Iterator[str]:
         yield call["function"]["arguments"]
 
 
-def opens_answer(asked: bool | None, *, is_continued: bool) -> bool:
-    """Whether a prompt ends where an answer begins. asked: by the client. Raises RequestError."""
-    if is_continued and asked:
-        text = "continue_final_message: not together with add_generation_prompt, which begins an answer"
+def opens_answer(add_generation_prompt: bool | None, *, is_continued: bool) -> bool:
+    """Return whether the prompt ends where an answer begins. add_generation_prompt: set by the client.
+
+    Raises RequestError.
+    """
+    if is_continued and add_generation_prompt:
+        text = "continue_final_message: cannot be combined with add_generation_prompt, which begins a new answer"
         raise RequestError(text, param="continue_final_message")
-    return not is_continued if asked is None else asked
+    return not is_continued if add_generation_prompt is None else add_generation_prompt

@@ -1,7 +1,7 @@
-"""A conversation to prompt text, by the model's own Jinja template, as transformers renders it.
+"""Rendering of conversations with the model's Jinja chat template, as in transformers.
 
-The template comes with the model and the messages from a client, so neither is trusted: the template runs in a sandbox
-on plain strings, lists and dicts, and what goes in and what comes out is bounded.
+Neither the template, which comes with the model, nor the messages are trusted: the template runs in a sandbox on plain
+strings, lists and dicts, and input and output are bounded.
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ MAX_TEMPLATE_CHARS = 256 * 1024  # the longest in use are about 20 KiB
 
 Message = Mapping[str, Any]
 
-# Every template has words for these, or says that it has none; others it may pass over, and with them what they say.
+# Every template supports these or rejects them. Other roles may be dropped silently, so they are probed.
 _ROLES = frozenset(("system", "user", "assistant", "tool"))
-_DEVELOPER = "developer"  # OpenAI's newer word for system
+_DEVELOPER = "developer"  # OpenAI's newer name of system
 _PROBE = "PROBE-5e0c-"
-_TAG = "CONTINUE-HERE-7c1f "  # behind the last message, where the answer goes on
+_TAG = "CONTINUE-HERE-7c1f "  # appended to the last message to find where the answer continues it
 
 
 class ChatTemplate:
-    """One model's template, compiled once. `render` is pure and may run on any thread."""
+    """Chat template of a model, compiled once. `render` is pure and thread-safe."""
 
     def __init__(self, source: str | None, *, special_tokens: Mapping[str, str]) -> None:
-        """source None: the model has no template, and every conversation is refused. Raises SpecError."""
+        """source: None: the model has no template, and conversations are rejected. Raises SpecError."""
         self._special_tokens = dict(special_tokens)
         self._template = None
         self.source = source or ""
-        self.variables = frozenset[str]()  # that it looks at
-        self.knows_tools = False  # whether it shows the model what it may call
+        self.variables = frozenset[str]()  # referenced by the template
+        self.knows_tools = False  # whether the template renders tools
         self._calls = CallShape()
         if source is None:
             return
         if len(source) > MAX_TEMPLATE_CHARS:
-            raise SpecError(f"the chat template has {len(source)} characters, more than {MAX_TEMPLATE_CHARS}")
+            raise SpecError(
+                f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are accepted"
+            )
         try:
             self._template = environment().from_string(source)
         except TemplateSyntaxError as error:
-            raise SpecError(f"the chat template is no valid Jinja, line {error.lineno}: {error}") from error
+            raise SpecError(f"chat template: no valid Jinja, line {error.lineno}: {error}") from error
         self.variables = frozenset(meta.find_undeclared_variables(environment().parse(source)))
         self.knows_tools = "tools" in self.variables
         if self.knows_tools:
@@ -62,29 +64,29 @@ class ChatTemplate:
         opens_answer: bool = True,
         is_continued: bool = False,
     ) -> str:
-        """The prompt, ending where the assistant's answer begins; or goes on, where that is what is_continued says.
+        """Return the prompt, ending where the assistant's answer begins, or continues the last message if is_continued.
 
-        A message has a role, a content (a string or None) and what else the template knows; the arguments of its calls
-        are JSON text. `variables` are the client's own (e.g. enable_thinking). Raises RequestError, with the template's
-        words where it refuses the conversation.
+        A message has a role, a content (a string or None) and other keys that the template may use; call arguments are
+        JSON text. variables: set by the client, e.g. enable_thinking. Raises RequestError, with the template's message
+        if it rejects the conversation.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", param="messages")
         if not messages:
-            raise RequestError("messages: there must be at least one", param="messages")
+            raise RequestError("messages: must not be empty", param="messages")
         if tools and not self.knows_tools:
-            text = "tools: this model's chat template knows none; the operator can give one (model.chat_template)"
+            text = "tools: not supported by this model's chat template; the operator can set model.chat_template"
             raise RequestError(text, param="tools")
-        told = self._calls.told(messages)
-        self._name_roles(told)
+        converted = self._calls.convert(messages)
+        self._name_roles(converted)
         if is_continued:
-            if not isinstance(told[-1]["content"], str):
+            if not isinstance(converted[-1]["content"], str):
                 raise RequestError("continue_final_message: the last message has no text", param="messages")
-            told[-1]["content"] += _TAG
+            converted[-1]["content"] += _TAG
         context = {
             **(variables or {}),
             **self._special_tokens,
-            "messages": told,
+            "messages": converted,
             "add_generation_prompt": opens_answer,
             "tools": list(tools) or None,
             "documents": None,
@@ -92,10 +94,10 @@ class ChatTemplate:
         text = self._guarded(context)
         return _up_to_tag(text, str(messages[-1]["content"])) if is_continued else text
 
-    def _name_roles(self, told: Sequence[dict[str, Any]]) -> None:
-        """As the template knows them. Raises RequestError for one whose messages it would leave out without a word."""
+    def _name_roles(self, converted: Sequence[dict[str, Any]]) -> None:
+        """Map roles to the template's. Raises RequestError for a role that it would drop silently."""
         unknown = dict[str, int]()
-        for number, message in enumerate(told):
+        for number, message in enumerate(converted):
             if message["role"] == _DEVELOPER and _DEVELOPER not in self.source:
                 message["role"] = "system"
             if message["role"] not in _ROLES:
@@ -107,10 +109,11 @@ class ChatTemplate:
         for role, number in unknown.items():
             if text is not None and f"{_PROBE}{number}-" not in text:
                 param = f"messages[{number}].role"
-                raise RequestError(f"{param}: this model's chat template knows no {role[:32]!r}", param=param)
+                text = f"{param}: role {role[:32]!r} is not supported by this model's chat template"
+                raise RequestError(text, param=param)
 
     def _try(self, messages: Sequence[Message]) -> str | None:
-        """None: it refuses these."""
+        """Render a probe. Return None if the template rejects it."""
         context = {**self._special_tokens, "messages": messages, "add_generation_prompt": True, "tools": None}
         try:
             return self._guarded(context)
@@ -123,8 +126,8 @@ class ChatTemplate:
         except ClusterError:
             raise
         except TemplateError as error:
-            raise RequestError(f"the model's chat template refused: {error}", param="messages") from error
-        except Exception as error:  # an edge: the template is foreign code and may fail in any way
+            raise RequestError(f"rejected by the model's chat template: {error}", param="messages") from error
+        except Exception as error:  # boundary: the template is foreign code
             raise RequestError(f"the model's chat template failed: {error!r}", param="messages") from error
 
     def _bounded(self, context: dict[str, Any]) -> str:
@@ -140,27 +143,27 @@ class ChatTemplate:
 
 
 def _up_to_tag(text: str, last: str) -> str:
-    """As transformers has it: space at the end of the message stays, unless the template takes it away."""
+    """Cut at the tag. As in transformers, trailing space of the message is kept unless the template strips it."""
     before, tag, after = text.rpartition(_TAG.strip())
     if not tag or last.strip() not in before:
         raise RequestError(
-            "continue_final_message: the model's chat template leaves out the last message's text",
+            "continue_final_message: this model's chat template drops the last message's text",
             param="continue_final_message",
         )
     return before if after.startswith(" ") else before.rstrip()
 
 
 def find_chat_template(model_dir: Path, given: str | None = None) -> str | None:
-    """The one that the operator gives, as itself or as a file; else that of the model directory: chat_template.jinja,
-    or the (default) one in tokenizer_config.json.
+    """Return the operator's template, given as text or as a file, else that of the model directory.
 
-    None where there is none. Raises SpecError.
+    The latter is chat_template.jinja, or the (default) one in tokenizer_config.json. Returns None if there is none.
+    Raises SpecError.
     """
     if given is not None:
         return given if "{{" in given or "{%" in given else _read(Path(given))
-    alone = model_dir / "chat_template.jinja"
-    if alone.is_file():
-        return alone.read_text(encoding="utf-8")
+    jinja_file = model_dir / "chat_template.jinja"
+    if jinja_file.is_file():
+        return jinja_file.read_text(encoding="utf-8")
     path = model_dir / "tokenizer_config.json"
     if not path.is_file():
         return None

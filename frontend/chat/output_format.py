@@ -1,4 +1,4 @@
-"""How a model writes what is more than text: calls of tools, and what it thinks before it answers."""
+"""Output format of a model: its syntax of tool calls, and whether it thinks before it answers."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from frontend.structured_output.special_tokens import SpecialTokens
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """What one model writes beside text: the format of its calls, and whether it thinks."""
+    """Format of tool calls and thinking in one model's output."""
 
-    calls: str | None = None  # one of CALL_FORMATS; None: we read none
+    calls: str | None = None  # key of CALL_FORMATS; None: tool calls are not parsed
     thinks: bool = False
     special: SpecialTokens = field(default_factory=SpecialTokens, compare=False)
 
     @classmethod
     def of(cls, template: str, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> OutputFormat:
-        """As the operator says, or as its chat template does."""
+        """Return the format set by the operator; `auto` derives it from the chat template."""
         calls = find_call_format(template) if tool_parser == "auto" else tool_parser
         thinks = END_THINK in template if reasoning_parser == "auto" else reasoning_parser == "think"
         return cls(calls if calls in CALL_FORMATS else None, thinks)
 
     @property
     def markers(self) -> Iterator[str]:
-        """What may be a special token, and is part of the text all the same."""
+        """Markers that may be special tokens and must be kept in the text for parsing."""
         if self.calls:
             yield from CALL_FORMATS[self.calls].markers
         if self.thinks:

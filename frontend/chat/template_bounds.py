@@ -1,6 +1,6 @@
-"""What a template may make of few characters: nothing that is longer than a prompt could be.
+"""Size limits for operations of chat templates: no value may grow longer than any prompt could be.
 
-Python's text can grow by widths, by repetition, by replacement and by joining. Each is refused before it is done.
+Python strings can grow by widths, repetition, replacement and joining. Each is checked before it runs.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError
 
-MAX_TEXT_CHARS = 16 * 1024 * 1024  # of a rendered prompt, and of any text on the way; no context is that long
+MAX_TEXT_CHARS = 16 * 1024 * 1024  # of a rendered prompt and of any intermediate text; exceeds every context
 _MAX_WIDTH = 4096
-_WIDTH = re.compile(r"\d{5,}")  # in a format string
+_WIDTH = re.compile(r"\d{5,}")  # of a format string
 _BY_WIDTH = {"center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "indent", "wordwrap", "slice",
              "batch", "truncate"}  # fmt: skip
 
 
 def check_repetition(left: Any, right: Any) -> None:
-    """Of left * right."""
+    """Check left * right. Raises SecurityError."""
     for sized, count in ((left, right), (right, left)):
         if isinstance(count, int) and _size(sized) * count > MAX_TEXT_CHARS:
             raise SecurityError("a repetition is too long")
 
 
 def check_sum(parts: Iterable[Any]) -> None:
-    """Of texts or lists that are put together."""
+    """Check the concatenation of texts or lists. Raises SecurityError."""
     if sum(map(_size, parts)) > MAX_TEXT_CHARS:
         raise SecurityError("a text is too long")
 
 
 def check_format(pattern: Any, arguments: Any) -> None:
-    """Of pattern % arguments: widths in the pattern, and those that it takes from the arguments."""
+    """Check pattern % arguments: widths in the pattern, and those taken from the arguments. Raises SecurityError."""
     if isinstance(pattern, str):
         if _WIDTH.search(pattern):
             raise SecurityError("a width is too large")
@@ -41,14 +41,14 @@ def check_format(pattern: Any, arguments: Any) -> None:
 
 
 def check_method(method: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Of a call: most are no method of a text, and may be made."""
+    """Check a call, if it is one of a string method. Raises SecurityError."""
     text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
     if isinstance(text, str):
         check_text_call(name, text, args, kwargs)
 
 
 def check_text_call(name: str, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Of a method, or a filter, of that name."""
+    """Check a string method or filter of that name. Raises SecurityError."""
     if name in _BY_WIDTH:
         if name.startswith("format") and _WIDTH.search(text):
             raise SecurityError("a width is too large")
@@ -62,30 +62,30 @@ def check_text_call(name: str, text: str, args: tuple[Any, ...], kwargs: dict[st
 
 
 def bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter of Jinja that is asked as a method of the text would be."""
+    """Wrap a Jinja filter with the check of the string method of that name."""
 
     @wraps(function)
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         plain = [argument for argument in args if isinstance(argument, str | int | float | list | tuple)]
         if plain and isinstance(plain[0], str):
             check_text_call(name, plain[0], tuple(plain[1:]), kwargs)
         return function(*args, **kwargs)
 
-    return asked
+    return checked
 
 
 def bounded_format(pattern: str, function: Callable[..., str]) -> Callable[..., str]:
-    """`pattern.format`, as Jinja has wrapped it."""
+    """Wrap `pattern.format`, as returned by Jinja, with its check."""
 
-    def asked(*args: Any, **kwargs: Any) -> str:
+    def checked(*args: Any, **kwargs: Any) -> str:
         check_text_call("format", pattern, args, kwargs)
         return function(*args, **kwargs)
 
-    return asked
+    return checked
 
 
 def _size(value: Any) -> int:
-    """Characters, or as many bytes; 0 of what cannot grow."""
+    """Return the size in characters; 0 for a value that cannot grow."""
     if isinstance(value, str):
         return len(value)
     return 8 * len(value) if isinstance(value, list | tuple) else 0

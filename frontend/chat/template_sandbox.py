@@ -1,4 +1,4 @@
-"""The Jinja environment of chat templates: what transformers gives them, and nothing by which they could leave it."""
+"""Jinja sandbox for chat templates, with the globals and filters that transformers provides."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _BOUNDED = ("center", "indent", "format", "replace", "slice", "batch", "truncate
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """A fresh environment. Its templates can change nothing that they were given and reach no attribute in underscores.
+    """Create an environment. Templates cannot modify their inputs, nor access attributes that start with an underscore.
 
-    Loops over range() end at 100,000 (Jinja's own limit); a template that loops in loops without output is not stopped.
+    Jinja limits range() to 100,000; nested loops without output are not interrupted.
     """
     sandbox = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
     sandbox.filters["tojson"] = _tojson
@@ -42,7 +42,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generator(CodeGenerator):
-    """Jinja's, in which `a ~ b` asks the sandbox as `a + b` does."""
+    """Code generator that routes `a ~ b` through the sandbox, like `a + b`."""
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.write("environment.concatenated((")
@@ -53,7 +53,7 @@ class _Generator(CodeGenerator):
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's, which also refuses powers, and to make anything that is longer than a prompt could be."""
+    """Jinja's sandbox, which additionally rejects powers and oversized values."""
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
     code_generator_class = _Generator
@@ -84,7 +84,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class _GenerationTag(Extension):
-    """{% generation %} … {% endgeneration %} marks what to train on; here it stands for its content."""
+    """{% generation %} … {% endgeneration %}, which marks training targets; renders its content."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it as a plain set
 
@@ -94,9 +94,9 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(Namespace):
-    """Jinja's, without names in underscores: by those a template could reach Python's own protocols."""
+    """Jinja's namespace without names that start with an underscore, which could reach Python protocols."""
 
-    def __init__(*args: Any, **values: Any) -> None:  # no parameter is named self: a template may use that name
+    def __init__(*args: Any, **values: Any) -> None:  # no parameter is named self, so that a template can use the name
         self, *rest = args
         merged = dict(*rest, **values)
         for name in merged:
@@ -124,7 +124,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Plain JSON: Jinja's own filter escapes <, > and & for HTML, which models were not trained on."""
+    """Encode plain JSON. Jinja's own filter escapes <, > and & for HTML, which models were not trained on."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

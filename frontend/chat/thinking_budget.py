@@ -1,4 +1,4 @@
-"""For how long an answer may think, in the words of the model that is to keep to it."""
+"""Thinking budget of an answer, in the model's own markers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from frontend.text.tokenizer import Tokenizer
 def thinking_budget(
     request: CompletionRequest, output_format: OutputFormat, tokenizer: Tokenizer, prompt: str
 ) -> ThinkingBudget | None:
-    """None where the request asks for none, or leaves no room for thinking. prompt: its end is enough. Raises
-    UnsupportedField where the model does not think."""
+    """Return the budget; None if the request sets none or leaves no room for thinking. prompt: its last characters
+    suffice. Raises UnsupportedField if the model does not think."""
     num_tokens, field = request.thinking_token_budget, request.thinking_field
     if num_tokens is None:
         return None
     if not output_format.thinks:
-        text = f"{field}: this model does not think; where it does, the operator can say so (model.reasoning_parser)"
+        text = f"{field}: not supported; this model does not think (the operator can set model.reasoning_parser)"
         raise UnsupportedField(text, param=field)
     chat, grammar = request.prompt, request.grammar
     if not (may_think(grammar, chat, prompt) if isinstance(chat, Chat) else grammar is None):

@@ -1,7 +1,7 @@
-"""Who may speak at the gRPC door, and for how long: for every method but those of health, an API key that is known.
+"""Admission of gRPC calls: API keys, and limits on messages being received.
 
-gRPC reads the message of a call that has only one before its handler is called, for as long as it takes to come. So
-those calls are served here as streams, of which a handler reads when it likes: who is refused is refused unread.
+For a unary request, gRPC receives the message before it calls the handler, however long that takes. These calls are
+therefore served as streams, from which the handler reads when it chooses: a rejected call is not read at all.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Entered: TypeAlias = Callable[[_Context], AbstractAsyncContextManager[None]]
 
-_NOW = 0.0  # of the loop's clock
-_FREE_S = 10.0  # for the message of who needs no key
-_SPARED_FREE_S = 0.005  # one that is there already is read by then
-_SPARED = 1 / 12  # of its time, for which a message with a key may be on its way, whoever waits
-# Messages on their way at a time, each of MAX_REQUEST_BYTES at most; a quick one is there for a moment only. Those of
-# free calls are tiny, but gRPC bounds them for a whole server alone: so there are few at a time.
+_NOW = 0.0  # a deadline in the past, on the loop's clock
+_FREE_S = 10.0  # time limit of a message for which no key is needed
+_SPARED_FREE_S = 0.005  # enough to read a message that has already arrived
+_SPARED = 1 / 12  # share of its time limit that a message with a key gets before others may displace it
+# Messages being received at a time, each of MAX_REQUEST_BYTES at most; a quick one takes only a moment. Messages of
+# free calls are tiny, but gRPC's size limit holds for the whole server, so their number is small.
 _MAX_FREE = 4
 _MAX_OF_ALL = 32
 _MAX_OF_KEY = 12
 
 
 class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC takes nothing else
-    """Refuses a call before anything of its messages is read. Whom it is from, the handler asks itself."""
+    """Rejects a call before any of its messages is read. The handler identifies the client again by itself."""
 
     def __init__(
         self,
@@ -47,9 +47,9 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC 
         max_waiting: int,
         entered: Mapping[str, Entered] | None = None,
     ) -> None:
-        """free: full names of the services for which nobody needs a key. within_s: how long a message may take, of a
-        free call 10 s at most. max_waiting: calls of one key whose messages wait to be read. entered: by
-        method, what is held from before that message to the end."""
+        """free: full names of services that need no key. within_s: time limit of a message, at most 10 s for a free
+        call. max_waiting: calls of one key that may wait for their turn to be read. entered: by method, context
+        manager that is entered before the message is read and left at the end of the call."""
         self._access = access
         self._max_waiting = max_waiting
         self._free = tuple(f"/{service}/" for service in free)
@@ -79,17 +79,17 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC 
 
 
 def authorization_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str | None:
-    """What the client has sent as `authorization`."""
+    """Return the call's `authorization` metadata."""
     return next((str(value) for key, value in metadata or () if key == "authorization"), None)
 
 
 @dataclass(eq=False)
 class _Reading:
-    """A message that is on its way, or waits to be."""
+    """Message being received, or waiting for its turn."""
 
     scope: asyncio.Timeout
     began_at: float
-    is_ended: bool = False  # for the sake of others
+    is_ended: bool = False  # displaced by others
 
     def end(self, at: float) -> None:
         self.is_ended = True
@@ -99,15 +99,18 @@ class _Reading:
 
 
 class _Room:
-    """Room for so many messages at a time. More wait, and where `max_waiting` do, the next ends. For each that waits
-    the oldest on their way ends, unless it comes before it has had `spared_s`: who is slow keeps nobody out."""
+    """Limits the messages received at a time. Further ones wait; beyond `max_waiting`, the next one is rejected.
+
+    For each waiting message, the oldest one being received is ended once it has had `spared_s`, so slow uploads cannot
+    starve others.
+    """
 
     def __init__(self, at_a_time: int, max_waiting: int, *, spared_s: float) -> None:
         self._free = asyncio.Semaphore(at_a_time)
         self._max_waiting = max_waiting
         self._spared_s = spared_s
         self._num_waiting = 0
-        self._spared: dict[_Reading, None] = {}  # that nobody waits for; the oldest first
+        self._spared: dict[_Reading, None] = {}  # not ending; the oldest first
         self._ending: set[_Reading] = set()
 
     @asynccontextmanager
@@ -131,7 +134,7 @@ class _Room:
             self._free.release()
 
     def _end_some(self) -> None:
-        """As many as wait in vain."""
+        """End as many of the oldest messages as others wait."""
         while self._free.locked() and self._spared and len(self._ending) < self._num_waiting:
             oldest = next(iter(self._spared))
             del self._spared[oldest]
@@ -140,17 +143,17 @@ class _Room:
 
 
 class _Messages:
-    """The messages of one call, which mostly has one: each comes within its time, while it has a place in each room."""
+    """Messages of one call, mostly one. Each has a time limit and takes a place in each room while it is received."""
 
     def __init__(self, within_s: float, rooms: Sequence[_Room]) -> None:
-        """rooms: of each of which it takes a place while it is on its way."""
+        """rooms: entered in order."""
         self._within_s = within_s
         self._rooms = rooms
 
     async def one(self, requests: Any, context: _Context) -> Any:
-        """Ends the call, where there is none."""
+        """Return the call's message. Aborts the call if there is none."""
         if (message := await self._next(requests, context)) is None:
-            await _abort(context, RequestError("there is no request in this call"))
+            await _abort(context, RequestError("the call has no request message"))
         return message
 
     async def each(self, requests: Any, context: _Context) -> AsyncIterator[Any]:
@@ -158,7 +161,7 @@ class _Messages:
             yield message
 
     async def _next(self, requests: Any, context: _Context) -> Any:
-        """None: there are no more. Ends the call, where it does not come in time."""
+        """Return the next message, or None at the end. Aborts the call if it does not arrive in time."""
         try:
             async with asyncio.timeout(self._within_s) as scope, AsyncExitStack() as stack:
                 reading = _Reading(scope, 0.0)
@@ -167,7 +170,7 @@ class _Messages:
                 return await anext(aiter(requests), None)
         except TimeoutError:
             if reading.is_ended:
-                await _abort(context, CapacityError("too many calls wait for their request"))
+                await _abort(context, CapacityError("too many calls are sending their request; retry"))
             await _abort(context, DeadlineExceeded("the request did not arrive in time"))
 
 
@@ -177,7 +180,7 @@ async def _nothing(context: _Context) -> AsyncIterator[None]:
 
 
 def _streamed(handler: Any, messages: _Messages, entered: Entered = _nothing) -> Any:
-    """The same handler, for whose messages is waited here. It may write a response as bytes, serialized by itself."""
+    """Wrap a handler as a stream whose messages are received here. It may also write responses as serialized bytes."""
 
     def serialize(response: Any) -> bytes:
         return response if isinstance(response, bytes) else handler.response_serializer(response)
@@ -202,7 +205,7 @@ def _streamed(handler: Any, messages: _Messages, entered: Entered = _nothing) ->
 
 
 def _refusing(error: ClusterError) -> Any:
-    """A handler that only says why, and reads nothing."""
+    """Return a handler that rejects the call without reading it."""
 
     async def reject(requests: object, context: _Context) -> NoReturn:
         await _abort(context, error)

@@ -1,4 +1,4 @@
-"""The gRPC door: cluster.v1.Inference, with health and reflection."""
+"""gRPC endpoint: cluster.v1.Inference, with health and reflection."""
 
 from __future__ import annotations
 
@@ -44,19 +44,18 @@ _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 logger = logging.getLogger(__name__)
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Inference"].full_name
-READINESS = "readiness"  # a name of the health service's own, for probes
+READINESS = "readiness"  # service name in the health service, for probes
 
-_LAST_WORDS_S = 1.0  # for what has ended to be heard
-_UNREAD_BYTES = 16 << 10  # of each stream
-_MAX_PENDING = 8192  # calls that no handler has seen yet
-_LARGE = 16 << 10  # bytes of a message, of which another thread makes a request
+_LAST_WORDS_S = 1.0  # for ended calls to send their status
+_UNREAD_BYTES = 16 << 10  # per stream
+_MAX_PENDING = 8192  # calls accepted but not yet handled
+_LARGE = 16 << 10  # bytes; larger messages are converted on another thread
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-    # What may come of a message before anybody reads it. Else gRPC takes in what the network brings, as fast as it can.
+    # Limits what gRPC buffers of a message before it is read. By default it grows with the network's bandwidth.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", _UNREAD_BYTES),
-    # A client that has vanished without a word is noticed within 15 s. Clients may ping, too, also while they wait for
-    # a first token.
+    # A client that vanishes is noticed within 15 s. Clients may ping as well, also while waiting for a first token.
     *keepalive(ping_every_ms=10_000, answer_within_ms=5_000),
     *PINGS_ALLOWED,
 )
@@ -72,11 +71,11 @@ async def open_grpc_api(
     certificates: Certificates | None = None,
     limits: ConnectionLimits = GRPC_ENDPOINT,
 ) -> GrpcApi:
-    """Start to serve on host:port (0: any free one), in this event loop; with TLS where there are certificates.
+    """Serve on host:port (0: any free port) in this event loop, with TLS if certificates are given. Raises DeployError.
 
-    served: one model, or several. is_port_shared: several router processes of one node listen on the same port and the
-    kernel deals out connections; otherwise a port in use is an error. A client that wants more streams than a
-    connection may have opens another, for what is more waits or is refused (UNAVAILABLE). Raises DeployError.
+    served: one model, or several. is_port_shared: several processes of one node listen on the same port, and the kernel
+    distributes connections; otherwise a port in use is an error. Streams beyond a connection's limit wait or fail with
+    UNAVAILABLE; clients open another connection for them.
     """
     models = Models.of(served)
     inference = InferenceServicer(models, access)
@@ -95,10 +94,10 @@ async def open_grpc_api(
             ("grpc.absolute_max_metadata_size", limits.header_bytes),
             ("grpc.server_handshake_timeout_ms", _ms(limits.open_s)),
             ("grpc.max_connection_idle_ms", _ms(limits.idle_s)),
-            ("grpc.max_connection_age_ms", _ms(limits.age_s)),  # then a client is asked to connect anew
-            ("grpc.max_connection_age_grace_ms", _ms(models.default.max_request_s)),  # in which what runs may end
+            ("grpc.max_connection_age_ms", _ms(limits.age_s)),  # then the client is told to reconnect
+            ("grpc.max_connection_age_grace_ms", _ms(models.default.max_request_s)),  # for running calls to finish
             ("grpc.max_concurrent_streams", limits.streams),
-            # Calls that came while this event loop was busy; beyond 1,000 gRPC would cut off one or the other, unsaid.
+            # Calls that arrive while the event loop is busy; above its default of 1,000 gRPC drops some silently.
             ("grpc.server.max_pending_requests", _MAX_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING),
             ("grpc.so_reuseport", int(is_port_shared)),
@@ -126,7 +125,7 @@ def _ms(seconds: float) -> int:
 
 
 class GrpcApi:
-    """A server that runs until `close`."""
+    """Server, from `open_grpc_api` until `close`."""
 
     def __init__(
         self,
@@ -141,43 +140,45 @@ class GrpcApi:
         self._health = health
 
     def set_health(self, *, is_live: bool = True, is_ready: bool) -> None:
-        """What the health service says: of the server ("") whether it is alive; of "readiness" and
-        cluster.v1.Inference whether requests should come here. Watchers hear it at once."""
+        """Set the health service's status: liveness for the server (""), readiness for "readiness" and
+        cluster.v1.Inference. Watchers are notified at once."""
         self._health.set({"": is_live, READINESS: is_ready, SERVICE: is_ready})
 
     async def close(self, *, grace_s: float) -> None:
-        """Say that no more requests should come, take no more, let those under way finish for grace_s, then end all.
+        """Report not ready, reject new requests, let running ones finish for grace_s, then end all.
 
-        Who only watches the health service is not waited for.
+        Does not wait for watchers of the health service.
         """
         self.set_health(is_ready=False)
         self._inference.is_closing = True
         with suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self._inference.idle.wait()
-        await self._server.stop(_LAST_WORDS_S)  # once: two that overlap have crashed the process in grpc 1.85
+        # Called once: two overlapping calls have crashed the process in grpc 1.85.
+        await self._server.stop(_LAST_WORDS_S)
 
 
 class InferenceServicer(pb_grpc.InferenceServicer):
-    """Writes from within the handler, and does not yield: so a cancelled call ends the handler wherever it waits."""
+    """Servicer of cluster.v1.Inference. Writes responses instead of yielding, so that a cancellation ends the handler
+    wherever it waits."""
 
     def __init__(self, models: Models, access: Access) -> None:
-        self.is_closing = False  # no request is taken any more
-        self.idle = asyncio.Event()  # no request is under way
+        self.is_closing = False  # new requests are rejected
+        self.idle = asyncio.Event()  # set while no request is running
         self.idle.set()
         self._num_running = 0
         self._models = models
         self._access = access
         self._bytes = ResponseBytes()
-        self._request_contexts: dict[_Context, RequestContext] = {}  # of the calls under way
+        self._request_contexts: dict[_Context, RequestContext] = {}  # of running calls
 
     @asynccontextmanager
     async def entered(self, context: _Context) -> AsyncIterator[None]:
-        """Of a call, from before its message is read until its end: its key's place is held."""
+        """Hold the key's reservation of a call, from before its message is read until its end."""
         async with AsyncExitStack() as stack:
             async with _statuses(context):
                 client = self._client(context)
-                with self._noted("", context, client):
+                with self._audited("", context, client):
                     self._request_contexts[context] = await stack.enter_async_context(
                         self._access.limits.entered(client)
                     )
@@ -189,21 +190,23 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> None:
         async with _statuses(context), self._counted(), self._traced(context) as trace:
             request_context = self._request_contexts[context]
-            served, asked = await self._asked(request, context, request_context)
-            completion = await served.open(asked, trace=trace)
-            if told := await request_context.charge([completion]):  # of its limits, before the first token
-                await context.send_initial_metadata(tuple(told.items()))
+            served, completion_request = await self._read(request, context, request_context)
+            completion = await served.open(completion_request, trace=trace)
+            if headers := await request_context.charge([completion]):  # rate-limit headers precede the first token
+                await context.send_initial_metadata(tuple(headers.items()))
             is_first, tokenizer = True, completion.service.tokenizer
             async with completion.run() as arrivals:
                 async for events in arrivals:
                     if is_first:
-                        await self._tell_prompt(completion, context)
+                        await self._write_prompt_logprobs(completion, context)
                         is_first = False
                     for event in events:
-                        await context.write(self._bytes.of(event, request_id=asked.id, tokenizer=tokenizer))
+                        await context.write(
+                            self._bytes.of(event, request_id=completion_request.id, tokenizer=tokenizer)
+                        )
 
-    async def _tell_prompt(self, completion: Completion, context: _Context) -> None:
-        """Of its tokens, if that is asked for; each message is made on another thread, for that takes its time."""
+    async def _write_prompt_logprobs(self, completion: Completion, context: _Context) -> None:
+        """Write the prompt's log-probabilities, if requested; each message is built on another thread."""
         service, key_id, start = completion.service, completion.request.key_id, 1
         for part in () if completion.prompt_logprobs is None else completion.prompt_logprobs.parts():
             ids = completion.prompt_ids[start : start + len(part)]
@@ -214,29 +217,31 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     async def Tokenize(self, request: pb.TokenizeRequest, context: _Context) -> pb.TokenizeResponse:
         async with _statuses(context), self._counted():
             client = self._client(context)
-            with self._noted("", context, client):
-                making = partial(tokenize_request_of, request, peer=context.peer())
-                asked = client.bound(await self._made(making, request, client))
-                served = self._models.find(asked.model)
-                ids = await served.prompts.tokenize(asked)
-            await self._tell(context)
+            with self._audited("", context, client):
+                build = partial(tokenize_request_of, request, peer=context.peer())
+                completion_request = client.bound(await self._build(build, request, client))
+                served = self._models.find(completion_request.model)
+                ids = await served.prompts.tokenize(completion_request)
+            await self._send_rate_limits(context)
             return pb.TokenizeResponse(token_ids=ids, max_context=served.model.max_context)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         async with _statuses(context), self._counted():
             client = self._client(context)
-            with self._noted("", context, client):
+            with self._audited("", context, client):
                 served = self._models.find(request.model)
                 max_context = served.model.max_context
-                asked = client.bound(detokenize_request_of(request, max_context=max_context, peer=context.peer()))
-                text = await served.prompts.detokenize(asked)
-            await self._tell(context)
+                completion_request = client.bound(
+                    detokenize_request_of(request, max_context=max_context, peer=context.peer())
+                )
+                text = await served.prompts.detokenize(completion_request)
+            await self._send_rate_limits(context)
             return pb.DetokenizeResponse(text=text)
 
-    async def _tell(self, context: _Context) -> None:
-        """Of its key's limits, of which it takes no tokens."""
-        if told := await self._request_contexts[context].charge([]):
-            await context.send_initial_metadata(tuple(told.items()))
+    async def _send_rate_limits(self, context: _Context) -> None:
+        """Send the rate-limit headers of a call that takes no tokens."""
+        if headers := await self._request_contexts[context].charge([]):
+            await context.send_initial_metadata(tuple(headers.items()))
 
     @asynccontextmanager
     async def _traced(self, context: _Context) -> AsyncIterator[Trace | None]:
@@ -248,7 +253,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             yield None
             return
         status, is_our_fault = "", False
-        context.set_trailing_metadata((("traceparent", trace.traceparent),))  # by itself the other would be a write
+        # Initial metadata would cost a write of its own.
+        context.set_trailing_metadata((("traceparent", trace.traceparent),))
         try:
             yield trace
         except Exception as error:
@@ -261,7 +267,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:
         if self.is_closing:
-            raise ReplicaLost("this router is closing: ask another, or again")
+            raise ReplicaLost("this router is closing; retry, or use another router")
         self._num_running += 1
         self.idle.clear()
         try:
@@ -274,36 +280,36 @@ class InferenceServicer(pb_grpc.InferenceServicer):
     def _client(self, context: _Context) -> Client:
         return self._access.identify(authorization_of(context.invocation_metadata()))
 
-    async def _asked(
+    async def _read(
         self, request: pb.GenerateRequest, context: _Context, request_context: RequestContext
     ) -> tuple[Completions, CompletionRequest]:
-        """Of which model, and what."""
+        """Return the model and the request."""
         peer, deadline_s = context.peer(), context.time_remaining()
         client = self._client(context)
-        with self._noted(request.request_id[:128], context, client):
+        with self._audited(request.request_id[:128], context, client):
             served = self._models.find(request.model)
             max_context = served.model.max_context
-            making = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
-            asked = client.bound(await self._made(making, request, client))
-            request_context.check(served.prompts.least_tokens(asked))
-        return served, asked
+            build = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
+            completion_request = client.bound(await self._build(build, request, client))
+            request_context.check(served.prompts.least_tokens(completion_request))
+        return served, completion_request
 
-    async def _made(
-        self, making: Callable[[], CompletionRequest], message: pb.GenerateRequest | pb.TokenizeRequest, client: Client
+    async def _build(
+        self, build: Callable[[], CompletionRequest], message: pb.GenerateRequest | pb.TokenizeRequest, client: Client
     ) -> CompletionRequest:
-        """Where nothing that visits all of a large message holds up others. Raises RequestError and CapacityError."""
+        """Build a request, off the event loop if the message is large. Raises RequestError and CapacityError."""
 
         def make() -> CompletionRequest:
-            made = making()
-            num_chars(made.prompt)  # a chat keeps it
+            made = build()
+            num_chars(made.prompt)  # a chat caches it
             return made
 
         is_large = message.ByteSize() > _LARGE
         return await self._models.default.threads.run(client.key_id, make) if is_large else make()
 
     @contextmanager
-    def _noted(self, request_id: str, context: _Context, client: Client) -> Iterator[None]:
-        """What is refused inside is in the trail."""
+    def _audited(self, request_id: str, context: _Context, client: Client) -> Iterator[None]:
+        """Record a ClusterError of the block in the audit log, and re-raise it."""
         try:
             yield
         except ClusterError as error:
@@ -320,14 +326,14 @@ class InferenceServicer(pb_grpc.InferenceServicer):
 
 @asynccontextmanager
 async def _statuses(context: _Context) -> AsyncIterator[None]:
-    """The edge: whatever fails inside becomes the call's status."""
+    """Convert any failure of the block to the call's status."""
     try:
         yield
     except ClusterError as error:
         status = rpc_status.to_status(status_of(error))
-        # With the status: of metadata that came before it a client may see nothing once the call has ended.
-        told = tuple(error.headers.items()) if isinstance(error, RateLimited) else ()
-        await context.abort(status.code, status.details, (*status.trailing_metadata, *told))
+        # Sent with the status, because a client may not see earlier metadata of a failed call.
+        headers = tuple(error.headers.items()) if isinstance(error, RateLimited) else ()
+        await context.abort(status.code, status.details, (*status.trailing_metadata, *headers))
     except Exception as error:
-        logger.exception("request failed by a bug")
+        logger.exception("request failed with an unexpected exception")
         await context.abort_with_status(rpc_status.to_status(status_of(error)))

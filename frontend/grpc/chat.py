@@ -1,4 +1,4 @@
-"""A conversation with its tools, and calls of them, between cluster.v1.Inference and the router's own words."""
+"""Conversion of chats, tools and tool calls of cluster.v1.Inference."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _TOOL_NAME = re.compile(FUNCTION_NAME)
 
 
 def chat_of(chat: pb.Chat) -> Chat:
-    """Raises RequestError."""
-    asked = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
-    opens = opens_answer(asked, is_continued=chat.continue_final_message)
+    """Convert a chat. Raises RequestError."""
+    add_generation_prompt = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else None
+    opens = opens_answer(add_generation_prompt, is_continued=chat.continue_final_message)
     tools = tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(chat.tools))
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
-        raise RequestError("tools: a name is there twice", param="tools")
+        raise RequestError("tools: two tools have the same name", param="tools")
     return Chat(
         messages=tuple(map(_message, chat.messages)),
         variables=object_of(chat.template_variables, "template_variables"),
@@ -37,12 +37,12 @@ def chat_of(chat: pb.Chat) -> Chat:
 
 
 def forced_grammar_of(chat: pb.Chat, made: Chat) -> Grammar | None:
-    """What an answer keeps to that is bound to be calls. made: of `chat`. Raises RequestError."""
+    """Return the grammar of an answer that must be calls, or None. made: `chat`, converted. Raises RequestError."""
     if made.forced is None:
         return None
     tools = [
-        ToolGiven(type="function", function=FunctionAsTool(**told["function"], strict=tool.strict))
-        for tool, told in zip(chat.tools, made.tools, strict=True)
+        ToolGiven(type="function", function=FunctionAsTool(**converted["function"], strict=tool.strict))
+        for tool, converted in zip(chat.tools, made.tools, strict=True)
     ]
     return forced_grammar(made.forced, tools, is_parallel=made.is_parallel)
 
@@ -56,27 +56,27 @@ def tool_calls_of(delta: Delta) -> list[pb.ToolCallDelta]:
 
 
 def _forced(chat: pb.Chat) -> str | None:
-    """As in Chat. Raises RequestError."""
+    """Return Chat.forced. Raises RequestError."""
     kind = chat.tool_choice.WhichOneof("kind")
     if kind not in ("required", "name") or not getattr(chat.tool_choice, kind):
         return None
     if not chat.tools:
-        raise RequestError("tool_choice: needs tools", param="tool_choice")
+        raise RequestError("tool_choice: requires tools", param="tool_choice")
     return chat.tool_choice.name
 
 
 def _message(message: pb.ChatMessage) -> dict[str, Any]:
-    told: dict[str, Any] = {"role": message.role, "content": message.content}
+    converted: dict[str, Any] = {"role": message.role, "content": message.content}
     for name in ("name", "reasoning_content", "tool_call_id"):
         if value := getattr(message, name):
-            told[name] = value
+            converted[name] = value
     if message.tool_calls:
-        told["content"] = message.content or None
-        told["tool_calls"] = [
+        converted["content"] = message.content or None
+        converted["tool_calls"] = [
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in message.tool_calls
         ]
-    return told
+    return converted
 
 
 def _tool(tool: pb.Tool, path: str) -> dict[str, Any]:

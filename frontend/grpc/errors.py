@@ -1,4 +1,4 @@
-"""Errors as gRPC statuses, with google.rpc's details."""
+"""Conversion of errors to gRPC statuses with google.rpc details."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from frontend.grpc.messages import field_of
 
 
 def status_of(error: Exception) -> Status:
-    """google.rpc.Status with ErrorInfo (the code as its reason), and BadRequest or RetryInfo where they apply. Of what
-    is not ours nothing is shown."""
+    """Return the status with ErrorInfo (the code as its reason), and BadRequest or RetryInfo where they apply. The text
+    of an unexpected exception is withheld."""
     outcome = outcome_of(error)
     details: list[Message] = [ErrorInfo(reason=outcome.code.upper(), domain=pb.DESCRIPTOR.package)]
     if isinstance(error, RequestError) and error.param is not None:
@@ -27,8 +27,8 @@ def status_of(error: Exception) -> Status:
         delay.FromMilliseconds(round(error.retry_after_s * 1e3))
         details.append(RetryInfo(retry_delay=delay))
     packed = [AnyMessage() for _ in details]
-    for prefix_source, detail in zip(packed, details, strict=True):
-        prefix_source.Pack(detail)
+    for any_message, detail in zip(packed, details, strict=True):
+        any_message.Pack(detail)
     code = getattr(grpc.StatusCode, outcome.grpc).value[0]
-    said = str(error) if isinstance(error, ClusterError) else "internal error; the router's log says more"
-    return Status(code=code, message=said, details=packed)
+    message = str(error) if isinstance(error, ClusterError) else "internal error; see the router's log"
+    return Status(code=code, message=message, details=packed)

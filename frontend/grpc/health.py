@@ -1,4 +1,4 @@
-"""The standard health service of the gRPC door, for whoever asks: load balancers and probes have no key."""
+"""Standard gRPC health service, without API keys, for load balancers and probes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ _MAX_WATCHERS = 1024
 
 
 class EndpointHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # gRPC's stubs have no types
-    """What it says is one table. No watcher can hold up another, nor whoever sets it: each looks for itself, when it
-    can. Lives on the door's event loop."""
+    """Health servicer over one table. Each watcher polls it for itself, so a slow one delays neither others nor `set`.
+    Bound to the endpoint's event loop."""
 
     def __init__(self) -> None:
         self._is_serving: dict[str, bool] = {}
-        self._changed = asyncio.Event()  # another one after each change
+        self._changed = asyncio.Event()  # replaced after each change
         self._num_watchers = 0
 
     def set(self, is_serving: Mapping[str, bool]) -> None:
-        """By name of service; of other names nothing is known."""
+        """Set the status by service name; other names are unknown."""
         if self._is_serving == is_serving:
             return
         self._is_serving = dict(is_serving)
@@ -38,22 +38,22 @@ class EndpointHealth(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # g
         return _Status(status=self._status(request.service))
 
     async def Watch(self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Writes from within, and keeps nothing of a name that nobody has."""
+        """Write statuses until the client leaves. No state is kept for an unknown service name."""
         if self._num_watchers >= _MAX_WATCHERS:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watch already; use Check")
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many watchers; use Check")
         self._num_watchers += 1
         try:
-            await self._tell(request.service if request.service in self._is_serving else None, context)
+            await self._write_changes(request.service if request.service in self._is_serving else None, context)
         finally:
             self._num_watchers -= 1
 
-    async def _tell(self, name: str | None, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        told = None
+    async def _write_changes(self, name: str | None, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        written = None
         while True:
             changed, status = self._changed, self._status(name)
-            if status != told:
+            if status != written:
                 await context.write(_Status(status=status))
-                told = status
+                written = status
             await changed.wait()
 
     def _status(self, name: str | None) -> Any:

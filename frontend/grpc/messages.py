@@ -1,4 +1,4 @@
-"""The messages of cluster.v1.Inference to the router's own words, and back."""
+"""Conversion between messages of cluster.v1.Inference and requests and events."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from frontend.text.completion_request import (
 from frontend.text.events import Delta, Event, Finished, Summary
 from frontend.text.tokenizer import Tokenizer
 
-# Messages of one token that are kept: some 9 MB at most. Most of what a model says is made of some thousands.
-_MAX_KEPT, _MAX_KEPT_CHARS = 8192, 64
+# Cached messages of one token, some 9 MB at most. Most output uses a few thousand distinct tokens.
+_MAX_CACHED, _MAX_CACHED_CHARS = 8192, 64
 _SAMPLING = pb.SamplingParams.DESCRIPTOR.fields_by_name
 _OF_CHAT = ("messages", "tools", "tool_choice", "template_variables", "reasoning_effort", "continue_final_message")
 _RENAMED = {"user": "tenant", "tokens": "token_ids", **{name: f"chat.{name}" for name in _OF_CHAT}}
@@ -38,8 +38,8 @@ _RENAMED = {"user": "tenant", "tokens": "token_ids", **{name: f"chat.{name}" for
 def request_of(
     message: pb.GenerateRequest, *, deadline_s: float | None, max_context: int, peer: str = ""
 ) -> CompletionRequest:
-    """Raises RequestError when there is no input, or more of it than is worth looking at. Everything else is checked
-    where both doors meet."""
+    """Convert a request. Raises RequestError if there is no input, or too much of it. Other checks are common to both
+    endpoints and happen later."""
     _check_counts(message, max_context)
     fields: dict[str, Any] = {name: getattr(message.sampling, name) for name in _SAMPLING if _is_set(message, name)}
     for name in ("stop", "stop_token_ids", "bad_words"):
@@ -62,10 +62,10 @@ def request_of(
 
 
 def tokenize_request_of(message: pb.TokenizeRequest, *, peer: str) -> CompletionRequest:
-    """Raises RequestError where there is nothing to tokenise, or too much."""
+    """Convert a request. Raises RequestError if there is no input, or too much of it."""
     _check_chat(message.chat)
     if message.WhichOneof("input") is None:
-        raise RequestError("one of prompt and chat must be set", param="prompt")
+        raise RequestError("set one of prompt and chat", param="prompt")
     prompt = chat_of(message.chat) if message.WhichOneof("input") == "chat" else message.prompt
     has_special = message.add_special_tokens if message.HasField("add_special_tokens") else None
     return CompletionRequest(
@@ -74,7 +74,7 @@ def tokenize_request_of(message: pb.TokenizeRequest, *, peer: str) -> Completion
 
 
 def detokenize_request_of(message: pb.DetokenizeRequest, *, max_context: int, peer: str) -> CompletionRequest:
-    """Raises RequestError where there are more tokens than a context has."""
+    """Convert a request. Raises RequestError if there are more tokens than the context holds."""
     _check_context("tokens", len(message.token_ids), max_context)
     return CompletionRequest(id=uuid.uuid4().hex, prompt=tuple(message.token_ids), model=message.model, peer=peer)
 
@@ -94,25 +94,26 @@ def response_of(event: Event, *, request_id: str, tokenizer: Tokenizer) -> pb.Ge
 
 
 class ResponseBytes:
-    """Responses as they go over the network. Most bring the text of one token and nothing else: those are kept, for a
-    token that comes again."""
+    """Serializer of responses with a cache: most carry the text of one token and nothing else, and tokens repeat."""
 
     def __init__(self) -> None:
-        self._of_plain = lru_cache(maxsize=_MAX_KEPT)(_plain_delta)
+        self._of_plain = lru_cache(maxsize=_MAX_CACHED)(_plain_delta)
 
     def of(self, event: Event, *, request_id: str, tokenizer: Tokenizer) -> bytes:
-        if isinstance(event, Delta) and len(event.tokens) == 1 and len(event.text) <= _MAX_KEPT_CHARS:
+        if isinstance(event, Delta) and len(event.tokens) == 1 and len(event.text) <= _MAX_CACHED_CHARS:
             [token] = event.tokens
             if token.logprob is None and not event.thinking and not event.calls:
                 return self._of_plain(event.choice, token.token_id, event.text)
         return response_of(event, request_id=request_id, tokenizer=tokenizer).SerializeToString()
 
 
-def prompt_logprobs_of(prompt_ids: Sequence[int], told: PromptLogprobs, tokenizer: Tokenizer) -> pb.GenerateResponse:
-    """What is said of these tokens of a prompt."""
+def prompt_logprobs_of(
+    prompt_ids: Sequence[int], logprobs: PromptLogprobs, tokenizer: Tokenizer
+) -> pb.GenerateResponse:
+    """Return the message with the log-probabilities of some of a prompt's tokens."""
     message = pb.PromptLogprobs()
     for token_id, logprob, rank, ids, values in zip(
-        prompt_ids, *(column.tolist() for column in told.columns), strict=True
+        prompt_ids, *(column.tolist() for column in logprobs.columns), strict=True
     ):
         message.tokens.add(
             token_id=token_id,
@@ -128,13 +129,13 @@ def prompt_logprobs_of(prompt_ids: Sequence[int], told: PromptLogprobs, tokenize
 
 
 def field_of(param: str) -> str:
-    """The path in GenerateRequest of what an error calls `param`."""
-    name = re.split(r"\W", param, maxsplit=1)[0]  # messages, of messages[0].role
+    """Return the path in GenerateRequest of an error's `param`."""
+    name = re.split(r"\W", param, maxsplit=1)[0]  # messages[0].role -> messages
     return (f"sampling.{name}" if name in _SAMPLING else _RENAMED.get(name, name)) + param[len(name) :]
 
 
 def _check_counts(message: pb.GenerateRequest, max_context: int) -> None:
-    """Before anything is made of each."""
+    """Check the lengths of repeated fields before their elements are converted."""
     _check_chat(message.chat)
     _check_count("stop", len(message.sampling.stop), MAX_STOPS)
     _check_count("stop_token_ids", len(message.sampling.stop_token_ids), MAX_STOP_TOKENS)
@@ -164,7 +165,7 @@ def _check_context(param: str, number: int, max_context: int) -> None:
 
 def _check_count(param: str, number: int, limit: int, *, of: str = "") -> None:
     if number > limit:
-        raise RequestError(f"{param}: at most {limit} {of + ' ' if of else ''}are taken, not {number}", param=param)
+        raise RequestError(f"{param}: has {number}; at most {limit}{' ' + of if of else ''} are accepted", param=param)
 
 
 def _is_set(message: pb.GenerateRequest, name: str) -> bool:
@@ -174,7 +175,7 @@ def _is_set(message: pb.GenerateRequest, name: str) -> bool:
 def _grammar_of(message: pb.GenerateRequest, prompt: str | Chat | tuple[int, ...]) -> dict[str, Any]:
     if isinstance(prompt, Chat) and (forced := forced_grammar_of(message.chat, prompt)) is not None:
         if message.HasField("grammar"):
-            text = "tool_choice: an answer that is bound to be a call keeps to no other format"
+            text = "tool_choice: a required call cannot be combined with grammar"
             raise RequestError(text, param="tool_choice")
         return {"grammar": forced, "grammar_field": "tools"}
     if not message.HasField("grammar"):
@@ -190,7 +191,7 @@ def _grammar_of(message: pb.GenerateRequest, prompt: str | Chat | tuple[int, ...
         case "grammar":
             grammar = Grammar(kind=GrammarKind.LARK, text=given.grammar)
         case _:
-            raise RequestError("grammar: one of its fields must be set", param="grammar")
+            raise RequestError("grammar: set one of its fields", param="grammar")
     return {"grammar": grammar, "grammar_field": f"grammar.{kind}"}
 
 
@@ -203,7 +204,7 @@ def _prompt_of(message: pb.GenerateRequest) -> str | Chat | tuple[int, ...]:
         case "token_ids":
             return tuple(message.token_ids.ids)
         case _:
-            raise RequestError("one of prompt, chat and token_ids must be set", param="prompt")
+            raise RequestError("set one of prompt, chat and token_ids", param="prompt")
 
 
 def _plain_delta(choice: int, token_id: int, text: str) -> bytes:
@@ -212,7 +213,7 @@ def _plain_delta(choice: int, token_id: int, text: str) -> bytes:
 
 
 def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
-    """In its place, and nothing that is empty: there is one for each token."""
+    """Fill a delta in place, without empty fields, because there is one per token."""
     if delta.choice:
         message.choice = delta.choice
     message.text = delta.text_with_broken(is_whole=False) if delta.calls else delta.text
@@ -236,5 +237,5 @@ def _fill(message: pb.Delta, delta: Delta, tokenizer: Tokenizer) -> None:
 
 def _trace(summary: Summary) -> pb.Trace:
     route = asdict(summary.route)
-    del route["cached_tokens"], route["drafts"]  # in the usage
+    del route["cached_tokens"], route["drafts"]  # part of the usage
     return pb.Trace(ttft_ms=summary.ttft_s * 1e3, itl_ms=summary.itl_s * 1e3, **route)

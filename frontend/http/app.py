@@ -1,8 +1,8 @@
-"""The application behind the HTTP door: every API that it speaks, and what each request passes before its endpoint.
+"""HTTP application of a router: all APIs, and the middleware in front of them.
 
-_RequestIds   its id, and the form of its errors
-_Gate         its API key: who may not ask is told so before anything of the request is read
-_Straight     what brings answers goes to its endpoint at once; all else through the application's routes
+_RequestIds   sets the request id and the error format
+_Gate         checks the API key before anything of the request is read
+_Straight     calls generation endpoints directly, bypassing the application's routes
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from frontend.http.error_format import ErrorForm
 from frontend.http.errors import answer_to, error_response, handle_errors
 from frontend.http.openapi import OpenapiApi
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
-from frontend.http.tracing import HttpTraces, tell_trace
+from frontend.http.tracing import HttpTraces, add_trace_header
 from frontend.openai.api import OpenAIApi
 from frontend.openai.errors import OpenAIErrors
 from frontend.openai.render_api import RenderApi
@@ -39,7 +39,7 @@ from frontend.text.completion import Completions
 from frontend.text.completion_request import REQUEST_ID
 from frontend.text.models import Models
 
-_HEALTH = "/health"  # for this, and what is below it, nobody needs a key
+_HEALTH = "/health"  # this path and those below it need no API key
 _IN_MEMORY = StoreBounds(max_bytes=64 * 2**20, ttl_s=86_400.0)
 
 
@@ -54,11 +54,11 @@ def create_app(
     cors_origins: Sequence[str] = (),
     stored: StoredResponses | None = None,
 ) -> FastAPI:
-    """The ASGI application. served: one model, or several. is_healthy: whether requests can be served.
+    """Create the ASGI application. served: one model, or several. is_healthy: whether requests can be served.
 
-    max_body_s: how long a client may take to send its request. probes: what /health/… answers.
-    refuses_unknown_fields: else they are ignored, and named in a header. cors_origins: of web pages that may ask.
-    stored: responses; None: they are stored in this process alone.
+    max_body_s: time limit for receiving a body. probes: functions behind /health/…; None: no such routes.
+    rejects_unknown_fields: otherwise they are ignored and listed in a header. cors_origins: origins of web pages that
+    may send requests. stored: stored responses; None: kept in this process only.
     """
     models = Models.of(served)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -72,12 +72,12 @@ def create_app(
     openai, anthropic = OpenAIApi(models, request_contexts), AnthropicApi(models, request_contexts)
     responses = ResponsesApi(models, request_contexts, stored or StoredResponses.in_memory(_IN_MEMORY))
     answering = {**openai.endpoints, **responses.endpoints, **anthropic.endpoints}
-    app.add_middleware(_Straight, endpoints=answering)
+    app.add_middleware(_DirectRoutes, endpoints=answering)
     app.add_middleware(_Gate, access=access)
-    app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the last comes first
+    app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the last one added runs first
     if tracing := models.default.tracing:
         app.add_middleware(HttpTraces, tracing=tracing, paths=frozenset(answering))
-    if cors_origins:  # a browser asks beforehand, without a key
+    if cors_origins:  # outside the gate: a browser's preflight request has no API key
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
@@ -86,13 +86,13 @@ def create_app(
     OpenapiApi(models).add_to(app)
     openai.add_to(app)
     responses.add_to(app)
-    # A POST of these never comes so far, see _Straight: the routes refuse other methods, and redirect a slash more.
+    # POST requests are taken by _Straight; the routes reject other methods and redirect trailing slashes.
     for path, endpoint in answering.items():
         app.add_api_route(path, endpoint, methods=["POST"])
 
     @app.get(_HEALTH)
     async def report_health() -> Response:
-        """Only that: how many there are of what is on the admin listener."""
+        """Public health check; replica counts are on the admin listener."""
         if is_healthy():
             return JSONResponse({"status": "ok"})
         return JSONResponse({"status": "unavailable"}, status_code=503)
@@ -104,7 +104,7 @@ def create_app(
 
 
 class _Gate:
-    """ASGI middleware: who may not ask is told so before anything of its request is read."""
+    """ASGI middleware: reject a request without a valid API key before its body is read."""
 
     def __init__(self, app: ASGIApp, access: Access) -> None:
         self._app = app
@@ -122,9 +122,9 @@ class _Gate:
         await self._app(scope, receive, send)
 
 
-class _Straight:
-    """ASGI middleware: what brings answers goes to its endpoint at once. On their way through an application's routes a
-    request costs as much as everything else that this process does for it, and each token several calls."""
+class _DirectRoutes:
+    """ASGI middleware: call generation endpoints directly. The application's routes would cost as much per request as
+    all other work of this process, and several calls per token."""
 
     def __init__(self, app: ASGIApp, endpoints: Endpoints) -> None:
         self._app = app
@@ -139,15 +139,15 @@ class _Straight:
         try:
             answer = await endpoint(request)
             await answer(scope, receive, send)
-        except Exception as error:  # an edge, as in a route
+        except Exception as error:  # boundary, as in a route
             await answer_to(request, error)(scope, receive, send)
 
 
 class _RequestIds:
-    """ASGI middleware that sets the request id (the client's X-Request-Id, or a new one) and the form of its errors."""
+    """ASGI middleware: set the request id (the client's X-Request-Id, or a new one) and the error format."""
 
     def __init__(self, app: ASGIApp, *, anthropic: frozenset[str]) -> None:
-        """anthropic: paths whose clients have Anthropic's form, and its name of that header."""
+        """anthropic: paths that use Anthropic's error format and request id header."""
         self._app = app
         self._anthropic = anthropic
 
@@ -155,8 +155,8 @@ class _RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        asked = Headers(scope=scope).get("x-request-id", "")
-        request_id = asked if REQUEST_ID.fullmatch(asked) else uuid.uuid4().hex
+        client_id = Headers(scope=scope).get("x-request-id", "")
+        request_id = client_id if REQUEST_ID.fullmatch(client_id) else uuid.uuid4().hex
         is_anthropic = scope["path"] in self._anthropic
         errors: ErrorForm = AnthropicErrors(request_id) if is_anthropic else OpenAIErrors()
         scope.setdefault("state", {}).update(request_id=request_id, errors=errors)
@@ -165,7 +165,7 @@ class _RequestIds:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                tell_trace(scope["state"], headers, message["status"])
+                add_trace_header(scope["state"], headers, message["status"])
                 if is_anthropic:
                     headers["request-id"] = request_id
             return send(message)

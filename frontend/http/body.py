@@ -1,7 +1,7 @@
-"""A request's body over HTTP: read within bounds, and parsed where it holds up nobody.
+"""Request bodies over HTTP: read within limits, and parsed off the event loop if large.
 
-What makes a body expensive is how many values are in it. Those of a large one are counted first, field by field and
-without making any of them: 10 MB of token ids take 0.2 s to parse, and 0.04 s to be refused (one core, 2026-11-22).
+Parsing cost depends on the number of values. Those of a large body are counted first, field by field, without creating
+them: 10 MB of token ids take 0.2 s to parse, and 0.04 s to reject (one core, 2026-11-22).
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from frontend.text.text_threads import TextThreads
 Body = TypeVar("Body", bound=OpenAIObject)
 T = TypeVar("T")
 
-_SMALL = 16 * 1024  # bytes, at most 1 ms of parsing: less than it takes to reach a thread and come back
-_MAX_HELD = 256 * 2**20  # bytes of the large bodies that a router has at a time. Small ones always find room
-# Of a large body, by field: values between brackets, and bytes. Other fields need neither.
-_MAX_PROMPT_VALUES = 2**18  # all prompts together, or a context if that is longer
+_SMALL = 16 * 1024  # bytes, at most 1 ms of parsing: cheaper than a thread switch
+_MAX_HELD = 256 * 2**20  # bytes of large bodies in memory per router; small ones are exempt
+# Limits of a large body, by field: values between brackets, and bytes. Other fields use the defaults.
+_MAX_PROMPT_VALUES = 2**18  # all prompts together, or the context length if that is larger
 _MAX_VALUES = 2**12
 _MAX_FIELD_BYTES = 2**18
 _MAX_TOOLS_BYTES = 2**20
 _MAX_VALUES_OF = {**dict.fromkeys(("messages", "input", "system"), 2**17), "tools": 2**15}
 _MAX_FIELDS = 256
-_MAX_NAME = 128  # characters, of a field
+_MAX_NAME = 128  # characters of a field name
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 class BodyReader:
-    """Reads bodies for one router. Belongs to its event loop."""
+    """Reader of request bodies of one router. Bound to its event loop."""
 
     def __init__(
         self,
@@ -49,8 +49,7 @@ class BodyReader:
         within_s: float,
         rejects_unknown_fields: bool = False,
     ) -> None:
-        """max_context: the longest of the models that are served now. within_s: how long a client may take to send
-        one."""
+        """max_context: largest context of the served models. within_s: time limit for receiving a body."""
         self._rejects_unknown_fields = rejects_unknown_fields
         self._threads = threads
         self._max_context = max_context
@@ -58,12 +57,11 @@ class BodyReader:
         self._held = ByteBudget(_MAX_HELD, "requests")  # by key
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T], *, key_id: str = "") -> T:
-        """What `make` makes of the body, on the thread that has parsed it: nothing that visits all of a large one is
-        for the event loop. The content type is not looked at. key_id: whose part of the room a large body takes; empty:
-        nobody's.
+        """Return `make(body)`, computed on the thread that parsed it: visiting all of a large body must not block the
+        event loop. Ignores the content type. key_id: API key whose share of the memory a large body takes; empty: none.
 
-        Raises what `make` raises, RequestError that names the first wrong field, RequestTooLarge as soon as that is
-        known, CapacityError, and HTTPException 408 when the body does not arrive in time.
+        Raises what `make` raises, RequestError with the first invalid field, RequestTooLarge as early as possible,
+        CapacityError, and HTTPException 408 if the body does not arrive in time.
         """
         body = bytearray()
         try:
@@ -75,7 +73,7 @@ class BodyReader:
             self._held.add(key_id, -_counted(body))
 
     async def _receive(self, body: bytearray, request: Request, key_id: str) -> None:
-        """No more than MAX_REQUEST_BYTES are ever held."""
+        """Read the body into `body`, at most MAX_REQUEST_BYTES."""
         too_large = RequestTooLarge(f"the body is larger than {MAX_REQUEST_BYTES} bytes")
         announced = request.headers.get("content-length", "")
         if announced.isdecimal() and int(announced) > MAX_REQUEST_BYTES:
@@ -114,35 +112,35 @@ class BodyReader:
         for field, raw in fields.items():
             name, value = field.text, bytes(raw).strip()
             if value.startswith(b'"') and name == "prompt":
-                continue  # one string; its length is looked at where the context is known
+                continue  # one string; its length is checked later, against the model's context
             ids = max(_MAX_PROMPT_VALUES, self._max_context())
             limit = {"prompt": ids, "tokens": ids, **_MAX_VALUES_OF}.get(name)
             most = {"tools": _MAX_TOOLS_BYTES}.get(name, _MAX_FIELD_BYTES if limit is None else len(value))
             if len(value) > most:
-                raise RequestError(f"{name[:64]}: at most {most} bytes are taken", param=name[:64])
+                raise RequestError(f"{name[:64]}: at most {most} bytes are accepted", param=name[:64])
             if _has_more_values(value, limit or _MAX_VALUES):
-                text = f"{name[:64]}: more than {limit or _MAX_VALUES} values are not taken"
+                text = f"{name[:64]}: at most {limit or _MAX_VALUES} values are accepted"
                 raise (ContextLengthExceeded if limit == ids else RequestError)(text, param=name[:64])
 
 
 class _Name:
-    """The name of a field; no dataclass, for msgspec would read an object into that."""
+    """Field name. Not a dataclass, because msgspec would decode an object into one."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 class _Names:
-    """The names of the fields of one body, each once: a parser would count the last of two of a name, and make both."""
+    """Field names of one body. Rejects duplicates, which the parser would silently collapse."""
 
     def __init__(self) -> None:
         self._seen = set[str]()
 
     def add(self, kind: type, text: str) -> _Name:
-        """For msgspec, of each as it comes. Raises RequestError."""
+        """Decode one field name; msgspec's dec_hook. Raises RequestError."""
         assert kind is _Name
         if text in self._seen:
-            raise RequestError(f"{text[:64]}: is given twice", param=text[:64])
+            raise RequestError(f"{text[:64]}: appears twice in the body", param=text[:64])
         self._seen.add(text)
         if len(self._seen) > _MAX_FIELDS:
             raise RequestError(f"the body has more than {_MAX_FIELDS} fields")
@@ -150,13 +148,13 @@ class _Names:
 
 
 def _counted(body: bytearray) -> int:
-    """Bytes that count as held."""
+    """Return the number of bytes that count against the memory limit."""
     return len(body) if len(body) > _SMALL else 0
 
 
 def _has_more_values(value: bytes, limit: int) -> bool:
-    """Whether there are more strings than twice the limit, or more values between brackets than the limit."""
-    # At least as many as there are strings: what ends a string may look escaped, what begins one may not.
+    """Return whether there are more than 2 * limit strings, or more than `limit` values between brackets."""
+    # A cheap lower bound on the number of strings: a closing quote may look escaped, an opening one may not.
     if value.count(b'"') - value.count(b'\\"') > 2 * limit:
         return True
     bare = _STRING.sub(b"", value)

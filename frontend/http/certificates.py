@@ -1,4 +1,4 @@
-"""A door's certificate and key, in two files that may be replaced while it is open."""
+"""TLS certificate and key of an endpoint, reloaded when their files change."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _Stamp = tuple[int, int, int, int]
 
 
 class Certificates:
-    """The certificate and key of one door. Their files are looked at when a client connects: what is new counts from
-    then on. gRPC looks on threads of its own."""
+    """Certificate and key of one endpoint. The files are checked on each new connection; a changed pair is used from
+    then on. Thread-safe: gRPC checks on its own threads."""
 
     def __init__(self, certificate: str, key: str) -> None:
-        """PEM files: the chain from the door's own certificate on, and its private key. Raises DeployError."""
+        """certificate: PEM chain, the endpoint's own certificate first. key: PEM private key. Raises DeployError."""
         self._certificate = Path(certificate)
         self._key = Path(key)
         self._seen = self._stamp()
@@ -30,45 +30,45 @@ class Certificates:
 
     @classmethod
     def of(cls, certificate: str | None, key: str | None) -> Certificates | None:
-        """None where there are no files: no TLS."""
+        """Return None, meaning no TLS, unless both files are given."""
         return cls(certificate, key) if certificate and key else None
 
     def for_grpc(self) -> grpc.ServerCredentials:
-        def newer() -> grpc.ServerCertificateConfiguration | None:
-            pair = self._newer()
+        def reload() -> grpc.ServerCertificateConfiguration | None:
+            pair = self._reload()
             return pair and pair.for_grpc()
 
-        return renewable(self._first.for_grpc(), newer)
+        return renewable(self._first.for_grpc(), reload)
 
     def for_http(self) -> ssl.SSLContext:
-        now = self._first.context
+        current = self._first.context
 
-        def look(connection: ssl.SSLObject, *_: object) -> None:
-            nonlocal now
-            if pair := self._newer():
-                now = pair.context
-            connection.context = now
+        def select(connection: ssl.SSLObject, *_: object) -> None:
+            nonlocal current
+            if pair := self._reload():
+                current = pair.context
+            connection.context = current
 
-        first = now
-        first.sni_callback = look  # it is called for clients that name no server, too
+        first = current
+        first.sni_callback = select  # also called for clients that send no server name
         return first
 
-    def _newer(self) -> _Pair | None:
-        """None: as before. Files that do not fit each other are passed over: half of a pair may be written yet."""
+    def _reload(self) -> _Pair | None:
+        """Return a new pair, or None if unchanged. A mismatched pair is skipped: it may be half written."""
         try:
             stamp = self._stamp()
             if stamp == self._seen:
                 return None
             pair = self._read()
         except DeployError as error:
-            logger.warning("the door keeps its certificate: %s", error)
+            logger.warning("keeping the old certificate: %s", error)
             return None
         self._seen = stamp
-        logger.info("the door has a new certificate from %s", self._certificate)
+        logger.info("certificate reloaded path=%s", self._certificate)
         return pair
 
     def _read(self) -> _Pair:
-        """Both files, which fit each other."""
+        """Read both files and check that they match."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.set_alpn_protocols(["http/1.1"])
         try:

@@ -25,7 +25,7 @@ class HttpLimits:
     headers: int = 100
     message_s: float = 60.0  # for the request body
     idle_s: int = 60  # between two requests on a connection
-    connections: int = 16_384  # beyond this number, each new request is refused with 503
+    connections: int = 16_384  # beyond this number, each new request is rejected with 503
 
 
 GRPC_ENDPOINT = ConnectionLimits()

@@ -1,4 +1,4 @@
-"""An OpenAPI document as a page of HTML that fetches nothing and runs nothing."""
+"""HTML page of an OpenAPI document, without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ tr { border-top: 1px solid #8884; } code { font-size: 90%; }
 
 
 def page_of(document: JSON) -> str:
-    """Every endpoint, then every object that one takes."""
+    """Return the page: a table of all endpoints, then a table for each schema."""
     title = escape(f"{document['info']['title']} {document['info']['version']}")
     parts = [f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"]
     parts += [f'<h1>{title}</h1><p>As a document: <a href="openapi.json">openapi.json</a></p>', *_endpoints(document)]
     for name, schema in document["components"]["schemas"].items():
         parts.append(f'<h2 id="{escape(name)}">{escape(name)}</h2><table>')
-        needed = schema.get("required", ())
-        parts += [_row(field, told, field in needed) for field, told in schema.get("properties", {}).items()]
+        required = schema.get("required", ())
+        parts += [
+            _row(field, field_schema, field in required) for field, field_schema in schema.get("properties", {}).items()
+        ]
         parts.append("</table>")
     return "\n".join([*parts, "</html>\n"])
 
@@ -35,33 +37,33 @@ def _endpoints(document: JSON) -> Iterator[str]:
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             body = operation.get("requestBody")
-            kind = _kind(body["content"]["application/json"]["schema"]) if body else ""
+            kind = _type(body["content"]["application/json"]["schema"]) if body else ""
             yield (
                 f"<tr><td><code>{method.upper()} {escape(path)}</code><td>{kind}<td>{escape(operation['summary'])}</tr>"
             )
     yield "</table>"
 
 
-def _row(name: str, told: JSON, is_needed: bool) -> str:
-    text = ("Required. " if is_needed else "") + told.get("description", "")
-    return f"<tr><td><code>{escape(name)}</code><td>{_kind(told)}<td>{escape(text)}</tr>"
+def _row(name: str, field_schema: JSON, is_required: bool) -> str:
+    text = ("Required. " if is_required else "") + field_schema.get("description", "")
+    return f"<tr><td><code>{escape(name)}</code><td>{_type(field_schema)}<td>{escape(text)}</tr>"
 
 
-def _kind(schema: JSON) -> str:
-    """What a value may be, in a few words. Null is always taken where a field may be left out, and not told."""
+def _type(schema: JSON) -> str:
+    """Return a short description of a schema's type. Null is omitted: every optional field accepts it."""
     match schema:
         case {"$ref": str(place)}:
             name = escape(place.removeprefix(PLACE))
             return f'<a href="#{name}">{name}</a>'
         case {"anyOf": list(either)}:
-            kinds = dict.fromkeys(_kind(one) for one in either if one.get("type") != "null")
+            kinds = dict.fromkeys(_type(one) for one in either if one.get("type") != "null")
             return " or ".join(kind for kind in kinds if kind)
         case {"enum": list(values)}:
             return ", ".join(f"<code>{escape(dumps(value))}</code>" for value in values if value is not None)
         case {"const": value}:
             return f"<code>{escape(dumps(value))}</code>"
         case {"type": "array"}:
-            inside = _kind(schema.get("items", {}))
+            inside = _type(schema.get("items", {}))
             return f"list of {inside}" if inside else "list"
         case {"type": "integer" | "number" as kind}:
             low = schema.get("minimum", schema.get("exclusiveMinimum"))

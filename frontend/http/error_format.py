@@ -1,4 +1,4 @@
-"""How an endpoint tells of errors: what differs between the APIs that the HTTP door speaks."""
+"""Error format of one API, such as OpenAI's or Anthropic's."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from typing import Any, Protocol
 
 
 class ErrorForm(Protocol):
-    """Of one request, for the one error that it hears of."""
+    """Formats the error of one request."""
 
     def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
-        """Status and body of an answer that is nothing but the error."""
+        """Return status and body of an error response."""
         ...
 
     def http(self, status: int, *, phrase: str, message: str) -> dict[str, Any]:
-        """The body of what HTTP itself calls wrong. phrase: that of the status."""
+        """Return the body for an HTTP-level error. phrase: reason phrase of the status."""
         ...
 
     def event(self, error: BaseException) -> tuple[str, dict[str, Any]]:
-        """The last event of a stream that has begun: its name, empty where it has none, and its data."""
+        """Return the last event of a started stream: its name, empty if the API has none, and its data."""
         ...

@@ -1,4 +1,4 @@
-"""Server-sent events, and the one rule for both kinds of answer: a client that goes away ends the work at once."""
+"""Server-sent events and whole responses; both stop their work as soon as the client disconnects."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ DONE = b"data: [DONE]\n\n"
 
 
 def data(content: dict[str, Any], *, name: str = "") -> bytes:
-    """One event. name: empty where it has none."""
+    """Encode one event. name: empty if it has none."""
     event = b"data: %b\n\n" % to_json(content)
     return b"event: %b\n%b" % (name.encode(), event) if name else event
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """Do `work` in a task of its own, and cancel it when the client disconnects or the caller is cancelled.
+    """Run `work` in a task, and cancel it if the client disconnects or the caller is cancelled.
 
-    Returns after the work has ended, whichever way; None when it was cut short. Servers tell it in two ways: by an
-    http.disconnect message, which only comes to who asks for it, or by cancelling the whole application.
+    Returns after the work has ended; None if it was cut short. A server reports a disconnect either by an
+    http.disconnect message, which has to be received, or by cancelling the application.
     """
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_disconnect(receive))
@@ -45,7 +45,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
 async def whole_answer(
     receive: Receive, work: Coroutine[Any, Any, dict[str, Any]], headers: Mapping[str, str]
 ) -> Response:
-    """What `work` makes, in one piece, for a client that stays."""
+    """Return the response to `work`'s result, or an empty one if the client disconnects."""
     whole = await while_connected(receive, work)
     if whole is None:
         return Response(status_code=CLIENT_GONE)
@@ -53,10 +53,10 @@ async def whole_answer(
 
 
 class EventStream(Response):
-    """Sends `events` as they come.
+    """Streams `events` as they come.
 
-    The first event is awaited before the status is sent, so that a request which fails at once gets its real status;
-    a later failure is sent as an event, and nothing follows. The generator is run and closed in one task.
+    The first event is awaited before the status is sent, so a request that fails at once gets its real status. A
+    later failure is sent as the last event. The generator runs and is closed in one task.
     """
 
     media_type = "text/event-stream"
@@ -64,8 +64,7 @@ class EventStream(Response):
     def __init__(
         self, events: AsyncGenerator[bytes, None], *, more_headers: Mapping[str, str], errors: ErrorForm
     ) -> None:
-        """more_headers: of this answer, beside those that every stream has. errors: how one is told, before the start
-        and in the middle."""
+        """more_headers: sent in addition to those of every stream. errors: error format."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -81,7 +80,7 @@ class EventStream(Response):
             while True:
                 try:
                     event = await anext(events, None)
-                except Exception as error:  # an edge: whatever it is, the client is told in the way that is left
+                except Exception as error:  # boundary: report any failure by the means that are left
                     if not has_started:
                         await error_response(error, self._errors)(scope, receive, send)
                         return

@@ -1,4 +1,4 @@
-"""An answer that is large, and counts as held until it has been written."""
+"""Large JSON response, whose memory stays reserved until it has been sent."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import ExitStack
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-_PART_BYTES = 64 * 1024  # after each of which others have their turn, and a client that does not read is waited for
+_PART_BYTES = 64 * 1024  # after each part the event loop runs other tasks, and a slow client is awaited
 
 
 class HeldAnswer(Response):
-    """JSON, written in parts. A client that takes too long to read it is cut off in the middle."""
+    """JSON response, sent in parts. A client that takes too long to read it is disconnected."""
 
     def __init__(self, written: bytes, headers: Mapping[str, str], held: ExitStack, *, within_s: float) -> None:
-        """held: is closed at the end, whichever that is."""
+        """held: closed at the end, whatever the outcome."""
         super().__init__(written, media_type="application/json", headers=dict(headers))
         self._held = held
         self._within_s = within_s
@@ -27,7 +27,7 @@ class HeldAnswer(Response):
                 async with asyncio.timeout(self._within_s):
                     await self._send_all(send)
             except TimeoutError:
-                return  # the server ends the connection: what was announced has not come
+                return  # the response is incomplete, so the server closes the connection
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})

@@ -1,4 +1,4 @@
-"""An ASGI application served by uvicorn on a port of this process, in the caller's event loop."""
+"""uvicorn server of an ASGI application, in the caller's event loop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from frontend.http.connections import HttpLimits
 from frontend.http.json_response import json_answer
 from frontend.openai.errors import http_error
 
-_LAST_WORDS_S = 1.0  # for requests that were cancelled to release what they hold
+_LAST_WORDS_S = 1.0  # for cancelled requests to release what they hold
 _BACKLOG = 4096
 _PROBE_S = 10  # between TCP keepalive probes of a silent client
 _UNSENT_BYTES = 64 << 10  # of an answer in the kernel's buffer, beyond the bytes in flight
 
 
 class HttpListener:
-    """Serves from `open` until `close`."""
+    """Server, from `open` until `close`."""
 
     def __init__(self, server: uvicorn.Server, listener: socket.socket) -> None:
         self.address: tuple[str, int] = listener.getsockname()[:2]
@@ -46,11 +46,11 @@ class HttpListener:
         certificates: Certificates | None = None,
         max_unread_s: float = 60.0,
     ) -> HttpListener:
-        """Serve `app` on host:port (0: any free port), with TLS if there are certificates.
+        """Serve `app` on host:port (0: any free port), with TLS if there are certificates. Raises DeployError.
 
         is_port_shared: several processes of one node listen on the same port, and the kernel distributes connections.
-        max_unread_s: the kernel resets a connection whose client acknowledges nothing for twice that time. Twice, since
-        requests apply the same limit to unread tokens, and end with a reason. Raises DeployError.
+        max_unread_s: the kernel resets a connection whose client acknowledges nothing for twice that time. Twice,
+        because requests apply the same limit to unread tokens and end with an error message.
         """
         try:
             listener = _listen(host, port, is_port_shared=is_port_shared, vanished_s=2 * max_unread_s)
@@ -60,7 +60,7 @@ class HttpListener:
         config = uvicorn.Config(
             _HeaderBounds(app, limits),
             http="h11",  # bounds a header before it is complete, and reads the body of a request that offers h2c
-            h11_max_incomplete_event_size=4 * limits.header_bytes,  # up to that size, the refusal is JSON
+            h11_max_incomplete_event_size=4 * limits.header_bytes,  # up to that size, the rejection is JSON
             limit_concurrency=limits.connections,
             timeout_keep_alive=limits.idle_s,
             backlog=_BACKLOG,
@@ -93,7 +93,7 @@ class _Server(uvicorn.Server):
 
 
 class _HeaderBounds:
-    """ASGI middleware that refuses a request whose header is too large."""
+    """ASGI middleware: reject a request whose header is too large."""
 
     def __init__(self, app: ASGIApp, limits: HttpLimits) -> None:
         self._app = app
@@ -107,7 +107,7 @@ class _HeaderBounds:
         try:
             await app(scope, receive, send)
         except asyncio.CancelledError:
-            # uvicorn cancels a request that outlives the grace time. It would log a traceback for each of them.
+            # uvicorn cancels requests that outlive the grace time, and would log a traceback for each.
             return
 
     def _is_too_large(self, scope: Scope) -> bool:
@@ -118,7 +118,7 @@ class _HeaderBounds:
 
 
 def _with_files(limits: HttpLimits) -> HttpLimits:
-    """Connections may use half of the files that this process may open."""
+    """Limit connections to half of this process's open-file limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return limits if soft == resource.RLIM_INFINITY else replace(limits, connections=min(limits.connections, soft // 2))
 

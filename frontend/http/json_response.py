@@ -1,4 +1,4 @@
-"""JSON as every API over HTTP writes it, and an answer of it in one piece."""
+"""JSON encoding and responses, common to all HTTP APIs."""
 
 from __future__ import annotations
 

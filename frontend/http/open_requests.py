@@ -1,4 +1,4 @@
-"""A request over HTTP that asks for answers: read, bounded and opened, for every endpoint in the same way."""
+"""Opening of generation requests over HTTP: read, check and tokenize; common to all APIs."""
 
 from __future__ import annotations
 
@@ -19,63 +19,63 @@ from frontend.text.completion_request import CompletionRequest, check_prompt_num
 from frontend.text.models import Models
 from frontend.text.prompt_encoder import num_chars
 
-MAX_REPEATED = 2**23  # characters of prompts in one answer, an id as ID_CHARS of them
-ID_CHARS = 8
+MAX_REPEATED = 2**23  # characters of prompts repeated in one response
+ID_CHARS = 8  # characters that a token id counts as
 
 
-class AskingBody(OpenAIObject):
-    """A body that asks for answers."""
+class GenerationBody(OpenAIObject):
+    """Body of a generation request."""
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
-        """At least one. Raises RequestError."""
+        """Return at least one request. Raises RequestError."""
         raise NotImplementedError
 
 
-B = TypeVar("B", bound=AskingBody)
+B = TypeVar("B", bound=GenerationBody)
 
 
 @dataclass(frozen=True)
-class Asked(Generic[B]):
-    """A body, and what visits all of it to be known."""
+class ParsedBody(Generic[B]):
+    """Parsed body with everything derived from visiting all of it."""
 
     body: B
-    requests: Sequence[CompletionRequest]  # whose length has been looked at
-    ignored: Mapping[str, str]  # headers that name fields
+    requests: Sequence[CompletionRequest]  # num_chars has been computed
+    ignored: Mapping[str, str]  # headers that list ignored fields
 
     @classmethod
-    def of(cls, request: Request, body: B) -> Asked[B]:
-        """Raises RequestError."""
+    def of(cls, request: Request, body: B) -> ParsedBody[B]:
+        """Build the requests of a body. Raises RequestError."""
         requests = body.requests(request.state.request_id, peer=peer_of(request))
         for one in requests:
-            num_chars(one.prompt)  # a chat keeps it
+            num_chars(one.prompt)  # a chat caches it
         return cls(body, requests, ignored_header(body))
 
 
 class Opener:
-    """Every prompt of a body is checked and tokenised before any is dispatched."""
+    """Opens completions. Every prompt of a body is checked and tokenized before any is dispatched."""
 
     def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
         self._models = models
         self._request_contexts = request_contexts
 
-    async def read(self, kind: type[B], request: Request) -> Asked[B]:
-        """Raises as BodyReader does."""
-        return await self._request_contexts.read(kind, request, partial(Asked.of, request))
+    async def read(self, kind: type[B], request: Request) -> ParsedBody[B]:
+        """Read the body. Raises what BodyReader.read raises."""
+        return await self._request_contexts.read(kind, request, partial(ParsedBody.of, request))
 
-    async def open(self, asked: Asked[B], request: Request, request_context: RequestContext) -> list[Completion]:
-        """One for each of its requests, with nothing charged yet. Raises RequestError and its kin."""
+    async def open(self, parsed: ParsedBody[B], request: Request, request_context: RequestContext) -> list[Completion]:
+        """Return one completion for each request, nothing charged yet. Raises RequestError and other ClusterErrors."""
         opened = list[Completion]()
-        with self._request_contexts.noted(request):
-            served = self._models.find(asked.requests[0].model)
-            requests = [client_of(request).bound(one) for one in asked.requests]
+        with self._request_contexts.audited(request):
+            served = self._models.find(parsed.requests[0].model)
+            requests = [client_of(request).bound(one) for one in parsed.requests]
             request_context.check(sum(served.prompts.least_tokens(one) for one in requests))
-        num_all = sum(num_chars(one.prompt) for one in requests)
+        total_chars = sum(num_chars(one.prompt) for one in requests)
         for one in requests:
-            num_beside = num_all - num_chars(one.prompt)
-            opened.append(await served.open(one, num_beside=num_beside, trace=trace_of(request.scope)))
+            num_other_chars = total_chars - num_chars(one.prompt)
+            opened.append(await served.open(one, num_other_chars=num_other_chars, trace=trace_of(request.scope)))
             num_answers = sum(completion.max_answer_tokens for completion in opened)
             check_total(num_answers, served.model, param=one.max_tokens_field)
-            num_numbers = sum(completion.n * completion.num_prompt_numbers for completion in opened)
-            check_prompt_numbers(num_numbers, param=one.prompt_logprobs_field)
-            await asyncio.sleep(0)  # between a thousand prompts, others have their turn
+            num_logprobs = sum(completion.n * completion.num_prompt_numbers for completion in opened)
+            check_prompt_numbers(num_logprobs, param=one.prompt_logprobs_field)
+            await asyncio.sleep(0)  # a body may have a thousand prompts: let other tasks run
         return opened

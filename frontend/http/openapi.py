@@ -1,4 +1,4 @@
-"""GET /openapi.json and /docs: what the HTTP door takes, for programs and for people, from the types of its bodies."""
+"""GET /openapi.json and GET /docs: the HTTP API, described from the types of its bodies."""
 
 from __future__ import annotations
 
@@ -22,58 +22,60 @@ from frontend.text.models import Models
 
 @dataclass(frozen=True)
 class Described:
-    """An endpoint of the HTTP door."""
+    """Endpoint in the OpenAPI document."""
 
     method: str
     path: str
     summary: str
     body: type[OpenAIObject] | None = None
-    streams: bool = False  # where the body says so
+    streams: bool = False  # if the body asks for it
     query: Sequence[str] = ()
-    needs_key: bool = True  # where the operator asks for keys
+    needs_key: bool = True  # if the deployment requires API keys
 
 
 ENDPOINTS = (
-    Described("GET", "/v1/models", "The one model that is served."),
-    Described("GET", "/v1/models/{model_id}", "The same, by its id."),
-    Described("POST", "/v1/completions", "Text in, text out.", TextBody, streams=True),
-    Described("POST", "/v1/completions/render", "The tokens that each prompt would be, without an answer.", TextBody),
-    Described("POST", "/v1/chat/completions", "Messages in, a message out.", ChatBody, streams=True),
-    Described("POST", "/v1/chat/completions/render", "The tokens of its prompt, without an answer.", ChatBody),
-    Described("POST", "/v1/responses", "Items in, items out; OpenAI's Responses API.", ResponsesBody, streams=True),
-    Described("GET", "/v1/responses/{id}", "A stored response."),
-    Described("DELETE", "/v1/responses/{id}", "Forgets a stored response."),
-    Described("GET", "/v1/responses/{id}/input_items", "What it was asked.", query=("limit", "order", "after")),
-    Described("POST", "/v1/messages", "Anthropic's Messages API.", MessagesBody, streams=True),
-    Described("POST", "/v1/messages/count_tokens", "How many tokens its prompt would be.", CountTokensBody),
-    Described("POST", "/tokenize", "A prompt, or messages, to tokens.", TokenizeBody),
-    Described("POST", "/detokenize", "Tokens to text.", DetokenizeBody),
-    Described("GET", "/tokenizer_info", "The special tokens and the chat template."),
-    Described("GET", "/version", "Of this software."),
-    Described("GET", "/openapi.json", "This document."),
-    Described("GET", "/docs", "This document as a page."),
-    Described("GET", "/health", "200 while requests can be served, else 503.", needs_key=False),
-    Described("GET", "/health/live", "Whether this router lives.", needs_key=False),
-    Described("GET", "/health/ready", "Whether it takes requests.", needs_key=False),
-    Described("GET", "/health/startup", "Whether it has started.", needs_key=False),
+    Described("GET", "/v1/models", "List the served models."),
+    Described("GET", "/v1/models/{model_id}", "Describe one served model."),
+    Described("POST", "/v1/completions", "Complete a text.", TextBody, streams=True),
+    Described("POST", "/v1/completions/render", "Tokenize each prompt without generating.", TextBody),
+    Described("POST", "/v1/chat/completions", "Answer a chat.", ChatBody, streams=True),
+    Described("POST", "/v1/chat/completions/render", "Tokenize the prompt of a chat without generating.", ChatBody),
+    Described("POST", "/v1/responses", "Create a response; OpenAI's Responses API.", ResponsesBody, streams=True),
+    Described("GET", "/v1/responses/{id}", "Get a stored response."),
+    Described("DELETE", "/v1/responses/{id}", "Delete a stored response."),
+    Described(
+        "GET", "/v1/responses/{id}/input_items", "List a response's input items.", query=("limit", "order", "after")
+    ),
+    Described("POST", "/v1/messages", "Answer a chat; Anthropic's Messages API.", MessagesBody, streams=True),
+    Described("POST", "/v1/messages/count_tokens", "Count the tokens of the prompt.", CountTokensBody),
+    Described("POST", "/tokenize", "Tokenize a prompt or messages.", TokenizeBody),
+    Described("POST", "/detokenize", "Convert tokens to text.", DetokenizeBody),
+    Described("GET", "/tokenizer_info", "Get the special tokens and the chat template."),
+    Described("GET", "/version", "Get the version of this software."),
+    Described("GET", "/openapi.json", "Get this document."),
+    Described("GET", "/docs", "Get this document as an HTML page."),
+    Described("GET", "/health", "Health check: 200 if requests can be served, otherwise 503.", needs_key=False),
+    Described("GET", "/health/live", "Liveness probe.", needs_key=False),
+    Described("GET", "/health/ready", "Readiness probe.", needs_key=False),
+    Described("GET", "/health/startup", "Startup probe.", needs_key=False),
 )
 
 
 def openapi_document() -> JSON:
-    """In OpenAPI 3.1. Takes some 0.2 s."""
+    """Return the OpenAPI 3.1 document. Takes some 0.2 s."""
     paths: dict[str, JSON] = {}
     for endpoint in ENDPOINTS:
         paths.setdefault(endpoint.path, {})[endpoint.method.lower()] = _operation(endpoint)
     bodies = dict.fromkeys(endpoint.body for endpoint in ENDPOINTS if endpoint.body)
     return {
         "openapi": "3.1.0",
-        "info": {"title": PACKAGE, "version": version(PACKAGE), "description": "docs/CLIENTS.md says more."},
+        "info": {"title": PACKAGE, "version": version(PACKAGE), "description": "See docs/CLIENTS.md for details."},
         "paths": paths,
         "security": [{"bearer": []}, {"api_key": []}],
         "components": {
             "schemas": schemas_of([body for body in bodies if body]),
             "securitySchemes": {
-                "bearer": {"type": "http", "scheme": "bearer", "description": "Where the operator asks for API keys."},
+                "bearer": {"type": "http", "scheme": "bearer", "description": "If the deployment requires API keys."},
                 "api_key": {"type": "apiKey", "in": "header", "name": "X-Api-Key"},
             },
         },
@@ -88,8 +90,8 @@ def _operation(endpoint: Described) -> JSON:
     operation: JSON = {
         "operationId": "_".join([method, *path.replace("{", "").replace("}", "").replace(".", "_").split("/")[1:]]),
         "summary": endpoint.summary,
-        "responses": {"200": {"description": "The answer.", "content": content},
-                      "default": {"description": "An error, in the form of this API."}},
+        "responses": {"200": {"description": "Success.", "content": content},
+                      "default": {"description": "Error, in the format of this API."}},
     }  # fmt: skip
     named = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     parameters = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in named]
@@ -105,11 +107,11 @@ def _operation(endpoint: Described) -> JSON:
 
 
 class OpenapiApi:
-    """The two endpoints. What they answer is made when somebody first asks."""
+    """The two endpoints. Their responses are created on first use."""
 
     def __init__(self, models: Models) -> None:
         self._threads = models.default.threads
-        self._made: tuple[bytes, bytes] | None = None  # the document and the page
+        self._made: tuple[bytes, bytes] | None = None  # document and page
 
     def add_to(self, app: FastAPI) -> None:
         app.add_api_route("/openapi.json", self.document, methods=["GET"])

@@ -1,4 +1,4 @@
-"""The bodies that the doors take, as JSON schemas: from their types, with the rules that their validators have."""
+"""JSON schemas of the request bodies, generated from their types and validators."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from frontend.openai.fields import Only
 from frontend.text.completion_request import RANGES
 
 PLACE = "#/components/schemas/"
-_DEPENDS = "max_tokens"  # whose bounds are for the context to say, and for `echo`
+_DEPENDS = "max_tokens"  # its limits depend on the context and on `echo`
 
 
 def schemas_of(kinds: Sequence[type[BaseModel]]) -> dict[str, JSON]:
-    """By name: those of the bodies, and of all that is inside of them. Takes some 0.2 s."""
+    """Return the schemas of the bodies and of all objects inside them, by name. Takes some 0.2 s."""
     place = PLACE + "{model}"
-    asked = [(kind, "validation") for kind in kinds]
-    _, found = models_json_schema(asked, ref_template=place, schema_generator=_Generator)  # type: ignore[arg-type]
+    modes = [(kind, "validation") for kind in kinds]
+    _, found = models_json_schema(modes, ref_template=place, schema_generator=_Generator)  # type: ignore[arg-type]
     schemas: dict[str, JSON] = found["$defs"]
     for schema in schemas.values():
         for name, field in schema.get("properties", {}).items():
@@ -33,17 +33,19 @@ def schemas_of(kinds: Sequence[type[BaseModel]]) -> dict[str, JSON]:
 
 class _Generator(GenerateJsonSchema):
     def field_title_should_be_set(self, schema: Any) -> bool:
-        return False  # it would be the field's name again
+        return False  # the title would repeat the field's name
 
     def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JSON:
-        """Every one of ours makes a list of a string."""
+        """Describe a before-validator; all of ours turn a string into a list."""
         return {"anyOf": [{"type": "string"}, super().function_before_schema(schema)]}
 
     def function_after_schema(self, schema: core_schema.AfterValidatorFunctionSchema) -> JSON:
         match schema["function"]["function"]:
             case Only(neutral=neutral):
-                told = "Not supported here: " + ("only these change nothing." if neutral else "only null is taken.")
-                return {"enum": [None, *neutral], "description": told}
+                description = "Not supported: " + (
+                    "accepts only values without effect." if neutral else "accepts only null."
+                )
+                return {"enum": [None, *neutral], "description": description}
         return super().function_after_schema(schema)
 
 

@@ -8,7 +8,7 @@ from core.types.errors import RequestError
 
 
 def page_size(query: Mapping[str, str], *, default: int, most: int) -> int:
-    """Raises RequestError."""
+    """Return the `limit` parameter. Raises RequestError."""
     limit = query.get("limit", str(default))
     if not (limit.isdecimal() and len(limit) < 6 and 1 <= int(limit) <= most):
         raise RequestError(f"limit: must be from 1 to {most}", param="limit")
@@ -16,7 +16,7 @@ def page_size(query: Mapping[str, str], *, default: int, most: int) -> int:
 
 
 def is_newest_first(query: Mapping[str, str]) -> bool:
-    """Raises RequestError."""
+    """Return whether `order` is desc, the default. Raises RequestError."""
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise RequestError("order: must be asc or desc", param="order")

@@ -1,4 +1,4 @@
-"""A request over HTTP while it is answered: its key's place is held, its body is read, and what is refused is noted."""
+"""Request contexts over HTTP: hold the key's reservation during a request, and record rejections."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Endpoints: TypeAlias = Mapping[str, Callable[[Request], Awaitable[Response]]]  #
 
 
 class HttpRequestContexts:
-    """Holds a key's place while a request over HTTP is answered; one for all of a router's door."""
+    """Holds a key's reservation while a request is answered; one for the HTTP endpoint of a router."""
 
     def __init__(self, models: Models, limits: Limits, bodies: BodyReader) -> None:
         self._models = models
@@ -31,7 +31,7 @@ class HttpRequestContexts:
         self._bodies = bodies
 
     def route(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-        """A route's function, which answers so."""
+        """Return a route function that runs `endpoint` within a request context."""
 
         async def answer(request: Request) -> Response:
             return self.answer(request, endpoint)
@@ -39,24 +39,24 @@ class HttpRequestContexts:
         return answer
 
     def answer(self, request: Request, endpoint: Endpoint) -> Response:
-        """What `endpoint` makes of it, while its key's place is held."""
-        return _DuringRequest(self._entered(request), partial(endpoint, request))
+        """Return a response that runs `endpoint` while the key's reservation is held."""
+        return _ContextResponse(self._entered(request), partial(endpoint, request))
 
     @asynccontextmanager
     async def _entered(self, request: Request) -> AsyncIterator[RequestContext]:
         async with AsyncExitStack() as stack:
-            with self.noted(request):
+            with self.audited(request):
                 request_context = await stack.enter_async_context(self._limits.entered(client_of(request)))
             yield request_context
 
     async def read(self, kind: type[Body], request: Request, make: Callable[[Body], T]) -> T:
-        """The body of this request, read as BodyReader does; what is refused is in the trail."""
-        with self.noted(request):
+        """Read the body as BodyReader.read does, and record a rejection in the audit log."""
+        with self.audited(request):
             return await self._bodies.read(kind, request, make, key_id=client_of(request).key_id)
 
     @contextmanager
-    def noted(self, request: Request) -> Iterator[None]:
-        """What is refused inside is in the trail."""
+    def audited(self, request: Request) -> Iterator[None]:
+        """Record a ClusterError of the block in the audit log, and re-raise it."""
         try:
             yield
         except ClusterError as error:
@@ -71,17 +71,17 @@ def client_of(request: Request) -> Client:
 
 
 def tenant_of(request: Request) -> str:
-    """Empty without a key."""
+    """Return the client's tenant; empty without a key."""
     return client_of(request).tenant
 
 
 def peer_of(request: Request) -> str:
-    """Who has asked, for the log; empty where the server does not say."""
+    """Return the client's address, for the audit log; empty if the server does not know it."""
     return f"{request.client.host}:{request.client.port}" if request.client else ""
 
 
-class _DuringRequest(Response):
-    """An answer that is made, and sent, while a key's place is held: from before the body is read, to whatever end."""
+class _ContextResponse(Response):
+    """Response that is created and sent while a key's reservation is held, from before the body is read."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""ASGI middleware: requests that bring answers are traced, from the client's `traceparent` on."""
+"""ASGI middleware for tracing of generation requests, continuing the client's `traceparent`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from router.telemetry.tracing import Trace, Tracing
 
 
 class HttpTraces:
-    """The client hears of its request's `traceparent` in the headers of the answer: see tell_trace."""
+    """Traces POST requests to given paths. `add_trace_header` returns the `traceparent` in the response headers."""
 
     def __init__(self, app: ASGIApp, *, tracing: Tracing, paths: Collection[str]) -> None:
-        """paths: of what is traced, by POST."""
+        """paths: traced paths."""
         self._app = app
         self._tracing = tracing
         self._paths = paths
@@ -34,15 +34,15 @@ class HttpTraces:
             trace.end(status=str(status) if status else "", is_our_fault=status >= 500)
 
 
-def tell_trace(state: dict[str, Any], headers: MutableHeaders, status: int) -> None:
-    """An answer begins, of a request that may be traced: by whoever looks at its headers anyway: to be on the way
-    of each token costs."""
+def add_trace_header(state: dict[str, Any], headers: MutableHeaders, status: int) -> None:
+    """Add the traceparent to the response headers. Called by the middleware that edits headers anyway: wrapping
+    `send` once more would cost per token."""
     if (trace := state.get("trace")) is not None:
         headers["traceparent"] = trace.traceparent
         state["status"] = status
 
 
 def trace_of(scope: Scope) -> Trace | None:
-    """None where it is not traced."""
+    """Return the request's trace, or None if it is not traced."""
     trace: Trace | None = scope["state"].get("trace")
     return trace

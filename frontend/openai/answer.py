@@ -1,4 +1,4 @@
-"""Events to one answer of the OpenAI API, whole or in chunks."""
+"""Responses of the OpenAI API, whole or streamed, from the events of completions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from frontend.http.event_stream import DONE, data
 from frontend.http.json_response import JSON
 from frontend.openai.chunks import ChoiceChunks
 from frontend.openai.forms import Form, ending
-from frontend.openai.prompt_logprobs import PromptScores, said_of
+from frontend.openai.prompt_logprobs import PromptScores, prompt_scores
 from frontend.openai.tool_calls import WholeChoice
 from frontend.text.completion import Completion
 from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
@@ -21,29 +21,29 @@ from frontend.text.slow_client import UnreadLimit
 from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer
 
-_MAX_RUNNING = 64  # choices of one answer at a time: what waits for these is in nobody's way
-_MAX_QUEUED = 64  # times that events came; a slow client holds the completions up, not our memory
-NumberedEvents = AsyncIterator[tuple[int, list[Event]]]  # by completion, those together that came together
+_MAX_RUNNING = 64  # choices of one response that run at a time
+_MAX_QUEUED = 64  # batches of events; backpressure from a slow client
+NumberedEvents = AsyncIterator[tuple[int, list[Event]]]  # completion number, and events that arrived together
 _Queue = asyncio.Queue[tuple[int, list[Event] | Exception]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenAIAnswer:
-    """What answers one HTTP request: a completion per prompt, each with its own form. Choices count through all."""
+    """Response to one HTTP request: one completion and one form per prompt. Choices are numbered across all prompts."""
 
     id: str
     model: str
     completions: Sequence[Completion]
     forms: Sequence[Form]
-    include_usage: bool  # in the stream; a whole answer always has it
+    include_usage: bool  # in the stream; a whole response always has usage
     return_token_ids: bool
-    num_prompt_logprobs: int | None  # likeliest tokens in `prompt_logprobs`; None: it is not asked for
+    num_prompt_logprobs: int | None  # most likely tokens in `prompt_logprobs`; None: not requested
     tokenizer: Tokenizer
     threads: TextThreads
     created: int = field(default_factory=lambda: int(time.time()))
 
     async def whole(self) -> JSON:
-        """Raises ClusterError."""
+        """Return the whole response. Raises ClusterError."""
         usage = TokenUsage()
         choices = [_Choice(form) for form, one in zip(self.forms, self.completions, strict=True) for _ in range(one.n)]
         async with _run_all(self.completions) as arrivals:
@@ -58,21 +58,23 @@ class OpenAIAnswer:
                             usage += event.usage
         if not self.forms[0].has_answer:
             usage = replace(usage, completion_tokens=0)
-        said = [await self._said(number) for number in range(len(self.completions))]
+        scores = [await self._scores(number) for number in range(len(self.completions))]
         answer, n = self._head(self.forms[0].whole), self.completions[0].n
-        answer["choices"] = [{"index": i, **self._written(choice, said[i // n])} for i, choice in enumerate(choices)]
+        answer["choices"] = [
+            {"index": i, **self._whole_choice(choice, scores[i // n])} for i, choice in enumerate(choices)
+        ]
         answer["usage"] = _usage(usage)
-        if self.forms[0].is_prompt_shared and said[0].listed is not None:
-            answer["prompt_logprobs"] = said[0].listed
+        if self.forms[0].is_prompt_shared and scores[0].listed is not None:
+            answer["prompt_logprobs"] = scores[0].listed
         if self.return_token_ids:
             self._add_prompt_ids(answer, answer["choices"])
         return answer
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, the last of them [DONE]. Raises ClusterError."""
+        """Yield server-sent events, ending with [DONE]. Raises ClusterError."""
         usage = TokenUsage()
         chunks: dict[int, ChoiceChunks] = {}
-        said: dict[int, PromptScores] = {}
+        scores: dict[int, PromptScores] = {}
         async with _run_all(self.completions) as arrivals:
             async for number, events in arrivals:
                 written: list[bytes] = []
@@ -82,9 +84,9 @@ class OpenAIAnswer:
                         continue
                     index = self._index(number, event.choice)
                     if (choice := chunks.get(index)) is None:
-                        if number not in said:
-                            said[number] = await self._said(number)
-                        choice = chunks[index] = self._chunks_of(number, index, said[number])
+                        if number not in scores:
+                            scores[number] = await self._scores(number)
+                        choice = chunks[index] = self._chunks_of(number, index, scores[number])
                         written.append(choice.opening())
                     written.append(choice.chunk(event))
                 if any(written):
@@ -99,10 +101,10 @@ class OpenAIAnswer:
     def _head(self, kind: str) -> JSON:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
-    async def _said(self, number: int) -> PromptScores:
-        """Of a prompt, whose events have begun to come."""
+    async def _scores(self, number: int) -> PromptScores:
+        """Return the prompt's scores, once its completion has yielded events."""
         form = self.forms[number]
-        return await said_of(
+        return await prompt_scores(
             self.completions[number],
             self.tokenizer,
             self.threads,
@@ -111,7 +113,7 @@ class OpenAIAnswer:
             echo=form.echo,
         )
 
-    def _chunks_of(self, number: int, index: int, said: PromptScores) -> ChoiceChunks:
+    def _chunks_of(self, number: int, index: int, scores: PromptScores) -> ChoiceChunks:
         form = self.forms[number]
         return ChoiceChunks(
             index,
@@ -119,25 +121,25 @@ class OpenAIAnswer:
             head=self._head(form.chunk),
             is_usage_null=self.include_usage,
             prompt_ids=self.completions[number].prompt_ids if self.return_token_ids else None,
-            echoed=said.echoed,
+            echoed=scores.echoed,
         )
 
-    def _written(self, choice: _Choice, said: PromptScores) -> JSON:
+    def _whole_choice(self, choice: _Choice, scores: PromptScores) -> JSON:
         if not choice.form.has_answer:
             finished = Finished(0, FinishReason.LENGTH)
             choice = _Choice(choice.form, finished=finished)
         assert choice.finished is not None
         written = choice.form.message(choice.whole)
         has_logprobs = bool(choice.deltas) and choice.deltas[0].has_logprobs
-        written["logprobs"] = said.before(choice.form.logprobs(choice.deltas) if has_logprobs else None)
-        if said.listed is not None and not choice.form.is_prompt_shared:
-            written["prompt_logprobs"] = said.listed
+        written["logprobs"] = scores.before(choice.form.logprobs(choice.deltas) if has_logprobs else None)
+        if scores.listed is not None and not choice.form.is_prompt_shared:
+            written["prompt_logprobs"] = scores.listed
         if self.return_token_ids:
             written["token_ids"] = [token.token_id for delta in choice.deltas for token in delta.tokens]
         return written | ending(choice.finished)
 
     def _add_prompt_ids(self, answer: JSON, choices: Sequence[JSON]) -> None:
-        """An extension: the prompt as the model saw it."""
+        """Add the prompt's token ids as the model saw them; an extension."""
         is_shared = self.forms[0].is_prompt_shared
         for choice in choices[:1] if is_shared else choices:
             completion = self.completions[choice["index"] // self.completions[0].n]
@@ -149,7 +151,7 @@ class OpenAIAnswer:
 class _Choice:
     form: Form
     whole: WholeChoice = field(default_factory=WholeChoice)
-    deltas: list[Delta] = field(default_factory=list)  # where more is wanted of them than their text
+    deltas: list[Delta] = field(default_factory=list)  # kept only if token ids or logprobs are returned
     finished: Finished | None = None
 
     def add(self, delta: Delta, *, keep: bool) -> None:
@@ -174,11 +176,11 @@ def _usage(usage: TokenUsage) -> JSON:
 
 @asynccontextmanager
 async def _run_all(completions: Sequence[Completion]) -> AsyncIterator[NumberedEvents]:
-    """Hold all of them for as long as the block lasts. Gives their events, each with its completion's number.
+    """Run all completions for the duration of the block, and yield their events with the completion's number.
 
-    The first that fails ends the rest, and its error is raised.
+    The first failure ends the others and is raised.
     """
-    if len(completions) == 1:  # the usual case needs neither a task nor a queue
+    if len(completions) == 1:  # the common case needs neither tasks nor a queue
         async with completions[0].run() as arrivals:
             yield _number(arrivals)
         return
@@ -204,7 +206,7 @@ async def _pump(number: int, completion: Completion, queue: _Queue, turn: asynci
         async with completion.run(turn) as arrivals:
             async for events in arrivals:
                 await queue.put((number, events))
-    except Exception as error:  # carried to the one who reads the queue, and raised there
+    except Exception as error:  # raised by the reader of the queue
         await queue.put((number, error))
 
 

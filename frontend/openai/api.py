@@ -1,4 +1,4 @@
-"""The OpenAI API's /v1/models, /v1/completions and /v1/chat/completions, streaming and not."""
+"""OpenAI API: /v1/models, /v1/completions and /v1/chat/completions, whole and streamed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from core.types.errors import RequestError
 from frontend.access.request_context import RequestContext
 from frontend.http.event_stream import EventStream, whole_answer
 from frontend.http.json_response import JSON
-from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Asked, Opener
+from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Opener, ParsedBody
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
 from frontend.openai.answer import OpenAIAnswer
 from frontend.openai.forms import ChatForm, Form, TextForm
@@ -22,7 +22,7 @@ from frontend.text.models import Models
 
 
 class OpenAIApi:
-    """The endpoints."""
+    """Endpoints of the OpenAI API for models, completions and chats."""
 
     def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
         self._models = models
@@ -31,14 +31,14 @@ class OpenAIApi:
 
     @property
     def endpoints(self) -> Endpoints:
-        """Those that bring answers."""
+        """Generation endpoints, by path."""
         return {
             "/v1/completions": self._request_contexts.route(self._text),
             "/v1/chat/completions": self._request_contexts.route(self._chat),
         }
 
     def add_to(self, app: FastAPI) -> None:
-        """The others."""
+        """Add the other endpoints."""
         app.add_api_route("/v1/models", self.models, methods=["GET"])
         app.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"])
 
@@ -49,20 +49,20 @@ class OpenAIApi:
         return JSONResponse(_model(self._models.card(model_id)))
 
     async def _text(self, request: Request, request_context: RequestContext) -> Response:
-        asked = await self._opener.read(TextBody, request)
-        opened = await self._opener.open(asked, request, request_context)
-        with self._request_contexts.noted(request):
-            forms = await self._text_forms(asked.body, opened)
-        return await self._answer(request, asked, opened, forms, headers=await request_context.charge(opened))
+        parsed = await self._opener.read(TextBody, request)
+        opened = await self._opener.open(parsed, request, request_context)
+        with self._request_contexts.audited(request):
+            forms = await self._text_forms(parsed.body, opened)
+        return await self._answer(request, parsed, opened, forms, headers=await request_context.charge(opened))
 
     async def _chat(self, request: Request, request_context: RequestContext) -> Response:
-        asked = await self._opener.read(ChatBody, request)
-        opened = await self._opener.open(asked, request, request_context)
-        if asked.body.stream:  # else the answer has the prompt once
-            with self._request_contexts.noted(request):
-                _check_repeated(asked.body, opened, 0)
+        parsed = await self._opener.read(ChatBody, request)
+        opened = await self._opener.open(parsed, request, request_context)
+        if parsed.body.stream:  # a whole response has the prompt only once
+            with self._request_contexts.audited(request):
+                _check_repeated(parsed.body, opened, 0)
         forms = [ChatForm(opened[0].service.tokenizer)]
-        return await self._answer(request, asked, opened, forms, headers=await request_context.charge(opened))
+        return await self._answer(request, parsed, opened, forms, headers=await request_context.charge(opened))
 
     async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:
         forms, num_echoed, tokenizer = list[Form](), 0, opened[0].service.tokenizer
@@ -79,13 +79,13 @@ class OpenAIApi:
     async def _answer(
         self,
         request: Request,
-        asked: Asked[TextBody] | Asked[ChatBody],
+        parsed: ParsedBody[TextBody] | ParsedBody[ChatBody],
         opened: list[Completion],
         forms: Sequence[Form],
         *,
         headers: Mapping[str, str],
     ) -> Response:
-        body, service = asked.body, opened[0].service
+        body, service = parsed.body, opened[0].service
         answer = OpenAIAnswer(
             id=forms[0].id_prefix + request.state.request_id,
             model=service.model.id,
@@ -97,24 +97,24 @@ class OpenAIApi:
             tokenizer=service.tokenizer,
             threads=service.threads,
         )
-        if asked.ignored:
-            headers = {**headers, **asked.ignored}
+        if parsed.ignored:
+            headers = {**headers, **parsed.ignored}
         if body.stream:
             return EventStream(answer.chunks(), more_headers=headers, errors=request.state.errors)
         return await whole_answer(request.receive, answer.whole(), headers)
 
 
 def _check_repeated(body: TextBody | ChatBody, opened: Sequence[Completion], num_echoed: int) -> None:
-    """What an answer repeats of its prompts, for each choice. Raises RequestError."""
+    """Limit the prompt text and ids repeated for each choice. Raises RequestError."""
     num = num_echoed + (ID_CHARS * sum(one.n * len(one.prompt_ids) for one in opened) if body.return_token_ids else 0)
     if num > MAX_REPEATED:
         param = "echo" if num_echoed else "return_token_ids"
-        text = f"{param}: prompts times n are too much for an answer to repeat; leave it out, or ask for fewer choices"
+        text = f"{param}: prompts times n are too large to repeat in the response; omit it, or request fewer choices"
         raise RequestError(text, param=param)
 
 
 def _model(model: ModelCard) -> JSON:
-    """max_model_len is an extension, by vLLM's name."""
+    """Return OpenAI's model object. max_model_len is an extension, named as in vLLM."""
     return {
         "id": model.id,
         "object": "model",

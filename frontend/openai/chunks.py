@@ -1,4 +1,4 @@
-"""The events of one choice as chunks of the OpenAI API, each a server-sent event."""
+"""Chunks of the OpenAI API: server-sent events of one choice."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from frontend.http.json_response import JSON, to_json
 from frontend.openai.forms import Form, ending
 from frontend.text.events import Delta, Finished
 
-_TEXT, _IDS = "\x00", "\x01"  # stand for those of a chunk; an id has visible characters only
+_TEXT, _IDS = "\x00", "\x01"  # placeholders in the chunk template; request ids contain visible characters only
 
 
 class ChoiceChunks:
-    """Writes the chunks of one choice. Those that bring text and nothing else differ in that alone: the rest is written
-    once."""
+    """Writer of the chunks of one choice. Chunks with text alone are filled into a template that is encoded once."""
 
     def __init__(
         self,
@@ -27,8 +26,8 @@ class ChoiceChunks:
         prompt_ids: Sequence[int] | None,
         echoed: JSON | None = None,
     ) -> None:
-        """head: of each chunk. is_usage_null: each says that its usage is null. prompt_ids: of the prompt, where the
-        client wants token ids; None: it does not. echoed: logprobs of the prompt, where it is repeated with them."""
+        """head: fields common to all chunks. is_usage_null: include `"usage": null` in each. prompt_ids: returned with
+        the first chunk, if the client requested token ids. echoed: logprobs of a repeated prompt."""
         self._index = index
         self._form = form
         self._head = head
@@ -40,7 +39,7 @@ class ChoiceChunks:
         self._between, _, self._behind = behind.partition(to_json(_IDS)) if self._has_ids else (b"", b"", behind)
 
     def opening(self) -> bytes:
-        """Before any text of the model; empty where nothing is said then."""
+        """Return the chunk before any generated text; empty if there is none."""
         opening, form = self._form.opening(), self._form
         if self._prompt_ids is None:
             return self._chunk(opening, logprobs=self._echoed) if opening else b""
@@ -50,15 +49,15 @@ class ChoiceChunks:
         return self._chunk(opening or form.piece(""), logprobs=self._echoed, **ids)
 
     def chunk(self, event: Delta | Finished) -> bytes:
-        """Empty where nothing is said of it."""
+        """Return the chunk of an event; empty if it has nothing to send."""
         if isinstance(event, Finished):
             return self._chunk(self._form.piece(""), **ending(event))
-        if event.text and not event.has_logprobs and not event.says_more:
+        if event.text and not event.has_logprobs and not event.has_more_than_text:
             if not self._has_ids:
                 return b"%b%b%b" % (self._before, to_json(event.text), self._behind)
             listed = to_json([token.token_id for token in event.tokens])
             return b"%b%b%b%b%b" % (self._before, to_json(event.text), self._between, listed, self._behind)
-        if not event.has_logprobs and not self._has_ids and not event.says_more:
+        if not event.has_logprobs and not self._has_ids and not event.has_more_than_text:
             return b""
         logprobs = self._form.logprobs([event]) if event.has_logprobs else None
         ids = self._ids([token.token_id for token in event.tokens])

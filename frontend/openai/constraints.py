@@ -1,4 +1,4 @@
-"""The fields of the OpenAI API that say what an answer must keep to, and vLLM's extension of them."""
+"""Fields of the OpenAI API that constrain answers, and vLLM's extension of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from core.types.constraints import ANY_OBJECT, Grammar, GrammarKind
 from core.types.errors import RequestError
 from frontend.openai.fields import Ignored, Only, OpenAIObject, Unsupported
 
-_KINDS = ("json_", "json_object", "regex", "choice", "grammar", "structural_tag")  # of structured outputs
-_OF_TAGS = ("format", "structures", "triggers")  # of a structural tag
+_KINDS = ("json_", "json_object", "regex", "choice", "grammar", "structural_tag")  # of structured_outputs
+_OF_TAGS = ("format", "structures", "triggers")  # fields of a structural tag
 
 
 class JsonSchema(OpenAIObject):
@@ -25,20 +25,21 @@ class JsonSchema(OpenAIObject):
 class ResponseFormat(OpenAIObject):
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # beside json_object, as llama.cpp has it
-    # Beside structural_tag; see frontend.structured_output.structural_tag, which looks into them.
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")  # with json_object, as in llama.cpp
+    # With structural_tag; validated by frontend.structured_output.structural_tag.
     format: dict[str, Any] | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
 
     def grammar(self) -> Grammar | None:
-        """Raises RequestError."""
+        """Return the grammar, or None for plain text. Raises RequestError."""
         if self.schema_ is not None and self.type != "json_object":
-            raise RequestError("response_format.schema: belongs beside json_object", param="response_format.schema")
+            text = "response_format.schema: requires type json_object"
+            raise RequestError(text, param="response_format.schema")
         parts = {name: part for name in _OF_TAGS if (part := getattr(self, name)) is not None}
         if parts and self.type != "structural_tag":
             name = f"response_format.{next(iter(parts))}"
-            raise RequestError(f"{name}: belongs beside structural_tag", param=name)
+            raise RequestError(f"{name}: requires type structural_tag", param=name)
         if self.type == "text":
             return None
         if self.type == "structural_tag":
@@ -46,7 +47,7 @@ class ResponseFormat(OpenAIObject):
         if self.type == "json_object":
             return _lenient(self.schema_) if self.schema_ is not None else ANY_OBJECT
         if self.json_schema is None or self.json_schema.schema_ is None:
-            raise RequestError("response_format: needs json_schema.schema", param="response_format.json_schema")
+            raise RequestError("response_format: missing json_schema.schema", param="response_format.json_schema")
         if not self.json_schema.strict:
             return _lenient(self.json_schema.schema_)
         return Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(self.json_schema.schema_))
@@ -58,7 +59,7 @@ class StructuredOutputs(OpenAIObject):
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    # Of vLLM: ours is JSON without blanks of the model's choosing, whatever these say.
+    # vLLM's. This server's JSON never contains whitespace chosen by the model.
     disable_any_whitespace: Ignored = None
     disable_fallback: Ignored = None
     disable_additional_properties: Annotated[bool | None, AfterValidator(Only((False,)))] = None
@@ -66,10 +67,10 @@ class StructuredOutputs(OpenAIObject):
     structural_tag: dict[str, Any] | str | None = None
 
     def named(self) -> tuple[str, Grammar]:
-        """The field that is set, and what it says. Raises RequestError."""
+        """Return the field that is set, and its grammar. Raises RequestError."""
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            text = "structured_outputs: one of json, json_object, regex, choice, grammar and structural_tag must be set"
+            text = "structured_outputs: set exactly one of json, json_object, regex, choice, grammar and structural_tag"
             raise RequestError(text, param="structured_outputs")
         return f"structured_outputs.{given[0].rstrip('_')}", self._grammar()
 
@@ -91,10 +92,11 @@ class StructuredOutputs(OpenAIObject):
 
 
 def grammar_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> dict[str, Any]:
-    """Those fields of CompletionRequest; none where an answer keeps to nothing. Raises RequestError."""
+    """Return the grammar fields of a CompletionRequest; empty if unconstrained. Raises RequestError."""
     if structured is not None:
         if response_format is not None and response_format.type != "text":
-            raise RequestError("structured_outputs: not together with response_format", param="structured_outputs")
+            text = "structured_outputs: cannot be combined with response_format"
+            raise RequestError(text, param="structured_outputs")
         name, grammar = structured.named()
         return {"grammar": grammar, "grammar_field": name}
     if response_format is None or (found := response_format.grammar()) is None:

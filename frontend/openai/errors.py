@@ -1,4 +1,4 @@
-"""OpenAI's form of errors over HTTP: {"error": {"message", "type", "param", "code"}}."""
+"""OpenAI's error format: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class OpenAIErrors:
-    """The form of every endpoint that has none of its own."""
+    """OpenAI's error format, the default of all endpoints."""
 
     def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
         return outcome_of(error).http, error_body(error)
@@ -24,17 +24,17 @@ class OpenAIErrors:
 
 
 def error_body(error: BaseException) -> dict[str, Any]:
-    """The error object; what is not ours is logged here, and not shown."""
+    """Return the error object. An unexpected exception is logged, and its text withheld."""
     outcome = outcome_of(error)
     if not isinstance(error, ClusterError):
-        logger.error("request failed by a bug", exc_info=error)
-        return _body("internal error; the router's log says more", type=outcome.type, code=outcome.code)
+        logger.error("request failed with an unexpected exception", exc_info=error)
+        return _body("internal error; see the router's log", type=outcome.type, code=outcome.code)
     param = error.param if isinstance(error, RequestError) else None
     return _body(str(error), type=outcome.type, code=outcome.code, param=param)
 
 
 def http_error(phrase: str, message: str) -> dict[str, Any]:
-    """The error object of what HTTP itself calls wrong. phrase: that of the status."""
+    """Return the error object of an HTTP-level error. phrase: reason phrase of the status."""
     return _body(message, type="invalid_request_error", code=phrase.lower().replace(" ", "_"))
 
 

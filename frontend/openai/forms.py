@@ -1,4 +1,4 @@
-"""How the two endpoints of the OpenAI API write the same things: a choice's text, its pieces, its logprobs."""
+"""Response formats of the two OpenAI endpoints: a choice's text, chunks and logprobs."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from frontend.text.tokenizer import Tokenizer
 
 
 class Form(Protocol):
-    """How one endpoint writes a choice."""
+    """Response format of one endpoint."""
 
-    whole: str  # the `object` of a whole answer
-    chunk: str  # and of a chunk
+    whole: str  # `object` of a whole response
+    chunk: str  # `object` of a chunk
     id_prefix: str
-    is_prompt_shared: bool  # whether what extensions say of the prompt belongs to the answer, or to each choice
-    has_answer: bool  # False: the prompt alone is repeated
-    echo: str  # the prompt's text, where the answer is to repeat it
-    num_echo_logprobs: int | None  # and so many likeliest tokens with its own; None: nothing of them
+    is_prompt_shared: bool  # whether prompt extensions belong to the response rather than to each choice
+    has_answer: bool  # False: only the prompt is returned
+    echo: str  # the prompt's text, if it is repeated; else empty
+    num_echo_logprobs: int | None  # most likely tokens listed for each prompt token; None: no logprobs
 
     def opening(self) -> JSON | None:
-        """What the first chunk of a choice says before any text of the model."""
+        """Return the part of a choice that precedes generated text."""
         ...
 
     def piece(self, text: str) -> JSON:
-        """A chunk's text; with "", nothing but the end of the choice is said."""
+        """Return the part with a text; "" is used for the end of the choice."""
         ...
 
     def said(self, delta: Delta) -> list[JSON]:
-        """All that is said, also what is more than text: in one chunk, or in several where calls follow each other.
-        There are clients that look at a chunk's first call alone."""
+        """Return the parts of a delta. Each tool call gets its own chunk, because some clients read only a chunk's
+        first call."""
         ...
 
     def message(self, whole: WholeChoice) -> JSON:
-        """A whole choice."""
+        """Return a whole choice."""
         ...
 
     def logprobs(self, deltas: Sequence[Delta]) -> JSON:
-        """Of tokens that all have a logprob."""
+        """Return the logprobs of deltas whose tokens all have one."""
         ...
 
 
@@ -84,7 +84,7 @@ class TextForm:
             "tokens": [text_of(token_id) for token_id, _ in tokens],
             "token_logprobs": [finite(logprob.logprob) for _, logprob in tokens],
             "top_logprobs": [
-                # The chosen token is there even when it is not among the likeliest, as OpenAI has it.
+                # Includes the chosen token even if it is not among the most likely, as in OpenAI's API.
                 {text_of(token_id): finite(logprob.logprob)}
                 | {text_of(other): finite(value) for other, value in logprob.top}
                 for token_id, logprob in tokens
@@ -144,10 +144,10 @@ class ChatForm:
 
 
 def ending(finished: Finished) -> JSON:
-    """How a choice has ended. stop_reason is an extension: the stop string that ended it."""
+    """Return the finish reason. stop_reason is an extension: the stop string that ended the choice."""
     return {"finish_reason": finished.word, "stop_reason": finished.stop}
 
 
 def _tokens(deltas: Sequence[Delta]) -> list[tuple[int, TokenLogprob]]:
-    """Logprobs were asked for."""
+    """Return ids and logprobs of tokens that have one."""
     return [(token.token_id, token.logprob) for delta in deltas for token in delta.tokens if token.logprob is not None]

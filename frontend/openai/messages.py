@@ -1,4 +1,4 @@
-"""Messages and tools, as the OpenAI API has them, and as chat templates know them."""
+"""Messages and tools of the OpenAI API, and their conversion for chat templates."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from frontend.chat.chat import Chat, opens_answer
 from frontend.openai.fields import Only, OpenAIObject, Unsupported
 from frontend.text.completion_request import MAX_MESSAGES
 
-MAX_PARTS = 4096  # of one message
-MAX_CALLS = 512  # of one message
+MAX_PARTS = 4096  # per message
+MAX_CALLS = 512  # per message
 MAX_TOOLS = 512
-_MAY_SAY_NOTHING = ("assistant", "tool")
+_MAY_BE_EMPTY = ("assistant", "tool")
 
 
 def as_parts(value: Any) -> Any:
-    """A string as a list of one part; what is neither is refused."""
+    """Convert a string to a list of one part. Raises ValueError for other types than string and list."""
     if value is not None and not isinstance(value, str | list):
         raise ValueError("must be a string or a list of text parts")
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
@@ -37,7 +37,7 @@ class CalledFunction(OpenAIObject):
 
 
 class CallInHistory(OpenAIObject):
-    """A call that the model made before."""
+    """Tool call from an earlier answer."""
 
     id: str | None = None
     type: Literal["function"] = "function"
@@ -46,31 +46,31 @@ class CallInHistory(OpenAIObject):
 
 class ChatMessage(OpenAIObject):
     role: str
-    """`system`, `user`, `assistant`, `tool`, or what the model's template knows; `developer` is `system` to one that
-    does not."""
+    """`system`, `user`, `assistant`, `tool`, or another role that the model's template accepts. `developer` becomes
+    `system` if the template does not know it."""
     content: Annotated[
         Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None, BeforeValidator(as_parts)
     ] = None
-    """A string, or a list of parts of type `text`, each of which becomes a line of its own; no other type is
-    taken. Null only of an `assistant` or a `tool`."""
+    """A string, or a list of parts of type `text`, which are joined by newlines. Other types are rejected. May be null
+    for `assistant` and `tool` only."""
     tool_calls: Annotated[list[CallInHistory], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
-    """Those of an answer, as they came. Arguments are a JSON object, written as a string."""
+    """Tool calls of an earlier answer, sent back unchanged. `arguments` is a JSON object, encoded as a string."""
     tool_call_id: str | None = None
-    """Which call a message of role `tool` answers."""
+    """Id of the tool call that a message of role `tool` answers."""
     name: str | None = None
-    """For the template."""
+    """Passed to the template."""
     reasoning_content: str | None = None
-    """Extension, for the template."""
-    # A client may send back an answer as it came; these are null or empty in ours.
-    rejection: Annotated[str | None, AfterValidator(Only(("",)))] = None
+    """Extension. Passed to the template."""
+    # Clients may send an answer back as it came. In our answers these fields are null or empty.
+    refusal: Annotated[str | None, AfterValidator(Only(("",)))] = None
     annotations: Unsupported = None
     audio: Unsupported = None
     function_call: Unsupported = None
 
     def for_template(self, path: str) -> dict[str, Any]:
-        """The message as templates know it: a role, a text, and what else the client set. Raises RequestError."""
-        if self.content is None and self.role not in _MAY_SAY_NOTHING:
-            text = f"{path}.content: is required: a string or a list of text parts; null only of an assistant or a tool"
+        """Return the message in the form that templates expect. Raises RequestError."""
+        if self.content is None and self.role not in _MAY_BE_EMPTY:
+            text = f"{path}.content: required; a string or a list of text parts, null only for roles assistant and tool"
             raise RequestError(text, param=f"{path}.content")
         content = None
         if self.content is not None or not self.tool_calls:
@@ -99,20 +99,20 @@ class FunctionAsTool(OpenAIObject):
 
 
 class ToolGiven(OpenAIObject):
-    """A tool that the model may call."""
+    """Tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionAsTool
 
     def for_template(self) -> dict[str, Any]:
-        """As transformers describes functions; `strict` is a word to us, and not to the model."""
+        """Return the tool in transformers' form. `strict` is left out: it concerns this server, not the model."""
         function = {name: getattr(self.function, name) for name in ("name", "description", "parameters")}
         return {"type": "function", "function": {name: value for name, value in function.items() if value is not None}}
 
 
 @dataclass(frozen=True)
 class ToolNamed:
-    """The one tool that the model is to call."""
+    """Tool that the model must call."""
 
     name: str
 
@@ -134,19 +134,19 @@ ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "
 
 
 class ChatSettings(OpenAIObject):
-    """How the model's template is to show messages, and what besides."""
+    """Template options common to all endpoints that take messages."""
 
     chat_template_kwargs: dict[str, Any] | None = None
-    """Extension: variables of the template, for example `enable_thinking`."""
+    """Extension: variables for the chat template, for example `enable_thinking`."""
     add_generation_prompt: bool | None = None
-    """Extension. Default true, unless `continue_final_message`: the prompt ends where an answer begins."""
+    """Extension. Append the beginning of an answer to the prompt. Default true, unless `continue_final_message`."""
     continue_final_message: bool | None = None
-    """Extension: the answer goes on with the last message's text."""
+    """Extension: continue the last message instead of beginning a new one."""
     reasoning_effort: ReasoningEffort | None = None
-    """For a template that knows it, which may refuse some; `none` also for one that knows `enable_thinking`, and where
-    the model does not think."""
+    """Passed to a chat template that supports it; the template may reject some values. `none` also works with templates
+    that have `enable_thinking`, and with models that do not think."""
     tools: Annotated[list[ToolGiven], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    """Functions that the model may call; its template shows them."""
+    """Functions that the model may call. The chat template shows them to the model."""
 
     def chat(
         self,
@@ -156,12 +156,12 @@ class ChatSettings(OpenAIObject):
         is_parallel: bool = True,
         forced: str | None = None,
     ) -> Chat:
-        """has_tools: whether the model sees them. forced: as in Chat. Raises RequestError."""
+        """Build the chat. has_tools: show the tools to the model. forced: as in Chat. Raises RequestError."""
         is_continued = bool(self.continue_final_message)
         opens = opens_answer(self.add_generation_prompt, is_continued=is_continued)
         names = [tool.function.name for tool in self.tools or ()]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise RequestError(f"tools: {twice!r} is there twice", param="tools")
+        if duplicate := next((name for name in names if names.count(name) > 1), None):
+            raise RequestError(f"tools: the name {duplicate!r} appears twice", param="tools")
         return Chat(
             messages=tuple(one.for_template(f"messages[{number}]") for number, one in enumerate(messages)),
             variables=self.chat_template_kwargs or {},

@@ -1,4 +1,4 @@
-"""What the model says of a prompt's own tokens, as the OpenAI API writes it, and as vLLM does."""
+"""Log-probabilities of prompt tokens in the formats of the OpenAI API and of vLLM."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from frontend.text.completion import Completion
 from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer
 
-_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI writes this
-_MANY = 1024  # log-probabilities, some 3 ms of writing; more is done on another thread
-_Told = tuple[int, float, int]  # a token's id, log-probability and rank
+_LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity; OpenAI uses this value
+_MANY = 1024  # log-probabilities, some 3 ms of encoding; more go to another thread
+_Entry = tuple[int, float, int]  # token id, log-probability, rank
 
 
 def finite(logprob: float) -> float:
@@ -26,19 +26,19 @@ def finite(logprob: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptScores:
-    """In an answer; None: nothing in that place."""
+    """Prompt log-probabilities of a response; None where not requested."""
 
     listed: list[Any] | None = None  # vLLM's `prompt_logprobs`
-    echoed: dict[str, list[Any]] | None = None  # OpenAI's `logprobs` of a prompt that is repeated
+    echoed: dict[str, list[Any]] | None = None  # OpenAI's `logprobs` of a repeated prompt
 
     def before(self, logprobs: dict[str, Any] | None) -> dict[str, Any] | None:
-        """Those of an answer behind the prompt's."""
+        """Prepend the prompt's log-probabilities to those of an answer."""
         if self.echoed is None:
             return logprobs
         return {name: column + (logprobs[name] if logprobs else []) for name, column in self.echoed.items()}
 
 
-async def said_of(
+async def prompt_scores(
     completion: Completion,
     tokenizer: Tokenizer,
     threads: TextThreads,
@@ -47,11 +47,11 @@ async def said_of(
     num_echoed: int | None,
     echo: str,
 ) -> PromptScores:
-    """Of a completion's prompt, once events have come. num_listed, num_echoed: likeliest tokens in either; None: it is
-    not asked for. Another thread writes what is much. Raises CapacityError."""
-    if (told := completion.prompt_logprobs) is None:
+    """Return the prompt's scores, once its completion has yielded events. num_listed, num_echoed: most likely tokens
+    in either format; None: not requested. Encodes many scores on another thread. Raises CapacityError."""
+    if (prompt_logprobs := completion.prompt_logprobs) is None:
         return PromptScores()
-    writer = _PromptWriter(tokenizer=tokenizer, prompt_ids=completion.prompt_ids, told=told)
+    writer = _PromptWriter(tokenizer=tokenizer, prompt_ids=completion.prompt_ids, prompt_logprobs=prompt_logprobs)
 
     def write() -> PromptScores:
         return PromptScores(
@@ -66,19 +66,19 @@ async def said_of(
 
 @dataclass(frozen=True, kw_only=True)
 class _PromptWriter:
-    """Of one prompt. Of each token what is said is written at once, for all of it in objects would be a hundred times
-    as large."""
+    """Encoder for one prompt. Each token's scores are encoded to JSON at once: as Python objects, all of them would
+    take a hundred times the memory."""
 
     tokenizer: Tokenizer
     prompt_ids: Sequence[int]
-    told: PromptLogprobs
+    prompt_logprobs: PromptLogprobs
 
     def listed(self, num_top: int) -> list[Any]:
-        """Of the first token null, of each other an object from ids."""
+        """Return vLLM's format: null for the first token, then an object keyed by token id for each."""
         return [None, *(Raw(to_json(self._by_id(entries))) for entries in self._entries(num_top))]
 
     def echoed(self, num_top: int, *, echo: str) -> dict[str, list[Any]]:
-        """Of the first token null."""
+        """Return OpenAI's format; the first token's entries are null."""
         logprobs: list[float | None] = [None]
         likeliest: list[Raw | None] = [None]
         for entries in self._entries(num_top):
@@ -91,15 +91,16 @@ class _PromptWriter:
             "text_offset": self._offsets(echo),
         }
 
-    def _entries(self, num_top: int) -> Iterator[list[_Told]]:
-        """Of each token but the first: of itself, then of the likeliest."""
+    def _entries(self, num_top: int) -> Iterator[list[_Entry]]:
+        """Yield the scores of each token after the first: its own, then the most likely ones."""
         tokens = iter(self.prompt_ids[1:])
-        for part in self.told.parts():  # of few at a time: as lists, for numpy's numbers are slow one by one
+        # Converted to lists, because numpy scalars are slow to access one by one.
+        for part in self.prompt_logprobs.parts():
             columns = (part.logprobs_P, part.ranks_P, part.top_ids_PK[:, :num_top], part.top_logprobs_PK[:, :num_top])
             for logprob, rank, ids, values in zip(*(column.tolist() for column in columns), strict=True):
                 yield [(next(tokens), logprob, rank), *zip(ids, values, range(1, len(ids) + 1), strict=True)]
 
-    def _by_id(self, entries: list[_Told]) -> dict[str, Any]:
+    def _by_id(self, entries: list[_Entry]) -> dict[str, Any]:
         return {
             str(token_id): {
                 "logprob": finite(value),
@@ -109,8 +110,8 @@ class _PromptWriter:
             for token_id, value, rank in entries
         }
 
-    def _by_text(self, entries: list[_Told]) -> dict[str, float]:
-        """Where two have one text, the likelier one's."""
+    def _by_text(self, entries: list[_Entry]) -> dict[str, float]:
+        """Map texts to log-probabilities. Tokens of the same text keep the highest."""
         logprobs: dict[str, float] = {}
         for token_id, value, _ in entries:
             text = self.tokenizer.token_text(token_id)
@@ -121,6 +122,6 @@ class _PromptWriter:
         detokenizer, ends = Detokenizer(self.tokenizer, skip_special_tokens=False), [0]
         for token_id in self.prompt_ids:
             ends.append(ends[-1] + len(detokenizer.add(token_id)))
-        # What a tokeniser puts before a text is no part of it.
+        # Subtract the prefix that the tokenizer adds before the text.
         num_before = max(0, ends[-1] + len(detokenizer.finish()) - len(echo))
         return [max(0, end - num_before) for end in ends[:-1]]

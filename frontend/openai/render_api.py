@@ -1,5 +1,5 @@
-"""POST /v1/completions/render and /v1/chat/completions/render, as vLLM has them: what a request would send to an
-engine, without an answer."""
+"""POST /v1/completions/render and /v1/chat/completions/render, as in vLLM: the engine input of a request, without
+generation."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from frontend.text.models import Models
 
 
 class RenderApi:
-    """Takes the same bodies as the endpoints that answer, within the same bounds, by the same code. A key's limits
-    count each call as a request, and no tokens of it."""
+    """Render endpoints. They take the same bodies as the generation endpoints, within the same limits. A call counts as
+    a request, but no tokens, against the key's limits."""
 
     def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
         self._request_contexts = request_contexts
@@ -36,24 +36,25 @@ class RenderApi:
     async def _render(
         self, kind: type[TextBody] | type[ChatBody], request: Request, request_context: RequestContext
     ) -> Response:
-        """Of texts one object for each prompt, in a list; of a chat one object."""
-        asked = await self._opener.read(kind, request)
-        opened = await self._opener.open(asked, request, request_context)
-        with self._request_contexts.noted(request):
+        """Return a list with one object per prompt for texts, and one object for a chat."""
+        parsed = await self._opener.read(kind, request)
+        opened = await self._opener.open(parsed, request, request_context)
+        with self._request_contexts.audited(request):
             rendered = await self._rendered(opened)
-        headers = {**await request_context.charge([]), **asked.ignored}
+        headers = {**await request_context.charge([]), **parsed.ignored}
         content = rendered if kind is TextBody else rendered[0]
         return json_answer(content, headers)
 
     async def _rendered(self, opened: Sequence[Completion]) -> list[JSON]:
-        """The text is an extension: vLLM has the tokens alone. Raises RequestError."""
+        """Return the objects. `prompt` is an extension: vLLM returns the tokens alone. Raises RequestError."""
         rendered, num_chars = list[JSON](), 0
         for one in opened:
             text = await one.prompt_text()
             num_chars += len(text) + ID_CHARS * len(one.prompt_ids)
             if num_chars > MAX_REPEATED:
-                raise RequestError("prompt: is too much for an answer to repeat; ask for fewer at once", param="prompt")
+                text = "prompt: too large to repeat in the response; send fewer prompts at once"
+                raise RequestError(text, param="prompt")
             names = {"request_id": one.request.id, "model": one.service.model.id}
             rendered.append({**names, "token_ids": one.prompt_ids, "prompt": text})
-            await asyncio.sleep(0)  # between a thousand prompts, others have their turn
+            await asyncio.sleep(0)  # a body may have a thousand prompts: let other tasks run
         return rendered

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize and GET /tokenizer_info, as vLLM has them, and GET /version."""
+"""POST /tokenize, POST /detokenize and GET /tokenizer_info, as in vLLM, and GET /version."""
 
 from __future__ import annotations
 
@@ -22,13 +22,15 @@ PACKAGE = "xpyd"
 
 
 class TokenizeBody(ChatSettings):
-    """POST /tokenize: a prompt, or messages."""
+    """POST /tokenize"""
 
     model: str | None = None
     prompt: str | None = None
+    """Text to tokenize. Set either this or `messages`."""
     messages: Messages | None = None
+    """Chat to tokenize, as in /v1/chat/completions."""
     add_special_tokens: bool | None = None
-    """Default true of a prompt, as in /v1/completions, and false of messages, whose template writes them."""
+    """Default true for a prompt, as in /v1/completions, and false for messages, whose template adds them."""
     return_token_strs: bool | None = None
 
 
@@ -40,7 +42,7 @@ class DetokenizeBody(OpenAIObject):
 
 
 class TokensApi:
-    """A key's limits count these as requests, and no tokens of theirs."""
+    """Tokenizer endpoints. A call counts as a request, but no tokens, against the key's limits."""
 
     def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
         self._models = models
@@ -53,7 +55,7 @@ class TokensApi:
         app.add_api_route("/version", self.version, methods=["GET"])
 
     async def tokenizer_info(self, model: str = "") -> Response:
-        """What a client needs to write a prompt as the model knows it: lm-eval asks, and then needs no tokenizer."""
+        """Return the special tokens and the chat template; with it, lm-eval needs no tokenizer of its own."""
         prompts = self._models.find(model).prompts
         tokens = {
             **dict.fromkeys(("bos_token", "eos_token", "pad_token")),
@@ -65,24 +67,24 @@ class TokensApi:
         return JSONResponse({"version": version(PACKAGE)})
 
     async def _tokenize(self, request: Request, request_context: RequestContext) -> Response:
-        def made(body: TokenizeBody) -> tuple[TokenizeBody, CompletionRequest, dict[str, str]]:
+        def build(body: TokenizeBody) -> tuple[TokenizeBody, CompletionRequest, dict[str, str]]:
             if (body.prompt is None) == (body.messages is None):
-                raise RequestError("prompt: give a prompt or messages, one of them", param="prompt")
+                raise RequestError("prompt: set either prompt or messages", param="prompt")
             prompt = body.prompt if body.messages is None else body.chat(body.messages)
-            asked = CompletionRequest(
+            completion_request = CompletionRequest(
                 id=request.state.request_id,
                 prompt=prompt or "",
                 model=body.model or "",
                 peer=peer_of(request),
                 add_special_tokens=body.add_special_tokens,
             )
-            num_chars(asked.prompt)  # a chat keeps it
-            return body, asked, ignored_header(body)
+            num_chars(completion_request.prompt)  # a chat caches it
+            return body, completion_request, ignored_header(body)
 
-        body, asked, ignored = await self._request_contexts.read(TokenizeBody, request, made)
-        with self._request_contexts.noted(request):
-            served = self._models.find(asked.model)
-            ids = await served.prompts.tokenize(client_of(request).bound(asked))
+        body, completion_request, ignored = await self._request_contexts.read(TokenizeBody, request, build)
+        with self._request_contexts.audited(request):
+            served = self._models.find(completion_request.model)
+            ids = await served.prompts.tokenize(client_of(request).bound(completion_request))
         text_of = served.tokenizer.token_text
         answer = {
             "count": len(ids),
@@ -93,16 +95,16 @@ class TokensApi:
         return await _answer(answer, ignored, request_context)
 
     async def _detokenize(self, request: Request, request_context: RequestContext) -> Response:
-        def made(body: DetokenizeBody) -> tuple[CompletionRequest, dict[str, str]]:
-            asked = CompletionRequest(
+        def build(body: DetokenizeBody) -> tuple[CompletionRequest, dict[str, str]]:
+            completion_request = CompletionRequest(
                 id=request.state.request_id, prompt=tuple(body.tokens), model=body.model or "", peer=peer_of(request)
             )
-            return asked, ignored_header(body)
+            return completion_request, ignored_header(body)
 
-        asked, ignored = await self._request_contexts.read(DetokenizeBody, request, made)
-        with self._request_contexts.noted(request):
-            served = self._models.find(asked.model)
-            text = await served.prompts.detokenize(client_of(request).bound(asked))
+        completion_request, ignored = await self._request_contexts.read(DetokenizeBody, request, build)
+        with self._request_contexts.audited(request):
+            served = self._models.find(completion_request.model)
+            text = await served.prompts.detokenize(client_of(request).bound(completion_request))
         return await _answer({"prompt": text}, ignored, request_context)
 
 

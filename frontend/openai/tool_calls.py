@@ -1,4 +1,4 @@
-"""What a chat says beside text in the OpenAI API's words: calls of tools, in chunks and whole, and thinking."""
+"""Tool calls and thinking of a chat in the OpenAI API's format, streamed and whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from frontend.text.events import Delta
 
 
 def chunk_of(call: CallText) -> dict[str, Any]:
-    """More of a call, in a delta."""
+    """Return the `tool_calls` entry of a part of a call."""
     if call.id:
         function = {"name": call.name, "arguments": call.arguments}
         return {"index": call.number, "id": call.id, "type": "function", "function": function}
@@ -17,7 +17,7 @@ def chunk_of(call: CallText) -> dict[str, Any]:
 
 
 class WholeChoice:
-    """What all deltas of a choice say together. What began as a call and is none is text here, all of it."""
+    """Accumulates the deltas of a choice. Text that turned out not to be a call is kept as text."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []

@@ -1,4 +1,4 @@
-"""Answers that are bound to be calls (`tool_choice`): the schema that they keep to."""
+"""Grammars for `tool_choice`: constrain an answer to be tool calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from frontend.structured_output.json_schema import moved
 
 
 def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) -> Grammar:
-    """The arguments of the tool of that name; or, where it is "", a list of calls of any. Raises RequestError."""
+    """Return the grammar of the named tool's arguments; for "", of a list of calls of any tool. Raises RequestError."""
     if not tools:
-        raise RequestError("tool_choice: needs tools", param="tool_choice")
+        raise RequestError("tool_choice: requires tools", param="tool_choice")
     if name:
         chosen = next((tool for tool in tools if tool.function.name == name), None)
         if chosen is None:
-            raise RequestError(f"tool_choice: no tool is named {name!r}", param="tool_choice")
+            raise RequestError(f"tool_choice: tool {name!r} not found in tools", param="tool_choice")
         schema = _object(chosen.function.parameters)
         is_strict = bool(chosen.function.strict)
     else:
@@ -41,7 +41,7 @@ def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) 
 
 
 def _call(tool: ToolGiven, place: str) -> dict[str, Any]:
-    """{"name": …, "arguments": …}; place: where the schema of its arguments stands."""
+    """Return the schema of {"name": …, "arguments": …}. place: $ref of the arguments' schema."""
     properties = {"name": {"const": tool.function.name}, "arguments": {"$ref": place}}
     required = ["name", "arguments"]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}

@@ -1,4 +1,4 @@
-"""Calls out of an answer's text, piece by piece."""
+"""Incremental parser of tool calls in an answer's text."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from frontend.parsers.scanner import Scanner, Tools
 
 
 class CallReader:
-    """Reads one answer. However its text is cut, what comes out, joined, is the same, and no text is lost."""
+    """Parser of one answer. The concatenated pieces do not depend on how the text was split, and no text is lost."""
 
     def __init__(self, format: Format, tools: Tools) -> None:
-        """tools: a call of any other is text."""
+        """tools: calls of other names are treated as text."""
         self._scan = Scanner(tools)
         self._reading = format(self._scan)
         self._read()
@@ -23,12 +23,12 @@ class CallReader:
         return self._read()
 
     def finish(self) -> list[Piece]:
-        """What is left when no more comes."""
+        """Return the remaining pieces at the end of the text."""
         self._scan.end()
         return self._read()
 
     def _read(self) -> list[Piece]:
         with suppress(StopIteration):
             next(self._reading)
-        said, self._scan.said = self._scan.said, []
-        return said
+        pieces, self._scan.pieces = self._scan.pieces, []
+        return pieces

@@ -1,4 +1,4 @@
-"""The formats in which families of models write calls, by the names that vLLM has for them."""
+"""Tool call formats of model families, named as in vLLM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def hermes(scan: Scanner) -> Reading[None]:
 
 
 def llama3_json(scan: Scanner) -> Reading[None]:
-    """Llama 3.1 and later: {"name": …, "parameters": {…}}, alone or after <|python_tag|>; several have ; between."""
+    """Llama 3.1 and later: {"name": …, "parameters": {…}}, alone or after <|python_tag|>, separated by semicolons."""
     is_call = yield from scan.next_is("{")
     while is_call or (yield from scan.text_until("<|python_tag|>")):
         while (yield from json_call(scan)) and (yield from scan.optional(";")):
@@ -36,7 +36,7 @@ def llama3_json(scan: Scanner) -> Reading[None]:
 
 
 def mistral(scan: Scanner) -> Reading[None]:
-    """[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]; since version 11 [TOOL_CALLS]name[ARGS]{…}, for each call."""
+    """[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]; since version 11 [TOOL_CALLS]name[ARGS]{…} for each call."""
     while (yield from scan.text_until("[TOOL_CALLS]")):
         if (yield from scan.optional("[")):
             yield from _listed(scan)
@@ -45,14 +45,14 @@ def mistral(scan: Scanner) -> Reading[None]:
 
 
 def forced_calls(scan: Scanner) -> Reading[None]:
-    """[{"name": …, "arguments": {…}}, …] and nothing else: where the answer was bound to be calls."""
+    """[{"name": …, "arguments": {…}}, …] and nothing else: an answer constrained to be calls."""
     if (yield from scan.optional("[")):
         yield from _listed(scan)
     yield from scan.all_text()
 
 
 def forced_call(scan: Scanner, *, name: str) -> Reading[None]:
-    """The arguments of one call and nothing else: where the answer was bound to be a call of `name`."""
+    """The arguments of one call and nothing else: an answer constrained to be a call of `name`."""
     yield from json_arguments(scan, name)
     yield from scan.all_text()
 
@@ -93,14 +93,14 @@ def deepseek_v3(scan: Scanner) -> Reading[None]:
 
 @dataclass(frozen=True)
 class CallFormat:
-    """A format, and what is special about its text."""
+    """Parser of a format, with its markers."""
 
     read: Format
-    markers: tuple[str, ...]  # that may be special tokens, and belong to the text all the same
-    told_by: tuple[str, ...]  # any of these in a chat template tells that its model writes so
+    markers: tuple[str, ...]  # may be special tokens, but belong to the text
+    template_marks: tuple[str, ...]  # any of these in a chat template identifies the format
 
 
-# Those that are told by what others have, too, come last.
+# In order of precedence: formats identified by a string that others contain as well come last.
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "deepseek_v3": CallFormat(
         deepseek_v3,
@@ -116,5 +116,7 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
 
 
 def find_call_format(template: str) -> str | None:
-    """The name of the format that a chat template tells its model to write; None: it tells none that we read."""
-    return next((name for name, kind in CALL_FORMATS.items() if any(mark in template for mark in kind.told_by)), None)
+    """Return the name of the format that a chat template instructs the model to use, or None if there is none."""
+    return next(
+        (name for name, kind in CALL_FORMATS.items() if any(mark in template for mark in kind.template_marks)), None
+    )

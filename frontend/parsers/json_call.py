@@ -1,4 +1,4 @@
-"""A call that the model writes as JSON: {"name": …, "arguments": {…}}, or the arguments alone after a name."""
+"""Tool calls in JSON: {"name": …, "arguments": {…}}, or the arguments alone after a name."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from frontend.parsers.json_value import JsonValue
 from frontend.parsers.scanner import Reading, Scanner
 
 _ARGUMENTS = ("arguments", "parameters")
-_OTHERS = ("type", "id")  # that some models write, too
+_OTHERS = ("type", "id")  # members that some models add
 
 
 def json_call(scan: Scanner) -> Reading[bool]:
-    """What comes next; whether it was a call. In whichever order its members are."""
+    """Read a call, with its members in any order. Return whether there was one."""
     name, arguments = "", ""
     is_call = yield from scan.optional("{")
     while is_call:
@@ -31,7 +31,7 @@ def json_call(scan: Scanner) -> Reading[bool]:
         is_over = is_call and not (yield from scan.optional(","))
         if is_call and name and (arguments or (is_over and (yield from scan.next_is("}")))):
             scan.begin(name)
-            scan.say_arguments(arguments or "{}")
+            scan.emit_arguments(arguments or "{}")
             scan.end_call()
             return (yield from _tail(scan, is_open=not is_over))
         is_call = is_call and not is_over
@@ -40,7 +40,7 @@ def json_call(scan: Scanner) -> Reading[bool]:
 
 
 def json_arguments(scan: Scanner, name: str) -> Reading[bool]:
-    """The arguments of a call, whose name has been read, come next; whether they did."""
+    """Read the arguments of a call whose name has been read. Return whether there were any."""
     if name not in scan.tools or not (yield from scan.next_is("{")):
         scan.give_up()
         return False
@@ -52,7 +52,7 @@ def json_arguments(scan: Scanner, name: str) -> Reading[bool]:
 
 
 def _tail(scan: Scanner, *, is_open: bool = False) -> Reading[bool]:
-    """What a model writes after name and arguments; what does not belong there is text. is_open: a comma was taken."""
+    """Read members after name and arguments, and the end. Anything else is text. is_open: a comma was read."""
     while is_open or (yield from scan.optional(",")):
         is_open = False
         if (yield from _member(scan)) not in _OTHERS or not (yield from _held(scan)):
@@ -63,7 +63,7 @@ def _tail(scan: Scanner, *, is_open: bool = False) -> Reading[bool]:
 
 
 def _member(scan: Scanner) -> Reading[str]:
-    """The key of the next member, up to its value; "" where there is none."""
+    """Read the key of the next member, up to its value; "" if there is none."""
     if not (yield from scan.next_is('"')):
         return ""
     key = _string((yield from _held(scan)))
@@ -71,13 +71,13 @@ def _member(scan: Scanner) -> Reading[str]:
 
 
 def _streamed(scan: Scanner) -> Reading[bool]:
-    """A value that is said as it comes. Where it is none, the call that has begun is given up."""
-    yield from scan.optional("")  # space before it is no part of it
-    return (yield from _value(scan, scan.say_arguments))
+    """Emit a value as it arrives. Gives up the call if it is invalid."""
+    yield from scan.optional("")  # skip leading space
+    return (yield from _value(scan, scan.emit_arguments))
 
 
 def _held(scan: Scanner) -> Reading[str]:
-    """A value; "" where it is none, or goes on for too long."""
+    """Read a value; "" if it is invalid or too long."""
     parts: list[str] = []
     return "".join(parts) if (yield from _value(scan, parts.append)) else ""
 
@@ -104,18 +104,18 @@ def _value(scan: Scanner, take: Callable[[str], None]) -> Reading[bool]:
 
 
 def _string(text: str) -> str:
-    """Of a JSON string; "" of what is none."""
+    """Decode a JSON string; "" if it is not one."""
     return json.loads(text) if text.strip().startswith('"') else ""
 
 
 def _object(text: str) -> str:
-    """JSON arguments, also where the model wrote them into a string; "" where they are no object."""
+    """Return JSON arguments, also from inside a JSON string; "" if they are not an object."""
     try:
         found = json.loads(text or '""')
         if isinstance(found, str) and found:
             text, found = found, json.loads(found)
-            text.encode()  # half of a pair is no character
-    except (ValueError, RecursionError):  # also numbers of more digits than Python takes
+            text.encode()  # reject lone surrogates
+    except (ValueError, RecursionError):  # includes numbers with more digits than Python accepts
         return ""
     if found is None:
         return "{}"

@@ -1,4 +1,4 @@
-"""Where a JSON value ends, and whether it is one, as its text comes."""
+"""Incremental JSON validator, which finds the end of a value."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ _HEX = set("0123456789abcdefABCDEF")
 
 
 class JsonValue:
-    """One value, by RFC 8259: an automaton with a stack."""
+    """One value of RFC 8259: a pushdown automaton."""
 
     def __init__(self) -> None:
         self.is_done = False
         self.is_bad = False
         self._open: list[str] = []
         self._next = "value"
-        self._word = ""  # a number, of each row of digits two at most, or a literal
-        self._num_hex = 0  # digits of \\u that are to come
+        self._word = ""  # number, with runs of digits cut to two, or literal
+        self._num_hex = 0  # remaining digits of \\u
         self._is_key = False
 
     def feed(self, text: str) -> int:
-        """How many of the characters belong to the value: fewer than there are where it has ended, or is bad."""
+        """Consume text. Return how many characters belong to the value: fewer than given if it ended or is bad."""
         at = 0
         while at < len(text) and not self.is_done and not self.is_bad:
             at = getattr(self, f"_in_{self._next}")(text, at)
         return at
 
     def end(self) -> None:
-        """No more text comes."""
+        """Note the end of the text."""
         if self._next == "word":
             self._end_word()
         self.is_bad |= not self.is_done
@@ -79,7 +79,7 @@ class JsonValue:
         return self._one(text, at, {":": "value"})
 
     def _in_after(self, text: str, at: int) -> int:
-        """After a value inside of another."""
+        """Read what follows a value inside another one."""
         at = _after_space(text, at)
         is_object = self._open[-1] == "{"
         if text[at : at + 1] == ("}" if is_object else "]"):
@@ -124,7 +124,7 @@ class JsonValue:
         return at + 1
 
     def _in_word(self, text: str, at: int) -> int:
-        """As many characters as a number or a literal may begin with, however the text was cut."""
+        """Read characters of a number or literal."""
         while at < len(text):
             if text[at] not in _WORD:
                 self._end_word()
@@ -133,7 +133,7 @@ class JsonValue:
             if not _NUMBER_BEGUN.fullmatch(word) and not any(literal.startswith(word) for literal in _LITERALS):
                 self.is_bad = True
                 return at
-            # What may follow digits does not depend on how many there are, after two.
+            # Digits after the second one do not change what may follow.
             self._word = word[:-1] if word[-3:].isdigit() and len(word) > 2 else word
             at += 1
         return at

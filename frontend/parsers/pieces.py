@@ -1,4 +1,4 @@
-"""What an answer is made of, once it has been read: text, and calls of tools."""
+"""Parsed pieces of an answer: text and tool calls."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The model calls a tool that the request has; its arguments follow."""
+    """Beginning of a call of one of the request's tools; its arguments follow."""
 
-    number: int  # in its answer, from 0
+    number: int  # within its answer, from 0
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON object of a call's arguments."""
+    """Fragment of a call's arguments."""
 
     number: int
     text: str
@@ -24,18 +24,18 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnded:
-    """The call is whole: its arguments, joined, are a JSON object."""
+    """End of a call, whose concatenated arguments are a JSON object."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class CallBroken:
-    """What had begun as a call is none after all, or was cut off."""
+    """Text that began like a call but is none, or was cut off."""
 
     number: int
-    raw: str  # all of it, as the model wrote it
-    rest: str  # what of `raw` was in no piece before, beyond a call's markup
+    raw: str  # all of its text, as the model wrote it
+    rest: str  # suffix of `raw` that has not been emitted
 
 
 CallPiece: TypeAlias = CallBegun | CallArguments | CallEnded | CallBroken

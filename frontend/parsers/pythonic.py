@@ -1,4 +1,4 @@
-"""Calls that the model writes as Python does: [get_weather(city="Paris", days=3), …]. They are read, never run."""
+"""Tool calls in Python syntax: [get_weather(city="Paris", days=3), …]. They are parsed, never executed."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def _call(scan: Scanner) -> Reading[bool]:
     source = yield from _brackets(scan)
     arguments = _arguments(f"{name}{source}") if source else ""
     if not arguments:
-        scan.give_up(is_text=True)  # markers in it would each be read to the same end again
+        scan.give_up(is_text=True)  # rescanning markers inside it would be quadratic
         return False
     scan.begin(name)
-    scan.say_arguments(arguments)
+    scan.emit_arguments(arguments)
     scan.end_call()
     return True
 
 
 def _brackets(scan: Scanner) -> Reading[str]:
-    """From the opening bracket that is next to the one that closes it; "" where none does."""
+    """Read from the next opening bracket to its closing one; "" if it is not closed."""
     parts: list[str] = []
     depth, quote, is_escaped, num_chars = 0, "", False, 0
     while num_chars <= _MAX_CALL:
@@ -76,23 +76,23 @@ def _brackets(scan: Scanner) -> Reading[str]:
 
 
 def _arguments(source: str) -> str:
-    """The JSON object of a call's keywords; "" where it is no call of plain values."""
+    """Return a call's keyword arguments as a JSON object; "" if it is not a call with literal values."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an escape that Python does not know
+            warnings.simplefilter("ignore")  # about unknown escape sequences
             call = ast.parse(source.lstrip(), mode="eval").body
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             return ""
         values = {keyword.arg: ast.literal_eval(_with_pythons_own(keyword.value)) for keyword in call.keywords}
         text = json.dumps(values, ensure_ascii=False, allow_nan=False)
-        text.encode()  # Python's strings may have half a pair, which is no character
+        text.encode()  # reject lone surrogates
         return text
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return ""
 
 
 def _with_pythons_own(value: ast.expr) -> ast.expr:
-    """JSON's words for true, false and null are Python's names."""
+    """Replace JSON's true, false and null, which are names in Python, by constants."""
     return _Words().visit(value)  # type: ignore[no-any-return]
 
 

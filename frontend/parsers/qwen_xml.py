@@ -1,4 +1,4 @@
-"""Calls of Qwen3-Coder: tags, with the arguments as bare text, which become JSON by the tool's own schema."""
+"""Tool calls of Qwen3-Coder: XML-like tags with arguments as bare text, converted to JSON by the tool's schema."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def qwen3_coder(scan: Scanner) -> Reading[None]:
 
 
 def _parameters(scan: Scanner, schema: Mapping[str, Any]) -> Reading[bool]:
-    """Up to the end of the function; whether it came."""
+    """Read up to the end of the function. Return whether it was found."""
     properties = schema.get("properties")
     opening = "{"
     while (yield from scan.optional("<parameter=")):
@@ -41,20 +41,23 @@ def _parameters(scan: Scanner, schema: Mapping[str, Any]) -> Reading[bool]:
         if not (yield from scan.optional("</parameter>")):
             return False
         about = properties.get(key) if isinstance(properties, Mapping) else None
-        scan.say_arguments(f"{opening}{json.dumps(key)}: {_as_json(value, about)}")
+        scan.emit_arguments(f"{opening}{json.dumps(key)}: {_as_json(value, about)}")
         opening = ", "
     if not (yield from scan.optional("</function>")):
         return False
-    scan.say_arguments("{}" if opening == "{" else "}")
+    scan.emit_arguments("{}" if opening == "{" else "}")
     return True
 
 
 def _as_json(value: str, schema: Any) -> str:
-    """Text, unless the schema asks for something else and the value is that. One line break at each end is markup."""
+    """Return the value as JSON: a string, unless the schema allows another type and the value parses as one.
+
+    One line break at each end is markup.
+    """
     text = value.removeprefix("\n").removesuffix("\n")
     types = _types(schema)
     if types & _BY_JSON and ("string" not in types or text.strip() == "null"):
-        for word in (text.strip(), text.strip().lower()):  # Python's True, False
+        for word in (text.strip(), text.strip().lower()):  # accept Python's True and False
             try:
                 json.loads(word, parse_constant=_reject)
             except (ValueError, RecursionError):
@@ -64,7 +67,7 @@ def _as_json(value: str, schema: Any) -> str:
 
 
 def _types(schema: Any) -> set[str]:
-    """All that a schema names, directly or in a choice."""
+    """Return all types that a schema allows, directly or in anyOf and oneOf."""
     if not isinstance(schema, Mapping):
         return set()
     named = schema.get("type")
@@ -76,7 +79,7 @@ def _types(schema: Any) -> set[str]:
 
 
 def _listed(value: Any) -> list[Any]:
-    """A client's schema may have anything there."""
+    """Return a list, or an empty one for another type: the client's schema is not validated."""
     return value if isinstance(value, list) else []
 
 

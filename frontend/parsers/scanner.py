@@ -1,10 +1,10 @@
-"""The text of one answer as it comes, for whoever reads calls out of it.
+"""Scanner over one answer's text as it arrives, for parsers of tool calls.
 
-A format is a generator: it yields where it cannot go on without more text. What it takes is kept until it is known to
-be markup, so that what turns out to be no call goes back, and is text.
+A format is a generator that yields when it needs more text. Consumed text is kept until it is known to be markup, so
+that it can be returned as text if there is no call.
 
     text  <tool_call>  {"name": "f", "arguments":   {"a": 1}  }  </tool_call>
-    ↑     ↑ taken, may go back                      ↑ begun: arguments go out as they come
+    ↑     ↑ taken, may go back                      ↑ begun: arguments are emitted as they arrive
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any, TypeAlias, TypeVar
 from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece
 
 T = TypeVar("T")
-Reading: TypeAlias = Generator[None, None, T]  # of something, in pieces
-Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # by name, the JSON schema of its arguments
+Reading: TypeAlias = Generator[None, None, T]  # parser that yields for more text and returns T
+Tools: TypeAlias = Mapping[str, Mapping[str, Any]]  # JSON schema of the arguments, by name
 
 _MAX_HELD = 8192  # characters that may be the beginning of a call; longer ones are text
 
 
 class Scanner:
-    """Belongs to one answer."""
+    """Scanner of one answer."""
 
     def __init__(self, tools: Tools) -> None:
         self.tools = tools
-        self.said: list[Piece] = []
-        self._text = ""  # not looked at yet
-        self._taken: list[str] = []  # since the last text or call
-        self._num_taken = 0  # characters of these
-        self._unsaid: list[str] = []  # of a call that has begun: what was taken since its last piece
-        self.is_ended = False  # no more text comes
-        self.is_begun = False  # a call
+        self.pieces: list[Piece] = []
+        self._text = ""  # not yet consumed
+        self._taken: list[str] = []  # consumed since the last text or call
+        self._num_taken = 0  # characters in `_taken`
+        self._unemitted: list[str] = []  # consumed since the last piece of an open call
+        self.is_ended = False  # the text is complete
+        self.is_begun = False  # a call is open
         self._number = -1  # of the last call
-        self._is_after_call = False  # nothing but space since then
+        self._is_after_call = False  # only space has followed the last call
 
     def feed(self, text: str) -> None:
         self._text += text
@@ -44,49 +44,49 @@ class Scanner:
 
     @property
     def rest(self) -> str:
-        """What is there, and not taken."""
+        """Text that has arrived and is not consumed."""
         return self._text
 
     # Text
 
     def text_until(self, *markers: str) -> Reading[str]:
-        """Say what comes before the first of the markers, and take that; "" where there is none any more.
+        """Emit the text before the first marker and consume the marker. Return it, or "" at the end of the text.
 
-        Space before a marker goes with it, and space between calls is nobody's.
+        Space before a marker is consumed with it, and space between calls is dropped.
         """
         self._forget_taken()
         while True:
             at, marker = min(((i, m) for m in markers if (i := self._text.find(m)) >= 0), default=(-1, ""))
             if marker:
                 num = len(self._text[:at].rstrip())
-                self._say_next(num)
+                self._emit_next(num)
                 self.take(at - num + len(marker))
                 return marker
             if self.is_ended:
-                self._say_rest()
+                self._emit_rest()
                 return ""
             held = max(overlap(self._text, marker) for marker in markers)
-            self._say_next(len(self._text[: len(self._text) - held].rstrip()))
+            self._emit_next(len(self._text[: len(self._text) - held].rstrip()))
             yield
 
     def all_text(self) -> Reading[None]:
-        """Say all that is left."""
+        """Emit all remaining text."""
         self._forget_taken()
         while not self.is_ended:
-            self._say_next(len(self._text.rstrip()))
+            self._emit_next(len(self._text.rstrip()))
             yield
-        self._say_rest()
+        self._emit_rest()
 
     def take(self, num: int) -> str:
-        """So many characters, which are there."""
+        """Consume `num` characters, which must have arrived."""
         text, self._text = self._text[:num], self._text[num:]
         self._taken.append(text)
         self._num_taken += num
-        self._unsaid.append(text)
+        self._unemitted.append(text)
         return text
 
     def optional(self, literal: str) -> Reading[bool]:
-        """Take it, and space before it, where it comes next."""
+        """Consume the literal, and space before it, if it comes next."""
         while True:
             begun = self._text.lstrip()
             if begun.startswith(literal):
@@ -97,13 +97,13 @@ class Scanner:
             yield
 
     def next_is(self, literal: str) -> Reading[bool]:
-        """Whether that comes next, after space; nothing is taken."""
+        """Return whether the literal comes next, after space; consumes nothing."""
         while not self.is_ended and literal.startswith(self._text.lstrip()) and literal != self._text.lstrip():
             yield
         return self._text.lstrip().startswith(literal)
 
     def before(self, *ends: str, most: int | None = None) -> Reading[str]:
-        """Take what comes before the first of `ends`, and give it; "" where none of them comes, or not soon."""
+        """Consume and return the text before the first of `ends`; "" if none occurs within `most` characters."""
         begin = 0
         while True:
             at = min((i for end in ends if (i := self._text.find(end, begin)) >= 0), default=-1)
@@ -124,58 +124,58 @@ class Scanner:
         assert not self.is_begun and name in self.tools
         self._number += 1
         self.is_begun = True
-        self.said.append(CallBegun(self._number, name))
-        self._unsaid.clear()
+        self.pieces.append(CallBegun(self._number, name))
+        self._unemitted.clear()
 
-    def say_arguments(self, text: str) -> None:
-        """In place of what was taken since the last of them."""
+    def emit_arguments(self, text: str) -> None:
+        """Emit arguments in place of the text consumed since the last emitted piece."""
         assert self.is_begun
         if text:
-            self.said.append(CallArguments(self._number, text))
-        self._unsaid.clear()
+            self.pieces.append(CallArguments(self._number, text))
+        self._unemitted.clear()
 
     def end_call(self) -> None:
         assert self.is_begun
-        self.said.append(CallEnded(self._number))
+        self.pieces.append(CallEnded(self._number))
         self.is_begun = False
         self._is_after_call = True
         self._forget_taken()
-        self._unsaid.clear()
+        self._unemitted.clear()
 
     def give_up(self, *, is_text: bool = False) -> None:
-        """It is no call. What was taken first is text, and what came after it is looked at again, unless is_text: then
-        all of it is text. Neither of a call that has begun."""
-        taken, unsaid = self._taken, "".join(self._unsaid)
-        self._taken, self._unsaid, self._num_taken = [], [], 0
+        """Give up: there is no call. The first consumed part becomes text and the rest is scanned again; with is_text,
+        all becomes text. An open call is reported as broken instead."""
+        taken, unemitted = self._taken, "".join(self._unemitted)
+        self._taken, self._unemitted, self._num_taken = [], [], 0
         if self.is_begun:
             self.is_begun = False
             self._is_after_call = False
-            self.said.append(CallBroken(self._number, "".join(taken), unsaid))
+            self.pieces.append(CallBroken(self._number, "".join(taken), unemitted))
             return
         num_text = len(taken) if is_text else 1
         self._text = "".join(taken[num_text:]) + self._text
-        self._say("".join(taken[:num_text]))
+        self._emit("".join(taken[:num_text]))
 
     def _forget_taken(self) -> None:
         self._taken.clear()
         self._num_taken = 0
 
-    def _say_rest(self) -> None:
+    def _emit_rest(self) -> None:
         if self._is_after_call and self._text.isspace():
             self._text = ""
-        self._say_next(len(self._text))
+        self._emit_next(len(self._text))
 
-    def _say_next(self, num: int) -> None:
-        """So many characters are text."""
+    def _emit_next(self, num: int) -> None:
+        """Emit the next `num` characters as text."""
         text, self._text = self._text[:num], self._text[num:]
-        self._say(text)
+        self._emit(text)
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if text:
             self._is_after_call = False
-            self.said.append(text)
+            self.pieces.append(text)
 
 
 def overlap(text: str, marker: str) -> int:
-    """The longest end of `text` that is a beginning of `marker`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `marker`."""
     return max((n for n in range(min(len(text), len(marker) - 1), 0, -1) if text.endswith(marker[:n])), default=0)

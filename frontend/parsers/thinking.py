@@ -1,4 +1,4 @@
-"""Thinking apart from the answer: <think>…</think>, which a template or the model opens and the model closes."""
+"""Separation of thinking from the answer: <think>…</think>, opened by the template or the model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ THINK, END_THINK = "<think>", "</think>"
 
 
 class ThinkingReader:
-    """Reads the beginning of one answer. Space around thinking belongs to its marks."""
+    """Parser of the beginning of one answer. Space around thinking belongs to its markers."""
 
     def __init__(self, *, is_open: bool) -> None:
-        """is_open: the prompt ends with the mark that opens it."""
+        """is_open: the prompt ends with the opening marker."""
         self._is_open = is_open
         self._held = ""
         self._state = "opened" if is_open else "before"
 
-    def again(self) -> ThinkingReader:
-        """One of the same answer, at its beginning."""
+    def fresh(self) -> ThinkingReader:
+        """Return a fresh reader in the initial state."""
         return ThinkingReader(is_open=self._is_open)
 
     @property
@@ -25,7 +25,7 @@ class ThinkingReader:
         return self._state in ("opened", "inside")
 
     def add(self, text: str) -> tuple[str, str]:
-        """(thinking, answer) that may go out now."""
+        """Consume text. Return (thinking, answer) that can be sent now."""
         self._held += text
         if self._state == "before":
             self._open()
@@ -39,7 +39,7 @@ class ThinkingReader:
         return thinking, ""
 
     def finish(self) -> tuple[str, str]:
-        """What is left when no more comes."""
+        """Return the remaining (thinking, answer) at the end of the text."""
         held, self._held = self._held, ""
         return ("", held) if self._state == "before" else (held.rstrip() if self._state != "after" else "", "")
 

@@ -1,4 +1,4 @@
-"""One completion to one response of /v1/responses, whole or in events."""
+"""Response of /v1/responses, whole or streamed, from the events of one completion."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from frontend.responses.output import ResponseOutput
 from frontend.text.completion import Completion
 from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
 
-Keep = Callable[[JSON], Awaitable[bool]]  # stores a response that is whole, and says whether it has
+Keep = Callable[[JSON], Awaitable[bool]]  # store a whole response; returns whether it was stored
 
 
 @dataclass(kw_only=True)
 class ResponseAnswer:
-    """Is run once, whole or in events."""
+    """Response to one request. Run once, either `whole` or `events`."""
 
     id: str
     model: str
     completion: Completion
     form: ChatForm
-    told_again: Mapping[str, Any]  # of the body
+    echoed_fields: Mapping[str, Any]  # request fields that the response repeats
     keep: Keep
-    stores: bool  # what `store` says until it is known
+    stores: bool  # value of `store` before the outcome is known
     is_streamed: bool
     created_at: int = field(default_factory=lambda: int(time.time()))
 
@@ -44,28 +44,28 @@ class ResponseAnswer:
         self._usage: TokenUsage | None = None
 
     async def whole(self) -> JSON:
-        """Raises ClusterError."""
+        """Return the whole response. Raises ClusterError."""
         async with self.completion.run() as arrivals:
             async for arrived in arrivals:
                 self._take(arrived)
-        return await self._kept()
+        return await self._finished_response()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, the last of them with the whole. Raises ClusterError."""
-        told, is_first = self._events, True
+        """Yield server-sent events; the last one carries the whole response. Raises ClusterError."""
+        stream, is_first = self._events, True
         async with self.completion.run() as arrivals:
             async for arrived in arrivals:
                 if is_first:
                     is_first = False
                     begun = self._response("in_progress")
-                    told.tell("response.created", response=begun)
-                    told.tell("response.in_progress", response=begun)
+                    stream.emit("response.created", response=begun)
+                    stream.emit("response.in_progress", response=begun)
                 self._take(arrived)
-                if written := told.taken():
+                if written := stream.taken():
                     yield written
-        response = await self._kept()
-        told.tell(f"response.{response['status']}", response=response)
-        yield told.taken()
+        response = await self._finished_response()
+        stream.emit(f"response.{response['status']}", response=response)
+        yield stream.taken()
 
     def _take(self, arrived: Sequence[Event]) -> None:
         for event in arrived:
@@ -79,15 +79,15 @@ class ResponseAnswer:
                     self._usage = event.usage
 
     def failed(self, error: BaseException) -> tuple[str, JSON]:
-        """Name and data of the last event of a stream that fails after its beginning."""
+        """Return name and data of the last event of a stream that fails after it has started."""
         self._output.finish(None)
-        told, outcome = error_body(error)["error"], outcome_of(error)
-        told["code"] = "server_error" if outcome.http >= 500 else outcome.code  # of OpenAI's words for it
-        response = self._response("failed", output=self._output.items, error=told, store=False)
+        body, outcome = error_body(error)["error"], outcome_of(error)
+        body["code"] = "server_error" if outcome.http >= 500 else outcome.code  # OpenAI's codes
+        response = self._response("failed", output=self._output.items, error=body, store=False)
         number = self._events.next_number()
         return "response.failed", {"type": "response.failed", "response": response, "sequence_number": number}
 
-    async def _kept(self) -> JSON:
+    async def _finished_response(self) -> JSON:
         finished, usage = self._finished, self._usage
         assert finished and usage
         is_cut = finished.reason is FinishReason.LENGTH
@@ -115,7 +115,7 @@ class ResponseAnswer:
             "output": [],
             "usage": None,
             "store": self.stores,
-            **self.told_again,
+            **self.echoed_fields,
             **more,
         }
 

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what is stored of its answers: GET and DELETE /v1/responses/{id}, and its input items."""
+"""POST /v1/responses, and stored responses: GET and DELETE /v1/responses/{id}, GET /v1/responses/{id}/input_items."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from frontend.text.models import Models
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_LISTED, _MAX_LISTED = 20, 100  # items of a page
+_LISTED, _MAX_LISTED = 20, 100  # items per page
 
 
 class ResponsesApi:
-    """The endpoints. A key's limits count each call as a request."""
+    """Endpoints of the Responses API. Each call counts as a request against the key's limits."""
 
     def __init__(self, models: Models, request_contexts: HttpRequestContexts, stored: StoredResponses) -> None:
         self._models = models
@@ -47,11 +47,11 @@ class ResponsesApi:
 
     @property
     def endpoints(self) -> Endpoints:
-        """Those that bring answers."""
+        """Generation endpoints, by path."""
         return {"/v1/responses": self.create}
 
     def add_to(self, app: FastAPI) -> None:
-        """The others."""
+        """Add the other endpoints."""
         for path, method, endpoint in (
             ("/v1/responses/{id}", "GET", self._read),
             ("/v1/responses/{id}", "DELETE", self._delete),
@@ -66,12 +66,12 @@ class ResponsesApi:
     async def _create(self, request: Request, request_context: RequestContext) -> Response:
         id = f"resp_{secrets.token_hex(16)}"
         turn = await self._request_contexts.read(ResponsesBody, request, partial(Turn.of, request, id))
-        if turn.asked is None:
-            turn = await self._completed(turn, request)
-        assert turn.asked
-        (completion,) = await self._opener.open(turn.asked, request, request_context)
-        headers = {**await request_context.charge([completion]), **turn.asked.ignored}
-        body, tenant = turn.asked.body, tenant_of(request)
+        if turn.parsed is None:
+            turn = await self._resolve(turn, request)
+        assert turn.parsed
+        (completion,) = await self._opener.open(turn.parsed, request, request_context)
+        headers = {**await request_context.charge([completion]), **turn.parsed.ignored}
+        body, tenant = turn.parsed.body, tenant_of(request)
 
         async def keep(response: JSON) -> bool:
             value = to_json({"response": response, "input": turn.items})
@@ -82,7 +82,7 @@ class ResponsesApi:
             model=completion.service.model.id,
             completion=completion,
             form=ChatForm(completion.service.tokenizer),
-            told_again=turn.told_again,
+            echoed_fields=turn.echoed_fields,
             keep=keep,
             stores=body.store is not False and self._stored.stores,
             is_streamed=bool(body.stream),
@@ -91,26 +91,27 @@ class ResponsesApi:
             return EventStream(answer.events(), more_headers=headers, errors=ResponsesErrors(answer))
         return await whole_answer(request.receive, answer.whole(), headers)
 
-    async def _completed(self, turn: Turn, request: Request) -> Turn:
-        """With what it goes on from. Raises UnknownResponse, StoreUnavailable and what a body may raise."""
+    async def _resolve(self, turn: Turn, request: Request) -> Turn:
+        """Resolve the stored responses that the turn refers to. Raises UnknownResponse, StoreUnavailable,
+        RequestError."""
         stored, num_bytes = dict[str, bytes](), 0
-        with self._request_contexts.noted(request), ExitStack() as held:
+        with self._request_contexts.audited(request), ExitStack() as held:
             for id, field in turn.needed.items():
                 stored[id] = await self._stored.get(tenant_of(request), id, held, param=field)
                 num_bytes += len(stored[id])
                 if num_bytes > MAX_REQUEST_BYTES:
-                    text = f"input: what its items refer to has more than {MAX_REQUEST_BYTES} bytes"
+                    text = f"input: the referenced responses exceed {MAX_REQUEST_BYTES} bytes; reference fewer"
                     raise RequestError(text, param="input")
-            return await self._aside(request, num_bytes, turn.completed, stored, request)
+            return await self._run(request, num_bytes, turn.completed, stored, request)
 
     async def _read(self, request: Request, request_context: RequestContext) -> Response:
         if request.query_params.get("stream") in ("true", "True", "1"):
-            raise UnsupportedField("stream: what is stored is not streamed again", param="stream")
+            raise UnsupportedField("stream: stored responses cannot be streamed", param="stream")
         return await self._shown(request, request_context, lambda turn: turn.response)
 
     async def _delete(self, request: Request, request_context: RequestContext) -> Response:
         id = request.path_params["id"]
-        with self._request_contexts.noted(request):
+        with self._request_contexts.audited(request):
             await self._stored.delete(tenant_of(request), id)
         return json_answer({"id": id, "object": "response", "deleted": True}, await request_context.charge([]))
 
@@ -120,29 +121,29 @@ class ResponsesApi:
     async def _shown(
         self, request: Request, request_context: RequestContext, part: Callable[[StoredTurn], object]
     ) -> Response:
-        """A part of what is stored, which counts as held until it has been written."""
+        """Return a part of a stored response, whose memory stays reserved until it has been sent."""
 
         def written(value: bytes) -> bytes:
             return to_json(part(StoredTurn.of(value)))
 
         with ExitStack() as held:
-            with self._request_contexts.noted(request):
+            with self._request_contexts.audited(request):
                 value = await self._stored.get(tenant_of(request), request.path_params["id"], held)
-                body = await self._aside(request, len(value), written, value)
+                body = await self._run(request, len(value), written, value)
             headers = await request_context.charge([])
             return HeldAnswer(body, headers, held.pop_all(), within_s=HTTP_ENDPOINT.message_s)
 
-    async def _aside(
+    async def _run(
         self, request: Request, num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """What `work` makes of so many bytes: of more than a few, on another thread."""
+        """Run `work` on `num_bytes` bytes: on another thread, unless they are few."""
         if num_bytes <= SMALL_BYTES:
             return work(*args, **kwargs)
         return await self._models.default.threads.run(client_of(request).key_id, work, *args, **kwargs)
 
 
 def _page(turn: StoredTurn, query: Mapping[str, str]) -> JSON:
-    """The input items that are asked for. Raises RequestError."""
+    """Return the requested page of input items. Raises RequestError."""
     limit, after = page_size(query, default=_LISTED, most=_MAX_LISTED), query.get("after")
     ordered = turn.input[::-1] if is_newest_first(query) else turn.input
     begin = 0

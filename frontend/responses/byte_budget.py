@@ -1,4 +1,4 @@
-"""Bytes of what is large, that a router has at a time."""
+"""Memory budget for large values in a router."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ from core.types.errors import CapacityError
 
 
 class ByteBudget:
-    """Counts them, and says when they are too many: of all, or a quarter of that of one who asks. Belongs to an event
-    loop."""
+    """Counts bytes held, and limits them: in all, and to a quarter for one owner. Bound to an event loop."""
 
-    def __init__(self, max_bytes: int, what: str) -> None:
-        """what: they are of, for whoever hears that there are too many."""
+    def __init__(self, max_bytes: int, name: str) -> None:
+        """name: plural name of the values, for the error message."""
         self._max_bytes = max_bytes
-        self._what = what
-        self._held: Counter[str] = Counter()  # by who has asked; empty: nobody, who may have as much as there is
+        self._name = name
+        self._held: Counter[str] = Counter()  # by owner; the empty owner has no limit of its own
 
-    def add(self, whose: str, num_bytes: int) -> None:
-        """num_bytes: below 0, of what is held no longer."""
-        self._held[whose] += num_bytes
-        if not self._held[whose]:
-            del self._held[whose]
+    def add(self, owner: str, num_bytes: int) -> None:
+        """Add bytes to an owner's count; a negative number releases them."""
+        self._held[owner] += num_bytes
+        if not self._held[owner]:
+            del self._held[owner]
 
-    def check(self, whose: str) -> None:
-        """Raises CapacityError where there are too many."""
-        if self._held.total() > self._max_bytes or (whose and 4 * self._held[whose] > self._max_bytes):
-            raise CapacityError(f"too many large {self._what} are being read already", retry_after_s=1.0)
+    def check(self, owner: str) -> None:
+        """Raise CapacityError if the budget is exceeded."""
+        if self._held.total() > self._max_bytes or (owner and 4 * self._held[owner] > self._max_bytes):
+            raise CapacityError(f"too many large {self._name} are being read; retry", retry_after_s=1.0)
 
     @contextmanager
-    def during(self, whose: str, num_bytes: int) -> Iterator[None]:
-        """They are held in the block. Raises CapacityError before it."""
-        self.add(whose, num_bytes)
+    def reserved(self, owner: str, num_bytes: int) -> Iterator[None]:
+        """Hold bytes for the duration of the block. Raises CapacityError before it."""
+        self.add(owner, num_bytes)
         try:
-            self.check(whose)
+            self.check(owner)
             yield
         finally:
-            self.add(whose, -num_bytes)
+            self.add(owner, -num_bytes)

@@ -1,4 +1,4 @@
-"""Errors of /v1/responses: in OpenAI's form, by the names that fields have there."""
+"""Errors of /v1/responses: OpenAI's format, with this API's field names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from core.types.errors import RequestError, outcome_of
 from frontend.openai.errors import OpenAIErrors, error_body
 from frontend.responses.answer import ResponseAnswer
 
-# What a chat calls what is asked for here. A number there counts messages, and not items.
+# Fields of a chat and their names in this API. An index after `messages` is dropped: it does not count items.
 _NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -20,10 +20,10 @@ _OF_CHAT = re.compile(rf"({'|'.join(_NAMES)})\b[\w.\[\]]*")
 
 
 class ResponsesErrors:
-    """Of one request; implements ErrorForm."""
+    """Error format for one request; implements ErrorForm."""
 
     def __init__(self, answer: ResponseAnswer | None = None) -> None:
-        """answer: that is streamed."""
+        """answer: the response being streamed, if any."""
         self._answer = answer
 
     def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
@@ -38,7 +38,7 @@ class ResponsesErrors:
 
 
 def _named(error: BaseException) -> BaseException:
-    """With the name that its field has here."""
+    """Return the error with this API's field name."""
     if not isinstance(error, RequestError) or not (found := _OF_CHAT.match(error.param or "")):
         return error
     return type(error)(_OF_CHAT.sub(_name, str(error), count=1), param=_NAMES[found[1]])

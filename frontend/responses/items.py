@@ -1,4 +1,4 @@
-"""The items that /v1/responses takes: as a client sends them, as they are stored, and as messages of a chat."""
+"""Items of /v1/responses: validation, storage form, and conversion to chat messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from frontend.openai.messages import MAX_PARTS, CalledFunction, CallInHistory, C
 from frontend.text.completion_request import MAX_MESSAGES, MAX_ROLE_CHARS
 
 MAX_ID_CHARS = 128
-_MAX_TOLD = 64  # characters of a word of the client's
+_MAX_SHOWN = 64  # characters of a client's value in an error message
 _ID_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 REFERENCE = "item_reference"
 _NEEDED = {"message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
@@ -25,23 +25,23 @@ _NEEDED = {"message": ("role", "content"), "function_call": ("call_id", "name", 
 
 @dataclass(frozen=True)
 class Kinds:
-    """Validates a `type`: what others are known by is refused by name."""
+    """Validator that rejects other values of `type` by name."""
 
     taken: tuple[str, ...]
 
     def __call__(self, value: str | None) -> str | None:
         if value is not None and value not in self.taken:
-            context = {"value": value[:_MAX_TOLD], "taken": ", ".join(self.taken)}
-            raise PydanticCustomError(UNSUPPORTED, "'{value}' is not supported here; these are: {taken}", context)
+            context = {"value": value[:_MAX_SHOWN], "taken": ", ".join(self.taken)}
+            raise PydanticCustomError(UNSUPPORTED, "'{value}' is not supported; supported: {taken}", context)
         return value
 
 
 class ItemPart(OpenAIObject):
-    """Of what an item says: text alone."""
+    """Text part of an item."""
 
     type: Annotated[str, AfterValidator(Kinds(("input_text", "output_text", "text", "reasoning_text", "summary_text")))]
     text: str
-    # Of an answer that comes back as it went.
+    # Clients may send parts of an answer back as they came.
     annotations: Ignored = None
     logprobs: Ignored = None
     parsed: Ignored = None
@@ -67,25 +67,25 @@ Id = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 
 class InputItem(OpenAIObject):
     type: Annotated[str | None, AfterValidator(Kinds((*_ID_PREFIX, REFERENCE)))] = None
-    """`message`, the default, `function_call`, `function_call_output`, `reasoning`, or `item_reference`: an item of a
-    stored response, by its `id`."""
+    """`message` (default), `function_call`, `function_call_output`, `reasoning`, or `item_reference`, which stands for
+    an item of a stored response by its `id`."""
     id: Id | None = None
-    """Kept, and told again."""
+    """Stored and returned with the item."""
     role: Annotated[str, Field(max_length=MAX_ROLE_CHARS)] | None = None
-    """Of a message: `user`, `assistant`, `system`, `developer`."""
+    """Role of a message: `user`, `assistant`, `system` or `developer`."""
     content: Parts = None
-    """Of a message or a reasoning: a string, or a list of parts of text."""
+    """Content of a message or reasoning item: a string, or a list of text parts."""
     call_id: Id | None = None
-    """Of a call and its output, which it ties together."""
+    """Id that connects a call and its output."""
     name: str | None = None
-    """Of a call: the function."""
+    """Name of the called function."""
     arguments: str | None = None
-    """Of a call: a JSON object, written as a string."""
+    """Arguments of a call: a JSON object, encoded as a string."""
     output: Parts = None
-    """Of a call's output: a string, or a list of parts of text."""
+    """Output of a call: a string, or a list of text parts."""
     summary: Parts = None
-    """Of a reasoning: taken for its content, where it has none."""
-    # Of an item of an answer that comes back as it went.
+    """Summary of a reasoning item; used if it has no `content`."""
+    # Clients may send items of an answer back as they came.
     status: Ignored = None
     phase: Ignored = None
     encrypted_content: Ignored = None
@@ -96,32 +96,32 @@ class InputItem(OpenAIObject):
         return self.type or "message"
 
     def check(self, path: str) -> None:
-        """Whether it has what its type needs. Raises RequestError."""
+        """Check that the fields required by its type are set. Raises RequestError."""
         for name in _NEEDED.get(self.kind, ()):
             given = getattr(self, name)
             if given is None or (name == "id" and not given):
-                raise RequestError(f"{path}.{name}: is required of a {self.kind}", param=f"{path}.{name}")
+                raise RequestError(f"{path}.{name}: required for type {self.kind}", param=f"{path}.{name}")
 
     def to_store(self, default_id: str) -> JSON:
-        """As it is kept, and as clients read it. default_id: where the client has given it none."""
-        kept: JSON = {"id": self.id or f"{_ID_PREFIX[self.kind]}_{default_id}", "type": self.kind}
+        """Return the item as it is stored and returned. default_id: used if the client set no id."""
+        stored: JSON = {"id": self.id or f"{_ID_PREFIX[self.kind]}_{default_id}", "type": self.kind}
         match self.kind:
             case "message" if self.role == "assistant":
                 content: list[JSON] = [
                     {"type": "output_text", "text": part.text, "annotations": []} for part in self.content or ()
                 ]
-                kept |= {"role": self.role, "content": content}
+                stored |= {"role": self.role, "content": content}
             case "message":
                 content = [{"type": "input_text", "text": part.text} for part in self.content or ()]
-                kept |= {"role": self.role, "content": content}
+                stored |= {"role": self.role, "content": content}
             case "function_call":
-                kept |= {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+                stored |= {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
             case "function_call_output":
-                kept |= {"call_id": self.call_id, "output": _text(self.output)}
+                stored |= {"call_id": self.call_id, "output": _text(self.output)}
             case "reasoning":
                 content = [{"type": "reasoning_text", "text": self.thinking}]
-                return kept | {"summary": [], "content": content if self.thinking else []}
-        return kept | {"status": "completed"}
+                return stored | {"summary": [], "content": content if self.thinking else []}
+        return stored | {"status": "completed"}
 
     @property
     def is_assistants(self) -> bool:
@@ -133,7 +133,7 @@ class InputItem(OpenAIObject):
 
     @property
     def texts(self) -> list[TextPart]:
-        """For a message of a chat."""
+        """Text parts of the item, for a chat message."""
         parts = self.output if self.kind == "function_call_output" else self.content
         return [TextPart.model_construct(type="text", text=part.text) for part in parts or ()]
 
@@ -145,7 +145,7 @@ Items = Annotated[
 
 
 def shown(items: Sequence[InputItem]) -> list[int]:
-    """Which of them the model is shown: all but reasoning that the assistant's next word or call does not follow."""
+    """Return the indices of items that the model sees: all but reasoning not followed by the assistant's own items."""
     numbers, is_followed = list[int](), False
     for number, item in reversed([*enumerate(items)]):
         if item.kind != "reasoning":
@@ -156,13 +156,13 @@ def shown(items: Sequence[InputItem]) -> list[int]:
 
 
 def messages_of(items: Sequence[InputItem], instructions: str | None) -> list[ChatMessage]:
-    """What an assistant thought, said and called, in that order, is one message; what does not fit begins another."""
+    """Convert items to messages. Consecutive assistant items (thoughts, text, calls, in this order) form one."""
     given = [_message("system", [TextPart.model_construct(type="text", text=instructions)])] if instructions else []
-    return [*given, *_told([items[number] for number in shown(items)])]
+    return [*given, *_messages([items[number] for number in shown(items)])]
 
 
-def _told(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
-    turn: _Turn | None = None  # the assistant's, that is not over
+def _messages(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
+    turn: _Turn | None = None  # the assistant's open message
     for item in items:
         if turn and not turn.takes(item):
             yield turn.message()
@@ -179,7 +179,7 @@ def _told(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
 
 @dataclass
 class _Turn:
-    """A message of the assistant's, while it is made: thoughts, then one text, then calls."""
+    """Assistant message under construction: thoughts, then one text, then calls."""
 
     thoughts: list[str] = field(default_factory=list)
     texts: list[TextPart] | None = None

@@ -1,4 +1,4 @@
-"""Whose turn it is to move a large value to Redis or from there, past which smaller answers of Redis would not get."""
+"""Limit on concurrent transfers of large values to and from Redis, which would delay its smaller replies."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _WITHIN_S = 5.0
 
 
 class LargeTransfers:
-    """Of one router; lives on its event loop. Tenants wait behind each other only as often as each has turns."""
+    """Limiter of one router, with a limit in all and one per tenant. Bound to its event loop."""
 
     def __init__(self, *, within_s: float = _WITHIN_S) -> None:
         self._within_s = within_s
         self._all = asyncio.Semaphore(_AT_A_TIME)
         self._of_tenant: dict[str, asyncio.Semaphore] = {}
-        self._num_there: Counter[str] = Counter()  # who wait or have a turn, by tenant
+        self._num_there: Counter[str] = Counter()  # transfers waiting or running, by tenant
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """The block has one. Raises CapacityError where none comes in time."""
+        """Hold a transfer slot for the duration of the block. Raises CapacityError if none becomes free in time."""
         own = self._of_tenant.setdefault(tenant, asyncio.Semaphore(_OF_TENANT))
         self._num_there[tenant] += 1
         try:
@@ -34,7 +34,7 @@ class LargeTransfers:
         except TimeoutError:
             if not waiting.expired():
                 raise
-            raise CapacityError("too many large responses are being read already", retry_after_s=1.0) from None
+            raise CapacityError("too many large responses are being read; retry", retry_after_s=1.0) from None
         finally:
             self._num_there[tenant] -= 1
             if not self._num_there[tenant]:

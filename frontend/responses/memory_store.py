@@ -1,4 +1,4 @@
-"""Stored responses in this process's own memory."""
+"""Stored responses in the memory of this process."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _Place = tuple[str, str]  # tenant, id
 
 
 class MemoryResponses:
-    """Implements ResponseStore. Lives on one event loop."""
+    """Implements ResponseStore. Bound to one event loop."""
 
     def __init__(self, bounds: StoreBounds, *, now: Callable[[], float] = time.monotonic) -> None:
         self._bounds = bounds
         self._now = now
-        self._entries: dict[_Place, tuple[float, bytes]] = {}  # when it goes, and the value; the oldest first
+        self._entries: dict[_Place, tuple[float, bytes]] = {}  # expiry and value; the oldest first
         self._of_tenant: defaultdict[str, dict[str, None]] = defaultdict(dict)  # ids, the oldest first
         self._num_bytes: Counter[str] = Counter()  # by tenant
 

@@ -1,4 +1,4 @@
-"""What one answer is made of in the words of /v1/responses: items of thinking, text and calls, in their order."""
+"""Output items of a response: reasoning, messages and function calls, in order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
 class Reporter(Protocol):
-    """Who hears of items as they come."""
+    """Receiver of items as they come."""
 
     def begin(self, item: JSON, *, index: int) -> None: ...
     def piece(self, text: str) -> None: ...
@@ -25,14 +25,14 @@ class Reporter(Protocol):
 
 
 class ResponseOutput:
-    """Belongs to one response.
+    """Output of one response.
 
-    A call that turns out to be none has been told of by then: its item ends there, `incomplete`, and what is left of it
-    is text. Of the whole it is no part: all of its text is.
+    A call may turn out to be none after it was streamed. Its item then ends as `incomplete`, and the rest of its text
+    follows as a message. The whole response omits the item and has all of its text in the message.
     """
 
     def __init__(self, id: str, logprobs_of: Callable[[Delta], list[JSON]], reporter: Reporter | None = None) -> None:
-        """id: in those of its items. teller: None: nobody hears of them before the end."""
+        """id: part of the items' ids. reporter: None: items are not streamed."""
         self._id = id
         self._logprobs_of = logprobs_of
         self._reporter = reporter
@@ -40,24 +40,25 @@ class ResponseOutput:
         self._open: _Item | None = None
 
     def add(self, delta: Delta) -> None:
-        if not delta.says_more:
+        if not delta.has_more_than_text:
             if delta.text or (delta.has_logprobs and self._open and self._open.kind == "message"):
-                self._say(delta.text, self._logprobs_of(delta) if delta.has_logprobs else None)
+                self._add_text(delta.text, self._logprobs_of(delta) if delta.has_logprobs else None)
             return
         if delta.thinking:
             self._opened("reasoning")
             self._piece(delta.thinking)
-        told = 0
+        start = 0
         for call in delta.calls:
-            if delta.text[told : call.at]:
-                self._say(delta.text[told : call.at])
-            told = call.at
+            if delta.text[start : call.at]:
+                self._add_text(delta.text[start : call.at])
+            start = call.at
             self._call(call)
-        if delta.text[told:]:
-            self._say(delta.text[told:])
+        if delta.text[start:]:
+            self._add_text(delta.text[start:])
 
     def finish(self, finished: Finished | None) -> None:
-        """None: it failed, and nobody hears more of its items. Of a whole answer there is always one."""
+        """End the output. finished: None if the request failed; then nothing more is streamed. A successful answer has
+        at least one item."""
         if finished is None:
             self._reporter = None
         if finished and not self._items:
@@ -67,10 +68,10 @@ class ResponseOutput:
 
     @property
     def items(self) -> list[JSON]:
-        """All that have ended."""
+        """All items that have ended."""
         return [item.whole() for item in self._items if item.status and not item.is_broken]
 
-    def _say(self, text: str, logprobs: list[JSON] | None = None) -> None:
+    def _add_text(self, text: str, logprobs: list[JSON] | None = None) -> None:
         item = self._opened("message")
         if logprobs is None:
             return self._piece(text)
@@ -127,13 +128,13 @@ class _Item:
     kind: str
     id: str
     index: int
-    more: dict[str, str]  # name and id of a call
+    more: dict[str, str]  # name and call_id of a call
     texts: list[str] = field(default_factory=list)
     logprobs: list[JSON] | None = None
-    status: str = ""  # once it has ended
-    is_broken: bool = False  # it is no call
-    broken: str = ""  # of a message: a call before it that was none
-    rest: str = ""  # how much of that its own texts begin with
+    status: str = ""  # set when it ends
+    is_broken: bool = False  # a call that turned out to be none
+    broken: str = ""  # text of a broken call that precedes this message
+    rest: str = ""  # the suffix of `broken` with which `texts` begins
 
     def begun(self) -> JSON:
         return self._head("in_progress") | self._content([])

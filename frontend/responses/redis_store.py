@@ -1,13 +1,13 @@
-"""Stored responses in the deployment's Redis, for all of its routers.
+"""Stored responses in the deployment's Redis, shared by its routers.
 
-    <name>:response:<tenant>:<id>     the value behind its seal; it expires
-    <name>:responses:of:<tenant>      sorted set of the tenant's entries, by the time at which they were put
-    <name>:responses:all              the same of all tenants
-    <name>:responses:bytes            hash: what each tenant has, and `all`
+    <name>:response:<tenant>:<id>     the signed value; it expires
+    <name>:responses:of:<tenant>      sorted set of the tenant's entries, by time of storage
+    <name>:responses:all              the same for all tenants
+    <name>:responses:bytes            hash: bytes of each tenant, and `all`
 
-Tenants and ids are keyed hashes here: who sees the names learns neither, and nobody can name another tenant's. An entry
-of a set is <tenant>:<id>:<bytes>. Sets and sums do not expire (see core/index/key_channel.py): what is put takes out
-of them some of what is too old, whoever's it is.
+Tenants and ids are stored as keyed hashes, so names reveal neither, and a client cannot name another tenant's entry.
+An entry of a set is <tenant>:<id>:<bytes>. Sets and sums do not expire (see core/index/key_channel.py): each `put`
+removes some expired entries, whichever tenant they belong to.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ local function drop(entry)
 end
 """
 
-# ARGV name, now (ms; below 0: Redis's), tenant, id, value, bytes that it counts, ttl (ms), bytes of a tenant, of all.
-# Where nothing is left to drop, a sum that says otherwise is wrong, and begins anew.
+# ARGV name, now (ms; negative: Redis's clock), tenant, id, value, counted bytes, ttl (ms), limit per tenant, in all.
+# If a sum exceeds the limit although no entry is left, it is wrong, and is reset.
 _PUT = (
     _DROP
     + """
@@ -80,7 +80,7 @@ redis.call('HINCRBY', KEYS[2], 'all', size)
 """
 )
 
-# ARGV name, tenant, id, and what an entry counts beside its value.
+# ARGV name, tenant, id, and the counted bytes of an entry beyond its value.
 _DELETE = (
     _DROP
     + """
@@ -93,7 +93,7 @@ return 1
 """
 )
 
-# KEYS a value. ARGV the most bytes that it is given with; of a longer one their number is.
+# KEYS a value. ARGV maximum bytes to return; for a longer value, returns its length instead.
 _LOOK = """
 local size = redis.call('STRLEN', KEYS[1])
 if size > tonumber(ARGV[1]) then
@@ -116,8 +116,8 @@ class RedisResponses:
         large: Redis | None = None,
         now_ms: Callable[[], int] = lambda: _REDIS_TIME,
     ) -> None:
-        """key: of the deployment's, for names and seals. large: a client that waits for longer, for what is large;
-        None: the same. now_ms: a clock in place of Redis's own."""
+        """key: the deployment's key for names and signatures. large: client with a longer timeout, for large values;
+        None: the same. now_ms: clock to use in place of Redis's."""
         self._large = large or redis
         self._bounds = bounds
         self._name = name
@@ -131,50 +131,52 @@ class RedisResponses:
     async def put(self, tenant: str, id: str, value: bytes) -> None:
         place = self._place(tenant, id)
         size, bounds = len(value) + ENTRY_BYTES, self._bounds
-        signed = await _aside(len(value), self._sealed, place, value)
+        signed = await _run(len(value), self._sign, place, value)
         ttl_ms = round(bounds.ttl_s * 1e3)
         most = bounds.max_of_tenant, bounds.max_bytes
         args = [self._name, self._now_ms(), *place, signed, size, ttl_ms, *most]
         await self._put(keys=self._tables, args=args, client=self._large if len(value) > SMALL_BYTES else None)
 
     async def look(self, tenant: str, id: str) -> bytes | int | None:
-        """As get does."""
+        """Return the value or its length. None also if the signature is invalid."""
         place = self._place(tenant, id)
         found: Any = await self._look(keys=[self._key_of(place)], args=[SIGNATURE_BYTES + SMALL_BYTES])
         if not isinstance(found, int):
-            return self._opened(place, found)
-        return found - SIGNATURE_BYTES if found <= SIGNATURE_BYTES + MAX_VALUE_BYTES else None  # none of ours is larger
+            return self._verify(place, found)
+        return (
+            found - SIGNATURE_BYTES if found <= SIGNATURE_BYTES + MAX_VALUE_BYTES else None
+        )  # larger ones are not ours
 
     async def get(self, tenant: str, id: str) -> bytes | None:
-        """None also where the seal is not this deployment's."""
+        """Return the value. None also if the signature is invalid."""
         place = self._place(tenant, id)
         found: Any = await self._large.get(self._key_of(place))
-        return await _aside(len(found or b""), self._opened, place, found)
+        return await _run(len(found or b""), self._verify, place, found)
 
     async def delete(self, tenant: str, id: str) -> bool:
         place = self._place(tenant, id)
-        beside = ENTRY_BYTES - SIGNATURE_BYTES
-        return bool(await self._delete(keys=self._tables, args=[self._name, *place, beside]))
+        overhead = ENTRY_BYTES - SIGNATURE_BYTES
+        return bool(await self._delete(keys=self._tables, args=[self._name, *place, overhead]))
 
     def _key_of(self, place: tuple[str, str]) -> str:
         return "{}:response:{}:{}".format(self._name, *place)
 
-    def _sealed(self, place: tuple[str, str], value: bytes) -> bytes:
+    def _sign(self, place: tuple[str, str], value: bytes) -> bytes:
         return signed(value, self._key, _bytes(place))
 
-    def _opened(self, place: tuple[str, str], found: bytes | None) -> bytes | None:
+    def _verify(self, place: tuple[str, str], found: bytes | None) -> bytes | None:
         return None if found is None else verified(found, self._key, _bytes(place))
 
     def _place(self, tenant: str, id: str) -> tuple[str, str]:
-        """Hashes of the tenant, and of the id among that tenant's."""
+        """Return the hashes of the tenant, and of the id within that tenant."""
         return self._hashed(tenant), self._hashed(tenant, id)
 
     def _hashed(self, *words: str) -> str:
         return keyed_hash(self._key, *words, person=b"responses")
 
 
-async def _aside(num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What `work` returns, which takes 5 ms for each 4 MiB. Of large ones there are only a few at a time."""
+async def _run(num_bytes: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `work`, which takes 5 ms per 4 MiB: on another thread if large. Large ones are limited by LargeTransfers."""
     if num_bytes <= SMALL_BYTES + SIGNATURE_BYTES:
         return work(*args, **kwargs)
     return await asyncio.to_thread(work, *args, **kwargs)

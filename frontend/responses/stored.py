@@ -1,4 +1,4 @@
-"""What a router stores of responses, and what becomes of it while the store is away."""
+"""Stored responses of a router, including its behaviour while the store is unavailable."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_WITHIN_S = 1.0  # of an answer of Redis, for which a request waits
-_LARGE_WITHIN_S = 5.0  # of a large one: while it comes, this process may have other things to do
-_TRY_AGAIN_S = 1.0  # after it was found to be away: nobody waits meanwhile
-_MAX_HELD = 128 * 2**20  # bytes of large values
-_MAX_ID = 64  # characters of one that is told again
+_WITHIN_S = 1.0  # Redis timeout of a call for which a request waits
+_LARGE_WITHIN_S = 5.0  # timeout for large values, during which the event loop may be busy
+_TRY_AGAIN_S = 1.0  # after a failure, calls fail at once for this long
+_MAX_HELD = 128 * 2**20  # bytes of large values in memory
+_MAX_ID = 64  # characters of an id in an error message
 
 
 class StoredResponses:
-    """Of one router; lives on its event loop. What is stored belongs to a tenant, and is not there for another one."""
+    """Stored responses, isolated by tenant. Bound to the router's event loop."""
 
     def __init__(
         self, store: ResponseStore | None, bounds: StoreBounds, *redises: Redis, try_again_s: float = _TRY_AGAIN_S
     ) -> None:
-        """store: None: nothing is stored. redises: closed with this."""
+        """store: None: nothing is stored. redises: closed with this object."""
         self._store = store
         self._bounds = bounds
         self._redises = redises
@@ -50,7 +50,7 @@ class StoredResponses:
 
     @classmethod
     def in_redis(cls, url: str, *, name: str, key: bytes, bounds: StoreBounds) -> StoredResponses:
-        """Of all routers of the deployment `name`; where the bounds leave no room, none."""
+        """Create storage shared by all routers of the deployment `name`; disabled if `bounds.max_bytes` is 0."""
         if not bounds.max_bytes:
             return cls(None, bounds)
         redis, large = connect_redis(url, within_s=_WITHIN_S), connect_redis(url, within_s=_LARGE_WITHIN_S)
@@ -58,7 +58,7 @@ class StoredResponses:
 
     @classmethod
     def in_memory(cls, bounds: StoreBounds) -> StoredResponses:
-        """Of this router alone."""
+        """Create storage for this router alone."""
         return cls(MemoryResponses(bounds), bounds)
 
     @property
@@ -66,38 +66,38 @@ class StoredResponses:
         return self._store is not None
 
     async def put(self, tenant: str, id: str, value: bytes) -> bool:
-        """Whether it is stored; not so where it is too large, or the store is away, or too many others are stored."""
+        """Store a response. Return False if it is too large, the store is unavailable, or too many are being stored."""
         if self._store is None or not self._bounds.takes(value):
             return False
         store = self._store
         try:
             if len(value) <= SMALL_BYTES:
-                await self._asked(lambda: store.put(tenant, id, value))
+                await self._call(lambda: store.put(tenant, id, value))
             else:
                 async with self._transfers.turn(tenant):
-                    await self._asked(lambda: store.put(tenant, id, value), is_large=True)
+                    await self._call(lambda: store.put(tenant, id, value), is_large=True)
         except (StoreUnavailable, CapacityError):
             return False
         return True
 
     async def get(self, tenant: str, id: str, held: ExitStack, *, param: str | None = None) -> bytes:
-        """held: while it is open, the value counts as held by its tenant if it is large. param: the field that names
-        it. Raises UnknownResponse, StoreUnavailable, and CapacityError where too many large ones are held."""
+        """Return a stored response. held: reserves the memory of a large value until closed. param: field with the id.
+        Raises UnknownResponse, StoreUnavailable, and CapacityError if too many large values are held."""
         store, value = self._store, None
         if store:
-            value = await self._asked(lambda: store.look(tenant, id))
+            value = await self._call(lambda: store.look(tenant, id))
         if store and isinstance(value, int):
-            held.enter_context(self._held.during(tenant, value))
+            held.enter_context(self._held.reserved(tenant, value))
             async with self._transfers.turn(tenant):
-                value = await self._asked(lambda: store.get(tenant, id), is_large=True)
+                value = await self._call(lambda: store.get(tenant, id), is_large=True)
         if not isinstance(value, bytes):
             raise self._unknown(id, param)
         return value
 
     async def delete(self, tenant: str, id: str) -> None:
-        """Raises UnknownResponse, StoreUnavailable."""
+        """Delete a response. Raises UnknownResponse, StoreUnavailable."""
         store = self._store
-        if store is None or not await self._asked(lambda: store.delete(tenant, id)):
+        if store is None or not await self._call(lambda: store.delete(tenant, id)):
             raise self._unknown(id, None)
 
     async def close(self) -> None:
@@ -105,22 +105,22 @@ class StoredResponses:
             await redis.aclose()
 
     def _unknown(self, id: str, param: str | None) -> UnknownResponse:
-        why = "" if self._store else "; none is stored here (router.stored_responses_mib)"
-        return UnknownResponse(f"{param or 'response'}: there is no response {id[:_MAX_ID]!r}{why}", param=param)
+        why = "" if self._store else "; this router stores no responses (router.stored_responses_mib)"
+        return UnknownResponse(f"{param or 'response'}: response {id[:_MAX_ID]!r} not found{why}", param=param)
 
-    async def _asked(self, ask: Callable[[], Awaitable[T]], *, is_large: bool = False) -> T:
-        """Raises StoreUnavailable, within a second or two; of what is large, within some more. That this comes too late
-        says nothing of what is small."""
+    async def _call(self, call: Callable[[], Awaitable[T]], *, is_large: bool = False) -> T:
+        """Call the store. Raises StoreUnavailable within a second or two, or a few more for a large value. A timeout of
+        a large value does not mark the store as unavailable."""
         if time.monotonic() >= self._unavailable_until:
             try:
-                answer = await ask()
+                answer = await call()
             except (RedisUnreachable, RedisTimeout) as error:
                 if not (is_large and isinstance(error, RedisTimeout)):
                     self._reach.missed(error)
                     self._unavailable_until = time.monotonic() + self._try_again_s
-            except RedisError as error:  # it is there, and cannot do this: it may be full
-                logger.warning("Redis does not store responses: %s", error)
+            except RedisError as error:  # Redis is reachable, but cannot do this; it may be full
+                logger.warning("Redis cannot store responses: %s", error)
             else:
                 self._reach.found()
                 return answer
-        raise StoreUnavailable("where responses are stored cannot be reached at present; try again in a moment")
+        raise StoreUnavailable("the response store is unavailable; retry in a moment")

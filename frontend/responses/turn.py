@@ -1,4 +1,4 @@
-"""A body of /v1/responses with what it goes on from: the response before it, and the items that it refers to."""
+"""A /v1/responses body with everything it refers to: the previous response, and referenced items."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from pydantic import ValidationError
 
 from core.types.errors import RequestError, UnknownResponse
 from frontend.http.json_response import JSON, to_json
-from frontend.http.open_requests import Asked
+from frontend.http.open_requests import ParsedBody
 from frontend.openai.fields import OpenAIObject
 from frontend.responses.items import REFERENCE, InputItem, shown
 from frontend.responses.types import ResponsesBody
 from frontend.text.completion_request import MAX_REQUEST_BYTES
 
-MAX_REFERRED = 64  # responses that the items of one body refer to
+MAX_REFERRED = 64  # responses referenced by the items of one body
 PREVIOUS = "previous_response_id"
-_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}")  # of an item: its response's is in it
+_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_i?[0-9]{1,6}")  # item id, which contains that of its response
 _MAX_TOLD = 64
 
 
 class StoredTurn(msgspec.Struct):
-    """What is stored of a response."""
+    """Stored form of a response."""
 
     response: Raw
-    input: list[Raw]  # items, those of all turns before it among them
+    input: list[Raw]  # items, including those of all previous turns
 
     @classmethod
     def of(cls, value: bytes) -> StoredTurn:
-        """Raises UnknownResponse."""
+        """Decode a stored value. Raises UnknownResponse."""
         try:
             return msgspec.json.decode(value, type=cls)
         except msgspec.MsgspecError:
@@ -41,7 +41,7 @@ class StoredTurn(msgspec.Struct):
 
     @property
     def items(self) -> list[Raw]:
-        """Of its input, then of its output."""
+        """Items of its input, then of its output."""
         return [*self.input, *msgspec.json.decode(self.response, type=_Output).output]
 
 
@@ -51,31 +51,33 @@ def id_of(item: Raw) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A body, and what visits all of it to be known."""
+    """Parsed body with everything derived from visiting all of it."""
 
     body: ResponsesBody
-    # Its input as it is stored: with what it goes on from, and nothing that the model is not shown.
+    # Input in stored form: history included, items that the model does not see excluded.
     items: Sequence[Raw]
-    told_again: JSON
-    needed: Mapping[str, str]  # responses, and the field that names each
-    asked: Asked[ResponsesBody] | None = None  # None: what is needed is not there yet
+    echoed_fields: JSON
+    needed: Mapping[str, str]  # ids of referenced responses, and the field that names each
+    parsed: ParsedBody[ResponsesBody] | None = None  # None while referenced responses are missing
 
     @classmethod
     def of(cls, request: Request, id: str, body: ResponsesBody) -> Turn:
-        """id: of the response. Raises RequestError."""
+        """Build the turn of a body. id: of the new response. Raises RequestError."""
         body.check_items()
         own = id.partition("_")[2]
         items = [Raw(to_json(item.to_store(f"{own}_i{number}"))) for number, item in enumerate(body.input)]
         needed = dict.fromkeys(_referred(body.input), "input")
         if len(needed) > MAX_REFERRED:
-            raise RequestError(f"input: items refer to more than {MAX_REFERRED} responses", param="input")
+            raise RequestError(
+                f"input: items refer to {len(needed)} responses; at most {MAX_REFERRED} are accepted", param="input"
+            )
         if body.previous_response_id is not None:
             needed[body.previous_response_id] = PREVIOUS
-        turn = cls(body=body, items=items, told_again=body.told_again(), needed=needed)
-        return turn if needed else turn._asking(request, body)
+        turn = cls(body=body, items=items, echoed_fields=body.echoed_fields(), needed=needed)
+        return turn if needed else turn._with_request(request, body)
 
     def completed(self, stored: Mapping[str, bytes], request: Request) -> Turn:
-        """stored: what is needed, by id. Raises RequestError."""
+        """Add the referenced responses. stored: their values, by id. Raises RequestError."""
         try:
             turns = {id: StoredTurn.of(value) for id, value in stored.items()}
             known = {id_of(item): item for id in set(_referred(self.body.input)) for item in turns[id].items}
@@ -87,12 +89,12 @@ class Turn:
             read = _Items.model_validate_json(to_json({"items": whole})).items
         except (msgspec.MsgspecError, ValidationError):
             raise _other_form() from None
-        return replace(self, items=whole)._asking(request, self.body.model_copy(update={"input": read}))
+        return replace(self, items=whole)._with_request(request, self.body.model_copy(update={"input": read}))
 
-    def _asking(self, request: Request, body: ResponsesBody) -> Turn:
-        """body: with all that the items say. Raises RequestError."""
+    def _with_request(self, request: Request, body: ResponsesBody) -> Turn:
+        """Build the request. body: with history and referenced items resolved. Raises RequestError."""
         items = [self.items[number] for number in shown(body.input)]
-        return replace(self, items=items, asked=Asked.of(request, body))
+        return replace(self, items=items, parsed=ParsedBody.of(request, body))
 
     def _resolved(self, number: int, item: Raw, known: Mapping[str, Raw]) -> Raw:
         given = self.body.input[number]
@@ -116,7 +118,7 @@ class _Items(OpenAIObject):
 
 
 def _referred(items: Sequence[InputItem]) -> Iterator[str]:
-    """The responses to whose items these refer. Raises UnknownResponse."""
+    """Yield the ids of the responses whose items are referenced. Raises UnknownResponse."""
     for number, item in enumerate(items):
         if item.kind == REFERENCE:
             if not (found := _ID.fullmatch(item.id or "")):
@@ -125,17 +127,17 @@ def _referred(items: Sequence[InputItem]) -> Iterator[str]:
 
 
 def _check_size(items: Sequence[Raw]) -> None:
-    """Whoever goes on may send no more than whoever sends all again. Raises RequestError."""
+    """Apply the limit of a body to the whole history. Raises RequestError."""
     if sum(memoryview(item).nbytes for item in items) > MAX_REQUEST_BYTES:
-        text = f"input: with what it goes on from and refers to, it has more than {MAX_REQUEST_BYTES} bytes"
+        text = f"input: exceeds {MAX_REQUEST_BYTES} bytes, including its history and referenced items"
         raise RequestError(text, param="input")
 
 
 def _no_item(number: int, item: InputItem) -> UnknownResponse:
     field = f"input[{number}].id"
-    text = f"{field}: there is no item {(item.id or '')[:_MAX_TOLD]!r}; send the item itself"
+    text = f"{field}: item {(item.id or '')[:_MAX_TOLD]!r} not found; send the item itself"
     return UnknownResponse(text, param=field)
 
 
 def _other_form() -> UnknownResponse:
-    return UnknownResponse("the response was stored in a form that is not known here", param=PREVIOUS)
+    return UnknownResponse("the stored response has an unknown format", param=PREVIOUS)

@@ -1,5 +1,7 @@
-"""The body of POST /v1/responses: what is taken, what is taken and ignored, and what is refused; and the chat that it
-asks for. Reference: https://platform.openai.com/docs/api-reference/responses."""
+"""Request body of POST /v1/responses, and its conversion to a chat.
+
+Reference: https://platform.openai.com/docs/api-reference/responses
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from core.types.errors import RequestError
 from frontend.http.json_response import JSON, to_json
-from frontend.http.open_requests import AskingBody
+from frontend.http.open_requests import GenerationBody
 from frontend.openai.constraints import ResponseFormat
 from frontend.openai.fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
 from frontend.openai.messages import (
@@ -30,13 +32,14 @@ from frontend.text.completion_request import MAX_LOGPROBS, CompletionRequest
 _MAX_PAIRS = 16  # of metadata
 _MAX_KEY, _MAX_VALUE = 64, 512  # characters
 _LOGPROBS = "message.output_text.logprobs"
+# Fields that a chat has under the same name.
 _SAME = ("model", "temperature", "top_p", "user", "tool_choice", "parallel_tool_calls", "seed", "top_k", "min_p",
          "presence_penalty", "frequency_penalty", "repetition_penalty", "cache_salt", "priority",
-         "chat_template_kwargs", "thinking_token_budget")  # as a chat has them  # fmt: skip
+         "chat_template_kwargs", "thinking_token_budget")  # fmt: skip
 
 
 class FunctionTool(OpenAIObject):
-    """A function that the model may call; of OpenAI's built-in tools there are none here."""
+    """Function that the model may call. OpenAI's built-in tools are not supported."""
 
     type: Annotated[str, AfterValidator(Kinds(("function",)))]
     name: FunctionName
@@ -70,7 +73,7 @@ class TextConfig(OpenAIObject):
 
 class ReasoningConfig(OpenAIObject):
     effort: ReasoningEffort | None = None
-    # There are no summaries: what was thought is told as it is.
+    # Not summarized: reasoning text is returned verbatim.
     summary: Ignored = None
     generate_summary: Ignored = None
 
@@ -84,43 +87,44 @@ def _tool_choice(value: Any) -> Any:
     raise ValueError('must be "none", "auto", "required", or {"type": "function", "name": …}')
 
 
-class ResponsesBody(AskingBody):
+class ResponsesBody(GenerationBody):
     """POST /v1/responses"""
 
     model: str | None = None
-    """Left out: the one that is served."""
+    """Default: the model of the router's own deployment."""
     input: Items
     """A string, or a list of items."""
     instructions: str | None = None
-    """A message of role `system` before all others; those of a previous response are not."""
+    """Message of role `system` before all others. Instructions of a previous response do not apply."""
     previous_response_id: Id | None = None
-    """Goes on from a stored response: its input and its output come before `input`."""
+    """Continue a stored response: its input and output precede `input`."""
     store: bool | None = None
-    """Default true: it can be gone on from, and asked for again. The answer's `store` says whether it is stored."""
+    """Store the response, so that it can be continued or fetched. Default true. The response's `store` is true if it
+    was stored."""
     max_output_tokens: int | None = None
-    """Thinking and calls are among them. Left out: what the context has room for."""
+    """Maximum number of tokens of the output, including reasoning and calls. Default: the rest of the context."""
     temperature: float | None = None
-    """Default 1; 0 is greedy."""
+    """Default 1. 0 means greedy decoding."""
     top_p: float | None = None
     stream: bool | None = None
     text: TextConfig | None = None
-    """`format`: `text`, `json_object` or `json_schema`, as `response_format` of a chat."""
+    """`format`: `text`, `json_object` or `json_schema`; see `response_format` of /v1/chat/completions."""
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    """Functions that the model may call; no other type is taken."""
+    """Functions that the model may call. Other tool types are rejected."""
     tool_choice: Annotated[
         str | ToolNamed | None, PlainValidator(_tool_choice, json_schema_input_type=ToolChoiceGiven)
     ] = None
-    """`auto`, the default, `none`, `required`, or a function's name."""
+    """`auto` (default), `none`, `required`, or a function's name."""
     parallel_tool_calls: bool | None = None
-    """Default true; false: an answer ends after its first call."""
+    """Default true. If false, the answer ends after its first call."""
     reasoning: ReasoningConfig | None = None
-    """`effort`: as `reasoning_effort` of a chat. There are no summaries; `summary` is ignored."""
+    """`effort`: see `reasoning_effort` of /v1/chat/completions. `summary` is ignored: there are no summaries."""
     truncation: Literal["disabled", "auto"] | None = None
-    """`auto`: of a prompt that is too long the last tokens are kept."""
+    """`auto`: keep only the last tokens of a prompt that is too long."""
     include: Annotated[list[str], Field(max_length=64)] | None = None
-    """`message.output_text.logprobs`; others add nothing here."""
+    """`message.output_text.logprobs`; other values have no effect."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    """So many of the likeliest tokens beside each of the text."""
+    """Return this many of the most likely tokens beside each token of the text."""
     metadata: (
         Annotated[
             dict[
@@ -131,29 +135,29 @@ class ResponsesBody(AskingBody):
         ]
         | None
     ) = None
-    """Told again with the answer: 16 pairs, of 64 and 512 characters."""
+    """Returned with the response. At most 16 pairs; keys of 64, values of 512 characters."""
     user: str | None = None
-    """Whose share it takes of what its tenant has."""
+    """Id of the end user. Users of a tenant share its capacity fairly."""
     seed: int | None = None
-    """Extension, as of a chat."""
+    """Extension; see /v1/chat/completions."""
     top_k: int | None = None
-    """Extension, as of a chat."""
+    """Extension; see /v1/chat/completions."""
     min_p: float | None = None
-    """Extension, as of a chat."""
+    """Extension; see /v1/chat/completions."""
     presence_penalty: float | None = None
-    """Extension, as of a chat."""
+    """Extension; see /v1/chat/completions."""
     frequency_penalty: float | None = None
-    """Extension, as of a chat."""
+    """Extension; see /v1/chat/completions."""
     repetition_penalty: float | None = None
-    """Extension, as of a chat."""
+    """Extension; see /v1/chat/completions."""
     cache_salt: str | None = None
-    """Extension, as of a chat."""
+    """Extension; see /v1/chat/completions."""
     priority: int | None = None
-    """Extension, as of a chat."""
+    """Extension; see /v1/chat/completions."""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Extension, as of a chat."""
+    """Extension; see /v1/chat/completions."""
     thinking_token_budget: int | None = None
-    """Extension, as of a chat."""
+    """Extension; see /v1/chat/completions."""
     background: Annotated[bool | None, AfterValidator(Only((False,)))] = None
     stream_options: Ignored = None
     max_tool_calls: Ignored = None
@@ -169,7 +173,7 @@ class ResponsesBody(AskingBody):
     image: Unsupported = None
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
-        """The one request, as of a chat that says the same. Raises RequestError."""
+        """Return the one request, converted from the equivalent chat. Raises RequestError."""
         reject_fields_of_others(self)
         self.check_items()
         (request,) = self._chat().requests(request_id, peer=peer)
@@ -178,14 +182,14 @@ class ResponsesBody(AskingBody):
         return [replace(request, max_tokens_field="max_output_tokens", grammar_field=field)]
 
     def check_items(self) -> None:
-        """Raises RequestError."""
+        """Check that there is input, and each item. Raises RequestError."""
         if not self.input:
             raise RequestError("input: must not be empty", param="input")
         for number, item in enumerate(self.input):
             item.check(f"input[{number}]")
 
-    def told_again(self) -> JSON:
-        """What an answer repeats of it; what may be large is written already."""
+    def echoed_fields(self) -> JSON:
+        """Return the request fields that a response repeats; large ones are encoded already."""
         tools = [tool.model_dump(by_alias=True, exclude_unset=True) for tool in self.tools or ()]
         config = self.text.format if self.text else None
         shown = config.model_dump(by_alias=True, exclude_none=True) if config else {"type": "text"}

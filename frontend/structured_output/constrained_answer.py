@@ -1,4 +1,4 @@
-"""An answer that keeps to a schema, and what it may say besides: thinking before it, or calls of tools in its place."""
+"""Grammar of a constrained answer, including what may come besides: thinking before it, or tool calls instead."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from frontend.structured_output.structural_tag import structural_tag_rules
 from frontend.text.completion_request import CompletionRequest
 
 _SCHEMAS = (GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA)
-_NOTES = ("description", "title", "default", "examples", "x-guidance")  # in a tool's schema
+_NOTES = ("description", "title", "default", "examples", "x-guidance")  # annotations in a tool's schema
 
 
 @dataclass(frozen=True)
 class _Calls:
-    """How a family of models writes calls."""
+    """Syntax of tool calls of a model family."""
 
     opening: str
-    arguments: str  # what it calls them
+    arguments: str  # name of the arguments member
     closing: str
     between: str
 
@@ -38,7 +38,7 @@ _CALLS = {
 
 
 def may_think(grammar: Grammar | None, chat: Chat, prompt: str) -> bool:
-    """Whether there is room for thinking before the answer. prompt: its end is enough."""
+    """Return whether the answer has room for thinking first. prompt: its last characters suffice."""
     end = prompt.rstrip()
     if grammar is None:
         return True
@@ -48,11 +48,12 @@ def may_think(grammar: Grammar | None, chat: Chat, prompt: str) -> bool:
 
 
 def bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt: str) -> Grammar | None:
-    """What the whole answer keeps to. Raises RequestError where that cannot be said. prompt: its end is enough."""
+    """Return the grammar of the whole answer. Raises RequestError if there is none. prompt: its last characters
+    suffice."""
     try:
         return _bound_answer(request, output_format, prompt)
     except RecursionError:
-        text = f"{request.grammar_field}: something of it, or a schema of tools, is nested too deeply"
+        text = f"{request.grammar_field}: it, or a tool's schema, is nested too deeply"
         raise RequestError(text, param=request.grammar_field) from None
 
 
@@ -67,7 +68,7 @@ def _bound_answer(request: CompletionRequest, output_format: OutputFormat, promp
         rules = [f"start: {'thought ' if thinks else ''}answer"]
         if thinks:
             rules += _thought(output_format, prompt)
-        # Calls, too, are what these say.
+        # Structural tags describe calls as well.
         rules += structural_tag_rules(grammar.text, request.grammar_field, output_format.special)
         return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
     if grammar is None or not isinstance(chat, Chat):
@@ -93,7 +94,7 @@ def _thought(output_format: OutputFormat, prompt: str) -> Iterator[str]:
     if not is_open:
         token = output_format.special.begun(THINK)
         yield f"opening: opened {f'| {token[0]}' if token else ''}"
-        yield f"opened[lazy]: {json.dumps(THINK)}"  # also where an answer may begin with any text
+        yield f"opened[lazy]: {json.dumps(THINK)}"  # lazy, because an answer may begin with any text
     yield "said: thinking gap"
     token = output_format.special.begun(END_THINK)
     yield f"thinking: ended {f'| anything {token[0]}' if token else ''}"
@@ -106,7 +107,7 @@ def _calls(request: CompletionRequest, chat: Chat, output_format: OutputFormat) 
     assert request.grammar is not None
     form = _CALLS.get(output_format.calls or "")
     if form is None or request.grammar.kind not in _SCHEMAS:
-        text = f"tools: with {request.grammar_field} no call could be made here; set tool_choice to none or required"
+        text = f"tools: cannot be combined with {request.grammar_field} here; set tool_choice to none or required"
         raise RequestError(text, param="tools")
     opening, closing, between = map(output_format.special.literal, (form.opening, form.closing, form.between))
     yield f"calls: call ({between} call)*" if chat.is_parallel else "calls: call"

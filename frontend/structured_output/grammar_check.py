@@ -1,4 +1,4 @@
-"""A grammar is compiled before its request goes anywhere: a wrong one is refused here, and holds up nobody."""
+"""Compilation of grammars before dispatch, so that an invalid or expensive one is rejected at the router."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from core.types.thinking_budget import ThinkingBudget
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.text_threads import TextThreads
 
-_COMPILE_S = 0.9  # a client hears within a second
-_NUM_THREADS = 2  # of which one key has one
-_MAX_KNOWN = 1024  # grammars of which the outcome is known; 64 MiB at most
+_COMPILE_S = 0.9  # so that a client gets an error within a second
+_NUM_THREADS = 2  # of which one key can occupy one
+_MAX_KNOWN = 1024  # cached outcomes; 64 MiB at most
 
 
 class GrammarCheck:
-    """Belongs to an event loop, which compiling lets run.
+    """Checks grammars on threads, with a cache of outcomes. Bound to an event loop.
 
-    What is quick is known from then on. What is not is compiled for each request again, in its key's turn: so one key
-    gives replicas, which compile it too, no more of it at a time than one thread here can.
+    Grammars that compile quickly are cached. Slow ones are compiled again for each request, in their key's turn: this
+    limits the compilations that one key can cause on replicas to the rate of one thread here.
     """
 
     def __init__(self, compiler: GrammarCompiler | None) -> None:
         self._compiler = compiler
         self._threads = TextThreads(num_threads=_NUM_THREADS)
-        self._known: OrderedDict[Grammar, str] = OrderedDict()  # what is wrong with each, the latest last
+        self._known: OrderedDict[Grammar, str] = OrderedDict()  # problem, or "" for a valid one; the latest last
 
     async def check(self, request: CompletionRequest) -> None:
-        """Raises RequestError that names the client's field, and CapacityError where too many are compiled already."""
+        """Check a request's grammar. Raises RequestError with the client's field, and CapacityError under load."""
         grammar, param = request.grammar, request.grammar_field
         if grammar is None:
             return
         if self._compiler is None:
-            raise RequestError(f"{param}: is not supported here", param=param)
+            raise RequestError(f"{param}: is not supported by this router", param=param)
         grammar.check(param)
         if grammar not in self._known:
             await self._compile(request.key_id, self._compiler, grammar, param)
@@ -45,11 +45,11 @@ class GrammarCheck:
             self._known.move_to_end(grammar)
 
     def check_thinking(self, budget: ThinkingBudget | None, param: str) -> None:
-        """Raises RequestError that names the client's field where replicas could not keep to it."""
+        """Check that replicas can enforce the budget. Raises RequestError with the client's field."""
         if budget is None:
             return
         if self._compiler is None:
-            raise RequestError(f"{param}: is not supported here", param=param)
+            raise RequestError(f"{param}: is not supported by this router", param=param)
         self._compiler.bounded(budget, param=param)
 
     def close(self) -> None:
@@ -58,7 +58,7 @@ class GrammarCheck:
     async def _compile(self, key_id: str, compiler: GrammarCompiler, grammar: Grammar, param: str) -> None:
         loop = asyncio.get_running_loop()
 
-        def compile_it() -> None:  # to its end, and what is found out counts, though nobody may wait for it any more
+        def compile_it() -> None:  # runs to its end and caches the outcome even if the request is cancelled
             try:
                 compiled = compiler.compile(grammar, param=param)
             except RequestError as error:
@@ -71,7 +71,7 @@ class GrammarCheck:
             async with asyncio.timeout(_COMPILE_S):
                 await self._threads.run(key_id, compile_it)
         except TimeoutError:
-            text = f"{param}: is not compiled within {_COMPILE_S} s, while others are"
+            text = f"{param}: not compiled within {_COMPILE_S} s, because of other compilations; retry"
             raise CapacityError(text, retry_after_s=1.0) from None
 
     def _learn(self, grammar: Grammar, problem: str) -> None:

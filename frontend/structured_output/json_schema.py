@@ -1,6 +1,6 @@
-"""A JSON schema without what cannot be kept to, and at another place of a document.
+"""Transformations of JSON schemas: removal of unenforceable parts, and relocation within a document.
 
-All of it raises RecursionError for a schema that is nested some 300 deep.
+All functions raise RecursionError for a schema nested some 300 levels deep.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 from core.types.json_schema import DROPPED, WRITTEN, rewritten, target
 
 _TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
-_LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")  # and words' bounds, and back; also where it is escaped
-_OF_DOCUMENT = frozenset(("$id", "$schema"))  # what a schema says as a document of its own
+# Lookaround, word boundaries and backreferences; also matches escaped ones.
+_LOOKING_AROUND = re.compile(r"\(\?<?[=!]|\\[bB1-9]|\\k<")
+_OF_DOCUMENT = frozenset(("$id", "$schema"))  # keywords of a schema document
 
 
 def in_lark(schema: Mapping[str, Any], *, is_lenient: bool) -> str:
-    """As a rule of llguidance's Lark has it, written as json.dumps writes."""
+    """Return the schema as an expression of llguidance's Lark, in json.dumps's whitespace."""
     return f"%json {json.dumps({**schema, 'x-guidance': {**WRITTEN, 'lenient': is_lenient}})}"
 
 
 def lenient(schema: Any) -> Any:
-    """The same without what no grammar could be made of: it is passed over, where a schema need not be strict."""
+    """Return the schema without the parts that no grammar can enforce; for schemas that need not be strict."""
     return rewritten(schema, lambda key, value: value if _can_be_enforced(key, value, schema) else DROPPED)
 
 
@@ -32,7 +33,7 @@ def _can_be_enforced(key: str, value: Any, document: Any) -> bool:
         case "pattern", str():
             return not _LOOKING_AROUND.search(value)
         case "$ref", str():
-            return _leads_somewhere(value, document)
+            return _resolves(value, document)
         case "type", str():
             return value in _TYPES
         case "type", list():
@@ -40,7 +41,7 @@ def _can_be_enforced(key: str, value: Any, document: Any) -> bool:
     return True
 
 
-def _leads_somewhere(reference: str, document: Any) -> bool:
+def _resolves(reference: str, document: Any) -> bool:
     try:
         target(document, reference)
     except LookupError:
@@ -49,10 +50,10 @@ def _leads_somewhere(reference: str, document: Any) -> bool:
 
 
 def moved(schema: Any, place: str) -> Any:
-    """The same at another place of a document: what points into it points there."""
+    """Return the schema for another place of a document, with its internal references adjusted."""
 
-    def led(key: str, value: Any) -> Any:
+    def relocate(key: str, value: Any) -> Any:
         is_inside = key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
         return place + value[1:] if is_inside else value
 
-    return rewritten({key: value for key, value in schema.items() if key not in _OF_DOCUMENT}, led)
+    return rewritten({key: value for key, value in schema.items() if key not in _OF_DOCUMENT}, relocate)

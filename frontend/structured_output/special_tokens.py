@@ -1,4 +1,4 @@
-"""A model's special tokens in grammars: no text of a grammar matches one, but its name does."""
+"""Special tokens in grammars: text in a grammar never matches a special token; it has to be named."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from core.types.constraints import in_quotes
 
 
 class SpecialTokens:
-    """Those that a grammar of one model must name. Where one is wanted, its text may be spelt all the same: who reads
-    answers takes either."""
+    """Special tokens of one model. Generated expressions accept either the token or its spelled-out text, as the
+    parsers do."""
 
     def __init__(self, ids: Mapping[str, int] | None = None) -> None:
-        """ids: by their text."""
+        """ids: token ids by text."""
         self._ids = ids or {}
 
     def literal(self, text: str) -> str:
-        """This text and no other, in Lark; nothing where it is empty."""
+        """Return a Lark expression for exactly this text; empty for an empty text."""
         pieces = self._pattern.split(text) if self._ids else [text]
         return " ".join(self._piece(piece) for piece in pieces if piece)
 
     def one_of(self, texts: Iterable[str]) -> str:
-        said = [self.literal(text) for text in texts]
-        return f"({' | '.join(said)})" if any(said) else ""
+        expressions = [self.literal(text) for text in texts]
+        return f"({' | '.join(expressions)})" if any(expressions) else ""
 
     def begun(self, text: str) -> tuple[str, str] | None:
-        """The token with which it begins, by its name in Lark, and the rest of it."""
+        """Return the special token that the text begins with, by its name in Lark, and the rest; or None."""
         found = self._pattern.match(text) if self._ids else None
         return (f"<[{self._ids[found[0]]}]>", text[found.end() :]) if found else None
 

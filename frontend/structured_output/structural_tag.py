@@ -1,8 +1,8 @@
-"""Structural tags, as xgrammar has them, to Lark: free text up to a trigger, then a tag that keeps to a schema.
+"""Structural tags, as in xgrammar, converted to Lark: free text up to a trigger, then a tag constrained by a schema.
 
-Both forms are taken, {"structures", "triggers"} and {"format"}; of the formats those of _FIELDS, and what would need
-another one is refused by its path. Free text ends where the tag around it ends, or with the answer. Its lexemes are
-lazy where they end with something: the first trigger counts, and the first end.
+Both forms are supported: {"structures", "triggers"} and {"format"} with the formats of _FIELDS; others are rejected
+with their path. Free text ends where the enclosing tag ends, or with the answer. Lexemes that end with a literal are
+lazy, so the first trigger and the first end count.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_LISTED = 512  # tags, triggers and elements of one format
 _MAX_ENDS = 16  # of one tag
 _FLAGS = {"at_least_one": False, "stop_after_first": False}
 _FIELDS: Mapping[str, tuple[Mapping[str, type | tuple[type, ...]], Mapping[str, Any]]] = {
-    # by type: the fields that it needs, and those that it may have with what they are where they are left out
+    # by type: required fields, and optional fields with their defaults
     "const_string": ({"value": str}, {}),
     "json_schema": ({"json_schema": (dict, bool)}, {}),
     "any_text": ({}, {}),
@@ -38,11 +38,11 @@ _Format = Mapping[str, Any]
 
 
 def structural_tag_rules(text: str, param: str, special: SpecialTokens) -> list[str]:
-    """Rules in Lark, with that of `answer` as the last. text: JSON. Raises RequestError that names `param`, and the
-    path in it; and RecursionError."""
+    """Return Lark rules, that of `answer` last. text: JSON. Raises RequestError with `param` and the path in it, and
+    RecursionError."""
     writer = _Writer(param, special)
     if len(text) > MAX_SCHEMA_BYTES:
-        raise RequestError(f"{param}: at most {MAX_SCHEMA_BYTES} bytes are taken", param=param)
+        raise RequestError(f"{param}: at most {MAX_SCHEMA_BYTES} bytes are accepted", param=param)
     try:
         given = json.loads(text)
     except ValueError:
@@ -51,7 +51,7 @@ def structural_tag_rules(text: str, param: str, special: SpecialTokens) -> list[
         writer.fail("", 'must be an object such as {"type": "structural_tag", "format": {…}}')
     parts = {name for name, part in given.items() if part is not None and name != "type"}
     if parts not in ({"format"}, {"structures", "triggers"}):
-        writer.fail("", "needs format, or structures and triggers, and nothing else")
+        writer.fail("", "must have either format, or structures and triggers, and nothing else")
     if "format" in parts:
         answer = writer.written(writer.checked(given["format"], "format"), "format", ())
     else:
@@ -60,10 +60,10 @@ def structural_tag_rules(text: str, param: str, special: SpecialTokens) -> list[
 
 
 def _as_format(given: Mapping[str, Any], writer: _Writer) -> _Format:
-    """The older form in the words of the newer one."""
+    """Convert the older form to the newer one."""
     structures, triggers = given.get("structures"), given.get("triggers")
     if not isinstance(structures, list) or not isinstance(triggers, list):
-        writer.fail("", "needs lists of structures and triggers")
+        writer.fail("", "must have lists of structures and triggers")
     tags = list[dict[str, Any]]()
     for number, one in enumerate(structures):
         if not isinstance(one, dict) or set(one) - {"begin", "schema", "end"}:
@@ -74,41 +74,41 @@ def _as_format(given: Mapping[str, Any], writer: _Writer) -> _Format:
 
 
 class _Writer:
-    """Writes one grammar. Paths are those in what the client has sent."""
+    """Writer of one grammar. Paths are those in the client's JSON."""
 
     def __init__(self, param: str, special: SpecialTokens) -> None:
         self.rules: list[str] = []
         self._param = param
         self._special = special
         self._literal = special.literal
-        self._ends: dict[tuple[str, ...], str] = {}  # their rules: many parts of a format may have the same ones
-        self._texts: dict[tuple[str, ...], str] = {}  # rules, by the ends of free text
+        self._ends: dict[tuple[str, ...], str] = {}  # rules by ends, which many parts of a format may share
+        self._texts: dict[tuple[str, ...], str] = {}  # rules of free text, by its ends
 
     def fail(self, path: str, why: str) -> NoReturn:
         raise RequestError(f"{self._param}: {path + ' ' if path else ''}{why}", param=self._param)
 
     def checked(self, form: Any, path: str, *, kind: str | None = None) -> _Format:
-        """A format whose own fields are as they must be. kind: that it must be; it need not say so."""
+        """Validate the fields of one format. kind: the required type, which may then be omitted."""
         if not isinstance(form, dict):
             self.fail(path, "must be an object")
         name = form.get("type", kind)
         if not isinstance(name, str) or name not in _FIELDS or (kind and name != kind):
             known = kind or ", ".join(_FIELDS)
-            self.fail(f"{path}.type", f"is not supported here as {str(name)[:32]!r}; known: {known}")
+            self.fail(f"{path}.type", f"{str(name)[:32]!r} is not supported; supported: {known}")
         needed, flags = _FIELDS[name]
         for field, value in form.items():
             is_flag = field in flags and isinstance(value, bool | None)
             if not (field == "type" or field in needed or is_flag or value in _NEUTRAL.get(field, ())):
-                self.fail(f"{path}.{field[:64]}", "is not supported here")
+                self.fail(f"{path}.{field[:64]}", "is not supported")
         for field, types in needed.items():
             if not isinstance(form.get(field), types):
-                self.fail(f"{path}.{field}", "is required" if form.get(field) is None else "is of a wrong type")
+                self.fail(f"{path}.{field}", "is required" if form.get(field) is None else "has a wrong type")
             if isinstance(form[field], list) and not 0 < len(form[field]) <= _MAX_LISTED:
-                self.fail(f"{path}.{field}", f"must have 1 to {_MAX_LISTED}")
+                self.fail(f"{path}.{field}", f"must have 1 to {_MAX_LISTED} elements")
         return {**flags, **form, "type": name}
 
     def written(self, form: _Format, path: str, ends: tuple[str, ...]) -> str:
-        """An expression of this and of one of `ends`; of none where the answer may end there, or goes on."""
+        """Return the expression of a format followed by one of `ends`; empty `ends`: the format stands alone."""
         match form["type"]:
             case "const_string":
                 return f"{self._literal(form['value'])} {self._end(ends)}"
@@ -123,7 +123,7 @@ class _Writer:
                 *parts, last = self._listed(form, "elements", path)
                 for part, place in parts:
                     if _is_free(part):
-                        self.fail(place, "is free text, which only the last of a sequence may be")
+                        self.fail(place, "is free text, which is allowed only as the last element of a sequence")
                 before = " ".join(self.written(part, place, ()) for part, place in parts)
                 return f"{before} {self.written(*last, ends)}"
             case "or":
@@ -138,9 +138,9 @@ class _Writer:
         content = self.checked(tag["content"], f"{path}.content")
         given = [tag["end"]] if isinstance(tag["end"], str) else tag["end"]
         if len(given) > _MAX_ENDS or not all(isinstance(end, str) for end in given):
-            self.fail(f"{path}.end", f"must be a string, or a list of at most {_MAX_ENDS}")
+            self.fail(f"{path}.end", f"must be a string, or a list of at most {_MAX_ENDS} strings")
         if _is_free(content) and "" in given:
-            self.fail(f"{path}.end", "must not be empty behind free text")
+            self.fail(f"{path}.end", "must not be empty after free text")
         return self.written(content, f"{path}.content", tuple(given))
 
     def _separated(self, form: _Format, path: str) -> str:
@@ -152,15 +152,15 @@ class _Writer:
     def _triggered(self, form: _Format, path: str, ends: tuple[str, ...]) -> str:
         triggers = form["triggers"]
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
-            self.fail(f"{path}.triggers", "must be strings that are not empty")
+            self.fail(f"{path}.triggers", "must be non-empty strings")
         behind: dict[str, list[str]] = {trigger: [] for trigger in triggers}
-        named: dict[str, list[str]] = {}  # behind the token with which a tag begins, as a whole
+        named: dict[str, list[str]] = {}  # by the special token with which a tag begins
         first = list[str]()
         for tag, place in self._listed(form, "tags", path, kind="tag"):
             begin = tag["begin"]
             found = [trigger for trigger in behind if begin.startswith(trigger)]
             if len(found) != 1:
-                self.fail(f"{place}.begin", f"must begin with one of the triggers, and not with {len(found) or 'none'}")
+                self.fail(f"{place}.begin", f"must begin with exactly one trigger, not with {len(found) or 'none'}")
             body = self._rule(self._behind_begin(tag, place))
             behind[found[0]].append(f"{self._literal(begin.removeprefix(found[0]))} {body}")
             first.append(f"{self._literal(begin)} {body}")
@@ -185,7 +185,7 @@ class _Writer:
             yield f"{self._anything} {token} ({' | '.join(tags)})"
 
     def _text(self, ends: tuple[str, ...]) -> str:
-        """Free text up to the first of these, with it."""
+        """Return free text up to and including the first of `ends`."""
         if not ends:
             return self._anything
         if ends not in self._texts:
@@ -199,7 +199,7 @@ class _Writer:
         return self._rule(" | ".join([spelt, *named]))
 
     def _end(self, ends: tuple[str, ...]) -> str:
-        """One of these."""
+        """Return an expression of one of `ends`."""
         if any(ends) and ends not in self._ends:
             self._ends[ends] = self._rule(self._special.one_of(ends))
         return self._ends.get(ends, "")
@@ -209,7 +209,7 @@ class _Writer:
         return self._rule(_ANYTHING)
 
     def _rule(self, expression: str, mark: str = "") -> str:
-        """Its name."""
+        """Add a rule and return its name."""
         name = f"part{len(self.rules)}"
         self.rules.append(f"{name}{mark}: {expression}")
         return name
@@ -222,7 +222,7 @@ class _Writer:
 
 
 def _is_free(form: Any) -> bool:
-    """It is, or ends with, text that nothing in it ends. form: may not have been checked yet."""
+    """Return whether the format is, or ends with, free text without an end. form: possibly not yet validated."""
     if not isinstance(form, dict):
         return False
     match form.get("type"):
@@ -232,6 +232,6 @@ def _is_free(form: Any) -> bool:
             return not (form.get("at_least_one") and form.get("stop_after_first"))
         case "sequence" | "or":
             elements = form.get("elements")
-            asked = (elements[-1:] if form["type"] == "sequence" else elements) if isinstance(elements, list) else []
-            return any(map(_is_free, asked))
+            relevant = (elements[-1:] if form["type"] == "sequence" else elements) if isinstance(elements, list) else []
+            return any(map(_is_free, relevant))
     return False

@@ -1,4 +1,4 @@
-"""What comes of one completion: tokens → characters → stop strings → events, those together that come together."""
+"""Event stream of one completion: tokens, detokenized and cut at stop strings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from frontend.text.slow_client import UnreadLimit
 from frontend.text.token_timing import TokenClock
 from router.generation import Generation
 
-_ACCOUNT_S = 1.0  # for which the account of a request's route may come after its last token
+_ACCOUNT_S = 1.0  # maximum wait for the route summary after the last token
 
 
 class AnswerEvents:
-    """Iterated over in one task. An iterator and no generator, and one step of the event loop for all that has come:
-    each generator, and each step, that a token has to pass costs as much as its text (docs/benchmarks/router.md)."""
+    """Iterator over batches of events, for one task. Not a generator: each generator and each event loop step per
+    token costs as much as the token's text (docs/benchmarks/router.md)."""
 
     def __init__(
         self,
@@ -40,13 +40,13 @@ class AnswerEvents:
         self._summary = summary
         self._is_summed = False
         self._request_id = request_id
-        self._unneeded: list[int] = []  # choices that a stop string has ended; the workers do not know yet
+        self._unneeded: list[int] = []  # choices ended by a stop string, not yet stopped on the workers
 
     def __aiter__(self) -> AnswerEvents:
         return self
 
     async def __anext__(self) -> list[Event]:
-        """At least one. Of each choice its deltas, then its end; after all of them, alone, the summary.
+        """Return at least one event: deltas of choices, each choice's end, and at last the summary alone.
 
         Raises ClusterError.
         """
@@ -61,7 +61,7 @@ class AnswerEvents:
             try:
                 arrived = await anext(self._tokens)
             except StopAsyncIteration:
-                raise ReplicaLost(f"request {self._request_id}: its tokens ended before it was finished") from None
+                raise ReplicaLost(f"request {self._request_id}: the token stream ended before the answer did") from None
             for number, tokens in arrived.items():
                 events += self._events_of(number, tokens)
         self._unread.given()
@@ -70,7 +70,7 @@ class AnswerEvents:
     def _events_of(self, number: int, tokens: Sequence[SampledToken]) -> list[Event]:
         choice = self._choices[number]
         if choice.finished is not None:
-            return []  # they were on their way when we said stop
+            return []  # tokens in flight when the choice was stopped
         delta = choice.add(tokens)
         self._clock.tick(number, len(delta.tokens))
         if choice.finished is None:
@@ -84,7 +84,7 @@ class AnswerEvents:
         if self._is_summed:
             raise StopAsyncIteration
         self._is_summed = True
-        with suppress(ClusterError, TimeoutError):  # what has come to its end cannot fail any more
+        with suppress(ClusterError, TimeoutError):  # all choices have ended, so the request cannot fail
             async with asyncio.timeout(_ACCOUNT_S):
                 async for _ in self._tokens:
                     pass

@@ -1,4 +1,4 @@
-"""One answer's text, as it comes, to what it is made of: thinking, text, and calls of tools."""
+"""Parser of one answer's text into thinking, text and tool calls, as it arrives."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from frontend.parsers.thinking import THINK, ThinkingReader
 
 @dataclass(slots=True)
 class CallText:
-    """More of one call, in the order of the answer."""
+    """Next part of one tool call, in the order of the answer."""
 
     number: int  # from 0
-    id: str = ""  # with its beginning alone, as the name
+    id: str = ""  # set in the first part only, as is `name`
     name: str = ""
-    arguments: str = ""  # JSON, in pieces
-    broken: str | None = None  # it was no call after all: all of its text
-    rest: str = ""  # what of that has not been said
-    at: int = 0  # where in the text beside it this stands
+    arguments: str = ""  # fragment of JSON
+    broken: str | None = None  # set if the text turned out to be no call: all of that text
+    rest: str = ""  # the part of `broken` that has not been sent
+    at: int = 0  # offset in the accompanying text
 
-    def goes_on_from(self, last: CallText) -> bool:
-        """With more of the same arguments, and nothing else; a call's beginning stays by itself."""
+    def extends(self, last: CallText) -> bool:
+        """Return whether this part only adds arguments to `last`; the first part of a call is never merged."""
         is_more = self.number == last.number and not self.id and self.broken is None
         return is_more and not last.id and last.broken is None
 
 
 @dataclass(slots=True)
 class AnswerText:
-    """What an answer says with one more piece of its text."""
+    """Parsed parts of one piece of an answer's text."""
 
     text: str = ""
     thinking: str = ""
@@ -43,19 +43,19 @@ class AnswerText:
 
 
 class AnswerReader:
-    """Belongs to one choice."""
+    """Parser of one choice."""
 
     def __init__(self, thinking: ThinkingReader | None, calls: CallReader | None, *, is_parallel: bool = True) -> None:
-        self.num_calls = 0  # that are whole
-        self.is_over = False  # nothing that comes is part of it any more
+        self.num_calls = 0  # completed calls
+        self.is_over = False  # the rest of the text is not part of the answer
         self._thinking = thinking
         self._calls = calls
         self._is_parallel = is_parallel
 
     @classmethod
     def of(cls, chat: Chat, output_format: OutputFormat, prompt: str, *, may_think: bool = True) -> AnswerReader | None:
-        """None where the answer is nothing but text. prompt: its end is enough. may_think: False where it keeps to a
-        grammar that has no room for that."""
+        """Create a reader, or return None for an answer of plain text. prompt: its last characters suffice. may_think:
+        False if the answer's grammar has no room for thinking."""
         thinking = calls = None
         if output_format.thinks and may_think:
             thinking = ThinkingReader(is_open=prompt.rstrip().endswith(THINK))
@@ -67,38 +67,38 @@ class AnswerReader:
     def is_thinking(self) -> bool:
         return self._thinking is not None and self._thinking.is_inside
 
-    def thinking_anew(self) -> ThinkingReader | None:
-        """What reads the thinking of this answer, at its beginning."""
-        return self._thinking.again() if self._thinking else None
+    def new_thinking_reader(self) -> ThinkingReader | None:
+        """Return a fresh reader of the thinking of this answer, in its initial state."""
+        return self._thinking.fresh() if self._thinking else None
 
     def add(self, text: str) -> AnswerText:
         thought, text = self._thinking.add(text) if self._thinking else ("", text)
-        return self._said(thought, self._calls.add(text) if self._calls else [text])
+        return self._parsed(thought, self._calls.add(text) if self._calls else [text])
 
     def finish(self) -> AnswerText:
-        """What is left when no more comes."""
+        """Return the remaining parts at the end of the text."""
         thought, text = self._thinking.finish() if self._thinking else ("", "")
         pieces: list[Piece] = [*self._calls.add(text), *self._calls.finish()] if self._calls else [text]
-        return self._said(thought, pieces)
+        return self._parsed(thought, pieces)
 
-    def _said(self, thought: str, pieces: Iterable[Piece]) -> AnswerText:
-        said = AnswerText(thinking=thought)
+    def _parsed(self, thought: str, pieces: Iterable[Piece]) -> AnswerText:
+        parsed = AnswerText(thinking=thought)
         for piece in pieces:
             match piece:
                 case str():
-                    said.text += piece
+                    parsed.text += piece
                 case CallBegun(number, name):
-                    said.calls.append(CallText(number, id=_call_id(), name=name, at=len(said.text)))
+                    parsed.calls.append(CallText(number, id=_call_id(), name=name, at=len(parsed.text)))
                 case CallArguments(number, text):
-                    _of(said, number).arguments += text
+                    _part_of(parsed, number).arguments += text
                 case CallBroken(number, raw, rest):
-                    said.calls.append(CallText(number, broken=raw, rest=rest, at=len(said.text)))
+                    parsed.calls.append(CallText(number, broken=raw, rest=rest, at=len(parsed.text)))
                 case CallEnded():
                     self.num_calls += 1
                     self.is_over = not self._is_parallel
             if self.is_over:
                 break
-        return said
+        return parsed
 
 
 def _format(chat: Chat, output_format: OutputFormat) -> Format:
@@ -107,12 +107,12 @@ def _format(chat: Chat, output_format: OutputFormat) -> Format:
     return CALL_FORMATS[output_format.calls or ""].read
 
 
-def _of(said: AnswerText, number: int) -> CallText:
-    if not said.calls or said.calls[-1].number != number:
-        said.calls.append(CallText(number, at=len(said.text)))
-    return said.calls[-1]
+def _part_of(parsed: AnswerText, number: int) -> CallText:
+    if not parsed.calls or parsed.calls[-1].number != number:
+        parsed.calls.append(CallText(number, at=len(parsed.text)))
+    return parsed.calls[-1]
 
 
 def _call_id() -> str:
-    """Mistral's templates take no id but of nine letters and digits; others take any."""
+    """Return a random call id of nine alphanumerics, the only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]

@@ -1,6 +1,6 @@
-"""The trail of requests: one line of JSON for each, whatever became of it, and never a word of its text.
+"""Audit log of requests: one line of JSON for each, whatever its outcome, and never any of its text.
 
-Beside the log and apart from it: a log is for people and is thrown away, a trail answers who asked for what, and when.
+Separate from the process log, which is for debugging and is discarded.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _MAX_BYTES, _NUM_BACKUPS = 64 * 2**20, 4
 
 
 class RequestAuditLog:
-    """Writes to a file of its own, which only its owner can read; or nowhere."""
+    """Rotating audit log file, readable by its owner only. Without a path it writes nothing."""
 
     def __init__(self, path: Path | None = None, *, max_bytes: int = _MAX_BYTES) -> None:
-        """max_bytes: of one file; then it becomes path.1, that path.2, and so on to the fourth."""
+        """max_bytes: size at which the file rotates to path.1, and so on to path.4."""
         self._logger = logging.Logger("audit_log")
         if path is None:
             self._logger.disabled = True
@@ -40,9 +40,9 @@ class RequestAuditLog:
     def done(
         self, request: CompletionRequest, outcome: str, usage: TokenUsage, *, max_tokens: int, s: float, ttft_s: float
     ) -> None:
-        """It was let in, and is over."""
+        """Record a request that was admitted and has ended."""
         self._write(
-            **_who(request),
+            **_client_fields(request),
             outcome=outcome,
             n=request.num_choices,
             max_tokens=max_tokens,
@@ -54,11 +54,11 @@ class RequestAuditLog:
         )
 
     def rejected(self, request: CompletionRequest, error: ClusterError) -> None:
-        """It was not let in."""
-        self._write(**_who(request), **_why(error))
+        """Record a request that was rejected."""
+        self._write(**_client_fields(request), **_error_fields(error))
 
     def unreadable(self, request_id: str, error: ClusterError, *, key: ApiKey | None, peer: str) -> None:
-        """It was no request yet. What is wrong is a client's word, if it is a field that we do not know."""
+        """Record an unreadable request. Omits the field name, which may be the client's own text."""
         key_id, tenant = (key.id, key.tenant) if key else ("", "")
         self._write(request=request_id, key=key_id, tenant=tenant, peer=peer, outcome=outcome_of(error).code)
 
@@ -76,15 +76,15 @@ def _make_private(path: str | Path) -> None:
 
 
 def _rotate(source: str, to: str) -> None:
-    """And make the next one, which the handler would make for everybody to read."""
+    """Rotate the file, and create the next one as private; the handler would create it readable by all."""
     os.rename(source, to)
     _make_private(source)
 
 
-def _who(request: CompletionRequest) -> dict[str, str]:
+def _client_fields(request: CompletionRequest) -> dict[str, str]:
     return {"request": request.id, "key": request.key_id, "tenant": request.tenant, "peer": request.peer}
 
 
-def _why(error: ClusterError) -> dict[str, str | None]:
+def _error_fields(error: ClusterError) -> dict[str, str | None]:
     param = error.param if isinstance(error, RequestError) else None
     return {"outcome": outcome_of(error).code, "param": param}

@@ -1,4 +1,4 @@
-"""Words that no answer contains: their bounds, and the tokens with which an answer would write them."""
+"""Words banned from answers: limits, and their token sequences."""
 
 from __future__ import annotations
 
@@ -12,25 +12,29 @@ MAX_BAD_WORD_CHARS = 128
 
 
 def check_bad_words(words: Sequence[str]) -> None:
-    """Raises RequestError."""
+    """Check the number and length of the words. Raises RequestError."""
     if len(words) > MAX_BAD_WORDS:
-        raise RequestError(f"bad_words: at most {MAX_BAD_WORDS} are taken, not {len(words)}", param="bad_words")
+        raise RequestError(
+            f"bad_words: has {len(words)} words; at most {MAX_BAD_WORDS} are accepted", param="bad_words"
+        )
     for word in words:
         if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
-            text = f"bad_words: a word has 1 to {MAX_BAD_WORD_CHARS} characters, and not spaces alone"
+            text = f"bad_words: each word must have 1 to {MAX_BAD_WORD_CHARS} characters, not all of them spaces"
             raise RequestError(text, param="bad_words")
 
 
 def bad_words_as_tokens(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Of each, as it is written at the beginning of a text, and as it is behind a space. Raises RequestError where they
-    are too many tokens."""
+    """Return the tokens of each word at the beginning of a text and after a space. Raises RequestError if they are too
+    many."""
     found, num_tokens = dict[tuple[int, ...], None](), 0
     for word in words:
         short, long = (tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " "))
         found[short] = None
-        if long[-len(short) :] != short:  # else it ends with the other, and so it is never whole
+        if long[-len(short) :] != short:  # otherwise banning `short` covers both
             found[long] = None
         num_tokens += len(short) + len(long)
         if num_tokens > 2 * MAX_BAD_WORD_TOKENS:
-            raise RequestError(f"bad_words: at most {MAX_BAD_WORD_TOKENS} tokens are taken", param="bad_words")
+            raise RequestError(
+                f"bad_words: has too many tokens; at most {MAX_BAD_WORD_TOKENS} are accepted", param="bad_words"
+            )
     return tuple(found)

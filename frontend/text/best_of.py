@@ -1,4 +1,4 @@
-"""The best of more choices than are answered: those whose tokens are the likeliest on average, as OpenAI has it."""
+"""best_of: selection of the choices with the highest mean log-probability, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from frontend.text.events import Delta, Event, Finished
 async def best_of(
     events: AsyncIterator[list[Event]], *, num_best: int, shows_logprobs: bool
 ) -> AsyncIterator[list[Event]]:
-    """The events of the best, renumbered, once all choices have ended; then the summary.
+    """Yield the events of the best choices, renumbered, once all choices have ended; then the summary.
 
-    events: of choices whose tokens have logprobs, which are shown or not.
+    events: their tokens must have logprobs, which are removed unless shows_logprobs.
     """
-    kept: dict[int, list[Delta | Finished]] = {}
+    collected: dict[int, list[Delta | Finished]] = {}
     async for arrived in events:
         for event in arrived:
             if isinstance(event, Delta | Finished):
-                kept.setdefault(event.choice, []).append(event)
+                collected.setdefault(event.choice, []).append(event)
                 continue
-            best = sorted(kept, key=lambda choice: (-_mean_logprob(kept[choice]), choice))
+            best = sorted(collected, key=lambda choice: (-_mean_logprob(collected[choice]), choice))
             for number, choice in enumerate(best[:num_best]):
-                yield [_shown(one, number, shows_logprobs=shows_logprobs) for one in kept[choice]]
+                yield [_shown(one, number, shows_logprobs=shows_logprobs) for one in collected[choice]]
             yield [event]
 
 

@@ -1,4 +1,4 @@
-"""The text of one choice: detokenised, and cut where a stop string says so."""
+"""Text of one choice: detokenized, and cut at stop strings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from frontend.text.tokenizer import Tokenizer
 
 
 class ChoiceText:
-    """Takes the tokens of choice `choice` in order, until `finished` is set."""
+    """Converts the tokens of one choice to text, in order, until `finished` is set."""
 
     def __init__(
         self,
@@ -26,13 +26,14 @@ class ChoiceText:
         reader: AnswerReader | None = None,
         shown: Container[int] = (),
     ) -> None:
-        """reader: of what is more than text in it; shown: special tokens that are for him."""
+        """reader: parser of thinking and calls, if any. shown: special tokens that the reader needs to see."""
         self.choice = choice
         self._reader = reader
-        self._thinking = reader.thinking_anew() if reader else None  # of all that comes, as it comes
+        # Counts thinking tokens, ahead of stop matching.
+        self._thinking = reader.new_thinking_reader() if reader else None
         self.finished: Finished | None = None
         self.num_tokens = 0
-        self.num_thinking = 0  # tokens of them: behind the marker that begins it, up to the one that ends it
+        self.num_thinking = 0  # thinking tokens, from after the opening marker up to the closing one
         self._num_chars = 0
         self._min_tokens = request.min_tokens
         self._include_stop = request.include_stop
@@ -42,7 +43,7 @@ class ChoiceText:
         self._stops = StopMatcher(request.stop, include_stop=request.include_stop) if request.stop else None
 
     def add(self, tokens: Iterable[SampledToken]) -> Delta:
-        """Those up to the one that ends the choice, by itself or by a stop string, which sets `finished`."""
+        """Consume tokens up to the one that ends the choice, by itself or by a stop string; then set `finished`."""
         assert self.finished is None
         delta = Delta(self.choice, "", [], [])
         for token in tokens:
@@ -67,7 +68,7 @@ class ChoiceText:
             self.finished = replace(self.finished, num_calls=reader.num_calls)
 
     def _add(self, token: SampledToken) -> str:
-        """The text that may go out now."""
+        """Return the text that can be sent now."""
         self.num_tokens += 1
         is_hidden = token.finish_reason is FinishReason.STOP and not self._include_stop
         text = "" if is_hidden else self._detokenizer.add(token.token_id)
@@ -76,7 +77,7 @@ class ChoiceText:
         self._num_chars += len(text)
         if self._thinking is not None:
             self.num_thinking += self._thinking.is_inside
-            self._thinking.add(text)  # and not what a stop string lets through: that may come later
+            self._thinking.add(text)  # the raw text, because stop matching delays it
         # A stop string may begin after min_tokens only, by the rule for stop tokens in request.finish_reason.
         sent, stop = text, None
         if self._stops and self.num_tokens > self._min_tokens:
@@ -90,23 +91,23 @@ class ChoiceText:
 
 
 class Detokenizer:
-    """The text of one choice.
+    """Incremental detokenizer of one choice.
 
-    What `add` and `finish` return, joined, is exactly `tokenizer.decode` of all the ids. Each call costs what its own
-    token costs, however long the text has become.
+    The concatenation of all results of `add` and `finish` equals `tokenizer.decode` of all ids. The cost of a call
+    does not depend on the length of the text.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Container[int] = ()) -> None:
-        """shown: special tokens that are not skipped."""
+        """shown: special tokens that are kept although skip_special_tokens is set."""
         self._tokenizer = tokenizer
         self._whole_text = tokenizer.whole_text
         self._shown = shown
         self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self._is_in_pieces = False  # the character that comes next
+        self._is_in_pieces = False  # some bytes of the next character are buffered
 
     def add(self, token_id: int) -> str:
-        """The characters that this token completes; empty while one is still in pieces."""
+        """Return the characters that this token completes; empty while a character is incomplete."""
         if not self._is_in_pieces and (text := self._whole_text(token_id)) is not None:
             return text
         if self._skip_special_tokens and self._tokenizer.is_special(token_id) and token_id not in self._shown:
@@ -116,6 +117,6 @@ class Detokenizer:
         return text
 
     def finish(self) -> str:
-        """What is left when no token follows: U+FFFD for a character that was never completed, else nothing."""
+        """Return the remaining text: U+FFFD for an incomplete character, otherwise nothing."""
         self._is_in_pieces = False
         return self._decoder.decode(b"", final=True)

@@ -1,6 +1,6 @@
-"""Text in, text out: what both doors of the router share.
+"""Completions: text in, text out, for both endpoints of the router.
 
-open     check the request, render and tokenise its prompt    nothing is held yet; RequestError
+open     check the request, render and tokenize its prompt    holds nothing yet; RequestError
 enter    start a Generation                                   held until the block is left, however it is left
 iterate  AnswerEvents                                         each event once; ClusterError
 leave    end the Generation, count the request, log one line
@@ -55,11 +55,11 @@ from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Trace, Tracing
 from router.telemetry.traffic import TrafficRecord
 
-_LARGE = 8 * 1024  # characters of schemas, some ms of rewriting; more is done on another thread
+_LARGE = 8 * 1024  # characters of schemas, some ms of rewriting; larger ones go to another thread
 
 
 class Completions:
-    """Opens completions of one model. Belongs to one event loop."""
+    """Factory of the completions of one model. Bound to one event loop."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class Completions:
         grammars: GrammarCompiler | None = None,
         tracing: Tracing | None = None,
     ) -> None:
-        """max_request_s: how long a request may take, whatever deadline its client names. max_unread_s: how long a
-        client may leave a token unread. traffic: who remembers what comes. dialect: None: as its chat template says.
-        grammars: None: no request may have one. tracing: None: none is traced."""
+        """max_request_s: upper bound of a request's duration, whatever deadline the client sets. max_unread_s: maximum
+        time a client may leave a token unread. output_format: None: derived from the chat template. grammars: None:
+        constrained answers are rejected. tracing: None: off."""
         self.model = model
         self.tracing = tracing
         self.tokenizer = tokenizer
@@ -100,15 +100,17 @@ class Completions:
         )
         self._grammars = GrammarCheck(grammars)
 
-    async def open(self, request: CompletionRequest, *, num_beside: int = 0, trace: Trace | None = None) -> Completion:
-        """Check a request and tokenise it; it holds nothing yet. Raises RequestError and its kin.
+    async def open(
+        self, request: CompletionRequest, *, num_other_chars: int = 0, trace: Trace | None = None
+    ) -> Completion:
+        """Check a request and tokenize its prompt; holds no resources. Raises RequestError and other ClusterErrors.
 
-        num_beside: characters of other prompts that come along with this one. trace: None: it is not traced.
+        num_other_chars: characters of other prompts in the same call. trace: None: not traced.
         """
         try:
             check(request, self.model)
             clock = TokenClock(self.metrics, num_choices=request.num_choices)
-            given_ids = await self.prompts.encode(request, num_beside=num_beside)
+            given_ids = await self.prompts.encode(request, num_other_chars=num_other_chars)
             prompt_ids = truncated(given_ids, request, self.model)
             num_numbers = num_prompt_numbers(request, len(prompt_ids))
             check_prompt_numbers(num_numbers, param=request.prompt_logprobs_field)
@@ -145,8 +147,8 @@ class Completions:
 
     async def _bound(self, request: CompletionRequest, grammar: Grammar, prompt: str) -> Grammar | None:
         making = partial(bound_answer, request, self.prompts.output_format, prompt)
-        num_beside = num_chars(request.prompt) if isinstance(request.prompt, Chat) else 0  # tools are among these
-        if len(grammar.text) + num_beside < _LARGE:
+        num_other_chars = num_chars(request.prompt) if isinstance(request.prompt, Chat) else 0  # includes the tools
+        if len(grammar.text) + num_other_chars < _LARGE:
             return making()
         return await self.threads.run(request.key_id, making)
 
@@ -156,13 +158,13 @@ class Completions:
         self.audit_log.close()
 
     def unreadable(self, request_id: str, error: ClusterError, *, key: ApiKey | None, peer: str) -> None:
-        """A door could not even make a request of what came, or did not look at it."""
+        """Count and record a request that an endpoint rejected before it could be parsed."""
         self.metrics.requests.labels(outcome_of(error).code).inc()
         self.audit_log.unreadable(request_id, error, key=key, peer=peer)
 
 
 class Completion:
-    """One request that has been checked and tokenised."""
+    """Request that has been checked and tokenized."""
 
     def __init__(
         self,
@@ -178,18 +180,18 @@ class Completion:
         limit_s: float,
         trace: Trace | None,
     ) -> None:
-        """is_cut: the prompt has fewer tokens than the client gave."""
-        self.service = service  # of its model
+        """is_cut: the prompt was truncated."""
+        self.service = service
         self.request = request
-        self.n = request.n  # that are answered
-        self.num_choices = request.num_choices  # that run
+        self.n = request.n  # choices answered
+        self.num_choices = request.num_choices  # choices run
         self.prompt_ids = prompt_ids
         self.max_answer_tokens = request.num_choices * sampling.max_tokens
         self._prompts = service.prompts
         self._is_cut = is_cut
         self._sampling = sampling
-        self._grammar = grammar  # what the whole of an answer keeps to
-        self._thinking = thinking  # for how long it may think before that
+        self._grammar = grammar  # constrains the whole answer
+        self._thinking = thinking  # limits the thinking before it
         self._token_service = service.token_service
         self._trace = trace
         self._account = Account(
@@ -226,12 +228,11 @@ class Completion:
         self,
         turn: AbstractAsyncContextManager[None] | None = None,
     ) -> AsyncIterator[AsyncIterator[list[Event]]]:
-        """Start it, once, and hold it for as long as the block lasts; leaving the block ends it everywhere.
+        """Run it, once. Leaving the block ends it on all replicas.
 
-        turn: where it waits before it starts.
-        Gives the events, which are to be consumed in the task that entered. The block raises ClusterError; past the
-        deadline that is DeadlineExceeded, and ClientTooSlow where events are not consumed in time, whatever the block
-        was waiting for.
+        turn: context entered before the start, to wait for admission.
+        Yields the events, to be consumed in the task that entered. The block raises ClusterError: DeadlineExceeded past
+        the deadline, and ClientTooSlow if events are not consumed in time, wherever the block is waiting.
         """
         self._account.arrived(self.prompt_ids)
         try:
@@ -257,7 +258,7 @@ class Completion:
                 )
         except RequestError as error:
             self._over(error)
-            raise self.request.in_its_words(error) from None
+            raise self.request.in_client_terms(error) from None
         except BaseException as error:
             self._over(error)
             raise
@@ -265,35 +266,35 @@ class Completion:
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
-        """Of its prompt's tokens after the first, where the request asks for it: there when the first event comes."""
+        """Log-probabilities of the prompt's tokens after the first, if requested; available from the first event on."""
         return self._generation.prompt_logprobs if self._generation else None
 
     async def prompt_text(self) -> str:
-        """As the client gave it, where the model sees all of that; else that of its tokens, special ones and all."""
+        """Return the prompt's text as the client gave it, or decoded with special tokens if it was ids or cut."""
         return await self._prompts.text_of(self.request, self.prompt_ids, is_cut=self._is_cut)
 
     @property
     def num_prompt_numbers(self) -> int:
-        """Log-probabilities that are told of its prompt."""
+        """Number of log-probabilities returned for its prompt."""
         return num_prompt_numbers(self.request, len(self.prompt_ids))
 
     def shorten_answers(self, max_tokens: int) -> None:
-        """No answer is longer. Before it runs."""
+        """Limit the length of each answer. Call before `run`."""
         self._sampling = replace(self._sampling, max_tokens=min(max_tokens, self._sampling.max_tokens))
         self.max_answer_tokens = self.num_choices * self._sampling.max_tokens
 
     def reject(self, error: ClusterError) -> None:
-        """It is not to be run, for its key may not ask for it at present."""
+        """Record that the request is rejected by its key's limits and will not run."""
         self._account.rejected(error)
 
     @property
     def most_tokens(self) -> int:
-        """That it may use, prompt and answers."""
+        """Upper bound of the tokens it may use, prompt and answers."""
         return len(self.prompt_ids) + self.num_choices * self._sampling.max_tokens
 
     @property
     def used_tokens(self) -> int:
-        """That it has used; of a request that no replica was given, none."""
+        """Tokens it has used; 0 if no replica was assigned."""
         return self._usage.prompt_tokens + self._usage.completion_tokens if self._route.attempts else 0
 
     @property
@@ -308,21 +309,21 @@ class Completion:
             completion_tokens=num_tokens,
             reasoning_tokens=sum(choice.num_thinking for choice in self._choices),
             cached_tokens=self._route.cached_tokens + self._route.fetched_tokens,
-            accepted_prediction_tokens=min(drafts.accepted, num_tokens),  # a stop string may have cut some off
+            accepted_prediction_tokens=min(drafts.accepted, num_tokens),  # a stop string may have cut off some
             rejected_prediction_tokens=drafts.drafted - drafts.accepted,
         )
 
     def _summary(self) -> Summary:
         usage, route = self._usage, replace(self._route)
-        if not self.request.is_cache_told:  # what was cached, in other words
+        if not self.request.reports_cached_tokens:  # draft counts reveal cached text, too
             usage = replace(usage, cached_tokens=0, accepted_prediction_tokens=0, rejected_prediction_tokens=0)
-            # No prefill replica took part where a decode replica had it all, and who was chosen may depend on it.
+            # Replica names reveal cache hits: a full hit skips prefill, and routing prefers cached prefixes.
             route = RequestRoute(attempts=route.attempts, migrations=route.migrations)
         return Summary(usage=usage, route=route, ttft_s=self._clock.ttft_s, itl_s=self._clock.itl_s)
 
     def _sequence(self) -> SequenceRequest:
         return SequenceRequest(
-            # Clients may repeat their ids; inside the cluster an id means one request.
+            # Clients may reuse ids; inside the cluster an id identifies one request.
             id=f"{self.request.id}-{secrets.token_hex(4)}",
             token_ids=self.prompt_ids,
             num_prompt_tokens=len(self.prompt_ids),
@@ -350,9 +351,9 @@ class Completion:
             raise DeadlineExceeded(f"request {self.request.id}: not finished within {self._limit_s:g} s") from None
 
     def _over(self, error: BaseException | None) -> None:
-        """It is accounted for."""
+        """Record the outcome."""
         outcome = "completed" if self._is_finished else "cancelled"
-        if self._unread.is_passed:  # also where the block is left in another way: by the end of a generator
+        if self._unread.is_passed:  # checked first: a closed generator leaves the block without ClientTooSlow
             outcome = outcome_of(ClientTooSlow()).code
         elif isinstance(error, Exception):
             outcome = outcome_of(error).code

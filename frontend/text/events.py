@@ -1,4 +1,4 @@
-"""What a completion yields: deltas of each choice, its end, and at last an account of the whole."""
+"""Events of a completion: deltas of each choice, its end, and a summary of the whole request."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from router.generation import RequestRoute
 
 @dataclass(slots=True)
 class Delta:
-    """Tokens of one choice that have come together, mostly one, and the text that may go out now: often none, or also
-    that of tokens before them."""
+    """Tokens of one choice that arrived together, and the text that can be sent now. The text may be empty, or include
+    that of earlier tokens."""
 
     choice: int
     text: str
     tokens: list[SampledToken]  # at least one; all have a logprob, or none has
-    text_offsets: list[int]  # characters of the choice before each
-    thinking: str = ""  # before the answer
+    text_offsets: list[int]  # characters of the choice before each token
+    thinking: str = ""
     calls: list[CallText] = field(default_factory=list)
 
     @property
@@ -26,22 +26,22 @@ class Delta:
         return self.tokens[0].logprob is not None
 
     @property
-    def says_more(self) -> bool:
-        """Than text."""
+    def has_more_than_text(self) -> bool:
+        """True if it has thinking or calls beside text."""
         return bool(self.thinking or self.calls)
 
-    def add(self, said: AnswerText) -> None:
-        for call in said.calls:
+    def add(self, parsed: AnswerText) -> None:
+        for call in parsed.calls:
             call.at += len(self.text)
-            if self.calls and call.goes_on_from(self.calls[-1]):
+            if self.calls and call.extends(self.calls[-1]):
                 self.calls[-1].arguments += call.arguments
             else:
                 self.calls.append(call)
-        self.text += said.text
-        self.thinking += said.thinking
+        self.text += parsed.text
+        self.thinking += parsed.thinking
 
     def text_with_broken(self, *, is_whole: bool) -> str:
-        """And that of what was no call: all of it, or what has not been said."""
+        """Return the text including that of broken calls: all of it, or only the unsent rest."""
         text = self.text
         for call in reversed(self.calls):
             if call.broken is not None:
@@ -51,7 +51,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Finished:
-    """A choice has ended; once per choice."""
+    """End of a choice; once per choice."""
 
     choice: int
     reason: FinishReason  # STOP or LENGTH
@@ -60,7 +60,7 @@ class Finished:
 
     @property
     def word(self) -> str:
-        """By OpenAI's names, which gRPC has, too."""
+        """Finish reason by OpenAI's names, which the gRPC API uses as well."""
         return "tool_calls" if self.num_calls and self.reason is FinishReason.STOP else self.reason.value
 
 
@@ -68,10 +68,10 @@ class Finished:
 class TokenUsage:
     prompt_tokens: int = 0
     completion_tokens: int = 0  # of all choices, each up to the token that ended it
-    reasoning_tokens: int = 0  # of those, what was thought before the answers
-    cached_tokens: int = 0  # prompt tokens whose KV was not computed again
-    accepted_prediction_tokens: int = 0  # of completion_tokens: drafted before they were computed
-    rejected_prediction_tokens: int = 0  # drafted, and wrong
+    reasoning_tokens: int = 0  # part of completion_tokens: thinking
+    cached_tokens: int = 0  # prompt tokens whose KV was reused
+    accepted_prediction_tokens: int = 0  # part of completion_tokens: accepted draft tokens
+    rejected_prediction_tokens: int = 0  # rejected draft tokens
 
     def __add__(self, other: TokenUsage) -> TokenUsage:
         return TokenUsage(
@@ -86,12 +86,12 @@ class TokenUsage:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Once, after every choice has finished."""
+    """Summary of the request; once, after every choice has finished."""
 
     usage: TokenUsage
     route: RequestRoute
     ttft_s: float  # from the request's arrival
-    itl_s: float  # mean time between two tokens of a choice; 0 where none has two
+    itl_s: float  # mean inter-token latency; 0 if no choice has two tokens
 
 
 Event = Delta | Finished | Summary

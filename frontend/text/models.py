@@ -1,4 +1,4 @@
-"""The models behind one pair of doors, by the names that clients call them."""
+"""Models served at one router's endpoints, by name."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from frontend.text.completion_request import ModelCard, not_served
 
 
 class Models:
-    """Belongs to the event loop of its router. A name belongs to one model, the first that has it."""
+    """Registry of served models; names are unique, the first one wins. Bound to the router's event loop."""
 
     def __init__(self, default: Completions) -> None:
-        """default: of the deployment whose doors these are; meant where a request names none."""
+        """default: model of the router's own deployment, used for requests that name none."""
         self.default = default
         self._others: dict[str, Completions] = {}
-        self._unavailable: dict[str, str] = {}  # of models that are known by name alone: why they are not there
+        self._unavailable: dict[str, str] = {}  # reason, by name of a model that should be served but is not
 
     @classmethod
     def of(cls, served: Completions | Models) -> Models:
         return served if isinstance(served, Models) else cls(served)
 
     def add(self, served: Completions) -> bool:
-        """From now on requests reach it. False where another model has its name."""
+        """Add a model. Return False if its name is taken."""
         name = served.model.id
         if name == self.default.model.id or name in self._others:
             return False
@@ -32,42 +32,42 @@ class Models:
         return True
 
     def remove(self, served: Completions) -> None:
-        """No request reaches it any more; what runs goes on."""
+        """Remove a model; running requests continue."""
         if self._others.get(served.model.id) is served:
             del self._others[served.model.id]
 
     def report_unavailable(self, name: str, why: str) -> None:
-        """This model should be here, and cannot be served by this router at present."""
+        """Mark a model as known but not servable at present."""
         if name != self.default.model.id and name not in self._others:
             self._unavailable[name] = why
 
     def forget_unavailable(self, name: str) -> None:
-        """It should not be here any more."""
+        """Remove the mark of `report_unavailable`."""
         self._unavailable.pop(name, None)
 
     def is_known(self, name: str) -> bool:
-        """Whether it is here, or should be."""
+        """Return whether the model is served, or should be."""
         return name in (self.default.model.id, *self._others, *self._unavailable)
 
     def find(self, name: str) -> Completions:
-        """Raises UnknownModel and ModelUnavailable."""
+        """Return the model, the default one for an empty name. Raises UnknownModel and ModelUnavailable."""
         if not name or name == self.default.model.id:
             return self.default
         if (served := self._others.get(name)) is not None:
             return served
         if name in self._unavailable:
-            raise ModelUnavailable(f"model {name!r} is not served by this router at present: {self._unavailable[name]}")
+            raise ModelUnavailable(f"model {name!r} is unavailable at this router: {self._unavailable[name]}")
         raise UnknownModel(not_served(name, self.names), param="model")
 
     def card(self, name: str) -> ModelCard:
-        """Raises UnknownModel and ModelUnavailable."""
+        """Return a model's card. Raises UnknownModel and ModelUnavailable."""
         if not name:
             raise UnknownModel(not_served(name, self.names), param="model")
         return self.find(name).model
 
     @property
     def cards(self) -> Sequence[ModelCard]:
-        """Of all, the default one first."""
+        """Cards of all models, the default one first."""
         return [self.default.model, *(self._others[name].model for name in sorted(self._others))]
 
     @property
@@ -76,5 +76,5 @@ class Models:
 
     @property
     def max_context(self) -> int:
-        """Tokens, of the model that takes most."""
+        """Largest context of any model, in tokens."""
         return max(card.max_context for card in self.cards)

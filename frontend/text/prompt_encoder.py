@@ -1,4 +1,4 @@
-"""Prompts to tokens, and back: bounded, and on other threads where they are long."""
+"""Tokenization of prompts, and back to text; large inputs run on other threads."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from frontend.text.completion_request import CompletionRequest, ModelCard, check
 from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer
 
-_LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenising; more is done on another thread
+_LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenizing; longer texts go to another thread
 _MANY_TOKENS = 4096  # some 2 ms of decoding
-_MESSAGE = 64  # characters that take as long as a template needs for one message, or a call in it
-_EFFORT, _THINKING = "reasoning_effort", "enable_thinking"  # of templates
-_MAX_KNOWN = 64  # lists of bad words: the prompts of one body have the same, and may be a thousand
-_MARK = 16  # tokens that are enough for a mark at the end of a prompt
+_MESSAGE = 64  # template cost of one message or call, in characters
+_EFFORT, _THINKING = "reasoning_effort", "enable_thinking"  # template variables
+_MAX_KNOWN = 64  # cached bad_words lists: all prompts of one body share theirs, and may be a thousand
+_MARK = 16  # tokens; covers any marker at the end of a prompt
 
 
 class PromptEncoder:
-    """Makes prompts into the tokens of one model. Belongs to one event loop."""
+    """Encodes prompts for one model. Bound to one event loop."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class PromptEncoder:
         threads: TextThreads,
     ) -> None:
         self.output_format = output_format
-        self.shown_ids = tokenizer.ids_of(output_format.markers)  # special tokens that are for who reads answers
+        self.shown_ids = tokenizer.ids_of(output_format.markers)  # special tokens that answer readers need
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._model = model
@@ -44,65 +44,66 @@ class PromptEncoder:
         self._bad_words_as_tokens = lru_cache(_MAX_KNOWN)(partial(bad_words_as_tokens, tokenizer))
 
     def least_tokens(self, request: CompletionRequest) -> int:
-        """Tokens that it needs at least, told from its size alone: a text has as many as if each were the longest."""
+        """Return a lower bound of the tokens it needs, from its size alone: as if every token were the longest one."""
         least, num_kept = self._least_in(request), request.truncate_prompt_tokens
         if num_kept is not None:
             least = min(least, num_kept if num_kept > 0 else self._model.max_context)
         return least + request.num_choices
 
     def _least_in(self, request: CompletionRequest) -> int:
-        """Tokens of the prompt as it was given."""
+        """Return a lower bound of the tokens of the untruncated prompt."""
         prompt = request.prompt
         if isinstance(prompt, tuple):
             return len(prompt)
         return max(1, -(-num_chars(prompt) // self.tokenizer.longest_token))
 
     async def tokenize(self, request: CompletionRequest) -> tuple[int, ...]:
-        """The tokens of its prompt alone, bounded like any. Raises RequestError and its kin."""
+        """Return the tokens of its prompt, subject to the usual limits. Raises RequestError and other ClusterErrors."""
         check(request, self._model)
         return await self.encode(request)
 
     async def detokenize(self, request: CompletionRequest) -> str:
-        """The text of a prompt of token ids, special tokens and all. Raises RequestError."""
+        """Return the text of a prompt of token ids, including special tokens. Raises RequestError."""
         assert isinstance(request.prompt, tuple)
         if (number := len(request.prompt)) > self._model.max_context:
-            text = f"tokens: this model's context holds {self._model.max_context} of them, not {number}"
+            text = f"tokens: has {number} tokens; this model's context holds {self._model.max_context}"
             raise ContextLengthExceeded(text, param="tokens")
         check_token_ids(request.prompt, self._model, param="tokens")
         check(request, self._model)
         return await self.text_of(request, request.prompt)
 
     async def text_of(self, request: CompletionRequest, prompt_ids: tuple[int, ...], *, is_cut: bool = False) -> str:
-        """Of its prompt, as the client gave it; where that was ids, or more than these, special tokens and all."""
+        """Return the prompt as the client gave it, or decoded with special tokens if it was ids or was truncated."""
         if isinstance(request.prompt, str) and not is_cut:
             return request.prompt
         decode = partial(self.tokenizer.decode, prompt_ids, skip_special_tokens=False)
         return await self._threads.run(request.key_id, decode) if len(prompt_ids) > _MANY_TOKENS else decode()
 
-    async def encode(self, request: CompletionRequest, *, num_beside: int = 0) -> tuple[int, ...]:
-        """Of a request that has been checked. num_beside: characters of other prompts that come along with this one."""
+    async def encode(self, request: CompletionRequest, *, num_other_chars: int = 0) -> tuple[int, ...]:
+        """Return the tokens of a checked request. num_other_chars: characters of other prompts in the same call."""
         prompt = request.prompt
         if isinstance(prompt, tuple):
             return prompt
         if isinstance(prompt, Chat) and self._has_unread_calls(prompt):
-            text = "tools: how this model writes calls is not known here; the operator can say so (model.tool_parser)"
+            text = "tools: the call format of this model is unknown; the operator can set it with model.tool_parser"
             raise RequestError(text, param="tools")
-        # What could not fit even if every token were the longest one is not worth tokenising.
+        # A prompt that would not fit even if every token were the longest one is rejected without tokenizing.
         if self._least_in(request) > self._model.max_context:
             raise ContextLengthExceeded(
-                f"this model's context holds {self._model.max_context} tokens; {num_chars(prompt)} characters are more",
+                f"the prompt has {num_chars(prompt)} characters, too many for this model's context of "
+                f"{self._model.max_context} tokens",
                 param="messages" if isinstance(prompt, Chat) else "prompt",
             )
-        num_all = num_chars(prompt) + num_beside
+        total_chars = num_chars(prompt) + num_other_chars
         if isinstance(prompt, Chat):
-            num_all += _MESSAGE * (len(prompt.messages) + prompt.num_calls)
-        if num_all > _LONG_TEXT:
+            total_chars += _MESSAGE * (len(prompt.messages) + prompt.num_calls)
+        if total_chars > _LONG_TEXT:
             return await self._threads.run(request.key_id, self._encode, prompt, request.add_special_tokens)
         return self._encode(prompt, request.add_special_tokens)
 
     async def bad_words_of(self, request: CompletionRequest) -> tuple[tuple[int, ...], ...]:
-        """Those of a request that has been checked, as an answer may come to contain them: at its beginning, or behind
-        a space. Raises RequestError where they are too many tokens."""
+        """Return the token sequences of a checked request's bad_words, each at the beginning of a text and after a
+        space. Raises RequestError if they are too many."""
         words = request.bad_words
         if sum(map(len, words)) > _LONG_TEXT:
             return await self._threads.run(request.key_id, self._bad_words_as_tokens, words)
@@ -114,7 +115,7 @@ class PromptEncoder:
         )
 
     def _variables(self, chat: Chat) -> Mapping[str, Any]:
-        """Of the template. The client's own word for one of them counts."""
+        """Return the template's variables. Those set by the client take precedence."""
         effort, known = chat.reasoning_effort, self.chat_template.variables
         variables = {**self._thinking(), **chat.variables} if chat.thinks else chat.variables
         if effort is None:
@@ -125,19 +126,19 @@ class PromptEncoder:
             return {_THINKING: False, **variables}
         if effort == "none" and not self.output_format.thinks:
             return variables
-        text = f"{chat.effort_field}: this model's chat template knows no {effort!r}"
+        text = f"{chat.effort_field}: {effort!r} is not supported by this model's chat template"
         raise UnsupportedField(text, param=chat.effort_field)
 
     def _thinking(self) -> Mapping[str, Any]:
-        """Where it is asked for. Raises UnsupportedField."""
+        """Return the variables that enable thinking. Raises UnsupportedField."""
         if _THINKING in self.chat_template.variables:
             return {_THINKING: True}
         if not self.output_format.thinks and _EFFORT not in self.chat_template.variables:
-            raise UnsupportedField("thinking: this model does not think", param="thinking")
+            raise UnsupportedField("thinking: not supported by this model", param="thinking")
         return {}
 
     def end_of(self, prompt_ids: tuple[int, ...]) -> str:
-        """The last few characters, special tokens and all."""
+        """Return the last few characters of a prompt, including special tokens."""
         return self.tokenizer.decode(prompt_ids[-_MARK:], skip_special_tokens=False)
 
     def _encode(self, prompt: str | Chat, add_special_tokens: bool | None) -> tuple[int, ...]:
@@ -149,13 +150,13 @@ class PromptEncoder:
                 opens_answer=prompt.opens_answer,
                 is_continued=prompt.is_continued,
             )
-            # The template wrote them itself.
+            # The template has written the special tokens.
             return tuple(self.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens)))
         return tuple(self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens is not False))
 
 
 def num_chars(prompt: str | Chat | tuple[int, ...]) -> int:
-    """Of all that has to be tokenised."""
+    """Return the number of characters to tokenize; 0 for token ids."""
     if isinstance(prompt, tuple):
         return 0
     return prompt.num_chars if isinstance(prompt, Chat) else len(prompt)

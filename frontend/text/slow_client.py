@@ -1,4 +1,4 @@
-"""How long an answer may wait for a client that does not read it."""
+"""Timeout for clients that do not read their answer."""
 
 from __future__ import annotations
 
@@ -11,26 +11,28 @@ from core.types.errors import ClientTooSlow
 
 T = TypeVar("T")
 
-_LOOKS = 4  # within the limit
+_CHECKS = 4  # checks per limit
 
 
 class UnreadLimit:
-    """Ends its `async with` block by ClientTooSlow, wherever it waits, where something that was given is not
-    consumed in time. Entered once, in the task that consumes."""
+    """Ends its `async with` block with ClientTooSlow, wherever it waits, if a given event is not consumed in time.
+    Enter it once, in the consuming task."""
 
     def __init__(self, limit_s: float, *, request_id: str) -> None:
         self._limit_s = limit_s
         self._request_id = request_id
-        self.is_passed = False  # known at the end of the block
-        self._scope: asyncio.Timeout | None = None  # within the block: it knows the task, which knows the whole request
-        self._given_at: float | None = None  # None: whoever consumes waits for more
+        self.is_passed = False  # valid after the block
+        self._scope: asyncio.Timeout | None = (
+            None  # set within the block only: it refers to the task and so to the request
+        )
+        self._given_at: float | None = None  # None: the consumer waits for an event
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> UnreadLimit:
         self._scope = asyncio.timeout(None)
         await self._scope.__aenter__()
-        self._look()
+        self._check()
         return self
 
     async def __aexit__(
@@ -47,24 +49,24 @@ class UnreadLimit:
             raise ClientTooSlow(f"request {self._request_id}: not read for {self._limit_s:g} s") from None
 
     def given(self) -> None:
-        """Something goes to whoever consumes."""
+        """Note that an event was handed to the consumer."""
         self._given_at = self._loop.time()
 
     def consumed(self) -> None:
-        """Whoever consumes comes for more."""
+        """Note that the consumer asks for the next event."""
         self._given_at = None
 
     async def watched(self, events: AsyncIterator[T]) -> AsyncIterator[T]:
-        """The same. Whoever comes for the next one has consumed the one before."""
+        """Yield the same events; asking for the next one marks the previous one as consumed."""
         async for event in events:
             self.given()
             yield event
             self.consumed()
 
-    def _look(self) -> None:
-        """A timer that is set for each token would cost more than the token."""
+    def _check(self) -> None:
+        # Polled: setting a timer for each token would cost more than the token.
         now = self._loop.time()
         if self._scope and self._given_at is not None and now - self._given_at > self._limit_s:
             self._scope.reschedule(now)
         else:
-            self._timer = self._loop.call_later(self._limit_s / _LOOKS, self._look)
+            self._timer = self._loop.call_later(self._limit_s / _CHECKS, self._check)

@@ -1,4 +1,4 @@
-"""Stop strings: the text ends before the one that is complete first, whichever tokens it was made of."""
+"""Stop strings: incremental matching over text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 class StopMatcher:
-    """Cuts a text that arrives in pieces at the first stop string, and holds back what may still become one.
+    """Cuts the text at the first stop string, and holds back a suffix that may still become one.
 
-    First means: complete at the earliest character. Of several that end there the longest counts, so that the result
-    does not depend on how the text was cut into pieces, or on the order of the stop strings.
+    First means complete at the earliest character. If several end there, the longest wins, so that the result depends
+    neither on how the text was split nor on the order of the stop strings.
     """
 
     def __init__(self, stops: Sequence[str], *, include_stop: bool = False) -> None:
@@ -18,11 +18,11 @@ class StopMatcher:
         self._held = ""
 
     def add(self, text: str) -> tuple[str, str | None]:
-        """The text that can go out, and the stop string that ended it, if one did. Nothing may be added after that."""
+        """Return the text that can be sent, and the stop string if one matched. Add nothing after a match."""
         if not self._patterns:
             return text, None
         for i, character in enumerate(text):
-            # Every pattern must see every character, so this is a list and not a generator.
+            # A list, not a generator: every pattern must see every character.
             complete = [pattern for pattern in self._patterns if pattern.advance(character)]
             if complete:
                 stop = complete[0].text
@@ -36,25 +36,25 @@ class StopMatcher:
         return whole[:cut], None
 
     def finish(self) -> str:
-        """The text held back, when no more will come."""
+        """Return the text held back, at the end of the answer."""
         held, self._held = self._held, ""
         return held
 
 
 class _Pattern:
-    """How much of one stop string the text ends with (Knuth, Morris and Pratt 1977): amortised one step a character.
+    """Prefix of one stop string that the text ends with (Knuth, Morris and Pratt 1977): amortized O(1) per character.
 
-    What is known of the stop string reaches as far as the text has matched it: one that never begins costs nothing,
-    however long it is and however many choices have it.
+    The failure table grows only as far as the text has matched, so a stop string that never begins to match costs
+    nothing, whatever its length.
     """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0
-        self._borders = [0]  # of each prefix so far, the length of its longest proper prefix that is its suffix
+        self._borders = [0]  # for each prefix so far: length of its longest proper prefix that is also its suffix
 
     def advance(self, character: str) -> bool:
-        """True when the text now ends with the whole stop string."""
+        """Advance by one character. Return whether the text now ends with the whole stop string."""
         self.num_matched = self._extend(self.num_matched, character)
         if self.num_matched > len(self._borders):
             self._borders.append(self._extend(self._borders[-1], character))

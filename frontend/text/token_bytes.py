@@ -1,14 +1,14 @@
-"""The bytes of each token, from the decoder that tokenizer.json names.
+"""Bytes of each token, derived from the decoder in tokenizer.json.
 
-A decoder turns a whole list of tokens into text. To stream, we need what one token adds, whatever its neighbours. Two
-families give that exactly, and every model that we serve is of one of them:
+A decoder turns a whole list of tokens into text, but streaming needs the bytes of one token regardless of its
+neighbours. Two families of decoders allow that exactly, and every supported model uses one of them:
 
     ByteLevel                          GPT-2's table: each character of a token is one byte    (Llama 3, Qwen, SmolLM2)
     Replace ▁, ByteFallback, Fuse …    tokens are text, but <0xNN> is one byte                 (Llama 2, Mistral, Gemma)
 
-The second family may strip the space in front of the very first token. A completion continues a prompt, so we never
-do. It also gives up a whole run of <0xNN> tokens when any of them is no UTF-8; like sentencepiece itself, we lose only
-the bytes in question.
+The second family may strip the space before the very first token; a completion continues a prompt, so the space is
+kept here. That family also replaces a whole run of <0xNN> tokens if any byte is invalid UTF-8; this module, like
+sentencepiece, replaces only the invalid bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass
 class TokenBytes:
-    """Looks up each token's bytes once. Filling the table is idempotent, so threads may share it."""
+    """Lazily filled table of token bytes. Filling is idempotent, so threads may share it."""
 
     tokenizer: Tokenizer
     is_byte_level: bool = False
@@ -37,9 +37,9 @@ class TokenBytes:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenBytes:
-        """Reads the tokenizer's decoder. Raises SpecError for one whose tokens have no bytes of their own."""
+        """Read the tokenizer's decoder. Raises SpecError if its tokens have no bytes of their own."""
         if tokenizer.decoder is None:
-            raise SpecError("tokenizer.json names no decoder, so its tokens cannot be turned back into text")
+            raise SpecError("tokenizer.json has no decoder, so tokens cannot be converted to text")
         table = cls(tokenizer)
         for step in _steps(json.loads(tokenizer.decoder.__getstate__())):
             table._add(step)
@@ -65,7 +65,7 @@ class TokenBytes:
             case {"type": "Fuse"} | {"type": "Strip", "content": " ", "start": 0 | 1, "stop": 0}:
                 pass  # joins tokens, or strips the very first space
             case _:
-                raise SpecError(f"tokenizer.json: decoder step {step} is not supported; ByteLevel and ByteFallback are")
+                raise SpecError(f"tokenizer.json: unsupported decoder step {step}; use ByteLevel or ByteFallback")
 
     def _of_token(self, token: str) -> bytes:
         if self.has_byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
@@ -74,7 +74,7 @@ class TokenBytes:
             token = token.replace(pattern, content)
         if self.is_byte_level and all(character in _BYTE_OF for character in token):
             return bytes(_BYTE_OF[character] for character in token)
-        return token.encode()  # in a byte-level vocabulary: an added token, written as it is
+        return token.encode()  # in a byte-level vocabulary this is an added token, stored as plain text
 
 
 def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: a printable Latin-1 byte is its own character, each other byte the next one from U+0100 on."""
+    """Return GPT-2's table: a printable Latin-1 byte is its own character, other bytes are numbered from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

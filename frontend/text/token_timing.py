@@ -1,4 +1,4 @@
-"""When the tokens of one request came: time to the first, and between one and the next."""
+"""Token latencies of one request: time to first token and inter-token latency."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from router.telemetry.metrics import Metrics
 
 
 class TokenClock:
-    """Starts when the request arrives. Observes each token's latency as it comes, and keeps the means."""
+    """Clock started at a request's arrival. Observes the latency of each token and keeps the means."""
 
     def __init__(self, metrics: Metrics, *, num_choices: int) -> None:
         self._metrics = metrics
         self._observe = metrics.inter_token_latency.observe
         self.began = monotonic()
-        self._last: list[float | None] = [None] * num_choices  # when a token of each came
+        self._last: list[float | None] = [None] * num_choices  # arrival of each choice's last token
         self._gaps_s = 0.0  # the sum over all choices
         self._num_gaps = 0
-        self.ttft_s = 0.0  # 0 until there is a token
+        self.ttft_s = 0.0  # 0 before the first token
 
     @property
     def elapsed_s(self) -> float:
@@ -25,11 +25,11 @@ class TokenClock:
 
     @property
     def itl_s(self) -> float:
-        """Mean time between two tokens of a choice; 0 where none has two."""
+        """Mean inter-token latency in seconds; 0 if no choice has two tokens."""
         return self._gaps_s / self._num_gaps if self._num_gaps else 0.0
 
     def tick(self, choice: int, num_tokens: int = 1) -> None:
-        """Tokens of this choice have come, all at this moment."""
+        """Record tokens of a choice that arrived together, now."""
         now = monotonic()
         last, self._last[choice] = self._last[choice], now
         if self.ttft_s == 0.0:

@@ -1,4 +1,4 @@
-"""The model's own tokenizer: text to token ids, and each token id back to the bytes that it stands for."""
+"""Tokenizer of a model: text to token ids, and token ids to bytes."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from tokenizers import Tokenizer as FastTokenizer
 from core.types.errors import SpecError
 from frontend.text.token_bytes import TokenBytes
 
-# A text is worked on by the thread that asks, not by a pool of the library's own beside those (TextThreads).
+# Tokenize on the calling thread, which is already one of TextThreads, not on the library's own pool.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Reads a model directory: tokenizer.json, tokenizer_config.json, generation_config.json, config.json.
+    """Tokenizer of a model directory: tokenizer.json, tokenizer_config.json, generation_config.json, config.json.
 
-    Only reads after construction, so any thread may use it; `encode` lets other threads run meanwhile.
-    Raises SpecError when the directory has no tokenizer, or one whose tokens have no bytes of their own.
+    Immutable and thread-safe; `encode` releases the GIL. Raises SpecError if the directory has no tokenizer, or one
+    whose tokens have no bytes of their own.
     """
 
     def __init__(self, model_dir: Path) -> None:
         self._fast = _load(model_dir / "tokenizer.json")
         self._bytes = TokenBytes.of(self._fast)
-        # What a token adds to a text of whole characters, where that is whole characters again; else None, and for
-        # special tokens. Each is looked for once.
+        # Text of a token whose bytes are whole UTF-8 characters; None for other tokens and for special ones. Cached.
         self.whole_text = cache(self._find_whole_text)
         config = _read_json(model_dir / "tokenizer_config.json")
         self.special_tokens = _special_tokens(config, _read_json(model_dir / "special_tokens_map.json"))
@@ -46,34 +45,35 @@ class Tokenizer:
         self.longest_token = max(len(token) for token in vocabulary)  # characters
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`; special tokens written in it count. add_special_tokens: BOS where the model wants it."""
-        # The library's `encode` of one text holds the interpreter's lock until its end, that of a batch does not.
+        """Return the ids of `text`, in which special tokens are recognized. add_special_tokens: add BOS if the model
+        uses it."""
+        # The library's single-text `encode` holds the GIL throughout; the batch version does not.
         if not add_special_tokens:
             return list(self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids)
         [encoding] = self._fast.encode_batch_fast([text], add_special_tokens=self._post_process)
         return [*self._prefix, *encoding.ids, *self._suffix]
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of a run of tokens that continues other text, so that a leading space stays.
+        """Decode tokens that continue other text, so a leading space is kept.
 
-        Bytes that are no UTF-8 become U+FFFD, one for each maximal part of a character.
+        Invalid UTF-8 becomes U+FFFD, one for each maximal part of a character.
         """
         skipped = self._special_ids if skip_special_tokens else frozenset()
         return b"".join(self.token_bytes(i) for i in token_ids if i not in skipped).decode(errors="replace")
 
     def token_bytes(self, token_id: int) -> bytes:
-        """What this token adds to the text, as UTF-8; often less than a character. Empty for an id without a token."""
+        """Return the UTF-8 bytes of a token, often less than a character. Empty for an unknown id."""
         return self._bytes.of_id(token_id)
 
     def token_text(self, token_id: int) -> str:
-        """A token's text as the OpenAI API prints it: bytes that are no UTF-8 by themselves are written \\xNN."""
+        """Return a token's text in the OpenAI API's form: bytes that are not valid UTF-8 are written \\xNN."""
         return self.token_bytes(token_id).decode(errors="backslashreplace")
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
-        """Of those of them that are tokens."""
+        """Return the ids of those strings that are tokens."""
         return frozenset(i for token in tokens if (i := self._fast.token_to_id(token)) is not None)
 
     def _ids_of(self, name: str) -> list[int]:
@@ -87,7 +87,7 @@ class Tokenizer:
         return None
 
     def _find_eos(self, model_dir: Path) -> frozenset[int]:
-        """Every id that ends a sequence: the tokenizer's own, and more in generation_config.json, as in Llama 3."""
+        """Return every id that ends a sequence: the tokenizer's and those in generation_config.json, as in Llama 3."""
         listed = _read_json(model_dir / "generation_config.json").get("eos_token_id")
         if listed is None:
             listed = _read_json(model_dir / "config.json").get("eos_token_id")
@@ -97,10 +97,10 @@ class Tokenizer:
 
 def _load(path: Path) -> FastTokenizer:
     if not path.is_file():
-        raise SpecError(f"{path.parent}: has no tokenizer.json, so text cannot be turned into tokens")
+        raise SpecError(f"{path.parent}: has no tokenizer.json, so text cannot be tokenized")
     try:
         fast = FastTokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception, for a bad file and for a bad field alike
+    except Exception as error:  # the library raises plain Exception for any bad file
         raise SpecError(f"{path}: not readable as a tokenizer: {error}") from error
     fast.no_truncation()  # some files still carry the settings of a training run
     fast.no_padding()
@@ -108,7 +108,7 @@ def _load(path: Path) -> FastTokenizer:
 
 
 def _special_tokens(config: dict[str, Any], fallback: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, unk_token … with their text; a file may write one as a string or as an object."""
+    """Return the text of bos_token, eos_token, unk_token …, which a file may store as a string or as an object."""
     tokens: dict[str, str] = {}
     for name, value in {**fallback, **config}.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -118,7 +118,7 @@ def _special_tokens(config: dict[str, Any], fallback: dict[str, Any]) -> dict[st
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """The object in `path`, or an empty one where there is no such file. Raises SpecError."""
+    """Return the object in `path`, or an empty one if the file does not exist. Raises SpecError."""
     if not path.is_file():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What is told of a completion: to the record of traffic as it comes, and to all others when it is over."""
+"""Usage accounting of a completion: metrics, audit log, trace, traffic record and log line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class Account:
-    """Of one completion: the metrics, the trail, the life that is remembered, the spans, and one line of the log."""
+    """Account of one completion."""
 
     def __init__(
         self,
@@ -34,24 +34,25 @@ class Account:
         traffic: TrafficRecord | None,
         trace: Trace | None,
     ) -> None:
-        """clock: the request's own. traffic, trace: None: nobody remembers it, it is not traced."""
+        """clock: the request's own. traffic: None: not recorded. trace: None: not traced."""
         self._request = request
         self._model = model
         self._clock = clock
         self._metrics = metrics
         self._audit_log = audit_log
-        self._traffic = None if request.priority >= OFFLINE else traffic  # nobody waits for those
+        # Offline requests do not count as traffic: no client waits for them.
+        self._traffic = None if request.priority >= OFFLINE else traffic
         self._trace = trace
-        self._seen_as = range(0)  # its numbers in the record
+        self._seen_as = range(0)  # its ids in the traffic record
         self._life = Timeline()
 
     def rejected(self, error: ClusterError) -> None:
-        """It is not to be run."""
+        """Record that the request is rejected."""
         self._metrics.requests.labels(outcome_of(error).code).inc()
         self._audit_log.rejected(self._request, error)
 
     def arrived(self, prompt_ids: Sequence[int]) -> None:
-        """It is to be run: whoever looks at the traffic counts it from now on."""
+        """Record that the request is about to run; it counts as traffic from now on."""
         if self._traffic is not None:
             clock = self._clock
             self._seen_as = self._traffic.arrived(
@@ -62,7 +63,7 @@ class Account:
             )
 
     def started(self, life: Timeline) -> None:
-        """It runs; `life`, which its generation writes, began when that did, and now begins with the request."""
+        """Take over the generation's timeline and move its beginning back to the request's arrival."""
         self._life = life
         entered, life.began = life.began, self._clock.began
         life.add(RequestPhase.PREPARE, "", life.began, entered)
@@ -71,7 +72,7 @@ class Account:
     def over(
         self, outcome: str, usage: TokenUsage, route: RequestRoute, *, num_outputs: Iterable[int], max_tokens: int
     ) -> None:
-        """However it ended, once. num_outputs: tokens of each choice. max_tokens: that a choice could have."""
+        """Record the end, once, whatever the outcome. num_outputs: tokens of each choice. max_tokens: limit of each."""
         clock, life, request = self._clock, self._life, self._request
         if self._traffic is not None:
             self._traffic.over(self._seen_as, num_outputs, ttft_s=clock.ttft_s, itl_s=clock.itl_s)
@@ -83,7 +84,7 @@ class Account:
         ttft_s = clock.ttft_s
         life.ended, life.outcome, life.first_s = clock.began + clock.elapsed_s, outcome, ttft_s
         if self._trace and self._trace.is_sampled:
-            self._trace.tell(self._told(outcome, usage, route), life)
+            self._trace.tell(self._span_attributes(outcome, usage, route), life)
         self._audit_log.done(request, outcome, usage, max_tokens=max_tokens, s=clock.elapsed_s, ttft_s=ttft_s)
         logger.info(
             "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d pulled_tokens=%d "
@@ -94,8 +95,8 @@ class Account:
             clock.ttft_s * 1e3, clock.itl_s * 1e3, clock.elapsed_s * 1e3,
         )  # fmt: skip
 
-    def _told(self, outcome: str, usage: TokenUsage, route: RequestRoute) -> dict[str, str | int | float]:
-        """Of a span. By the names of OpenTelemetry's conventions, where these have one."""
+    def _span_attributes(self, outcome: str, usage: TokenUsage, route: RequestRoute) -> dict[str, str | int | float]:
+        """Return the span's attributes, named by OpenTelemetry's semantic conventions where those exist."""
         return {
             "gen_ai.request.model": self._model,
             "gen_ai.usage.input_tokens": usage.prompt_tokens,

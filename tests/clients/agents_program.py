@@ -1,4 +1,4 @@
-"""openai-agents: an agent with a tool, with both of its kinds of model, run whole and streamed."""
+"""openai-agents: an agent with a tool, over both kinds of OpenAI models, whole and streamed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class City(BaseModel):
 
 @function_tool
 def get_weather(city: Literal["Paris", "Rome"]) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     _called.append(city)
     return f"It is raining in {city}."
 

@@ -1,4 +1,4 @@
-"""instructor: answers as pydantic models, whole and while they come, and asked for again where they are wrong."""
+"""instructor: answers as pydantic models, whole and partial, with retries of invalid ones."""
 
 from __future__ import annotations
 

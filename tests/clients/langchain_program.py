@@ -22,7 +22,7 @@ class City(BaseModel):
 
 @tool
 def get_weather(city: Literal["Paris", "London", "Berlin", "Rome"]) -> str:
-    """The weather in a city."""
+    """Return the weather in a city."""
     return f"It is raining in {city}."
 
 

@@ -1,4 +1,4 @@
-"""litellm: its ways to the OpenAI API, to vLLM's, and to Anthropic's."""
+"""litellm: its providers for the OpenAI API, vLLM and Anthropic's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lm-eval: log-likelihoods and texts of a task of our own, by the tokenizer that it finds at the door. Prints both."""
+"""lm-eval: log-likelihoods and generated texts of a small task, with the tokenizer from the server. Prints both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people use to talk to a server of this kind, as it comes from a package index, against a whole deployment."""
+"""Published client packages against a whole deployment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment that has the clients, and nothing of ours."""
+    """Return the interpreter of an environment that has the clients, and none of this project's code."""
     environment = tmp_path_factory.mktemp("clients") / "venv"
     subprocess.run([sys.executable, "-m", "venv", environment], check=True)
     install = [environment / "bin" / "pip", "install", "--quiet", "--requirement", _HERE / "requirements.txt"]
@@ -47,7 +47,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def url(smollm2_dir: Path, redis_url: str) -> AsyncIterator[str]:
-    """Where the OpenAI API of a deployment begins; in float32, for log-likelihoods are compared."""
+    """Serve a deployment and yield its OpenAI base URL. float32, because log-likelihoods are compared."""
     tree = {
         "model": {"served_name": "smollm2", "chat_template": str(_TEMPLATE), "dtype": "float32"},
         "kv": {"wire_dtype": "raw"},
@@ -68,11 +68,13 @@ async def url(smollm2_dir: Path, redis_url: str) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("client", ["langchain", "litellm", "instructor", "agents"])
-async def test_a_client_does_what_it_promises(client: str, python: Path, url: str, tmp_path: Path) -> None:
+async def test_client_works_as_documented(client: str, python: Path, url: str, tmp_path: Path) -> None:
     await _run(python, client, url, tmp_path)
 
 
-async def test_lm_eval_scores_as_transformers_does(python: Path, url: str, smollm2_dir: Path, tmp_path: Path) -> None:
+async def test_lm_eval_scores_equal_those_of_transformers(
+    python: Path, url: str, smollm2_dir: Path, tmp_path: Path
+) -> None:
     found = json.loads((await _run(python, "lm_eval", url, tmp_path)).splitlines()[-1])
     assert found["texts"] == [" Paris", " Celsius"] and found["scores"] == [1.0, 1.0]
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir)).eval()
@@ -89,7 +91,7 @@ async def test_lm_eval_scores_as_transformers_does(python: Path, url: str, smoll
 
 
 async def _run(python: Path, client: str, url: str, home: Path) -> str:
-    """What its program prints."""
+    """Run a client program and return its output."""
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PYTHON"))}
     process = await asyncio.create_subprocess_exec(
         *(python, _HERE / f"{client}_program.py", url),

@@ -1,4 +1,4 @@
-"""Deployments whose models these doors serve, too: they come, fail and go without the others' noticing."""
+"""Attached deployments: added, failing and removed without effect on other models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.waiting import becomes
 
 @dataclass
 class Ray:
-    """What it says of borrowers."""
+    """Fake cluster that lists the attached deployments."""
 
     attached_deployments: list[AttachedDeployment] = field(default_factory=list)
     is_unavailable: bool = False
@@ -41,7 +41,7 @@ class Ray:
         return list(self.attached_deployments)
 
     async def has_been_asked(self) -> None:
-        """Whatever is so now has been seen."""
+        """Wait until the current list has been read."""
         before = self.num_asked
         await becomes(lambda: self.num_asked >= before + 2)
 
@@ -62,7 +62,7 @@ class Ray:
 
 @pytest.fixture(scope="module")
 def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, byte_level_dir: Path) -> Path:
-    """A model as far as routers read it."""
+    """Model files as far as a router reads them."""
     directory = tmp_path_factory.mktemp("borrower")
     shutil.copytree(byte_level_dir, directory, dirs_exist_ok=True)
     tiny_config("llama", vocab_size=512, architectures=["LlamaForCausalLM"]).save_pretrained(directory)
@@ -84,7 +84,7 @@ async def following(ray: Ray, completions: MakeCompletions) -> AsyncIterator[tup
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_they_are_there_before_the_doors_open_and_come_and_go_later(
+async def test_opened_before_the_endpoints_and_followed_later(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
@@ -104,7 +104,7 @@ async def test_they_are_there_before_the_doors_open_and_come_and_go_later(
     assert sorted(ray.left) == ["early", "late"]
 
 
-async def test_one_that_was_taken_down_and_deployed_anew_is_another(
+async def test_recreated_deployment_is_reopened(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
@@ -116,7 +116,7 @@ async def test_one_that_was_taken_down_and_deployed_anew_is_another(
         assert ray.left == ["g"]
 
 
-async def test_one_that_is_refused_for_its_name_takes_nothing_along_when_it_goes(
+async def test_rejected_duplicate_leaves_the_first_one_alone(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
@@ -129,17 +129,17 @@ async def test_one_that_is_refused_for_its_name_takes_nothing_along_when_it_goes
             models.find("same")
 
 
-async def test_until_one_is_opened_anew_it_is_away_and_no_unknown_model(
+async def test_model_is_unavailable_while_its_deployment_is_reopened(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long closing takes, and if that fails."""
+    """Also if closing is slow or fails."""
     ray, found = Ray(), list[str]()
     ray.attached_deployments = [ray.attached("g", checkpoint_dir, redis_url)]
     async with following(ray, completions) as (models, _):
         first, close = models.find("g"), ServedModel.close
 
         async def close_in_vain(served: ServedModel) -> None:
-            with pytest.raises(ModelUnavailable, match="it is just being taken up"):
+            with pytest.raises(ModelUnavailable, match="the model is loading"):
                 models.find("g")
             found.append("away")
             await close(served)
@@ -152,7 +152,7 @@ async def test_until_one_is_opened_anew_it_is_away_and_no_unknown_model(
         assert found == ["away"]
 
 
-async def test_one_that_cannot_be_opened_is_away_and_the_others_go_on(
+async def test_failing_deployment_does_not_affect_others(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
@@ -163,14 +163,14 @@ async def test_one_that_cannot_be_opened_is_away_and_the_others_go_on(
     async with following(ray, completions) as (models, _):
         assert models.names == ["own", "well"], "nobody waits for more than one try"
         with pytest.raises(
-            ModelUnavailable, match="'broken' is not served by this router at present: its deployment cannot"
+            ModelUnavailable, match="'broken' is unavailable at this router: its deployment is unreachable"
         ):
             models.find("broken")
         ray.attached_deployments = [well]
         await becomes(lambda: not models.is_known("broken"))
 
 
-async def test_while_nobody_can_say_who_they_are_they_stay(
+async def test_deployments_stay_while_they_cannot_be_listed(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()
@@ -183,7 +183,7 @@ async def test_while_nobody_can_say_who_they_are_they_stay(
         await becomes(lambda: models.names == ["own"])
 
 
-async def test_of_two_with_one_name_the_first_is_served(
+async def test_first_of_two_with_one_model_name_is_served(
     completions: MakeCompletions, checkpoint_dir: Path, redis_url: str
 ) -> None:
     ray = Ray()

@@ -1,4 +1,4 @@
-"""Keys for tests: their secrets, and a book of them."""
+"""API keys and key registries for tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def access_with(
     count: Count = lambda outcome: None,
     limiter: Limiter | None = None,
 ) -> Access:
-    """What both doors ask, with these keys and no Redis."""
+    """Create access control with these keys, without Redis."""
     keyring = Keyring(None, salt_key=SALT_KEY, is_required=is_required)
     keyring.take(book_of(*issued))
     return Access(keyring, Limits(None, limiter or LocalLimiter()), count=count)

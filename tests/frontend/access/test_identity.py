@@ -1,4 +1,4 @@
-"""What follows from who asks: salts that never meet, bounds that hold, and names that are a client's own."""
+"""Identity of a client: salts, limits from the key, and fields that the client sets itself."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ ANYBODY = Client(key=None, salt_key=SALT_KEY)
 
 
 @given(st.tuples(_WORDS, _WORDS), st.tuples(_WORDS, _WORDS))
-def test_no_two_pairs_of_tenant_and_salt_are_one(one: tuple[str, str], other: tuple[str, str]) -> None:
+def test_salts_of_distinct_tenants_and_salts_differ(one: tuple[str, str], other: tuple[str, str]) -> None:
     salts = [salt_of(SALT_KEY, tenant=tenant, cache_salt=salt) for tenant, salt in (one, other)]
     assert (salts[0] == salts[1]) == (one == other)
 
 
-def test_what_the_audit_did_makes_other_salts() -> None:
-    """Once a door joined them by a zero byte: a tenant's salt could be said by anybody."""
+def test_zero_bytes_do_not_join_tenant_and_salt() -> None:
+    """Regression: tenant and salt were once joined by a zero byte, so a client could forge another tenant's salt."""
     assert ANYBODY.bound(request(cache_salt="acme\0")).salt != client().bound(request()).salt
     assert salt_of(SALT_KEY, tenant="a\0b", cache_salt="c") != salt_of(SALT_KEY, tenant="a", cache_salt="b\0c")
 
 
-def test_a_salt_says_nothing_to_who_has_not_the_deployments_key() -> None:
+def test_salt_depends_on_the_deployment_key() -> None:
     salts = {salt_of(key, tenant="acme", cache_salt="s") for key in (SALT_KEY, bytes(32))}
     assert len(salts) == 2 and not any("acme" in salt for salt in salts)
 
 
-def test_who_has_neither_key_nor_salt_shares_prefixes() -> None:
+def test_requests_without_key_and_salt_share_prefixes() -> None:
     assert ANYBODY.bound(request()).salt == ""
 
 
-def test_a_tenant_is_what_the_key_says_and_a_user_what_the_client_says() -> None:
+def test_tenant_comes_from_the_key_and_user_from_the_client() -> None:
     asking = client(tenant="team")
     bound = asking.bound(request(user="victim"))
     assert asking.key and (bound.tenant, bound.user, bound.key_id) == ("team", "victim", asking.key.id)
@@ -59,14 +59,14 @@ def test_a_tenant_is_what_the_key_says_and_a_user_what_the_client_says() -> None
 
 
 @pytest.mark.parametrize(("asked", "given"), [(0, 2), (-5, 2), (3, 3), (9, 4)])
-def test_a_priority_is_the_nearest_that_the_key_may_ask_for(asked: int, given: int) -> None:
+def test_priority_is_clamped_to_the_key(asked: int, given: int) -> None:
     assert client(priorities=(2, 4)).bound(request(priority=asked)).priority == given
     assert client().bound(request(priority=asked)).priority == asked
 
 
-def test_an_answer_is_no_longer_than_the_key_may_ask_for() -> None:
+def test_answer_is_limited_by_the_key() -> None:
     limited = client(max_tokens=10)
-    with pytest.raises(RequestError, match="max_tokens: this API key may ask for 10, not 11") as caught:
+    with pytest.raises(RequestError, match="max_tokens: is 11; this API key allows at most 10") as caught:
         limited.bound(request(max_tokens=11))
     assert caught.value.param == "max_tokens"
     assert limited.bound(request(max_tokens=10)).max_tokens == 10
@@ -74,17 +74,17 @@ def test_an_answer_is_no_longer_than_the_key_may_ask_for() -> None:
 
 
 @pytest.mark.parametrize(("field", "length"), [("cache_salt", 1025), ("user", 257)])
-def test_a_word_of_the_client_has_bounds(field: str, length: int) -> None:
+def test_client_strings_are_limited(field: str, length: int) -> None:
     with pytest.raises(RequestError, match=field) as caught:
         ANYBODY.bound(request(**{field: "x" * length}))
     assert caught.value.param == field
 
 
-def test_strangers_do_not_hear_what_was_cached_unless_they_share_a_word() -> None:
-    pending_peer = Client(key=None, salt_key=SALT_KEY, is_cache_told=False)
-    assert not pending_peer.bound(request()).is_cache_told
-    assert pending_peer.bound(request(cache_salt="ours")).is_cache_told
-    assert client().bound(request()).is_cache_told
+def test_anonymous_clients_see_cached_tokens_only_with_a_salt() -> None:
+    pending_peer = Client(key=None, salt_key=SALT_KEY, reports_cached_tokens=False)
+    assert not pending_peer.bound(request()).reports_cached_tokens
+    assert pending_peer.bound(request(cache_salt="ours")).reports_cached_tokens
+    assert client().bound(request()).reports_cached_tokens
 
 
 def test_every_key_may_send_offline_requests() -> None:

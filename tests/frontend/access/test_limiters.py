@@ -1,4 +1,4 @@
-"""Both limiters against the same contract, and the one in Redis with several routers."""
+"""Conformance suite of both limiters, and the Redis limiter with several routers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def clients(redis_url: str) -> AsyncIterator[list[Redis]]:
 def limiter(request: pytest.FixtureRequest, clock: Clock, clients: list[Redis]) -> Limiter:
     if request.param == "local":
         return LocalLimiter(now=clock.now)
-    return RedisLimiter(clients[0], name="d", now_ms=clock.now_ms, ride_s=0)
+    return RedisLimiter(clients[0], name="d", now_ms=clock.now_ms, delay_s=0)
 
 
 def key(**limits: Any) -> ApiKey:
@@ -60,7 +60,7 @@ def key(**limits: Any) -> ApiKey:
 async def take(
     limiter: Limiter, of: ApiKey, *, tokens: int = 0, id: str = "", ahead: int = 0
 ) -> Reservation | RateLimited:
-    """As a request has it. ahead: tokens that it takes before it knows how many it needs."""
+    """Reserve like a request. ahead: tokens taken before the number needed is known."""
     try:
         entered = await limiter.enter(of, id=id or f"{random.getrandbits(64):x}", ahead=ahead)
     except RateLimited as error:
@@ -89,7 +89,7 @@ async def rejected(limiter: Limiter, of: ApiKey, **asked: Any) -> RateLimited:
     return found
 
 
-async def test_so_many_requests_in_any_minute(limiter: Limiter, clock: Clock) -> None:
+async def test_requests_per_minute(limiter: Limiter, clock: Clock) -> None:
     limited = key(rpm=3)
     for _ in range(3):
         await taken(limiter, limited)
@@ -104,7 +104,7 @@ async def test_so_many_requests_in_any_minute(limiter: Limiter, clock: Clock) ->
     await rejected(limiter, limited)
 
 
-async def test_never_more_in_a_minute_wherever_it_begins(limiter: Limiter, clock: Clock) -> None:
+async def test_any_minute_is_within_the_limit(limiter: Limiter, clock: Clock) -> None:
     limited = key(rpm=5)
     draw = random.Random(7)
     passed = []
@@ -128,7 +128,7 @@ async def test_tokens_are_taken_before_and_settled_after(limiter: Limiter) -> No
     assert (await rejected(limiter, limited, tokens=1)).headers["x-ratelimit-remaining-tokens"] == "0"
 
 
-async def test_what_is_settled_a_minute_later_changes_nothing(limiter: Limiter, clock: Clock) -> None:
+async def test_settling_a_minute_later_changes_nothing(limiter: Limiter, clock: Clock) -> None:
     limited = key(tpm=100)
     first = await taken(limiter, limited, tokens=100)
     clock.seconds += WINDOW
@@ -137,7 +137,7 @@ async def test_what_is_settled_a_minute_later_changes_nothing(limiter: Limiter, 
     await rejected(limiter, limited, tokens=41)
 
 
-async def test_so_many_at_a_time(limiter: Limiter) -> None:
+async def test_concurrent_requests(limiter: Limiter) -> None:
     limited = key(concurrency=2)
     first, _ = [await taken(limiter, limited) for _ in range(2)]
     error = await rejected(limiter, limited)
@@ -146,7 +146,7 @@ async def test_so_many_at_a_time(limiter: Limiter) -> None:
     await taken(limiter, limited)
 
 
-async def test_a_request_that_is_refused_takes_nothing(limiter: Limiter) -> None:
+async def test_rejected_request_takes_nothing(limiter: Limiter) -> None:
     limited = key(rpm=10, tpm=10, concurrency=1)
     first = await taken(limiter, limited, tokens=4)
     for _ in range(5):
@@ -157,14 +157,14 @@ async def test_a_request_that_is_refused_takes_nothing(limiter: Limiter) -> None
     assert (standing.num_requests, standing.num_tokens) == (2, 10)
 
 
-async def test_keys_do_not_count_for_each_other(limiter: Limiter) -> None:
+async def test_keys_are_counted_separately(limiter: Limiter) -> None:
     one, other = key(rpm=1), key(rpm=1)
     await taken(limiter, one)
     await taken(limiter, other)
     await rejected(limiter, one)
 
 
-async def test_the_headers_are_openais(limiter: Limiter, clock: Clock) -> None:
+async def test_headers_are_those_of_openai(limiter: Limiter, clock: Clock) -> None:
     limited = key(rpm=5, tpm=50)
     await taken(limiter, limited, tokens=10)
     clock.seconds += 30
@@ -180,9 +180,9 @@ async def test_the_headers_are_openais(limiter: Limiter, clock: Clock) -> None:
     assert (await taken(limiter, key(concurrency=1))).standing.headers(key(concurrency=1)) == {}
 
 
-async def test_both_say_the_same_of_whatever_comes(clock: Clock, clients: list[Redis]) -> None:
+async def test_both_limiters_agree(clock: Clock, clients: list[Redis]) -> None:
     limited = key(rpm=8, tpm=60, concurrency=4)
-    in_redis = RedisLimiter(clients[0], name="d", now_ms=clock.now_ms, ride_s=0)
+    in_redis = RedisLimiter(clients[0], name="d", now_ms=clock.now_ms, delay_s=0)
     both: list[Limiter] = [LocalLimiter(now=clock.now), in_redis]
     draw = random.Random(3)
     running: list[list[Reservation]] = []
@@ -217,7 +217,7 @@ async def test_both_say_the_same_of_whatever_comes(clock: Clock, clients: list[R
 # ---- several routers
 
 
-async def test_a_limit_is_exact_for_all_routers_together(clients: list[Redis]) -> None:
+async def test_limit_is_exact_across_routers(clients: list[Redis]) -> None:
     routers = [RedisLimiter(client, name="d") for client in clients]
     for limited, wanted in (
         (key(rpm=20), 20),
@@ -228,7 +228,7 @@ async def test_a_limit_is_exact_for_all_routers_together(clients: list[Redis]) -
         assert sum(isinstance(answer, Reservation) for answer in answers) == wanted
 
 
-async def test_the_places_of_a_router_that_dies_come_back(clients: list[Redis], clock: Clock) -> None:
+async def test_slots_of_a_dead_router_return(clients: list[Redis], clock: Clock) -> None:
     lives, dies = (RedisLimiter(client, name="d", now_ms=clock.now_ms) for client in clients)
     limited = key(concurrency=2)
     kept = await taken(lives, limited)
@@ -241,7 +241,7 @@ async def test_the_places_of_a_router_that_dies_come_back(clients: list[Redis], 
     await rejected(lives, limited)
 
 
-async def test_what_still_runs_counts_again_after_its_lease_has_ended(clients: list[Redis], clock: Clock) -> None:
+async def test_running_requests_count_again_after_their_lease_expired(clients: list[Redis], clock: Clock) -> None:
     limiter = RedisLimiter(clients[0], name="d", now_ms=clock.now_ms)
     limited = key(concurrency=1)
     first = await taken(limiter, limited)
@@ -254,8 +254,8 @@ async def test_what_still_runs_counts_again_after_its_lease_has_ended(clients: l
     await taken(limiter, limited)
 
 
-async def test_counts_of_a_time_to_come_are_forgotten(clients: list[Redis], clock: Clock) -> None:
-    """Redis's clock has gone back; or somebody has written what is no count at all."""
+async def test_counts_of_future_seconds_are_dropped(clients: list[Redis], clock: Clock) -> None:
+    """Guards against a Redis clock that went back, and malformed counters."""
     limiter = RedisLimiter(clients[0], name="d", now_ms=clock.now_ms)
     limited = key(rpm=1, tpm=10, concurrency=1)
     clock.seconds += 86_400
@@ -266,8 +266,8 @@ async def test_counts_of_a_time_to_come_are_forgotten(clients: list[Redis], cloc
     assert (await rejected(limiter, limited)).retry_after_s <= WINDOW
 
 
-async def test_who_has_no_token_left_is_not_let_in(limiter: Limiter) -> None:
-    """Before anybody knows how many it asks for."""
+async def test_exhausted_key_is_rejected(limiter: Limiter) -> None:
+    """Rejected before the number of tokens is known."""
     limited = key(tpm=10)
     first = await taken(limiter, limited, tokens=10)
     with pytest.raises(RateLimited, match="10 tokens a minute"):
@@ -276,7 +276,7 @@ async def test_who_has_no_token_left_is_not_let_in(limiter: Limiter) -> None:
     await limiter.enter(limited, id="next")
 
 
-async def test_tokens_ahead_leave_as_many_for_who_comes_next(limiter: Limiter) -> None:
+async def test_tokens_ahead_leave_as_many_for_the_next_request(limiter: Limiter) -> None:
     limited = key(tpm=100)
     given = [await limiter.enter(limited, id=str(number), ahead=30) for number in range(3)]
     assert [one.num_tokens for one in given] == [30, 30, 0]
@@ -284,7 +284,7 @@ async def test_tokens_ahead_leave_as_many_for_who_comes_next(limiter: Limiter) -
     assert (await limiter.enter(key(rpm=5), id="no limit of tokens", ahead=30)).num_tokens == 0
 
 
-async def test_tokens_ahead_are_exchanged_for_what_is_needed(limiter: Limiter) -> None:
+async def test_tokens_ahead_are_exchanged_for_the_bound(limiter: Limiter) -> None:
     limited = key(tpm=100)
     first = await limiter.enter(limited, id="first", ahead=50)
     more = await limiter.charge(first, num_tokens=70)
@@ -300,7 +300,7 @@ async def test_tokens_ahead_are_exchanged_for_what_is_needed(limiter: Limiter) -
     assert (await limiter.charge(third.with_tokens(0), num_tokens=24)).standing.num_tokens == 100
 
 
-async def test_a_router_alone_has_its_part() -> None:
+async def test_lone_router_enforces_its_share() -> None:
     limiter = LocalLimiter(num_routers=3)
     limited = key(rpm=10)
     answers = [await take(limiter, limited) for _ in range(10)]

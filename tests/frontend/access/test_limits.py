@@ -1,4 +1,4 @@
-"""A key's limits around a request: also when Redis goes away, and when the request does."""
+"""Limits around a request, including Redis outages and client disconnects."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def limits() -> Limits:
 async def reserved(
     limits: Limits, asking: Client, completions: Sequence[Completion]
 ) -> AsyncIterator[Mapping[str, str]]:
-    """A request as the doors have it, once it is tokenised."""
+    """Open a tokenized completion, as the endpoints do."""
     async with limits.entered(asking) as request_context:
         yield await request_context.charge(completions)
 
@@ -57,7 +57,7 @@ async def run(completion: Completion) -> None:
             pass
 
 
-async def test_what_was_not_used_is_given_back(completions: MakeCompletions, limits: Limits) -> None:
+async def test_unused_tokens_are_returned(completions: MakeCompletions, limits: Limits) -> None:
     asking = client(tpm=120)
     for _ in range(5):  # each might use 60 and uses 13
         one = await opened(completions, max_tokens=20, n=3, stop=("zz",))
@@ -74,28 +74,28 @@ async def test_what_was_not_used_is_given_back(completions: MakeCompletions, lim
         assert int(headers["x-ratelimit-remaining-tokens"]) == 120 - 2 * (len(one.prompt_ids) + 10)
 
 
-async def test_a_request_without_bounds_may_have_the_whole_budget(completions: MakeCompletions, limits: Limits) -> None:
+async def test_request_without_limits_can_use_the_whole_budget(completions: MakeCompletions, limits: Limits) -> None:
     one = await opened(completions)  # as much as the context has room for
     async with reserved(limits, client(tpm=50), [one]) as headers:
         assert headers["x-ratelimit-remaining-tokens"] == "0"
         assert one.most_tokens == 50
 
 
-async def test_an_answer_beyond_the_budget_is_refused_for_good(completions: MakeCompletions, limits: Limits) -> None:
+async def test_answer_beyond_the_budget_is_rejected_for_good(completions: MakeCompletions, limits: Limits) -> None:
     one = await opened(completions, max_tokens=20, n=3)
     with pytest.raises(RequestError, match="may have 60 tokens a minute"):
         async with reserved(limits, client(tpm=60), [one]):
             pass
 
 
-async def test_a_prompt_beyond_the_budget_is_refused_for_good(completions: MakeCompletions, limits: Limits) -> None:
+async def test_prompt_beyond_the_budget_is_rejected_for_good(completions: MakeCompletions, limits: Limits) -> None:
     one = await opened(completions, "a b c d e f g h", max_tokens=1)
-    with pytest.raises(RequestError, match=r"prompt: has \d+ tokens; this API key may have 2 a minute"):
+    with pytest.raises(RequestError, match=r"prompt: has \d+ tokens; this API key allows 2 tokens a minute"):
         async with reserved(limits, client(tpm=2), [one]):
             pass
 
 
-async def test_a_cancelled_request_gives_its_place_back(completions: MakeCompletions, limits: Limits) -> None:
+async def test_cancelled_request_returns_its_slot(completions: MakeCompletions, limits: Limits) -> None:
     asking, one = client(concurrency=1), await opened(completions, max_tokens=1)
     has_begun = asyncio.Event()
 
@@ -117,7 +117,7 @@ async def test_a_cancelled_request_gives_its_place_back(completions: MakeComplet
 
 
 class FakeOutage:
-    """A limiter that can be away, and can be held up after it has counted."""
+    """Limiter that can fail, and can be delayed after it has counted."""
 
     def __init__(self, inner: Limiter) -> None:
         self.is_unavailable = False
@@ -156,9 +156,7 @@ class FakeOutage:
             raise redis.ConnectionError("away")
 
 
-async def test_what_runs_while_redis_is_away_still_counts_when_it_is_back(
-    completions: MakeCompletions, redis_url: str
-) -> None:
+async def test_running_requests_count_again_after_a_redis_outage(completions: MakeCompletions, redis_url: str) -> None:
     there, now_ms = connect_redis(redis_url), 10**9
     shared = FakeOutage(RedisLimiter(there, name="d", now_ms=lambda: now_ms))
     limits = Limits(shared, LocalLimiter(), try_again_s=0.0)
@@ -176,7 +174,7 @@ async def test_what_runs_while_redis_is_away_still_counts_when_it_is_back(
     await there.aclose()
 
 
-async def test_who_goes_while_it_is_counted_gives_all_back(completions: MakeCompletions) -> None:
+async def test_disconnect_during_the_reservation_returns_everything(completions: MakeCompletions) -> None:
     shared = FakeOutage(LocalLimiter())
     limits = Limits(shared, LocalLimiter())
     asking, one = client(concurrency=1, tpm=100), await opened(completions, max_tokens=80)
@@ -196,9 +194,7 @@ async def test_who_goes_while_it_is_counted_gives_all_back(completions: MakeComp
     await limits.settled()
 
 
-async def test_counts_that_make_no_sense_are_no_reason_to_pass_over_other_keys(
-    completions: MakeCompletions, redis_url: str
-) -> None:
+async def test_malformed_counts_do_not_affect_other_keys(completions: MakeCompletions, redis_url: str) -> None:
     there = connect_redis(redis_url)
     limits = Limits(RedisLimiter(there, name="d"), LocalLimiter())
     harmed, well, one = client(rpm=5), client(rpm=5), await opened(completions, max_tokens=1)
@@ -212,7 +208,7 @@ async def test_counts_that_make_no_sense_are_no_reason_to_pass_over_other_keys(
     await there.aclose()
 
 
-async def test_without_redis_each_router_keeps_to_its_part(completions: MakeCompletions) -> None:
+async def test_without_redis_each_router_enforces_its_share(completions: MakeCompletions) -> None:
     away = connect_redis(f"redis://127.0.0.1:{free_port()}")
     limits = Limits(RedisLimiter(away, name="d"), LocalLimiter(num_routers=2))
     asking, one = client(rpm=4), await opened(completions, max_tokens=1)
@@ -226,7 +222,7 @@ async def test_without_redis_each_router_keeps_to_its_part(completions: MakeComp
     await away.aclose()
 
 
-async def test_a_key_without_limits_asks_nobody(completions: MakeCompletions, redis_url: str) -> None:
+async def test_unlimited_key_calls_no_limiter(completions: MakeCompletions, redis_url: str) -> None:
     there = connect_redis(redis_url)
     limits = Limits(RedisLimiter(there, name="d"), LocalLimiter())
     one, key = await opened(completions, max_tokens=1), client().key
@@ -238,7 +234,7 @@ async def test_a_key_without_limits_asks_nobody(completions: MakeCompletions, re
     await there.aclose()
 
 
-async def test_nothing_is_held_for_long_for_who_is_still_being_read(completions: MakeCompletions) -> None:
+async def test_tokens_ahead_are_returned_by_slow_uploads(completions: MakeCompletions) -> None:
     limits = Limits(None, LocalLimiter(), ahead_s=0.0)
     asking = client(tpm=100)
     one, all_of_it = [await opened(completions, max_tokens=number) for number in (40, 90)]
@@ -254,9 +250,7 @@ async def test_nothing_is_held_for_long_for_who_is_still_being_read(completions:
                 await reading.charge([one])
 
 
-async def test_who_has_used_up_its_requests_is_told_without_asking_anybody(
-    completions: MakeCompletions, redis_url: str
-) -> None:
+async def test_exhausted_key_is_rejected_from_memory(completions: MakeCompletions, redis_url: str) -> None:
     there = connect_redis(redis_url)
     limits = Limits(RedisLimiter(there, name="d"), LocalLimiter())
     asking, one = client(rpm=1), await opened(completions, max_tokens=1)

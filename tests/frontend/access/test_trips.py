@@ -1,4 +1,4 @@
-"""How often routers speak with Redis for a request, as Redis counts it; and that nothing is lost on the way."""
+"""Redis round trips per request, counted by Redis, and correctness of the limits meanwhile."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def looking(redis_url: str) -> Iterator[redis.Redis]:
 @pytest.fixture
 async def routers(redis_url: str, looking: redis.Redis) -> AsyncIterator[list[Limits]]:
     clients = [connect_redis(redis_url) for _ in range(2)]
-    yield [Limits(RedisLimiter(client, name="d", ride_s=_LONG_S), LocalLimiter()) for client in clients]
+    yield [Limits(RedisLimiter(client, name="d", delay_s=_LONG_S), LocalLimiter()) for client in clients]
     for client in clients:
         await client.aclose()
 
@@ -63,7 +63,7 @@ def num_trips(looking: redis.Redis) -> int:
     ],
     ids=lambda each: "+".join(each) if isinstance(each, dict) else str(each),
 )
-async def test_a_request_waits_for_one_trip_and_a_place_goes_back_by_another(
+async def test_one_round_trip_before_a_request_and_one_after(
     completions: MakeCompletions, routers: list[Limits], looking: redis.Redis, limits: dict[str, int], most: int
 ) -> None:
     asking, one = client(**limits), await opened(completions, max_tokens=20)
@@ -78,7 +78,7 @@ async def test_a_request_waits_for_one_trip_and_a_place_goes_back_by_another(
             assert (waited_for, num_trips(looking) - before) == (1, most)
 
 
-async def test_who_needs_more_than_those_before_waits_for_a_second(
+async def test_larger_request_needs_a_second_trip(
     completions: MakeCompletions, routers: list[Limits], looking: redis.Redis
 ) -> None:
     asking, needed = client(tpm=1000), []
@@ -90,7 +90,7 @@ async def test_who_needs_more_than_those_before_waits_for_a_second(
     assert needed[1:] == [1, 2, 1, 1, 2, 2], "the last needs more than half of what there is"
 
 
-async def test_two_routers_give_no_more_than_there_is_and_lose_nothing(
+async def test_two_routers_share_a_limit_exactly(
     completions: MakeCompletions, routers: list[Limits], looking: redis.Redis
 ) -> None:
     asking, draw = client(tpm=400), random.Random(5)

@@ -1,4 +1,4 @@
-"""What operators ask a router: at an address of its own, which its clients do not reach."""
+"""Admin endpoint: operator data on an address separate from the clients'."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def app(
     )
 
 
-async def test_it_says_what_clients_are_not_told() -> None:
+async def test_reports_what_clients_do_not_see() -> None:
     listener = await open_admin_listener(app(), host="127.0.0.1", ports=[0])
     async with httpx.AsyncClient(base_url="http://{}:{}".format(*listener.address)) as http:
         health = (await http.get("/health")).json()
@@ -84,7 +84,7 @@ async def test_targets_list_routers_and_workers_for_prometheus() -> None:
 @pytest.mark.parametrize(
     "path", ["/ui", "/ui/page.js", "/ui/events", "/debug/view", "/debug/routes/r", "/debug/lives/r"]
 )
-async def test_a_web_page_whose_name_was_made_to_resolve_here_is_told_of_no_request(path: str) -> None:
+async def test_rebound_host_name_is_rejected(path: str) -> None:
     page = UiPage(lambda has_history: {}, host="127.0.0.1")
     async with serve_http(app(page=page)) as (host, port), httpx.AsyncClient() as http:
         for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", f"localhost.evil:{port}", ""):
@@ -108,7 +108,7 @@ async def test_routers_of_one_machine_take_ports_in_turn() -> None:
         await listener.close(grace_s=5)
 
 
-async def test_whoever_else_listens_there_is_passed_over() -> None:
+async def test_port_taken_by_another_process_is_skipped() -> None:
     async with serve_http(app(router="a")) as one, serve_http(app(router="b", decode=0)) as two:
         async with serve_http(app(deployment="other")) as pending_peer:
             addresses = ["{}:{}".format(*address) for address in (one, pending_peer, two)] + ["127.0.0.1:1"]

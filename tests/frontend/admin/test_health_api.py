@@ -1,4 +1,4 @@
-"""Alive, ready and started are three answers."""
+"""Liveness, readiness and startup probes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from frontend.admin.health_api import HealthProbes, add_health
 
 
 @pytest.mark.parametrize("name", ["live", "ready", "startup"])
-async def test_each_question_has_its_own_answer(name: str) -> None:
+async def test_each_probe_has_its_own_answer(name: str) -> None:
     said = dict.fromkeys(("live", "ready", "startup"), True)
     app = FastAPI()
     add_health(

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API as its own client uses it: answers whole and streamed, tools, thinking, and refusals."""
+"""Anthropic's Messages API with its own client: whole and streamed answers, tools, thinking, errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MessagesDoor:
 
     @property
     def prompt(self) -> str:
-        """The last that came."""
+        """Return the last request started."""
         return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
 
     async def rejected(self, body: dict[str, Any], path: str = "/v1/messages") -> tuple[int, str, str]:
@@ -83,7 +83,7 @@ async def _endpoint(
 
 
 def _said(message: Any) -> dict[str, Any]:
-    """All but what is of its own in every answer."""
+    """Return the content without the values unique to each answer."""
     told = message.model_dump(exclude_none=True)
     told.pop("id")
     told["content"] = [{name: value for name, value in block.items() if name != "id"} for block in told["content"]]
@@ -127,7 +127,7 @@ async def test_text_whole_and_streamed(completions: MakeCompletions, byte_level:
         assert counted.input_tokens == len(asked.token_ids) and len(endpoint.fake.started) == 2
 
 
-async def test_how_an_answer_ends(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_stop_reasons(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     ends: list[tuple[dict[str, Any], str, str, str | None]] = [
         ({"stop_sequences": ["is", "zzz"]}, "It ", "stop_sequence", "is"),
         ({"max_tokens": 2}, byte_level.decode(byte_level.encode("It is Paris.")[:2]), "max_tokens", None),
@@ -184,8 +184,8 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
                 assert len(pieces) > 10, "arguments come as they are made"
 
 
-async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    """What came goes back as it came, with the tool's answer; and the model reads both."""
+async def test_agent_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    """An answer is sent back unchanged with the tool's result, and the model sees both."""
     messages: list[Any] = list(_USER)
     async with _endpoint(completions, byte_level) as endpoint:
         endpoint.say(f"Let me look.\n{_PARIS}")
@@ -209,7 +209,7 @@ async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokeniz
         )
 
 
-async def test_which_tools_are_called(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_tool_choice(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     fields: Any = {"model": "tiny", "max_tokens": 256, "messages": _USER, "tools": [_TOOL]}
     async with _endpoint(completions, byte_level, has_grammars=True) as endpoint:
         endpoint.say(f"{_PARIS}{_LYON} and more")
@@ -229,7 +229,7 @@ async def test_which_tools_are_called(completions: MakeCompletions, byte_level: 
             assert endpoint.fake.started[-1].grammar is not None
 
 
-async def test_an_answer_keeps_to_a_schema(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_answer_follows_a_schema(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     async with _endpoint(completions, byte_level, has_grammars=True) as endpoint:
         endpoint.say('{"name": "Rome"}')
         answer = await endpoint.client.messages.parse(model="tiny", max_tokens=64, messages=_USER, output_format=City)
@@ -250,8 +250,8 @@ _TWO_ANSWERED_IN_A_CHAT = [
 ]
 
 
-def test_the_same_request_as_a_chats() -> None:
-    """What an answer is bound to, and the messages, are the same at both endpoints."""
+def test_request_equals_that_of_a_chat() -> None:
+    """Grammar and messages equal those of an equivalent /v1/chat/completions request."""
     function = {"name": "weather", "description": "Of a city.", "parameters": _SCHEMA}
     tools = [{"type": "function", "function": function}]
     both: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -274,7 +274,7 @@ def test_the_same_request_as_a_chats() -> None:
             assert getattr(one, name) == getattr(other, name)
 
 
-async def test_thinking_is_a_block_of_its_own(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_thinking_has_its_own_block(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     template = _HERMES.replace("{%- if message.content %}", "{{- message.reasoning_content }}{%- if message.content %}")
     async with _endpoint(completions, byte_level, template + "{# </think> #}", has_grammars=True) as endpoint:
         endpoint.say(f"<think>\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
@@ -304,7 +304,7 @@ _THINKING: Any = {  # by template: what is asked, and the end of the prompt; Non
 
 
 @pytest.mark.parametrize("template", _THINKING)
-async def test_thinking_is_asked_of_the_template(
+async def test_thinking_is_requested_from_the_template(
     completions: MakeCompletions, byte_level: Tokenizer, template: str
 ) -> None:
     async with _endpoint(completions, byte_level, template) as endpoint:
@@ -330,12 +330,12 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [_IMAGE]}]}]},
      "messages[0].content[0].content[0].type: blocks of type 'image'"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": {}}]}]},
-     "messages[0].content[0].type: a message of role user"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: is required"),
+     "messages[0].content[0].type: tool_use is not allowed"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: required"),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}]}, "messages[0].content[0].n"),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "b", "input": {}}]}]}, "messages: "),
     ({"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "b", "input": {}}] * 513}]},
-     "messages[0].content: at most 512"),
+     "messages[0].content: has 513"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": "a"}] * 4097}, "messages"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
@@ -349,11 +349,11 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
     ({"top_k": -2}, "top_k"),
     ({"tools": [{"type": "web_search_20250305", "name": "a"}]}, "tools[0].type: tools of type 'web_search_20250305'"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
-    ({"tools": [_TOOL, _TOOL]}, "tools: 'weather' is there twice"),
+    ({"tools": [_TOOL, _TOOL]}, "tools: the name 'weather' appears twice"),
     ({"tools": [_TOOL] * 513}, "tools"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice: needs tools"),
+    ({"tool_choice": {"type": "any"}}, "tool_choice: requires tools"),
     ({"tool_choice": {"type": "tool"}, "tools": [_TOOL]}, "tool_choice.name"),
-    ({"tool_choice": {"type": "tool", "name": "b"}, "tools": [_TOOL]}, "tool_choice: no tool is named 'b'"),
+    ({"tool_choice": {"type": "tool", "name": "b"}, "tools": [_TOOL]}, "tool_choice: tool 'b' not found"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"not": {}}}}}, "output_config.format.schema: "),
     ({"thinking": {"type": "between_tools"}}, "thinking.type"),
     ({"container": "a"}, "container"),
@@ -361,7 +361,7 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-async def test_what_is_wrong_is_refused_by_its_name(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_invalid_requests_are_rejected_by_name(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     async with _endpoint(completions, byte_level, has_grammars=True) as endpoint:
         for body, message in _WRONG:
             status, kind, told = await endpoint.rejected(body)
@@ -377,7 +377,7 @@ async def test_what_is_wrong_is_refused_by_its_name(completions: MakeCompletions
         assert (wrong.status_code, wrong.json()["error"]["type"]) == (405, "invalid_request_error")
 
 
-async def test_errors_have_the_clients_classes(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_errors_map_to_the_clients_classes(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     raised: list[tuple[Exception, type[anthropic.APIStatusError], str]] = [
         (CapacityError("full", retry_after_s=2), anthropic.OverloadedError, "overloaded_error"),
         (RateLimited("yours", retry_after_s=2), anthropic.RateLimitError, "rate_limit_error"),
@@ -413,7 +413,7 @@ async def test_errors_have_the_clients_classes(completions: MakeCompletions, byt
         }
 
 
-async def test_a_key_comes_in_either_header(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_key_is_accepted_in_either_header(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     known, other = issue("acme"), issue("other")
     access = access_with(known, other)
     async with _endpoint(completions, byte_level, access=access, key=known.secret) as endpoint:
@@ -443,7 +443,7 @@ async def test_a_key_comes_in_either_header(completions: MakeCompletions, byte_l
 
 
 @pytest.mark.parametrize("rejects", [False, True])
-async def test_fields_that_nobody_knows(completions: MakeCompletions, byte_level: Tokenizer, rejects: bool) -> None:
+async def test_unknown_fields(completions: MakeCompletions, byte_level: Tokenizer, rejects: bool) -> None:
     content = [{"type": "text", "text": "hi", "mood": 1, "cache_control": {"type": "ephemeral"}}]
     body: Any = {"messages": [{"role": "user", "content": content}], "tools": [{**_TOOL, "input_examples": []}]}
     async with _endpoint(completions, byte_level, rejects_unknown_fields=rejects) as endpoint:

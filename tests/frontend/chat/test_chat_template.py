@@ -1,4 +1,4 @@
-"""Conversations rendered as transformers renders them, and refused in the template's own words."""
+"""Chat templates: rendering equal to transformers', and rejections."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CONVERSATIONS: list[list[dict[str, Any]]] = [
 
 @pytest.mark.parametrize("messages", CONVERSATIONS, ids=["user", "system", "turns"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_renders_as_transformers(byte_level_dir: Path, name: str, messages: list[dict[str, Any]]) -> None:
+def test_renders_like_transformers(byte_level_dir: Path, name: str, messages: list[dict[str, Any]]) -> None:
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(
@@ -67,8 +67,8 @@ def _with_calls(arguments: Any) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["hermes_tools", "deepseek_tools"])
-def test_calls_and_tools_are_rendered_as_transformers_renders_them(byte_level_dir: Path, name: str) -> None:
-    """Arguments come as text; a template gets objects, which transformers asks for, unless it takes only text."""
+def test_calls_and_tools_are_rendered_like_transformers(byte_level_dir: Path, name: str) -> None:
+    """Text arguments become objects, as transformers expects, unless the template accepts only text."""
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(
@@ -88,7 +88,7 @@ def test_calls_and_tools_are_rendered_as_transformers_renders_them(byte_level_di
 
 @pytest.mark.parametrize("last", ["Once upon", "Once upon a time ", "  "])
 @pytest.mark.parametrize("name", ["chatml", "llama3", "hermes_tools"])
-def test_a_last_message_is_continued_as_transformers_continues_it(byte_level_dir: Path, name: str, last: str) -> None:
+def test_last_message_is_continued_like_transformers(byte_level_dir: Path, name: str, last: str) -> None:
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast(
@@ -114,7 +114,7 @@ _CALLS_ALONE = {  # what a template does with a content that is not there, and w
 
 
 @pytest.mark.parametrize("case", _CALLS_ALONE)
-def test_a_message_of_calls_alone_is_shown_whatever_the_template_does_with_its_content(case: str) -> None:
+def test_message_with_only_calls_is_rendered(case: str) -> None:
     written, expected = _CALLS_ALONE[case]
     source = "{% for m in messages if m.role == 'assistant' %}" + written + "{% endfor %}{% if tools %}{% endif %}"
     template = ChatTemplate(source, special_tokens={})
@@ -127,7 +127,7 @@ _NAMES_ROLES = (
 )
 
 
-def test_a_developer_speaks_as_the_system_unless_the_template_knows_one() -> None:
+def test_developer_becomes_system_unless_supported() -> None:
     told = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     assert ChatTemplate(_NAMES_ROLES, special_tokens={}).render(told) == "system:Be brief.;user:hi;"
     knowing = _NAMES_ROLES.replace("'tool'", "'tool', 'developer'")
@@ -135,15 +135,15 @@ def test_a_developer_speaks_as_the_system_unless_the_template_knows_one() -> Non
     assert told[0]["role"] == "developer", "the caller's own stays as it was"
 
 
-def test_a_message_is_not_left_out_without_a_word_for_its_role() -> None:
+def test_unsupported_role_is_rejected() -> None:
     told = [{"role": "user", "content": "hi"}, {"role": "function", "content": "72 F"}]
-    with pytest.raises(RequestError, match="knows no 'function'") as caught:
+    with pytest.raises(RequestError, match="role 'function' is not supported") as caught:
         ChatTemplate(_NAMES_ROLES, special_tokens={}).render(told)
     assert caught.value.param == "messages[1].role"
     assert "function\n72 F" in ChatTemplate(CHATML, special_tokens={}).render(told)
 
 
-def test_arguments_that_are_no_object_are_refused_by_their_path() -> None:
+def test_arguments_that_are_not_objects_are_rejected_with_their_path() -> None:
     template = ChatTemplate(TEMPLATES["hermes_tools"], special_tokens={})
     for wrong in ("[]", "{", "[" * 100_000, json.dumps({"a": [1] * 5000})):
         with pytest.raises(RequestError) as caught:
@@ -152,8 +152,8 @@ def test_arguments_that_are_no_object_are_refused_by_their_path() -> None:
     assert "get_weather" in template.render(_with_calls(""))  # a call without any
 
 
-def test_a_template_that_knows_no_tools_refuses_them() -> None:
-    with pytest.raises(RequestError, match="knows none") as caught:
+def test_template_without_tools_rejects_them() -> None:
+    with pytest.raises(RequestError, match="not supported") as caught:
         ChatTemplate(CHATML, special_tokens={}).render(CONVERSATIONS[0], tools=[WEATHER])
     assert caught.value.param == "tools"
     for source in ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", "{{ tools|length }}"):
@@ -168,12 +168,12 @@ def rejection(source: str | None, messages: list[dict[str, Any]] | None = None, 
     return str(caught.value)
 
 
-def test_a_refused_conversation_is_told_in_the_templates_words() -> None:
+def test_template_rejection_is_passed_on() -> None:
     assert "roles must alternate" in rejection(TEMPLATES["llama2"], [{"role": "assistant", "content": "hi"}])
     assert "has no attribute" in rejection("{{ messages[0].tool_calls.first }}")
     assert "can only concatenate str" in rejection("{{ 'a' + 1 }}")
     assert "no chat template" in rejection(None)
-    assert "at least one" in rejection(CHATML, [])
+    assert "must not be empty" in rejection(CHATML, [])
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_a_refused_conversation_is_told_in_the_templates_words() -> None:
         "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
     ],
 )
-def test_a_hostile_template_is_refused(source: str) -> None:
+def test_hostile_template_is_rejected(source: str) -> None:
     rejection(source)
 
 
@@ -217,7 +217,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize("source", LARGE)
-def test_a_template_that_makes_much_of_little_is_refused_before_it_is_made(source: str) -> None:
+def test_oversized_values_are_rejected_before_they_are_built(source: str) -> None:
     tracemalloc.start()
     try:
         rejection(source)
@@ -227,7 +227,7 @@ def test_a_template_that_makes_much_of_little_is_refused_before_it_is_made(sourc
     assert peak_bytes < 4 * MAX_TEXT_CHARS
 
 
-def test_what_templates_do_is_done_as_ever() -> None:
+def test_common_template_operations_are_allowed() -> None:
     source = (
         "{{ '%s and %5d' % ('a', 3) }} {{ 'a' ~ 1 ~ none }} {{ ['a', 2]|join(', ') }} {{ 'x'.center(5) }}"
         "{{ 'a\nb'|indent(2) }} {{ '{:>4}'.format(3) }} {{ [1] + [2] }} {{ 'abc'.replace('b', 'xy') }}"
@@ -239,27 +239,27 @@ def test_what_templates_do_is_done_as_ever() -> None:
     )
 
 
-def test_a_client_cannot_replace_what_the_model_sets() -> None:
+def test_client_cannot_replace_the_models_variables() -> None:
     template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}{{ tools }}", special_tokens=SPECIAL_TOKENS)
     mine = {"bos_token": "mine", "messages": [], "tools": "mine"}
     assert template.render([{"role": "user", "content": "hi"}], variables=mine) == "<s>hiNone"
 
 
-def test_messages_are_data_and_not_template() -> None:
+def test_messages_are_not_parsed_as_template() -> None:
     template = ChatTemplate("{{ messages[0].content }}", special_tokens={})
     assert template.render([{"role": "user", "content": "{{ 1 + 1 }}"}]) == "{{ 1 + 1 }}"
     long = [{"role": "user", "content": "x" * (MAX_TEXT_CHARS + 1)}]
     assert "exceed" in rejection("{{ messages[0].content }}", long)
 
 
-def test_a_bad_template_is_the_operators_mistake() -> None:
+def test_invalid_template_is_a_spec_error() -> None:
     with pytest.raises(SpecError, match="line 2"):
         ChatTemplate("x\n{% if %}", special_tokens={})
     with pytest.raises(SpecError, match="characters"):
         ChatTemplate("x" * 1_000_000, special_tokens={})
 
 
-def test_where_a_template_is_found(tmp_path: Path) -> None:
+def test_template_lookup_order(tmp_path: Path) -> None:
     assert find_chat_template(tmp_path) is None
     named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     write_json(tmp_path / "tokenizer_config.json", {"chat_template": named})

@@ -1,4 +1,4 @@
-"""What a budget becomes for replicas, and that what is counted of the thinking keeps to it."""
+"""Thinking budgets: conversion for replicas, and counting of thinking tokens."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _request(num_tokens: int | None = 4, **fields: object) -> CompletionRequest:
         (_request(prompt="a<think>", grammar=_SCHEMA), "a<think>", None),
     ],
 )
-def test_what_replicas_are_told(
+def test_budget_sent_to_replicas(
     request_: CompletionRequest, prompt: str, is_open: bool | None, byte_level: Tokenizer
 ) -> None:
     budget = thinking_budget(request_, _THINKS, byte_level, prompt)
@@ -59,7 +59,7 @@ def test_what_replicas_are_told(
         assert budget.num_tokens == 4 and byte_level.decode(budget.closing_ids) == budget.closing == "</think>"
 
 
-def test_a_model_that_does_not_think_has_none(byte_level: Tokenizer) -> None:
+def test_model_that_does_not_think_has_no_budget(byte_level: Tokenizer) -> None:
     with pytest.raises(UnsupportedField, match="does not think") as rejected:
         thinking_budget(_request(thinking_field="its name"), OutputFormat("hermes"), byte_level, "<think>")
     assert rejected.value.param == "its name"
@@ -67,10 +67,10 @@ def test_a_model_that_does_not_think_has_none(byte_level: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_no_more_is_counted_than_the_budget_and_the_marker(
+def test_counted_thinking_stays_within_the_budget(
     seed: int, byte_level_dir: Path, byte_level: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    """Whatever a model writes, in whatever pieces: it is read here as replicas have read it."""
+    """Text from the model is split the same way here as on the replica."""
     rng = random.Random(seed)
     pieces = [
         "<think> so",
@@ -115,10 +115,10 @@ def compiler(byte_level_dir: Path, byte_level: Tokenizer) -> GrammarCompiler:
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("form", [_SCHEMA, _TAGS], ids=["schema", "tags"])
-def test_a_grammar_begins_behind_markers_that_are_tokens(
+def test_grammar_begins_after_marker_tokens(
     form: Grammar, is_open: bool, is_special: bool, byte_level_dir: Path, tmp_path: Path
 ) -> None:
-    """Special tokens, or not; and where they are spelt."""
+    """Markers may be special tokens or spelled out."""
     fast = FastTokenizer.from_file(str(byte_level_dir / "tokenizer.json"))
     for text in ("<think>", "</think>"):
         fast.add_special_tokens([text]) if is_special else fast.add_tokens([text])
@@ -149,7 +149,7 @@ def _has(words: Sequence[int], token: int) -> bool:
 
 
 @pytest.mark.parametrize("stop", ["</think>, so be it", ">!"])
-def test_what_a_stop_string_holds_back_counts_where_it_came(byte_level: Tokenizer, stop: str) -> None:
+def test_text_held_back_by_a_stop_string_counts_in_order(byte_level: Tokenizer, stop: str) -> None:
     thought, answer = (byte_level.encode(text, add_special_tokens=False) for text in ("Well</think>", ", so be sure"))
     choice = ChoiceText(_request(stop=(stop,)), 0, byte_level, reader=AnswerReader.of(_CHAT, _THINKS, "<think>"))
     delta = choice.add(SampledToken(token_id=token) for token in [*thought, *answer])

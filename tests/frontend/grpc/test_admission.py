@@ -1,4 +1,4 @@
-"""What a call at the gRPC door costs before anybody knows what it says: requests that never come to their end."""
+"""gRPC calls whose request never arrives completely."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def door_of(
 
 
 def begun(channel: grpc.aio.Channel, method: str, known: IssuedKey | None = None) -> Any:
-    """A call with its headers, and not a byte of a message."""
+    """Start a call with headers only."""
     return channel.stream_stream(method)(metadata=(("authorization", known.header),) if known else None)
 
 
@@ -51,7 +51,7 @@ def asked(service: str) -> health_pb2.HealthCheckRequest:
 
 
 @pytest.mark.parametrize("method", ["Generate", "ListModels"])
-async def test_who_has_no_key_is_refused_on_the_headers_alone(completions: MakeCompletions, method: str) -> None:
+async def test_missing_key_is_rejected_on_the_headers_alone(completions: MakeCompletions, method: str) -> None:
     async with door_of(completions, issue("acme")) as (_, channel):
         call = begun(channel, f"/cluster.v1.Inference/{method}")
         assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.UNAUTHENTICATED
@@ -60,7 +60,7 @@ async def test_who_has_no_key_is_refused_on_the_headers_alone(completions: MakeC
 @pytest.mark.parametrize(
     "method", ["/cluster.v1.Inference/Generate", "/cluster.v1.Inference/ListModels", _CHECK, _WATCH]
 )
-async def test_a_request_that_never_comes_is_not_waited_for(completions: MakeCompletions, method: str) -> None:
+async def test_request_that_never_comes_times_out(completions: MakeCompletions, method: str) -> None:
     known = issue("acme")
     async with door_of(completions, known, limits=replace(GRPC_ENDPOINT, message_s=0.05)) as (_, channel):
         assert await asyncio.wait_for(begun(channel, method, known).code(), 10) is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -73,7 +73,7 @@ async def test_a_request_that_never_comes_is_not_waited_for(completions: MakeCom
         assert b"google.rpc.ErrorInfo" in dict(await empty.trailing_metadata())["grpc-status-details-bin"]
 
 
-async def test_nor_is_one_of_a_call_that_may_have_many(completions: MakeCompletions) -> None:
+async def test_streaming_call_without_messages_times_out(completions: MakeCompletions) -> None:
     known = issue("acme")
     async with door_of(completions, known, limits=replace(GRPC_ENDPOINT, message_s=0.05)) as (_, channel):
         calls = [begun(channel, _REFLECTION, known)]
@@ -84,7 +84,7 @@ async def test_nor_is_one_of_a_call_that_may_have_many(completions: MakeCompleti
             assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_unfinished_health_checks_end_each_other_and_no_real_one(completions: MakeCompletions) -> None:
+async def test_unfinished_health_checks_displace_only_each_other(completions: MakeCompletions) -> None:
     async with door_of(completions, issue("acme")) as (_, channel):
         calls = [begun(channel, (_CHECK, _WATCH)[i % 2]) for i in range(40)]
         ended = [asyncio.create_task(call.code()) for call in calls]
@@ -96,7 +96,7 @@ async def test_unfinished_health_checks_end_each_other_and_no_real_one(completio
         await asyncio.gather(*ended)
 
 
-async def test_watchers_hear_it_whoever_else_leaves_or_does_not_listen(completions: MakeCompletions) -> None:
+async def test_slow_or_vanished_watchers_do_not_delay_others(completions: MakeCompletions) -> None:
     async with (
         door_of(completions, issue("acme")) as (endpoint, channel),
         grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as strangers,
@@ -117,7 +117,7 @@ async def test_watchers_hear_it_whoever_else_leaves_or_does_not_listen(completio
             call.cancel()
 
 
-async def test_of_names_that_nobody_has_nothing_is_said(completions: MakeCompletions) -> None:
+async def test_unknown_service_names_keep_no_state(completions: MakeCompletions) -> None:
     async with door_of(completions, issue("acme")) as (_, channel):
         stub = health_pb2_grpc.HealthStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

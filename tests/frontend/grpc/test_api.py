@@ -1,4 +1,4 @@
-"""The gRPC door as a plain grpcio client sees it, over a real port."""
+"""gRPC API seen by a plain grpcio client, over a real port."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Endpoint:
         return [response async for response in self.stub.Generate(message, **call)]
 
     async def rejected(self, message: pb.GenerateRequest, **call: Any) -> tuple[grpc.StatusCode, str, dict[str, Any]]:
-        """The status, and its details by their kind."""
+        """Return the status and its details by type."""
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await self.generate(message, **call)
         return caught.value.code(), caught.value.details() or "", details_of(caught.value)
@@ -72,7 +72,7 @@ async def server(completions: MakeCompletions) -> AsyncIterator[Endpoint]:
 
 @pytest.fixture
 def endpoint(server: Endpoint) -> Endpoint:
-    """The one server of this module, with a token service of the test's own."""
+    """Server of this module, with the test's own token service."""
     server.service.token_service = FakeTokenService()
     return server
 
@@ -84,7 +84,7 @@ def text_of(responses: list[pb.GenerateResponse]) -> str:
 # ---- answers
 
 
-async def test_a_chat(endpoint: Endpoint, byte_level: Tokenizer) -> None:
+async def test_chat(endpoint: Endpoint, byte_level: Tokenizer) -> None:
     ids = byte_level.encode("Paris. 你好 🎉<|im_end|>")
     endpoint.fake.script = lambda *_: ids
     chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
@@ -114,8 +114,8 @@ async def test_text_and_token_ids(endpoint: Endpoint, byte_level: Tokenizer, as_
     assert text_of(await endpoint.generate(message)) == "abab"
 
 
-async def test_the_best_of_more_choices_come_when_all_have_ended(endpoint: Endpoint, byte_level: Tokenizer) -> None:
-    """As over HTTP. All that were computed are counted."""
+async def test_best_of_is_sent_when_all_choices_have_ended(endpoint: Endpoint, byte_level: Tokenizer) -> None:
+    """All choices that ran count as usage, as over HTTP."""
     said = ["aa<|im_end|>", "bbb<|im_end|>", "c<|im_end|>", "ddddddddd<|im_end|>"]
     endpoint.fake.script = lambda request, choice: byte_level.encode(said[choice])
     endpoint.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)
@@ -142,12 +142,12 @@ async def test_the_best_of_more_choices_come_when_all_have_ended(endpoint: Endpo
 @pytest.mark.parametrize(
     ("sampling", "says"),
     [
-        (pb.SamplingParams(n=2, best_of=1), "must not be less than n"),
+        (pb.SamplingParams(n=2, best_of=1), "must be at least n"),
         (pb.SamplingParams(best_of=129), "from 1 to 128"),
         (pb.SamplingParams(best_of=0), "from 1 to 128"),
     ],
 )
-async def test_how_many_the_best_are_of_is_bounded(endpoint: Endpoint, sampling: pb.SamplingParams, says: str) -> None:
+async def test_best_of_is_bounded(endpoint: Endpoint, sampling: pb.SamplingParams, says: str) -> None:
     status, message, details = await endpoint.rejected(pb.GenerateRequest(prompt="x", sampling=sampling))
     assert status is grpc.StatusCode.INVALID_ARGUMENT and message.startswith("best_of: ") and says in message
     assert [one.field for one in details["BadRequest"].field_violations] == ["sampling.best_of"]
@@ -201,7 +201,7 @@ async def test_every_sampling_field_reaches_the_workers(endpoint: Endpoint, byte
     )
 
 
-async def test_what_is_said_of_a_prompt_comes_before_the_answer(endpoint: Endpoint, byte_level: Tokenizer) -> None:
+async def test_prompt_logprobs_precede_the_answer(endpoint: Endpoint, byte_level: Tokenizer) -> None:
     ids = byte_level.encode("capital")
     sampling = pb.SamplingParams(max_tokens=2, n=2, prompt_logprobs=2)
     first, *others = await endpoint.generate(pb.GenerateRequest(prompt="capital", sampling=sampling))
@@ -220,7 +220,7 @@ async def test_what_is_said_of_a_prompt_comes_before_the_answer(endpoint: Endpoi
     assert details["BadRequest"].field_violations[0].field == "sampling.prompt_logprobs"
 
 
-async def test_defaults_are_those_beside_the_fields(endpoint: Endpoint, byte_level: Tokenizer) -> None:
+async def test_defaults_match_the_proto_comments(endpoint: Endpoint, byte_level: Tokenizer) -> None:
     await endpoint.generate(pb.GenerateRequest(prompt="ab"))
     (sent,) = endpoint.fake.started
     sampling = sent.sampling
@@ -233,7 +233,7 @@ async def test_defaults_are_those_beside_the_fields(endpoint: Endpoint, byte_lev
     assert sent.deadline_s is not None and sent.deadline_s <= 60  # the router's own limit
 
 
-async def test_no_deadline_of_a_client_is_longer_than_the_routers(endpoint: Endpoint) -> None:
+async def test_client_deadline_is_capped_by_the_router(endpoint: Endpoint) -> None:
     await endpoint.generate(pb.GenerateRequest(prompt="ab"), timeout=3600)
     (sent,) = endpoint.fake.started
     assert sent.deadline_s is not None and sent.deadline_s <= endpoint.service.max_request_s == 60
@@ -261,7 +261,7 @@ async def test_models(endpoint: Endpoint) -> None:
     assert list(models) == [pb.Model(id="tiny", max_context=256, dtype="float32")]
 
 
-async def test_a_blocking_client(endpoint: Endpoint) -> None:
+async def test_blocking_client(endpoint: Endpoint) -> None:
     def ask() -> str:
         with grpc.insecure_channel(f"127.0.0.1:{endpoint.endpoint.port}") as channel:
             message = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=4))
@@ -283,15 +283,15 @@ WRONG: list[tuple[pb.GenerateRequest, str, str]] = [
     ),
     (pb.GenerateRequest(prompt="a", sampling=pb.SamplingParams(n=0)), "sampling.n", "from 1"),
     (pb.GenerateRequest(prompt="a", sampling=pb.SamplingParams(stop=[""])), "sampling.stop", "characters"),
-    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])), "prompt", "is no token id"),
-    (pb.GenerateRequest(chat=pb.Chat()), "chat.messages", "at least one"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])), "prompt", "out of range"),
+    (pb.GenerateRequest(chat=pb.Chat()), "chat.messages", "must not be empty"),
     (pb.GenerateRequest(prompt="a", request_id="a\nb"), "request_id", "visible ASCII"),
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 256)), "prompt", "context holds 256"),
 ]
 
 
 @pytest.mark.parametrize(("message", "field", "says"), WRONG, ids=lambda value: str(value).replace("\n", " ")[:40])
-async def test_a_wrong_request_is_told_by_field(
+async def test_wrong_request_names_the_field(
     endpoint: Endpoint, message: pb.GenerateRequest, field: str, says: str
 ) -> None:
     code, text, details = await endpoint.rejected(message)
@@ -307,7 +307,7 @@ async def test_unknown_model(endpoint: Endpoint) -> None:
     assert details["ErrorInfo"].reason == "MODEL_NOT_FOUND" and details["ErrorInfo"].domain == "cluster.v1"
 
 
-async def test_full(endpoint: Endpoint) -> None:
+async def test_full_cluster(endpoint: Endpoint) -> None:
     endpoint.fake.reject = CapacityError("every decode replica is full", retry_after_s=2.25)
     code, _, details = await endpoint.rejected(pb.GenerateRequest(prompt="a"))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -323,7 +323,7 @@ async def test_full(endpoint: Endpoint) -> None:
     ],
     ids=["lost", "mismatch", "bug"],
 )
-async def test_failing_in_the_stream(endpoint: Endpoint, error: Exception, code: grpc.StatusCode) -> None:
+async def test_failure_in_the_stream(endpoint: Endpoint, error: Exception, code: grpc.StatusCode) -> None:
     endpoint.fake.fail_after = (2, error)
     call = endpoint.stub.Generate(pb.GenerateRequest(prompt="abc"))
     texts = []
@@ -336,7 +336,7 @@ async def test_failing_in_the_stream(endpoint: Endpoint, error: Exception, code:
     assert status and [detail.TypeName() for detail in status.details] == ["google.rpc.ErrorInfo"]
 
 
-async def test_too_large_a_message(endpoint: Endpoint) -> None:
+async def test_too_large_message(endpoint: Endpoint) -> None:
     code, text, _ = await endpoint.rejected(pb.GenerateRequest(prompt="x" * 50_000_000))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text
 
@@ -345,7 +345,7 @@ async def test_too_large_a_message(endpoint: Endpoint) -> None:
 
 
 @pytest.mark.parametrize("hang_after", [0, 2])
-async def test_a_cancelled_call_ends_the_generation(endpoint: Endpoint, hang_after: int) -> None:
+async def test_cancelled_call_ends_the_generation(endpoint: Endpoint, hang_after: int) -> None:
     endpoint.fake.hang_after = hang_after
     call = endpoint.stub.Generate(pb.GenerateRequest(prompt="abc"))
     reading = asyncio.ensure_future(call.read())
@@ -356,7 +356,7 @@ async def test_a_cancelled_call_ends_the_generation(endpoint: Endpoint, hang_aft
     assert endpoint.fake.ended[0][1] is asyncio.CancelledError
 
 
-async def test_a_client_that_is_gone_ends_the_generation(endpoint: Endpoint) -> None:
+async def test_vanished_client_ends_the_generation(endpoint: Endpoint) -> None:
     endpoint.fake.hang_after = 2
     async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.endpoint.port}") as channel:
         call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="abc"))
@@ -365,7 +365,7 @@ async def test_a_client_that_is_gone_ends_the_generation(endpoint: Endpoint) -> 
     await asyncio.wait_for(endpoint.fake.has_ended.wait(), 1)
 
 
-async def test_the_calls_deadline_ends_the_generation(endpoint: Endpoint) -> None:
+async def test_call_deadline_ends_the_generation(endpoint: Endpoint) -> None:
     endpoint.fake.hang_after = 2
     code, _, _ = await endpoint.rejected(pb.GenerateRequest(prompt="abc"), timeout=0.2)
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -395,7 +395,7 @@ async def test_health(completions: MakeCompletions) -> None:
     await endpoint.close(grace_s=0)
 
 
-async def test_a_door_that_closes_says_so_first_and_waits_for_what_runs_and_for_nothing_else(
+async def test_closing_reports_not_serving_and_waits_only_for_running_requests(
     completions: MakeCompletions,
 ) -> None:
     fake = FakeTokenService(hang_after=2)
@@ -430,14 +430,14 @@ async def test_reflection(endpoint: Endpoint) -> None:
     assert "cluster.v1.Inference" in {service.name for service in answer.list_services_response.service}
 
 
-async def test_a_port_in_use(endpoint: Endpoint, completions: MakeCompletions) -> None:
+async def test_port_in_use(endpoint: Endpoint, completions: MakeCompletions) -> None:
     with pytest.raises(DeployError, match="in use"):
         await open_grpc_api(
             completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=endpoint.endpoint.port
         )
 
 
-async def test_routers_of_one_node_may_share_a_port(completions: MakeCompletions) -> None:
+async def test_routers_of_one_node_can_share_a_port(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
     first = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0, is_port_shared=True)
     second = await open_grpc_api(
@@ -448,7 +448,7 @@ async def test_routers_of_one_node_may_share_a_port(completions: MakeCompletions
     await second.close(grace_s=0)
 
 
-async def test_closing_lets_what_is_under_way_finish(completions: MakeCompletions) -> None:
+async def test_closing_lets_running_requests_finish(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=2)
     endpoint = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:

@@ -1,4 +1,4 @@
-"""Thousands of calls that come while the router is busy: each is answered, however late."""
+"""Bursts of thousands of gRPC calls while the event loop is busy: every call is answered."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _burst() -> bytes:
 
 
 class _Ends:
-    """What ends the streams, of all that comes."""
+    """Collects the streams that have ended."""
 
     def __init__(self) -> None:
         self.answered: set[int] = set()
@@ -63,7 +63,7 @@ class _Ends:
             self._buffer = self._buffer[end:]
 
 
-async def test_none_of_them_is_cut_off(completions: MakeCompletions) -> None:
+async def test_no_call_of_a_burst_is_dropped(completions: MakeCompletions) -> None:
     endpoint = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
     ends = _Ends()
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as connection:

@@ -1,4 +1,4 @@
-"""What a message at the gRPC door may hold: more is refused by the field's name, before anything is made of it."""
+"""Limits of gRPC messages, rejected with the field's name before conversion."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def stub(completions: MakeCompletions) -> AsyncIterator[InferenceStub]:
 
 
 async def rejected(stub: InferenceStub, message: Message) -> tuple[str, str]:
-    """The field that is named, and what is said of it."""
+    """Return the named field and the message."""
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         match message:
             case pb.GenerateRequest():
@@ -80,19 +80,19 @@ MANY = {
 
 
 @pytest.mark.parametrize(("chat", "field", "says"), MANY.values(), ids=MANY)
-async def test_what_a_chat_may_hold(stub: InferenceStub, chat: pb.Chat, field: str, says: str) -> None:
+async def test_chat_limits(stub: InferenceStub, chat: pb.Chat, field: str, says: str) -> None:
     for message in (pb.GenerateRequest(chat=chat), pb.TokenizeRequest(chat=chat)):
         named, said = await rejected(stub, message)
         assert named == f"chat.{field}" and says in said
 
 
 @pytest.mark.parametrize("texts", [[""] * 100_000, ["x" * 8192], ["x" * 90] * 91], ids=["empty", "one", "some"])
-async def test_what_a_choice_may_hold(stub: InferenceStub, texts: list[str]) -> None:
+async def test_choice_limits(stub: InferenceStub, texts: list[str]) -> None:
     named, said = await rejected(stub, with_choices(texts))
     assert named == "grammar.choice" and "at most 8192 bytes" in said
 
 
-async def test_no_more_tokens_than_a_context_has(stub: InferenceStub) -> None:
+async def test_token_ids_are_limited_to_the_context(stub: InferenceStub) -> None:
     ids = [5] * (_CONTEXT + 1)
     named, said = await rejected(stub, pb.DetokenizeRequest(token_ids=ids))
     assert named == "token_ids" and "holds 256" in said

@@ -1,4 +1,4 @@
-"""Answers as messages of cluster.v1.Inference."""
+"""Conversion of events to messages of cluster.v1.Inference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MORE = (
 
 
 @given(events=st.lists(st.builds(lambda delta, more: more(delta), _PLAIN, st.sampled_from(_MORE)), max_size=30))
-def test_what_is_kept_is_what_would_be_made(byte_level: Tokenizer, events: list[Event]) -> None:
+def test_cached_messages_equal_fresh_ones(byte_level: Tokenizer, events: list[Event]) -> None:
     kept = ResponseBytes()
     for event in events:
         made = response_of(event, request_id="r", tokenizer=byte_level)

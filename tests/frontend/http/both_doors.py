@@ -1,4 +1,4 @@
-"""Both doors of one service, and what must be true of every answer."""
+"""Both endpoints of one service, and invariants of every response."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNNAMED = ("model's context", "chat template", "is not served here")
 
 @dataclass
 class BothDoors:
-    """Of one service, on ports of their own."""
+    """Both endpoints of one service, on their own ports."""
 
     runner: asyncio.Runner
     http: httpx.AsyncClient
@@ -66,7 +66,7 @@ class BothDoors:
 
 
 def _fields_of(error: grpc.aio.AioRpcError) -> list[str]:
-    """That the error's details name, each of which the message has."""
+    """Return the fields in the error's details, after checking that the message has them."""
     status = rpc_status.from_call(error)
     named = []
     for packed in status.details if status else ():

@@ -1,4 +1,4 @@
-"""Certificates for tests: signed by themselves, for 127.0.0.1."""
+"""Self-signed certificates for 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CertificateFiles:
 
 
 def write_certificate(directory: Path, *, name: str, days: int = 1) -> CertificateFiles:
-    """In place of one that is there. name: the subject's, by which two are told apart. days: for which it is valid."""
+    """Write a certificate over an existing one. name: of the subject, to tell two apart. days: of validity."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)

@@ -1,4 +1,4 @@
-"""Requests as nobody would write them: every field at the edges of its type, and beyond where the wire lets it."""
+"""Strategies for fuzzed requests: every field at the edges of its type, and beyond where the wire permits."""
 
 from __future__ import annotations
 
@@ -131,12 +131,12 @@ def json_bodies(
 
 
 def anthropic_bodies(fields: Iterable[str]) -> st.SearchStrategy[dict[str, str]]:
-    """Of /v1/messages."""
+    """Bodies of /v1/messages."""
     return json_bodies(fields, input_field="messages", inputs=_TURNS)
 
 
 def responses_bodies(fields: Iterable[str]) -> st.SearchStrategy[dict[str, str]]:
-    """Of /v1/responses."""
+    """Bodies of /v1/responses."""
     return json_bodies(fields, input_field="input", inputs=_ITEMS, max_field="max_output_tokens")
 
 
@@ -168,7 +168,7 @@ _ids = st.one_of(st.just([5, 6]), st.lists(_uint32, max_size=4)).map(lambda ids:
 
 
 def grpc_requests() -> st.SearchStrategy[pb.GenerateRequest]:
-    """Whatever the wire can carry."""
+    """Any message that the wire can carry."""
     inputs = st.one_of(
         st.just({"prompt": "hi"}),
         st.fixed_dictionaries({"prompt": _text}),

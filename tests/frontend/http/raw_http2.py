@@ -1,4 +1,4 @@
-"""One connection of a gRPC client that is not gRPC's: it begins messages and leaves them unfinished."""
+"""Raw HTTP/2 connection that starts gRPC messages and leaves them unfinished."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONNECTION = 0
 
 
 class RawHttp2:
-    """Sends what it is given as far as the other side's windows allow, and says how far that was. RFC 9113."""
+    """HTTP/2 client (RFC 9113) that sends as far as the peer's windows allow, and counts what it sent."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.sent: Counter[int] = Counter()  # bytes of data, by stream
@@ -37,7 +37,7 @@ class RawHttp2:
         await self.pump()  # the other side's settings come first
 
     def begin(self, path: str, *, authorization: str, data: bytes) -> int:
-        """A call, whose message is to begin so; its stream."""
+        """Start a call whose message begins with these bytes; return its stream."""
         stream = 2 * len(self._windows) - 1
         headers = {
             ":method": "POST",
@@ -54,7 +54,7 @@ class RawHttp2:
         return stream
 
     async def pump(self) -> None:
-        """Hear one thing, and send what may be sent then."""
+        """Receive one frame, then send what the windows allow."""
         head = await self._reader.readexactly(9)
         kind, flags, stream = head[3], head[4], int.from_bytes(head[5:9], "big")
         payload = await self._reader.readexactly(int.from_bytes(head[:3], "big"))
@@ -99,6 +99,6 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 
 
 def literal(name: str, value: str) -> bytes:
-    """A header in HPACK's plainest form."""
+    """Encode a header as an HPACK literal."""
     assert len(name) < 127 and len(value) < 127
     return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()

@@ -1,4 +1,4 @@
-"""What a key's limits refuse before anything of a request is read or tokenised, at both doors."""
+"""Limits that apply before a request is read or tokenized, at both endpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def http_door(service: Completions, access: Access) -> AsyncIterator[httpx
 async def grpc_door(
     service: Completions, access: Access, *, max_message_s: float = 60.0
 ) -> AsyncIterator[tuple[grpc.aio.Channel, int]]:
-    """And its port."""
+    """Yield the endpoint and its port."""
     endpoint = await open_grpc_api(
         service, access=access, host="127.0.0.1", port=0, limits=replace(GRPC_ENDPOINT, message_s=max_message_s)
     )
@@ -61,7 +61,7 @@ async def grpc_door(
 
 
 class FakeEntrance(LocalLimiter):
-    """Says when somebody has a place."""
+    """Limits that report when a slot is taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ async def generate(channel: grpc.aio.Channel, known: IssuedKey, text: str = "abc
 
 
 @pytest.mark.parametrize("is_finished", [False, True], ids=["vanishes", "makes no sense"])
-async def test_over_http_a_place_is_held_from_before_the_body(completions: MakeCompletions, is_finished: bool) -> None:
+async def test_http_slot_is_taken_before_the_body(completions: MakeCompletions, is_finished: bool) -> None:
     known, entrance = issue("acme", concurrency=1), FakeEntrance()
     access = access_with(known, limiter=entrance)
     async with http_door(completions(FakeTokenService()), access) as client:
@@ -110,7 +110,7 @@ async def test_over_http_a_place_is_held_from_before_the_body(completions: MakeC
         await access.limits.settled()
 
 
-async def test_over_grpc_a_place_is_held_from_before_the_message(completions: MakeCompletions) -> None:
+async def test_grpc_slot_is_taken_before_the_message(completions: MakeCompletions) -> None:
     known, entrance = issue("acme", concurrency=1), FakeEntrance()
     access = access_with(known, limiter=entrance)
     async with grpc_door(completions(FakeTokenService()), access) as (channel, _):
@@ -126,7 +126,7 @@ async def test_over_grpc_a_place_is_held_from_before_the_message(completions: Ma
 
 @asynccontextmanager
 async def threads_standing_still(service: Completions) -> AsyncIterator[None]:
-    """Whoever needs one waits, at least until this ends."""
+    """Block the thread pool until the block ends."""
     go_on = threading.Event()
     holding = [asyncio.ensure_future(service.threads.run("", go_on.wait, 60)) for _ in range(8)]
     try:
@@ -136,7 +136,7 @@ async def threads_standing_still(service: Completions) -> AsyncIterator[None]:
         await asyncio.gather(*holding)
 
 
-async def test_no_text_is_tokenised_for_a_key_without_tokens(completions: MakeCompletions) -> None:
+async def test_exhausted_key_tokenizes_nothing(completions: MakeCompletions) -> None:
     known = issue("acme", tpm=260)
     access, long = access_with(known), "a b " * 600
     service = completions(FakeTokenService(), max_context=2000)
@@ -154,7 +154,7 @@ async def test_no_text_is_tokenised_for_a_key_without_tokens(completions: MakeCo
         assert (await ask(client, known)).status_code == 429
 
 
-async def test_small_prompts_that_are_many_are_tokenised_beside_the_loop(completions: MakeCompletions) -> None:
+async def test_many_small_prompts_are_tokenized_on_a_thread(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService(), max_context=2000)
     known = issue("acme")
     async with http_door(service, access_with(known)) as client:
@@ -165,7 +165,7 @@ async def test_small_prompts_that_are_many_are_tokenised_beside_the_loop(complet
         assert (await asking).status_code == 200
 
 
-async def test_unfinished_messages_of_one_key_keep_nobody_else_out(completions: MakeCompletions) -> None:
+async def test_unfinished_messages_of_one_key_do_not_block_others(completions: MakeCompletions) -> None:
     slow, other = issue("slow"), issue("other")
     async with grpc_door(completions(FakeTokenService()), access_with(slow, other)) as (channel, _):
         begun = [channel.stream_stream(_GENERATE)(metadata=(("authorization", slow.header),)) for _ in range(100)]
@@ -176,10 +176,8 @@ async def test_unfinished_messages_of_one_key_keep_nobody_else_out(completions: 
 
 
 @pytest.mark.parametrize("method", [_GENERATE, _REFLECTION])
-async def test_of_messages_that_wait_to_be_read_next_to_nothing_is_taken_in(
-    completions: MakeCompletions, method: str
-) -> None:
-    """Of one key's, twelve are taken in as they come."""
+async def test_waiting_messages_are_hardly_buffered(completions: MakeCompletions, method: str) -> None:
+    """Twelve messages of one key are received at a time."""
     known, other, size = issue("acme"), issue("other"), 1 << 20
     access = access_with(known, other)
     async with grpc_door(completions(FakeTokenService()), access, max_message_s=600.0) as (channel, port):
@@ -200,7 +198,7 @@ async def test_of_messages_that_wait_to_be_read_next_to_nothing_is_taken_in(
 
 
 @pytest.mark.parametrize("method", [_GENERATE, _HEALTH])
-async def test_a_message_that_says_to_be_too_large_is_not_taken_in(completions: MakeCompletions, method: str) -> None:
+async def test_oversized_message_is_not_buffered(completions: MakeCompletions, method: str) -> None:
     known, size = issue("acme"), MAX_REQUEST_BYTES + 1
     async with grpc_door(completions(FakeTokenService()), access_with(known)) as (_, port):
         client = await RawHttp2.open("127.0.0.1", port)
@@ -214,8 +212,8 @@ async def test_a_message_that_says_to_be_too_large_is_not_taken_in(completions: 
         assert client.sent[stream] < 1 << 16
 
 
-async def test_calls_of_one_key_that_wait_for_nothing_do_not_pile_up(completions: MakeCompletions) -> None:
-    """By as many connections as it likes: twelve are read, and as many wait as two connections can have."""
+async def test_waiting_calls_of_one_key_are_limited(completions: MakeCompletions) -> None:
+    """Twelve are read and as many wait as two connections allow, whatever the number of connections."""
     known = issue("acme")
     endpoint = await open_grpc_api(
         completions(FakeTokenService()),
@@ -241,8 +239,8 @@ async def test_calls_of_one_key_that_wait_for_nothing_do_not_pile_up(completions
     await endpoint.close(grace_s=0)
 
 
-async def test_unfinished_messages_give_way_to_others_in_time(completions: MakeCompletions) -> None:
-    """Before their own time is up; also to those of the same key, and where several keys are slow."""
+async def test_unfinished_messages_are_displaced_in_time(completions: MakeCompletions) -> None:
+    """Displaced before their own timeout, also by calls of the same key and with several slow keys."""
     keys = [issue(f"key-{number}") for number in range(3)]
     async with grpc_door(completions(FakeTokenService()), access_with(*keys), max_message_s=12.0) as (channel, _):
         begun = [

@@ -1,4 +1,4 @@
-"""Large bodies over HTTP: they hold up nobody, and what makes them expensive is refused before it is made."""
+"""Large bodies over HTTP: parsed off the event loop, and rejected cheaply."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _MANY = MAX_REQUEST_BYTES // 3 - 100
         "nesting",
     ],
 )
-async def test_ten_megabytes_are_refused_by_the_field(
+async def test_ten_megabytes_are_rejected_by_field(
     completions: MakeCompletions, path: str, body: bytes, param: str | None, code: str | None
 ) -> None:
     service = completions(FakeTokenService())
@@ -76,8 +76,8 @@ async def test_ten_megabytes_are_refused_by_the_field(
     service.close()
 
 
-async def test_while_a_large_body_is_parsed_another_stream_goes_on(completions: MakeCompletions) -> None:
-    """The threads that parse stand still until that stream has come to its end."""
+async def test_parsing_a_large_body_does_not_block_streams(completions: MakeCompletions) -> None:
+    """The parser threads are blocked until the stream has ended."""
     service = completions(FakeTokenService())
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     held, go_on = threading.Barrier(4), threading.Event()
@@ -102,7 +102,7 @@ async def test_while_a_large_body_is_parsed_another_stream_goes_on(completions: 
     service.close()
 
 
-async def test_when_too_many_large_bodies_wait_the_next_one_is_refused_for_now(completions: MakeCompletions) -> None:
+async def test_excess_large_bodies_are_rejected_for_now(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     go_on = threading.Event()
@@ -118,8 +118,8 @@ async def test_when_too_many_large_bodies_wait_the_next_one_is_refused_for_now(c
     service.close()
 
 
-async def test_one_keys_slow_uploads_leave_room_for_others(completions: MakeCompletions) -> None:
-    """A quarter of the room is a key's; small bodies find room also where its own is full."""
+async def test_slow_uploads_of_one_key_leave_room_for_others(completions: MakeCompletions) -> None:
+    """One key may hold a quarter of the memory; small bodies are exempt."""
     slow, other = issue("slow"), issue("other")
     service = completions(FakeTokenService())
     app = create_app(service, access=access_with(slow, other), is_healthy=lambda: True)

@@ -1,4 +1,4 @@
-"""Whatever comes in at a door: nothing dies of it, each refusal names the field, and who asks next notices nothing."""
+"""Fuzzed requests to both endpoints: no crash, every error names its field, and later requests succeed."""
 
 from __future__ import annotations
 
@@ -64,33 +64,33 @@ _GRPC_KILLER = pb.GenerateRequest(
 @_FEW
 @given(_TEXT)
 @example(_KILLER)
-def test_texts(endpoints: BothDoors, body: dict[str, str]) -> None:
+def test_text_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/completions", body)
 
 
 @_FEW
 @given(_CHAT)
-def test_chats(endpoints: BothDoors, body: dict[str, str]) -> None:
+def test_chat_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/chat/completions", body)
 
 
 @_FEW
 @given(_TURNS)
 @example({"messages": '[{"role":"assistant","content":[{"type":"tool_use","name":"a","input":{"a":"\\ud800"}}]}]'})
-def test_messages(endpoints: BothDoors, body: dict[str, str]) -> None:
+def test_anthropic_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/messages", body)
 
 
 @_FEW
 @given(_ITEMS)
-def test_responses(endpoints: BothDoors, body: dict[str, str]) -> None:
+def test_responses_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/responses", body)
 
 
 @_FEW
 @given(grpc_requests())
 @example(_GRPC_KILLER)
-def test_grpc(endpoints: BothDoors, request_: pb.GenerateRequest) -> None:
+def test_grpc_messages(endpoints: BothDoors, request_: pb.GenerateRequest) -> None:
     endpoints.generate(request_)
 
 
@@ -98,7 +98,7 @@ def test_grpc(endpoints: BothDoors, request_: pb.GenerateRequest) -> None:
 @pytest.mark.timeout(1200)
 @_MANY
 @given(_TEXT)
-def test_thousands_of_texts(endpoints: BothDoors, body: dict[str, str]) -> None:
+def test_thousands_of_text_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/completions", body)
 
 
@@ -106,7 +106,7 @@ def test_thousands_of_texts(endpoints: BothDoors, body: dict[str, str]) -> None:
 @pytest.mark.timeout(1200)
 @_MANY
 @given(_CHAT)
-def test_thousands_of_chats(endpoints: BothDoors, body: dict[str, str]) -> None:
+def test_thousands_of_chat_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/chat/completions", body)
 
 
@@ -114,7 +114,7 @@ def test_thousands_of_chats(endpoints: BothDoors, body: dict[str, str]) -> None:
 @pytest.mark.timeout(1200)
 @_MANY
 @given(_TURNS)
-def test_thousands_of_messages(endpoints: BothDoors, body: dict[str, str]) -> None:
+def test_thousands_of_anthropic_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/messages", body)
 
 
@@ -122,7 +122,7 @@ def test_thousands_of_messages(endpoints: BothDoors, body: dict[str, str]) -> No
 @pytest.mark.timeout(1200)
 @_MANY
 @given(_ITEMS)
-def test_thousands_of_responses(endpoints: BothDoors, body: dict[str, str]) -> None:
+def test_thousands_of_responses_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/responses", body)
 
 
@@ -130,5 +130,5 @@ def test_thousands_of_responses(endpoints: BothDoors, body: dict[str, str]) -> N
 @pytest.mark.timeout(1200)
 @_MANY
 @given(grpc_requests())
-def test_thousands_over_grpc(endpoints: BothDoors, request_: pb.GenerateRequest) -> None:
+def test_thousands_of_grpc_messages(endpoints: BothDoors, request_: pb.GenerateRequest) -> None:
     endpoints.generate(request_)

@@ -1,4 +1,4 @@
-"""What a body may ask for over HTTP: more is refused by the field's name; and who works on a large one."""
+"""Limits of HTTP bodies, rejected with the field's name, and threads that process large ones."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("path", "body", "param"), WRONG.values(), ids=WRONG)
-async def test_what_a_body_may_hold(endpoint: OpenAIEndpoint, path: str, body: dict[str, Any], param: str) -> None:
+async def test_body_limits(endpoint: OpenAIEndpoint, path: str, body: dict[str, Any], param: str) -> None:
     answer = await endpoint.http.post(path, json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"].startswith(param), error
@@ -59,7 +59,7 @@ async def test_what_a_body_may_hold(endpoint: OpenAIEndpoint, path: str, body: d
     ids=["text", "ids", "text of ids", "a chat"],
 )
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_answer_repeats_so_much_of_prompts(
+async def test_repeated_prompts_are_limited(
     completions: MakeCompletions, path: str, body: dict[str, Any], param: str, stream: bool
 ) -> None:
     service = completions(FakeTokenService(), max_context=2**15)
@@ -81,9 +81,7 @@ async def test_an_answer_repeats_so_much_of_prompts(
     service.close()
 
 
-async def test_what_visits_all_of_a_large_body_is_not_for_the_event_loop(
-    endpoint: OpenAIEndpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_bodies_are_processed_on_threads(endpoint: OpenAIEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = _noted_threads(monkeypatch, (ChatBody, "requests"), (open_requests, "ignored_header"))
     for content, names in (("x", {"MainThread"}), ("x" * 20_000, {"text"})):
         await endpoint.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
@@ -91,7 +89,7 @@ async def test_what_visits_all_of_a_large_body_is_not_for_the_event_loop(
         threads.clear()
 
 
-async def test_what_visits_all_of_a_large_message_is_not_for_the_event_loop(
+async def test_large_messages_are_processed_on_threads(
     completions: MakeCompletions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = _noted_threads(monkeypatch, (api, "request_of"), (api, "tokenize_request_of"))
@@ -111,15 +109,15 @@ async def test_what_visits_all_of_a_large_message_is_not_for_the_event_loop(
 
 
 def _noted_threads(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> list[str]:
-    """The names of those who call these, from now on."""
+    """Record the names of the threads that call these functions."""
     threads: list[str] = []
 
     def noting(function: Any) -> Any:
-        def noted(*args: Any, **kwargs: Any) -> Any:
+        def audited(*args: Any, **kwargs: Any) -> Any:
             threads.append(threading.current_thread().name)
             return function(*args, **kwargs)
 
-        return noted
+        return audited
 
     for owner, name in functions:
         monkeypatch.setattr(owner, name, noting(getattr(owner, name)))

@@ -76,7 +76,7 @@ async def test_http_1_0_client_gets_the_same_answer_without_chunks(
     assert plain == usual  # but for ids and times
 
 
-async def test_the_head_of_a_page_has_no_body_in_http_1_0_either(address: tuple[str, int]) -> None:
+async def test_http_1_0_head_of_a_page_has_no_body(address: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*address)
     writer.write(b"HEAD /health HTTP/1.0\r\n\r\nGET /health HTTP/1.0\r\n\r\n")
     answer = await asyncio.wait_for(reader.read(), 10)
@@ -95,7 +95,7 @@ def _unchunked(content: bytes) -> bytes:
 
 @on_both_loops
 async def test_accepted_connections_do_not_delay_small_writes() -> None:
-    """Without TCP_NODELAY, the second write waits until the client acknowledges the first: up to 40 ms."""
+    """Without TCP_NODELAY, the second write would wait up to 40 ms for the client to acknowledge the first."""
     async with serve_http(FastAPI()) as address:
         reader, writer = await asyncio.open_connection(*address)
         writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -125,7 +125,7 @@ def _accepted(client: tuple[str, int]) -> list[socket.socket]:
 
 
 async def test_offer_of_another_protocol_is_ignored(address: tuple[str, int], fake: FakeTokenService) -> None:
-    """Java's own client offers h2c with its first request over http."""
+    """Java's HTTP client offers h2c with its first request."""
     offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
     head, content = http_post(BODIES[1]).split(b"\r\n\r\n")
     for parts in ([head + b"\r\n" + offer + b"\r\n" + content], [head + b"\r\n" + offer + b"\r\n", content]):
@@ -142,8 +142,8 @@ async def test_offer_of_another_protocol_is_ignored(address: tuple[str, int], fa
     assert len(fake.started) == 4
 
 
-async def test_body_behind_an_offer_of_another_protocol_is_not_taken_for_a_request(address: tuple[str, int]) -> None:
-    """An offer of another protocol behind another request changes nothing about its body."""
+async def test_body_after_an_upgrade_offer_is_not_parsed_as_a_request(address: tuple[str, int]) -> None:
+    """The second, pipelined request offers an upgrade, which must not change how its body is read."""
     hidden = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n"
     reader, writer = await asyncio.open_connection(*address)
     writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")  # the offer comes while that is answered
@@ -158,7 +158,7 @@ HIDDEN = b"GET /hidden HTTP/1.1\r\nhost: x\r\n\r\n"
 LAST = b"GET /last HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
-async def test_body_behind_its_answer_is_not_taken_for_a_request() -> None:
+async def test_body_after_its_response_is_not_parsed_as_a_request() -> None:
     app = FastAPI()
 
     @app.post("/")
@@ -179,7 +179,7 @@ async def test_body_behind_its_answer_is_not_taken_for_a_request() -> None:
 
 @pytest.mark.parametrize("body", BODIES, ids=IDS)
 @pytest.mark.parametrize("hang_after", [0, 3])
-async def test_a_client_that_disconnects_ends_everything(
+async def test_disconnect_ends_everything(
     address: tuple[str, int], fake: FakeTokenService, body: dict[str, Any], hang_after: int
 ) -> None:
     fake.hang_after = hang_after
@@ -206,7 +206,7 @@ async def test_disconnect_ends_a_request_with_another_pipelined_behind_it(
     assert len(fake.ended) == len(fake.started) == 1
 
 
-async def test_a_client_that_resets_while_tokens_flow(address: tuple[str, int], fake: FakeTokenService) -> None:
+async def test_reset_while_tokens_flow(address: tuple[str, int], fake: FakeTokenService) -> None:
     reader, writer = await asyncio.open_connection(*address)
     writer.write(http_post({"prompt": "abc", "stream": True, "max_tokens": 250}))
     await reader.readuntil(b"data: ")
@@ -214,7 +214,7 @@ async def test_a_client_that_resets_while_tokens_flow(address: tuple[str, int], 
     await within(1, fake.has_ended)
 
 
-async def test_a_client_that_leaves_while_it_sends(address: tuple[str, int], fake: FakeTokenService) -> None:
+async def test_disconnect_during_the_upload(address: tuple[str, int], fake: FakeTokenService) -> None:
     _, writer = await asyncio.open_connection(*address)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     await writer.drain()
@@ -224,7 +224,7 @@ async def test_a_client_that_leaves_while_it_sends(address: tuple[str, int], fak
     assert not fake.started
 
 
-async def test_a_client_that_never_finishes_its_body(completions: MakeCompletions, fake: FakeTokenService) -> None:
+async def test_endless_upload_times_out(completions: MakeCompletions, fake: FakeTokenService) -> None:
     app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True, max_body_s=0.05)
     async with serve_http(app) as address:
         reader, writer = await asyncio.open_connection(*address)
@@ -236,7 +236,7 @@ async def test_a_client_that_never_finishes_its_body(completions: MakeCompletion
 
 
 class AsgiServer:
-    """Calls the application as a server does. What the client sends is given beforehand; then it is there, or gone."""
+    """ASGI server that calls the application with given client messages."""
 
     def __init__(self, app: FastAPI, body: dict[str, Any]) -> None:
         self.sent: list[Message] = []
@@ -268,7 +268,7 @@ class AsgiServer:
 
 
 @pytest.mark.parametrize("body", BODIES, ids=IDS)
-async def test_a_disconnect_message_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
+async def test_disconnect_message_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
     fake.hang_after = 3
     server = AsgiServer(app, body)
     await within(5, fake.is_hanging)
@@ -278,7 +278,7 @@ async def test_a_disconnect_message_is_enough(app: FastAPI, fake: FakeTokenServi
 
 
 @pytest.mark.parametrize("body", BODIES, ids=IDS)
-async def test_a_cancelled_application_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
+async def test_cancelled_application_is_enough(app: FastAPI, fake: FakeTokenService, body: dict[str, Any]) -> None:
     fake.hang_after = 3
     server = AsgiServer(app, body)
     await within(5, fake.is_hanging)
@@ -288,7 +288,7 @@ async def test_a_cancelled_application_is_enough(app: FastAPI, fake: FakeTokenSe
     assert fake.has_ended.is_set()  # before the application returned
 
 
-async def test_the_first_bytes_come_with_the_first_token(app: FastAPI, fake: FakeTokenService) -> None:
+async def test_headers_are_sent_with_the_first_token(app: FastAPI, fake: FakeTokenService) -> None:
     fake.hang_after = 1
     server = AsgiServer(app, BODIES[0])
     await within(5, fake.is_hanging)
@@ -308,7 +308,7 @@ async def fifty_megabytes() -> AsyncIterator[bytes]:
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
-async def test_fifty_megabytes(address: tuple[str, int], fake: FakeTokenService, is_announced: bool) -> None:
+async def test_fifty_megabyte_body(address: tuple[str, int], fake: FakeTokenService, is_announced: bool) -> None:
     headers = {"content-length": "50000000"} if is_announced else {"transfer-encoding": "chunked"}
     async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
         tracemalloc.start()
@@ -325,7 +325,7 @@ async def test_fifty_megabytes(address: tuple[str, int], fake: FakeTokenService,
     assert not fake.started
 
 
-async def test_fifty_megabytes_from_the_openai_client(address: tuple[str, int]) -> None:
+async def test_fifty_megabyte_body_from_the_openai_client(address: tuple[str, int]) -> None:
     import openai
 
     async with openai.AsyncOpenAI(base_url="http://{}:{}/v1".format(*address), api_key="x", max_retries=0) as client:
@@ -335,7 +335,7 @@ async def test_fifty_megabytes_from_the_openai_client(address: tuple[str, int]) 
 
 
 @pytest.mark.parametrize("length", [50_000_000, 10**18])
-async def test_an_announced_length_is_refused_before_the_body(address: tuple[str, int], length: int) -> None:
+async def test_announced_length_is_rejected_before_the_body(address: tuple[str, int], length: int) -> None:
     reader, writer = await asyncio.open_connection(*address)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % length)
     assert b" 413 " in await asyncio.wait_for(reader.readline(), 5)
@@ -344,7 +344,7 @@ async def test_an_announced_length_is_refused_before_the_body(address: tuple[str
     writer.close()
 
 
-async def test_a_client_that_asks_first_is_not_told_to_go_on(address: tuple[str, int]) -> None:
+async def test_expect_100_continue_is_rejected_without_the_body(address: tuple[str, int]) -> None:
     reader, writer = await asyncio.open_connection(*address)
     head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 50000000\r\nexpect: 100-continue\r\n\r\n"
     writer.write(head)
@@ -353,7 +353,7 @@ async def test_a_client_that_asks_first_is_not_told_to_go_on(address: tuple[str,
     writer.close()
 
 
-async def test_a_large_body_within_the_limit_is_taken(address: tuple[str, int]) -> None:
+async def test_large_body_within_the_limit_is_accepted(address: tuple[str, int]) -> None:
     body = json.dumps({"prompt": "abc", "max_tokens": 1}) + " " * (MAX_REQUEST_BYTES - 100)
     async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
         answer = await client.post("/v1/completions", content=body)
@@ -363,7 +363,7 @@ async def test_a_large_body_within_the_limit_is_taken(address: tuple[str, int]) 
 # ---- a blocking client, as most are
 
 
-def test_the_blocking_client(completions: MakeCompletions, fake: FakeTokenService) -> None:
+def test_blocking_client(completions: MakeCompletions, fake: FakeTokenService) -> None:
     import openai
 
     def ask(port: int) -> Iterator[str]:

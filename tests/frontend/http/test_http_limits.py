@@ -1,4 +1,4 @@
-"""Bounds of an HTTP listener on real sockets, on both event loops."""
+"""Limits of the HTTP listener on real sockets, with both event loops."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class FakeApp:
 
 
 class Client:
-    """One connection."""
+    """Connection for one exchange."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
@@ -60,13 +60,13 @@ class Client:
         self.writer.write(data)
 
     async def answer(self) -> tuple[bytes, bytes]:
-        """Header and body."""
+        """Read one response; return header and body."""
         header = (await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), WITHIN_S)).lower()
         size = int(header.partition(b"content-length: ")[2].partition(b"\r\n")[0])
         return header, await asyncio.wait_for(self.reader.readexactly(size), WITHIN_S)
 
     async def rest(self) -> bytes:
-        """All that comes until the end."""
+        """Read until the end."""
         try:
             return await asyncio.wait_for(self.reader.read(), WITHIN_S)
         except ConnectionResetError:
@@ -116,7 +116,7 @@ async def open_endpoint(**limits: Any) -> AsyncIterator[Endpoint]:
     ids=["value", "path", "query", "number of fields"],
 )
 @on_both_loops
-async def test_too_large_header_is_refused_with_431(header: bytes) -> None:
+async def test_too_large_header_is_rejected_with_431(header: bytes) -> None:
     async with open_endpoint() as endpoint:
         status, body = await (client := await endpoint.connect(header)).answer()
         assert status.startswith(b"http/1.1 431 ") and b"connection: close" in status
@@ -125,7 +125,7 @@ async def test_too_large_header_is_refused_with_431(header: bytes) -> None:
 
 
 @on_both_loops
-async def test_endless_header_is_refused_with_400() -> None:
+async def test_endless_header_is_rejected_with_400() -> None:
     async with open_endpoint() as endpoint:
         client = await endpoint.connect(b"GET / HTTP/1.1\r\nhost: x\r\nx: " + b"y" * 100_000)
         assert (await client.rest()).startswith(b"HTTP/1.1 400 ") and not endpoint.app.asked
@@ -142,7 +142,7 @@ async def test_endless_trailer_ends_the_connection() -> None:
 
 
 @on_both_loops
-async def test_header_within_the_bounds_is_accepted_with_a_large_body() -> None:
+async def test_header_within_the_limits_is_accepted_with_a_large_body() -> None:
     async with open_endpoint() as endpoint:
         header = b"POST /ok HTTP/1.1\r\nhost: x\r\n" + b"x: y\r\n" * 97 + b"z: " + b"z" * 15_000
         client = await endpoint.connect(header + b"\r\ncontent-length: 100000\r\n\r\n" + b" " * 100_000)
@@ -150,7 +150,7 @@ async def test_header_within_the_bounds_is_accepted_with_a_large_body() -> None:
 
 
 @on_both_loops
-async def test_bytes_that_are_not_http_are_refused_with_400() -> None:
+async def test_bytes_that_are_not_http_are_rejected_with_400() -> None:
     async with open_endpoint() as endpoint:
         client = await endpoint.connect(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n")
         assert (await client.rest()).startswith(b"HTTP/1.1 400 ")
@@ -180,7 +180,7 @@ async def test_early_answer_does_not_wait_for_the_rest_of_the_body() -> None:
 
 
 @on_both_loops
-async def test_request_beyond_the_number_of_connections_is_refused_with_503() -> None:
+async def test_request_beyond_the_number_of_connections_is_rejected_with_503() -> None:
     async with open_endpoint(connections=3) as endpoint:
         busy = await endpoint.connect(_GET % b"wait")
         await becomes(lambda: endpoint.app.asked)

@@ -1,4 +1,4 @@
-"""Both doors with API keys: real clients who have one, who have none, and who have asked too much."""
+"""API keys at both endpoints: valid, missing and exhausted."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ BODY = {"model": "tiny", "prompt": "abc", "max_tokens": 4}
 ASKED = {"prompt": "abc", "sampling": pb.SamplingParams(max_tokens=4)}
 
 
-async def test_with_a_key_one_is_let_in_at_both_doors(completions: MakeCompletions) -> None:
+async def test_key_is_accepted_by_both_endpoints(completions: MakeCompletions) -> None:
     known = issue("acme", tenant="team")
     async with both(completions, access_with(known)) as endpoints:
         async with endpoints.openai(known) as client:
@@ -99,7 +99,7 @@ async def test_with_a_key_one_is_let_in_at_both_doors(completions: MakeCompletio
         "/healthy",  # is not below /health
     ],
 )
-async def test_without_a_key_one_is_told_so(completions: MakeCompletions, path: str) -> None:
+async def test_missing_key_is_rejected_with_a_reason(completions: MakeCompletions, path: str) -> None:
     async with both(completions, access_with(issue("acme"))) as endpoints:
         method = "GET" if "models" in path else "POST"
         for headers in ({}, {"authorization": "Bearer sk-wrong"}, {"authorization": "Basic YTpi"}):
@@ -113,14 +113,14 @@ async def test_without_a_key_one_is_told_so(completions: MakeCompletions, path: 
         assert not endpoints.fake.started
 
 
-async def test_the_openai_client_calls_it_an_authentication_error(completions: MakeCompletions) -> None:
+async def test_openai_client_raises_authentication_error(completions: MakeCompletions) -> None:
     async with both(completions, access_with(issue("acme"))) as endpoints, endpoints.openai("sk-wrong") as client:
         with pytest.raises(openai.AuthenticationError) as caught:
             await client.completions.create(**BODY)
     assert caught.value.code == "invalid_api_key"
 
 
-async def test_a_stranger_is_told_before_anything_is_read(completions: MakeCompletions) -> None:
+async def test_missing_key_is_rejected_before_the_body_is_read(completions: MakeCompletions) -> None:
     async with both(completions, access_with(issue("acme"))) as endpoints:
         reader, writer = await asyncio.open_connection(*endpoints.url.removeprefix("http://").split(":"))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n{")
@@ -128,7 +128,7 @@ async def test_a_stranger_is_told_before_anything_is_read(completions: MakeCompl
         writer.close()
 
 
-async def test_at_the_grpc_door_every_method_but_health_needs_a_key(completions: MakeCompletions) -> None:
+async def test_every_grpc_method_but_health_needs_a_key(completions: MakeCompletions) -> None:
     async with both(completions, access_with(issue("acme"))) as endpoints:
         reflection = reflection_pb2_grpc.ServerReflectionStub(endpoints.channel)
         calls = [
@@ -146,7 +146,7 @@ async def test_at_the_grpc_door_every_method_but_health_needs_a_key(completions:
         assert not endpoints.fake.started
 
 
-async def test_where_none_is_needed_any_will_do(completions: MakeCompletions) -> None:
+async def test_any_key_is_accepted_if_none_is_required(completions: MakeCompletions) -> None:
     async with both(completions, access_with(issue("acme"), is_required=False)) as endpoints:
         async with endpoints.openai("none") as client:
             assert (await client.completions.create(**BODY)).choices[0].text == "abca"
@@ -156,7 +156,7 @@ async def test_where_none_is_needed_any_will_do(completions: MakeCompletions) ->
 # ---- limits
 
 
-async def test_what_is_left_is_told_and_what_is_too_much_refused(completions: MakeCompletions) -> None:
+async def test_rate_limit_headers_and_rejection(completions: MakeCompletions) -> None:
     known = issue("acme", rpm=3, tpm=1000)
     async with both(completions, access_with(known)) as endpoints, endpoints.openai(known) as client:
         whole = await client.completions.with_raw_response.create(**BODY)
@@ -191,7 +191,7 @@ async def test_what_is_left_is_told_and_what_is_too_much_refused(completions: Ma
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_a_place_is_held_while_an_answer_runs(completions: MakeCompletions, is_streamed: bool) -> None:
+async def test_slot_is_held_while_an_answer_runs(completions: MakeCompletions, is_streamed: bool) -> None:
     known = issue("acme", concurrency=1)
     access = access_with(known)
     async with both(completions, access) as endpoints, endpoints.openai(known) as client:
@@ -209,7 +209,7 @@ async def test_a_place_is_held_while_an_answer_runs(completions: MakeCompletions
         await client.completions.create(**BODY)
 
 
-async def test_a_client_that_leaves_gives_its_place_back(completions: MakeCompletions) -> None:
+async def test_disconnected_client_returns_its_slot(completions: MakeCompletions) -> None:
     known = issue("acme", concurrency=1)
     access = access_with(known)
     async with both(completions, access) as endpoints, endpoints.openai(known) as client:
@@ -230,7 +230,7 @@ async def test_a_client_that_leaves_gives_its_place_back(completions: MakeComple
         await client.completions.create(**BODY)
 
 
-async def test_who_is_turned_away_is_counted(completions: MakeCompletions) -> None:
+async def test_rejections_are_counted(completions: MakeCompletions) -> None:
     outcomes = list[str]()
     async with both(completions, access_with(issue("acme"), count=outcomes.append)) as endpoints:
         await endpoints.http.get("/v1/models")
@@ -239,7 +239,7 @@ async def test_who_is_turned_away_is_counted(completions: MakeCompletions) -> No
     assert outcomes == ["invalid_api_key"] * 2
 
 
-async def test_what_a_key_may_not_ask_for_is_in_the_trail(completions: MakeCompletions, tmp_path: Path) -> None:
+async def test_rate_limited_requests_are_in_the_audit_log(completions: MakeCompletions, tmp_path: Path) -> None:
     known, audit_log = issue("acme", tenant="team", rpm=2, max_tokens=4), tmp_path / "trail.jsonl"
     async with (
         both(completions, access_with(known), audit_log=audit_log) as endpoints,
@@ -258,14 +258,14 @@ async def test_what_a_key_may_not_ask_for_is_in_the_trail(completions: MakeCompl
     assert known.secret not in audit_log.read_text()
 
 
-async def test_many_prompts_of_one_request_are_one_request(completions: MakeCompletions) -> None:
+async def test_many_prompts_of_one_body_count_as_one_request(completions: MakeCompletions) -> None:
     known = issue("acme", rpm=1, concurrency=1, tpm=1000)
     async with both(completions, access_with(known)) as endpoints, endpoints.openai(known) as client:
         body = BODY | {"prompt": ["ab", "cd", "ef"]}
         assert len((await client.completions.create(**body)).choices) == 3
 
 
-async def test_a_keys_bounds_on_an_answer_hold_at_both_doors(completions: MakeCompletions) -> None:
+async def test_key_limits_on_answers_hold_at_both_endpoints(completions: MakeCompletions) -> None:
     known = issue("acme", max_tokens=3, priorities=(1, 2))
     async with both(completions, access_with(known)) as endpoints, endpoints.openai(known) as client:
         with pytest.raises(openai.BadRequestError, match="may ask for 3, not 4") as caught:
@@ -287,7 +287,7 @@ async def test_a_keys_bounds_on_an_answer_hold_at_both_doors(completions: MakeCo
 # ---- web pages
 
 
-async def test_a_page_of_a_named_origin_may_ask_and_a_browser_learns_so_without_a_key(
+async def test_cors_preflight_needs_no_key(
     completions: MakeCompletions,
 ) -> None:
     known, page = issue("acme"), "https://chat.example.com"
@@ -319,7 +319,7 @@ async def test_a_page_of_a_named_origin_may_ask_and_a_browser_learns_so_without_
 # ---- tenants
 
 
-async def test_both_doors_give_one_key_one_salt_and_two_keys_two(completions: MakeCompletions) -> None:
+async def test_both_endpoints_derive_the_same_salt_from_a_key(completions: MakeCompletions) -> None:
     one, other = issue("one"), issue("other")
     salts: dict[tuple[str, str], set[str]] = {}
     async with both(completions, access_with(one, other)) as endpoints:

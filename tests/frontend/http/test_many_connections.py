@@ -43,7 +43,7 @@ def many_files() -> Iterator[None]:
 
 @asynccontextmanager
 async def silent_connections(address: tuple[str, int], *, half: bytes) -> AsyncIterator[list[socket.socket]]:
-    """Both ends are in this process."""
+    """Client and server are in this process."""
     async with AsyncExitStack() as stack:
         loop, ends = asyncio.get_running_loop(), []
         for number in range(_IDLE + _HALF_OPEN):
@@ -57,7 +57,7 @@ async def silent_connections(address: tuple[str, int], *, half: bytes) -> AsyncI
 
 
 @on_both_loops
-async def test_a_request_is_served_beside_them_over_http(completions: MakeCompletions) -> None:
+async def test_http_request_is_served_beside_idle_connections(completions: MakeCompletions) -> None:
     app = create_app(completions(FakeTokenService()), access=Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as address, silent_connections(address, half=_HALF_A_REQUEST):
         assert await _ask(address) == "abca"
@@ -70,7 +70,7 @@ async def _ask(address: tuple[str, int]) -> str:
     return answer.choices[0].text
 
 
-async def test_a_request_is_served_beside_them_over_grpc(completions: MakeCompletions) -> None:
+async def test_grpc_request_is_served_beside_idle_connections(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
     endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     async with silent_connections(("127.0.0.1", endpoint.port), half=_HALF_A_PREFACE):
@@ -81,7 +81,7 @@ async def test_a_request_is_served_beside_them_over_grpc(completions: MakeComple
     await endpoint.close(grace_s=0)
 
 
-async def test_a_header_that_is_too_large_is_refused_at_the_grpc_door(completions: MakeCompletions) -> None:
+async def test_too_large_grpc_header_is_rejected(completions: MakeCompletions) -> None:
     endpoint = await open_grpc_api(completions(FakeTokenService()), access=Access.anybody(), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
         stub = InferenceStub(channel)
@@ -92,8 +92,8 @@ async def test_a_header_that_is_too_large_is_refused_at_the_grpc_door(completion
     await endpoint.close(grace_s=0)
 
 
-async def test_one_connection_has_so_many_streams_at_a_time(completions: MakeCompletions) -> None:
-    """More wait at the client until one of these has ended, or are refused: gRPC does either."""
+async def test_streams_per_connection_are_limited(completions: MakeCompletions) -> None:
+    """gRPC either queues further streams at the client or rejects them."""
     fake = FakeTokenService(hang_after=0)
     limits = replace(GRPC_ENDPOINT, streams=3)
     endpoint = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0, limits=limits)

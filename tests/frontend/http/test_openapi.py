@@ -1,4 +1,4 @@
-"""The document of the HTTP door: a valid one, of all that there is, and true of what is taken."""
+"""OpenAPI document: valid, complete, and consistent with what the server accepts."""
 
 from __future__ import annotations
 
@@ -72,33 +72,33 @@ def _app(completions: MakeCompletions, access: Access) -> FastAPI:
     return create_app(completions(FakeTokenService()), access=access, is_healthy=lambda: True, probes=probes)
 
 
-def test_it_is_an_openapi_document(document: dict[str, Any]) -> None:
+def test_document_is_valid_openapi(document: dict[str, Any]) -> None:
     OpenAPIV31SpecValidator(document).validate()
     for schema in document["components"]["schemas"].values():
         Draft202012Validator.check_schema(schema)
 
 
-def test_it_has_every_endpoint_and_no_other(completions: MakeCompletions) -> None:
+def test_document_has_every_endpoint_and_no_other(completions: MakeCompletions) -> None:
     routes = _app(completions, Access.anybody()).routes
     there = {(method, route.path_format) for route in routes for method in route.methods}  # type: ignore[attr-defined]
     assert sorted((one.method, one.path) for one in ENDPOINTS) == sorted(there)
 
 
 @pytest.mark.parametrize(("path", "body"), _BODIES, ids=str)
-def test_what_is_taken_is_right_by_it(document: dict[str, Any], path: str, body: dict[str, Any]) -> None:
+def test_accepted_bodies_validate(document: dict[str, Any], path: str, body: dict[str, Any]) -> None:
     _body_of(path).model_validate(body)
     assert not list(_validator(document, path).iter_errors(body))
 
 
 @pytest.mark.parametrize(("path", "body"), _WRONG, ids=str)
-def test_what_is_wrong_by_its_types_is_wrong_by_it(document: dict[str, Any], path: str, body: dict[str, Any]) -> None:
+def test_wrongly_typed_bodies_do_not_validate(document: dict[str, Any], path: str, body: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         _body_of(path).model_validate(body)
     assert list(_validator(document, path).iter_errors(body))
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_both_are_at_the_door(endpoint: OpenAIEndpoint, document: dict[str, Any]) -> None:
+async def test_document_and_page_are_served(endpoint: OpenAIEndpoint, document: dict[str, Any]) -> None:
     assert (await endpoint.http.get("/openapi.json")).json() == document
     answer = await endpoint.http.get("/docs")
     assert answer.headers["content-type"].startswith("text/html")
@@ -111,7 +111,7 @@ async def test_both_are_at_the_door(endpoint: OpenAIEndpoint, document: dict[str
     assert re.search(r"temperature\s+number, 0 to 100\s+Default 1; 0 is greedy\.", page.text)
 
 
-async def test_who_needs_a_key_needs_it_here_too(completions: MakeCompletions) -> None:
+async def test_document_needs_a_key_if_keys_are_required(completions: MakeCompletions) -> None:
     known = issue("acme")
     app = _app(completions, access_with(known))
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
@@ -123,7 +123,7 @@ async def test_who_needs_a_key_needs_it_here_too(completions: MakeCompletions) -
 
 
 class _Page(HTMLParser):
-    """What is in a page of HTML."""
+    """Return the text of an HTML page."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a model says of a prompt's own tokens: as OpenAI's completions echo it, and as vLLM lists it."""
+"""Prompt log-probabilities, echoed as in OpenAI's completions and listed as in vLLM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.openai_door import USER, OpenAIEndpoint
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_lm_eval_finds_what_it_reads(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_lm_eval_finds_the_fields_it_reads(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     """The request, and what is read of the answer, as LocalCompletionsAPI in lm_eval/models/openai_completions.py at
     https://github.com/EleutherAI/lm-evaluation-harness/tree/4e7e0d47f33bc71070c1d38394bafbb52b117163 has them."""
     prompts = [byte_level.encode("The capital of France is Paris."), byte_level.encode("你好 世界")]
@@ -33,9 +33,7 @@ async def test_lm_eval_finds_what_it_reads(endpoint: OpenAIEndpoint, byte_level:
     assert [sent.num_prompt_logprobs for sent in endpoint.fake.started] == [1, 1]
 
 
-async def test_an_echo_has_one_place_for_each_token_whole_and_streamed(
-    endpoint: OpenAIEndpoint, byte_level: Tokenizer
-) -> None:
+async def test_echo_has_one_entry_per_token_whole_and_streamed(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     text = "<|im_start|>naïve 𝄞!"
     ids = byte_level.encode(text)
     fields: dict[str, Any] = {"model": "tiny", "prompt": text, "max_tokens": 2, "echo": True, "logprobs": 0, "n": 2}
@@ -58,7 +56,7 @@ async def test_an_echo_has_one_place_for_each_token_whole_and_streamed(
             assert [one for each in told for one in getattr(each, name)] == getattr(logprobs, name), name
 
 
-async def test_an_echo_is_of_what_the_model_has_seen(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_echo_shows_the_truncated_prompt(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     text = "The capital of France is Paris."
     ids = byte_level.encode(text)
     for kept in (3, len(ids)):
@@ -73,7 +71,7 @@ async def test_an_echo_is_of_what_the_model_has_seen(endpoint: OpenAIEndpoint, b
     assert shown == text
 
 
-async def test_a_prompt_may_be_all_that_is_answered(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_prompt_alone_can_be_returned(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 0, "echo": True}
     answer = await endpoint.client.completions.create(**fields, logprobs=2, extra_body={"return_token_ids": True})
     (choice,) = answer.choices
@@ -84,7 +82,7 @@ async def test_a_prompt_may_be_all_that_is_answered(endpoint: OpenAIEndpoint, by
     assert (await endpoint.client.completions.create(**fields)).choices[0].logprobs is None
 
 
-async def test_vllm_lists_them_by_id_with_their_ranks(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_vllm_format_lists_ids_with_ranks(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     def check(listed: Any, ids: list[int], num_top: int) -> None:
         assert listed[0] is None and len(listed) == len(ids)
         for place, token_id in enumerate(ids[1:], 1):
@@ -120,16 +118,16 @@ async def test_vllm_lists_them_by_id_with_their_ranks(endpoint: OpenAIEndpoint, 
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not with stream"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "with stream"),
         ({"prompt_logprobs": -1}, "prompt_logprobs", "from 0 to 20"),
         ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
         ({"logprobs": 21, "echo": True}, "logprobs", "from 0 to 20"),
-        ({"logprobs": 1, "echo": True, "max_tokens": 0, "stream": True}, "max_tokens", "not with stream"),
+        ({"logprobs": 1, "echo": True, "max_tokens": 0, "stream": True}, "max_tokens", "with stream"),
         ({"logprobs": 20, "echo": True, "n": 120, "prompt": [[5] * 200]}, "logprobs", "at most 262144"),
         ({"prompt_logprobs": 20, "n": 2, "prompt": [[5] * 200] * 50}, "prompt_logprobs", "at most 262144"),
     ],
 )
-async def test_what_is_refused_is_named(
+async def test_invalid_combinations_are_rejected_by_name(
     endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str
 ) -> None:
     with pytest.raises(openai.BadRequestError, match=says) as rejected:

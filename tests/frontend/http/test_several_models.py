@@ -1,4 +1,4 @@
-"""Several models behind one pair of doors: a request reaches the one that it names, and hears of no other's trouble."""
+"""Several models at one endpoint: requests reach the named model, and failures stay with theirs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ async def endpoints(completions: MakeCompletions, byte_level: Tokenizer) -> Asyn
 
 
 @pytest.mark.parametrize("model", ["first", "second"])
-async def test_every_api_brings_the_answer_of_the_model_that_is_named(endpoints: Endpoints, model: str) -> None:
+async def test_every_api_serves_the_named_model(endpoints: Endpoints, model: str) -> None:
     says = _SAYS[model]
     chat = await endpoints.client.chat.completions.create(model=model, messages=_HI)  # type: ignore[call-overload]
     assert (chat.model, chat.choices[0].message.content) == (model, says)
@@ -89,7 +89,7 @@ async def test_every_api_brings_the_answer_of_the_model_that_is_named(endpoints:
     assert "".join(event.delta.text for event in events) == says
 
 
-async def test_what_is_asked_of_a_model_beside_answers_is_of_the_one_that_is_named(endpoints: Endpoints) -> None:
+async def test_other_endpoints_use_the_named_model(endpoints: Endpoints) -> None:
     for model, most in (("first", 256), ("second", 512)):
         asked = {"model": model, "prompt": "hi"}
         assert (await endpoints.http.post("/tokenize", json=asked)).json()["max_model_len"] == most
@@ -104,7 +104,7 @@ async def test_what_is_asked_of_a_model_beside_answers_is_of_the_one_that_is_nam
     assert rejected.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_all_are_listed_and_a_request_without_a_name_means_the_doors_own(endpoints: Endpoints) -> None:
+async def test_all_models_are_listed_and_the_default_is_the_routers_own(endpoints: Endpoints) -> None:
     assert [model.id async for model in endpoints.client.models.list()] == ["first", "second"]
     assert (await endpoints.client.models.retrieve("second")).id == "second"
     listed = await endpoints.grpc.ListModels(pb.ListModelsRequest())
@@ -113,7 +113,7 @@ async def test_all_are_listed_and_a_request_without_a_name_means_the_doors_own(e
     assert answer.json()["model"] == "first"
 
 
-async def test_an_unknown_model_is_told_which_there_are(endpoints: Endpoints) -> None:
+async def test_unknown_model_error_lists_the_models(endpoints: Endpoints) -> None:
     said = "model 'third' is not served here; 'first' and 'second' are"
     rejected = await endpoints.rejected("third")
     assert (rejected.status_code, rejected.code, rejected.param) == (404, "model_not_found", "model")
@@ -124,7 +124,7 @@ async def test_an_unknown_model_is_told_which_there_are(endpoints: Endpoints) ->
     assert (by_grpc.code(), by_grpc.details()) == (grpc.StatusCode.NOT_FOUND, said)
 
 
-async def test_a_model_that_is_away_is_503_for_itself_alone(endpoints: Endpoints) -> None:
+async def test_unavailable_model_is_503_and_others_are_served(endpoints: Endpoints) -> None:
     endpoints.served["second"].token_service = FakeTokenService(reject=ModelUnavailable("model 'second' has gone"))
     rejected = await endpoints.rejected("second")
     assert (rejected.status_code, rejected.code, rejected.response.headers["retry-after"]) == (
@@ -135,13 +135,11 @@ async def test_a_model_that_is_away_is_503_for_itself_alone(endpoints: Endpoints
     assert answer.choices[0].text == "one"
 
 
-async def test_models_come_and_go_and_a_name_is_the_first_ones(completions: MakeCompletions) -> None:
+async def test_models_can_be_added_and_removed_and_the_first_of_a_name_wins(completions: MakeCompletions) -> None:
     first, second, twin = (completions(FakeTokenService(), name=name) for name in ("a", "b", "b"))
     models = Models(first)
-    models.report_unavailable("b", "it is just being taken up")
-    with pytest.raises(
-        ModelUnavailable, match="'b' is not served by this router at present: it is just being taken up"
-    ):
+    models.report_unavailable("b", "the model is loading")
+    with pytest.raises(ModelUnavailable, match="'b' is unavailable at this router: the model is loading"):
         models.find("b")
     assert models.names == ["a"], "what nobody can ask is not listed"
     assert models.add(second) and not models.add(twin) and not models.add(completions(FakeTokenService(), name="a"))

@@ -1,4 +1,4 @@
-"""A client that stops reading costs a bounded memory for a bounded time, at either door."""
+"""Clients that stop reading hold bounded memory for a bounded time, at both endpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _ended(service: Completions) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("prompt", ["abc", ["abc", "abc"]], ids=["one prompt", "two prompts"])
-async def test_over_http_it_is_cut_off(completions: MakeCompletions, prompt: str | list[str]) -> None:
+async def test_http_client_that_does_not_read_is_cut_off(completions: MakeCompletions, prompt: str | list[str]) -> None:
     service, fake = _service(completions)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     body = json.dumps({"prompt": prompt, "n": 64, "max_tokens": 4000, "logprobs": 20, "stream": True}).encode()
@@ -56,7 +56,7 @@ async def test_over_http_it_is_cut_off(completions: MakeCompletions, prompt: str
     service.close()
 
 
-async def test_over_grpc_it_is_cut_off_and_hears_why(completions: MakeCompletions) -> None:
+async def test_grpc_client_that_does_not_read_is_cut_off_with_a_reason(completions: MakeCompletions) -> None:
     service, fake = _service(completions)
     endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     options = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65536)]
@@ -74,7 +74,7 @@ async def test_over_grpc_it_is_cut_off_and_hears_why(completions: MakeCompletion
     service.close()
 
 
-async def test_a_slow_reader_that_reads_on_is_only_paused(completions: MakeCompletions) -> None:
+async def test_slow_reader_is_only_paused(completions: MakeCompletions) -> None:
     service, _ = _service(completions)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     body = json.dumps({"prompt": "abc", "n": 16, "max_tokens": 200, "logprobs": 20, "stream": True}).encode()

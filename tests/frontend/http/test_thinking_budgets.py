@@ -1,4 +1,4 @@
-"""For how long an answer may think, as every door takes it and replicas are told it."""
+"""Thinking budgets in every API, up to the request sent to replicas."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Endpoints:
     stub: InferenceStub
 
     async def told(self, path: str, asked: dict[str, Any]) -> tuple[int, bool] | None:
-        """The budget with which a replica was asked: its tokens, and whether the thinking has begun."""
+        """Return the token limit and whether thinking was open in the last request to a replica."""
         answer = await self.http.post(path, json={**_BODIES[path], **asked})
         assert answer.status_code == 200, answer.text
         assert "x-ignored-fields" not in answer.headers
@@ -74,7 +74,7 @@ async def _endpoints(
     service.close()
 
 
-async def test_every_door_takes_one(completions: MakeCompletions) -> None:
+async def test_every_api_accepts_a_budget(completions: MakeCompletions) -> None:
     async with _endpoints(completions) as endpoints:
         for path in (_CHAT, _TEXT, _RESPONSES):
             assert await endpoints.told(path, {"thinking_token_budget": 7}) == (7, True)
@@ -92,7 +92,7 @@ async def test_every_door_takes_one(completions: MakeCompletions) -> None:
             assert [response async for response in endpoints.stub.Generate(asked)] and endpoints.last == (budget, True)
 
 
-async def test_where_it_cannot_be_kept_to_that_is_said_by_its_name(completions: MakeCompletions) -> None:
+async def test_unsupported_budget_is_rejected_by_name(completions: MakeCompletions) -> None:
     def enabled(budget: int) -> dict[str, Any]:
         return {"thinking": {"type": "enabled", "budget_tokens": budget}}
 
@@ -101,7 +101,7 @@ async def test_where_it_cannot_be_kept_to_that_is_said_by_its_name(completions: 
             "thinking_token_budget: must be"
         )
         assert (await endpoints.rejected(_CHAT, {"thinking_budget": -1})).startswith("thinking_budget: must be from 0")
-        assert "another name" in await endpoints.rejected(_TEXT, {"thinking_budget": 2, "thinking_token_budget": 3})
+        assert "conflicts" in await endpoints.rejected(_TEXT, {"thinking_budget": 2, "thinking_token_budget": 3})
         assert (await endpoints.rejected(_MESSAGES, enabled(-1))).startswith("thinking.budget_tokens: must be from 0")
     async with _endpoints(completions, "{{ 'E:' ~ reasoning_effort }}") as endpoints:
         for path in (_CHAT, _TEXT, _RESPONSES):
@@ -116,10 +116,10 @@ async def test_where_it_cannot_be_kept_to_that_is_said_by_its_name(completions: 
                 pass
         assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     async with _endpoints(completions, has_grammars=False) as endpoints:  # replicas understand no tokenizer like this
-        assert "is not supported here" in await endpoints.rejected(_CHAT, {"thinking_token_budget": 4})
+        assert "is not supported" in await endpoints.rejected(_CHAT, {"thinking_token_budget": 4})
 
 
-async def test_tokens_of_thinking_are_counted_up_to_its_end(
+async def test_thinking_tokens_are_counted_up_to_the_closing_marker(
     completions: MakeCompletions, byte_level: Tokenizer
 ) -> None:
     thought, end = (byte_level.encode(text, add_special_tokens=False) for text in ("Hm, so", "</think>"))

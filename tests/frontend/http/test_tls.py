@@ -1,4 +1,4 @@
-"""TLS at the doors: as the clients see it, our own included, and certificates that are replaced."""
+"""TLS at both endpoints, including certificate replacement."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ async def tls_door(
 
 
 async def list_models(port: int, files: CertificateFiles) -> list[str]:
-    """Of a connection of its own, which trusts what the file says now."""
+    """Call over a new connection that trusts the current certificate file."""
     access = EndpointAccess(certificate=files.certificate, is_tls=True)
     async with access.channel(f"127.0.0.1:{port}") as channel:
         answer = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
     return [model.id for model in answer.models]
 
 
-async def test_the_grpc_door_speaks_tls_and_nothing_else(completions: MakeCompletions, files: CertificateFiles) -> None:
+async def test_grpc_endpoint_accepts_tls_only(completions: MakeCompletions, files: CertificateFiles) -> None:
     async with tls_door(completions, files) as target:
         assert await list_models(target.port, files) == ["tiny"]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{target.port}") as channel:
@@ -69,7 +69,7 @@ async def test_the_grpc_door_speaks_tls_and_nothing_else(completions: MakeComple
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_several_doors_with_one_certificate(completions: MakeCompletions, files: CertificateFiles) -> None:
+async def test_several_endpoints_share_one_certificate(completions: MakeCompletions, files: CertificateFiles) -> None:
     async with tls_door(completions, files) as one, tls_door(completions, files) as other:
         access = EndpointAccess(certificate=files.certificate, is_tls=True)
         async with access.channel(f"127.0.0.1:{one.port},127.0.0.1:{other.port}") as channel:
@@ -77,7 +77,7 @@ async def test_several_doors_with_one_certificate(completions: MakeCompletions, 
     assert [model.id for model in answer.models] == ["tiny"]
 
 
-async def test_a_certificate_is_replaced_while_the_door_is_open(
+async def test_replaced_certificate_is_used_by_grpc(
     completions: MakeCompletions, files: CertificateFiles, tmp_path: Path
 ) -> None:
     async with tls_door(completions, files) as target:
@@ -93,12 +93,12 @@ async def test_a_certificate_is_replaced_while_the_door_is_open(
 
 
 @on_both_loops
-async def test_the_http_door_takes_a_replaced_certificate_too(files: CertificateFiles, tmp_path: Path) -> None:
+async def test_replaced_certificate_is_used_by_http(files: CertificateFiles, tmp_path: Path) -> None:
     async with serve_http(PlainTextResponse("here"), certificates=Certificates(files.certificate, files.key)) as target:
         url = "https://{}:{}/".format(*target)
 
         async def ask() -> str:
-            """Over a connection of its own, which trusts what the file says now."""
+            """Send over a new connection that trusts the current certificate file."""
             async with httpx.AsyncClient(verify=ssl.create_default_context(cafile=files.certificate)) as client:
                 return (await client.get(url)).text
 
@@ -114,7 +114,9 @@ async def test_the_http_door_takes_a_replaced_certificate_too(files: Certificate
         assert await ask() == "here"
 
 
-async def test_our_own_load_enters_both_doors_with_a_key(completions: MakeCompletions, files: CertificateFiles) -> None:
+async def test_load_generator_uses_both_endpoints_with_a_key(
+    completions: MakeCompletions, files: CertificateFiles
+) -> None:
     known = issue("acme")
     keys = access_with(known)
     access = EndpointAccess(api_key=known.secret, certificate=files.certificate)
@@ -133,7 +135,7 @@ async def test_our_own_load_enters_both_doors_with_a_key(completions: MakeComple
     assert known.secret not in repr(access)
 
 
-def test_what_is_no_certificate_is_one_line(files: CertificateFiles, tmp_path: Path) -> None:
+def test_invalid_certificate_is_reported_in_one_line(files: CertificateFiles, tmp_path: Path) -> None:
     with pytest.raises(DeployError, match=r"router.tls_cert .*nowhere.pem"):
         Certificates(str(tmp_path / "nowhere.pem"), files.key)
     Path(files.key).write_text("no key")

@@ -1,4 +1,4 @@
-"""Tokens that come together go out together, and say the same as one by one: at both doors."""
+"""Batched tokens are sent together, with the same content as one by one, at both endpoints."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ASKED = {"prompt": "abc", "max_tokens": 7, "logprobs": 1, "return_token_ids": T
 
 
 async def _chunks(completions: MakeCompletions, *, together: int, **more: Any) -> list[dict[str, Any]]:
-    """Of the one choice, without the last, which says how it has ended."""
+    """Return the pieces of the one choice, without the final one."""
     app = create_app(completions(FakeTokenService(together=together)), access=Access.anybody(), is_healthy=lambda: True)
     body = _ASKED | {"stream": True, "stream_options": {"include_usage": True}} | more
     async with serve_http(app) as address, httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as http:
@@ -43,8 +43,8 @@ def _joined(chunks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("more", [{}, {"stop": "ca"}], ids=["to its length", "to a stop string"])
-async def test_over_http(completions: MakeCompletions, more: dict[str, Any]) -> None:
-    """A stop string is found in the middle of those that have come: what is behind it is nobody's."""
+async def test_http_sends_batched_tokens_together(completions: MakeCompletions, more: dict[str, Any]) -> None:
+    """A stop string in the middle of a batch discards the tokens after it."""
     alone = await _chunks(completions, together=1, **more)
     together = await _chunks(completions, together=3, **more)
     assert _joined(together) == _joined(alone)
@@ -52,7 +52,7 @@ async def test_over_http(completions: MakeCompletions, more: dict[str, Any]) -> 
     assert sizes == ([3, 1] if more else [3, 3, 1]) and len(alone) == sum(sizes)
 
 
-async def test_over_grpc(completions: MakeCompletions) -> None:
+async def test_grpc_sends_batched_tokens_together(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService(together=3))
     endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:

@@ -1,4 +1,4 @@
-"""Tools as openai's own client uses them: calls in answers, whole and streamed, and in the history; and thinking."""
+"""Tools with OpenAI's client: calls in answers and in the history, whole and streamed; thinking."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LYON = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Lyon"}}\n</tool
 
 
 class Weather(BaseModel):
-    """Of a city."""
+    """Return the weather of a city."""
 
     city: str
     days: int | None = None
@@ -56,7 +56,7 @@ async def _endpoint(completions: MakeCompletions, template: str = _HERMES) -> As
 
 
 def _say(endpoint: OpenAIEndpoint, tokenizer: Tokenizer, *texts: str) -> None:
-    """Each request hears the next of the texts."""
+    """Serve the next of these texts to each request."""
     answers = [tokenizer.encode(f"{text}<|im_end|>") for text in texts]
     started = len(endpoint.fake.started)
     endpoint.fake.script = lambda *_: answers[min(len(endpoint.fake.started) - started, len(answers)) - 1]
@@ -89,10 +89,8 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
 
 
 @pytest.mark.parametrize("together", [2, 7, 1000])
-async def test_a_chunk_has_one_call_however_much_comes_at_once(
-    completions: MakeCompletions, byte_level: Tokenizer, together: int
-) -> None:
-    """As where tokens are forced, or their reader is behind. There are clients that look at the first one alone."""
+async def test_each_chunk_has_one_call(completions: MakeCompletions, byte_level: Tokenizer, together: int) -> None:
+    """As with jump-forward tokens or a slow reader. Some clients read only the first call of a chunk."""
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL], "stream": True, "logprobs": True}
     async with _endpoint(completions) as endpoint:
         endpoint.fake.together = together
@@ -115,8 +113,8 @@ async def test_parsed_calls(completions: MakeCompletions, byte_level: Tokenizer)
         assert call.function.parsed_arguments == Weather(city="Paris 🎉", days=3)
 
 
-async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    """What came goes back as it came, with the tool's answer; and the model reads both."""
+async def test_agent_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    """An answer is sent back unchanged with the tool's result, and the model sees both."""
     messages: list[Any] = list(USER)
     async with _endpoint(completions) as endpoint:
         _say(endpoint, byte_level, _PARIS, "It is sunny.")
@@ -133,7 +131,7 @@ async def test_an_agents_turns(completions: MakeCompletions, byte_level: Tokeniz
     assert f"<|im_start|>assistant\n{_PARIS}<|im_end|>\n<|im_start|>user\n<tool_response>\nsunny\n</tool_resp" in prompt
 
 
-async def test_one_call_where_several_are_not_wanted(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_parallel_calls_can_be_disabled(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     async with _endpoint(completions) as endpoint:
         _say(endpoint, byte_level, f"{_PARIS}{_LYON} and more")
         for stream in (False, True):
@@ -148,7 +146,7 @@ async def test_one_call_where_several_are_not_wanted(completions: MakeCompletion
         assert len(endpoint.fake.stopped) == 2, "the workers have heard of it"
 
 
-async def test_what_is_no_call_is_text(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_broken_call_is_text(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL]}
     unknown = _PARIS.replace("Weather", "Whether")
     broken = '<tool_call>{"name": "Weather", "arguments": {"city": oh}} </tool_call> well'
@@ -181,8 +179,8 @@ def _fields_named(error: grpc.aio.AioRpcError) -> list[str]:
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-async def test_thinking_is_told_apart(completions: MakeCompletions, byte_level: Tokenizer, is_open: bool) -> None:
-    """Whether the model opens it, or the template has."""
+async def test_thinking_is_separated(completions: MakeCompletions, byte_level: Tokenizer, is_open: bool) -> None:
+    """The opening marker comes from the model or from the template."""
     end = "{{ '<think>\\n' if add_generation_prompt }}" if is_open else ""
     async with _endpoint(completions, _HERMES + "{# </think> #}" + end) as endpoint:
         _say(endpoint, byte_level, f"{'' if is_open else '<think>'}\nHm, < 3?\n</think>\n\nYes.\n{_LYON}")
@@ -211,7 +209,7 @@ _EFFORTS = {  # by template: what is asked, and the end of the prompt; None: it 
 
 
 @pytest.mark.parametrize("template", _EFFORTS)
-async def test_the_effort_of_reasoning_is_for_the_template(
+async def test_reasoning_effort_reaches_the_template(
     completions: MakeCompletions, byte_level: Tokenizer, template: str
 ) -> None:
     async with _endpoint(completions, template) as endpoint:
@@ -225,7 +223,7 @@ async def test_the_effort_of_reasoning_is_for_the_template(
                 assert byte_level.decode(endpoint.fake.started[-1].token_ids, skip_special_tokens=False) == prompt
 
 
-async def test_fields_that_nobody_knows_are_ignored_and_named(completions: MakeCompletions) -> None:
+async def test_unknown_fields_are_ignored_and_listed(completions: MakeCompletions) -> None:
     async with _endpoint(completions) as endpoint:
         body = {
             "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": {}}], "mood": 1}],
@@ -241,7 +239,7 @@ async def test_fields_that_nobody_knows_are_ignored_and_named(completions: MakeC
         assert "x-ignored-fields" not in answer.headers
 
 
-async def test_or_refused_by_their_path(completions: MakeCompletions) -> None:
+async def test_unknown_fields_are_rejected_with_their_path(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, rejects_unknown_fields=True)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
@@ -255,8 +253,8 @@ async def test_or_refused_by_their_path(completions: MakeCompletions) -> None:
     service.close()
 
 
-async def test_over_grpc(completions: MakeCompletions, byte_level: Tokenizer) -> None:
-    """Calls come and go back; what a request has wrong about them is named."""
+async def test_grpc_tools(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+    """Calls and their results in both directions; an error names its field."""
     fake = FakeTokenService(max_context=4096)
     service = completions(fake, chat_template=_HERMES, max_context=4096)
     fake.script = lambda *_: byte_level.encode(f"Well.{_PARIS}{_LYON}<|im_end|>")

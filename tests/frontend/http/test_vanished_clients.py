@@ -1,4 +1,4 @@
-"""A client that vanishes without a word, as when its host loses power, does not keep its key's place."""
+"""A client that vanishes without closing, such as on power loss, does not keep its concurrency slot."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fake() -> FakeTokenService:
 
 @asynccontextmanager
 async def far_connection(cable: Cable, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """From the far host to this one."""
+    """Connect from the far host to this one."""
 
     def connect() -> socket.socket:
         hosts.enter(cable.far.network)  # this thread alone, and what it opens stays there
@@ -63,7 +63,7 @@ async def far_connection(cable: Cable, port: int) -> AsyncIterator[tuple[asyncio
 
 
 async def write_on(fake: FakeTokenService) -> None:
-    """Some tokens more, and silence again."""
+    """Send a few tokens, then nothing."""
     fake.hang_after, old, fake.go_on = 6, fake.go_on, asyncio.Event()
     old.set()
     await becomes(lambda: fake.num_tokens == 6)
@@ -77,8 +77,10 @@ async def place_comes_back(fake: FakeTokenService, access: Access) -> None:
 
 
 @pytest.mark.parametrize("is_written", [True, False], ids=["while it is written to", "in silence"])
-async def test_over_http(completions: MakeCompletions, cable: Cable, fake: FakeTokenService, is_written: bool) -> None:
-    """Retransmissions alone would take a quarter of an hour; keepalive by itself 100 s."""
+async def test_vanished_http_client_returns_its_slot(
+    completions: MakeCompletions, cable: Cable, fake: FakeTokenService, is_written: bool
+) -> None:
+    """Retransmissions alone would take 15 minutes; keepalive alone 100 s."""
     access = access_with(_KNOWN)
     app = create_app(service := completions(fake), access=access, is_healthy=lambda: True)
     body = json.dumps({"prompt": "abc", "max_tokens": 200, "stream": True}).encode()
@@ -96,7 +98,9 @@ async def test_over_http(completions: MakeCompletions, cable: Cable, fake: FakeT
 
 
 @pytest.mark.parametrize("is_written", [True, False], ids=["while it is written to", "in silence"])
-async def test_over_grpc(completions: MakeCompletions, cable: Cable, fake: FakeTokenService, is_written: bool) -> None:
+async def test_vanished_grpc_client_returns_its_slot(
+    completions: MakeCompletions, cable: Cable, fake: FakeTokenService, is_written: bool
+) -> None:
     access = access_with(_KNOWN)
     endpoint = await open_grpc_api(service := completions(fake), access=access, host=cable.near.address, port=0)
     asked = pb.GenerateRequest(prompt="abc", sampling=pb.SamplingParams(max_tokens=200)).SerializeToString()

@@ -1,4 +1,4 @@
-"""The OpenAI door as its own client sees it: a real server, the openai package, and raw HTTP where that hides much."""
+"""OpenAI API with the openai package against a real server, and raw HTTP where the package hides details."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def say(tokenizer: Tokenizer, text: str) -> Any:
     return lambda *_: ids
 
 
-async def test_our_own_load_asks_whichever_door_is_open(endpoint: OpenAIEndpoint) -> None:
+async def test_load_generator_uses_either_endpoint(endpoint: OpenAIEndpoint) -> None:
     open_one = str(endpoint.http.base_url).rstrip("/")
     for _ in range(6):
         async with open_endpoint(f"http://127.0.0.1:{free_port()},{open_one}", EndpointAccess()) as load:
@@ -82,7 +82,7 @@ async def test_chat_streamed(endpoint: OpenAIEndpoint, byte_level: Tokenizer) ->
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
 
 
-async def test_the_stream_on_the_wire(endpoint: OpenAIEndpoint) -> None:
+async def test_stream_bytes(endpoint: OpenAIEndpoint) -> None:
     body = {"model": "tiny", "prompt": "abc", "max_tokens": 2, "stream": True}
     answer = await endpoint.http.post("/v1/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -94,7 +94,7 @@ async def test_the_stream_on_the_wire(endpoint: OpenAIEndpoint) -> None:
     assert parsed[-1]["choices"][0]["finish_reason"] == "length"
 
 
-async def test_a_whole_and_a_streamed_answer_are_the_same(endpoint: OpenAIEndpoint) -> None:
+async def test_whole_and_streamed_answers_are_equal(endpoint: OpenAIEndpoint) -> None:
     fields: dict[str, Any] = {"model": "tiny", "prompt": "The capital 你好", "max_tokens": 20, "stop": ["c", "好T"]}
     whole = await endpoint.client.completions.create(**fields)
     chunks = [chunk async for chunk in await endpoint.client.completions.create(**fields, stream=True)]
@@ -121,8 +121,8 @@ async def test_many_prompts_times_n(endpoint: OpenAIEndpoint, byte_level: Tokeni
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_of_very_many_prompts_a_part_runs_at_a_time(endpoint: OpenAIEndpoint, n: int) -> None:
-    """The others wait for these, and are in nobody's queue: an idle cluster refuses none of them."""
+async def test_prompts_of_one_body_run_a_part_at_a_time(endpoint: OpenAIEndpoint, n: int) -> None:
+    """The remaining prompts wait outside the router's queue, so an idle cluster rejects none of them."""
     most = 64 // n
     endpoint.fake.hang_after = 0
     prompt: Any = [[number] for number in range(200)]
@@ -134,10 +134,8 @@ async def test_of_very_many_prompts_a_part_runs_at_a_time(endpoint: OpenAIEndpoi
     assert len(answer.choices) == 200 * n and len(endpoint.fake.started) == 200
 
 
-async def test_the_best_of_more_choices_are_those_with_the_likeliest_tokens(
-    endpoint: OpenAIEndpoint, byte_level: Tokenizer
-) -> None:
-    """On average: the best is the longest, too. All that were computed are counted."""
+async def test_best_of_returns_the_most_likely_choices(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+    """The best choice is also the longest, so it wins by the mean only. All choices that ran count as usage."""
     said = ["aa<|im_end|>", "bbb<|im_end|>", "c<|im_end|>", "ddddddddd<|im_end|>"]
     endpoint.fake.script = lambda request, choice: byte_level.encode(said[choice])
     endpoint.fake.logprobs = (-0.9, -0.25, -0.5, -0.125)
@@ -154,7 +152,7 @@ async def test_the_best_of_more_choices_are_those_with_the_likeliest_tokens(
     assert [choice.text for choice in same.choices] == ["aa", "bbb"] * 2
 
 
-async def test_one_prompt_as_token_ids(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_prompt_of_token_ids(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     answer = await endpoint.client.completions.create(model="tiny", prompt=byte_level.encode("ab"), max_tokens=4)
     assert answer.choices[0].text == "abab"
 
@@ -187,7 +185,7 @@ async def test_seeds(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     assert [first] == await texts(7) and first != second
 
 
-async def test_logprobs_of_a_chat(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_chat_logprobs(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     endpoint.fake.script = say(byte_level, "a𝄞")
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 5, "logprobs": True, "top_logprobs": 2}
     whole = await endpoint.client.chat.completions.create(**fields)
@@ -206,7 +204,7 @@ async def test_logprobs_of_a_chat(endpoint: OpenAIEndpoint, byte_level: Tokenize
     assert without.choices[0].logprobs is None
 
 
-async def test_logprobs_of_a_text(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_text_logprobs(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     endpoint.fake.script = say(byte_level, "ab𝄞c")
     answer = await endpoint.client.completions.create(model="tiny", prompt="x", max_tokens=7, logprobs=1)
     logprobs = answer.choices[0].logprobs
@@ -270,7 +268,7 @@ async def test_token_ids_in_a_stream(endpoint: OpenAIEndpoint, byte_level: Token
     assert [ids for choice in choices for ids in choice.get("token_ids", [])] == byte_level.encode("aba")
 
 
-async def test_what_is_taken_and_ignored(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_ignored_fields_are_accepted(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
     body = {
         "messages": [
@@ -308,9 +306,7 @@ async def test_what_is_taken_and_ignored(endpoint: OpenAIEndpoint, byte_level: T
     assert "<|im_start|>tool\n<|im_end|>\n" in prompt
 
 
-async def test_special_tokens_are_added_or_not_as_vllm_has_it(
-    byte_fallback_dir: Path, byte_fallback: Tokenizer
-) -> None:
+async def test_special_tokens_default_like_vllm(byte_fallback_dir: Path, byte_fallback: Tokenizer) -> None:
     (bos,) = byte_fallback.encode("")
     async with open_openai_endpoint(MakeCompletions(byte_fallback_dir, byte_fallback)) as endpoint:
         for asked, expected in ((None, True), (True, True), (False, False)):
@@ -332,7 +328,7 @@ async def test_request_ids(endpoint: OpenAIEndpoint) -> None:
         assert len(given) == 32
 
 
-async def test_health_says_only_whether_it_is_well(endpoint: OpenAIEndpoint) -> None:
+async def test_health_hides_replica_counts(endpoint: OpenAIEndpoint) -> None:
     answer = await endpoint.http.get("/health")
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
     endpoint.is_healthy = False
@@ -341,5 +337,5 @@ async def test_health_says_only_whether_it_is_well(endpoint: OpenAIEndpoint) -> 
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/debug/routes/r1"])
-async def test_what_operators_ask_is_not_told_here(endpoint: OpenAIEndpoint, path: str) -> None:
+async def test_admin_endpoints_are_not_public(endpoint: OpenAIEndpoint, path: str) -> None:
     assert (await endpoint.http.get(path)).status_code == 404

@@ -1,4 +1,4 @@
-"""A chunk that is put together from parts says what one says that is written as a whole."""
+"""Chunks filled into a template equal chunks encoded as a whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _said(chunk: bytes) -> dict[str, Any]:
 @given(text=st.text(min_size=1), request_id=st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E)))
 @example(text="\x00", request_id='"\\u0000"')
 @example(text="\x01", request_id='"\x01"')
-def test_whatever_its_text_is_and_whatever_the_request_is_called(
+def test_templated_chunk_equals_a_fresh_one(
     byte_level: Tokenizer, kind: type[Form], has_ids: bool, is_usage_null: bool, text: str, request_id: str
 ) -> None:
     form = kind(byte_level)  # type: ignore[call-arg]  # both forms have a tokenizer

@@ -1,4 +1,4 @@
-"""What says how an answer is to be: in OpenAI's words, vLLM's and llama.cpp's."""
+"""Constraint fields under OpenAI's, vLLM's and llama.cpp's names."""
 
 from __future__ import annotations
 
@@ -60,20 +60,20 @@ _TAG = Grammar(kind=GrammarKind.STRUCTURAL_TAG, text=json.dumps({"format": _FORM
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_is_asked_for_in_whose_words(fields: dict[str, Any], expected: Grammar) -> None:
+def test_constraints_under_all_names(fields: dict[str, Any], expected: Grammar) -> None:
     body = TextBody.model_validate_json(json.dumps({"prompt": "a", **fields}))
     (request,) = body.requests("r")
     assert request.grammar == expected and not ignored_header(body)
 
 
-def test_the_parts_of_a_structural_tag_belong_beside_it() -> None:
+def test_structural_tag_fields_require_the_type() -> None:
     body = TextBody.model_validate({"prompt": "a", "response_format": {"type": "json_object", "format": _FORMAT}})
-    with pytest.raises(RequestError, match="belongs beside structural_tag") as rejected:
+    with pytest.raises(RequestError, match="requires type structural_tag") as rejected:
         body.requests("r")
     assert rejected.value.param == "response_format.format"
 
 
-def test_what_nobody_knows_there_is_ignored_and_named_as_elsewhere() -> None:
+def test_unknown_fields_are_ignored_and_listed() -> None:
     form = {"type": "json_schema", "mood": 1, "json_schema": {"name": "s", "schema": _SCHEMA, "note": 1, "more": None}}
     body = TextBody.model_validate_json(json.dumps({"prompt": "a", "response_format": form}))
     named = set(ignored_header(body)["x-ignored-fields"].split(", "))

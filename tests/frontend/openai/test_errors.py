@@ -1,4 +1,4 @@
-"""What the OpenAI door refuses, and how it says so: always in OpenAI's form, and by the name of the field."""
+"""Errors of the OpenAI API: OpenAI's format, naming the field."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": "hot"}, "temperature", "should be a valid number"),
     ({"max_tokens": 1.5}, "max_tokens", "should be a valid integer"),
     ({"max_tokens": 0}, "max_tokens", "from 1"),
-    ({"prompt": 5}, "prompt", "must be a string, a list"),
-    ({"prompt": []}, "prompt", "not empty"),
-    ({"prompt": [[1, "a"]]}, "prompt", "must be a string, a list"),
-    ({"prompt": [True]}, "prompt", "must be a string, a list"),
+    ({"prompt": 5}, "prompt", "must be a non-empty string"),
+    ({"prompt": []}, "prompt", "non-empty"),
+    ({"prompt": [[1, "a"]]}, "prompt", "must be a non-empty string"),
+    ({"prompt": [True]}, "prompt", "must be a non-empty string"),
     ({"prompt": ""}, "prompt", "must not be empty"),
-    ({"prompt": [1_000_000]}, "prompt", "is no token id"),
+    ({"prompt": [1_000_000]}, "prompt", "out of range"),
     ({"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
     ({"stop": [1]}, "stop[0]", "should be a valid string"),
     ({"stop": {}}, "stop", "must be a string or a list"),
@@ -50,41 +50,41 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         ({"logit_bias": {"1": bias}}, "logit_bias", "from -100 to 100")
         for bias in (100.5, -101, 10**400, "x", True, None)
     ),
-    ({"logit_bias": {"1000000": 1}}, "logit_bias", "1000000 is no token id"),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias", "1000000 out of range"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
-    ({"allowed_token_ids": [5, 1_000_000]}, "allowed_token_ids", "1000000 is no token id"),
-    ({"allowed_token_ids": [-1]}, "allowed_token_ids", "-1 is no token id"),
+    ({"allowed_token_ids": [5, 1_000_000]}, "allowed_token_ids", "1000000 out of range"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids", "-1 out of range"),
     ({"allowed_token_ids": ["5"]}, "allowed_token_ids[0]", "should be a valid integer"),
     ({"allowed_token_ids": [5] * 1025}, "allowed_token_ids", "at most 1024"),
     *(({"bad_words": [word]}, "bad_words", "1 to 128 characters") for word in ("", "  ", "a" * 129)),
     ({"bad_words": ["a"] * 129}, "bad_words", "at most 128"),
-    ({"bad_words": [rare * 128 for rare in "龍龎龏龐"]}, "bad_words", "at most 1024 tokens"),
+    ({"bad_words": [rare * 128 for rare in "龍龎龏龐"]}, "bad_words", "at most 1024"),
     ({"bad_words": "a"}, "bad_words", "should be a valid array"),
-    ({"best_of": 1, "n": 2}, "best_of", "must not be less than n"),
-    ({"best_of": 2, "stream": True}, "best_of", "not with stream"),
+    ({"best_of": 1, "n": 2}, "best_of", "must be at least n"),
+    ({"best_of": 2, "stream": True}, "best_of", "with stream"),
     ({"best_of": 129}, "best_of", "from 1 to 128"),
     ({"best_of": 100, "prompt": ["a"] * 11}, "prompt", "at most 1024"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1 or at least 1"),
-    ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "requires stream"),
 ]
 UNSUPPORTED = [
-    ({"tools": [{}]}, "tools", "does not take it"),
-    ({"suffix": "x"}, "suffix", "is not supported here"),
+    ({"tools": [{}]}, "tools", "not supported by this endpoint"),
+    ({"suffix": "x"}, "suffix", "is not supported"),
     ({"guided_json": {"type": "object"}}, "guided_json", "use structured_outputs.json"),
     ({"ebnf": "root ::= 'a'"}, "ebnf", "use structured_outputs.grammar"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), WRONG, ids=lambda value: str(value)[:40])
-async def test_a_wrong_text_request(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
+async def test_invalid_text_request(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
     error = await rejected(endpoint, {"prompt": "a", **fields})
     assert error["param"] == param and says in error["message"] and param.split("[")[0] in error["message"]
     assert error["type"] == "invalid_request_error" and error["code"] == "invalid_value"
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), UNSUPPORTED, ids=lambda value: str(value)[:40])
-async def test_what_is_known_and_not_supported_has_a_code_of_its_own(
+async def test_unsupported_fields_have_their_own_code(
     endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str
 ) -> None:
     error = await rejected(endpoint, {"prompt": "a", **fields})
@@ -93,7 +93,7 @@ async def test_what_is_known_and_not_supported_has_a_code_of_its_own(
 
 F = {"type": "function", "function": {"name": "f"}}
 WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": []}, "messages", "at least one"),
+    ({"messages": []}, "messages", "must not be empty"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", "must be a string or a list"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "a string or a list"),
@@ -111,41 +111,45 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ({"tools": [{"type": "custom", "function": {"name": "f"}}]}, "tools[0].type", "should be 'function'"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "should match pattern"),
-    ({"tools": [F, F]}, "tools", "'f' is there twice"),
-    ({"tools": [F]}, "tools", "chat template knows none; the operator can"),
-    ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    ({"tools": [F, F]}, "tools", "'f' appears twice"),
+    ({"tools": [F]}, "tools", "chat template; the operator can"),
+    ({"tool_choice": "required"}, "tool_choice", "requires tools"),
     (
         {"tools": [F], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
         "tool_choice",
-        "no structured_outputs",
+        "with structured_outputs",
     ),
-    ({"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "named 'g'"),
+    (
+        {"tools": [F], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "tool 'g' not found",
+    ),
     ({"tools": [F], "tool_choice": {"type": "any"}}, "tool_choice", "must be"),
-    ({"functions": [{"name": "f"}]}, "functions", "is not supported here; use tools"),
-    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "not together"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported here"),
-    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "beside json_object"),
+    ({"functions": [{"name": "f"}]}, "functions", "is not supported; use tools"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "cannot be combined"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "is not supported"),
+    ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema", "requires type json_object"),
     (
         {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
         "structured_outputs.whitespace_pattern",
-        "is not supported here",
+        "is not supported",
     ),
-    ({"modalities": ["audio"]}, "modalities", "is not supported here"),
-    ({"moderation": {"model": "m"}}, "moderation", "is not supported here"),
-    ({"web_search_options": {}}, "web_search_options", "is not supported here"),
-    ({"verbosity": "high"}, "verbosity", "is not supported here"),
-    ({"reasoning_effort": "high"}, "reasoning_effort", "knows no 'high'"),
+    ({"modalities": ["audio"]}, "modalities", "is not supported"),
+    ({"moderation": {"model": "m"}}, "moderation", "is not supported"),
+    ({"web_search_options": {}}, "web_search_options", "is not supported"),
+    ({"verbosity": "high"}, "verbosity", "is not supported"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "'high' is not supported"),
     ({"max_tokens": 1, "max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
     ({"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens", "max_completion_tokens, 2"),
     ({"max_completion_tokens": 10**6}, "max_completion_tokens", "times n"),
-    ({"top_logprobs": 2}, "top_logprobs", "set logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs", "requires logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
     ({"logprobs": 1}, "logprobs", "should be a valid boolean"),
 ]
 
 
 @pytest.mark.parametrize(("fields", "param", "says"), WRONG_CHAT, ids=lambda value: str(value)[:40])
-async def test_a_wrong_chat(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
+async def test_invalid_chat(endpoint: OpenAIEndpoint, fields: dict[str, Any], param: str, says: str) -> None:
     error = await rejected(endpoint, {"messages": USER, **fields}, path="/v1/chat/completions")
     assert error["param"] == param and says in error["message"]
 
@@ -164,7 +168,7 @@ async def test_a_wrong_chat(endpoint: OpenAIEndpoint, fields: dict[str, Any], pa
     ],
     ids=["cut", "empty", "list", "utf8", "surrogate", "nested", "nan", "missing"],
 )
-async def test_a_body_that_is_no_request(endpoint: OpenAIEndpoint, body: bytes, says: str) -> None:
+async def test_body_that_is_not_a_request(endpoint: OpenAIEndpoint, body: bytes, says: str) -> None:
     assert says in (await rejected(endpoint, body))["message"]
 
 
@@ -173,7 +177,7 @@ async def test_unknown_model(endpoint: OpenAIEndpoint) -> None:
     assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
-async def test_too_long_a_prompt(endpoint: OpenAIEndpoint) -> None:
+async def test_too_long_prompt(endpoint: OpenAIEndpoint) -> None:
     for prompt in ([1] * 300, "word " * 1_000_000):
         assert (await rejected(endpoint, {"prompt": prompt}))["code"] == "context_length_exceeded"
     messages = [{"role": "user", "content": "word " * 1000}]
@@ -181,7 +185,7 @@ async def test_too_long_a_prompt(endpoint: OpenAIEndpoint) -> None:
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
 
 
-async def test_the_clients_exceptions(endpoint: OpenAIEndpoint) -> None:
+async def test_client_exceptions(endpoint: OpenAIEndpoint) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature: must be from 0") as caught:
         await endpoint.client.chat.completions.create(model="tiny", messages=USER, temperature=-1)
     assert (caught.value.param, caught.value.code) == ("temperature", "invalid_value")
@@ -201,13 +205,13 @@ async def test_unknown_routes(endpoint: OpenAIEndpoint) -> None:
     ("path", "says"),
     [("/chat/completions", "ends with /v1"), ("/v1/v1/messages", "without it"), ("/v1/embeddings", ": Not Found")],
 )
-async def test_a_wrong_base_url_is_told(endpoint: OpenAIEndpoint, path: str, says: str) -> None:
+async def test_wrong_base_url_gets_a_hint(endpoint: OpenAIEndpoint, path: str, says: str) -> None:
     answer = await endpoint.http.post(path, json={})
     assert answer.status_code == 404 and answer.json()["error"]["message"].endswith(says)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_full(endpoint: OpenAIEndpoint, stream: bool) -> None:
+async def test_full_cluster(endpoint: OpenAIEndpoint, stream: bool) -> None:
     endpoint.fake.reject = CapacityError("every decode replica is full", retry_after_s=2.2)
     body = {"prompt": "a", "stream": stream}
     answer = await endpoint.http.post("/v1/completions", json=body)
@@ -227,7 +231,7 @@ async def test_full(endpoint: OpenAIEndpoint, stream: bool) -> None:
     ],
     ids=["lost", "mismatch", "bug"],
 )
-async def test_failing_before_the_first_token(
+async def test_failure_before_the_first_token(
     endpoint: OpenAIEndpoint, error: Exception, status: int, code: str, stream: bool
 ) -> None:
     endpoint.fake.fail_after = (0, error)
@@ -236,7 +240,7 @@ async def test_failing_before_the_first_token(
     assert "secret" not in answer.text
 
 
-async def test_failing_in_the_stream(endpoint: OpenAIEndpoint) -> None:
+async def test_failure_in_the_stream(endpoint: OpenAIEndpoint) -> None:
     endpoint.fake.fail_after = (2, ReplicaLost("decode-0 died"))
     answer = await endpoint.http.post("/v1/completions", json={"prompt": "abc", "stream": True})
     assert answer.status_code == 200
@@ -249,7 +253,7 @@ async def test_failing_in_the_stream(endpoint: OpenAIEndpoint) -> None:
             pass
 
 
-async def test_one_of_many_prompts_fails(endpoint: OpenAIEndpoint) -> None:
+async def test_failure_of_one_prompt_fails_the_request(endpoint: OpenAIEndpoint) -> None:
     endpoint.fake.fail_after = (2, ReplicaLost("decode-0 died"))
     answer = await endpoint.http.post("/v1/completions", json={"prompt": ["a", "b", "c"]})
     assert answer.status_code == 503

@@ -1,4 +1,4 @@
-"""What a request would send to an engine, without an answer: what the endpoints that answer do send."""
+"""Render endpoints: equal to what the generation endpoints send to an engine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ _TEXT = "The capital 你好<|im_end|>"
         ("chat/completions", {"messages": USER * 2, "truncate_prompt_tokens": -1, "max_tokens": 250}),
     ],
 )
-async def test_it_is_what_an_engine_is_sent(endpoint: OpenAIEndpoint, path: str, body: dict[str, Any]) -> None:
+async def test_rendered_tokens_equal_those_sent_to_the_engine(
+    endpoint: OpenAIEndpoint, path: str, body: dict[str, Any]
+) -> None:
     answer = await endpoint.http.post(f"/v1/{path}/render", json={**body, "mood": 1})
     assert answer.headers["x-ignored-fields"] == "mood" and not endpoint.fake.started
     rendered = answer.json() if path == "completions" else [answer.json()]
@@ -61,7 +63,7 @@ async def test_it_is_what_an_engine_is_sent(endpoint: OpenAIEndpoint, path: str,
         ("chat/completions", {"messages": USER, "max_tokens": 1000}),
     ],
 )
-async def test_it_is_refused_what_an_answer_is_refused(
+async def test_rejects_the_same_requests_as_generation(
     endpoint: OpenAIEndpoint, path: str, body: dict[str, Any]
 ) -> None:
     asked = await endpoint.http.post(f"/v1/{path}", json=body)
@@ -69,7 +71,7 @@ async def test_it_is_refused_what_an_answer_is_refused(
     assert rendered.status_code == asked.status_code in (400, 404) and rendered.json() == asked.json()
 
 
-async def test_a_key_is_asked_for_and_no_tokens_are_counted(completions: MakeCompletions) -> None:
+async def test_key_is_required_and_tokens_are_not_charged(completions: MakeCompletions) -> None:
     service, known = completions(FakeTokenService()), issue("acme", tpm=1000, rpm=10)
     app = create_app(service, access=access_with(known), is_healthy=lambda: True)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
@@ -81,7 +83,7 @@ async def test_a_key_is_asked_for_and_no_tokens_are_counted(completions: MakeCom
     service.close()
 
 
-async def test_an_answer_repeats_so_much_of_prompts(completions: MakeCompletions) -> None:
+async def test_repeated_prompts_are_limited(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService(), max_context=2**15)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:

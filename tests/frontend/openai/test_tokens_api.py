@@ -1,4 +1,4 @@
-"""Tokens without an answer, over both doors."""
+"""Tokenization at both endpoints."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 _TEXT = "The capital 你好<|im_end|>"
 
 
-async def test_a_text_there_and_back(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_tokenize_and_detokenize_text(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     body = {"model": "tiny", "prompt": _TEXT, "return_token_strs": True}
     told = (await endpoint.http.post("/tokenize", json=body)).json()
     ids = byte_level.encode(_TEXT)
@@ -37,7 +37,7 @@ async def test_a_text_there_and_back(endpoint: OpenAIEndpoint, byte_level: Token
     assert not endpoint.fake.started
 
 
-async def test_messages_are_counted_as_a_chat_counts_them(endpoint: OpenAIEndpoint) -> None:
+async def test_messages_are_counted_like_a_chat(endpoint: OpenAIEndpoint) -> None:
     for more in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
         told = (await endpoint.http.post("/tokenize", json={"messages": USER, **more})).json()
         body = {"messages": USER, "max_tokens": 1, "return_token_ids": True, **more}
@@ -45,7 +45,7 @@ async def test_messages_are_counted_as_a_chat_counts_them(endpoint: OpenAIEndpoi
         assert told["tokens"] == asked["prompt_token_ids"] and told["token_strs"] is None
 
 
-async def test_a_prompt_is_cut_in_front(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_prompt_is_truncated_at_the_front(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     ids = byte_level.encode("ab" * 200)
     for num, kept in ((3, 3), (-1, 255), (100_000, len(ids))):
         body = {"prompt": "ab" * 200, "truncate_prompt_tokens": num, "max_tokens": 1, "return_token_ids": True}
@@ -68,23 +68,25 @@ async def test_a_prompt_is_cut_in_front(endpoint: OpenAIEndpoint, byte_level: To
         ("/detokenize", {}, "tokens"),
     ],
 )
-async def test_what_is_wrong_is_named(endpoint: OpenAIEndpoint, path: str, body: dict[str, Any], param: str) -> None:
+async def test_invalid_requests_are_rejected_by_name(
+    endpoint: OpenAIEndpoint, path: str, body: dict[str, Any], param: str
+) -> None:
     answer = await endpoint.http.post(path, json=body)
     assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param
 
 
-async def test_what_a_client_needs_to_write_prompts(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
+async def test_tokenizer_info(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
     told = (await endpoint.http.get("/tokenizer_info")).json()
     (eos,) = byte_level.encode(told["eos_token"])
     assert eos in byte_level.eos_token_ids and "pad_token" in told
     assert told["chat_template"] == endpoint.service.prompts.chat_template.source != ""
 
 
-async def test_the_version(endpoint: OpenAIEndpoint) -> None:
+async def test_version(endpoint: OpenAIEndpoint) -> None:
     assert (await endpoint.http.get("/version")).json() == {"version": version("xpyd")}
 
 
-async def test_without_a_key_nothing_is_told(completions: MakeCompletions) -> None:
+async def test_key_is_required(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
     app = create_app(service, access=access_with(issue("known")), is_healthy=lambda: True)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
@@ -95,7 +97,7 @@ async def test_without_a_key_nothing_is_told(completions: MakeCompletions) -> No
     service.close()
 
 
-async def test_over_grpc(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_grpc_tokenize_and_detokenize(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     service = completions(FakeTokenService())
     opened = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{opened.port}") as channel:

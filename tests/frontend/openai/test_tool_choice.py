@@ -1,4 +1,4 @@
-"""Answers that are bound to be calls: each tool's arguments keep to its schema, wherever that points inside itself."""
+"""Required tool calls: arguments follow each tool's schema, including its internal references."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from core.types.constraints import GrammarKind
 from core.types.errors import RequestError
 from frontend.anthropic.types import MessagesBody
 from frontend.grpc.messages import request_of
-from frontend.http.open_requests import AskingBody
+from frontend.http.open_requests import GenerationBody
 from frontend.openai.messages import ToolGiven
 from frontend.openai.tool_choice import forced_grammar
 from frontend.openai.types import ChatBody
@@ -53,7 +53,7 @@ def _tool(name: str, schema: dict[str, Any]) -> ToolGiven:
 
 
 @pytest.mark.parametrize("case", _SCHEMAS)
-def test_calls_of_any_tool_keep_to_what_each_alone_allows(compiler: GrammarCompiler, case: str) -> None:
+def test_required_call_matches_the_chosen_tools_schema(compiler: GrammarCompiler, case: str) -> None:
     tool, other = _tool("f", _SCHEMAS[case]), _tool("g", _SCHEMAS["a property"])
     grammar = forced_grammar("", [other, tool], is_parallel=True)
     compiler.compile(grammar)
@@ -67,15 +67,15 @@ def test_calls_of_any_tool_keep_to_what_each_alone_allows(compiler: GrammarCompi
     assert {True, False} == set(allowed), "some are allowed, and some are not"
 
 
-def test_a_call_points_into_its_own_tool(compiler: GrammarCompiler) -> None:
-    """Not into another tool, or the list of calls."""
+def test_references_stay_within_a_tool(compiler: GrammarCompiler) -> None:
+    """References must not point into another tool or the list of calls."""
     text = forced_grammar("", [_tool("f", _SCHEMAS["itself"])], is_parallel=False).text
     listed = Draft202012Validator(json.loads(text))
     assert listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": {"a": 2}}}])
     assert not listed.is_valid([{"name": "f", "arguments": {"a": 1, "next": [{"name": "f", "arguments": {"a": 1}}]}}])
 
 
-def test_a_schema_is_enforced_whole_where_every_tool_that_may_be_called_asks_for_that() -> None:
+def test_schemas_are_strict_only_if_all_tools_are() -> None:
     strict, other = _tool("f", {}), ToolGiven.model_validate({"type": "function", "function": {"name": "g"}})
     whole, lenient = GrammarKind.JSON_SCHEMA, GrammarKind.LENIENT_JSON_SCHEMA
     for name, tools, kind in [
@@ -87,7 +87,7 @@ def test_a_schema_is_enforced_whole_where_every_tool_that_may_be_called_asks_for
         assert forced_grammar(name, tools, is_parallel=True).kind is kind
 
 
-def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
+def test_deeply_nested_schema_is_rejected_by_name() -> None:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(900):
         schema = {"type": "array", "items": schema}
@@ -98,7 +98,7 @@ def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
 
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
 _USER = [{"role": "user", "content": "hi"}]
-_BOUND: dict[type[AskingBody], dict[str, Any]] = {
+_BOUND: dict[type[GenerationBody], dict[str, Any]] = {
     ChatBody: {
         "messages": _USER,
         "tools": [{"type": "function", "function": {"name": "f", "parameters": _SCHEMA}}],
@@ -122,8 +122,8 @@ _BOUND: dict[type[AskingBody], dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("kind", _BOUND, ids=lambda kind: kind.__name__)
-def test_a_format_of_text_changes_nothing_about_a_call_that_is_bound_to_come(kind: type[AskingBody]) -> None:
-    """instructor sends both, and so does an agent with an output type whose first answer is to be a call."""
+def test_text_format_does_not_affect_a_required_call(kind: type[GenerationBody]) -> None:
+    """instructor sends both, as does an agent with an output type whose first answer must be a call."""
     fields = _BOUND[kind]
     without = {
         name: value for name, value in fields.items() if name not in ("response_format", "text", "output_config")
@@ -132,7 +132,7 @@ def test_a_format_of_text_changes_nothing_about_a_call_that_is_bound_to_come(kin
     assert without != fields and asked == bare and asked[0].grammar_field == "tools"
 
 
-def test_over_grpc_a_tool_is_as_strict_and_a_choice_that_says_no_chooses_nothing() -> None:
+def test_grpc_tools_keep_strict_and_an_empty_choice_is_auto() -> None:
     user, strict, other = pb.ChatMessage(role="user", content="hi"), pb.Tool(name="f", strict=True), pb.Tool(name="g")
     for choice, tools, kind in [
         (pb.ToolChoice(required=True), [strict], GrammarKind.JSON_SCHEMA),

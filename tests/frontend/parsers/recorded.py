@@ -1,4 +1,4 @@
-"""Answers as models of each family write them, and what is to be read in them."""
+"""Recorded answers of each model family, with the expected parse."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls are read the same however their text is cut, and what is no call stays text: nothing is ever lost."""
+"""Parsing of calls does not depend on how the text is split, and loses no text."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(format: str, parts: Iterable[str]) -> list[Piece]:
 
 
 def joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Text after text, and arguments after arguments, made one."""
+    """Merge adjacent texts and adjacent arguments."""
     whole: list[Piece] = []
     for piece in pieces:
         match whole[-1] if whole else None, piece:
@@ -62,7 +62,7 @@ def test_recorded_answers(recorded: Recorded) -> None:
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=_IDS)
-def test_cut_at_every_byte_they_are_the_same(recorded: Recorded) -> None:
+def test_pieces_do_not_depend_on_the_split(recorded: Recorded) -> None:
     whole, raw = joined(read(recorded.format, [recorded.raw])), recorded.raw.encode()
     assert joined(read(recorded.format, decoded(bytes([byte]) for byte in raw))) == whole
     for at in range(len(raw) + 1):
@@ -70,13 +70,13 @@ def test_cut_at_every_byte_they_are_the_same(recorded: Recorded) -> None:
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=_IDS)
-def test_ended_anywhere_they_lose_no_text(recorded: Recorded) -> None:
+def test_truncated_answers_lose_no_text(recorded: Recorded) -> None:
     for end in range(len(recorded.raw)):
         check_nothing_is_lost(recorded.format, recorded.raw[:end])
 
 
 def check_nothing_is_lost(format: str, raw: str) -> None:
-    """The raw answer is its text, and its calls, in order, and markup of calls between them: no word besides."""
+    """Check that the raw answer consists of its text, its calls in order, and markup between them."""
     pieces = joined(read(format, raw))
     pattern = _MARKUP if any(isinstance(piece, CallEnded) for piece in pieces) else r"\s*"
     for at, piece in enumerate(pieces):
@@ -119,7 +119,7 @@ _WORDS = [
 
 @settings(max_examples=300, database=None)
 @given(st.sampled_from(sorted(_FORMATS)), st.lists(st.sampled_from(_WORDS), max_size=14), st.data())
-def test_whatever_comes_is_read_the_same_in_pieces(format: str, words: list[str], data: st.DataObject) -> None:
+def test_random_text_is_read_the_same_in_pieces(format: str, words: list[str], data: st.DataObject) -> None:
     raw = "".join(words)
     whole = joined(read(format, [raw]))
     assert joined(read(format, raw)) == whole

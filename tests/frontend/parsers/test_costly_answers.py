@@ -1,4 +1,4 @@
-"""What a model can be made to write costs its reader what it is long, and nobody an error."""
+"""Parsing cost is linear in the answer, and no answer raises an error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_each_character_is_read_a_few_times_at_most(format: str, size: int, part
 
 
 @pytest.mark.parametrize("parts", [["<|python_start|>[f(" * 3], ["<|python_start|>[f(" * 3 + ")))"], [*"[f([a='x"]])
-def test_what_is_no_call_of_pythons_is_text(parts: list[str]) -> None:
+def test_invalid_python_call_is_text(parts: list[str]) -> None:
     assert "".join(str(piece) for piece in read("pythonic", parts)) == "".join(parts)
 
 
@@ -45,7 +45,7 @@ def test_what_is_no_call_of_pythons_is_text(parts: list[str]) -> None:
         *((number, False) for number in ("0123", "0" * 9, "1.", "1e", "1e5.", "1-", "12x", "1.5.5")),
     ],
 )
-def test_a_number_is_one_however_long(number: str, is_one: bool) -> None:
+def test_number_of_any_length_is_one_number(number: str, is_one: bool) -> None:
     for parts in ([f"{_BEGUN}{number}}}}}</tool_call>"], [*f"{_BEGUN}{number}}}}}</tool_call>"]):
         said = "".join(piece.text for piece in read("hermes", parts) if isinstance(piece, CallArguments))
         assert (said == f'{{"a": {number}}}') is is_one
@@ -58,14 +58,14 @@ def test_a_number_is_one_however_long(number: str, is_one: bool) -> None:
         ("hermes", '<tool_call>{"arguments": "{\\"a\\": \\"\\ud800\\"}", "name": "f"}</tool_call>'),
     ],
 )
-def test_half_a_character_is_in_no_arguments(format: str, raw: str) -> None:
+def test_arguments_contain_no_lone_surrogates(format: str, raw: str) -> None:
     pieces = read(format, [raw])
     assert "".join(str(piece) for piece in pieces) == raw  # it is text, and can be sent
     assert not any(isinstance(piece, CallArguments) for piece in pieces)
 
 
 @pytest.mark.parametrize("about", [{"type": 5}, {"type": [5]}, {"anyOf": None}, {"oneOf": 3, "type": "integer"}, 7])
-def test_a_schema_may_say_anything(about: object) -> None:
+def test_schema_can_contain_anything(about: object) -> None:
     raw = "<function=f><parameter=a>1</parameter></function>"
     said = [piece.text for piece in read("qwen3_coder", [raw], {"f": {"properties": {"a": about}}})
             if isinstance(piece, CallArguments)]  # fmt: skip

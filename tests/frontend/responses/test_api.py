@@ -1,4 +1,4 @@
-"""/v1/responses as openai's own client uses it: whole, streamed, with tools, thinking, formats, and gone on from."""
+"""/v1/responses with OpenAI's client: whole, streamed, tools, thinking, formats, and continuation."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _BOUNDS = StoreBounds(max_bytes=2**20, ttl_s=1000)
 
 
 class Weather(BaseModel):
-    """Of a city."""
+    """Return the weather of a city."""
 
     city: str
     days: int | None = None
@@ -56,7 +56,7 @@ _FUNCTION: Any = {"type": "function", **_TOOL["function"]}
 
 
 class Served:
-    """A door, what speaks behind it, and clients of it."""
+    """Endpoint with its fake service and clients."""
 
     def __init__(self, fake: FakeTokenService, tokenizer: Tokenizer, address: str) -> None:
         self.fake = fake
@@ -78,14 +78,14 @@ class Served:
             await client.close()
 
     def say(self, *texts: str) -> None:
-        """Each request hears the next of the texts."""
+        """Serve the next of these texts to each request."""
         answers = [self.tokenizer.encode(f"{text}<|im_end|>") for text in texts]
         started = len(self.fake.started)
         self.fake.script = lambda *_: answers[min(len(self.fake.started) - started, len(answers)) - 1]
 
     @property
     def prompt(self) -> str:
-        """The last one, as the model saw it."""
+        """Return the last prompt as the model saw it."""
         return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
 
     async def rejected(self, **body: Any) -> tuple[int, str | None, str]:
@@ -120,7 +120,7 @@ def serve(completions: MakeCompletions, byte_level: Tokenizer) -> Serve:
 
 
 async def both(served: Served, **fields: Any) -> tuple[Response, Response, list[Any]]:
-    """The whole answer, the last that a stream says, and its events; the same text to both."""
+    """Return the whole response, the final response of a stream, and its events; both have the same text."""
     whole = await served.responses.create(**fields)
     events = [event async for event in await served.responses.create(**fields, stream=True)]
     assert [event.sequence_number for event in events] == [*range(len(events))]
@@ -128,7 +128,7 @@ async def both(served: Served, **fields: Any) -> tuple[Response, Response, list[
 
 
 def same(response: Response) -> dict[str, Any]:
-    """What is not only of this one."""
+    """Return the response without the values unique to it."""
     told = response.to_dict()
     ids = response.id.partition("_")[2]
     for item in told["output"]:  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def same(response: Response) -> dict[str, Any]:
 
 
 def kinds(events: list[Any]) -> list[str]:
-    """Their types, one of those that repeat."""
+    """Return the event types, repeated ones once."""
     told = [event.type.removeprefix("response.") for event in events]
     return [type for at, type in enumerate(told) if not at or type != told[at - 1]]
 
@@ -166,7 +166,7 @@ async def test_text_whole_and_streamed(serve: Serve) -> None:
             assert (await stream.get_final_response()).output_text == "Bonjour 🎉!"
 
 
-async def test_events_have_their_names(serve: Serve) -> None:
+async def test_event_names(serve: Serve) -> None:
     async with serve() as served:
         served.say("Yes.")
         answer = await served.http.post("/v1/responses", json={"input": "hi", "stream": True})
@@ -206,8 +206,8 @@ async def test_calls_and_thinking(serve: Serve) -> None:
 
 
 @pytest.mark.parametrize("by_id", [True, False], ids=["by id", "by items"])
-async def test_an_agents_turns(serve: Serve, by_id: bool) -> None:
-    """By the id of what came before, or with all of it sent again: the model reads the same."""
+async def test_agent_turns(serve: Serve, by_id: bool) -> None:
+    """The model sees the same prompt whether history is referenced by id or sent again."""
     async with serve() as served:
         served.say(f"<think>Hm.</think>Look.\n{_PARIS}{_LYON}", "It is sunny.")
         fields: dict[str, Any] = {"model": "tiny", "tools": [_FUNCTION], "instructions": "Be brief."}
@@ -237,8 +237,8 @@ async def test_an_agents_turns(serve: Serve, by_id: bool) -> None:
         ), served.prompt
 
 
-async def test_items_are_referred_to_by_their_ids(serve: Serve) -> None:
-    """As Vercel's AI SDK sends an answer back."""
+async def test_items_are_referenced_by_id(serve: Serve) -> None:
+    """As sent back by Vercel's AI SDK."""
     async with serve() as served:
         served.say(f"Look.\n{_PARIS}", "It is sunny.", "Yes.")
         first = await served.responses.create(input="Is it?", tools=[_FUNCTION])
@@ -261,14 +261,14 @@ async def test_items_are_referred_to_by_their_ids(serve: Serve) -> None:
         large = await served.responses.create(input="x" * 3000, max_output_tokens=9)
         (item,) = (await served.responses.input_items.list(large.id)).data
         ids = [f"msg_{number:032x}_0" for number in range(65)]
-        for many, why in (([item.id] * 4096, "refers to, it has more than 10485760 bytes"),
+        for many, why in (([item.id] * 4096, "exceeds 10485760 bytes"),
                           (ids, "refer to more than 64 responses")):  # fmt: skip
             rejected = await served.rejected(input=[{"type": "item_reference", "id": id} for id in many])
             assert rejected[:2] == (400, "input") and why in rejected[2]
 
 
-async def test_what_the_model_is_not_shown_is_not_stored(serve: Serve) -> None:
-    """Else what is stored of a request would be bounded by no context."""
+async def test_items_hidden_from_the_model_are_not_stored(serve: Serve) -> None:
+    """Otherwise a stored request could exceed any context."""
     async with serve() as served:
         unseen, thought = ({"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in "xy")
         said = {"role": "assistant", "content": "c"}
@@ -280,8 +280,8 @@ async def test_what_the_model_is_not_shown_is_not_stored(serve: Serve) -> None:
             assert [item.content[0].text for item in listed] == told  # type: ignore[union-attr,index]
 
 
-async def test_large_ones_are_bounded_until_they_have_been_read(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And hold up nobody: they are parsed and written on other threads."""
+async def test_large_responses_hold_memory_until_sent(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parsed and encoded on other threads."""
     key, threads, of = issue("acme"), set[str](), StoredTurn.of
 
     def watched(value: bytes) -> StoredTurn:
@@ -313,7 +313,7 @@ async def test_large_ones_are_bounded_until_they_have_been_read(serve: Serve, mo
     assert threads == {"text"}
 
 
-async def test_who_takes_too_long_to_read_is_cut_off() -> None:
+async def test_slow_reader_is_cut_off() -> None:
     sent, held = list[Any](), ExitStack()
     is_over = held.enter_context(closing(FakeHold()))
 
@@ -329,7 +329,7 @@ async def test_who_takes_too_long_to_read_is_cut_off() -> None:
     assert is_over.is_closed and all(message.get("more_body", True) for message in sent) and len(sent) == 3
 
 
-async def test_what_is_stored_is_read_and_deleted(serve: Serve) -> None:
+async def test_stored_response_is_read_and_deleted(serve: Serve) -> None:
     async with serve() as served:
         served.say("One.", "Two.", "Three.")
         first = await served.responses.create(input="a", user="ann")
@@ -344,9 +344,9 @@ async def test_what_is_stored_is_read_and_deleted(serve: Serve) -> None:
         third = await served.responses.create(input="c", previous_response_id=second.id)  # which has all of it
         assert "a<|im_end|>" in served.prompt and "One.<|im_end|>" in served.prompt and third.output_text == "Three."
         for ask in (served.responses.retrieve, served.responses.delete, served.responses.input_items.list):
-            with pytest.raises(openai.NotFoundError, match=f"there is no response '{first.id}'"):
+            with pytest.raises(openai.NotFoundError, match=f"response '{first.id}' not found"):
                 await ask(first.id)
-        with pytest.raises(openai.NotFoundError, match="previous_response_id: there is no response") as caught:
+        with pytest.raises(openai.NotFoundError, match="previous_response_id: response") as caught:
             await served.responses.create(input="d", previous_response_id=first.id)
         assert (caught.value.param, caught.value.code) == ("previous_response_id", "response_not_found")
         not_kept = await served.responses.create(input="e", store=False)
@@ -360,7 +360,7 @@ async def test_what_is_stored_is_read_and_deleted(serve: Serve) -> None:
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream")
 
 
-async def test_what_is_stored_is_its_tenants_alone(serve: Serve) -> None:
+async def test_stored_responses_are_isolated_by_tenant(serve: Serve) -> None:
     ours, theirs, beside = issue("acme"), issue("other"), issue("acme")
     async with serve(access=access_with(ours, theirs, beside)) as served:
         served.say("One.")
@@ -382,7 +382,7 @@ async def test_what_is_stored_is_its_tenants_alone(serve: Serve) -> None:
         assert (await mine.retrieve(first.id)).output_text == "One."
 
 
-async def test_without_the_store_answers_go_on(serve: Serve) -> None:
+async def test_answers_continue_without_the_store(serve: Serve) -> None:
     nowhere = f"redis://127.0.0.1:{free_port('127.0.0.1')}/0"
     away = StoredResponses.in_redis(nowhere, name="d", key=bytes(32), bounds=_BOUNDS)
     async with serve(stored=away) as served, asyncio.timeout(20):
@@ -405,8 +405,8 @@ async def test_without_the_store_answers_go_on(serve: Serve) -> None:
         assert (await served.responses.create(input="a")).to_dict()["store"] is False
 
 
-async def test_what_is_no_call_is_text(serve: Serve) -> None:
-    """Whole, it is text. A stream has begun to say a call, and says that it is none."""
+async def test_broken_call_is_text(serve: Serve) -> None:
+    """In a whole response it is text. A stream has sent part of a call by then, and ends the item as incomplete."""
     async with serve() as served:
         served.say(f"Well. {_BROKEN} so")
         whole, last, events = await both(served, input="hi", tools=[_FUNCTION])
@@ -424,7 +424,7 @@ async def test_what_is_no_call_is_text(serve: Serve) -> None:
             assert (await stream.get_final_response()).output_text == whole.output_text
 
 
-async def test_an_answer_that_is_cut_is_incomplete(serve: Serve) -> None:
+async def test_truncated_answer_is_incomplete(serve: Serve) -> None:
     async with serve() as served:
         for text, kind in (
             ("One two three four", "message"),
@@ -447,7 +447,7 @@ async def test_an_answer_that_is_cut_is_incomplete(serve: Serve) -> None:
         assert cut.status == "incomplete" and _PARIS.startswith(cut.output_text) and len(cut.output_text) > 40
 
 
-async def test_a_stream_that_fails_says_so(serve: Serve) -> None:
+async def test_failed_stream_ends_with_an_event(serve: Serve) -> None:
     async with serve() as served:
         served.say("One two three")
         served.fake.fail_after = (4, ReplicaLost("decode-0 is gone"))
@@ -465,7 +465,7 @@ async def test_a_stream_that_fails_says_so(serve: Serve) -> None:
             await served.responses.create(input="hi", stream=True)
 
 
-async def test_an_answer_in_a_format(serve: Serve) -> None:
+async def test_answer_in_a_format(serve: Serve) -> None:
     async with serve(_HERMES, has_grammars=True) as served:
         served.say('{"city": "Rome", "days": 2}')
         parsed = await served.responses.parse(model="tiny", input="hi", text_format=Weather)
@@ -491,7 +491,7 @@ def _asked(**fields: Any) -> Any:
     return request
 
 
-def test_a_body_is_a_chat_by_other_names() -> None:
+def test_body_is_converted_to_a_chat() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     form = {"type": "json_schema", "name": "s", "schema": schema}
     assert _asked(text={"format": {"type": "text"}}).grammar is None
@@ -515,7 +515,7 @@ def test_a_body_is_a_chat_by_other_names() -> None:
     assert _asked(include=["message.output_text.logprobs"]).logprobs == 0
 
 
-def test_what_an_assistant_thought_said_and_called_is_one_message() -> None:
+def test_consecutive_assistant_items_are_one_message() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
     thought, another = (
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]} for text in _THOUGHTS
@@ -551,35 +551,35 @@ async def test_logprobs_of_the_text(serve: Serve) -> None:
 
 
 _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a built-in tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported here"),
+    "a built-in tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search' is not supported"),
     "an image": (
         {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-        "input[0].content[0].type", "'input_image' is not supported here",
+        "input[0].content[0].type", "'input_image' is not supported",
     ),
-    "an item": ({"input": [{"type": "mcp_call", "id": "x"}]}, "input[0].type", "'mcp_call' is not supported here"),
+    "an item": ({"input": [{"type": "mcp_call", "id": "x"}]}, "input[0].type", "'mcp_call' is not supported"),
     "a call without a name": ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name", "is required"),
     "a reference to nothing": ({"input": [{"type": "item_reference", "id": ""}]}, "input[0].id", "is required"),
     "a message of nobody": ({"input": [{"content": "a"}]}, "input[0].role", "is required of a message"),
     "nothing": ({"input": []}, "input", "must not be empty"),
     "a number": ({"input": 5}, "input", "must be a string or a list of items"),
-    "background": ({"background": True}, "background", "is not supported here"),
-    "conversation": ({"conversation": "conv_1"}, "conversation", "is not supported here"),
-    "a prompt": ({"prompt": {"id": "p"}}, "prompt", "is not supported here"),
-    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported here"),
+    "background": ({"background": True}, "background", "is not supported"),
+    "conversation": ({"conversation": "conv_1"}, "conversation", "is not supported"),
+    "a prompt": ({"prompt": {"id": "p"}}, "prompt", "is not supported"),
+    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported"),
     "metadata": ({"metadata": {"a": "x" * 513}}, "metadata.a", "at most 512 characters"),
     "tokens": ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: must be from 1"),
     "too long": ({"input": "x " * 9000}, "input", "context"),
     "an effort": ({"reasoning": {"effort": "low"}}, "reasoning.effort", "reasoning.effort: this model's chat template"),
     "a schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "text.format: needs"),
     "a choice": ({"tool_choice": {"type": "web_search"}}, "tool_choice", "must be"),
-    "a choice of no tool": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-    "a field of chats": ({"messages": []} | {"stop": "x"}, "stop", "this endpoint does not take it"),
-    "a tool twice": ({"tools": [_FUNCTION, _FUNCTION]}, "tools", "is there twice"),
+    "a choice of no tool": ({"tool_choice": "required"}, "tool_choice", "requires tools"),
+    "a field of chats": ({"messages": []} | {"stop": "x"}, "stop", "not supported by this endpoint"),
+    "a tool twice": ({"tools": [_FUNCTION, _FUNCTION]}, "tools", "appears twice"),
     "many items": ({"input": [{"role": "user", "content": ""}] * 4097}, "input", "at most 4096 items"),
 }  # fmt: skip
 
 
-async def test_what_is_refused_is_named(serve: Serve) -> None:
+async def test_invalid_requests_are_rejected_by_name(serve: Serve) -> None:
     async with serve(has_grammars=True) as served:
         for case, (body, param, message) in _REFUSED.items():
             status, named, said = await served.rejected(**body)
@@ -589,8 +589,8 @@ async def test_what_is_refused_is_named(serve: Serve) -> None:
         assert answer.headers["x-ignored-fields"] == "mood"
 
 
-async def test_what_agents_send_is_taken(serve: Serve) -> None:
-    """As openai-agents 0.24's OpenAIResponsesModel asks, with what it sets by itself and what a user may set."""
+async def test_agent_requests_are_accepted(serve: Serve) -> None:
+    """Requests of openai-agents 0.24's OpenAIResponsesModel, with its defaults and with user settings."""
     async with serve() as served:
         served.say("Yes.")
         answer = await served.responses.create(

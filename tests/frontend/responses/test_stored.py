@@ -1,4 +1,4 @@
-"""Both stores of responses against the same contract; and what a router does while Redis is away."""
+"""Conformance suite of both response stores, and the router's behaviour during a Redis outage."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def store(request: pytest.FixtureRequest, clock: Clock, client: Redis) -> Respon
 
 
 async def found(store: ResponseStore, tenant: str, *ids: str) -> str:
-    """Which of them are there."""
+    """Return the ids that are stored."""
     return "".join([id for id in ids if await store.get(tenant, id) is not None])
 
 
-async def test_what_is_put_is_there_for_its_tenant_alone(store: ResponseStore) -> None:
+async def test_values_are_isolated_by_tenant(store: ResponseStore) -> None:
     await store.put("acme", "a", b'{"a":1}')
     await store.put("", "n", b"nobody's")
     assert (await store.get("acme", "a"), await store.get("", "n")) == (b'{"a":1}', b"nobody's")
@@ -77,7 +77,7 @@ async def test_what_is_put_is_there_for_its_tenant_alone(store: ResponseStore) -
     assert await store.get("acme", "a") is None and await store.get("", "n") is not None
 
 
-async def test_a_tenants_oldest_go_first(store: ResponseStore) -> None:
+async def test_oldest_of_a_tenant_is_evicted_first(store: ResponseStore) -> None:
     await store.put("other", "o", _LARGE)
     for id in "abc":
         await store.put("acme", id, _LARGE)
@@ -88,20 +88,20 @@ async def test_a_tenants_oldest_go_first(store: ResponseStore) -> None:
     assert await found(store, "acme", *"bcd") == "cd", "what was deleted counts no longer"
 
 
-async def test_of_all_tenants_the_oldest_goes_first(store: ResponseStore) -> None:
+async def test_oldest_of_all_tenants_is_evicted_first(store: ResponseStore) -> None:
     for number, tenant in enumerate(["a", "b", "c", "d", "e"]):
         await store.put(tenant, "r", _LARGE)
         assert await found(store, "a", "r") == ("r" if number < 4 else "")
     assert [await found(store, tenant, "r") for tenant in "bcde"] == ["r"] * 4
 
 
-async def test_small_ones_are_bounded_too(store: ResponseStore) -> None:
+async def test_number_of_small_values_is_bounded(store: ResponseStore) -> None:
     for number in range(20):
         await store.put("acme", str(number), b"")
     assert [await found(store, "acme", str(number)) for number in (11, 12, 19)] == ["", "12", "19"]
 
 
-async def test_what_is_too_old_goes_when_something_comes(store: ResponseStore, clock: Clock) -> None:
+async def test_expired_values_are_removed_on_put(store: ResponseStore, clock: Clock) -> None:
     await store.put("acme", "a", b"1")
     clock.seconds += _TTL_S - 1
     await store.put("other", "b", b"2")
@@ -112,7 +112,7 @@ async def test_what_is_too_old_goes_when_something_comes(store: ResponseStore, c
 
 
 @pytest.mark.parametrize("kind", ["memory", "redis"])
-async def test_what_is_large_is_known_before_it_is_got(kind: str, client: Redis) -> None:
+async def test_size_of_a_large_value_is_known_before_it_is_read(kind: str, client: Redis) -> None:
     store: ResponseStore = MemoryResponses(_ROOMY)
     if kind == "redis":
         store = RedisResponses(client, _ROOMY, name="d", key=_KEY)
@@ -128,8 +128,8 @@ async def test_what_is_large_is_known_before_it_is_got(kind: str, client: Redis)
         assert await store.look("acme", str(MAX_VALUE_BYTES)) is None
 
 
-async def test_only_so_many_large_ones_are_held() -> None:
-    """A quarter of all by one tenant; the small ones count for nothing."""
+async def test_large_values_in_memory_are_limited() -> None:
+    """One tenant may hold a quarter; small values are exempt."""
     stored = StoredResponses.in_memory(_ROOMY)
     for tenant in ("acme", "other", ""):
         assert await stored.put(tenant, "a", bytes(MAX_VALUE_BYTES)) and await stored.put(tenant, "small", b"value")
@@ -149,7 +149,7 @@ async def test_only_so_many_large_ones_are_held() -> None:
 
 
 class FakeSlowStore(MemoryResponses):
-    """Moves nothing that is large before it is told to."""
+    """Store whose large transfers wait for a signal."""
 
     def __init__(self) -> None:
         super().__init__(_ROOMY)
@@ -171,8 +171,8 @@ class FakeSlowStore(MemoryResponses):
         await super().put(tenant, id, value)
 
 
-async def test_only_so_many_large_ones_are_moved_at_a_time() -> None:
-    """Else the small answers for which routing and limits wait would be behind them."""
+async def test_concurrent_large_transfers_are_limited() -> None:
+    """Otherwise small replies, for which routing and limits wait, would be delayed."""
     store = FakeSlowStore()
     stored = StoredResponses(store, _ROOMY)
     large = bytes(SMALL_BYTES + 1)
@@ -193,7 +193,7 @@ async def test_only_so_many_large_ones_are_moved_at_a_time() -> None:
 
 
 class FakeLateStore(MemoryResponses):
-    """What is large never comes."""
+    """Store whose large values never arrive."""
 
     async def look(self, tenant: str, id: str) -> bytes | int | None:
         return SMALL_BYTES + 1 if id == "large" else await super().look(tenant, id)
@@ -204,15 +204,15 @@ class FakeLateStore(MemoryResponses):
         return await super().get(tenant, id)
 
 
-async def test_what_is_large_and_late_is_no_sign_that_redis_is_away() -> None:
-    """Else whoever reads much has nothing stored for anybody."""
+async def test_timeout_of_a_large_value_does_not_mark_redis_unavailable() -> None:
+    """Otherwise a client that reads much would stop storage for all."""
     stored = StoredResponses(FakeLateStore(_ROOMY), _ROOMY)
     with ExitStack() as held, pytest.raises(StoreUnavailable):
         await stored.get("greedy", "large", held)
     assert await stored.put("modest", "a", b"value")
 
 
-async def test_nobody_waits_for_a_turn_without_end() -> None:
+async def test_waiting_for_a_transfer_slot_times_out() -> None:
     transfers = LargeTransfers(within_s=0)
     async with transfers.turn("a"), transfers.turn("a"):
         with pytest.raises(CapacityError):
@@ -224,7 +224,7 @@ async def test_nobody_waits_for_a_turn_without_end() -> None:
         pass
 
 
-async def test_in_redis_nothing_is_left_of_what_has_gone(client: Redis, clock: Clock) -> None:
+async def test_evicted_values_leave_nothing_in_redis(client: Redis, clock: Clock) -> None:
     store = RedisResponses(client, _BOUNDS, name="d", key=_KEY, now_ms=clock.now_ms)
     for number in range(20):
         await store.put(f"tenant-{number}", "r", b"value")
@@ -238,7 +238,7 @@ async def test_in_redis_nothing_is_left_of_what_has_gone(client: Redis, clock: C
     assert await client.keys("*") == []
 
 
-async def test_names_in_redis_tell_nobody_whose_they_are(client: Redis) -> None:
+async def test_redis_names_reveal_no_tenants(client: Redis) -> None:
     store = RedisResponses(client, _BOUNDS, name="d", key=_KEY)
     await store.put("acme", "resp_1", b"value")
     await RedisResponses(client, _BOUNDS, name="d", key=bytes(32)).put("acme", "resp_1", b"another key's")
@@ -247,7 +247,7 @@ async def test_names_in_redis_tell_nobody_whose_they_are(client: Redis) -> None:
     assert await store.get("acme", "resp_1") == b"value"
 
 
-async def test_what_others_write_there_is_not_believed(client: Redis) -> None:
+async def test_forged_values_are_ignored(client: Redis) -> None:
     store = RedisResponses(client, _BOUNDS, name="d", key=_KEY)
     await store.put("acme", "a", b"one")
     (first,) = await client.keys("d:response:*")
@@ -262,18 +262,18 @@ async def test_what_others_write_there_is_not_believed(client: Redis) -> None:
     assert await store.get("acme", "c") == b"three"
 
 
-async def test_two_routers_have_the_same(redis_url: str, client: Redis) -> None:
+async def test_two_routers_share_a_store(redis_url: str, client: Redis) -> None:
     one, other = (StoredResponses.in_redis(redis_url, name="d", key=_KEY, bounds=_BOUNDS) for _ in range(2))
     assert await one.put("acme", "a", b"value")
     assert await other.get("acme", "a", ExitStack()) == b"value"
     await other.delete("acme", "a")
-    with pytest.raises(UnknownResponse, match="there is no response 'a'"):
+    with pytest.raises(UnknownResponse, match="response 'a' not found"):
         await one.get("acme", "a", ExitStack())
     for router in (one, other):
         await router.close()
 
 
-async def test_what_is_not_stored() -> None:
+async def test_values_that_are_not_stored() -> None:
     off = StoredResponses.in_redis("redis://nowhere", name="d", key=_KEY, bounds=StoreBounds(max_bytes=0, ttl_s=1))
     assert not off.stores and not await off.put("", "a", b"")
     with pytest.raises(UnknownResponse, match="stored_responses_mib"):
@@ -286,7 +286,7 @@ async def test_what_is_not_stored() -> None:
     assert not await small.put("", "a", bytes(7 * ENTRY_BYTES + 1)) and await small.put("", "a", bytes(7 * ENTRY_BYTES))
 
 
-async def test_redis_away_and_back(tmp_path: Path) -> None:
+async def test_redis_outage_and_recovery(tmp_path: Path) -> None:
     nowhere = f"redis://127.0.0.1:{free_port('127.0.0.1')}/0"
     stored = StoredResponses.in_redis(nowhere, name="d", key=_KEY, bounds=_BOUNDS)
     assert not await stored.put("", "a", b"value")

@@ -1,4 +1,4 @@
-"""What a model may say whose answer keeps to a schema: every token of it, by the masks of the grammar that is made."""
+"""Constrained answers: which texts a model can produce, checked by the masks of the compiled grammar."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _says(
     text: str,
     prompt: str,
 ) -> bool:
-    """Whether all of the text may be said, and the answer may end there."""
+    """Return whether the grammar accepts the whole text and may end there."""
     grammar = bound_answer(request, output_format, prompt)
     assert grammar is not None
     (end,) = tokenizer.encode("<|im_end|>")
@@ -82,7 +82,7 @@ def _has(words: Sequence[int], token: int) -> bool:
         ("Rome.", False),
     ],
 )
-def test_an_answer_or_calls(compiler: GrammarCompiler, byte_level: Tokenizer, text: str, is_said: bool) -> None:
+def test_answer_or_calls(compiler: GrammarCompiler, byte_level: Tokenizer, text: str, is_said: bool) -> None:
     request = _request(tools=_TOOLS)
     assert _says(compiler, byte_level, request, _HERMES, text, "") is is_said
     assert isinstance(request.prompt, Chat)
@@ -92,9 +92,7 @@ def test_an_answer_or_calls(compiler: GrammarCompiler, byte_level: Tokenizer, te
     assert not is_said or len(calls) == text.count("<tool_call>"), "and what may be said is read as what it is"
 
 
-def test_as_the_family_writes_calls_and_no_more_than_are_wanted(
-    compiler: GrammarCompiler, byte_level: Tokenizer
-) -> None:
+def test_calls_follow_the_model_family_syntax(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
     one, llama = _request(tools=_TOOLS, is_parallel=False), _request(tools=_TOOLS)
     assert _says(compiler, byte_level, one, _HERMES, _LOOK, "")
     assert not _says(compiler, byte_level, one, _HERMES, f"{_LOOK}\n{_NOW}", "")
@@ -102,11 +100,11 @@ def test_as_the_family_writes_calls_and_no_more_than_are_wanted(
 
 
 @pytest.mark.parametrize("output_format", [OutputFormat("pythonic"), OutputFormat("mistral")])
-def test_where_no_call_could_be_made_that_is_said(output_format: OutputFormat) -> None:
-    with pytest.raises(RequestError, match="with field no call could be made") as caught:
+def test_unknown_call_syntax_is_rejected(output_format: OutputFormat) -> None:
+    with pytest.raises(RequestError, match="cannot be combined with field") as caught:
         bound_answer(_request(tools=_TOOLS), output_format, "")
     assert caught.value.param == "tools"
-    with pytest.raises(RequestError, match="no call could be made"):
+    with pytest.raises(RequestError, match="cannot be combined"):
         bound_answer(_request("a|b", GrammarKind.REGEX, tools=_TOOLS), _HERMES, "")
     forced = _request(tools=_TOOLS, forced="look")
     assert bound_answer(forced, output_format, "") == forced.grammar, "that is bound to be a call already"
@@ -124,10 +122,10 @@ def test_where_no_call_could_be_made_that_is_said(output_format: OutputFormat) -
         ("assistant\n<think>\n\n</think>\n\n", f"<think>Hm.</think>{_ROME}", False),
     ],
 )
-def test_thinking_comes_before_it(
+def test_thinking_precedes_the_answer(
     compiler: GrammarCompiler, byte_level: Tokenizer, prompt: str, text: str, is_said: bool
 ) -> None:
-    """Where the template has opened it, or the model may; and not where the template has closed it."""
+    """Thinking is allowed if the template opened it or left it to the model, not if the template closed it."""
     request = _request()
     assert _says(compiler, byte_level, request, _THINKS, text, prompt) is is_said
     assert isinstance(request.prompt, Chat)
@@ -139,7 +137,7 @@ def test_thinking_comes_before_it(
         assert ("Hm" in "".join(one.thinking for one in said)) is ("Hm" in text)
 
 
-def test_what_a_schema_cannot_be_beside_is_left_as_it_was() -> None:
+def test_grammar_without_room_for_tools_or_thinking_is_unchanged() -> None:
     for request, output_format in (
         (_request(), OutputFormat()),
         (_request("a|b", GrammarKind.REGEX), _THINKS),
@@ -165,7 +163,7 @@ _NOT_ENFORCED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("inner", _NOT_ENFORCED, ids=lambda inner: str(inner)[:40])
 @pytest.mark.parametrize("output_format", [OutputFormat(), _THINKS], ids=["alone", "in a rule"])
-def test_what_cannot_be_enforced_is_passed_over_unless_it_is_strict(
+def test_unenforceable_parts_are_dropped_unless_strict(
     compiler: GrammarCompiler, byte_level: Tokenizer, inner: dict[str, Any], output_format: OutputFormat
 ) -> None:
     schema = {"type": "object", "properties": {"a": inner, "pattern": {"const": 1}}, "required": ["a", "pattern"]}
@@ -177,7 +175,7 @@ def test_what_cannot_be_enforced_is_passed_over_unless_it_is_strict(
         _says(compiler, byte_level, _request(schema), output_format, text, "")
 
 
-def test_a_schema_is_as_long_as_it_might_be_alone(compiler: GrammarCompiler) -> None:
+def test_schema_keeps_its_size_limit(compiler: GrammarCompiler) -> None:
     long = {"enum": ["a" * MAX_GRAMMAR_BYTES, "b"]}
     made = bound_answer(_request(long), _THINKS, "")
     assert made is not None and made.kind is GrammarKind.LARK
@@ -191,7 +189,7 @@ def test_a_schema_is_as_long_as_it_might_be_alone(compiler: GrammarCompiler) -> 
             Grammar(kind=GrammarKind.LARK, text=text).check("field")
 
 
-def test_a_schema_within_schemas_without_end_is_refused_by_name() -> None:
+def test_deeply_nested_schema_is_rejected_by_name() -> None:
     schema: Any = {"type": "string"}
     for _ in range(900):
         schema = {"type": "array", "items": schema}

@@ -1,4 +1,4 @@
-"""Which grammars a router compiles, and how often."""
+"""Compilation of grammars in a router, and its cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.character_tokenizer import save_tokenizer
 
 
 class CountingCompiler(GrammarCompiler):
-    """Says what it has compiled, and calls slow what it is told to."""
+    """Compiler that records its calls, and reports chosen grammars as slow."""
 
     def __init__(self, model_dir: Path) -> None:
         super().__init__(model_dir, vocab_size=128)
@@ -41,14 +41,14 @@ def asked(regex: str, field: str = "grammar") -> CompletionRequest:
     return CompletionRequest(id="1", prompt="a", grammar=grammar, grammar_field=field)
 
 
-async def test_what_is_quick_is_compiled_once(compiler: CountingCompiler) -> None:
+async def test_quick_grammar_is_compiled_once(compiler: CountingCompiler) -> None:
     check = GrammarCheck(compiler)
     for regex in ("a", "b", "a"):
         await check.check(asked(regex))
     assert compiler.compiled == ["a", "b"]
 
 
-async def test_what_is_not_takes_its_turn_each_time(compiler: CountingCompiler) -> None:
+async def test_slow_grammar_is_compiled_for_each_request(compiler: CountingCompiler) -> None:
     compiler.slow = {"a"}
     check = GrammarCheck(compiler)
     for _ in range(3):
@@ -56,7 +56,7 @@ async def test_what_is_not_takes_its_turn_each_time(compiler: CountingCompiler) 
     assert compiler.compiled == ["a"] * 3
 
 
-async def test_what_is_wrong_is_known_and_named_as_each_client_calls_it(compiler: CountingCompiler) -> None:
+async def test_problem_is_cached_and_names_each_clients_field(compiler: CountingCompiler) -> None:
     check = GrammarCheck(compiler)
     for field in ("regex", "guided", "regex"):
         with pytest.raises(RequestError) as rejected:

@@ -1,4 +1,4 @@
-"""Markers that are tokens of their own: an answer may have them where a grammar has their text, and spelt as well."""
+"""Markers that are special tokens: an answer may use the token or spell the text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model_dir(request: pytest.FixtureRequest, byte_level_dir: Path, tmp_path_fac
 
 
 def _says(model_dir: Path, grammar: Grammar, text: str, *, is_spelt: bool, thinks: bool = False) -> bool:
-    """Whether all of it may be said, and the answer may end there."""
+    """Return whether the grammar accepts all of it and may end there."""
     tokenizer = Tokenizer(model_dir)
     compiler = GrammarCompiler(model_dir, vocab_size=tokenizer.vocab_size)
     output_format = OutputFormat("hermes", thinks=thinks, special=SpecialTokens(compiler.special_tokens))
@@ -93,12 +93,12 @@ def _triggered(trigger: str, *tags: dict[str, Any]) -> Grammar:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_a_marker_may_be_its_token(model_dir: Path, grammar: Grammar, text: str, is_spelt: bool) -> None:
+def test_marker_can_be_its_token(model_dir: Path, grammar: Grammar, text: str, is_spelt: bool) -> None:
     assert _says(model_dir, grammar, text, is_spelt=is_spelt)
 
 
 @pytest.mark.parametrize("is_spelt", [False, True])
-def test_and_what_is_behind_it_is_bound(model_dir: Path, is_spelt: bool) -> None:
+def test_text_after_a_marker_token_is_constrained(model_dir: Path, is_spelt: bool) -> None:
     tags = _triggered("<tool", _tag("<tool_call>a "), _tag("<tool_call>b "))
     for wrong in ("<tool_call>c {}</tool_call>", "<tool_call>a 1</tool_call>", "Hm <tool_call>"):
         assert not _says(model_dir, tags, wrong, is_spelt=is_spelt)

@@ -1,4 +1,4 @@
-"""What may be said by structural tags, told by the masks of the grammar that is made of them."""
+"""Structural tags, checked by the masks of the compiled grammar."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _request(asked: Any, **chat: Any) -> CompletionRequest:
 def _says(
     compiler: GrammarCompiler, asked: Any, text: str, *, thinks: bool = False, prompt: str = "", **chat: Any
 ) -> bool:
-    """Whether all of the text may be said, and the answer may end there."""
+    """Return whether the grammar accepts the whole text and may end there."""
     grammar = bound_answer(_request(asked, **chat), OutputFormat(thinks=thinks), prompt)
     assert grammar is not None and grammar.kind is GrammarKind.LARK
     mask = compiler.compile(grammar).mask([END])
@@ -146,12 +146,12 @@ def test_every_format(compiler: GrammarCompiler, form: dict[str, Any], said: lis
         ("<think></think>", "<f=?", False),
     ],
 )
-def test_thinking_comes_before_them(compiler: GrammarCompiler, prompt: str, text: str, is_said: bool) -> None:
-    """No trigger counts there."""
+def test_thinking_precedes_the_tags(compiler: GrammarCompiler, prompt: str, text: str, is_said: bool) -> None:
+    """Triggers are ignored inside thinking."""
     assert _says(compiler, _OLD, text.replace("\n", ""), thinks=True, prompt=prompt) is is_said
 
 
-def test_tools_beside_them_are_called_as_they_say(compiler: GrammarCompiler) -> None:
+def test_tags_replace_tool_calls(compiler: GrammarCompiler) -> None:
     tools = ({"type": "function", "function": {"name": "look"}},)
     assert _says(compiler, _OLD, f"<f=look>{_ROME}</f>", tools=tools)
     assert not _says(compiler, _OLD, "<f=see>", tools=tools)
@@ -161,65 +161,68 @@ _WRONG: list[tuple[Any, str]] = [
     ("[", "field: must be an object such as"),
     ("[]", "field: must be an object such as"),
     ('{"type": "json_schema"}', "field: must be an object such as"),
-    ({}, "field: needs format, or structures and triggers"),
+    ({}, "field: must have either format, or structures and triggers"),
     ({"structures": [1], "triggers": ["a"]}, "field: structures[0] must be an object of"),
     (
         {"structures": [{"begin": "a", "end": "b"}], "triggers": ["a"]},
         "field: structures.tags[0].content.json_schema is",
     ),
-    ({"format": _ANY, "triggers": ["a"]}, "field: needs format, or structures and triggers, and nothing else"),
-    ({"format": _ANY, "mood": 1}, "field: needs format, or structures and triggers, and nothing else"),
-    ({"structures": {}, "triggers": ["a"]}, "field: needs lists of structures and triggers"),
+    (
+        {"format": _ANY, "triggers": ["a"]},
+        "field: must have either format, or structures and triggers, and nothing else",
+    ),
+    ({"format": _ANY, "mood": 1}, "field: must have either format, or structures and triggers, and nothing else"),
+    ({"structures": {}, "triggers": ["a"]}, "field: must have lists of structures and triggers"),
     ({"format": 1}, "field: format must be an object"),
-    ({"format": {"type": []}}, "field: format.type is not supported here as '[]'"),
-    ({"format": {}}, "field: format.type is not supported here as 'None'"),
-    ({"format": {"type": "grammar", "grammar": "a"}}, "field: format.type is not supported here as 'grammar'"),
+    ({"format": {"type": []}}, "field: format.type '[]' is not supported"),
+    ({"format": {}}, "field: format.type 'None' is not supported"),
+    ({"format": {"type": "grammar", "grammar": "a"}}, "field: format.type 'grammar' is not supported"),
     ({"format": {"type": "sequence", "elements": []}}, "field: format.elements must have 1 to 512"),
     ({"format": {"type": "or", "elements": [_ANY] * 513}}, "field: format.elements must have 1 to 512"),
     ({"format": {"type": "or", "elements": [1]}}, "field: format.elements[0] must be an object"),
     ({"format": {"type": "sequence", "elements": [_ANY, _ANY]}}, "field: format.elements[0] is free text"),
-    ({"format": {**_ANY, "excludes": ["a"]}}, "field: format.excludes is not supported here"),
-    ({"format": {**_ANY, "max_tokens": 5}}, "field: format.max_tokens is not supported here"),
-    ({"format": {**_json(), "style": "qwen_xml"}}, "field: format.style is not supported here"),
+    ({"format": {**_ANY, "excludes": ["a"]}}, "field: format.excludes is not supported"),
+    ({"format": {**_ANY, "max_tokens": 5}}, "field: format.max_tokens is not supported"),
+    ({"format": {**_json(), "style": "qwen_xml"}}, "field: format.style is not supported"),
     ({"format": {"type": "const_string"}}, "field: format.value is required"),
-    ({"format": {"type": "const_string", "value": 1}}, "field: format.value is of a wrong type"),
-    ({"format": _tag("a", _ANY, "")}, "field: format.end must not be empty behind free text"),
+    ({"format": {"type": "const_string", "value": 1}}, "field: format.value has a wrong type"),
+    ({"format": _tag("a", _ANY, "")}, "field: format.end must not be empty after free text"),
     ({"format": _tag("a", _json(), [1])}, "field: format.end must be a string, or a list"),
     ({"format": _tag("a", _json(), ["b"] * 17)}, "field: format.end must be a string, or a list"),
-    ({"format": {**_TAGS, "triggers": ["<f="]}}, "field: format.tags[2].begin must begin with one of the triggers"),
-    ({"format": {**_TAGS, "triggers": ["<f=", "@", "<f"]}}, "field: format.tags[0].begin must begin with one of the"),
+    ({"format": {**_TAGS, "triggers": ["<f="]}}, "field: format.tags[2].begin must begin with exactly one trigger"),
+    ({"format": {**_TAGS, "triggers": ["<f=", "@", "<f"]}}, "field: format.tags[0].begin must begin with exactly one"),
     ({"format": {**_TAGS, "triggers": ["<f=", "@", "!"]}}, "field: format.triggers has '!', with which no tag begins"),
-    ({"format": {**_TAGS, "triggers": ["<f=", ""]}}, "field: format.triggers must be strings"),
+    ({"format": {**_TAGS, "triggers": ["<f=", ""]}}, "field: format.triggers must be non-empty strings"),
     (
         {"format": {**_TAGS, "tags": [_ANY]}},
-        "field: format.tags[0].type is not supported here as 'any_text'; known: tag",
+        "field: format.tags[0].type 'any_text' is not supported; supported: tag",
     ),
-    ({"format": {**_TAGS, "at_least_one": 1}}, "field: format.at_least_one is not supported here"),
-    ({"format": _const("a" * 70_000)}, "field: at most 65536 bytes are taken"),
+    ({"format": {**_TAGS, "at_least_one": 1}}, "field: format.at_least_one is not supported"),
+    ({"format": _const("a" * 70_000)}, "field: at most 65536 bytes are accepted"),
 ]
 
 
 @pytest.mark.parametrize(("asked", "says"), _WRONG, ids=[says[7:] for _, says in _WRONG])
-def test_what_does_not_map_is_refused_by_its_path(asked: Any, says: str) -> None:
+def test_unsupported_format_is_rejected_with_its_path(asked: Any, says: str) -> None:
     with pytest.raises(RequestError) as rejected:
         bound_answer(_request(asked), OutputFormat(), "")
     assert str(rejected.value).startswith(says) and rejected.value.param == "field"
 
 
-def test_what_is_no_unicode_is_refused(compiler: GrammarCompiler) -> None:
+def test_invalid_unicode_is_rejected(compiler: GrammarCompiler) -> None:
     made = bound_answer(_request('{"format": {"type": "const_string", "value": "\\ud800"}}'), OutputFormat(), "")
     assert made is not None
     with pytest.raises(RequestError):
         compiler.compile(made)
 
 
-def test_formats_within_formats_without_end_are_refused() -> None:
+def test_deeply_nested_formats_are_rejected() -> None:
     deep = '{"type": "or", "elements": [' * 400 + json.dumps(_ANY) + "]}" * 400
     with pytest.raises(RequestError, match="too deeply"):
         bound_answer(_request(f'{{"format": {deep}}}'), OutputFormat(), "")
 
 
-def test_what_is_no_schema_has_the_size_of_a_grammar(compiler: GrammarCompiler) -> None:
+def test_const_string_has_the_size_limit_of_a_grammar(compiler: GrammarCompiler) -> None:
     long = {"type": "object", "properties": {f"p{i}": {"const": "a" * 50} for i in range(200)}}
     kept = bound_answer(_request({"format": _json(long)}), OutputFormat(), "")
     assert kept is not None and compiler.compile(kept)
@@ -229,7 +232,7 @@ def test_what_is_no_schema_has_the_size_of_a_grammar(compiler: GrammarCompiler) 
         compiler.compile(made)
 
 
-def test_what_many_parts_have_in_common_is_written_once() -> None:
+def test_shared_parts_are_written_once() -> None:
     parts = {"type": "or", "elements": [{"type": "or", "elements": [_ANY, _const("a")] * 150}] * 3}
     text = json.dumps({"format": _tag("a", parts, "e" * 30_000)})
     made = bound_answer(_request(text), OutputFormat(), "")
@@ -239,7 +242,7 @@ def test_what_many_parts_have_in_common_is_written_once() -> None:
 @pytest.mark.parametrize(
     "character", ["\x7f", "\x85", "\u2028", "\ufeff", "\n", "\0", '"', "\\", "/", "\\u0041", "%json {}"]
 )
-def test_any_text_is_taken_literally(compiler: GrammarCompiler, character: str) -> None:
+def test_text_is_taken_literally(compiler: GrammarCompiler, character: str) -> None:
     said = f"a{character}b"
     for form in (_const(said), _tag(said, _ANY, said), {**_TAGS, "triggers": [said], "tags": [_tag(said, end=said)]}):
         made = bound_answer(_request({"format": form}), OutputFormat(), "")
@@ -268,7 +271,7 @@ _ANYTHING = st.recursive(
 
 @settings(max_examples=300, database=None, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(form=_ANYTHING)
-def test_whatever_is_sent_is_a_grammar_or_is_refused(form: Any, compiler: GrammarCompiler) -> None:
+def test_any_input_compiles_or_is_rejected(form: Any, compiler: GrammarCompiler) -> None:
     try:
         made = bound_answer(_request({"format": form}), OutputFormat(), "")
         assert made is not None

@@ -1,4 +1,4 @@
-"""How a model's dialect is found, and what an answer in it is made of."""
+"""Detection of a model's output format, and parsing of its answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from frontend.text.events import Delta
 from frontend.text.tokenizer import Tokenizer
 
 
-def test_a_spec_can_name_every_format() -> None:
+def test_spec_can_name_every_format() -> None:
     assert set(get_args(ToolParser)) == {"auto", "none", *CALL_FORMATS}
 
 
@@ -35,19 +35,19 @@ def test_a_spec_can_name_every_format() -> None:
         ("{{ message.content }}", None),
     ],
 )
-def test_a_template_tells_how_its_model_calls(template: str, calls: str | None) -> None:
+def test_template_identifies_the_call_format(template: str, calls: str | None) -> None:
     assert OutputFormat.of(template) == OutputFormat(calls, thinks=False)
     assert OutputFormat.of(template, tool_parser="none").calls is None
     assert OutputFormat.of(template, tool_parser="mistral").calls == "mistral"
 
 
-def test_a_template_or_the_operator_tells_whether_it_thinks() -> None:
+def test_template_or_operator_decides_on_thinking() -> None:
     assert OutputFormat.of("{{ content.split('</think>')[-1] }}").thinks
     assert not OutputFormat.of("</think>", reasoning_parser="none").thinks
     assert OutputFormat.of("", reasoning_parser="think").thinks
 
 
-def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden(byte_level: Tokenizer) -> None:
+def test_marker_tokens_are_read_and_other_special_tokens_hidden(byte_level: Tokenizer) -> None:
     reader = AnswerReader(None, CallReader(hermes, {"f": {}}))
     shown = byte_level.ids_of(["<|im_start|>", "no such token"])
     choice = ChoiceText(CompletionRequest(id="r", prompt="a"), 0, byte_level, reader=reader, shown=shown)
@@ -57,8 +57,8 @@ def test_marks_that_are_special_tokens_are_read_and_others_stay_hidden(byte_leve
     assert choice.add(tokens).text == "a<|im_start|>b"
 
 
-def test_text_around_what_was_no_call_keeps_its_place() -> None:
-    """All of it in a whole answer; in a stream what it has not said."""
+def test_text_around_a_broken_call_keeps_its_place() -> None:
+    """A whole answer has all of the broken call's text, a stream only the unsent rest."""
     raw = 'one <tool_call>{"name": "f", "arguments": {"a": oh}} two'
     for parts in ([raw], list(raw)):
         reader = AnswerReader(None, CallReader(hermes, {"f": {}}))

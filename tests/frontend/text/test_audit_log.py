@@ -1,4 +1,4 @@
-"""One line for each request, and never a word of what it says."""
+"""Audit log: one line per request, without any of its text."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ def _lines(path: Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-async def test_what_was_served_refused_or_not_even_a_request(completions: MakeCompletions, tmp_path: Path) -> None:
+async def test_served_rejected_and_unreadable_requests_are_recorded(
+    completions: MakeCompletions, tmp_path: Path
+) -> None:
     path = tmp_path / "audit_log" / "router.jsonl"
     service = completions(FakeTokenService(), audit_log=path)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, rejects_unknown_fields=True)
@@ -51,7 +53,7 @@ async def test_what_was_served_refused_or_not_even_a_request(completions: MakeCo
     service.close()
 
 
-async def test_whose_key_it_was_and_that_it_was_given_up(completions: MakeCompletions, tmp_path: Path) -> None:
+async def test_key_and_cancellation_are_recorded(completions: MakeCompletions, tmp_path: Path) -> None:
     fake = FakeTokenService(hang_after=1)
     service = completions(fake, audit_log=tmp_path / "trail.jsonl")
     request = CompletionRequest(id="r", prompt="abc", tenant="acme", key_id="k-1", peer="10.0.0.7:1")
@@ -74,7 +76,7 @@ async def test_whose_key_it_was_and_that_it_was_given_up(completions: MakeComple
     service.close()
 
 
-def test_no_file_of_it_is_for_others_to_read(tmp_path: Path) -> None:
+def test_files_are_private(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
         audit_log = RequestAuditLog(tmp_path / "trail.jsonl", max_bytes=200)

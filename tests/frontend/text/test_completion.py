@@ -1,4 +1,4 @@
-"""Text in, text out, over a fake cluster: what reaches the workers, what comes back, and that everything ends."""
+"""Completions over a fake cluster: requests to workers, events, and cleanup."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def outcomes(completions: Completions) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("fields", [{"n": 4}, {"best_of": 4}, {"n": 2, "best_of": 4}])
-async def test_too_many_choices_are_refused_by_the_field_that_the_client_has_set(
+async def test_too_many_choices_name_the_field_that_was_set(
     completions: MakeCompletions, fields: dict[str, int]
 ) -> None:
-    """Of those that run the core knows nothing but how many."""
+    """The router core reports only the number of choices that run."""
     said = "a replica runs at most 3 choices of one tenant at once, not 4"
     service = completions(FakeTokenService(reject=RequestError(f"n: {said}", param="n")))
     field = [*fields][-1]
@@ -62,7 +62,7 @@ async def test_too_many_choices_are_refused_by_the_field_that_the_client_has_set
     assert (str(rejected.value), rejected.value.param) == (f"{field}: {said}", field)
 
 
-async def test_the_text_of_all_tokens_and_one_account(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_tokens_become_text_and_one_account(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     fake = FakeTokenService()
     service = completions(fake)
     ids = byte_level.encode("Paris 你好 🎉")
@@ -84,11 +84,11 @@ async def test_the_text_of_all_tokens_and_one_account(completions: MakeCompletio
     assert outcomes(service) == {"completed": 1}
 
 
-async def test_who_is_not_to_hear_what_was_cached_hears_nothing_of_it(completions: MakeCompletions) -> None:
-    """Nor what follows from it: what was shipped, what was fetched, and from where."""
+async def test_cached_token_counts_are_hidden_if_not_reported(completions: MakeCompletions) -> None:
+    """Also hidden: shipped and fetched blocks and replica names, which follow from it."""
     service = completions(FakeTokenService())
     for is_told in (True, False):
-        *_, summary = await run(service, request(max_tokens=2, is_cache_told=is_told))
+        *_, summary = await run(service, request(max_tokens=2, reports_cached_tokens=is_told))
         assert isinstance(summary, Summary)
         route = summary.route
         told = (summary.usage.cached_tokens, route.cached_tokens, route.blocks_shipped, route.wire_bytes)
@@ -99,7 +99,7 @@ async def test_who_is_not_to_hear_what_was_cached_hears_nothing_of_it(completion
         assert route.attempts == 1 and summary.usage.completion_tokens == 2
 
 
-async def test_what_reaches_the_workers_is_resolved(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_sampling_is_resolved_for_the_workers(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     fake = FakeTokenService()
     await run(
         completions(fake), request(n=2, salt="acme", priority=-1, stop_token_ids=(300,), top_k=-1, temperature=1e-9)
@@ -114,7 +114,7 @@ async def test_what_reaches_the_workers_is_resolved(completions: MakeCompletions
     assert sent.id.startswith("r1-")
 
 
-async def test_two_requests_of_one_id_are_told_apart(completions: MakeCompletions) -> None:
+async def test_requests_of_one_id_are_distinguished(completions: MakeCompletions) -> None:
     fake = FakeTokenService()
     service = completions(fake)
     await asyncio.gather(*(run(service, request(max_tokens=2)) for _ in range(2)))
@@ -132,7 +132,7 @@ async def test_seeds(completions: MakeCompletions) -> None:
 
 
 @pytest.mark.parametrize("include_stop", [False, True])
-async def test_a_stop_string_over_several_tokens(
+async def test_stop_string_across_several_tokens(
     completions: MakeCompletions, byte_level: Tokenizer, include_stop: bool
 ) -> None:
     fake = FakeTokenService()
@@ -152,7 +152,7 @@ async def test_text_held_back_for_a_stop_string_is_released_at_the_end(completio
     assert text_of(events) == "abc"
 
 
-async def test_one_choice_stops_and_the_other_goes_on(completions: MakeCompletions, byte_level: Tokenizer) -> None:
+async def test_one_choice_stops_and_the_other_continues(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     scripts = [byte_level.encode("ab#"), byte_level.encode("xyz")]
     fake = FakeTokenService(script=lambda _, choice: scripts[choice])
     events = await run(completions(fake), request(n=2, max_tokens=6, stop=("#",)))
@@ -178,7 +178,7 @@ async def test_end_of_sequence(completions: MakeCompletions, byte_level: Tokeniz
     assert text_of(late) == "ab<|im_end|>cab"
 
 
-async def test_a_stop_string_at_the_very_limit(completions: MakeCompletions) -> None:
+async def test_stop_string_at_the_limit(completions: MakeCompletions) -> None:
     fake = FakeTokenService()
     events = await run(completions(fake), request("abc", stop=("c",), max_tokens=3))
     assert text_of(events) == "ab" and events[-2] == Finished(0, FinishReason.STOP, "c")
@@ -190,13 +190,13 @@ async def test_stop_strings_wait_for_min_tokens(completions: MakeCompletions) ->
     assert text_of(events) == "ab"
 
 
-async def test_a_character_cut_by_the_limit(completions: MakeCompletions) -> None:
+async def test_character_cut_by_the_limit(completions: MakeCompletions) -> None:
     events = await run(completions(FakeTokenService()), request("𝄞", max_tokens=2))
     assert text_of(events) == "�"
 
 
 @given(data=st.data())
-def test_whatever_the_tokens_the_text_is_cut_as_a_whole(
+def test_text_does_not_depend_on_token_boundaries(
     completions: MakeCompletions, byte_level: Tokenizer, data: st.DataObject
 ) -> None:
     ids = data.draw(st.lists(st.integers(200, 300), min_size=1, max_size=12))
@@ -254,7 +254,7 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("param", "fields"), WRONG, ids=str)
-async def test_a_wrong_field_is_named(completions: MakeCompletions, param: str, fields: dict[str, Any]) -> None:
+async def test_wrong_field_is_named(completions: MakeCompletions, param: str, fields: dict[str, Any]) -> None:
     fake = FakeTokenService()
     service = completions(fake)
     with pytest.raises(RequestError) as caught:
@@ -276,11 +276,13 @@ async def test_unknown_model(completions: MakeCompletions) -> None:
         ({"prompt": (1,) * 256}, "256 for the prompt"),
         ({"prompt": (1,) * 200, "max_tokens": 57}, "200 for the prompt and 57"),
         ({"prompt": (1,) * 200, "min_tokens": 57}, "200 for the prompt"),
-        ({"prompt": "word " * 10_000_000}, "characters are more"),
+        ({"prompt": "word " * 10_000_000}, "too many for this model"),
     ],
     ids=["prompt", "max_tokens", "min_tokens", "megabytes"],
 )
-async def test_what_does_not_fit_the_context(completions: MakeCompletions, fields: dict[str, Any], needs: str) -> None:
+async def test_prompt_exceeding_the_context_is_rejected(
+    completions: MakeCompletions, fields: dict[str, Any], needs: str
+) -> None:
     with pytest.raises(ContextLengthExceeded, match=needs):
         await completions(FakeTokenService()).open(request(**fields))
     await completions(FakeTokenService()).open(request((1,) * 200, max_tokens=56))
@@ -298,7 +300,7 @@ WORDS = "word " * 100_000
     ],
     ids=["text", "chat", "reasoning"],
 )
-async def test_a_long_prompt_does_not_block_the_loop(
+async def test_long_prompt_does_not_block_the_loop(
     completions: MakeCompletions, prompt: str | Chat, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_begun, has_turned, encode = threading.Event(), threading.Event(), Tokenizer.encode
@@ -328,7 +330,7 @@ async def test_leaving_early_ends_the_generation(completions: MakeCompletions) -
     assert outcomes(service) == {"cancelled": 1}
 
 
-async def test_a_cancelled_task_ends_the_generation(completions: MakeCompletions) -> None:
+async def test_cancelled_task_ends_the_generation(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=3)
     service = completions(fake)
     task = asyncio.ensure_future(run(service, request()))
@@ -362,7 +364,7 @@ async def test_failures_pass_through_and_are_counted(
     assert outcomes(service) == {outcome: 1}
 
 
-async def test_the_deadline_holds_for_a_slow_consumer_too(completions: MakeCompletions) -> None:
+async def test_deadline_holds_for_a_slow_consumer(completions: MakeCompletions) -> None:
     fake = FakeTokenService()
     completion = await completions(fake).open(request(deadline_s=0.05))
     with pytest.raises(DeadlineExceeded):
@@ -372,7 +374,7 @@ async def test_the_deadline_holds_for_a_slow_consumer_too(completions: MakeCompl
 
 
 @pytest.mark.parametrize("hang_after", [0, 2])
-async def test_the_deadline_is_kept(completions: MakeCompletions, hang_after: int) -> None:
+async def test_deadline_is_enforced(completions: MakeCompletions, hang_after: int) -> None:
     fake = FakeTokenService(hang_after=hang_after)
     service = completions(fake)
     with pytest.raises(DeadlineExceeded, match=r"within 0\.05 s"):
@@ -381,7 +383,7 @@ async def test_the_deadline_is_kept(completions: MakeCompletions, hang_after: in
     assert outcomes(service) == {"deadline_exceeded": 1}
 
 
-async def test_the_routers_own_limit(completions: MakeCompletions) -> None:
+async def test_router_time_limit(completions: MakeCompletions) -> None:
     with pytest.raises(DeadlineExceeded):
         await run(completions(FakeTokenService(hang_after=0), max_request_s=0.01), request())
 
@@ -392,13 +394,13 @@ async def rejected(service: Completions, asked: CompletionRequest) -> str | None
     return caught.value.param
 
 
-async def test_more_choices_than_a_replica_runs_are_refused(completions: MakeCompletions) -> None:
+async def test_more_choices_than_a_replica_runs_are_rejected(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService(), max_choices=8)
     await service.open(request(n=8))
     assert await rejected(service, request(n=9)) == "n"
 
 
-async def test_all_choices_together_may_have_as_many_tokens_as_a_replica_could_hold(
+async def test_total_answer_tokens_are_limited_by_a_replica(
     completions: MakeCompletions,
 ) -> None:
     service = completions(FakeTokenService(), max_context=64, max_choices=4)
@@ -418,7 +420,7 @@ async def test_all_choices_together_may_have_as_many_tokens_as_a_replica_could_h
         ("prompt", Chat(messages=({"role": "user", "content": ""},) * 257), "messages"),
     ],
 )
-async def test_long_names_and_many_of_anything_are_refused(
+async def test_long_names_and_long_lists_are_rejected(
     completions: MakeCompletions, field: str, value: Any, param: str
 ) -> None:
     service = completions(FakeTokenService())
@@ -426,10 +428,10 @@ async def test_long_names_and_many_of_anything_are_refused(
     assert await rejected(service, asked) == param
 
 
-async def test_many_small_messages_are_rendered_elsewhere_than_on_the_event_loop(
+async def test_many_small_messages_are_rendered_on_a_thread(
     completions: MakeCompletions,
 ) -> None:
-    """The threads stand still meanwhile."""
+    """The threads are blocked meanwhile."""
     service = completions(FakeTokenService(), max_context=2048)
     go_on = threading.Event()
     holding = [asyncio.ensure_future(service.threads.run("", go_on.wait, 30)) for _ in range(3)]
@@ -445,6 +447,6 @@ async def test_many_small_messages_are_rendered_elsewhere_than_on_the_event_loop
 
 
 @pytest.mark.parametrize(("kept", "least"), [(None, 200), (3, 3), (500, 200), (-1, 200)])
-def test_what_is_cut_off_needs_no_tokens(completions: MakeCompletions, kept: int | None, least: int) -> None:
+def test_truncated_prompt_needs_fewer_tokens(completions: MakeCompletions, kept: int | None, least: int) -> None:
     prompts = completions(FakeTokenService()).prompts
     assert prompts.least_tokens(request((5,) * 200, truncate_prompt_tokens=kept, n=2)) == least + 2

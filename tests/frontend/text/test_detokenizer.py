@@ -1,4 +1,4 @@
-"""Streamed text is the whole text, in whole characters."""
+"""Streamed text equals the whole text, in whole characters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Tokenizer:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_real_text_comes_in_whole_characters(tokenizer: Tokenizer, text: str) -> None:
+def test_text_arrives_in_whole_characters(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     streamed = pieces(tokenizer, ids, skip_special_tokens=False)
     assert "".join(streamed).removeprefix(" ") == text
@@ -47,7 +47,7 @@ def test_real_text_comes_in_whole_characters(tokenizer: Tokenizer, text: str) ->
 
 # No function-scoped fixture here: hypothesis runs the body many times.
 @given(data=st.data())
-def test_random_ids_join_to_the_text_of_all(
+def test_random_ids_join_to_the_whole_text(
     byte_level: Tokenizer, byte_fallback: Tokenizer, data: st.DataObject
 ) -> None:
     tokenizer = data.draw(st.sampled_from([byte_level, byte_fallback]))
@@ -58,7 +58,7 @@ def test_random_ids_join_to_the_text_of_all(
 
 
 @given(text=st.text(max_size=60), cut=st.integers(0, 200))
-def test_text_cut_anywhere_is_a_prefix_and_a_mark(byte_level: Tokenizer, text: str, cut: int) -> None:
+def test_truncated_text_is_a_prefix_with_a_replacement_character(byte_level: Tokenizer, text: str, cut: int) -> None:
     ids = byte_level.encode(text)[:cut]
     *streamed, last = pieces(byte_level, ids, skip_special_tokens=False)
     assert text.startswith("".join(streamed))

@@ -1,4 +1,4 @@
-"""The demo model's own tokenizer and chat template, against transformers."""
+"""Tokenizer and chat template of the demo model, against transformers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def load(model_dir: Path) -> tuple[Tokenizer, PreTrainedTokenizerFast]:
 
 
 @pytest.mark.parametrize("messages", [QUESTION, TURNS], ids=["question", "turns"])
-def test_a_chat_becomes_the_same_tokens(smollm2_dir: Path, messages: list[dict[str, str]]) -> None:
+def test_chat_tokens_equal_those_of_transformers(smollm2_dir: Path, messages: list[dict[str, str]]) -> None:
     ours, theirs = load(smollm2_dir)
     template = ChatTemplate(find_chat_template(smollm2_dir), special_tokens=ours.special_tokens)
     expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert ours.encode(template.render(messages), add_special_tokens=False) == expected
 
 
-def test_others_run_while_a_long_text_is_tokenised(smollm2_dir: Path) -> None:
+def test_tokenizing_a_long_text_does_not_block_others(smollm2_dir: Path) -> None:
     ours, _ = load(smollm2_dir)
     text = "Words, of which there are many. " * 10_000
     took_s = 0.0
@@ -52,19 +52,19 @@ def test_others_run_while_a_long_text_is_tokenised(smollm2_dir: Path) -> None:
     assert max(after - before for before, after in pairwise(looks)) < took_s / 2
 
 
-def test_it_ends_with_im_end(smollm2_dir: Path) -> None:
+def test_answer_ends_with_im_end(smollm2_dir: Path) -> None:
     ours, _ = load(smollm2_dir)
     assert "<|im_end|>" in {ours.token_text(token_id) for token_id in ours.eos_token_ids}
 
 
 @given(text=st.text(max_size=30))
-def test_text_becomes_the_same_tokens(smollm2_dir: Path, text: str) -> None:
+def test_text_tokens_equal_those_of_transformers(smollm2_dir: Path, text: str) -> None:
     ours, theirs = load(smollm2_dir)
     assert ours.encode(text) == theirs.encode(text)
 
 
 @given(ids=st.lists(st.integers(0, 49_151), max_size=40), skip=st.booleans())
-def test_any_tokens_stream_to_the_same_text(smollm2_dir: Path, ids: list[int], skip: bool) -> None:
+def test_streamed_text_equals_the_whole_text(smollm2_dir: Path, ids: list[int], skip: bool) -> None:
     ours, theirs = load(smollm2_dir)
     detokenizer = Detokenizer(ours, skip_special_tokens=skip)
     streamed = "".join(map(detokenizer.add, ids)) + detokenizer.finish()

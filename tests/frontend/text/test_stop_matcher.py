@@ -1,4 +1,4 @@
-"""Stop strings against a definition that looks at the whole text at once."""
+"""Stop strings, against a definition over the whole text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from frontend.text.stop_matcher import StopMatcher
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:
-    """Where the first complete stop string ends, and which it is: the longest of those that end there."""
+    """Return the end of the first complete stop string, and the longest one that ends there."""
     for end in range(len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
@@ -40,7 +40,7 @@ small_text = st.text(alphabet="ab", max_size=5)  # few letters, so that much of 
 )
 @example(pieces=["xabc"], stops=["abcd", "bc"], include_stop=False)
 @example(pieces=["aabaabaaa"], stops=["aabaaa"], include_stop=False)
-def test_equals_the_definition(pieces: list[str], stops: list[str], include_stop: bool) -> None:
+def test_matches_the_definition(pieces: list[str], stops: list[str], include_stop: bool) -> None:
     text = "".join(pieces)
     sent, stop = run(pieces, StopMatcher(stops, include_stop=include_stop))
     found = first_stop(text, stops)
@@ -53,7 +53,7 @@ def test_equals_the_definition(pieces: list[str], stops: list[str], include_stop
 
 
 @given(pieces=st.lists(small_text, max_size=12), stops=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1))
-def test_holds_back_no_more_than_may_become_a_stop_string(pieces: list[str], stops: list[str]) -> None:
+def test_holds_back_only_possible_stop_strings(pieces: list[str], stops: list[str]) -> None:
     matcher = StopMatcher(stops)
     seen = sent = ""
     for piece in pieces:
@@ -66,19 +66,19 @@ def test_holds_back_no_more_than_may_become_a_stop_string(pieces: list[str], sto
         assert held == max((p for p in prefixes if seen.endswith(p)), key=len)
 
 
-def test_without_stop_strings_text_passes_as_it_is() -> None:
+def test_without_stop_strings_text_passes_unchanged() -> None:
     assert run(["a", "", "b"], StopMatcher([])) == (["a", "", "b", ""], None)
 
 
 @pytest.mark.parametrize("include_stop", [False, True])
-def test_a_stop_string_over_three_pieces(include_stop: bool) -> None:
+def test_stop_string_across_three_pieces(include_stop: bool) -> None:
     sent, stop = run(["Hello #", "#", "# bye"], StopMatcher(["###"], include_stop=include_stop))
     assert stop == "###"
     assert sent == ["Hello ", "", "###" if include_stop else ""]
 
 
 class CountedText(str):
-    """Counts how often a character of it is looked at."""
+    """String that counts accesses to its characters."""
 
     num_looks = 0
 
@@ -88,8 +88,9 @@ class CountedText(str):
 
 
 @pytest.mark.parametrize(("text", "most"), [("", 0), ("b" * 100, 200), ("ab" * 50, 600), ("aaab" * 25, 600)])
-def test_a_stop_string_costs_what_the_text_costs(text: str, most: int) -> None:
-    """However long it is, for each of many choices has its own matcher, before the first token is paid for."""
+def test_cost_is_linear_in_the_text(text: str, most: int) -> None:
+    """Cost must not depend on the length of stop strings: every choice has its own matcher, created before any token
+    is charged."""
     CountedText.num_looks = 0
     matcher = StopMatcher([CountedText("a" * 1023 + "b")])
     matcher.add(text)

@@ -1,4 +1,4 @@
-"""Whose large texts are worked on, and in what order."""
+"""Order and limits of work on large texts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_one_key_leaves_a_quarter_of_the_places(make: Callable[..., TextTh
     assert await threads.run("large", str) == ""
 
 
-async def test_what_nobody_waits_for_is_not_done(make: Callable[..., TextThreads], go_on: threading.Event) -> None:
+async def test_work_of_cancelled_callers_is_skipped(make: Callable[..., TextThreads], go_on: threading.Event) -> None:
     threads, done = make(num_threads=1, max_pending=4), list[str]()
     first = asyncio.ensure_future(threads.run("", go_on.wait, 60))
     gone = [asyncio.ensure_future(threads.run("", done.append, "gone")) for _ in range(3)]
@@ -83,19 +83,19 @@ async def test_what_nobody_waits_for_is_not_done(make: Callable[..., TextThreads
     assert done == ["asked for"] * 3
 
 
-async def test_what_fails_fails_for_who_asked(make: Callable[..., TextThreads]) -> None:
+async def test_failures_reach_their_caller(make: Callable[..., TextThreads]) -> None:
     with pytest.raises(ZeroDivisionError):
         await make().run("key", lambda: 1 / 0)
 
 
-async def test_once_closed_what_has_begun_ends_and_nothing_else_begins(
+async def test_close_finishes_running_work_and_rejects_queued_work(
     make: Callable[..., TextThreads], go_on: threading.Event
 ) -> None:
     threads = make(num_threads=1)
     begun, waiting = (asyncio.ensure_future(threads.run("a", go_on.wait, 60)) for _ in range(2))
     await asyncio.sleep(0)
     threads.close()
-    with pytest.raises(ModelUnavailable, match="ask again"):
+    with pytest.raises(ModelUnavailable, match="retry"):
         await waiting
     with pytest.raises(ModelUnavailable):
         await threads.run("a", lambda: "too late")

@@ -1,4 +1,4 @@
-"""Text to ids as transformers does it, and ids to bytes as the tokenizers library does it."""
+"""Tokenizer: ids equal to transformers', bytes equal to the tokenizers library's."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_round_trip(byte_level: Tokenizer, byte_fallback: Tokenizer, text: str) 
 
 
 @given(data=st.data())
-def test_random_ids_decode_as_the_library_decodes_them(
+def test_random_ids_decode_like_the_library(
     byte_level: Tokenizer, raw_byte_level: FastTokenizer, data: st.DataObject
 ) -> None:
     ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size + 3), max_size=40))
@@ -48,7 +48,7 @@ def test_random_ids_decode_as_the_library_decodes_them(
 
 
 @given(text=st.text(max_size=40))
-def test_byte_fallback_decodes_text_as_the_library_does(
+def test_byte_fallback_decodes_text_like_the_library(
     byte_fallback: Tokenizer, byte_fallback_dir: Path, text: str
 ) -> None:
     raw = FastTokenizer.from_file(str(byte_fallback_dir / "tokenizer.json"))
@@ -56,7 +56,7 @@ def test_byte_fallback_decodes_text_as_the_library_does(
     assert byte_fallback.decode(ids).removeprefix(" ") == raw.decode(ids)
 
 
-def test_byte_fallback_loses_only_what_is_broken(byte_fallback: Tokenizer) -> None:
+def test_byte_fallback_replaces_only_invalid_bytes(byte_fallback: Tokenizer) -> None:
     whole = byte_fallback.encode("你", add_special_tokens=False)
     assert byte_fallback.decode([*whole, *whole[-3:-1]]) == " 你�"
 
@@ -71,7 +71,7 @@ def test_special_tokens(byte_level: Tokenizer, byte_fallback: Tokenizer) -> None
     assert byte_level.decode([start, end], skip_special_tokens=False) == "<|im_start|><|im_end|>"
 
 
-def test_bos_goes_where_the_model_wants_it(byte_level: Tokenizer, byte_fallback: Tokenizer, tmp_path: Path) -> None:
+def test_bos_is_added_where_the_model_wants_it(byte_level: Tokenizer, byte_fallback: Tokenizer, tmp_path: Path) -> None:
     bos = byte_fallback.encode("", add_special_tokens=True)
     assert [byte_fallback.token_text(i) for i in bos] == ["<s>"]
     assert byte_fallback.encode("hi") == bos + byte_fallback.encode("hi", add_special_tokens=False)
@@ -85,7 +85,7 @@ def test_bos_goes_where_the_model_wants_it(byte_level: Tokenizer, byte_fallback:
 
 
 @pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
-def test_ids_as_transformers(request: pytest.FixtureRequest, family: str) -> None:
+def test_ids_equal_those_of_transformers(request: pytest.FixtureRequest, family: str) -> None:
     from transformers import PreTrainedTokenizerFast
 
     ours = request.getfixturevalue(family)
@@ -95,12 +95,12 @@ def test_ids_as_transformers(request: pytest.FixtureRequest, family: str) -> Non
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
 
 
-def test_text_of_a_part_of_a_character(byte_level: Tokenizer) -> None:
+def test_text_of_a_partial_character(byte_level: Tokenizer) -> None:
     pieces = [byte_level.token_text(i) for i in byte_level.encode("𝄞")]
     assert pieces == ["\\xf0", "\\x9d", "\\x84", "\\x9e"]
 
 
-def test_a_directory_that_cannot_serve_says_why(tmp_path: Path) -> None:
+def test_unusable_directory_is_rejected_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"has no tokenizer\.json"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
@@ -109,7 +109,7 @@ def test_a_directory_that_cannot_serve_says_why(tmp_path: Path) -> None:
     word_piece = FastTokenizer(models.WordPiece({"a": 0}, unk_token="a"))
     word_piece.decoder = decoders.WordPiece()
     word_piece.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(SpecError, match="not supported"):
+    with pytest.raises(SpecError, match="unsupported"):
         Tokenizer(tmp_path)
     make_byte_level(tmp_path)
     (tmp_path / "generation_config.json").write_text("[]")
