@@ -1,7 +1,7 @@
 """All commands in one place, and what every error becomes: one line on stderr and an exit code.
 
-0 done · 1 it failed, or is not ready · 2 the user's turn: a bad spec, flag or request, a deployment that cannot be ·
-3 nothing is deployed (status only) · 130 interrupted
+0 done · 1 it failed, or is not ready · 2 the user's turn: a bad spec, flag or request, a deployment that cannot be · 3
+nothing is deployed (status only) · 130 interrupted
 
 What a command needs is imported inside it: `cluster generate` should not wait for Ray, nor `--help` for anything.
 """

@@ -122,8 +122,10 @@ class _Run:
     async def send_all(
         self, answered: set[str], access: EndpointAccess, *, concurrency: int, deadline_s: float
     ) -> None:
-        """Send each well-formed line that has no answer. Raises RequestFailed if no server answers or the API key is
-        refused, and OSError if a file cannot be written."""
+        """Send each well-formed line that has no answer.
+
+        Raises RequestFailed if no server answers or the API key is refused, and OSError if a file cannot be written.
+        """
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 

@@ -20,8 +20,8 @@ ADDRESS = "CLUSTER_ADDRESS"
 def find_state(name: str | None, *, to_remove: bool = False) -> State:
     """Find the deployment called `name`, or the only one: of this machine's user or, with an address, of that Ray.
 
-    to_remove: also return one whose deploying was cut short. Raises NotDeployed, SpecError when there are several,
-    and DeployError when no Ray answers there.
+    to_remove: also return one whose deploying was cut short. Raises NotDeployed, SpecError when there are several, and
+    DeployError when no Ray answers there.
     """
     address = os.environ.get(ADDRESS)
     if not address:
@@ -32,8 +32,10 @@ def find_state(name: str | None, *, to_remove: bool = False) -> State:
 
 
 def ask_deployed(name: str | None, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of the controller of the deployment called `name`. Raises as find_state, join_controller and
-    cluster.launch.driver.ask do."""
+    """Call a method of the controller of the deployment called `name`.
+
+    Raises as find_state, join_controller and cluster.launch.driver.ask do.
+    """
     controller = join_controller(find_state(name))
     from cluster.launch import driver
 

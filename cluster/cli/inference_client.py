@@ -37,6 +37,7 @@ class InferenceClient:
 
     def generate(self, request: pb.GenerateRequest, *, timeout_s: float) -> Iterator[pb.GenerateResponse]:
         """The events of one request as they come, of the model that the access names, where it is silent of that.
+
         Leaving the iteration cancels it. Raises RequestFailed.
 
         While nothing has come, a router that is lost makes it ask at the next door.

@@ -147,8 +147,10 @@ def kind_of(spec: Spec) -> str:
 
 
 def _heads_of(spec: Spec) -> str | None:
-    """What names heads that both roles load, whose layers are shipped behind the model's. Of `auto` it may be a smaller
-    model, which only its directory would tell."""
+    """What names heads that both roles load, whose layers are shipped behind the model's.
+
+    Of `auto` it may be a smaller model, which only its directory would tell.
+    """
     drafts = spec.speculation
     if drafts.heads == "mtp":
         return spec.model.source

@@ -51,8 +51,11 @@ class Updater:
     def begin(
         self, desired: Desired, spec: Spec, options: UpdateOptions, *, seen: Spec | None = None
     ) -> list[SpecChange]:
-        """seen: from which `spec` was made; None: no matter which. Raises SpecError, and DeployError where there is no
-        room for a new revision beside the old one; then nothing has changed. Returns what changes."""
+        """seen: from which `spec` was made; None: no matter which.
+
+        Raises SpecError, and DeployError where there is no room for a new revision beside the old one; then nothing has
+        changed. Returns what changes.
+        """
         update = desired.update
         is_returning = update is not None and update.phase is Phase.RETURNING
         if update and not is_returning and (update.spec, update.options) == (spec, options):
