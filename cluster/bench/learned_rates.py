@@ -1,4 +1,4 @@
-"""The rates that a deployment's replicas have learnt of themselves, as its router exports them."""
+"""Rates that replicas have learned from their own steps, parsed from a router's metrics."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ _STEPS = {
 
 @dataclass(frozen=True, kw_only=True)
 class LearnedRates:
-    """The mean over the replicas of a role."""
+    """Learned rates, averaged over the replicas of a role."""
 
     steps: dict[Role, StepTiming]
     link_bytes_per_s: float
-    drafted: list[float]  # tokens by their place in a draft, of all decode replicas since they started
+    # Tokens by position in a draft, over all decode replicas since they started.
+    drafted: list[float]
     accepted: list[float]
-    num_row_steps: float  # steps, each as often as it had rows, about
+    # Approximate sum over steps of the rows in each.
+    num_row_steps: float
 
 
 def parse_learned(text: str) -> LearnedRates:
-    """From a router's metrics. Raises ClusterError when its replicas have done nothing yet."""
+    """Parse a router's metrics. Raises ClusterError if the replicas have not run enough steps."""
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     places: defaultdict[str, dict[int, float]] = defaultdict(dict)
     for family in text_string_to_metric_families(text):
@@ -48,7 +50,7 @@ def parse_learned(text: str) -> LearnedRates:
     }
     rates = [rate for role in Role for rate in found["link_bytes_per_second", role.value] if rate]
     if len(steps) < len(Role) or not rates:
-        raise ClusterError("the replicas have not learnt their rates yet: run a load, such as `cluster bench`, first")
+        raise ClusterError("the replicas have not learned their rates yet; run a load first, such as `cluster bench`")
     return LearnedRates(
         steps=steps,
         link_bytes_per_s=_mean(rates),

@@ -254,7 +254,7 @@ def _group_name(replica: str, name: str) -> str:
 
 
 async def _raise_cause(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """If a task failed, raise the most likely cause: a dead process before errors raised by other ranks."""
+    """Raise the most likely cause if a task failed: a dead process before errors raised by other ranks."""
     if all(task.done() and not task.exception() for task in tasks):
         return
     await asyncio.wait(tasks, timeout=_GRACE_S)

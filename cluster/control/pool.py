@@ -86,7 +86,10 @@ class ReplicaPool:
         member.task = asyncio.create_task(self._live(member))
 
     def retire(self, replica: str, *, successor: ReplicaLifecycle | None = None) -> None:
-        """Drain a serving replica, or remove any other at once. successor: the replica that takes over its processes."""
+        """Drain a serving replica, or remove any other at once.
+
+        successor: the replica that takes over its processes.
+        """
         member = self._members[replica]
         if member.life.view.state is ReplicaState.DRAINING and successor is None:
             return

@@ -144,7 +144,7 @@ class _Place:
 
     @property
     def is_attached(self) -> bool:
-        """Whether this deployment uses the endpoints of another one."""
+        """True if this deployment uses the endpoints of another one."""
         return self.router.endpoints is not None
 
     def state(self, spec: Spec, claim: NameLock) -> State:

@@ -78,7 +78,7 @@ class State:
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether the command that was deploying it is gone."""
+        """True if the command that was deploying it is gone."""
         return self.deploying is not None and not self.deploying.is_running
 
 
@@ -116,7 +116,7 @@ def reserve(name: str) -> Iterator[None]:
             has_it = os.path.samestat(os.fstat(lock.fileno()), file.stat())
         except (BlockingIOError, FileNotFoundError):
             has_it = False
-        # If another command removed the file since we opened it, our lock excludes nobody.
+        # A lock on a file that another command removed in the meantime excludes no one.
         if not has_it:
             raise DeployError(f"{name} is being deployed by another command")
         try:
@@ -196,6 +196,6 @@ def _parse(text: str) -> State:
 
 
 def _root() -> Path:
-    """Return the state directory as an absolute path, because it is sent to processes with other working directories."""
+    """Return the absolute state directory; it is sent to processes with other working directories."""
     directory = os.environ.get("CLUSTER_STATE_DIR")
     return Path(directory).expanduser().absolute() if directory else Path.home() / ".local" / "state" / "xpyd"
