@@ -37,8 +37,8 @@ def scale(
     The other pool is not touched. If one pool shrinks and the other grows, replicas switch their role instead, as with
     `cluster switch`, where the spec allows it.
     """
-    wanted = _parse_sizes(sizes)
-    change = _change(name, "scale", wanted, roles=wanted, timeout=timeout, wait_for_nodes=wait_for_nodes)
+    new_sizes = _parse_sizes(sizes)
+    change = _change(name, "scale", new_sizes, roles=new_sizes, timeout=timeout, wait_for_nodes=wait_for_nodes)
     sizes_text = ", ".join(f"{role} {before} -> {after}" for role, (before, after) in change.answer.items())
     switched = "".join(f"; {was} became {replica}" for was, replica in change.switched.items())
     print(f"scaled {sizes_text} in {change.seconds:.1f} s{switched}")
@@ -153,10 +153,10 @@ def _change(
 
 
 def _parse_sizes(sizes: list[str]) -> dict[str, int]:
-    wanted: dict[str, int] = {}
+    new_sizes: dict[str, int] = {}
     for size in sizes:
         match = _SIZE.fullmatch(size)
-        if match is None or match[1] in wanted:
+        if match is None or match[1] in new_sizes:
             raise SpecError(f"scale {' '.join(sizes)}: write prefill=N, decode=N or both")
-        wanted[match[1]] = int(match[2])
-    return wanted
+        new_sizes[match[1]] = int(match[2])
+    return new_sizes

@@ -75,9 +75,9 @@ def as_text(report: DeploymentReport) -> str:
     if report["tls"] == "off":
         notes.append(TLS_IS_OFF)
     ready = "ready" if report["ready"] else "not ready"
-    wanted = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
+    ready_counts = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
     ends = report["endpoints"]
     endpoints = (
         f" · gRPC {ends['grpc']} · OpenAI {openai_urls(ends['http'])} · admin {', '.join(ends['admin']) or 'none'}"
     )
-    return "\n".join([f"{report['name']} is {ready}: {wanted}{endpoints}", columns(rows), *notes])
+    return "\n".join([f"{report['name']} is {ready}: {ready_counts}{endpoints}", columns(rows), *notes])

@@ -118,24 +118,24 @@ class Controller:
         await self._has_adopted.wait()
         desired = self._known
         self._updates.check_none(desired)
-        wanted = {Role(role): number for role, number in replicas.items()}
-        if any(not 0 <= number <= MAX_REPLICAS for number in wanted.values()):
+        new_sizes = {Role(role): number for role, number in replicas.items()}
+        if any(not 0 <= number <= MAX_REPLICAS for number in new_sizes.values()):
             # A stored spec with more replicas could not be parsed again.
             raise SpecError(f"replicas must be between 0 and {MAX_REPLICAS}")
-        before = {role: desired.spec.pool(role).replicas for role in wanted}
-        switching = self._switches.possible(desired, wanted)
+        before = {role: desired.spec.pool(role).replicas for role in new_sizes}
+        switching = self._switches.possible(desired, new_sizes)
         if not wait_for_nodes:
-            more = {role: number - before[role] for role, number in wanted.items()}
+            more = {role: number - before[role] for role, number in new_sizes.items()}
             more = {role: number - len(switching) if number > 0 else number for role, number in more.items()}
             is_draining = any(pool.num_draining for pool in self._pools.values())
             check_room(desired.spec, more, is_draining=is_draining)
         for replica in switching:
             self._switches.begin(desired, replica)
-        for role, number in wanted.items():
+        for role, number in new_sizes.items():
             desired.scale(role, number)
             self._pools[role].retry()
         self._desire_changed()
-        return {role.value: (before[role], number) for role, number in wanted.items()}
+        return {role.value: (before[role], number) for role, number in new_sizes.items()}
 
     async def update(self, spec: dict[str, Any], options: UpdateOptions, *, seen: dict[str, Any] | None = None) -> bool:
         """Start an update to `spec`. Return False if it replaces no replica.

@@ -66,14 +66,14 @@ class ReplicaPool:
 
         Never blocks.
         """
-        wanted = desired.spec.pool(self.role).replicas if count is None else count
+        num_desired = desired.spec.pool(self.role).replicas if count is None else count
         now = time.monotonic()
         members = list(self._members.values())
         num_stable = sum(member.is_stable(now) for member in members if member.stays)
         # Only if none is missing.
-        if members and num_stable >= wanted:
+        if members and num_stable >= num_desired:
             self.retry()
-        plan = plan_pool(wanted, self.views, can_start=self._backoff.allows(now))
+        plan = plan_pool(num_desired, self.views, can_start=self._backoff.allows(now))
         for replica in plan.retire:
             self.retire(replica)
         for _ in range(plan.start):

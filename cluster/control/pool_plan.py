@@ -67,18 +67,18 @@ def plan_pool(desired: int, replicas: Sequence[ReplicaStatus], *, can_start: boo
 
 
 def plan_switches(
-    wanted: Mapping[Role, int], sizes: Mapping[Role, int], replicas: Mapping[Role, Sequence[ReplicaStatus]]
+    new_sizes: Mapping[Role, int], sizes: Mapping[Role, int], replicas: Mapping[Role, Sequence[ReplicaStatus]]
 ) -> list[str]:
     """Return the replicas of the shrinking pool that switch to the growing one.
 
-    Only serving replicas that would be retired switch, and no more than the other pool grows. wanted: new sizes of the
-    named pools. sizes: previous desired size of each pool.
+    Only serving replicas that would be retired switch, and no more than the other pool grows. new_sizes: new sizes of
+    the named pools. sizes: previous desired size of each pool.
     """
-    growth = {role: wanted.get(role, size) - size for role, size in sizes.items()}
+    growth = {role: new_sizes.get(role, size) - size for role, size in sizes.items()}
     room, shrinking = max(growth.values()), min(growth, key=lambda role: growth[role])
     if growth[shrinking] >= 0:
         return []
-    leaving = plan_pool(wanted[shrinking], replicas[shrinking], can_start=False).retire
+    leaving = plan_pool(new_sizes[shrinking], replicas[shrinking], can_start=False).retire
     serving = {replica.id for replica in replicas[shrinking] if replica.state is ReplicaState.READY}
     return [replica for replica in leaving if replica in serving][: max(0, room)]
 

@@ -40,12 +40,12 @@ class RoleSwitches:
         self._check(desired, life)
         return self.begin(desired, replica)
 
-    def possible(self, desired: Desired, wanted: Mapping[Role, int]) -> list[str]:
-        """Return the replicas that can switch in place when the pools get the sizes `wanted`."""
+    def possible(self, desired: Desired, new_sizes: Mapping[Role, int]) -> list[str]:
+        """Return the replicas that can switch in place when the pools get the sizes `new_sizes`."""
         if hindrance(desired.spec):
             return []
         sizes = {role: desired.spec.pool(role).replicas for role in Role}
-        found = plan_switches(wanted, sizes, {role: pool.views for role, pool in self._pools.items()})
+        found = plan_switches(new_sizes, sizes, {role: pool.views for role, pool in self._pools.items()})
         return [replica for replica in found if _has_current_other_role(desired, role_of(replica))]
 
     def begin(self, desired: Desired, replica: str) -> str:

@@ -306,20 +306,20 @@ def _start(
         watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
-    wanted = {role.value: spec.pool(role).replicas for role in Role}
-    router_admin.await_seen(state, wanted, num_routers=place.num_routers)
+    counts = {role.value: spec.pool(role).replicas for role in Role}
+    router_admin.await_seen(state, counts, num_routers=place.num_routers)
     if place.router.keys == "required" and not place.is_attached:
         operator_key.make(controller, spec.name, say=reporter.say)
     watch.lap("router sees all")
     return endpoints
 
 
-def _await_router_hosts(wanted: int) -> None:
+def _await_router_hosts(num_hosts: int) -> None:
     """Wait up to 60 s until each router can have its own host. The replicas are ready, so their hosts are up."""
     from cluster.control.placement import live_nodes, router_nodes
 
     deadline = time.monotonic() + _ROUTER_HOSTS_S
-    while len(router_nodes(live_nodes())) < wanted and time.monotonic() < deadline:
+    while len(router_nodes(live_nodes())) < num_hosts and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 

@@ -78,9 +78,9 @@ def ask_routers(state: State, path: str) -> list[AdminAnswer]:
     nodes = router_nodes_of(state.endpoints or state.name)
     here = [node for node in nodes if node.ip == this_ip()]
     there = [node for node in nodes if node not in here]
-    asked = (state.name, state.admin, path, is_named)
-    answers = ask_here(*asked) if here else []
-    for found in answers_of(there, ask_here, *asked, within_s=_NODE_S) if there else []:
+    arguments = (state.name, state.admin, path, is_named)
+    answers = ask_here(*arguments) if here else []
+    for found in answers_of(there, ask_here, *arguments, within_s=_NODE_S) if there else []:
         answers += found
     # Sorted, so that the order does not depend on the asking host.
     return sorted(answers, key=lambda answer: answer.where)
@@ -108,8 +108,10 @@ def seen_by(routers: Sequence[AdminAnswer]) -> dict[str, int] | None:
     return {role: min(one.get(role, 0) for one in seen) for role in seen[0]} if seen else None
 
 
-def await_seen(state: State, wanted: Mapping[str, int], *, num_routers: int = 1, within_s: float = _SEE_ALL_S) -> None:
-    """Wait until every router sees at least `wanted` replicas per role.
+def await_seen(
+    state: State, min_counts: Mapping[str, int], *, num_routers: int = 1, within_s: float = _SEE_ALL_S
+) -> None:
+    """Wait until every router sees at least `min_counts` replicas per role.
 
     num_routers: minimum number of routers that must respond. Raises DeployError.
     """
@@ -119,11 +121,11 @@ def await_seen(state: State, wanted: Mapping[str, int], *, num_routers: int = 1,
     while True:
         answers = ask_routers(state, "/health")
         seen = seen_by(answers)
-        is_seen = seen is not None and all(seen.get(role, 0) >= count for role, count in wanted.items())
+        is_seen = seen is not None and all(seen.get(role, 0) >= count for role, count in min_counts.items())
         if is_seen and len(answers) >= num_routers:
             return
         if time.monotonic() > deadline:
-            problem = f"a router sees {seen} of {dict(wanted)}" if seen else "no router answers"
+            problem = f"a router sees {seen} of {dict(min_counts)}" if seen else "no router answers"
             raise DeployError(f"the replicas are ready, but {problem} at {', '.join(state.admin)}")
         time.sleep(_POLL_S)
 

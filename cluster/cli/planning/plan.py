@@ -120,9 +120,9 @@ def _as_spec(source: str, overrides: list[str], given: Spec, best: Candidate, *,
     sizes = [*overrides, f"prefill.replicas={best.num_prefill}", f"decode.replicas={best.num_decode}"]
     if best.decode_batch_tokens != given.decode.max_batch_tokens:
         sizes.append(f"decode.max_batch_tokens={best.decode_batch_tokens}")
-    for role, wanted in (("prefill", best.prefill_threads), ("decode", best.decode_threads)):
-        if wanted != threads:
-            sizes.append(f"{role}.resources.cpus={wanted}")
+    for role, role_threads in (("prefill", best.prefill_threads), ("decode", best.decode_threads)):
+        if role_threads != threads:
+            sizes.append(f"{role}.resources.cpus={role_threads}")
     spec = load_spec(source, overrides=sizes)
     return yaml.safe_dump(spec.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
