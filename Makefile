@@ -1,8 +1,8 @@
-# make demo     deploy 1P1D on this machine, ask it a question, take it down
-# make test     lint, types, and the test suite
-# make docs     write the tables that documents take from the code
-# make test-repeat   the suite six times: as it is, beside a busy core, in random order
-# make gpu-check   whether this project is right and quick on this machine's GPU: some minutes, a verdict for each thing
+# make demo          deploy 1P1D on this machine, send a prompt, take it down
+# make test          format, lint, types, and the test suite
+# make docs          generate the parts of the documents that come from code
+# make test-repeat   run the suite six times: normally, with a busy core, in random order
+# make gpu-check     check correctness and speed on this machine's GPU; takes minutes, prints a verdict per part
 # make test-slow, make test-gpu, make proto, make clean
 
 PYTHON ?= python3
@@ -10,7 +10,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 REQUIREMENTS := pyproject.toml constraints.txt
-# Two processes, each with whole files in their order: the longest come first. More would starve the Ray that tests start.
+# Two processes, whole files in order, longest first. More processes would starve the Ray instances of the tests.
 SUITE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test style lint test-repeat test-slow test-gpu gpu-check docs proto clean
@@ -18,7 +18,7 @@ SUITE := -n 2 --dist loadfile --no-loadscope-reorder
 demo: $(VENV)/installed
 	@PATH="$(abspath $(BIN)):$$PATH" deploy/demo.sh
 
-# Types are looked at with what the suite leaves idle; its summary comes last.
+# mypy runs at low priority next to the suite; the suite's summary comes last.
 test: style
 	@nice -n 19 $(BIN)/mypy & types=$$!; $(BIN)/python -m pytest $(SUITE); tests=$$?; wait $$types && exit $$tests
 
@@ -35,9 +35,8 @@ test-repeat: $(VENV)/installed-for-tests
 test-slow: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
 
-# CHECK: its options, and words of parts' names: make gpu-check CHECK="--minutes 5 links"
-# With `make gpu-check VENV= BIN=/usr/bin`, by a Python that is there: it needs torch, triton, numpy, grpcio, pytest and
-# hypothesis.
+# CHECK: options, and words from the names of parts: make gpu-check CHECK="--minutes 5 links"
+# `make gpu-check VENV= BIN=/usr/bin` uses an installed Python with torch, triton, numpy, grpcio, pytest, hypothesis.
 gpu-check: $(if $(VENV),$(VENV)/installed-for-tests)
 	$(BIN)/python3 -m tests.gpu_check $(CHECK)
 

@@ -1,4 +1,4 @@
-"""python -m benchmarks COMMAND, from a checkout."""
+"""Entry point of `python -m benchmarks COMMAND`, from a checkout."""
 
 from __future__ import annotations
 

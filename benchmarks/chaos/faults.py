@@ -1,4 +1,4 @@
-"""What chaos can do to a deployment, by name."""
+"""Faults that chaos can inject into a deployment, by name."""
 
 from __future__ import annotations
 
@@ -16,25 +16,29 @@ from benchmarks.chaos.network import partition
 from core.types.request import Role
 from core.types.role_switch import other
 
-if TYPE_CHECKING:  # the command line shows the names before it may import Ray
+# The command line shows the names before it may import Ray.
+if TYPE_CHECKING:
     from benchmarks.chaos.load import LoadGenerator
     from benchmarks.chaos.site import Site, Target
 
-_STOPPED_S = 6.0  # longer than any of our deadlines for silence
+# Longer than every liveness deadline.
+_STOPPED_S = 6.0
 _PARTED_S = 6.0
 _SLOW_S = 6.0
 _SLOW_TURN_S = 0.1
-_SLOW_SHARE = 0.25  # of each turn, the part in which a slow rank may run
+# Share of each turn in which a slow rank may run.
+_SLOW_SHARE = 0.25
 _DRAIN_S = 120.0
 _UPDATE_S = 300.0
 _POLL_S = 0.2
 _STORM_S = 6.0
-_STORM_SHARE = 0.7  # of the requests of a storm, those that are given up
+# Share of requests that clients abort during a storm.
+_STORM_SHARE = 0.7
 
 
 @dataclass(frozen=True)
 class FaultContext:
-    """What a fault works on."""
+    """Objects that a fault works on."""
 
     site: Site
     load: LoadGenerator
@@ -43,7 +47,7 @@ class FaultContext:
 
 @dataclass(frozen=True)
 class Fault:
-    """`strike` does it, undoes what it must undo, and returns what it struck; "" where there was nothing to strike."""
+    """Fault that `strike` injects, and undoes if necessary. Returns the target's name, or "" if there is none."""
 
     explanation: str
     strike: Callable[[FaultContext], Awaitable[str]]
@@ -75,9 +79,9 @@ async def _part(role: Role, scene: FaultContext) -> str:
     if not (target := await _choose(role, scene)):
         return ""
     struck = target.replica
-    everybody = [target for pool in Role for target in await scene.site.ranks(pool)] + scene.site.named("router")
-    inside = {target.pid for target in everybody if target.replica == struck}
-    outside = {target.pid for target in everybody} - inside
+    processes = [target for pool in Role for target in await scene.site.ranks(pool)] + scene.site.named("router")
+    inside = {target.pid for target in processes if target.replica == struck}
+    outside = {target.pid for target in processes} - inside
     ended = threading.Event()
     try:
         await asyncio.to_thread(partition, inside, outside, ended=ended, within_s=_PARTED_S)
@@ -135,19 +139,19 @@ async def _abort_storm(scene: FaultContext) -> str:
 FAULTS: Mapping[str, Fault] = {
     "kill-prefill": Fault("kill -9 of a prefill rank", partial(_kill, Role.PREFILL)),
     "kill-decode": Fault("kill -9 of a decode rank", partial(_kill, Role.DECODE)),
-    "stop-prefill": Fault(f"a prefill rank stands still for {_STOPPED_S:g} s", partial(_stop, Role.PREFILL)),
-    "stop-decode": Fault(f"a decode rank stands still for {_STOPPED_S:g} s", partial(_stop, Role.DECODE)),
+    "stop-prefill": Fault(f"a prefill rank is stopped for {_STOPPED_S:g} s", partial(_stop, Role.PREFILL)),
+    "stop-decode": Fault(f"a decode rank is stopped for {_STOPPED_S:g} s", partial(_stop, Role.DECODE)),
     "slow-prefill": Fault(
-        f"a prefill rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", partial(_slow, Role.PREFILL)
+        f"a prefill rank runs {_SLOW_SHARE:.0%} of the time for {_SLOW_S:g} s", partial(_slow, Role.PREFILL)
     ),
     "slow-decode": Fault(
-        f"a decode rank has {_SLOW_SHARE:.0%} of its time for {_SLOW_S:g} s", partial(_slow, Role.DECODE)
+        f"a decode rank runs {_SLOW_SHARE:.0%} of the time for {_SLOW_S:g} s", partial(_slow, Role.DECODE)
     ),
     "partition-prefill": Fault(
-        f"no packet between a prefill replica and its peers for {_PARTED_S:g} s", partial(_part, Role.PREFILL)
+        f"drop packets between a prefill replica and its peers for {_PARTED_S:g} s", partial(_part, Role.PREFILL)
     ),
     "partition-decode": Fault(
-        f"no packet between a decode replica and its peers for {_PARTED_S:g} s", partial(_part, Role.DECODE)
+        f"drop packets between a decode replica and its peers for {_PARTED_S:g} s", partial(_part, Role.DECODE)
     ),
     "rescale-prefill": Fault("the prefill pool is scaled to one replica, and back", partial(_rescale, Role.PREFILL)),
     "rescale-decode": Fault("the decode pool is scaled to one replica, and back", partial(_rescale, Role.DECODE)),
@@ -155,16 +159,17 @@ FAULTS: Mapping[str, Fault] = {
     "switch-prefill": Fault("a prefill replica becomes a decode replica, and back", partial(_switch, Role.PREFILL)),
     "switch-decode": Fault("a decode replica becomes a prefill replica, and back", partial(_switch, Role.DECODE)),
     "redis-down": Fault("kill -9 of the embedded Redis, which comes back empty", partial(_kill, "redis")),
-    "redis-stop": Fault(f"the embedded Redis stands still for {_STOPPED_S:g} s", partial(_stop, "redis")),
+    "redis-stop": Fault(f"the embedded Redis is stopped for {_STOPPED_S:g} s", partial(_stop, "redis")),
     "controller": Fault("kill -9 of the controller", partial(_kill, "controller")),
-    "abort-storm": Fault(f"for {_STORM_S:g} s, clients give up at random moments", _abort_storm),
-    "router": Fault("kill -9 of a router replica; its clients have to ask again", partial(_kill, "router")),
+    "abort-storm": Fault(f"for {_STORM_S:g} s, clients abort at random moments", _abort_storm),
+    "router": Fault("kill -9 of a router replica; its clients have to retry", partial(_kill, "router")),
 }
-PARTITIONS = frozenset(name for name in FAULTS if name.startswith("partition-"))  # they ask for rights and packages
+# They need root and extra packages.
+PARTITIONS = frozenset(name for name in FAULTS if name.startswith("partition-"))
 
 
 async def _choose(victim: Role | str, scene: FaultContext) -> Target | None:
-    """One of the ranks of a pool, or of the other processes of that name; None where there is none."""
+    """Choose one rank of a pool, or one process of that name; None if there is none."""
     if isinstance(victim, Role):
         targets = await scene.site.ranks(victim)
     else:
@@ -173,7 +178,7 @@ async def _choose(victim: Role | str, scene: FaultContext) -> Target | None:
 
 
 async def _pause(target: Target, seconds: float) -> None:
-    """SIGSTOP, and after a while SIGCONT, however this ends."""
+    """Stop the process with SIGSTOP, and continue it after `seconds` in any case."""
     target.send(signal.SIGSTOP)
     try:
         await asyncio.sleep(seconds)

@@ -1,4 +1,4 @@
-"""A steady load on a deployment's gRPC door, each answer compared with the undisturbed one."""
+"""Steady load on a deployment's gRPC endpoint; each answer is compared with the undisturbed one."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ _UNDISTURBED_AT_ONCE = 4
 
 
 class LoadGenerator:
-    """Asks `questions` in random order, whatever comes back: `rate` a second, or so that `streams` always run.
-
-    Use it as an `async with` block.
-    """
+    """Open-loop load of random `questions`: `rate` per second, or `streams` concurrent ones."""
 
     def __init__(
         self,
@@ -39,10 +36,11 @@ class LoadGenerator:
         streams: int = 0,
         seed: int,
     ) -> None:
-        """streams: 0 means that `rate` counts."""
+        """streams: number of concurrent requests; 0: use `rate`."""
         self.tally = Tally()
         self.num_running = 0
-        self.abort_share = 0.0  # of the requests, those that the client gives up at a random moment
+        # Share of requests that the client aborts at a random moment.
+        self.abort_share = 0.0
         self._endpoint = endpoint
         self._access = access
         self._questions = questions
@@ -64,9 +62,9 @@ class LoadGenerator:
         await self._channel.close()
 
     async def learn(self) -> None:
-        """Ask everything once while nothing is disturbed, and count from then on.
+        """Record the answer to each question before the first fault.
 
-        Raises DeployError when a request fails even then.
+        Raises DeployError if a request fails.
         """
         places = asyncio.Semaphore(_UNDISTURBED_AT_ONCE)
 
@@ -78,12 +76,12 @@ class LoadGenerator:
             await asyncio.gather(*(one(question) for question in self._questions))
         except aio.AioRpcError as error:
             raise DeployError(
-                f"{self._endpoint} fails before anything is disturbed: {error.code().name}: {error.details()}"
+                f"{self._endpoint} fails before the first fault: {error.code().name}: {error.details()}"
             ) from None
         self.tally = Tally()
 
     async def run(self, seconds: float) -> None:
-        """Send for so long, then wait for the last answers."""
+        """Send requests for `seconds`, then wait for the last answers."""
         end_at = time.monotonic() + seconds
         if self._streams:
             for _ in range(self._streams):
@@ -101,7 +99,7 @@ class LoadGenerator:
         task.add_done_callback(self._running.discard)
 
     async def _ask_on(self, end_at: float) -> None:
-        """One stream after another."""
+        """Send one request after another."""
         while time.monotonic() < end_at:
             await self._one(self._random.choice(self._questions))
 
@@ -117,11 +115,11 @@ class LoadGenerator:
             self.num_running -= 1
 
     async def _abort(self, question: Question) -> None:
-        """Give up at a random moment; an answer or a refusal that comes before is no failure of anybody."""
-        asking = asyncio.create_task(self._ask(question))
-        await asyncio.wait({asking}, timeout=self._random.expovariate(2.0))
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        """Abort at a random moment. An answer or a rejection before that is not counted as a failure."""
+        request = asyncio.create_task(self._ask(question))
+        await asyncio.wait({request}, timeout=self._random.expovariate(2.0))
+        request.cancel()
+        await asyncio.gather(request, return_exceptions=True)
         self.tally.counts["aborted"] += 1
 
     async def _complete(self, question: Question) -> None:
@@ -137,7 +135,8 @@ class LoadGenerator:
                 if is_from_router(error) or time.monotonic() - begin > _ANSWER_S:
                     self.tally.failed(f"question {question.number}: {error.code().name}: {error.details()}")
                     return
-                self.tally.counts["asked_again"] += 1  # the router itself is gone: no one else can go on
+                # The router itself is gone, so the client has to retry.
+                self.tally.counts["asked_again"] += 1
                 await asyncio.sleep(_ASK_AGAIN_S)
             else:
                 break
@@ -149,7 +148,8 @@ class LoadGenerator:
         message = pb.GenerateRequest()
         message.CopyFrom(question.message)
         message.model = self._access.model
-        if self._random.random() < 0.5:  # half of them find nothing in any cache, so that blocks are shipped
+        # Half of the requests miss every cache, so that blocks are transferred.
+        if self._random.random() < 0.5:
             message.cache_salt = f"{self._random.getrandbits(64):x}"
         answer = Reply()
         last_at = time.monotonic()

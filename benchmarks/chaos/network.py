@@ -1,7 +1,7 @@
-"""Silence between processes of this machine, as a broken network makes it: packets vanish, and nobody is told.
+"""Network partition between processes of this machine: packets are dropped silently.
 
-Rules of nftables, in a table of our own that goes when its owner does, drop what travels on the TCP connections between
-two groups of processes. Connections to anybody else, Redis and Ray say, are left alone.
+Rules in our own nftables table, which vanishes with its owner, drop packets on TCP connections between two groups of
+processes. Connections to other processes, such as Redis and Ray, are not affected.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from collections.abc import Collection
 from core.types.errors import SpecError
 
 _IPV4_AND_IPV6 = 1  # NFPROTO_INET
-_OURS = 2  # NFT_TABLE_F_OWNER: the kernel removes the table when our socket closes, however we end
+# NFT_TABLE_F_OWNER: the kernel removes the table when our socket closes, however we end.
+_OURS = 2
 _ACCEPT, _DROP = 1, 0
 _TRANSPORT_HEADER = 2
-_LOOK_S = 0.05  # how long a new connection between them may live
+# Interval of the search for new connections between the groups.
+_LOOK_S = 0.05
 
-Ends = tuple[int, int]  # source and destination port: on one machine they name a connection
+# Source and destination port, which identify a connection on one machine.
+Ends = tuple[int, int]
 
 
 def check_may_partition() -> None:
-    """Raises SpecError, which says what is missing."""
+    """Raise SpecError with the missing requirement if partitions are not possible."""
     try:
         import psutil  # noqa: F401
         import pyroute2  # noqa: F401
@@ -35,10 +38,10 @@ def check_may_partition() -> None:
 
 
 def partition(some: Collection[int], others: Collection[int], *, ended: threading.Event, within_s: float) -> None:
-    """No packet passes between the processes `some` and the processes `others` (pids) until `ended`, or for so long.
+    """Drop all packets between two groups of pids, until `ended` is set or `within_s` has passed.
 
-    A connection that is opened meanwhile is found within 50 ms. Blocks; not for a thread that runs an event loop, for
-    pyroute2 has one of its own. Raises SpecError where this may not be done.
+    New connections are found within 50 ms. Blocks, and must not run on an event loop's thread, because pyroute2 has its
+    own loop. Raises SpecError if it is not permitted.
     """
     check_may_partition()
     from pyroute2.nftables.main import NFTables
@@ -59,7 +62,7 @@ def partition(some: Collection[int], others: Collection[int], *, ended: threadin
 
 
 def _between(some: Collection[int], others: Collection[int]) -> set[Ends]:
-    """Both directions of every TCP connection between the two groups."""
+    """Return both directions of every TCP connection between the two groups."""
     import psutil
 
     owners: dict[Ends, int] = {}
@@ -74,7 +77,7 @@ def _between(some: Collection[int], others: Collection[int]) -> set[Ends]:
 
 
 def _drop(ends: Ends) -> tuple[list[dict[str, object]], ...]:
-    """A rule: what comes from the one port and goes to the other is dropped."""
+    """Return a rule that drops packets from one port to the other."""
     from pyroute2.nftables.expressions import Cmp, Regs, genex, verdict
 
     ports = {"dreg": Regs.NFT_REG_1, "base": _TRANSPORT_HEADER, "offset": 0, "len": 4}

@@ -1,4 +1,4 @@
-"""What chaos asks, and how an answer is compared with the one that an undisturbed deployment gave."""
+"""Requests of the chaos test, and the comparison of an answer with the undisturbed one."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ _SENTENCES = (
     "She counted the ships as they came in, and those that did not.",
     "Every machine in the hall had a name, and most of them answered to it.",
 )
-_STOP = " the"  # frequent, so that many answers of the question that has it end by it
+# A frequent word, so that many answers end with it.
+_STOP = " the"
 
 
 @dataclass(frozen=True)
 class Question:
-    """One request that has one right answer: greedy, or sampled with a seed."""
+    """Request with exactly one correct answer: greedy, or sampled with a seed."""
 
     number: int
     message: pb.GenerateRequest
@@ -33,10 +34,11 @@ class Question:
 
 @dataclass
 class Reply:
-    """What came of one question: tokens, text and end, and the runner-up's distance at each position."""
+    """Answer to a question: tokens, text, finish reason, and the probability gap at each position."""
 
     token_ids: list[int] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)  # natural-log probability of the likeliest less the next one's
+    # Log-probability of the likeliest token minus that of the second.
+    gaps: list[float] = field(default_factory=list)
     text: str = ""
     finish_reason: str = ""
 
@@ -49,12 +51,12 @@ class Reply:
 
 
 def questions(count: int, *, max_tokens: int) -> list[Question]:
-    """`count` different ones of growing length: every second greedy, every fourth with a stop string."""
+    """Return `count` different questions of growing length: every second greedy, every fourth with a stop string."""
     return [_question(number, max_tokens=max_tokens) for number in range(count)]
 
 
 def compare(question: Question, answer: Reply, undisturbed: Reply) -> Mismatch | None:
-    """None when they are the same, text and end included."""
+    """Return the difference, or None if tokens, text and finish reason are equal."""
     ours, theirs = answer.token_ids, undisturbed.token_ids
     if (ours, answer.text, answer.finish_reason) == (theirs, undisturbed.text, undisturbed.finish_reason):
         return None
@@ -68,7 +70,7 @@ def _question(number: int, *, max_tokens: int) -> Question:
     text = " ".join([f"{number}.", *(_SENTENCES[(number + i) % len(_SENTENCES)] for i in range(length))])
     sampling = pb.SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=2, seed=number)
     sampling.temperature = 0.0 if number % 2 == 0 else 1.0
-    # A draw from the whole vocabulary has a neighbour so near that rounding alone turns it, about once in 10^4 tokens.
+    # Draws from the whole vocabulary are often so close that rounding changes them, about once in 10^4 tokens.
     sampling.top_k = 20
     if number % 4 == 3:
         sampling.stop.append(_STOP)

@@ -1,4 +1,4 @@
-"""One run of chaos: learn the answers, keep asking, strike again and again, and look at what is left."""
+"""A chaos run: record the answers, keep sending requests, inject faults, and check for leaks."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ from core.wire.client_access import EndpointAccess
 
 _POLL_S = 0.5
 _RECOVER_S = 90.0  # a replica has to start and load
-_BLOCKS_BACK_S = 8.0  # two seconds for the blocks; the rest is how often the controller looks
+# Two seconds for the blocks, the rest for the controller's polling.
+_BLOCKS_BACK_S = 8.0
 _MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """What to do, and for how long."""
+    """Settings of a run."""
 
-    faults: Sequence[str]  # names of FAULTS, struck in turn
+    # Names of FAULTS, injected in turn.
+    faults: Sequence[str]
     seconds: float
-    rate: float  # requests a second; or,
-    streams: int = 0  # unless 0, so many at any time
-    rest_s: float  # between a recovery and the next stroke
+    # Requests per second, if `streams` is 0.
+    rate: float
+    # Concurrent requests.
+    streams: int = 0
+    # Seconds between a recovery and the next fault.
+    rest_s: float
     num_questions: int
     max_tokens: int
     seed: int
@@ -40,35 +45,35 @@ class Experiment:
 async def run(
     experiment: Experiment, site: Site, endpoint: str, access: EndpointAccess, *, say: Callable[[str], None]
 ) -> Tally:
-    """Raises DeployError when the deployment is not whole or does not answer before anything is disturbed."""
-    if not await _is_whole(site):
+    """Run the experiment. Raises DeployError if the deployment is not complete, or fails before the first fault."""
+    if not await _is_complete(site):
         raise DeployError("not every replica is ready; see `cluster status`")
-    asked = questions(experiment.num_questions, max_tokens=experiment.max_tokens)
+    load_questions = questions(experiment.num_questions, max_tokens=experiment.max_tokens)
     async with LoadGenerator(
         endpoint,
-        asked,
+        load_questions,
         access=access,
         rate=experiment.rate,
         streams=experiment.streams,
         seed=experiment.seed,
     ) as load:
-        say(f"learning the undisturbed answers of {experiment.num_questions} questions")
+        say(f"recording the undisturbed answers to {experiment.num_questions} questions")
         await load.learn()
         tally = load.tally
-        offered = f"{experiment.streams} streams" if experiment.streams else f"{experiment.rate:g} requests a second"
+        offered = f"{experiment.streams} streams" if experiment.streams else f"{experiment.rate:g} requests per second"
         say(f"{offered} for {experiment.seconds:.0f} s; faults: {', '.join(experiment.faults) or 'none'}")
         async with asyncio.TaskGroup() as group:
             group.create_task(load.run(experiment.seconds))
             group.create_task(
                 _strike(experiment, FaultContext(site, load, random.Random(experiment.seed)), tally, say=say)
             )
-            group.create_task(_weigh(experiment, site, tally))
+            group.create_task(_measure_memory(experiment, site, tally))
     tally.blocks_leaked = await _await_blocks(site)
     return tally
 
 
 async def _strike(experiment: Experiment, scene: FaultContext, tally: Tally, *, say: Callable[[str], None]) -> None:
-    """One fault after another, each on a whole deployment, as long as there is time to see it through."""
+    """Inject one fault after another, each on a recovered deployment, while there is time."""
     end_at = time.monotonic() + experiment.seconds
     number = 0
     await asyncio.sleep(experiment.rest_s)
@@ -81,17 +86,18 @@ async def _strike(experiment: Experiment, scene: FaultContext, tally: Tally, *, 
         stroke.target = await FAULTS[name].strike(scene)
         if not stroke.target:
             tally.strokes.pop()
-            say(f"{name}: there is nothing to strike")
+            say(f"{name}: no target")
             await asyncio.sleep(experiment.rest_s)
             continue
-        await asyncio.sleep(experiment.rest_s)  # what is struck is not always known at once
-        if await _await_whole(scene.site, within_s=_RECOVER_S):
+        # Faults are not always detected at once.
+        await asyncio.sleep(experiment.rest_s)
+        if await _await_complete(scene.site, within_s=_RECOVER_S):
             stroke.recovered_s = round(time.monotonic() - began_at, 1)
         say(f"{stroke.at_s:.0f} s: {name} {stroke.target}; worst pause so far {tally.worst_pause_s:.2f} s")
 
 
-async def _weigh(experiment: Experiment, site: Site, tally: Tally) -> None:
-    """How much memory each process gained over the second half, when everything has been touched once."""
+async def _measure_memory(experiment: Experiment, site: Site, tally: Tally) -> None:
+    """Measure each process's memory growth over the second half, when everything has been used once."""
     await asyncio.sleep(experiment.seconds / 2)
     before = site.memory(await _pools(site))
     await asyncio.sleep(experiment.seconds / 2)
@@ -104,14 +110,14 @@ async def _pools(site: Site) -> Pools:
     return status["pools"] if status else {}
 
 
-async def _is_whole(site: Site) -> bool:
+async def _is_complete(site: Site) -> bool:
     status = await site.status()
     return status is not None and status["ready"]
 
 
-async def _await_whole(site: Site, *, within_s: float) -> bool:
+async def _await_complete(site: Site, *, within_s: float) -> bool:
     deadline = time.monotonic() + within_s
-    while not await _is_whole(site):
+    while not await _is_complete(site):
         if time.monotonic() > deadline:
             return False
         await asyncio.sleep(_POLL_S)
@@ -119,7 +125,7 @@ async def _await_whole(site: Site, *, within_s: float) -> bool:
 
 
 async def _await_blocks(site: Site) -> dict[str, int]:
-    """The blocks that are still held when nothing is asked any more."""
+    """Wait for blocks to be freed after the load. Returns those that are still held."""
     deadline = time.monotonic() + _BLOCKS_BACK_S
     while True:
         status = await site.status()

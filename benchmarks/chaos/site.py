@@ -1,4 +1,4 @@
-"""The processes of one deployment on this machine, and what the deployment says of itself."""
+"""Processes of one deployment on this machine, and the deployment's status."""
 
 from __future__ import annotations
 
@@ -23,18 +23,19 @@ _TITLES = {"controller": "ray::Controller", "router": "ray::ServeReplica", "inde
 
 @dataclass(frozen=True)
 class Target:
-    """A process that a fault may strike."""
+    """Process that a fault may target."""
 
-    name: str  # for people: decode-1/0, controller
+    # Display name: decode-1/0, controller.
+    name: str
     pid: int
 
     @property
     def replica(self) -> str:
-        """The replica whose rank this is; what is no rank is its own."""
+        """Replica of a rank; for other processes the name itself."""
         return self.name.partition("/")[0]
 
     def send(self, number: signal.Signals) -> None:
-        """A signal; nothing happens to one that is gone."""
+        """Send a signal. Does nothing if the process is gone."""
         try:
             os.kill(self.pid, number)
         except ProcessLookupError:
@@ -42,26 +43,24 @@ class Target:
 
 
 class Site:
-    """Looks things up; strikes nothing. Raises SpecError for a deployment whose processes are not all our own, here."""
+    """Lookup of processes and status. Raises SpecError if the deployment does not run entirely on this machine."""
 
     def __init__(self, state: State, controller: Any) -> None:
         if state.local_ray is None:
-            raise SpecError(
-                f"{state.name} runs on a Ray that is not its own: chaos only strikes what is all on this machine"
-            )
+            raise SpecError(f"{state.name} runs on a shared Ray; chaos needs a deployment with a local Ray")
         self._state = state
         self._controller = controller
         self._mark = state.local_ray.mark
 
     async def status(self) -> DeploymentReport | None:
-        """`cluster status`; None while the controller does not answer."""
+        """Return the content of `cluster status`, or None if the controller does not answer."""
         try:
             return await asyncio.to_thread(read_status, self._state, self._controller)
         except ClusterError:
             return None
 
     async def ranks(self, role: Role) -> list[Target]:
-        """Every rank of every replica of a pool that serves."""
+        """Return every rank of every serving replica of a pool."""
         status = await self.status()
         replicas = status["pools"][role.value]["replicas"] if status else []
         return [
@@ -72,23 +71,26 @@ class Site:
         ]
 
     async def size(self, role: Role) -> int:
-        """How many replicas a pool has, those that drain or start included; 0 while the controller does not answer."""
+        """Return a pool's number of replicas, including starting and draining ones; 0 if the controller does not
+        answer."""
         status = await self.status()
         return len(status["pools"][role.value]["replicas"]) if status else 0
 
     async def scale(self, sizes: Mapping[Role, int]) -> None:
-        """`cluster scale`: how many replicas these pools are to have. Raises ClusterError."""
+        """Run `cluster scale` with the number of replicas of these pools. Raises ClusterError."""
         named = {role.value: count for role, count in sizes.items()}
         await asyncio.to_thread(driver.ask, self._controller, "scale", named)
 
     async def switch(self, replica: str) -> str:
-        """`cluster switch`: what the replica will be called. Raises ClusterError."""
+        """Run `cluster switch`. Returns the replica's new id. Raises ClusterError."""
         successor: str = await asyncio.to_thread(driver.ask, self._controller, "switch", replica)
         return successor
 
     async def update(self) -> bool:
-        """Begin `cluster update --restart`: all replicas are replaced by others of the same spec; False where there is
-        no room for that. Raises ClusterError."""
+        """Start `cluster update --restart`, which replaces all replicas.
+
+        Returns False if there is no room. Raises ClusterError.
+        """
         status = await asyncio.to_thread(driver.ask, self._controller, "status")
         options = UpdateOptions(restarts_all=True)
         try:
@@ -98,7 +100,7 @@ class Site:
         return True
 
     async def is_updating(self) -> bool:
-        """Also while the controller does not answer."""
+        """Return whether an update is running; True if the controller does not answer."""
         status = await self.status()
         if status is None:
             return True
@@ -106,17 +108,17 @@ class Site:
         return revision is not None and revision["update"] is not None
 
     def named(self, part: str) -> list[Target]:
-        """The controller, the router or the index's actor, as Ray titles its processes."""
+        """Return the processes of the controller, the router or the index actor, by Ray's process titles."""
         return [
             Target(part, pid) for pid in processes.marked(self._mark) if processes.title(pid).startswith(_TITLES[part])
         ]
 
     def redis(self) -> list[Target]:
-        """The embedded Redis: the child of the index's actor. It overwrites its own environment, and so its mark."""
+        """Return the embedded Redis, a child of the index actor. It overwrites its environment, including our mark."""
         return [Target("redis", pid) for actor in self.named("index") for pid in processes.children(actor.pid)]
 
     def memory(self, pools: Pools) -> dict[str, int]:
-        """Resident bytes of every process of ours, by name and pid; of the ranks in `pools`."""
+        """Return resident bytes by process name and pid, for our processes and the ranks in `pools`."""
         ranks = [
             Target(f"{replica['id']}/{number}", rank["pid"])
             for pool in pools.values()
@@ -128,7 +130,7 @@ class Site:
 
 
 def leaked_blocks(pools: Pools) -> dict[str, int]:
-    """Blocks that idle replicas still hold, by replica; those that hold none are left out."""
+    """Return the blocks that idle replicas still hold, by replica, without zeros."""
     found = {}
     for pool in pools.values():
         for replica in pool["replicas"]:

@@ -1,4 +1,4 @@
-"""What chaos counts, and what it makes of it."""
+"""Counters and report of a chaos run."""
 
 from __future__ import annotations
 
@@ -7,43 +7,50 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-_KEPT = 20  # failures and mismatches of which the account is kept; all are counted
+# Number of failures and mismatches that are kept in detail; all are counted.
+_KEPT = 20
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """An answer that is not the undisturbed one."""
+    """Answer that differs from the undisturbed one."""
 
     question: int
-    position: int  # of the first token that differs
-    gap: float  # how near the runner-up was there, in the undisturbed answer; rounding can turn only small ones
+    # Position of the first different token.
+    position: int
+    # Log-probability gap of the top two tokens there, in the undisturbed answer. Rounding can only flip small gaps.
+    gap: float
     was_greedy: bool
 
 
 @dataclass
 class FaultWindow:
-    """One fault as it happened."""
+    """One injected fault."""
 
     fault: str
     target: str
-    at_s: float  # since the begin
-    recovered_s: float | None = None  # until every pool was whole again; None: not seen
-    worst_pause_s: float = 0.0  # of any stream, from the stroke to the next one
+    at_s: float  # since the start
+    # Seconds until every pool was complete again; None: not observed.
+    recovered_s: float | None = None
+    # Longest pause of any stream from this fault to the next one.
+    worst_pause_s: float = 0.0
 
 
 @dataclass
 class Tally:
-    """Everything that is counted. Belongs to the event loop of the run."""
+    """Counters of a run, owned by its event loop."""
 
     began_at: float = field(default_factory=time.monotonic)
     counts: Counter[str] = field(default_factory=Counter)
     worst_pause_s: float = 0.0
-    worst_rejection_s: float = 0.0  # how long a client waited to hear that there is no room
+    # Longest time until a client was rejected for lack of room.
+    worst_rejection_s: float = 0.0
     failures: list[str] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)
     strokes: list[FaultWindow] = field(default_factory=list)
     blocks_leaked: dict[str, int] = field(default_factory=dict)  # replica -> blocks
-    memory_growth_mib: dict[str, float] = field(default_factory=dict)  # process -> over the second half of the run
+    # Process to growth over the second half of the run.
+    memory_growth_mib: dict[str, float] = field(default_factory=dict)
 
     @property
     def elapsed_s(self) -> float:
@@ -51,7 +58,7 @@ class Tally:
 
     @property
     def is_clean(self) -> bool:
-        """Nothing failed, nothing differed, nothing leaked."""
+        """Return whether nothing failed, differed or leaked."""
         return not (self.counts["failed"] or self.counts["mismatched"] or self.blocks_leaked)
 
     def failed(self, account: str) -> None:
@@ -70,7 +77,7 @@ class Tally:
             self.strokes[-1].worst_pause_s = max(self.strokes[-1].worst_pause_s, seconds)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         names = (
             "sent",
             "completed",

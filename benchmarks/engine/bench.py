@@ -1,20 +1,18 @@
-"""The engine alone, in process: tokens per second of decode steps and of prompts, beside the memory's bandwidth.
+"""Engine benchmark in one process: tokens per second of decode steps and prompts, compared with memory bandwidth.
 
-`bandwidth_share` of a decode step is what reading every weight once would take at that bandwidth, over what it took.
-What memory gives changes from second to second where machines are shared, so it is measured before and after each try,
-in pages of 2 MiB; the share is the middle one of the tries'.
+`bandwidth_share` of a decode step is the time to read every weight once at memory bandwidth, divided by the step time.
+Bandwidth varies on shared machines, so it is measured before and after each try, in pages of 2 MiB; the share is the
+median over the tries.
 
-Random token ids, greedy, no end of sequence, no prefix cache, the best of three. What a decode step costs beyond the
-model counts too: making the batch, sampling, the sequences' own bookkeeping.
+Random token ids, greedy, no end of sequence, no prefix cache, best of three. A decode step includes the work around the
+model: building the batch, sampling, sequence bookkeeping.
 
-On a GPU decode steps are replayed (engine/runner/decode_graphs.py); `plain_step_ms` is that step launched kernel by
-kernel.
-
-On a CPU, `ways` says what each way to compute a product or attention took where they were measured, one thread, in ms,
-and which is taken: see engine/cpu/autotune.py.
+On a GPU, decode steps are replayed (engine/runner/decode_graphs.py); `plain_step_ms` is the step launched kernel by
+kernel. On a CPU, `ways` lists the time in ms of each implementation of a product or of attention on one thread, and the
+chosen one: see engine/cpu/autotune.py.
 
     python -m benchmarks engine --json
-    python -m benchmarks.engine.bench DIRECTORY      where the command line's packages are not installed
+    python -m benchmarks.engine.bench DIRECTORY      without the command line's packages
 """
 
 from __future__ import annotations
@@ -44,10 +42,12 @@ from engine.tools.loaded_engines import MOST_STEPS, decoding_engine, prefilling_
 
 _NUM_STEPS = MOST_STEPS  # of one decode measurement
 _NUM_TRIES = 3  # the best counts
-_CHUNK = 2048  # prompt tokens in one step, as in a prefill replica
+# Prompt tokens per step, as in a prefill replica.
+_CHUNK = 2048
 _BLOCK_SIZE = 16
 _READ_S = 0.2
-_READ_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}  # for the bandwidth: far beyond any cache
+# Far larger than any cache.
+_READ_BYTES = {"cpu": 1 << 29, "cuda": 1 << 32}
 
 
 def bench_engine(
@@ -62,12 +62,12 @@ def bench_engine(
     threads: int | None,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Measure; returns plain JSON values. threads: of a CPU, None for all processors. Raises SpecError."""
+    """Measure, and return plain JSON values. threads: CPU threads; None: all processors. Raises SpecError."""
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SpecError("python -m benchmarks engine: this machine has no CUDA device that torch can use")
     if threads is not None:
         torch.set_num_threads(threads)
-    most_blocks = max(
+    max_blocks = max(
         (n * -(-(tokens + extra) // _BLOCK_SIZE) for n, tokens, extra in _needs(batches, contexts, prefills)), default=1
     )
     config = EngineConfig(
@@ -76,7 +76,7 @@ def bench_engine(
         weights=weights,
         pool_dtype=pool_dtype,
         block_size=_BLOCK_SIZE,
-        num_blocks=most_blocks + 1,
+        num_blocks=max_blocks + 1,
         recorded_rows=max(batches, default=0),
         device=str(device),
     )
@@ -102,13 +102,13 @@ def bench_engine(
 
 
 def _computed_by(runner: ModelRunner) -> str:
-    """ "torch": on a processor for which there are no kernels; slower, which nobody guesses from the figures."""
+    """Return "kernels", or "torch" if there are no kernels for this processor, which is slower."""
     has_kernels = runner.device.type != "cpu" or open_kernels(dtype=runner.dtype, device=runner.device) is not None
     return "kernels" if has_kernels else "torch"
 
 
 class BandwidthReader:
-    """Reads memory far larger than any cache; a CPU's with this process's compute threads."""
+    """Reader of memory far larger than any cache; on a CPU with this process's compute threads."""
 
     def __init__(self, device: torch.device) -> None:
         self._data = torch.empty(_READ_BYTES[device.type] // 4, device=device)
@@ -117,7 +117,7 @@ class BandwidthReader:
         self._data.fill_(1)
 
     def __call__(self) -> float:
-        """Bytes per second."""
+        """Return bytes per second."""
         begin, times = time.perf_counter(), 0
         while time.perf_counter() < begin + _READ_S:
             self._data.sum().item()
@@ -126,7 +126,7 @@ class BandwidthReader:
 
 
 def _weight_bytes(runner: ModelRunner, weights: str) -> int | None:
-    """What a step reads of the weights; None where that depends on the rows or on the checkpoint's format."""
+    """Return the weight bytes that a step reads; None if they depend on the rows or on the checkpoint's format."""
     config = runner.config
     if config.experts is not None or weights == "quantized":
         return None
@@ -137,7 +137,7 @@ def _weight_bytes(runner: ModelRunner, weights: str) -> int | None:
 
 
 def _needs(batches: Seq[int], contexts: Seq[int], prefills: Seq[int]) -> Iterable[tuple[int, int, int]]:
-    """(sequences, tokens of each, tokens that each adds)"""
+    """Yield (sequences, tokens of each, tokens added to each)."""
     yield from ((batch, context, _NUM_STEPS + 1) for batch, context in product(batches, contexts))
     yield from ((1, num_tokens, 1) for num_tokens in prefills)
 
@@ -145,7 +145,7 @@ def _needs(batches: Seq[int], contexts: Seq[int], prefills: Seq[int]) -> Iterabl
 def _decode(
     runner: ModelRunner, batch: int, context: int, num_bytes: int | None, read_bandwidth: Callable[[], float]
 ) -> dict[str, Any]:
-    """num_bytes: that a step reads of the weights, if that is known."""
+    """Measure decode steps. num_bytes: weight bytes read per step, or None if unknown."""
 
     def run(model: Runner[Tensor]) -> float:
         engine = decoding_engine(runner, model, batch=batch, context=context)
@@ -179,13 +179,14 @@ def _prefill(runner: ModelRunner, num_tokens: int) -> dict[str, Any]:
         engine = prefilling_engine(runner, num_tokens, max_batch_tokens=_CHUNK)
         return _timed(lambda: [engine.step() for _ in range(0, num_tokens, _CHUNK)])
 
-    run()  # the first pass meets memory that was never touched
+    # Touch all memory once before timing.
+    run()
     seconds = min(run() for _ in range(_NUM_TRIES))
     return {"tokens": num_tokens, "tokens_per_s": round(num_tokens / seconds, 1)}
 
 
 class _Plain:
-    """Implements Runner. A step whose layers somebody wants to hear of is not replayed."""
+    """Runner without graph replay: a layer callback prevents it."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner

@@ -15,13 +15,13 @@ from cluster.cli.planning import model_options as options
 from core.types.errors import SpecError
 
 _SLOW_WITHOUT_KERNELS = (
-    "torch alone computes, a few times slower than this project's kernels: they need --dtype bfloat16 and a C++ "
+    "computing with torch, a few times slower than our kernels, which need --dtype bfloat16 and a C++ "
     "compiler (Debian: apt-get install g++)"
 )
-_NO_COMPILER = "no C++ compiler (Debian: apt-get install g++): torch alone computes; of few bits for minutes"
-_Batch = Annotated[str, typer.Option(metavar="N[,N…]", help="Sequences that decode at a time.")]
-_Context = Annotated[str, typer.Option(metavar="N[,N…]", help="Tokens that each of these has.")]
-_Prefill = Annotated[str, typer.Option(metavar="N[,N…]", help="Tokens of a prompt, alone.")]
+_NO_COMPILER = "no C++ compiler (Debian: apt-get install g++): computing with torch; low-bit weights take minutes"
+_Batch = Annotated[str, typer.Option(metavar="N[,N…]", help="Sequences that decode concurrently.")]
+_Context = Annotated[str, typer.Option(metavar="N[,N…]", help="Context length of each sequence.")]
+_Prefill = Annotated[str, typer.Option(metavar="N[,N…]", help="Prompt lengths.")]
 
 
 def engine(
@@ -29,30 +29,33 @@ def engine(
     batch: _Batch = "1,8,32",
     context: _Context = "128",
     prefill: _Prefill = "512,2048",
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="Compute threads; default: one per processor.")] = None,
     dtype: options.ModelDType = options.DEFAULT_DTYPE,
     weights: options.ModelWeights = options.DEFAULT_WEIGHTS,
     pool_dtype: options.PoolDType = "auto",
-    gpu: Annotated[bool, typer.Option("--gpu", help="On the first GPU, with CUDA graphs and without.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Use the first GPU, with and without CUDA graphs.")] = False,
     host: Annotated[
-        bool, typer.Option("--host", help="Instead: a decode step's time beside the forward pass.")
+        bool, typer.Option("--host", help="Measure the host time of a decode step instead, without the forward pass.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Tokens per second of the engine on this machine's processors, beside the memory bandwidth that bounds it.
+    """Measure the engine's tokens per second on this machine, compared with the memory bandwidth.
 
     Random token ids, greedy, 128 steps after prompts of --context tokens; prompts of --prefill tokens; best of three.
-    Whatever else runs on the machine makes all of it slower.
+    Any other load on the machine lowers all figures.
 
-    A decode step's share of the bandwidth is what reading every weight once would take, over what the step took: near 1
-    it could not be quicker. Many rows at a time compute more than they read, so their share is small.
+    The bandwidth share of a decode step is the time to read every weight once divided by the step time; 1 is optimal.
+    Large batches are limited by compute, so their share is small.
 
-    `chosen` says, for each shape of product and for attention, what one thread took in each way that there is when this
-    machine was first met, and the way that prompts of so many rows go: our kernels, unless another is 1.3 times as
-    quick.
+    `chosen` lists, for each shape of product and for attention, the time of each implementation on one thread, as
+    measured
+    when this machine was first used, and the one used for prompts of that many rows: our kernels, unless another one is
+    1.3
+    times as fast.
 
-    --host has a forward pass that takes no time. What it says is how long a step's rows take to be chosen, laid out and
-    booked: all of it, then what of that lies on the way where steps run ahead, as on a GPU.
+    --host uses a forward pass that takes no time. It reports the time to schedule, build and record a step's rows: in
+    total,
+    and the part that delays steps under async scheduling, as on a GPU.
     """
     from benchmarks.engine.bench import bench_engine
     from core.model.source import resolve
@@ -62,12 +65,13 @@ def engine(
     directory = resolve(model)
     if host:
         if gpu or (dtype, weights, pool_dtype) != (options.DEFAULT_DTYPE, options.DEFAULT_WEIGHTS, "auto"):
-            raise SpecError("--host computes no model: of the other options it takes --batch, --context and --threads")
+            raise SpecError("--host computes no model and takes only --batch, --context and --threads")
         result = _host(directory, batches=batches, contexts=contexts, threads=threads)
         print(json.dumps(result) if as_json else "\n".join(_host_lines(result)))
         return
     if not (gpu or shutil.which("c++") or shutil.which("g++")):
-        print(_NO_COMPILER, file=sys.stderr)  # before the minutes that it may take
+        # Printed before the minutes that this may take.
+        print(_NO_COMPILER, file=sys.stderr)
     result = bench_engine(
         directory,
         dtype=dtype,
@@ -82,8 +86,8 @@ def engine(
     print(json.dumps(result) if as_json else "\n".join(_lines(result)))
 
 
-def kernels(as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False) -> None:
-    """The GPU kernels, each beside the copy bandwidth or the matrix product rate of the device in the same run."""
+def kernels(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Measure the GPU kernels, each compared with the device's copy bandwidth or matrix product rate."""
     from benchmarks.engine.kernels import bench_kernels
 
     result = bench_kernels()
@@ -104,13 +108,13 @@ def _host(model_dir: Path, *, batches: list[int], contexts: list[int], threads: 
 
 
 def _lines(result: dict[str, Any]) -> list[str]:
-    what = ", ".join(str(result[key]) for key in ("model", "dtype", "weights", "instructions"))
+    title = ", ".join(str(result[key]) for key in ("model", "dtype", "weights", "instructions"))
     return [
-        f"{what}, {result['threads']} threads, memory {result['bandwidth_gb_s']} GB/s",
+        f"{title}, {result['threads']} threads, memory {result['bandwidth_gb_s']} GB/s",
         *([_SLOW_WITHOUT_KERNELS] if result["computed_by"] == "torch" else ()),
         *(
             f"decode   batch {row['batch']:4}, context {row['context']:6}: {row['tokens_per_s']:9.1f} tokens/s, "
-            f"{row['step_ms']:8.3f} ms a step{_share(row)}{_plain(row)}"
+            f"{row['step_ms']:8.3f} ms per step{_share(row)}{_plain(row)}"
             for row in result["decode"]
         ),
         *(f"prefill  {row['tokens']:6} tokens: {row['tokens_per_s']:9.1f} tokens/s" for row in result["prefill"]),
@@ -120,11 +124,11 @@ def _lines(result: dict[str, Any]) -> list[str]:
 
 def _host_lines(result: dict[str, Any]) -> list[str]:
     return [
-        f"beside the forward pass, {result['threads']} threads, a vocabulary of {result['vocabulary']}",
+        f"without the forward pass, {result['threads']} threads, vocabulary {result['vocabulary']}",
         *(
-            f"batch {row['batch']:4}, context {row['context']:6}: {row['host_ms']:7.3f} ms a step, "
-            f"{row['ahead_ms']:7.3f} where steps run ahead (of 0.25 ms each: a device idle for {row['idle_ms']:.3f}), "
-            f"{row['greedy_ms']:7.3f} with the search for the likeliest, {row['penalty_ms']:7.3f} more with a "
+            f"batch {row['batch']:4}, context {row['context']:6}: {row['host_ms']:7.3f} ms per step, "
+            f"{row['ahead_ms']:7.3f} with async scheduling (device idle {row['idle_ms']:.3f} between 0.25 ms steps), "
+            f"{row['greedy_ms']:7.3f} with the argmax over the vocabulary, {row['penalty_ms']:7.3f} more with a "
             f"repetition penalty, {row['rank_bytes']} bytes to each other rank"
             for row in result["host"]
         ),

@@ -1,13 +1,13 @@
-"""The engine's ways through a step on a CPU, side by side: torch's operations, our kernels, our kernels in int8, and
-in the few bits of the model's own GGUF.
+"""Compare the engine's CPU implementations of a step: torch operations, our kernels, our kernels in int8, and the
+low-bit formats of the model's GGUF.
 
     python -m benchmarks.engine.cpu_paths
 
-SmolLM2 in bf16 on one thread, and that thread's own CPU time: it can be compared on a machine that is busy with other
-things, where a clock on the wall says nothing. `python -m benchmarks engine` measures what counts, on a quiet one.
+Runs SmolLM2 in bf16 on one thread and measures its CPU time, which stays comparable on a busy machine, unlike wall
+time. `python -m benchmarks engine` measures wall time on a quiet one.
 
-Exit code 1, and a line of why, where the ways that were chosen for this processor take longer for a prompt than torch
-alone, beyond noise.
+Exits with code 1 and one line of reason if the implementations chosen for this processor are slower for a prompt than
+torch alone, beyond noise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from engine.runner.runner import ModelRunner
 
 _BLOCK_SIZE = 16
 _TRIES = 4
-_NOISE = 1.05  # what tries of the same differ by, the best of some by turns
+# Ratio by which equal runs may differ.
+_NOISE = 1.05
 _DECODES = ((1, 128), (8, 128), (32, 128), (8, 1024))  # batch, context
 _PROMPTS = (512, 2048)
 
@@ -50,7 +51,7 @@ def main() -> None:
         rates = {name: round(num_tokens / of_side) for name, of_side in seconds.items()}
         print(json.dumps({"prefill": num_tokens, "tokens_per_cpu_s": rates}), flush=True)
         if (ratio := seconds["kernels"] / seconds["torch"]) > _NOISE:
-            slower.append(f"a prompt of {num_tokens} takes {ratio:.2f} times what it takes torch alone")
+            slower.append(f"a prompt of {num_tokens} takes {ratio:.2f} times as long as with torch alone")
     if slower:
         sys.exit("; ".join(slower))
 
@@ -66,14 +67,14 @@ def _load(weights: str, *, has_kernels: bool = True) -> ModelRunner:
 
 
 def _row(number: int, start: int, count: int, context: int) -> Row:
-    """What the pool holds does not matter to the time."""
+    """Return a row. The pool's contents do not affect the time."""
     num_blocks = -(-(context + 1) // _BLOCK_SIZE)
     blocks = range(number * num_blocks, (number + 1) * num_blocks)
     return Row(token_ids=[7 * i % 49152 for i in range(count)], start=start, blocks=blocks, num_logits=1)
 
 
 def _cpu_s(sides: dict[str, ModelRunner], batch: Batch) -> dict[str, float]:
-    """The best of some tries each, by turns."""
+    """Return the best CPU time of each side, over interleaved tries."""
 
     def once(runner: ModelRunner) -> float:
         begin = time.thread_time()

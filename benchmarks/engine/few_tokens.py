@@ -1,4 +1,4 @@
-"""Short kernels of a decode step, which wait for memory's first answer more than for its bytes."""
+"""Short kernels of a decode step, limited by memory latency rather than bandwidth."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from engine.kernels.attention.absorb_queries import absorb_queries
 from engine.kernels.moe.expert_router import new_counters, route
 from engine.kernels.moe.top_k import ChoiceRule
 
-Case = tuple[str, Callable[[], object], float, str]  # name, what to run, its bytes or operations, "bytes" or "flops"
+# Name, function to run, its bytes or operations, "bytes" or "flops".
+Case = tuple[str, Callable[[], object], float, str]
 
 _TOKENS = 1, 64
 _BLOCK_SIZE = 16
 
 
 def few_tokens(device: torch.device) -> list[Case]:
-    """What benchmarks.engine.kernels measures: a router of Qwen3 30B-A3B, its sorting included, and queries of
-    DeepSeek-V2-Lite and V3 that are absorbed beside rows that are stored."""
+    """Return cases for benchmarks.engine.kernels.
+
+    Routing with sorting of Qwen3 30B-A3B, and query absorption with row storage of DeepSeek-V2-Lite and V3.
+    """
     cases: list[Case] = []
     rule = ChoiceRule(num_choices=8, normalizes_weights=True)
     weight = torch.randn(128, 2048, device=device, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What the benches of a GPU are asked by `python -m`."""
+"""Command-line arguments of the GPU benchmarks."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import torch
 
 
-def asked_shapes(document: str | None, shapes: Sequence[str] = (), *, is_one: bool = False) -> list[str]:
-    """The shapes that a command line names: all where it names none, unless it must be one. Ends the process with one
-    line where it is wrong, or where there is no GPU.
+def requested_shapes(document: str | None, shapes: Sequence[str] = (), *, is_one: bool = False) -> list[str]:
+    """Return the shapes named on the command line; all if none is named, unless it must be one.
 
-    shapes: to choose from; empty: the bench knows none. document: what --help says.
+    Exits with one line if the arguments are wrong or there is no GPU. shapes: to choose from; empty: takes no shapes.
+    document: text of --help.
     """
     prog = f"python -m {spec.name}" if (spec := sys.modules["__main__"].__spec__) else None
     parser = argparse.ArgumentParser(
@@ -21,10 +21,10 @@ def asked_shapes(document: str | None, shapes: Sequence[str] = (), *, is_one: bo
     )
     if shapes:
         parser.add_argument("shapes", nargs=1 if is_one else "*", metavar="SHAPE", help=f"of {', '.join(shapes)}")
-    asked: list[str] = vars(parser.parse_args()).get("shapes", [])
-    for shape in asked:
+    selected: list[str] = vars(parser.parse_args()).get("shapes", [])
+    for shape in selected:
         if shape not in shapes:
-            parser.error(f"no shape is named {shape}; choose one of {', '.join(shapes)}")
+            parser.error(f"shape {shape} not found; available: {', '.join(shapes)}")
     if not torch.cuda.is_available():
         sys.exit(f"{parser.prog}: this machine has no CUDA device that torch can use")
-    return asked or list(shapes)
+    return selected or list(shapes)

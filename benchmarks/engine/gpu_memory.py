@@ -1,4 +1,5 @@
-"""What a GPU's memory is shared out to, whether the most that there can be fits, and what tiers cost the steps beside.
+"""GPU memory benchmark: how memory is divided, whether the largest step fits, and what tier transfers cost concurrent
+steps.
 
 python -m benchmarks.engine.gpu_memory [memory|tiers|links]
 """
@@ -42,8 +43,8 @@ SHAPE, MAX_TOKENS, MAX_ROWS, MAX_CONTEXT = "llama-8b", 8192, 256, 32768
 HOST_GIB, CHUNK, NUM_MOVED = 4, 2048, 256
 
 
-def say(what: str, value: object) -> None:
-    print(f"{what}: {value}", flush=True)
+def say(label: str, value: object) -> None:
+    print(f"{label}: {value}", flush=True)
 
 
 def free_gib() -> float:
@@ -71,18 +72,18 @@ def memory() -> None:
         recorded_rows=MAX_ROWS,
         link_bytes=GIB,
     )
-    say("weights, trial, pool and graphs, s", round(time.monotonic() - begin, 1))
+    say("weights, trial step, pool and graphs, s", round(time.monotonic() - begin, 1))
     size, blocks = runner.layout.block_size, runner.pool.num_blocks
     say("pool, GiB", round(blocks * runner.layout.block_bytes / GIB, 2))
-    as_it_was = (before - runner.config.num_parameters * 2) * 0.85 / GIB
-    say("pool by the rule before, GiB", round(as_it_was, 2))
-    say("free when all is there, GiB", free_gib())
+    earlier_rule_gib = (before - runner.config.num_parameters * 2) * 0.85 / GIB
+    say("pool by the earlier rule, GiB", round(earlier_rule_gib, 2))
+    say("free after setup, GiB", free_gib())
     torch.cuda.reset_peak_memory_stats()
     base = torch.cuda.memory_reserved()
     context = min(MAX_CONTEXT, runner.max_tokens)
     step = largest_batch(max_tokens=MAX_TOKENS, max_rows=MAX_ROWS, max_context=context, block_size=size)
     assert runner.forward(step).isfinite().all()
-    say("largest step took, GiB more", round((torch.cuda.max_memory_reserved() - base) / GIB, 2))
+    say("largest step, additional GiB", round((torch.cuda.max_memory_reserved() - base) / GIB, 2))
     table = list(range(-(-context // size)))
     rows = [Row(token_ids=[1], start=context - 1, blocks=table, num_logits=1)] * MAX_ROWS
     batch = Batch.of(rows, block_size=size)
@@ -92,8 +93,8 @@ def memory() -> None:
     sampling = Sampling(temperature=1.0, top_p=0.99, top_k=runner.config.vocab_size - 1, num_logprobs=5)
     asked = [SamplingRow(sampling=sampling, seed=i, tokens=[1, 2], num_prompt_tokens=2) for i in range(MAX_ROWS)]
     assert None not in sampler.sample(torch.zeros_like(logits), asked).wait()
-    say("sampling took, bytes per logit", round((torch.cuda.max_memory_reserved() - base) / logits.numel(), 1))
-    say("set aside for it", SAMPLING_BYTES)
+    say("sampling, bytes per logit", round((torch.cuda.max_memory_reserved() - base) / logits.numel(), 1))
+    say("reserved for sampling, bytes per logit", SAMPLING_BYTES)
     say("free at the end, GiB", free_gib())
     begin = time.monotonic()
     for _ in range(3):
@@ -102,8 +103,8 @@ def memory() -> None:
     say(f"replayed decode of {MAX_ROWS} x {context}, ms", round((time.monotonic() - begin) / 3e-3, 2))
 
 
-class AsItWas:
-    """Saves and loads as they were: on the stream that computes, part by part, and waited for."""
+class SynchronousTransfers:
+    """Earlier tier transfers, as a baseline: on the compute stream, part by part, synchronous."""
 
     def __init__(self, pool: KVPool, rows: Tensor) -> None:
         self._pool, self._rows = pool, rows
@@ -121,7 +122,7 @@ class AsItWas:
             self._pool.synchronize()
 
 
-class AsItIs:
+class AsyncTransfers:
     def __init__(self, pool: KVPool, host: HostStore) -> None:
         self._has_loaded = threading.Event()
         self._tiers = RankTiers(pool, host=host, disk=None, on_loaded=self._loaded)
@@ -155,15 +156,19 @@ def tiers() -> None:
     chunk = Batch.of([Row(token_ids=[1] * CHUNK, start=0, blocks=blocks, num_logits=1)], block_size=layout.block_size)
     moved = [(1000 + i, i) for i in range(NUM_MOVED)]
     mib = NUM_MOVED * layout.block_bytes / 2**20
-    new = AsItIs(pool, host)
-    ways: dict[str, AsItWas | AsItIs] = {"as it was": AsItWas(pool, rows), "as it is": new}
+    new = AsyncTransfers(pool, host)
+    ways: dict[str, SynchronousTransfers | AsyncTransfers] = {
+        "synchronous": SynchronousTransfers(pool, rows),
+        "async": new,
+    }
 
     def step_ms(num: int = 12) -> str:
         taken = []
         for _ in range(num):
             begin = time.monotonic()
             runner.forward(chunk)
-            torch.cuda.current_stream().synchronize()  # as the sampler does
+            # As the sampler does.
+            torch.cuda.current_stream().synchronize()
             taken.append((time.monotonic() - begin) * 1e3)
         taken.sort()
         return f"median {taken[num // 2]:.1f}, most {taken[-1]:.1f}"
@@ -172,14 +177,17 @@ def tiers() -> None:
         step_ms(2)
     say(f"a chunk of {CHUNK} alone, ms", step_ms())
     for name, way in ways.items():
-        for what, move in (("save", way.save), ("load", way.load)):
+        for direction, move in (("save", way.save), ("load", way.load)):
             torch.cuda.synchronize()
             begin = time.monotonic()
             move(moved)
             called = time.monotonic() - begin
             torch.cuda.synchronize()
             taken = time.monotonic() - begin
-            say(f"{name}: {what} of {mib:.0f} MiB alone", f"{taken * 1e3:.1f} ms, {called * 1e3:.1f} of them calling")
+            say(
+                f"{name}: {direction} of {mib:.0f} MiB alone",
+                f"{taken * 1e3:.1f} ms, {called * 1e3:.1f} of them in the call",
+            )
         beside(name, way.load, moved, step_ms, mib)
         begin = time.monotonic()
         runner.forward(chunk)
@@ -212,11 +220,11 @@ def beside(
     loading = threading.Thread(target=forever)
     loading.start()
     begin = time.monotonic()
-    said = step_ms()
+    times = step_ms()
     rate = num[0] * mib / 1024 / (time.monotonic() - begin)
     has_ended.set()
     loading.join()
-    say(f"{name}: a chunk beside loads, ms", f"{said}; loads {rate:.1f} GiB/s")
+    say(f"{name}: a chunk with concurrent loads, ms", f"{times}; loads {rate:.1f} GiB/s")
 
 
 def _peer(place: str, is_sender: bool, count: int, ask: Any, tell: Any) -> None:
@@ -248,7 +256,10 @@ def _peer(place: str, is_sender: bool, count: int, ask: Any, tell: Any) -> None:
 
 
 def links() -> None:
-    """Both ends on this GPU, which NCCL allows where they say that they are of two hosts: over sockets then."""
+    """Measure the memory of NCCL links with both ends on this GPU.
+
+    NCCL allows that only if the ends claim different hosts, so they use sockets.
+    """
     count, context = 4, mp.get_context("spawn")
     torch.zeros(1, device=DEVICE)
     with tempfile.TemporaryDirectory() as name:

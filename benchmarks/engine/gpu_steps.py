@@ -1,6 +1,6 @@
-"""Decode steps of whole models of known shapes on a GPU, replayed from a graph, beside what their bytes would take.
+"""Decode steps of whole models of known shapes on a GPU, replayed from a graph, compared with the memory lower bound.
 
-python -m benchmarks.engine.gpu_steps llama-8b qwen3-30b-a3b …         where only torch, triton and numpy are installed
+python -m benchmarks.engine.gpu_steps llama-8b qwen3-30b-a3b …         needs only torch, triton and numpy
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine.gpu_command import asked_shapes
+from benchmarks.engine.gpu_command import requested_shapes
 from benchmarks.engine.kernels import copy_rate, device_seconds
 from benchmarks.engine.random_models import SHAPES, random_runner
 from core.model.shape import ModelConfig
@@ -22,18 +22,18 @@ from engine.batch.rows import Row
 from engine.runner.runner import ModelRunner
 
 _BATCHES = (1, 8, 64)  # rows
-_CONTEXT = 1024  # tokens of each
+_CONTEXT = 1024  # tokens of each row
 _PROMPT = 2048
 BLOCK_SIZE = 16
-# Some 30 ms: longer than the host takes to launch a step kernel by kernel.
+# About 30 ms, longer than the host needs to launch a step kernel by kernel.
 step_seconds = partial(device_seconds, tries=10, head_start_cycles=60_000_000)
 
 
 def bench_gpu_steps(shapes: Seq[str], *, pool_dtype: str = "auto") -> dict[str, Any]:
-    """Measure steps of models with random weights; returns plain JSON values.
+    """Measure steps of models with random weights. Returns plain JSON values.
 
-    floor: the bytes that a step reads (weights of all matrices, of experts those that so many random choices hit, and
-    KV), over the copy bandwidth measured in the same run.
+    floor: bytes read by a step (all weights, of experts those expected for random choices, and KV) over the copy
+    bandwidth measured in the same run.
     """
     device = torch.device("cuda", 0)
     bytes_s = copy_rate(device)
@@ -67,9 +67,11 @@ def bench_gpu_steps(shapes: Seq[str], *, pool_dtype: str = "auto") -> dict[str, 
     return {"device": torch.cuda.get_device_name(device), "copy_gb_s": bytes_s / 1e9, "steps": results}
 
 
-def kernels_of_a_step(runner: ModelRunner, num_rows: int, *, most: int = 8) -> list[tuple[str, float, float]]:
-    """Of a decode step on a GPU: names, launches, and microseconds of all these, the longest first; at the end, what
-    other kernels take, and then the time in which nothing runs, between the first and the last."""
+def kernels_of_a_step(runner: ModelRunner, num_rows: int, *, max_kernels: int = 8) -> list[tuple[str, float, float]]:
+    """Return (name, launches, microseconds) of the kernels in a decode step, longest first.
+
+    The last two entries are the sum of the other kernels, and the idle time between the first and the last kernel.
+    """
     batch, times = decode_batch(num_rows), 5
     for _ in range(3):
         runner.forward(batch)
@@ -86,18 +88,18 @@ def kernels_of_a_step(runner: ModelRunner, num_rows: int, *, most: int = 8) -> l
             spans.append((event.time_range.start, event.time_range.end))
     rows = [(name, len(taken) / times, sum(taken) / times) for name, taken in found.items()]
     rows.sort(key=lambda row: -row[2])
-    others = rows[most:]
+    others = rows[max_kernels:]
     whole_us = (max(end for _, end in spans) - min(start for start, _ in spans)) / times
     idle_us = whole_us - sum(us for _, _, us in rows)
     return [
-        *rows[:most],
+        *rows[:max_kernels],
         ("others", sum(count for _, count, _ in others), sum(us for *_, us in others)),
         ("nothing", 0, idle_us),
     ]
 
 
 def decode_batch(num_rows: int, *, num_tokens: int = 1, context: int = _CONTEXT) -> Batch:
-    """Rows of the last so many tokens of a context, all of whose logits are wanted."""
+    """Return rows with the last `num_tokens` tokens of a context, with logits for all of them."""
     width = context // BLOCK_SIZE
     rows = [
         Row(
@@ -112,8 +114,8 @@ def decode_batch(num_rows: int, *, num_tokens: int = 1, context: int = _CONTEXT)
 
 
 def bytes_read(runner: ModelRunner, num_rows: int, context: int) -> float:
-    """By a step of rows of one query: all weights but the table of tokens, of experts those that so many choices hit on
-    the average, if every choice is as likely as any other; and KV."""
+    """Return the bytes read by a step with one query per row: weights without the token table, expected experts, and
+    KV."""
     config = runner.config
     weights = config.num_parameters - _idle_parameters(config, num_rows)
     if not config.tie_embeddings:
@@ -129,4 +131,4 @@ def _idle_parameters(config: ModelConfig, num_rows: int) -> float:
 
 
 if __name__ == "__main__":
-    print(json.dumps(bench_gpu_steps(asked_shapes(__doc__, list(SHAPES))), indent=1))
+    print(json.dumps(bench_gpu_steps(requested_shapes(__doc__, list(SHAPES))), indent=1))

@@ -1,23 +1,23 @@
-"""The host's time of a decode step: all that an engine does beside the forward pass, which takes no time here.
+"""Host time of a decode step: all work of an engine except the forward pass, which takes no time here.
 
-`host_ms`: over a vocabulary so small that the search for the likeliest token takes next to nothing. On a CPU a step is
-over when it was launched, and all of this is on its way to the next. `greedy_ms`: over the model's vocabulary, with
-that search. `penalty_ms`: what a repetition penalty adds to that, after prompts of random tokens, so that nearly each
-is another one. `rank_bytes`: what a rank that follows is told of the rows of a step.
+`host_ms`: with a vocabulary so small that the argmax costs almost nothing. On a CPU, a step is finished when it is
+launched, so all of this delays the next one. `greedy_ms`: with the model's vocabulary, including the argmax.
+`penalty_ms`: additional time for a repetition penalty, after prompts of random, mostly distinct tokens. `rank_bytes`:
+bytes sent to each follower rank per step.
 
-On a GPU steps run ahead, and of the host's work only that is waited for which is not done while a step is computed:
+On a GPU, steps are scheduled ahead, and only the host work that does not overlap with a step delays the device:
 
     host     … wait n ─ book n ─ plan n + 2, launch it ─ wait n + 1 ─ book n + 1 …
     device     n ────┤├ n + 1 ──────────────────────────────────┤├ n + 2 …
 
-From the arrival of the tokens of n until n + 2 is launched the device has n + 1 to compute. `ahead_ms`: how long that
-takes; a device whose steps take longer never stands still. `idle_ms`: how long one stands still between two steps, each
-of which takes it 0.25 ms. The device is a clock, which goes on with the host's and while that waits: it chooses tokens
-itself, and what a GPU's driver takes for a launch is not in here (benchmarks.engine.loop measures that on one).
+Between the arrival of step n's tokens and the launch of n + 2, the device computes n + 1. `ahead_ms` is the length of
+that interval: a device with longer steps is never idle. `idle_ms` is the idle time between two steps of 0.25 ms each.
+The device is simulated by a clock that also runs while the host is waiting; it samples tokens itself. Launch cost in a
+GPU driver is not included (benchmarks.engine.loop measures it on a GPU).
 
-No prompt is computed, they end at different places of their blocks, and every step is booked as in a replica. The kinds
-take turns; of all steps of a kind, the time that a tenth of them stays below: others who use the machine meanwhile make
-the rest slower, and none quicker. What no other thread has a part in is time of the engine's thread.
+No prompt is computed, contexts end at different positions in their blocks, and every step is recorded as in a replica.
+The kinds alternate; each figure is the 10 % quantile of all steps of a kind, because other users of the machine can
+only slow steps down. Work without other threads is measured as CPU time of the engine's thread.
 
     python -m benchmarks engine --host --batch 64,256 --context 2048,8192 --json
 """
@@ -46,14 +46,16 @@ from engine.scheduler.step_commands import Orders
 from engine.timing.pace import Pace
 
 _BLOCK_SIZE = 16
-_NUM_STEPS = 32  # of one try: each sequence gets two blocks
+# Steps of one try: two blocks per sequence.
+_NUM_STEPS = 32
 _NUM_TRIES = 8
 _FEW_TOKENS = 256
-_SHORT_S = 0.25e-3  # no step of a model at such batches is shorter
+# No model has shorter steps at such batches.
+_SHORT_S = 0.25e-3
 
 
 def bench_host(*, batches: Seq[int], contexts: Seq[int], vocabulary: int, threads: int | None = None) -> dict[str, Any]:
-    """Measure; returns plain JSON values. threads: of the sampler, None for all processors."""
+    """Measure, and return plain JSON values. threads: of the sampler; None: all processors."""
     if threads is not None:
         torch.set_num_threads(threads)
     return {
@@ -64,13 +66,13 @@ def bench_host(*, batches: Seq[int], contexts: Seq[int], vocabulary: int, thread
 
 
 def _row(batch: int, context: int, vocabulary: int) -> dict[str, Any]:
-    waits = _Waits(batch, _FEW_TOKENS, time.thread_time)
+    sync = _SyncDevice(batch, _FEW_TOKENS, time.thread_time)
     kinds = {
-        "host": _Steps(waits, batch, context),
-        "ahead": _Steps(_Ahead(batch, step_s=0.0), batch, context),
-        "idle": _Steps(_Ahead(batch, step_s=_SHORT_S), batch, context),
-        "greedy": _Steps(_Waits(batch, vocabulary), batch, context),
-        "penalty": _Steps(_Waits(batch, vocabulary), batch, context, repetition_penalty=1.1),
+        "host": _Steps(sync, batch, context),
+        "ahead": _Steps(_AsyncDevice(batch, step_s=0.0), batch, context),
+        "idle": _Steps(_AsyncDevice(batch, step_s=_SHORT_S), batch, context),
+        "greedy": _Steps(_SyncDevice(batch, vocabulary), batch, context),
+        "penalty": _Steps(_SyncDevice(batch, vocabulary), batch, context, repetition_penalty=1.1),
     }
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(_NUM_TRIES):
@@ -85,13 +87,12 @@ def _row(batch: int, context: int, vocabulary: int) -> dict[str, Any]:
         "idle_ms": round(best["idle"], 3),
         "greedy_ms": round(best["greedy"], 3),
         "penalty_ms": round(best["penalty"] - best["greedy"], 3),
-        "rank_bytes": waits.rank_bytes,
+        "rank_bytes": sync.rank_bytes,
     }
 
 
-class _Waits:
-    """Implements Runner and Sampler where a step is over when it was launched: of the same logits in every step, as if
-    they had just been computed."""
+class _SyncDevice:
+    """Runner and Sampler with synchronous steps that return the same logits every time."""
 
     is_async = False
 
@@ -99,30 +100,30 @@ class _Waits:
         self.vocabulary = vocabulary
         self.rank_bytes = 0  # of the last step
         self._clock = clock
-        self._not_the_hosts_s = 0.0
-        self._made_RV = torch.randn(num_rows, vocabulary, generator=torch.Generator().manual_seed(0))
-        self._logits_RV = torch.empty_like(self._made_RV)
+        self._excluded_s = 0.0
+        self._constant_RV = torch.randn(num_rows, vocabulary, generator=torch.Generator().manual_seed(0))
+        self._logits_RV = torch.empty_like(self._constant_RV)
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         if step is None:
             return None
-        assert len(step.batch.logits_rows) == len(self._made_RV)
+        assert len(step.batch.logits_rows) == len(self._constant_RV)
         begin = self._clock()
         self.rank_bytes = step.changes.encode().nbytes
-        self._logits_RV.copy_(self._made_RV)
-        self._not_the_hosts_s += self._clock() - begin
+        self._logits_RV.copy_(self._constant_RV)
+        self._excluded_s += self._clock() - begin
         return self._logits_RV
 
     def sample(self, logits_RV: Tensor, rows: Seq[SamplingRow], positions: Seq[int] | None) -> Sampled:
         return sample(logits_RV, rows, positions)
 
     def seconds(self) -> float:
-        """Of the host's work so far."""
-        return self._clock() - self._not_the_hosts_s
+        """Return the seconds of host work so far."""
+        return self._clock() - self._excluded_s
 
 
-class _Ahead:
-    """Implements Runner and Sampler: a device that computes while the host goes on, each step for so long."""
+class _AsyncDevice:
+    """Runner and Sampler of a device that computes concurrently with the host, `step_s` per step."""
 
     is_async = True
     vocabulary = _FEW_TOKENS
@@ -130,8 +131,9 @@ class _Ahead:
     def __init__(self, num_rows: int, *, step_s: float) -> None:
         self._ids_R = np.random.default_rng(0).integers(0, _FEW_TOKENS, num_rows)
         self._step_s = step_s
-        self._waited_s = 0.0  # by the host
-        self._over_at = 0.0  # all that was launched
+        self._waited_s = 0.0  # seconds that the host waited
+        # Time at which everything launched is finished.
+        self._over_at = 0.0
         self._idle_s = 0.0
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> str | None:
@@ -149,7 +151,7 @@ class _Ahead:
         return Sampled(self._ids_R, wait)
 
     def seconds(self) -> float:
-        """In which it has had nothing to do."""
+        """Return the seconds in which the device was idle."""
         return self._idle_s
 
     def _now(self) -> float:
@@ -157,11 +159,11 @@ class _Ahead:
 
 
 class _Steps:
-    """An engine of sequences that decode, after prompts of about `context` random tokens."""
+    """Engine with decoding sequences, after prompts of about `context` random tokens."""
 
-    def __init__(self, model: _Waits | _Ahead, batch: int, context: int, **sampling: Any) -> None:
-        most = context + _NUM_STEPS * (_NUM_TRIES + 1) + _BLOCK_SIZE
-        blocks = BlockManager(batch * -(-most // _BLOCK_SIZE))
+    def __init__(self, model: _SyncDevice | _AsyncDevice, batch: int, context: int, **sampling: Any) -> None:
+        max_context = context + _NUM_STEPS * (_NUM_TRIES + 1) + _BLOCK_SIZE
+        blocks = BlockManager(batch * -(-max_context // _BLOCK_SIZE))
         limits = SchedulerConfig(max_batch_tokens=batch * context, max_running=batch, max_waiting=batch)
         self._model = model
         self._engine: Engine[Any] = Engine(
@@ -177,14 +179,14 @@ class _Steps:
                 id=str(i),
                 token_ids=tuple(numbers.integers(0, model.vocabulary, num_tokens).tolist()),
                 num_prompt_tokens=num_tokens,
-                sampling=Sampling(temperature=0.0, max_tokens=most, **sampling),
+                sampling=Sampling(temperature=0.0, max_tokens=max_context, **sampling),
                 salt=str(i),
             )
-            self._engine.add(Prompt(Sequence(request, 0, model="", block_size=_BLOCK_SIZE, max_context=most)))
+            self._engine.add(Prompt(Sequence(request, 0, model="", block_size=_BLOCK_SIZE, max_context=max_context)))
         self.times_ms()
 
     def times_ms(self) -> list[float]:
-        """Of each of some steps."""
+        """Run some steps, and return the time of each."""
         times = []
         for _ in range(_NUM_STEPS):
             begin = self._model.seconds()

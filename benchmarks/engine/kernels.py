@@ -1,9 +1,9 @@
-"""The GPU kernels alone, each beside what the device can do: its copy bandwidth, or its bf16 matrix products.
+"""GPU kernel benchmark: each kernel compared with the device's copy bandwidth or bf16 matrix product rate.
 
-Products in few bits have a `ratio`, too: how many times they are done while the same is done once in bf16.
+Low-bit products also have a `ratio`: their speed relative to the same product in bf16.
 
 python -m benchmarks kernels --json
-python -m benchmarks.engine.kernels              where only torch, triton and numpy are installed
+python -m benchmarks.engine.kernels              needs only torch, triton and numpy
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine.few_tokens import Case, few_tokens
-from benchmarks.engine.gpu_command import asked_shapes
+from benchmarks.engine.gpu_command import requested_shapes
 from benchmarks.engine.products import bench_products
 from core.types.errors import SpecError
 from engine.kernels.attention.decode_attention import decode_attention, resident_programs
@@ -42,23 +42,28 @@ from engine.kv.layout import DTYPES, EIGHT_BITS
 # T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
 
 _H, _K, _D, _S = 32, 8, 128, 16
-_TOKENS = 65536  # whose bytes are far beyond any cache
+# Their bytes far exceed any cache.
+_TOKENS = 65536
 _ROWS, _CONTEXT = 64, 8192  # of decode
-_LONG_CONTEXT = 131072  # of one row beside _ROWS short ones
+# One long row with _ROWS - 1 short ones.
+_LONG_CONTEXT = 131072
 _PROMPT = 8192
-_SUFFIX, _PREFIX = 128, 32768  # a short question about a long text that is there already
+# A short question after a long cached text.
+_SUFFIX, _PREFIX = 128, 32768
 _COPY_BYTES = 1 << 31
 _MATMUL = 8192
 _TRIES = 20
-_HEAD_START_CYCLES = 2_000_000  # a millisecond: longer than the host takes to launch anything here
+# About a millisecond, longer than any launch here takes.
+_HEAD_START_CYCLES = 2_000_000
 _EIGHT_BITS = {name: DTYPES[dtype] for name, dtype in EIGHT_BITS.items()}
 
 Group = Callable[[torch.device], list[Case]]
-Seconds = Callable[[Callable[[], object]], float]  # of one run, on the device
+# Seconds of one run on the device.
+Seconds = Callable[[Callable[[], object]], float]
 
 
 def bench_kernels() -> dict[str, Any]:
-    """Measure every kernel; returns plain JSON values. Raises SpecError without a CUDA device."""
+    """Measure every kernel. Returns plain JSON values. Raises SpecError without a CUDA device."""
     if not torch.cuda.is_available():
         raise SpecError("python -m benchmarks kernels: this machine has no CUDA device that torch can use")
     device = torch.device("cuda", 0)
@@ -74,7 +79,7 @@ def bench_kernels() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device can do."""
+    """Peak rates of a device."""
 
     copy_bytes_s: float  # read and written
     flops_s: float  # of bf16 matrix products
@@ -87,9 +92,9 @@ class Rates:
 def measured_kernels(
     device: torch.device, rates: Rates, *, groups: Sequence[Group] = (), seconds: Seconds | None = None
 ) -> Iterator[dict[str, Any]]:
-    """One after another. `share` is of the copy bandwidth or of the matrix product rate.
+    """Measure kernels one by one. `share` is relative to the copy bandwidth or the matrix product rate.
 
-    groups: of GROUPS; none: all of them. seconds: None: as device_seconds measures.
+    groups: subset of GROUPS; empty: all. seconds: timer; None: device_seconds.
     """
     for group in groups or GROUPS:
         for name, run, amount, unit in group(device):
@@ -100,14 +105,14 @@ def measured_kernels(
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes per second, read and written."""
+    """Return bytes per second, read plus written."""
     source = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * _COPY_BYTES / device_seconds(lambda: target.copy_(source))
 
 
 def _matmul_rate(device: torch.device) -> float:
-    """Operations per second of a large bf16 product."""
+    """Return operations per second of a large bf16 product."""
     a, b = (torch.randn(_MATMUL, _MATMUL, device=device, dtype=torch.bfloat16) for _ in range(2))
     return 2 * _MATMUL**3 / device_seconds(lambda: a @ b)
 
@@ -115,9 +120,9 @@ def _matmul_rate(device: torch.device) -> float:
 def device_seconds(
     run: Callable[[], object], *, tries: int = _TRIES, head_start_cycles: int = _HEAD_START_CYCLES
 ) -> float:
-    """The median of several runs, after some that compile and warm up.
+    """Return the median of several runs, after compiling and warming up.
 
-    The device is kept busy until the host has launched all of a run: so the host's time does not count.
+    The device is kept busy until the host has launched a whole run, so the host's time does not count.
     """
     for _ in range(3):
         run()
@@ -142,7 +147,8 @@ def _pool(num_tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Te
 def copies(device: torch.device) -> list[Case]:
     k, v = torch.randn(2, _TOKENS, _K, _D, device=device, dtype=torch.bfloat16)
     slots = torch.randperm(_TOKENS // _S, device=device).repeat_interleave(_S) * _S
-    slots += torch.arange(_S, device=device).repeat(_TOKENS // _S)  # blocks in no order, each of them whole
+    # Whole blocks in random order.
+    slots += torch.arange(_S, device=device).repeat(_TOKENS // _S)
     bf16, _ = _pool(_TOKENS, device, torch.bfloat16)
     raw = torch.empty(_TOKENS, 2, _K, _D, device=device, dtype=torch.bfloat16)
     numbers = _TOKENS * 2 * _K * _D
@@ -201,8 +207,11 @@ def attention(device: torch.device) -> list[Case]:
 
 
 def latent(device: torch.device) -> list[Case]:
-    """A prompt of DeepSeek-V2-Lite's heads, whose keys and values are expanded already; and rows of one query, which
-    wait for the latents where heads are few (Lite's 16), and for products where they are many (V3's 128)."""
+    """Return cases of latent attention.
+
+    A prompt with DeepSeek-V2-Lite's heads, keys and values already expanded; and one-query rows, limited by reading
+    latents with few heads (Lite's 16) and by products with many (V3's 128).
+    """
     heads, nope, rope, value, latent = 16, 128, 64, 128, 512
     q, k, shared, v = (
         torch.randn(_PROMPT, *shape, device=device, dtype=torch.bfloat16)
@@ -246,7 +255,7 @@ def latent(device: torch.device) -> list[Case]:
 
 
 def experts(device: torch.device) -> list[Case]:
-    """Qwen3 30B-A3B's layer: few tokens wait for the weights, many for the products."""
+    """Return cases of Qwen3 30B-A3B's expert layer: few tokens are limited by weights, many by products."""
     num_experts, per_token, hidden, features = 128, 8, 2048, 768
     shapes = (num_experts, 2 * features, hidden), (num_experts, hidden, features)
     gate_up, down = (torch.randn(shape, device=device, dtype=torch.bfloat16) / shape[-1] ** 0.5 for shape in shapes)
@@ -267,7 +276,7 @@ def experts(device: torch.device) -> list[Case]:
 def _decode(
     q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor, lens: list[int], *, num_queries: int = 1
 ) -> Callable[[], None]:
-    """num_queries: of each row, in one strip."""
+    """Return a decode kernel's call. num_queries: queries per row, in one group."""
     out, device = torch.empty_like(q), q.device
     contexts = torch.tensor(lens, dtype=torch.int32, device=device)
     widths = [length // _S for length in lens]
@@ -292,7 +301,7 @@ def _decode(
 
 
 def _prefill(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> Callable[[], None]:
-    """A whole prompt: its keys are gathered, then attended to."""
+    """Return the attention of a whole prompt: keys are gathered first."""
     out, device, blocks = torch.empty_like(q), q.device, blocks[: _PROMPT // _S]
     tiles = QueryTiles.of(np.array([0]), np.array([_PROMPT]), np.array([_PROMPT]), device)
     firsts, contexts = torch.tensor([[0], [_PROMPT]], dtype=torch.int32, device=device)
@@ -307,7 +316,7 @@ def _prefill(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) ->
 
 
 def _suffix(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> Callable[[], None]:
-    """A few queries, which read the blocks in place."""
+    """Return the attention of a few queries, which reads the blocks in place."""
     q, context = q[:_SUFFIX], _PREFIX + _SUFFIX
     return partial(
         prefill_attention,
@@ -325,5 +334,5 @@ def _suffix(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> 
 GROUPS: Sequence[Group] = (copies, elementwise, attention, latent, experts, few_tokens)
 
 if __name__ == "__main__":
-    asked_shapes(__doc__)
+    requested_shapes(__doc__)
     print(json.dumps(bench_kernels()))

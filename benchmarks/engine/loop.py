@@ -1,8 +1,8 @@
-"""What a decode step takes on a GPU beside its kernels: the sampler alone, and steps that wait for their tokens beside
-steps that run ahead. Of a model of a known shape with random weights.
+"""GPU decode steps beyond their kernels: the sampler alone, and synchronous versus async scheduling, with random
+weights.
 
-`device_ms`: forward pass and sampler of the same rows, launched again and again with nothing in between. `waits_ms`,
-`ahead_ms`: of a step of an engine, with all that its host does. `same`: both have chosen the same tokens, one a step.
+`device_ms`: forward pass and sampler of the same rows, launched back to back. `waits_ms`, `ahead_ms`: engine steps with
+all host work, synchronous and async. `same`: both produced the same tokens, one per step.
 
 python -m benchmarks.engine.loop llama-8b
 """
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engine.gpu_command import asked_shapes
+from benchmarks.engine.gpu_command import requested_shapes
 from benchmarks.engine.random_models import SHAPES, random_runner
 from core.types.request import Sampling, SequenceRequest
 from engine.engine import Engine, SchedulerConfig
@@ -40,49 +40,51 @@ _SAMPLINGS = {
 }
 _BATCHES = ((1, 2048), (8, 2048), (64, 2048))  # rows, context
 _NUM_STEPS = 64
-_MOST_DRAFTED = 7  # tokens of a row
+_MOST_DRAFTED = 7  # tokens per row
 _TRIES = 3
 
 
 def bench_sampler(device: torch.device, tilings: tuple[Tiling, ...] = (TILING,)) -> Iterator[dict[str, Any]]:
-    """Microseconds of the device, for logits that are nearly flat and for those of a sure model."""
+    """Yield the sampler's device time in microseconds, for nearly flat logits and for those of a confident model."""
     for num_rows, vocabulary in ((64, 128256), (256, 151936)):
         flat = torch.randn(num_rows, vocabulary, device=device, generator=torch.Generator(device).manual_seed(0))
         for name, sampling in _SAMPLINGS.items():
             rows = [
                 (i, SamplingRow(sampling=sampling, seed=i, tokens=[0], num_prompt_tokens=1)) for i in range(num_rows)
             ]
-            asking = [] if sampling.is_greedy else rows
+            sampled_rows = [] if sampling.is_greedy else rows
             for kind, logits in (("flat", flat), ("sure", flat * 3)):
                 row: dict[str, Any] = {"rows": num_rows, "vocabulary": vocabulary, "asks": name, "logits": kind}
                 for tiling in tilings:
-                    us = _device_us(partial(choose_by_kernel, logits, asking, tiling))
+                    us = _device_us(partial(choose_by_kernel, logits, sampled_rows, tiling))
                     row[f"{tiling.block}/{tiling.num_warps}"] = round(us, 1)
-                row["torch"] = round(_device_us(partial(choose_by_torch, logits, asking)), 1)
+                row["torch"] = round(_device_us(partial(choose_by_torch, logits, sampled_rows)), 1)
                 yield row
 
 
 def bench_steps(runner: ModelRunner) -> Iterator[dict[str, Any]]:
     for (num_rows, context), name in ((b, n) for b in _BATCHES for n in ("greedy", "top-p")):
         found: dict[str, Any] = {"rows": num_rows, "context": context, "asks": name}
-        said = {}
+        tokens_by_kind = {}
         for kind in ("waits", "ahead"):
-            seconds, said[kind] = _steps(runner, num_rows, context, _SAMPLINGS[name], is_async=kind == "ahead")
+            seconds, tokens_by_kind[kind] = _steps(
+                runner, num_rows, context, _SAMPLINGS[name], is_async=kind == "ahead"
+            )
             found[f"{kind}_ms"] = round(seconds / _NUM_STEPS * 1e3, 3)
         found["device_ms"] = round(_device_ms(runner, num_rows, context, _SAMPLINGS[name]), 3)
-        is_whole = all(len(tokens) == _NUM_STEPS for tokens in said["ahead"])
-        yield found | {"same": is_whole and said["waits"] == said["ahead"]}
+        is_whole = all(len(tokens) == _NUM_STEPS for tokens in tokens_by_kind["ahead"])
+        yield found | {"same": is_whole and tokens_by_kind["waits"] == tokens_by_kind["ahead"]}
 
 
 def num_blocks_of_steps() -> int:
-    """That bench_steps needs, of 16 tokens."""
+    """Return the number of 16-token blocks that bench_steps needs."""
     return max(rows * -(-(context + 2 * _NUM_STEPS) // 16) for rows, context in _BATCHES)
 
 
 def _steps(
     runner: ModelRunner, num_rows: int, context: int, sampling: Sampling, *, is_async: bool
 ) -> tuple[float, list[list[int]]]:
-    """The quickest of some tries, and what was said in the last."""
+    """Return the fastest time of some tries, and the tokens of the last one."""
     best = float("inf")
     for _ in range(_TRIES):
         engine, sequences = running_engine(runner, num_rows, context, sampling, is_async=is_async)
@@ -106,11 +108,12 @@ def running_engine(
     is_async: bool = False,
     speculation: Speculation | None = None,
 ) -> tuple[Engine[Tensor], list[Sequence]]:
-    """Of sequences whose KV is whatever lies in the pool. With a speculation, which drafts whatever a step takes."""
-    size, most = runner.layout.block_size, context + 2 * _NUM_STEPS
+    """Return an engine with sequences whose KV is arbitrary. With a speculation, it always drafts."""
+    size, max_context = runner.layout.block_size, context + 2 * _NUM_STEPS
     sampling = replace(sampling, max_tokens=2 * _NUM_STEPS)
-    most_tokens = num_rows * (1 + _MOST_DRAFTED) if speculation else num_rows  # and logits
-    limits = SchedulerConfig(max_batch_tokens=most_tokens, max_running=most_tokens, max_waiting=num_rows)
+    # Also the number of logits.
+    max_tokens = num_rows * (1 + _MOST_DRAFTED) if speculation else num_rows
+    limits = SchedulerConfig(max_batch_tokens=max_tokens, max_running=max_tokens, max_waiting=num_rows)
     engine = Engine(
         runner,
         sample,
@@ -126,7 +129,7 @@ def running_engine(
         request = SequenceRequest(
             id=str(i), token_ids=(i + 1,) * context, num_prompt_tokens=context, sampling=sampling, salt=str(i)
         )
-        sequence = Sequence(request, 0, model="", block_size=size, max_context=most)
+        sequence = Sequence(request, 0, model="", block_size=size, max_context=max_context)
         taken = engine.blocks.allocate([], sequence.num_blocks_for(context))
         assert taken
         sequence.start_with(*taken)
@@ -145,12 +148,13 @@ def _device_ms(runner: ModelRunner, num_rows: int, context: int, sampling: Sampl
 
 
 def _device_us(work: Callable[[], object]) -> float:
-    """The best mean of several."""
+    """Return the best mean of several runs."""
     best = float("inf")
     for _ in range(_TRIES):
         work()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(4_000_000)  # so long that the host is ahead
+        # Long enough for the host to launch everything.
+        torch.cuda._sleep(4_000_000)
         begin.record()
         for _ in range(8):
             work()
@@ -161,7 +165,7 @@ def _device_us(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    (shape,) = asked_shapes(__doc__, list(SHAPES), is_one=True)
+    (shape,) = requested_shapes(__doc__, list(SHAPES), is_one=True)
     for row in bench_sampler(torch.device("cuda")):
         print(json.dumps(row), flush=True)
     with torch.inference_mode():

@@ -1,5 +1,5 @@
-"""Products with matrices in few bits on a GPU: Llama 3 8B's matrices, few rows and a prompt's, each beside the same
-product in bf16 (torch's F.linear)."""
+"""Low-bit matrix products on a GPU, with Llama 3 8B's matrices, for few rows and for a prompt, compared with bf16
+(F.linear)."""
 
 from __future__ import annotations
 
@@ -25,15 +25,19 @@ from engine.layers.low_bit_matrix import CodedMatrix
 _SHAPES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 _ROWS = (1, 8, 64)
 _PROMPT = 2048
-_BYTES = 200 << 20  # of copies that take turns, so that no cache has the next one
-_EXPERTS = 64, 8, 2048, 768  # how many, of each token, hidden size, features
+# Bytes of the copies that alternate, so that no cache holds the next one.
+_BYTES = 200 << 20
+# Number of experts, experts per token, hidden size, features.
+_EXPERTS = 64, 8, 2048, 768
 
 Seconds = Callable[[Callable[[], object]], float]
 
 
 def bench_products(device: torch.device, seconds: Seconds, copy_bytes_s: float) -> Iterator[dict[str, Any]]:
-    """name, microseconds, gb_s and share of the copy rate by the bytes that are stored; ratio: how many times the time
-    of the same product in bf16."""
+    """Yield name, microseconds, gb_s and share of the copy rate for the stored bytes, and ratio.
+
+    ratio: time of the same product in bf16 divided by this time.
+    """
     for place, (num_outputs, num_inputs) in _SHAPES.items():
         num_bytes = 2 * num_outputs * num_inputs
         plain = [_random(num_outputs, num_inputs, device) for _ in range(1 + _BYTES // num_bytes)]
@@ -66,7 +70,8 @@ def _experts(device: torch.device, seconds: Seconds, copy_bytes_s: float) -> Ite
         in_bf16 = seconds(partial(fused_experts, x_TE, plain[0], plain[1], chosen))
         assert coded[0] is not None and coded[1] is not None
         took = seconds(partial(coded_experts, x_TE, coded[0], coded[1], chosen))
-        num_bytes = coded[0].num_bytes + coded[1].num_bytes  # of 64 tokens' choices every expert has some
+        # The choices of 64 tokens hit every expert.
+        num_bytes = coded[0].num_bytes + coded[1].num_bytes
         yield _result(f"coded_experts fp8 {name}", took, num_bytes, copy_bytes_s, in_bf16)
 
 
@@ -82,7 +87,7 @@ def _result(name: str, took: float, num_bytes: int, copy_bytes_s: float, in_bf16
 
 
 def _recorded(products: list[Callable[[], Tensor]]) -> Callable[[], object]:
-    """All of them one after another, as a decode step has them: in a graph, so that the host's time does not count."""
+    """Capture all products in one graph, as in a decode step, so that the host's time does not count."""
     for product in products:
         product()
     torch.cuda.synchronize()
@@ -125,7 +130,7 @@ def _int8(num_outputs: int, num_inputs: int, device: torch.device) -> Matrix:
 
 
 def _groups(num_outputs: int, num_inputs: int, device: torch.device) -> Matrix:
-    """AWQ's and GPTQ's groups of 128."""
+    """Return a matrix with groups of 128, as in AWQ and GPTQ."""
     numbers = {
         "scales": torch.rand(num_outputs, num_inputs // 128, device=device).half(),
         "leasts": _codes(num_outputs, num_inputs // 128, device, 16),

@@ -1,7 +1,7 @@
-"""Models of known shapes with random weights, made on the device as they are read: for checks and benches.
+"""Models of known shapes with random weights, generated on the device when read, for checks and benchmarks.
 
-Nothing is downloaded, and nothing but a config.json is written. The numbers follow from the tensors' names, so that the
-ranks of a gang, and two runners of one shape, have the same ones.
+Nothing is downloaded, and only a config.json is written. The numbers are seeded by tensor names, so the ranks of a
+gang, and two runners of one shape, have the same weights.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
     },
-    # What one of eight tensor-parallel ranks computes, alone.
+    # The share of one of eight tensor-parallel ranks.
     "llama-70b-tp8-slice": _LLAMA
     | {
         "vocab_size": 128256 // 8,
@@ -137,16 +137,17 @@ def random_runner(
     parallel: TensorParallel | None = None,
     changes: Mapping[str, Any] | None = None,
 ) -> ModelRunner:
-    """A model of one of SHAPES with random weights and a pool of so many blocks, ready to compute. Raises SpecError.
+    """Return a runner for one of SHAPES with random weights and `num_blocks` blocks. Raises SpecError.
 
-    recorded_rows, heads: see EngineConfig. changes: of the shape's config.json, as `{"num_hidden_layers": 2}`.
+    recorded_rows, heads: see EngineConfig. changes: to the shape's config.json, such as `{"num_hidden_layers": 2}`.
     """
     if shape not in SHAPES:
-        raise SpecError(f"no shape is named {shape}; choose one of {', '.join(SHAPES)}")
+        raise SpecError(f"shape {shape} not found; available: {', '.join(SHAPES)}")
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "config.json").write_text(json.dumps({**SHAPES[shape], **(changes or {})}))
-        (directory / "model.safetensors").touch()  # a layout is named after the files' bytes, and there are none
+        # The layout's name is a hash of the files' bytes; there are none.
+        (directory / "model.safetensors").touch()
         config = EngineConfig(
             model_dir=directory,
             device=device,
@@ -161,7 +162,7 @@ def random_runner(
 
 
 class RandomCheckpoint:
-    """Implements Checkpoint: the tensors that a config.json asks for."""
+    """Checkpoint with random tensors for a config.json."""
 
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
@@ -173,7 +174,7 @@ class RandomCheckpoint:
         return self._shapes
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
-        """Norms are near 1, biases near 0; rows of matrices have the length 1, so that features keep their size."""
+        """Return random values: norms near 1, biases near 0, matrix rows of length 1, which keeps feature sizes."""
         shape = self._shapes[name]
         generator = torch.Generator(self._device).manual_seed(crc32(name.encode()))
         numbers = torch.randn(shape, generator=generator, dtype=self._dtype, device=self._device)

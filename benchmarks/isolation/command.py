@@ -1,4 +1,4 @@
-"""`python -m benchmarks isolation`."""
+"""`python -m benchmarks isolation`: effect of long prompts on running streams."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from cluster.cli.endpoint_options import ApiKeyOption, access_to
 from cluster.cli.planning.model_options import DEFAULT_MODEL, Model
 from cluster.launch.state import State
 
-_OF_ITS_OWN = "bench-isolation"
+_NAME = "bench-isolation"
 _ANSWER_S = 300.0
 
 
 def isolation(
-    rate: Annotated[float, typer.Option(min=0.01, help="Prompts a second.")] = 0.4,
+    rate: Annotated[float, typer.Option(min=0.01, help="Prompts per second.")] = 0.4,
     streams: Annotated[int, typer.Option(min=1)] = 4,
     prompt_tokens: Annotated[int, typer.Option(min=1)] = 1024,
     seconds: Annotated[
-        float, typer.Option(min=1.0, help="Under load; before it, the streams alone for a quarter.")
+        float, typer.Option(min=1.0, help="Duration of the load; before it, a quarter of that without load.")
     ] = 40.0,
     name: Annotated[
-        str | None, typer.Option(help="A running deployment; otherwise 1P1D is deployed, and taken down.")
+        str | None, typer.Option(help="Running deployment to use; default: deploy 1P1D and take it down again.")
     ] = None,
     model: Model = DEFAULT_MODEL,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     api_key: ApiKeyOption = None,
 ) -> None:
-    """What running streams notice of long prompts: the time between their tokens, with and without such a load.
+    """Measure the inter-token latency of running streams with and without a load of long prompts.
 
-    A deployment of one prefill and one decode replica, each with one compute thread, asked through its gRPC door.
+    Uses a deployment of one prefill and one decode replica with one compute thread each, through its gRPC endpoint.
     """
     workload = Workload(
         prefills_per_s=rate, streams=streams, prompt_tokens=prompt_tokens, loaded_s=seconds, quiet_s=seconds / 4
@@ -69,7 +69,7 @@ def _measure(workload: Workload, state: State, api_key: str | None) -> dict[str,
 
 @contextmanager
 def _deployment(model: str) -> Iterator[State]:
-    """1P1D on a Ray of its own, on ports that nobody uses."""
+    """Deploy 1P1D on its own Ray and on free ports, and take it down at the end."""
     from cluster.cli.console import reporter
     from cluster.control.desired_state import Parts
     from cluster.launch import deployment
@@ -77,7 +77,7 @@ def _deployment(model: str) -> Iterator[State]:
     from core.spec.loader import load_spec
 
     ports = [f"router.grpc_port={free_port()}", f"router.http_port={free_port()}"]
-    spec = load_spec("1P1D", overrides=[f"name={_OF_ITS_OWN}", f"model.source={model}", *ports])
+    spec = load_spec("1P1D", overrides=[f"name={_NAME}", f"model.source={model}", *ports])
     with reporter(is_new=True) as report:
         state = deployment.deploy(
             spec,
@@ -98,11 +98,11 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         row = result[phase]
         yield (
             f"{phase:<7} tokens {row['itl_p50_ms']} ms apart (p50), {row['itl_p99_ms']} ms (p99), "
-            f"{row['itl_max_ms']} ms at most; {row['tokens_per_s']} tokens/s in {result['streams']} streams"
+            f"{row['itl_max_ms']} ms max; {row['tokens_per_s']} tokens/s in {result['streams']} streams"
         )
     row = result["loaded"]
     yield (
-        f"{result['prompt_tokens']}-token prompts, {result['prefills_per_s']} a second: first token after "
+        f"{result['prompt_tokens']}-token prompts, {result['prefills_per_s']} per second: first token after "
         f"{row['ttft_p50_ms']} ms (p50), {row['ttft_p99_ms']} ms (p99); {row['prefills_answered']} answered, "
         f"{row['prefills_failed']} failed"
     )

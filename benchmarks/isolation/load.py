@@ -1,8 +1,8 @@
-"""Do running streams notice that long prompts are computed? The load, and what its client saw; whoever answers it.
+"""Load for measuring how long prompts affect running streams, for any server.
 
-A few streams run all the time. Then long prompts, no two alike, arrive at a steady rate beside them. What counts for
-the streams is the time between two of their tokens; for the prompts, the time to their first one. Standard library
-only: any server can be put behind `Ask`, in whatever environment it lives.
+A few streams run all the time; then long distinct prompts arrive at a steady rate. Measures the streams' inter-token
+latency and the prompts' time to first token. Uses only the standard library, so that any server in any environment can
+implement `Ask`.
 """
 
 from __future__ import annotations
@@ -17,34 +17,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Ask = Callable[[list[int], int], AsyncIterator[int]]
-# Prompt tokens and how many to generate, whatever they are -> with each event, how many tokens it brings.
+# (prompt tokens, number of tokens to generate) -> number of tokens of each event.
 
-_TOKEN_IDS = (100, 30_000)  # every vocabulary has them
+# Within every vocabulary.
+_TOKEN_IDS = (100, 30_000)
 _STREAM_PROMPT = 128
-_STREAM_TOKENS = 1024  # then the stream begins anew
+# Then the stream starts over.
+_STREAM_TOKENS = 1024
 _WARM_UP_S = 3.0
-_LAST_S = 60.0  # for the answers that are under way at the end
+# For answers still running at the end.
+_LAST_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One measurement."""
+    """Parameters of one measurement."""
 
     streams: int = 4
     prompt_tokens: int = 1024
-    answer_tokens: int = 8  # of each of these prompts, so that their KV has to go to where it is decoded
+    # Tokens per long prompt, so that its KV has to be transferred to the decode replica.
+    answer_tokens: int = 8
     prefills_per_s: float
-    quiet_s: float = 10.0  # the streams alone
+    quiet_s: float = 10.0  # without long prompts
     loaded_s: float = 45.0
 
 
 @dataclass
 class _Seen:
-    """What the client has seen in one phase."""
+    """Measurements of one phase."""
 
-    gaps_s: list[float] = field(default_factory=list)  # between two events of a stream
+    # Between two events of a stream.
+    gaps_s: list[float] = field(default_factory=list)
     num_tokens: int = 0  # of the streams
-    first_s: list[float] = field(default_factory=list)  # to a long prompt's first token
+    # Time to first token of the long prompts.
+    first_s: list[float] = field(default_factory=list)
     num_sent: int = 0
     num_failed: int = 0
 
@@ -67,7 +73,7 @@ class _Seen:
 
 
 async def measure(workload: Workload, ask: Ask) -> dict[str, Any]:
-    """Run the workload; plain JSON values, times in milliseconds. Raises what `ask` raised to a stream."""
+    """Run the workload. Returns plain JSON values, times in milliseconds. Raises what `ask` raises to a stream."""
     load = _Load(workload, ask)
     streams = [asyncio.create_task(load.stream(seed)) for seed in range(workload.streams)]
     try:
@@ -92,7 +98,7 @@ async def measure(workload: Workload, ask: Ask) -> dict[str, Any]:
 
 
 def percentile(seconds: Sequence[float], share: float) -> float | None:
-    """The smallest value that `share` of them do not exceed, in milliseconds; None of none."""
+    """Return the smallest value that `share` of them do not exceed, in milliseconds; None without values."""
     if not seconds:
         return None
     return round(sorted(seconds)[math.ceil(len(seconds) * share) - 1] * 1e3, 2)
@@ -102,10 +108,10 @@ class _Load:
     def __init__(self, workload: Workload, ask: Ask) -> None:
         self._workload = workload
         self._ask = ask
-        self._seen = _Seen()  # in the present phase
+        self._seen = _Seen()  # in the current phase
 
     async def phase(self, seconds: float, *, prefills_per_s: float = 0.0) -> _Seen:
-        """Look on for so long; then wait for the prompts that are still under way."""
+        """Measure for `seconds`, then wait for the remaining prompts."""
         self._seen = seen = _Seen()
         begin = time.monotonic()
         sending: list[asyncio.Task[None]] = []
@@ -113,7 +119,8 @@ class _Load:
             await asyncio.sleep(max(0.0, begin + i / prefills_per_s - time.monotonic()))
             sending.append(asyncio.create_task(self._prefill(seen, seed=1000 + i)))
         await asyncio.sleep(max(0.0, begin + seconds - time.monotonic()))
-        self._seen = _Seen()  # what the streams do from here on does not count
+        # Ignore what the streams do from here on.
+        self._seen = _Seen()
         if sending:
             await asyncio.wait(sending, timeout=_LAST_S)
         return seen
@@ -138,7 +145,8 @@ class _Load:
                 if is_first:
                     seen.first_s.append(time.monotonic() - begin)
                 is_first = False
-        except Exception:  # the edge: whatever the server or its client raises is a prompt that was not answered
+        except Exception:
+            # Count any exception of the server or its client as an unanswered prompt.
             seen.num_failed += 1
 
 

@@ -1,7 +1,7 @@
-"""The same bytes, message after message: over our link alone, and over a bare TCP connection.
+"""Repeated messages of one size, over our link alone and over a bare TCP connection.
 
-Both ends of each way are here. Buffers are used again and again, as they are by links; the receiving end takes the time
-from the moment when the first few messages, which meet new memory, have come.
+Both ends of each are here. Buffers are reused, as in links. The receiver starts timing after the first few messages,
+which touch new memory.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _NUM_FIRST = 4
 
 
 def send_over_link(near: NearSide, backend: str, *, num_bytes: int, count: int) -> float:
-    """Seconds for `count` messages from process to process, by the link that the workers use."""
+    """Send `count` messages between processes over the workers' link. Returns seconds."""
     prefix = f"bench/{uuid4().hex}"
     near.far.tell("receive_over_link", backend=backend, prefix=prefix, num_bytes=num_bytes, count=count)
 
     async def connect() -> Channel:
         return open_channel(near.address, peer=FAR, identity=NEAR)
 
-    channel = near.host.call(connect(), timeout_s=TIMEOUT_S)  # it belongs to the loop that makes it
+    # The channel belongs to the loop that creates it.
+    channel = near.host.call(connect(), timeout_s=TIMEOUT_S)
     store = remote_store(RankStub(channel), near.host.loop, timeout_s=TIMEOUT_S)
     link = make_link(backend, _end(store, near.guard, prefix, is_sender=True))
     link.meet()
@@ -61,7 +62,8 @@ def receive_over_link(
     begin = 0.0
     for i in range(_NUM_FIRST + count):
         ring.make_room()
-        if i == _NUM_FIRST + link.num_buffers - 1:  # none before those that count is under way any more
+        # All warm-up messages have arrived.
+        if i == _NUM_FIRST + link.num_buffers - 1:
             begin = time.monotonic()
         ring.start(link.recv(ring.take(num_bytes)), timeout_s=TIMEOUT_S)
     ring.drain()
@@ -69,7 +71,7 @@ def receive_over_link(
 
 
 def send_over_tcp(near: NearSide, *, num_bytes: int, count: int, num_buffers: int = 1) -> float:
-    """Seconds for the same over a bare socket, from so many buffers in turn into as many."""
+    """Send the same over a bare socket, with `num_buffers` rotating buffers on each side. Returns seconds."""
     payloads = [memoryview(bytes([i + 1]) * num_bytes) for i in range(num_buffers)]
     with socket.create_server((HOST, 0)) as server:
         port = server.getsockname()[1]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks kv`."""
+"""`python -m benchmarks kv`: KV transfer between two processes."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ _Counts = Annotated[str, typer.Option(metavar="N[,N…]")]
 
 def kv(
     model: options.Model = options.DEFAULT_MODEL,
-    message: Annotated[str, typer.Option(metavar="KIB[,KIB…]", help="Sizes of messages in KiB.")] = _MESSAGES,
+    message: Annotated[str, typer.Option(metavar="KIB[,KIB…]", help="Message sizes in KiB.")] = _MESSAGES,
     prompt: _Counts = "256,1024,2048,8192",
-    threads: Annotated[int, typer.Option(min=1, help="Of the process that computes prompts.")] = 1,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of the process that computes prompts.")] = 1,
     dtype: options.ModelDType = options.DEFAULT_DTYPE,
     wire_dtype: options.WireDType = "fp8_e4m3",
     host_link: options.HostLink = options.DEFAULT_HOST_LINK,
-    encrypt: Annotated[bool, typer.Option("--encrypt", help="As kv.encrypt does, over tcp.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    encrypt: Annotated[bool, typer.Option("--encrypt", help="Encrypt the link, like kv.encrypt; tcp only.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """The way of KV blocks from one process to another on this machine's processors.
+    """Measure the transfer of KV blocks between two processes on this machine's CPUs.
 
-    Messages over our link, alone (wire) and with packing, checking and unpacking (raw, fp8), beside a bare TCP
-    connection and copies in memory, best of five. Then prompts of a model: how long their transfer takes alone, and how
-    much of it the computation hides.
+    Messages over our link, alone (wire) and with packing, checking and unpacking (raw, fp8), compared with a bare TCP
+    connection and memory copies, best of five. Then prompts of a model: the transfer time alone, and the share of it
+    that overlaps with computation.
     """
     from benchmarks.kv.run import bench_kv
     from core.model.source import resolve
 
     if encrypt and host_link != "tcp":
-        raise SpecError(f"--encrypt: only tcp can, not {host_link}")
+        raise SpecError(f"--encrypt: supported by tcp only, not {host_link}")
     result = bench_kv(
         resolve(model),
         dtype=dtype,

@@ -7,7 +7,7 @@ from kvtransfer.profile.far_side import FarSide, serve
 
 
 class MessagesFarSide(FarSide):
-    """Also takes messages that are no handoffs."""
+    """Receiver that also accepts messages outside of handoffs."""
 
     def receive_over_link(self, backend: str, prefix: str, num_bytes: int, count: int) -> float:
         return receive_over_link(self.rendezvous, self.guard, backend, prefix, num_bytes=num_bytes, count=count)

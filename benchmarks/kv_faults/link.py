@@ -1,4 +1,4 @@
-"""A tcp link that turns over one bit of each payload which a chosen process sends."""
+"""TCP link that flips one bit of each payload sent by a chosen process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DAMAGING_LINK = f"{__name__}:damaging_link"
 
 
 def mark_of(pid: int) -> Path:
-    """While this file is there, what process `pid` sends is damaged."""
+    """Return the file whose presence makes process `pid` send damaged payloads."""
     return Path(tempfile.gettempdir()) / f"kv-faults-damage-{pid}"
 
 
@@ -24,7 +24,7 @@ def damaging_link(end: LinkEnd) -> Link:
 
 
 class _DamagingLink:
-    """All but `send` is the link's own."""
+    """TcpLink with a modified `send`."""
 
     backend = "tcp"
 

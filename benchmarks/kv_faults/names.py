@@ -1,53 +1,62 @@
-"""The public list of KV reads that go wrong, and what came of each: the same words for whoever is put to it."""
+"""Public list of faulty KV reads, and the outcome of each, in terms that apply to any system."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-# By the name of a case: what is done, and where it was reported. Of vllm#52234 the comment of 2026-09-18 counts.
+# Case name: (fault, issue that reported it). For vllm#52234, see the comment of 2026-09-18.
 CASES = {
-    "undisturbed": ("nothing", ""),
-    "unknown": ("KV of a request that nobody has", "vllm#52234"),
-    "out-of-range": ("KV beyond what there is", "vllm#52234"),
-    "consumed": ("a reference that was used already", "vllm#52234"),
-    "stale": ("a reference whose blocks another request has by now", "vllm#52234"),
+    "undisturbed": ("no fault", ""),
+    "unknown": ("KV of an unknown request", "vllm#52234"),
+    "out-of-range": ("KV positions out of range", "vllm#52234"),
+    "consumed": ("a reference that has been used already", "vllm#52234"),
+    "stale": ("a reference whose blocks belong to another request", "vllm#52234"),
     "expired": ("a reference after its lease", "vllm#52234"),
-    "expired-reused": ("the same, and the blocks are another request's", "vllm#47021"),
-    "short": ("fewer positions than the prompt has", "vllm#52234"),
-    "other-prompt": ("another request's reference beside this prompt", "vllm#52234"),
-    "twice": ("one reference by two requests at once", "vllm#52234"),
-    "forged-peer": ("the name of a peer that is not the one at that address", "vllm#40993"),
-    "nobody-there": ("an address at which nobody listens", "vllm#40993"),
-    "unwritten": ("word that KV is there before any was sent", "vllm#50754"),
-    "forged-sender": ("KV from a peer that nobody has asked", "LightLLM#1590"),
-    "damaged": ("a bit turned over on the wire", "vllm#52234"),
+    "expired-reused": ("the same, with the blocks reused by another request", "vllm#47021"),
+    "short": ("fewer positions than the prompt", "vllm#52234"),
+    "other-prompt": ("another request's reference with this prompt", "vllm#52234"),
+    "twice": ("one reference used by two requests at once", "vllm#52234"),
+    "forged-peer": ("a peer name that does not match the address", "vllm#40993"),
+    "nobody-there": ("an address without a listener", "vllm#40993"),
+    "unwritten": ("completion reported before any KV was sent", "vllm#50754"),
+    "forged-sender": ("KV from a peer without a request", "LightLLM#1590"),
+    "damaged": ("a bit flipped on the wire", "vllm#52234"),
     "foreign-prefix": ("another tenant's prefix", "vllm#52627"),
-    "evicted": ("a prefix that its holder has evicted since", "vllm#47021"),
-    "client-gone": ("nobody reads what was computed", "vllm#41269"),
-    "sender-killed": ("kill -9 of the sender as it sends", "llm-d#191"),
-    "sender-frozen": ("SIGSTOP of the sender as it sends; later it goes on", "sglang#36033"),
-    "receiver-killed": ("kill -9 of the receiver before it has read", "vllm#20139"),
-    "receiver-frozen": ("SIGSTOP of the receiver before it has read; later it goes on", "vllm#20139"),
-    "restarted": ("a peer that was killed and is back under its name", "vllm#25562"),
+    "evicted": ("a prefix that its source has evicted", "vllm#47021"),
+    "client-gone": ("the client disconnects before reading", "vllm#41269"),
+    "sender-killed": ("kill -9 of the sender while sending", "llm-d#191"),
+    "sender-frozen": ("SIGSTOP of the sender while sending, later SIGCONT", "sglang#36033"),
+    "receiver-killed": ("kill -9 of the receiver before reading", "vllm#20139"),
+    "receiver-frozen": ("SIGSTOP of the receiver before reading, later SIGCONT", "vllm#20139"),
+    "restarted": ("a peer that was killed and has restarted under its name", "vllm#25562"),
 }
 
 
 @dataclass
 class CaseOutcome:
-    """What one case has done, to the request that it struck and to those beside it."""
+    """Outcome of one case, for the affected request and concurrent ones."""
 
     case: str
-    seen: str  # by whoever held the bad reference: an error's first words, or "answered"
-    num_answers: int = 0  # that came
-    num_wrong: int = 0  # of these, not token for token the undisturbed ones
-    differs: str = ""  # the last of these, and the right one
-    num_foreign: int = 0  # of these, another prompt's answer, token for token; or what was given to a stranger
-    num_failed: int = 0  # requests that held nothing bad and were refused, or ended with an error
-    num_hung: int = 0  # requests without an end by their deadline
-    num_lost: int = 0  # blocks that do not come back
-    back_s: float = 0.0  # until all blocks were back
-    num_dead: int = 0  # processes that ended, and were not killed by the case
+    # Result for the bad reference: the first words of an error, or "answered".
+    seen: str
+    num_answers: int = 0  # answers received
+    # Answers that differ from the undisturbed ones.
+    num_wrong: int = 0
+    # Last wrong answer, and the correct one.
+    differs: str = ""
+    # Wrong answers that equal another prompt's answer, or data given to an unauthorized peer.
+    num_foreign: int = 0
+    # Requests without a fault of their own that were rejected or failed.
+    num_failed: int = 0
+    # Requests that did not end by their deadline.
+    num_hung: int = 0
+    # Blocks that were not freed.
+    num_lost: int = 0
+    # Seconds until all blocks were free.
+    back_s: float = 0.0
+    # Processes that ended without being killed by the case.
+    num_dead: int = 0
 
     @property
     def is_clean(self) -> bool:
@@ -60,7 +69,7 @@ class CaseOutcome:
 
 
 def table(outcomes: list[CaseOutcome]) -> list[list[str]]:
-    """For people, with its heading."""
+    """Return rows for a text table, with its heading."""
     heading = ["CASE", "SEEN", "ANSWERS", "WRONG", "FOREIGN", "FAILED", "HUNG", "LOST", "BACK AFTER", "DIED"]
     return [heading, *map(_row, outcomes)]
 

@@ -1,4 +1,4 @@
-"""Where our side of the list is played: a deployment of real processes on this machine, its answers and its blocks."""
+"""Deployment of real processes on this machine for the fault cases, with checks of its answers and blocks."""
 
 from __future__ import annotations
 
@@ -27,34 +27,36 @@ from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
 from tests.support.rank_in_process import Fault
 
-PROMPT = 70  # tokens of a prompt that is struck
+PROMPT = 70  # tokens of a prompt under test
 _ANSWER = 24
 _OTHERS = 6  # prompts of five blocks each
-_BLOCKS = 36  # theirs, those of one prompt, and one that it needs for its answer
-_STOCK = _OTHERS + 3  # prompts that a case may need
+# Blocks of those, of one prompt, and one more for its answer.
+_BLOCKS = 36
+# Prompts that a case may need.
+_STOCK = _OTHERS + 3
 _DEADLINE_S = 60.0
-_BLOCKS_BACK_S = 8.0  # as chaos has it
+_BLOCKS_BACK_S = 8.0  # as in chaos
 _LOOK_S = 0.05
 
 
 class DirectedPolicy:
-    """Serves a prompt where its case says, and others by the first two replicas that live."""
+    """Policy that routes a prompt where its case directs it, and others to the available replicas."""
 
     def __init__(self) -> None:
-        self.ways: dict[int, list[Option]] = {}  # by the prompt's length
+        self.routes: dict[int, list[Option]] = {}  # by the prompt's length
 
     def options(
         self, demand: RoutingRequest, prefills: Sequence[CandidateReplica], decodes: Sequence[CandidateReplica]
     ) -> Sequence[Option]:
         there = {view.replica for view in (*prefills, *decodes)}
-        directed = [way for way in self.ways.get(demand.num_tokens, ()) if {way.prefill, way.decode} <= there]
+        directed = [way for way in self.routes.get(demand.num_tokens, ()) if {way.prefill, way.decode} <= there]
         return directed or [Option(prefill=p.replica, decode=d.replica) for p in prefills for d in decodes]
 
 
 class Stage:
-    """One prefill and one decode replica, to which cases add others; what they are asked has one right answer.
+    """One prefill and one decode replica, to which cases may add others. Every request has exactly one correct answer.
 
-    The answers with which all are compared are one process's, in which nothing is shipped.
+    The correct answers come from a single process without transfers.
     """
 
     def __init__(self, cluster: LocalCluster, policy: DirectedPolicy, runner: ModelRunner, hand: HandRouter) -> None:
@@ -80,14 +82,14 @@ class Stage:
         return self._living(Role.DECODE)
 
     async def begin(self, case: str) -> CaseOutcome:
-        """Learn right answers ahead, so that no lease runs meanwhile; then count for this case."""
+        """Compute correct answers in advance, so that no lease runs meanwhile; then start counting for this case."""
         while len(self._stock) < _STOCK:
             self._stock.append(await self._draw(PROMPT))
         self.outcome = CaseOutcome(case, "")
         return self.outcome
 
     async def prompt(self, length: int = PROMPT) -> list[int]:
-        """One that nobody has seen, whose answer is nobody else's."""
+        """Return an unused prompt with a unique answer."""
         return self._stock.pop() if self._stock and length == PROMPT else await self._draw(length)
 
     async def _draw(self, length: int) -> list[int]:
@@ -96,10 +98,10 @@ class Stage:
             if await self._note(drawn):
                 return drawn
 
-    # What is asked, each answer looked at.
+    # Requests, whose answers are checked.
 
     async def ask(self, prompt: list[int], *, salt: str = "") -> list[int]:
-        """As a client of the router; its answer is counted."""
+        """Send a prompt through the router, and count its answer."""
         self._num_asked += 1
         try:
             async with asyncio.timeout(_DEADLINE_S):
@@ -115,23 +117,23 @@ class Stage:
         return answer.ids
 
     async def fill_up(self) -> list[HeldRequest]:
-        """While one prompt is held: take all blocks but its own and one, so that the next request gets those."""
+        """Hold requests that take all blocks but one prompt's and one more, so that the next request gets those."""
         return [await self.hold() for _ in range(_OTHERS)]
 
     async def newcomer(self) -> list[int]:
-        """A request like any other; its KV stays in the decode replica's cache."""
+        """Send a new request. Its KV stays in the decode replica's cache."""
         prompt = await self.prompt()
         await self.ask(prompt)
         return prompt
 
     async def again(self, prompt: list[int]) -> None:
-        """Go on from a newcomer's answer, which is read from the KV that it has left."""
+        """Continue a newcomer's answer, reading its cached KV."""
         longer = [*prompt, *self._answers[tuple(prompt)]]
         await self._note(longer)
         await self.ask(longer)
 
     async def end(self, held: HeldRequest) -> None:
-        """Fill a ticket as the router would after a failure, and look at the answer."""
+        """Fill a ticket correctly, as the router would after a failure, and check the answer."""
         epoch = max([held.handoff.epoch, *held.first]) + 1
         await self.hand.fill(held, self.prefill, replace(held.handoff, epoch=epoch))
         await self.ended(held)
@@ -148,7 +150,7 @@ class Stage:
             self.outcome.seen = self.outcome.seen or held.error
 
     async def give_up(self, *held: HeldRequest) -> None:
-        """End these leases, and wait until they are over."""
+        """End these leases and wait for that."""
         for one in held:
             one.give_up()
             assert one.lease
@@ -163,7 +165,7 @@ class Stage:
             self.outcome.num_foreign += answer in self._answers.values()
 
     async def strike(self, held: HeldRequest, **changes: Any) -> Fill:
-        """Fill a ticket that is changed so; what comes of it is what the case has seen."""
+        """Fill a ticket with these changes, and record the result as seen by the case."""
         fill = await self.hand.fill(held, self.prefill, replace(held.handoff, **changes))
         self.outcome.seen = fill.error or "answered"
         return fill
@@ -174,23 +176,23 @@ class Stage:
     def ticket(self, held: HeldRequest, **changes: Any) -> Handoff:
         return replace(held.handoff, **changes)
 
-    # Who is struck.
+    # Targets of faults.
 
     async def doomed(self, role: Role, *faults: Fault) -> LocalReplica:
         return await self.cluster.add(role, *faults)
 
-    def direct(self, prompt: list[int], *ways: tuple[LocalReplica, LocalReplica], **fetch: Any) -> None:
-        self.policy.ways[len(prompt)] = [Option(prefill=p.id, decode=d.id, **fetch) for p, d in ways]
+    def direct(self, prompt: list[int], *routes: tuple[LocalReplica, LocalReplica], **fetch: Any) -> None:
+        self.policy.routes[len(prompt)] = [Option(prefill=p.id, decode=d.id, **fetch) for p, d in routes]
 
     async def removed(self, replica: LocalReplica) -> None:
-        """A replica that has played its part."""
+        """Stop a replica that is no longer needed."""
         for rank in replica.ranks:
             await asyncio.to_thread(rank.stop)
         pool = next(pool for pool in self.cluster.pools.values() if replica in pool)
         pool.remove(replica)
 
     async def settle(self, *, within_s: float = _BLOCKS_BACK_S) -> None:
-        """Wait for the blocks of everybody who lives."""
+        """Wait until all live replicas have freed their blocks."""
         begin, replicas = time.monotonic(), [replica for pool in self.cluster.pools.values() for replica in pool]
         self.outcome.num_dead = sum(not replica.is_alive and replica not in self.killed for replica in replicas)
         while (num_lost := sum(map(_held, self._alive()))) and time.monotonic() < begin + within_s:
@@ -198,7 +200,10 @@ class Stage:
         self.outcome.num_lost, self.outcome.back_s = num_lost, round(time.monotonic() - begin, 2)
 
     async def _note(self, prompt: list[int]) -> bool:
-        """The right answer; False if another prompt has the same. Not on the event loop, whose peers want signs."""
+        """Compute the correct answer. Returns False if another prompt has the same one.
+
+        Runs in a thread, because peers need heartbeats from the event loop.
+        """
         [tokens] = await asyncio.to_thread(generate, self._runner, [prompt], self.greedy)
         answer = [token.token_id for token in tokens]
         is_new = answer not in self._answers.values()
@@ -213,14 +218,14 @@ class Stage:
 
 
 def _held(replica: LocalReplica) -> int:
-    """Blocks that an idle replica should not have."""
+    """Return the blocks that an idle replica still holds."""
     blocks = replica.blocks
     return blocks["total"] - blocks["free"] - blocks["cached"]
 
 
 @asynccontextmanager
 async def stage(model_dir: Path, redis_url: str, *, lease_s: float) -> AsyncIterator[Stage]:
-    """lease_s: what a ticket lasts. The decode replica has so few blocks that each is soon another request's."""
+    """Deploy the stage. lease_s: lease of a ticket. The decode replica has so few blocks that each is reused soon."""
     policy, config = DirectedPolicy(), model_config.load(model_dir)
     block_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4 * 16
     pool = {"kv_memory_gib": (_BLOCKS + 0.5) * block_bytes / 2**30, "resources": {"cpus": 1}}
@@ -239,9 +244,9 @@ async def stage(model_dir: Path, redis_url: str, *, lease_s: float) -> AsyncIter
             yield Stage(cluster, policy, runner, hand)
 
 
-def stops(replica: LocalReplica) -> None:
+def pause(replica: LocalReplica) -> None:
     replica.send(signal.SIGSTOP)
 
 
-def goes_on(replica: LocalReplica) -> None:
+def resume(replica: LocalReplica) -> None:
     replica.send(signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""A prefill replica of the deployment that has no part in what it meddles with."""
+"""Prefill replica of the deployment that interferes with transfers of others."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _ENDED = "the link is closed"
 
 
 class Stranger:
-    """Has the certificate and the links' secret of the deployment, as each of its replicas has."""
+    """Holder of valid credentials and link secrets of the deployment, like any replica."""
 
     def __init__(self, cluster: LocalCluster, layout: KVLayout) -> None:
         self._cluster = cluster
@@ -41,7 +41,7 @@ class Stranger:
         self._epoch = 0
 
     async def ship(self, handoff: Handoff, *, has_payload: bool = True) -> str:
-        """Fill a ticket with numbers that no model has made; or only say that it is filled. What comes of it."""
+        """Fill a ticket with arbitrary numbers, or only report it as filled. Returns the result."""
         shipments: asyncio.Queue[Shipment] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         pool = KVPool(self._layout, num_blocks=_BLOCKS, device=torch.device("cpu"))
@@ -78,7 +78,7 @@ class Stranger:
         return str(error) if error else "landed"
 
     async def announce(self, replica: LocalReplica, frame: pb.SenderFrame) -> str:
-        """Say this, as a sender does, without any payload; what is answered after the welcome."""
+        """Send this frame as a sender without any payload. Returns the reply after the welcome."""
         seen = self._cluster.seen(replica)
         self._epoch += 1
         hello = pb.Hello(
@@ -90,30 +90,30 @@ class Stranger:
             wire_dtype="raw",
             sender_ranks=1,
         )
-        answered, said, is_known = asyncio.Event(), _ENDED, False
+        answered, reply, is_known = asyncio.Event(), _ENDED, False
 
-        async def say() -> AsyncIterator[pb.SenderFrame]:
+        async def frames() -> AsyncIterator[pb.SenderFrame]:
             yield pb.SenderFrame(hello=hello)
             yield frame
             await answered.wait()
 
         peer = self._identity.rank(seen.id, 0)
         async with open_channel(seen.member.address, peer=peer, identity=self._identity) as channel:
-            call = transfer_pb2_grpc.RankStub(channel).Connect(say(), timeout=_CALL_S)
+            call = transfer_pb2_grpc.RankStub(channel).Connect(frames(), timeout=_CALL_S)
             try:
                 async for answer in call:
                     kind = answer.WhichOneof("frame")
                     is_known |= kind == "welcome"
-                    said = {"refused": answer.rejected.reason, "landed": "landed"}.get(kind, said)
+                    reply = {"refused": answer.rejected.reason, "landed": "landed"}.get(kind, reply)
             except aio.AioRpcError as error:
-                said = error.details() or error.code().name
+                reply = error.details() or error.code().name
             finally:
                 answered.set()
-        assert is_known, f"it was not even greeted: {said}"
-        return said
+        assert is_known, f"no welcome received: {reply}"
+        return reply
 
     async def fetch(self, replica: LocalReplica, prompt: list[int], *, salt: str) -> int:
-        """Ask for a prefix by the hashes of these tokens under this salt; the positions that are granted."""
+        """Request a prefix by the hashes of these tokens under this salt. Returns the number of granted positions."""
         seen, end = self._cluster.seen(replica), len(prompt) // 16 * 16
         handoff = Handoff(
             id=f"prefill-900/{salt}",

@@ -1,7 +1,7 @@
-"""The list, played against our own protocol: what a bad reference is here, in the hands of whoever could have one.
+"""The fault cases, applied to our protocol.
 
-A reference to KV is a ticket here, and goes the other way: whoever wants KV gives it to whoever has it, and it names
-positions, never blocks. It is a router's; no client can name one. A prefix that is pulled is named by its hashes.
+A reference to KV is a ticket here, and it travels in the other direction: the receiver of KV issues it to the sender.
+It names positions, never blocks, and only routers handle it, not clients. A fetched prefix is named by its hashes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 
 from benchmarks.kv_faults.link import mark_of
-from benchmarks.kv_faults.stage import PROMPT, Stage, goes_on
+from benchmarks.kv_faults.stage import PROMPT, Stage, resume
 from core.rpc import transfer_pb2 as pb
 from core.types.failpoint import FailpointStage
 from core.types.request import Role
@@ -21,7 +21,7 @@ from tests.support.local_cluster import LocalReplica
 from tests.support.rank_in_process import Fault
 from tests.support.waiting import becomes
 
-_FAR = 1 << 20  # positions that no pool here has
+_FAR = 1 << 20  # positions beyond every pool here
 _SALT = "5a" * 16
 
 Strike = Callable[[Stage], Awaitable[None]]
@@ -41,21 +41,21 @@ async def _unknown(stage: Stage) -> None:
 
 
 async def _out_of_range(stage: Stage) -> None:
-    """The ticket of a router, then the announcement of another replica's rank; neither may lead out of the pool."""
+    """A ticket from a router, then frames from another replica's rank; neither may reach beyond the pool."""
     newcomer, held = await stage.newcomer(), await stage.hold()
     await stage.strike(held, first_token=_FAR, num_tokens=_FAR + PROMPT, max_tokens=_FAR + PROMPT)
     first = stage.outcome.seen
     for far in ({"first_token": _FAR}, {"first_layer": _FAR}, {"num_tokens": _FAR}):
         segment = pb.Segment(handoff=held.handoff.id, epoch=1, **far)
-        said = await stage.pending_peer.announce(stage.decode, pb.SenderFrame(segment=segment))
-        stage.outcome.num_foreign += said == "landed"
+        reply = await stage.pending_peer.announce(stage.decode, pb.SenderFrame(segment=segment))
+        stage.outcome.num_foreign += reply == "landed"
     stage.outcome.seen = first
     await stage.end(held)
     await stage.again(newcomer)
 
 
 async def _consumed(stage: Stage) -> None:
-    """Once while its request decodes, and once when its blocks are another request's."""
+    """Reuse a ticket while its request decodes, and again when its blocks belong to another request."""
     held = await stage.hold()
     others = await stage.fill_up()
     await stage.hand.fill(held, stage.prefill, held.handoff)
@@ -71,7 +71,8 @@ async def _stale(stage: Stage) -> None:
     held = await stage.hold()
     others = await stage.fill_up()
     held.give_up()
-    newcomer = await stage.newcomer()  # waits for these blocks: there are no others
+    # Waits for these blocks, because all others are taken.
+    newcomer = await stage.newcomer()
     await stage.strike(held)
     await stage.give_up(*others)
     await stage.again(newcomer)
@@ -80,20 +81,22 @@ async def _stale(stage: Stage) -> None:
 async def _expired(stage: Stage) -> None:
     held = await stage.hold()
     assert held.lease
-    await asyncio.wait({held.lease})  # the replica itself ends it
+    # The replica itself ends it.
+    await asyncio.wait({held.lease})
     await stage.strike(held)
 
 
 async def _expired_reused(stage: Stage) -> None:
-    """The sender has begun in time, and stands still until the lease is over and the blocks are others'."""
+    """The sender starts in time and is stopped until the lease has ended and the blocks are reused."""
     late = await stage.doomed(Role.PREFILL, Fault(FailpointStage.SENDING, number=signal.SIGSTOP))
     held = await stage.hold()
     filling = asyncio.create_task(stage.hand.fill(held, late, held.handoff))
     await becomes(lambda: late.has_been_hit)
     others = await stage.fill_up()
-    newcomer = await stage.newcomer()  # waits for its blocks: there are no others before the lease is over
+    # Waits until the lease ends, because all other blocks are taken.
+    newcomer = await stage.newcomer()
     assert held.error
-    goes_on(late)
+    resume(late)
     stage.outcome.seen = (await filling).error or "answered"
     await stage.give_up(*others)
     await stage.again(newcomer)
@@ -110,7 +113,7 @@ async def _short(stage: Stage) -> None:
 
 
 async def _other_prompt(stage: Stage) -> None:
-    """A router that takes one request's ticket for another's: where the KV is there, nothing takes its place."""
+    """A router uses one request's ticket for another one: received KV is never replaced."""
     held, other = await stage.hold(), await stage.prompt()
     await stage.hand.fill(held, stage.prefill, held.handoff)
     fill = await stage.hand.fill(held, stage.prefill, replace(held.handoff, epoch=2), prompt=other)
@@ -148,22 +151,22 @@ async def _unwritten(stage: Stage) -> None:
 
 
 async def _forged_sender(stage: Stage) -> None:
-    """The one that was asked has sent its payload and stands still before it says so."""
-    asked = await stage.doomed(Role.PREFILL, Fault(FailpointStage.COMMITTING, number=signal.SIGSTOP))
+    """The requested sender has sent its payload and is stopped before it reports that."""
+    requested = await stage.doomed(Role.PREFILL, Fault(FailpointStage.COMMITTING, number=signal.SIGSTOP))
     held = await stage.hold()
-    filling = asyncio.create_task(stage.hand.fill(held, asked, held.handoff))
-    await becomes(lambda: asked.has_been_hit)
+    filling = asyncio.create_task(stage.hand.fill(held, requested, held.handoff))
+    await becomes(lambda: requested.has_been_hit)
     stage.outcome.seen = await stage.pending_peer.ship(held.handoff)
     stage.outcome.num_foreign += stage.outcome.seen == "landed"
-    goes_on(asked)
+    resume(requested)
     await filling
     await stage.end(held)
     await stage.settle()
-    await stage.removed(asked)
+    await stage.removed(requested)
 
 
 async def _damaged(stage: Stage) -> None:
-    """By the router itself: it asks another prefill replica, and the client hears nothing of it."""
+    """The router recovers: it asks another prefill replica, unnoticed by the client."""
     bad = await stage.doomed(Role.PREFILL)
     mark = mark_of(bad.ranks[0].pid)
     mark.touch()
@@ -182,28 +185,29 @@ async def _damaged(stage: Stage) -> None:
 
 
 async def _foreign_prefix(stage: Stage) -> None:
-    """A replica asks for what another tenant has there, without the tenant's salt; then with it, as one may."""
+    """A replica requests another tenant's prefix, first without the tenant's salt, then with it, which is permitted."""
     prompt = await stage.prompt()
     await stage.ask(prompt, salt=_SALT)
     granted = await stage.pending_peer.fetch(stage.prefill, prompt, salt="")
     stage.outcome.num_foreign += granted > 0
-    assert await stage.pending_peer.fetch(stage.prefill, prompt, salt=_SALT) > 0, "it was never there"
-    stage.outcome.seen = f"{granted} positions are granted"
+    assert await stage.pending_peer.fetch(stage.prefill, prompt, salt=_SALT) > 0, "the prefix was not cached"
+    stage.outcome.seen = f"{granted} positions granted"
 
 
 async def _evicted(stage: Stage) -> None:
-    """The index still says that a replica has the prefix."""
+    """The index still lists a replica for the prefix."""
     prefix_source = await stage.doomed(Role.PREFILL)
     prompt = await stage.prompt(PROMPT + 11)
     stage.direct(prompt, (prefix_source, stage.decode))
     await stage.ask(prompt)
     others = [await stage.prompt(PROMPT + 12 + number) for number in range(9)]
-    for other in others:  # more than it has blocks for
+    # More than it has blocks for.
+    for other in others:
         stage.direct(other, (prefix_source, stage.decode))
         await stage.ask(other)
     stage.direct(prompt, (stage.prefill, stage.decode), fetch_from=prefix_source.id, fetch_tokens=64)
     await stage.ask(prompt)
-    stage.outcome.seen = "less is granted, the rest is computed"
+    stage.outcome.seen = "fewer positions granted, the rest computed"
     await stage.settle()
     await stage.removed(prefix_source)
 
@@ -222,7 +226,7 @@ async def _struck_sender(stage: Stage, number: signal.Signals) -> None:
     prompt = await stage.prompt(PROMPT + 22)
     stage.direct(prompt, (doomed, stage.decode), (stage.prefill, stage.decode))
     await stage.ask(prompt)
-    await _after_the_stroke(stage, doomed, number)
+    await _finish_case(stage, doomed, number)
 
 
 async def _struck_receiver(stage: Stage, number: signal.Signals) -> None:
@@ -230,14 +234,14 @@ async def _struck_receiver(stage: Stage, number: signal.Signals) -> None:
     prompt = await stage.prompt(PROMPT + 23)
     stage.direct(prompt, (stage.prefill, doomed), (stage.prefill, stage.decode))
     await stage.ask(prompt)
-    await _after_the_stroke(stage, doomed, number)
+    await _finish_case(stage, doomed, number)
 
 
-async def _after_the_stroke(stage: Stage, doomed: LocalReplica, number: signal.Signals) -> None:
-    assert doomed.has_been_hit, "the fault never happened"
+async def _finish_case(stage: Stage, doomed: LocalReplica, number: signal.Signals) -> None:
+    assert doomed.has_been_hit, "the fault was not injected"
     newcomer = await stage.newcomer()
     if number is signal.SIGSTOP:
-        goes_on(doomed)
+        resume(doomed)
     else:
         stage.killed.append(doomed)
     stage.outcome.seen = "a pause"
@@ -247,7 +251,7 @@ async def _after_the_stroke(stage: Stage, doomed: LocalReplica, number: signal.S
 
 
 async def _restarted(stage: Stage) -> None:
-    """A decode replica dies with a ticket out; its ticket then comes to another life at another's name and place."""
+    """A decode replica dies with a ticket issued; its ticket then reaches another replica's name and address."""
     doomed = await stage.doomed(Role.DECODE)
     held = await stage.hold(decode=doomed)
     doomed.send(signal.SIGKILL)
@@ -257,9 +261,9 @@ async def _restarted(stage: Stage) -> None:
     newcomer = await stage.newcomer()
     there = stage.cluster.seen(stage.decode).member.address
     await stage.strike(held)
-    was_told = stage.outcome.seen
+    first_reply = stage.outcome.seen
     await stage.strike(held, replica=stage.decode.id, ranks=(there,), epoch=2)
-    stage.outcome.seen = f"{was_told}; {stage.outcome.seen}"
+    stage.outcome.seen = f"{first_reply}; {stage.outcome.seen}"
     await stage.again(newcomer)
     await stage.settle()
     await stage.removed(doomed)

@@ -1,5 +1,7 @@
-"""Clients that cost little, for thousands of streams at a time: they note when something comes, and hardly look into
-it. What they ask for is `num_tokens` tokens, greedily."""
+"""Cheap clients for thousands of concurrent streams: they record arrival times and barely parse.
+
+Each requests `num_tokens` tokens, greedily.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _INITIAL_WINDOW_SIZE, _WIDE = 4, (1 << 31) - 1
 
 
 class TimedStream:
-    """When the pieces of one answer came."""
+    """Arrival times of the parts of one answer."""
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
@@ -29,7 +31,7 @@ class TimedStream:
         self.ended: asyncio.Future[None] = loop.create_future()
         self._last = 0.0
 
-    def come(self) -> None:
+    def record_event(self) -> None:
         now = time.perf_counter()
         if self._last:
             self.gaps_s.append(now - self._last)
@@ -38,14 +40,14 @@ class TimedStream:
         self._last = now
 
     def end(self, error: str = "") -> None:
-        error = error or ("" if self._last else "it ended before anything came")
+        error = error or ("" if self._last else "the stream ended before its first event")
         for future in (self.begun, self.ended):
             if not future.done():
                 future.set_exception(ConnectionError(error)) if error else future.set_result(None)
 
 
 async def open_http(port: int, prompts: Sequence[Sequence[int]], *, num_tokens: int) -> list[TimedStream]:
-    """Each on a connection of its own."""
+    """Open one connection per prompt."""
     loop, streams = asyncio.get_running_loop(), []
     for prompt in prompts:
         stream = TimedStream()
@@ -68,8 +70,8 @@ async def open_grpc(
 class _Http(asyncio.Protocol):
     def __init__(self, stream: TimedStream, prompt: Sequence[int], num_tokens: int) -> None:
         self._stream = stream
-        asked = {"prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
-        self._body = json.dumps(asked | {"stream": True}).encode()
+        fields = {"prompt": list(prompt), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
+        self._body = json.dumps(fields | {"stream": True}).encode()
         self._tail = b""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -79,15 +81,15 @@ class _Http(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if b'"text":' in data:
-            self._stream.come()
+            self._stream.record_event()
         self._tail = (self._tail + data)[-64:]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stream.end("" if b"[DONE]" in self._tail else f"an answer ended by {self._tail!r}")
+        self._stream.end("" if b"[DONE]" in self._tail else f"an answer ended with {self._tail!r}")
 
 
 class _Http2(asyncio.Protocol):
-    """A client over HTTP/2: as much of RFC 9113 as a server of calls needs to see."""
+    """HTTP/2 client with the subset of RFC 9113 that a gRPC server needs."""
 
     def __init__(self, calls: Sequence[tuple[TimedStream, Sequence[int]]], num_tokens: int) -> None:
         self._streams = {2 * i + 1: stream for i, (stream, _) in enumerate(calls)}
@@ -98,10 +100,10 @@ class _Http2(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         wide = struct.pack(">HI", _INITIAL_WINDOW_SIZE, _WIDE)
-        said = [_PREFACE, _frame(_SETTINGS, 0, 0, wide), _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30))]
+        frames = [_PREFACE, _frame(_SETTINGS, 0, 0, wide), _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", 1 << 30))]
         for number, message in zip(self._streams, self._messages, strict=True):
-            said += [_frame(_HEADERS, _END_HEADERS, number, _CALL), _frame(_DATA, _END_STREAM, number, message)]
-        transport.write(b"".join(said))
+            frames += [_frame(_HEADERS, _END_HEADERS, number, _CALL), _frame(_DATA, _END_STREAM, number, message)]
+        transport.write(b"".join(frames))
 
     def data_received(self, data: bytes) -> None:
         buffer, at = self._buffer, 0
@@ -117,11 +119,11 @@ class _Http2(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         for stream in self._streams.values():
-            stream.end("the connection is lost")
+            stream.end("connection lost")
 
     def _take(self, kind: int, flags: int, number: int, ping: bytes) -> None:
         if kind == _DATA:
-            self._streams[number].come()
+            self._streams[number].record_event()
         elif kind == _HEADERS and flags & _END_STREAM:
             self._streams.pop(number).end()
         elif kind == _RESET and number in self._streams:
@@ -145,7 +147,7 @@ def _frame(kind: int, flags: int, number: int, payload: bytes) -> bytes:
 
 
 def _literal(name: str, value: str) -> bytes:
-    """A header in HPACK's plainest form."""
+    """Encode a header as a literal in HPACK, without Huffman coding."""
     return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
 
 

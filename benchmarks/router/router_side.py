@@ -1,4 +1,4 @@
-"""The router of `python -m benchmarks router`, in a process of its own: all of one but what finds replicas."""
+"""Router process of `python -m benchmarks router`: a complete router without membership discovery."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _READY_S = 30.0
 
 
 class MeasuredRouter:
-    """Every public method is an order."""
+    """Router under test. Its public methods are commands from the parent process."""
 
     def __init__(self, model_dir: Path) -> None:
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -52,29 +52,29 @@ class MeasuredRouter:
         self._profile = cProfile.Profile()
 
     def serve(self, workers: list[tuple[str, str]], collector: str = "", ratio: float = 0.0) -> dict[str, int]:
-        """Open both doors, and return their ports.
+        """Open both endpoints. Returns their ports.
 
-        workers: the address of each decode replica, and that of its frames. collector: gets the spans of that ratio of
-        requests.
+        workers: address and frames address of each decode replica. collector: OTLP endpoint that receives the spans of
+        `ratio` of the requests.
         """
         spec = TracingSpec(otlp_endpoint=collector or None, ratio=ratio)
         self._tracing = Tracing.of(spec, deployment="bench", router=ROUTER)
         return self._host.call(self._serve(workers), timeout_s=60.0)
 
     def flush(self) -> None:
-        """Send the spans that wait for that."""
+        """Send the pending spans."""
         if self._tracing:
             self._tracing.flush()
 
     def processor_s(self) -> float:
-        """Of all its threads."""
+        """Return the CPU seconds of all threads."""
         return time.process_time()
 
     def memory_bytes(self) -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     def profile(self, path: str) -> None:
-        """Begin, with nothing; end, and write what cProfile saw of the event loop there."""
+        """Start profiling the event loop if `path` is empty; otherwise stop and write the statistics there."""
         self._host.call(self._set_profile(path), timeout_s=10.0)
 
     async def _set_profile(self, path: str) -> None:
@@ -117,7 +117,8 @@ class MeasuredRouter:
         while len(self._replicas.usable(Role.DECODE)) < len(workers):
             await self._replicas.changed(timeout_s=_READY_S)
         spare_the_old()
-        self._endpoints = grpc, http  # a server of gRPC ends when nobody holds it
+        # gRPC servers stop when they are garbage-collected.
+        self._endpoints = grpc, http
         return {"grpc": grpc.port, "http": http.address[1]}
 
 

@@ -1,9 +1,9 @@
-"""What a routing decision costs: `python -m benchmarks.router.routing`. See docs/benchmarks/planner.md.
+"""Cost of a routing decision: `python -m benchmarks.router.routing`. See docs/benchmarks/simulator.md.
 
-All times are CPU time of one core, so that what else runs on the machine does not count. No Redis is asked.
+All times are CPU time of one core, so other load does not count. Redis is not involved.
 
-A fleet's index is filled with chains of blocks of random depth on random replicas. Then prompts of 100,000 tokens, each
-of which begins like a chain and goes on by itself, are hashed, matched and given to the policy.
+Fills an index with chains of blocks of random depth on random replicas. Then prompts of 100,000 tokens, each starting
+with part of a chain, are hashed, matched and given to the policy.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def _fill(options: argparse.Namespace) -> tuple[PrefixIndex, list[list[int]], float]:
-    """An index of `options.blocks` blocks, and prompts that share beginnings with it."""
+    """Return an index of `options.blocks` blocks, and prompts that share prefixes with it."""
     replicas = [_name(i) for i in range(options.replicas)]
     per_prompt = options.tokens // options.block_size
     prompts = [[random.randrange(1 << 17) for _ in range(options.tokens)] for _ in range(8)]

@@ -1,7 +1,7 @@
-"""What one router carries: what a request, and a streamed token, cost it, and how many streams it keeps at their pace.
+"""Capacity of one router: CPU cost per request and per streamed token, and the number of streams that keep their pace.
 
-Three processes: the load; a router, with all that is on a token's way in it; and decode replicas that speak the real
-protocol and compute nothing. Seconds of processor are the router's, of all its threads.
+Three processes: the load, a complete router, and decode replicas that speak the real protocol without computing. CPU
+seconds are the router's, over all threads.
 """
 
 from __future__ import annotations
@@ -29,27 +29,33 @@ _ANSWER_S = 120.0
 _ENDLESS = 100_000  # tokens
 _OPENED_AT_ONCE = 500  # streams
 _PROMPT = range(65, 75)
-_NUM_IDS = 26  # letters, one of which ends each prompt
+# Number of letters; each prompt ends with one of them.
+_NUM_IDS = 26
 
 
 @dataclass(frozen=True, kw_only=True)
 class RouterLoad:
-    """What is measured."""
+    """Parameters of the measurement."""
 
     requests: int = 64
-    tokens: int = 64  # of an answer
+    tokens: int = 64  # per answer
     at_once: int = 16
-    step_s: float = 0.02  # of the replicas, while that is measured
-    rounds: int = 3  # the best counts: what it costs where nothing disturbs it
+    # Step time of the replicas during the cost measurement.
+    step_s: float = 0.02
+    # The best counts: the cost of an undisturbed run.
+    rounds: int = 3
     streams: Sequence[int] = (1000, 5000)
-    rate: float = 10_000.0  # tokens a second of all streams
-    seconds: float = 10.0  # that they are looked at
-    prompt: int = 100_000  # tokens; 0: none so long
-    trace_ratio: float | None = None  # of requests that are traced, to see what that costs; None: that is not measured
+    # Total tokens per second of all streams.
+    rate: float = 10_000.0
+    # Duration of the stream measurement.
+    seconds: float = 10.0
+    prompt: int = 100_000  # tokens; 0: no long prompt
+    # Share of traced requests, to measure the cost of tracing; None: not measured.
+    trace_ratio: float | None = None
 
 
 def bench_router(model_dir: Path, load: RouterLoad, *, profile: Path | None = None) -> dict[str, Any]:
-    """Plain JSON values. profile: where cProfile's statistics of one round over HTTP go."""
+    """Run the benchmark. Returns plain JSON values. profile: file for cProfile statistics of one round over HTTP."""
     return asyncio.run(_measure(model_dir, load, profile))
 
 
@@ -101,8 +107,9 @@ async def _started(model_dir: Path, *, num_replicas: int, trace_ratio: float | N
 
 
 async def _costs(sides: _Sides, target: Endpoint, load: RouterLoad) -> dict[str, Any]:
-    """What a request costs is measured with answers of one token, a token with what longer ones take beyond that."""
-    await _ask_all(target, load, num_tokens=4)  # to get warm
+    """Measure the cost of a request with one-token answers, and of a token with what longer answers add."""
+    # Warm up.
+    await _ask_all(target, load, num_tokens=4)
     rows = []
     for _ in range(load.rounds):
         used = []
@@ -120,8 +127,10 @@ async def _costs(sides: _Sides, target: Endpoint, load: RouterLoad) -> dict[str,
 
 
 async def _tracing(model_dir: Path, load: RouterLoad, name: str, ratio: float) -> dict[str, Any]:
-    """The same load on two routers in turns, of which one traces; seconds of processor of whole requests, with what is
-    sent. Of each pair of rounds the quotient; of these the median."""
+    """Run the same load on two routers in turns, one of which traces. Returns CPU times per request.
+
+    Includes the export of spans. `costs` is the median over pairs of rounds of their ratio minus 1.
+    """
     async with (
         _started(model_dir, num_replicas=1) as without,
         _started(model_dir, num_replicas=1, trace_ratio=ratio) as traced,
@@ -131,7 +140,8 @@ async def _tracing(model_dir: Path, load: RouterLoad, name: str, ratio: float) -
         sides = [(without, plain_endpoint), (traced, traced_endpoint)]
         for side, target in sides:
             side.worker.ask("set_step", seconds=load.step_s)
-            await _ask_all(target, load, num_tokens=4)  # to get warm
+            # Warm up.
+            await _ask_all(target, load, num_tokens=4)
         rows = []
         for number in range(load.rounds):
             used = {}
@@ -153,7 +163,7 @@ async def _tracing(model_dir: Path, load: RouterLoad, name: str, ratio: float) -
 
 
 async def _long_prompt(sides: _Sides, target: Endpoint, num_tokens: int) -> dict[str, Any]:
-    """Three different ones, one after the other; the median."""
+    """Measure three different prompts in sequence. Returns the median."""
     used = []
     for seed in range(3):
         ids = random.Random(seed).choices(range(65, 65 + _NUM_IDS), k=num_tokens)
@@ -165,29 +175,32 @@ async def _long_prompt(sides: _Sides, target: Endpoint, num_tokens: int) -> dict
 
 
 async def _many(sides: _Sides, target: str, number: int, load: RouterLoad) -> dict[str, Any]:
-    """Answers that all run at the same time, and none of which begins or ends meanwhile."""
+    """Measure concurrent streams, none of which starts or ends meanwhile."""
     step_s = number / load.rate
     sides.worker.ask("set_step", seconds=step_s)
     bytes_before = sides.router.ask("memory_bytes")
     prompts = [[*_PROMPT, 65 + i % _NUM_IDS] for i in range(number)]
     ask = {"http": open_http, "grpc": open_grpc}[target]
     streams: list[TimedStream] = []
-    for first in range(0, number, _OPENED_AT_ONCE):  # a door refuses what is too much at once
+    # An endpoint rejects too many at once.
+    for first in range(0, number, _OPENED_AT_ONCE):
         streams += await ask(sides.ports[target], prompts[first : first + _OPENED_AT_ONCE], num_tokens=_ENDLESS)
         await asyncio.gather(*(stream.begun for stream in streams[first:]))
-    spare_the_old()  # of this process, or its own looks for garbage would seem to be tokens' lateness
+    # Freeze this process's garbage collector, whose pauses would look like token delays.
+    spare_the_old()
     bytes_with = sides.router.ask("memory_bytes")
     await asyncio.sleep(step_s)
     for stream in streams:
         stream.gaps_s.clear()
-    began, used, told = time.perf_counter(), sides.router.ask("processor_s"), sides.worker.ask("told")
+    began, used, totals = time.perf_counter(), sides.router.ask("processor_s"), sides.worker.ask("totals")
     await asyncio.sleep(load.seconds)
     wall_s, used_s = time.perf_counter() - began, sides.router.ask("processor_s") - used
-    later = sides.worker.ask("told")
-    num_come = later["tokens"] - told["tokens"]
+    later = sides.worker.ask("totals")
+    num_come = later["tokens"] - totals["tokens"]
     gaps = [gap for stream in streams for gap in stream.gaps_s]
     sides.router.close()
-    await asyncio.gather(*(stream.ended for stream in streams), return_exceptions=True)  # they are cut off
+    # The streams are cut off.
+    await asyncio.gather(*(stream.ended for stream in streams), return_exceptions=True)
     beyond = sorted(1e3 * (gap - step_s) for gap in gaps)
     return {
         "step_ms": round(1e3 * step_s),

@@ -1,4 +1,4 @@
-"""Decode replicas of `python -m benchmarks router`, in a process of their own: the real protocol, no computation."""
+"""Decode replicas of `python -m benchmarks router`, in their own process: the real protocol, no computation."""
 
 from __future__ import annotations
 
@@ -22,22 +22,25 @@ from core.wire.rank_server import RankHost
 
 ROUTER = "router-0"
 NUM_BLOCKS = 1 << 20
-_FIRST, _NUM_IDS = 65, 26  # the ids that it says, one after the other
+# Token ids to send, cyclically.
+_FIRST, _NUM_IDS = 65, 26
 
 
 class PacedWorker(rpc.DecodeWorkerServicer):
-    """Every step brings one token to each choice that runs, as long as the loop keeps up."""
+    """Worker that sends one token per step to each running choice, as far as the event loop keeps up."""
 
     def __init__(self, replica: str, hub: FrameHub) -> None:
         self.step_s = 0.02
         self.num_tokens = 0
-        self.latest_s = 0.0  # by which a step has come too late
+        # Largest delay of a step.
+        self.latest_s = 0.0
         self._hub = hub
-        self._left: dict[int, tuple[int, int, asyncio.Event]] = {}  # stream: tokens to come, the last token, its end
+        # Stream: remaining tokens, last token, end event.
+        self._left: dict[int, tuple[int, int, asyncio.Event]] = {}
         self._stepping = asyncio.ensure_future(self._step_for_ever())
-        self._told = pb.Status(replica=replica, blocks_total=NUM_BLOCKS, blocks_free=NUM_BLOCKS)
-        self._told_at = 0.0
-        hub.publish({}, self._told)
+        self._sent = pb.Status(replica=replica, blocks_total=NUM_BLOCKS, blocks_free=NUM_BLOCKS)
+        self._sent_at = 0.0
+        hub.publish({}, self._sent)
 
     async def Generate(
         self, request: pb.GenerateRequest, context: aio.ServicerContext[Any, Any]
@@ -61,17 +64,17 @@ class PacedWorker(rpc.DecodeWorkerServicer):
                 self._hub.publish(tokens, self._status(loop.time()))
 
     def _status(self, now: float) -> pb.Status | None:
-        """Nothing where it has been told lately, as a replica does."""
+        """Return a status, or None if one was sent recently, like a replica."""
         running = len(self._left)
-        if running == self._told.running and now < self._told_at + STATUS_S:
+        if running == self._sent.running and now < self._sent_at + STATUS_S:
             return None
-        told, self._told_at = pb.Status(), now
-        told.CopyFrom(self._told)
-        told.running, told.decode_step_s = running, self.step_s
-        told.totals.generated_tokens = self.num_tokens
-        told.timing.base_s, told.timing.token_s = self.step_s, self.step_s / 1000
-        self._told = told
-        return told
+        totals, self._sent_at = pb.Status(), now
+        totals.CopyFrom(self._sent)
+        totals.running, totals.decode_step_s = running, self.step_s
+        totals.totals.generated_tokens = self.num_tokens
+        totals.timing.base_s, totals.timing.token_s = self.step_s, self.step_s / 1000
+        self._sent = totals
+        return totals
 
     def _next(self, stream: int) -> StreamToken:
         left, last, ended = self._left[stream]
@@ -87,16 +90,17 @@ class PacedWorker(rpc.DecodeWorkerServicer):
 
 
 class Workers:
-    """Every public method is an order."""
+    """Workers under test. Public methods are commands from the parent process."""
 
     def __init__(self) -> None:
         self._host = RankHost("127.0.0.1", Identity(ProcessName.of_rank("bench", "decode-0", 0), None))
         self._workers: list[PacedWorker] = []
         self._hubs: list[FrameHub] = []
-        self._servers: list[aio.Server] = []  # one that nobody holds ends
+        # Servers stop when they are garbage-collected.
+        self._servers: list[aio.Server] = []
 
     def serve(self, number: int) -> list[tuple[str, str]]:
-        """Serve so many replicas; returns the addresses of each, and of its frames."""
+        """Serve `number` replicas. Returns the address and the frames address of each."""
         return [(self._host.serve(self._register), self._host.serve_frames(self._hubs[-1])) for _ in range(number)]
 
     def set_step(self, seconds: float) -> None:
@@ -104,13 +108,13 @@ class Workers:
             worker.step_s = seconds
 
     def collect(self) -> str:
-        """Stand in for a collector of spans, which takes whatever comes; its endpoint."""
+        """Start a collector that accepts all spans. Returns its endpoint."""
         self._collector = ThreadingHTTPServer(("127.0.0.1", 0), _Collector)
         threading.Thread(target=self._collector.serve_forever, daemon=True).start()
         return f"http://127.0.0.1:{self._collector.server_port}"
 
-    def told(self) -> dict[str, float]:
-        """Tokens of all so far, and by how much a step has been late at most, since this was asked last."""
+    def totals(self) -> dict[str, float]:
+        """Return the number of tokens so far, and the largest delay of a step since the last call."""
         latest_s = max(worker.latest_s for worker in self._workers)
         for worker in self._workers:
             worker.latest_s = 0.0

@@ -1,11 +1,11 @@
-"""Roles apart beside roles together, predicted and measured:
+"""Disaggregated and colocated roles, measured and predicted:
 
     python -m benchmarks.simulator.colocation --profile FILE
 
-On the same cores: a prefill and a decode replica of one compute thread each, and one replica of two threads that does
-both. For each: deploys it, replays a load through gRPC against it, takes it down; and lets the simulator serve the same
-load on the profile (`cluster profile`). Prints a table, with the share of requests within each SLO. Run it while
-nothing else does; see docs/benchmarks/planner.md.
+On the same cores: a prefill and a decode replica with one compute thread each, and one replica with two threads for
+both. Each is deployed, loaded through gRPC and taken down, and the simulator serves the same load with the profile
+(`cluster profile`). Prints a table with the share of requests within each SLO. Run nothing else meanwhile; see
+docs/benchmarks/simulator.md.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from planner.simulator.run import simulate
 
 _SHAPES = {"1P1D": ("prefill", "decode"), "0P1D": ("decode",)}
 _METRICS = (("ttft_ms", "p50"), ("ttft_ms", "p99"), ("itl_ms", "p50"), ("itl_ms", "p99"))
-_WARM_REQUESTS = 4  # links, memory and rates before the measurement
+# Warm up links, memory and learned rates before the measurement.
+_WARM_REQUESTS = 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--profile", required=True, help="Of this machine, with steps of two threads.")
-    parser.add_argument("--rate", type=float, default=0.5, help="Requests a second.")
+    parser.add_argument("--profile", required=True, help="Profile of this machine, with steps of two threads.")
+    parser.add_argument("--rate", type=float, default=0.5, help="Requests per second.")
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--chunk", type=int, default=512, help="Tokens of a step in which a replica does both.")
-    parser.add_argument("--slo", nargs="+", default=["1000x40"], metavar="TTFTxITL", help="Milliseconds.")
+    parser.add_argument("--chunk", type=int, default=512, help="Tokens per step of the colocated replica.")
+    parser.add_argument("--slo", nargs="+", default=["1000x40"], metavar="TTFTxITL", help="SLOs in milliseconds.")
     options = parser.parse_args()
     trace = poisson(
         rate=options.rate,

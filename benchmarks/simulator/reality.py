@@ -1,9 +1,9 @@
-"""The simulator beside what it simulates: `python -m benchmarks.simulator.reality --trace FILE`.
+"""Compare the simulator with real deployments: `python -m benchmarks.simulator.reality --trace FILE`.
 
-For each topology: measures this machine (`cluster profile`), deploys the topology, replays a slice of the trace against
-it (`cluster bench`), asks what it has learnt of itself (`cluster profile --live`), takes it down, and simulates the
-same slice on both profiles. Prints a table, with the share of time that the hypervisor took from this machine. Run it
-while nothing else does; see docs/benchmarks/planner.md.
+For each topology: measure this machine (`cluster profile`), deploy, replay a slice of the trace (`cluster bench`), read
+the learned rates (`cluster profile --live`), take it down, and simulate the same slice with both profiles. Prints a
+table that includes the share of time that the hypervisor took from this machine. Run nothing else meanwhile; see
+docs/benchmarks/simulator.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 from cluster.cli.console import columns
 from core.process.ports import free_port
 
-_WARM_REQUESTS = 4  # links, memory and rates before the measurement
+# Warm up links, memory and learned rates before the measurement.
+_WARM_REQUESTS = 4
 _METRICS = (("ttft_ms", "mean"), ("ttft_ms", "p50"), ("ttft_ms", "p90"), ("itl_ms", "mean"), ("itl_ms", "p50"))
 
 
@@ -31,8 +32,10 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=30)
     parser.add_argument("--speedup", type=float, default=0.2)
     parser.add_argument("--scale-tokens", default="1/4")
-    parser.add_argument("--profile", type=Path, help="Of this machine; default: measure one before each topology.")
-    parser.add_argument("-o", "--output", help="Write what was measured there, as JSON.")
+    parser.add_argument(
+        "--profile", type=Path, help="Profile of this machine; default: measure one before each topology."
+    )
+    parser.add_argument("-o", "--output", help="Write the results to this file, as JSON.")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         os.environ["CLUSTER_STATE_DIR"] = directory
@@ -60,7 +63,7 @@ def main() -> None:
 
 
 def _stolen() -> tuple[float, float]:
-    """Processor time so far, of all kinds and what the hypervisor has given to others."""
+    """Return CPU time so far: total, and time stolen by the hypervisor."""
     times = [float(number) for number in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
     return sum(times), times[7]
 

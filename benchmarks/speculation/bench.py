@@ -1,12 +1,11 @@
-"""Tokens per second of an engine that drafts, beside those of one that does not, on prompts whose answers repeat them.
+"""Speculation benchmark: tokens per second of engines with and without drafts, on prompts whose answers repeat them.
 
-All methods answer the same prompts at a time, each in turn some tokens of every row, so that what else the machine does
-meets all of them; of how much quicker one is than none, the median of the rounds counts. Measured is as long as a batch
-is full: where an answer ends, the next one begins, as in a replica for which others wait. (Until its last row has ended
-it takes as long as the row of which least is guessed.) As there, what steps take and how often guesses are right has
-been learnt from what came before; but nothing is known of earlier answers: whoever asks for something like it again
-gets it sooner than this says. Prompts are computed before the clock starts. `--cpu-time`: what one thread itself takes,
-for a machine that is busy.
+All methods answer the same prompts alternately, some tokens of every row at a time, so that disturbances of the machine
+affect all of them; the speedup is the median over the rounds. Only full batches are timed: when an answer ends, the
+next one begins, as in a replica with a queue. (Otherwise the row with the fewest accepted drafts would dominate.) Step
+times and acceptance rates are learned from earlier rounds, but earlier answers are unknown, so repeated similar
+requests are faster than measured here. Prompts are computed before timing. `--cpu-time`: CPU time of one thread, for a
+busy machine.
 
     python -m benchmarks speculation --json
     python -m benchmarks speculation --method draft,auto --draft-model DIRECTORY
@@ -28,9 +27,9 @@ import torch
 from benchmarks.speculation.methods_in_turn import (
     BLOCK_SIZE,
     MOST_DRAFTED,
-    AskedPrompt,
     MethodParts,
     MethodReplica,
+    SeededPrompt,
     TimedAnswers,
     answer_in_turn,
     earlier_answers,
@@ -41,7 +40,7 @@ from engine.config import EngineConfig
 
 
 def prompt_texts() -> dict[str, str]:
-    """What is asked, by name."""
+    """Return the prompt texts by name."""
     found = (
         path for path in files("benchmarks.speculation").joinpath("prompts").iterdir() if path.name.endswith(".txt")
     )
@@ -67,20 +66,20 @@ def bench_speculation(
     answered: int = 0,
     tell: Callable[[Mapping[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """Measure; returns plain JSON values.
+    """Measure, and return plain JSON values.
 
-    prompts: of each kind as many as the largest batch, as token ids. answers: to each of a batch, with one seed after
-    another; None: any number of prompts, of which all are answered once, whatever the batch. methods: with `off`; of
-    one that ends with LINEAR drafts do not branch. drafts: what those draft by that need it. every_step: whatever is
-    guessed is drafted, worth it or not. draft_tokens: of a draft, at most. answered: so often each prompt has been
-    answered before, with other seeds, by some replica of the fleet. tell: is told what will be returned, as it comes:
-    first without rows, then with those of each kind and batch.
+    prompts: token ids, per kind as many as the largest batch. answers: number of answers per prompt, with successive
+    seeds; None: any number of prompts, all answered once regardless of the batch. methods: including `off`; a method
+    that ends with LINEAR drafts without branches. drafts: source for methods that need one. every_step: draft even if
+    it does not pay. draft_tokens: maximum draft length. answered: how often each prompt has been answered before in the
+    fleet, with other seeds. tell: called with partial results, first without rows, then with the rows of each kind and
+    batch.
     """
     if threads is not None or cpu_time:
         torch.set_num_threads(1 if cpu_time else threads or 1)
     longest = max(len(prompt) for kind in prompts.values() for prompt in kind) + max_tokens
-    most = max(max(batches) * answers if answers else len(asked) for asked in prompts.values())
-    num_blocks = len(methods) * most * (-(-longest // BLOCK_SIZE) + 1)
+    max_answers = max(max(batches) * answers if answers else len(token_lists) for token_lists in prompts.values())
+    num_blocks = len(methods) * max_answers * (-(-longest // BLOCK_SIZE) + 1)
     config = EngineConfig(model_dir=model_dir, block_size=BLOCK_SIZE, num_blocks=num_blocks)
     parts = MethodParts(
         config,
@@ -97,11 +96,15 @@ def bench_speculation(
     rows: list[dict[str, Any]] = []
     if tell:
         tell(how | {"rows": rows})
-    for kind, asked in prompts.items():
+    for kind, token_lists in prompts.items():
         seeds = range(sampling.seed, sampling.seed + (answers or 1))
-        known = earlier_answers(asked, sampling, replicas["off"], range(seeds.stop, seeds.stop + answered), parts.clock)
+        known = earlier_answers(
+            token_lists, sampling, replicas["off"], range(seeds.stop, seeds.stop + answered), parts.clock
+        )
         for batch in batches:
-            questions = [AskedPrompt(ids, seed) for seed in seeds for ids in (asked[:batch] if answers else asked)]
+            questions = [
+                SeededPrompt(ids, seed) for seed in seeds for ids in (token_lists[:batch] if answers else token_lists)
+            ]
             rounds = []
             for number in range(tries):
                 first = number % len(methods)
@@ -131,16 +134,18 @@ def _rows(kind: str, batch: int, rounds: Seq[Mapping[str, TimedAnswers]]) -> lis
             "by_place": _by_place(last[method], in_branches=False),
             "branches_by_place": _by_place(last[method], in_branches=True),
         }
-        for method in rounds[0]  # in the order that was asked for
+        # In the requested order.
+        for method in rounds[0]
     ]
 
 
 def _beside(answers: TimedAnswers, plain: TimedAnswers) -> float:
-    return answers.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 1.0  # all over with the first token
+    # All answers ended with their first token.
+    return answers.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 1.0
 
 
 def _by_place(answers: TimedAnswers, *, in_branches: bool) -> list[tuple[int, int]]:
-    """Drafted, and accepted."""
+    """Return (drafted, accepted) by position."""
     drafted, accepted = answers.drafted, answers.accepted
     num_places = 1 + max((place for is_in_branch, place in drafted if is_in_branch == in_branches), default=-1)
     return [(drafted[in_branches, place], accepted[in_branches, place]) for place in range(num_places)]

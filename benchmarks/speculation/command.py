@@ -1,4 +1,4 @@
-"""`python -m benchmarks speculation`."""
+"""`python -m benchmarks speculation`: throughput of drafting methods."""
 
 from __future__ import annotations
 
@@ -18,49 +18,55 @@ if TYPE_CHECKING:
 _WITHOUT_MODEL = ("ngram", "suffix", "self", "mtp")
 _DEFAULT = "ngram,suffix,auto"
 _ANSWERS = 3
-_SHOWN = 4  # places
+# Number of draft positions shown.
+_SHOWN = 4
 
 
 def speculation(
     model: options.Model = options.DEFAULT_MODEL,
-    method: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="As in a spec; each beside off.")] = _DEFAULT,
-    draft_model: Annotated[str | None, typer.Option(help="As speculation.model in a spec.")] = None,
-    batch: Annotated[str, typer.Option(metavar="N[,N…]", help="Prompts answered at a time.")] = "1,4",
-    kind: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="Of the prompts; default: all.")] = "",
+    method: Annotated[
+        str, typer.Option(metavar="NAME[,NAME…]", help="Methods, as in a spec; each is compared with off.")
+    ] = _DEFAULT,
+    draft_model: Annotated[str | None, typer.Option(help="Draft model, as speculation.model in a spec.")] = None,
+    batch: Annotated[str, typer.Option(metavar="N[,N…]", help="Batch sizes.")] = "1,4",
+    kind: Annotated[str, typer.Option(metavar="NAME[,NAME…]", help="Kinds of prompts; default: all.")] = "",
     prompts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help='Instead: a JSON object on each line, with "prompt" or "messages".'),
-    ] = None,
-    most_prompts: Annotated[int, typer.Option(min=1, help="Of these, the first so many.")] = 16,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0: greedy.")] = 0.0,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Of an answer, at most.")] = 256,
-    tries: Annotated[int, typer.Option(min=1, help="Rounds, in which the methods take turns.")] = 5,
-    answers: Annotated[
-        int | None,
         typer.Option(
-            min=1, help="To each prompt in a round: where one ends, the next begins. Default: 3; to --prompts always 1."
+            metavar="FILE", help='Prompt file instead: one JSON object per line, with "prompt" or "messages".'
         ),
     ] = None,
-    linear: Annotated[bool, typer.Option("--linear", help="Each method also with drafts that do not branch.")] = False,
+    most_prompts: Annotated[int, typer.Option(min=1, help="Maximum number of prompts from the file.")] = 16,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Maximum length of an answer.")] = 256,
+    tries: Annotated[int, typer.Option(min=1, help="Number of rounds; the methods alternate.")] = 5,
+    answers: Annotated[
+        int | None,
+        typer.Option(min=1, help="Answers per prompt and round. Default: 3; always 1 with --prompts."),
+    ] = None,
+    linear: Annotated[
+        bool, typer.Option("--linear", help="Also measure each method without branching drafts.")
+    ] = False,
     every_step: Annotated[
-        bool, typer.Option("--every-step", help="Draft whatever is guessed: how often is it right?")
+        bool, typer.Option("--every-step", help="Draft at every step, to measure acceptance rates.")
     ] = False,
     answered: Annotated[
-        int, typer.Option(min=0, help="Times that each prompt was answered before, with other seeds.")
+        int, typer.Option(min=0, help="How often each prompt was answered before, with other seeds.")
     ] = 0,
-    draft_tokens: Annotated[int, typer.Option(min=1, help="Of a draft, at most.")] = 16,
-    threads: Annotated[int | None, typer.Option(min=1, help="Default: one per processor.")] = None,
-    cpu_time: Annotated[bool, typer.Option("--cpu-time", help="One thread's own time, on a busy machine.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    draft_tokens: Annotated[int, typer.Option(min=1, help="Maximum draft length.")] = 16,
+    threads: Annotated[int | None, typer.Option(min=1, help="Compute threads; default: one per processor.")] = None,
+    cpu_time: Annotated[
+        bool, typer.Option("--cpu-time", help="Measure CPU time of one thread, for a busy machine.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Tokens per second with each method of drafting beside none, on this machine's processors.
+    """Measure tokens per second with each drafting method, compared with no drafts, on this machine's CPUs.
 
-    Prompts that ask for an edit of a text, of JSON and of code, and one that does not; in bfloat16. It takes minutes;
-    what has been measured is printed as it comes.
+    Prompts that ask for an edit of a text, of JSON and of code, and one that does not; in bfloat16. Takes minutes and
+    prints results as they arrive.
 
-    tokens/s, and how many times those without drafts (x): the median of the rounds. Then of the last round, as long as
-    the batch was full: tokens in steps; and by place in a draft, the first four, how often the token there was right
-    if all before it were.
+    Shows tokens/s and the speedup (x), as medians of the rounds; and for full batches of the last round, the tokens and
+    steps, and by draft position (the first four) the acceptance rate, given that all tokens before were accepted.
     """
     from benchmarks.speculation.bench import bench_speculation, prompt_texts
     from benchmarks.speculation.methods_in_turn import LINEAR
@@ -70,30 +76,30 @@ def speculation(
     counts, texts = _words(batch), prompt_texts()
     kinds, methods = _words(kind) if kind else list(texts), _words(method)
     if prompts and kind:
-        raise SpecError("--prompts and --kind: one of them says what is asked")
+        raise SpecError("--prompts and --kind: use only one of them")
     if prompts and answers:
-        raise SpecError("--answers: each of --prompts is answered once; leave it out")
+        raise SpecError("--answers: not allowed with --prompts, which are answered once")
     if wrong := [count for count in counts if not count.isdecimal() or not int(count)]:
-        raise SpecError(f"--batch takes whole numbers above 0, such as 1,4 (got {wrong[0]!r})")
+        raise SpecError(f"--batch takes integers above 0, such as 1,4 (got {wrong[0]!r})")
     if wrong := [name for name in kinds if name not in texts]:
         raise SpecError(f"--kind takes some of {', '.join(texts)} (got {wrong[0]!r})")
     drafting = [name for name in get_args(SpeculationSpec.model_fields["method"].annotation) if name != "off"]
     if wrong := [name for name in methods if name not in drafting]:
         raise SpecError(f"--method takes some of {', '.join(drafting)} (got {wrong[0]!r})")
     if draft_model and set(methods) <= set(_WITHOUT_MODEL):
-        raise SpecError(f"--draft-model: {' and '.join(methods)} would not use it; leave it out, or name a --method")
+        raise SpecError(f"--draft-model: {' and '.join(methods)} do not use it; remove it, or choose another --method")
     batches, directory = sorted({int(count) for count in counts}), resolve(model)
     drafts = _drafts(methods, draft_model, model, directory)
-    asked, ends = encode_prompts(directory, {name: texts[name] for name in kinds}, count=max(batches))
+    encoded, ends = encode_prompts(directory, {name: texts[name] for name in kinds}, count=max(batches))
     if prompts:
-        asked = {"prompts": read_prompts(prompts, directory)[:most_prompts]}
-        if (count := len(asked["prompts"])) < max(batches):
+        encoded = {"prompts": read_prompts(prompts, directory)[:most_prompts]}
+        if (count := len(encoded["prompts"])) < max(batches):
             raise SpecError(
-                f"--batch {max(batches)} takes as many prompts, and --prompts has {count}; say --batch {count}"
+                f"--batch {max(batches)} needs as many prompts, but --prompts has {count}; use --batch {count}"
             )
     result = bench_speculation(
         directory,
-        asked,
+        encoded,
         batches=batches,
         methods=["off", *methods, *([one + LINEAR for one in methods] if linear else [])],
         drafts=drafts,
@@ -118,7 +124,7 @@ def _words(listed: str) -> list[str]:
 
 
 def _drafts(methods: list[str], source: str | None, model: str, model_dir: Path) -> DraftSource | None:
-    """What these draft by that need something. Raises SpecError, as a spec with them would."""
+    """Return the draft source that these methods need, if any. Raises SpecError like a spec with them."""
     from core.model.draft_source import check_same_tokens, draft_source
     from core.spec.loader import parse_spec
 
@@ -131,21 +137,21 @@ def _drafts(methods: list[str], source: str | None, model: str, model_dir: Path)
             found = one
             named.add(one.kind)
     if len(named) > 1:
-        raise SpecError(f"--method: {' and '.join(sorted(named))} are measured one by one: name one of them")
+        raise SpecError(f"--method: {' and '.join(sorted(named))} cannot be measured together; choose one of them")
     if found and not found.heads:
         check_same_tokens(found.directory, model_dir)
     return found
 
 
 def read_prompts(path: Path, model_dir: Path) -> list[list[int]]:
-    """Token ids of each line's prompt, or of its messages by the model's template. Raises SpecError."""
+    """Return token ids of each line's prompt, or of its messages with the model's chat template. Raises SpecError."""
     from frontend.chat.chat_template import ChatTemplate, find_chat_template
     from frontend.text.tokenizer import Tokenizer
 
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise SpecError(f"--prompts {path}: cannot be read as lines of JSON: {error}") from error
+        raise SpecError(f"--prompts {path}: not valid JSON lines: {error}") from error
     tokenizer = Tokenizer(model_dir)
     template = ChatTemplate(find_chat_template(model_dir), special_tokens=tokenizer.special_tokens)
     found = []
@@ -163,8 +169,10 @@ def read_prompts(path: Path, model_dir: Path) -> list[list[int]]:
 def encode_prompts(
     directory: Path, texts: dict[str, str], *, count: int
 ) -> tuple[dict[str, list[list[int]]], list[int]]:
-    """So many prompts of each text, which differ in their first line, in ChatML where the model has its marks; and the
-    tokens that end an answer."""
+    """Return `count` prompts per text, which differ in their first line, and the token ids that end an answer.
+
+    Uses ChatML if the model has its markers.
+    """
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
@@ -196,11 +204,13 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _shares(row: dict[str, Any]) -> str:
-    """How often tokens were right where all before them were; of branches, of those that were drafted."""
+    """Format acceptance rates by position, given that all tokens before were accepted; for branches the total."""
     places, branches = row["by_place"], row["branches_by_place"]
-    before = [drafted for drafted, _ in places[:1]] + [right for _, right in places]
+    before = [drafted for drafted, _ in places[:1]] + [accepted for _, accepted in places]
     reached = [min(drafted, count) for (drafted, _), count in zip(places, before, strict=False)]
-    shares = [f"{right / count:.0%}" for (_, right), count in zip(places[:_SHOWN], reached, strict=False) if count]
-    said = f"; by place {', '.join(shares)}" if shares else ""
-    drafted, right = (sum(counts) for counts in zip(*branches, strict=True)) if branches else (0, 0)
-    return said + (f"; {right} of {drafted} in branches" if drafted else "")
+    shares = [
+        f"{accepted / count:.0%}" for (_, accepted), count in zip(places[:_SHOWN], reached, strict=False) if count
+    ]
+    text = f"; by place {', '.join(shares)}" if shares else ""
+    drafted, accepted = (sum(counts) for counts in zip(*branches, strict=True)) if branches else (0, 0)
+    return text + (f"; {accepted} of {drafted} in branches" if drafted else "")

@@ -1,8 +1,8 @@
-"""Engines that draft by one method each, and answer the same prompts in turn: some tokens of every row at a time.
+"""Engines with one drafting method each that answer the same prompts alternately, some tokens of every row at a time.
 
-Where an answer ends, the next one begins; when none is left to begin, the clock stops, and the rest is answered without
-it. So a batch is as large as it is said to be as long as that is measured, and it is no matter which of its answers
-ends last. Prompts, with the first token of each answer, are computed before; their sequences wait with their KV.
+When an answer ends, the next one begins; when none is left, timing stops and the rest is answered untimed. So the batch
+is full while it is timed, and the order in which answers end does not matter. Prompts and first tokens are computed
+before; their sequences wait with their KV.
 """
 
 from __future__ import annotations
@@ -32,17 +32,19 @@ from engine.spec_decode.suffix import Corpus, Scope
 from engine.timing.pace import HostEvent, Pace
 
 BLOCK_SIZE = 16
-MOST_DRAFTED = 16  # tokens of a row
+MOST_DRAFTED = 16  # tokens per row
 LINEAR = "-linear"
-_MAX_RUNNING = 64  # as in a decode replica, if the operator says nothing
-_TURN = 16  # tokens of each row
+# Default of a decode replica.
+_MAX_RUNNING = 64
+_TURN = 16  # tokens per row
 
-Places = Counter[tuple[bool, int]]  # tokens: whether in a branch, and where in their draft
+# Token counts by (in a branch, position in the draft).
+Places = Counter[tuple[bool, int]]
 Known = Mapping[tuple[int, ...], Seq[Seq[int]]]  # earlier answers, by prompt
 
 
-class AskedPrompt(NamedTuple):
-    """A prompt, and the seed of its answer."""
+class SeededPrompt(NamedTuple):
+    """Prompt, and seed of its answer."""
 
     token_ids: Seq[int]
     seed: int
@@ -50,7 +52,7 @@ class AskedPrompt(NamedTuple):
 
 @dataclass
 class TimedAnswers:
-    """Of one replica, and what it did while its batch was full."""
+    """Answers of one replica, with counters of the time while its batch was full."""
 
     tokens: list[list[int]]
     seconds: float = 0.0
@@ -65,7 +67,7 @@ class TimedAnswers:
 
 
 class MethodParts:
-    """What methods are made of."""
+    """Shared parts of all methods."""
 
     def __init__(
         self,
@@ -82,10 +84,10 @@ class MethodParts:
         self.draft_tokens = draft_tokens
         self._config = config
         self._drafts = drafts
-        self.blocks = BlockManager(self.runner.pool.num_blocks)  # of all whose runner that is
+        self.blocks = BlockManager(self.runner.pool.num_blocks)  # shared by all methods on this runner
 
     def with_runner(self, method: str) -> tuple[ModelRunner, BlockManager]:
-        """Whoever drafts without heads does not carry them; and heads are one method's."""
+        """Return a runner for the method. Only methods that use the draft heads load them."""
         heads = self._drafts.heads if self._drafts else None
         if heads is None or method not in (heads, "auto"):
             return self.runner, self.blocks
@@ -106,7 +108,7 @@ class MethodParts:
 
 
 class MethodReplica:
-    """What a method has learnt."""
+    """Engine state of one method, including what it has learned."""
 
     def __init__(self, method: str, parts: MethodParts, *, cpu_time: bool) -> None:
         self.method = method
@@ -131,7 +133,7 @@ class MethodReplica:
         )
 
     def count(self) -> tuple[Places, Places]:
-        """Tokens drafted, and accepted, so far."""
+        """Return tokens drafted and accepted so far."""
         drafted, accepted = Places(), Places()
         for method, counts in self.speculation.counts.items() if self.speculation else ():
             for found, by_place in ((drafted, counts.drafted), (accepted, counts.accepted)):
@@ -141,7 +143,7 @@ class MethodReplica:
 
 
 class _CpuEvent:
-    """Implements StepMark by the time that this thread has had."""
+    """StepMark in CPU time of this thread."""
 
     is_past = True
 
@@ -155,48 +157,50 @@ class _CpuEvent:
 def earlier_answers(
     prompts: Seq[Seq[int]], sampling: Sampling, replica: MethodReplica, seeds: Seq[int], clock: Callable[[], float]
 ) -> Known:
-    """With each of these seeds."""
+    """Return the answers with each of these seeds."""
     found: dict[tuple[int, ...], list[list[int]]] = {tuple(prompt): [] for prompt in prompts}
     for prompt in prompts:
         for seed in seeds:
-            found[tuple(prompt)] += answer([AskedPrompt(prompt, seed)], 1, sampling, replica, clock, {}).tokens
+            found[tuple(prompt)] += answer([SeededPrompt(prompt, seed)], 1, sampling, replica, clock, {}).tokens
     return found
 
 
 def answer(
-    asked: Seq[AskedPrompt],
+    prompts_to_answer: Seq[SeededPrompt],
     batch: int,
     sampling: Sampling,
     replica: MethodReplica,
     clock: Callable[[], float],
     known: Known,
 ) -> TimedAnswers:
-    """So many at a time."""
-    return answer_in_turn(asked, batch, sampling, [replica], clock, known)[replica.method]
+    """Answer prompts in batches of this size."""
+    return answer_in_turn(prompts_to_answer, batch, sampling, [replica], clock, known)[replica.method]
 
 
 def answer_in_turn(
-    asked: Seq[AskedPrompt],
+    prompts_to_answer: Seq[SeededPrompt],
     batch: int,
     sampling: Sampling,
     replicas: Seq[MethodReplica],
     clock: Callable[[], float],
     known: Known,
 ) -> dict[str, TimedAnswers]:
-    """The same of each replica, by its method. sampling: but for the seed. known: told to each beforehand."""
-    answering = {replica.method: _Answering(asked, batch, sampling, replica, clock, known) for replica in replicas}
-    going_on = list(answering.values())
-    while going_on:
-        going_on = [one for one in going_on if one.go_on()]
+    """Answer with each replica. Returns answers by method. sampling: without seed. known: answers known in advance."""
+    answering = {
+        replica.method: _AnswerRun(prompts_to_answer, batch, sampling, replica, clock, known) for replica in replicas
+    }
+    active = list(answering.values())
+    while active:
+        active = [one for one in active if one.run_turn()]
     return {method: one.answers() for method, one in answering.items()}
 
 
-class _Answering:
-    """Prompts that a replica answers, so many at a time."""
+class _AnswerRun:
+    """Prompts being answered by one replica, in batches."""
 
     def __init__(
         self,
-        asked: Seq[AskedPrompt],
+        prompts_to_answer: Seq[SeededPrompt],
         batch: int,
         sampling: Sampling,
         replica: MethodReplica,
@@ -207,7 +211,7 @@ class _Answering:
         replica.num_rounds += 1
         self._replica = replica
         self._clock = clock
-        limits = SchedulerConfig(max_batch_tokens=512, max_running=_MAX_RUNNING, max_waiting=len(asked))
+        limits = SchedulerConfig(max_batch_tokens=512, max_running=_MAX_RUNNING, max_waiting=len(prompts_to_answer))
         self._engine = Engine(
             *(replica.runner, sample, replica.blocks, limits),
             block_size=BLOCK_SIZE,
@@ -216,17 +220,18 @@ class _Answering:
         )
         self._sequences: list[Sequence] = []
         self._waiting: deque[Sequence] = deque()
-        for number, one in enumerate(asked):
+        for number, one in enumerate(prompts_to_answer):
             self._add(number, one.token_ids, replace(sampling, seed=one.seed), known)
         self._batch = min(batch, len(self._waiting))
         self._answers = TimedAnswers([])
         self._before = self._num_tokens(), *replica.count()
 
-    def go_on(self) -> bool:
-        """A turn; False: all have ended."""
+    def run_turn(self) -> bool:
+        """Run one turn. Returns False once the batch is no longer full."""
         enough = self._num_tokens() + _TURN * self._batch
         if self._replica.pace:
-            self._replica.pace.rest()  # it was not this one's turn
+            # Other methods ran in the meantime.
+            self._replica.pace.rest()
         begin = self._clock()
         while (is_full := self._fill()) and self._num_tokens() < enough:
             self._engine.step()
@@ -235,7 +240,7 @@ class _Answering:
         return is_full
 
     def answers(self) -> TimedAnswers:
-        """Behind the last turn."""
+        """Answer the rest untimed, and return all answers."""
         found, (num_tokens, *before) = self._answers, self._before
         found.num_tokens = self._num_tokens() - num_tokens
         found.drafted, found.accepted = (now - then for now, then in zip(self._replica.count(), before, strict=True))
@@ -247,14 +252,14 @@ class _Answering:
         return found
 
     def _fill(self) -> bool:
-        """Begin as many answers as there is room for; False: there are none any more."""
+        """Start answers up to the batch size. Returns whether the batch is full."""
         running = self._engine.decoding.running
         while self._waiting and len(running) < self._batch:
             self._engine.resume(self._waiting.popleft())
         return 0 < len(running) == self._batch
 
     def _add(self, number: int, tokens: Seq[int], sampling: Sampling, known: Known) -> None:
-        """Compute a prompt alone; it waits then, if its answer is not over already."""
+        """Compute one prompt. Its sequence waits unless it has ended already."""
         replica, engine = self._replica, self._engine
         sequence = _sequence(replica.runner, f"{replica.method} {replica.num_rounds} {number}", tokens, sampling)
         for earlier in known.get(tuple(tokens), ()):
@@ -272,7 +277,7 @@ class _Answering:
 
 
 def _sequence(runner: ModelRunner, name: str, tokens: Seq[int], sampling: Sampling) -> Sequence:
-    """name: another one for each method and round, so that nothing of others is found."""
+    """Create a sequence. name: unique per method and round, so that no other KV is reused."""
     request = SequenceRequest(
         id=name, token_ids=tuple(tokens), num_prompt_tokens=len(tokens), sampling=sampling, salt=name
     )

@@ -1,4 +1,4 @@
-"""The two doors of a deployment, as a load sees them: a prompt goes in, tokens come out."""
+"""gRPC and OpenAI clients for load tests: send a prompt, receive tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from core.rpc import inference_pb2_grpc as rpc
 from core.types.errors import RequestFailed
 from core.wire.client_access import EndpointAccess
 
-# Of several doors, one that has fallen silent is given up, and the next one asked.
+# With several endpoints, a silent one is abandoned soon and the next one is tried.
 _CONNECT_S = 1.0
 _QUICK = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -31,19 +31,20 @@ _GONE = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 
 @dataclass(frozen=True, kw_only=True)
 class ReportedUsage:
-    """What the deployment says of a request that it has answered."""
+    """Usage that the deployment reports for an answered request."""
 
     prompt_tokens: int
-    cached_tokens: int  # of these, those whose KV was not computed again
+    # Part of prompt_tokens that came from the prefix cache.
+    cached_tokens: int
 
 
 class Endpoint(Protocol):
-    """One connection to a deployment; lives on one event loop."""
+    """Connection to a deployment, used on one event loop."""
 
     def ask(
         self, token_ids: Sequence[int], *, max_tokens: int, timeout_s: float
     ) -> AsyncGenerator[int | ReportedUsage, None]:
-        """Have exactly `max_tokens` generated, greedily. Yields how many tokens each event brings, and last the usage.
+        """Generate exactly `max_tokens`, greedily. Yields the token count of each event, and the usage last.
 
         Leaving the iteration cancels the request. Raises RequestFailed.
         """
@@ -52,10 +53,13 @@ class Endpoint(Protocol):
 
 @asynccontextmanager
 async def open_endpoint(endpoint: str, access: EndpointAccess) -> AsyncIterator[Endpoint]:
-    """`endpoint` is HOST:PORT of a gRPC door, or http(s)://HOST:PORT of an OpenAI door; or several, with commas between
-    them. Raises SpecError."""
+    """Connect to HOST:PORT (gRPC) or http(s)://HOST:PORT (OpenAI API), or to several separated by commas.
+
+    Raises SpecError.
+    """
     if endpoint.startswith(("http://", "https://")):
-        no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)  # the load decides how many
+        # The load determines the number of connections.
+        no_limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         verify = access.ssl_context() if endpoint.startswith("https://") else True
         quick = _QUICK if "," in endpoint else None
         transport = httpx.AsyncHTTPTransport(verify=verify, limits=no_limits, trust_env=False, socket_options=quick)
@@ -67,7 +71,7 @@ async def open_endpoint(endpoint: str, access: EndpointAccess) -> AsyncIterator[
 
 
 class GrpcClient:
-    """Implements Door over cluster.v1.Inference."""
+    """Endpoint over cluster.v1.Inference."""
 
     def __init__(self, channel: aio.Channel, *, metadata: tuple[tuple[str, str], ...], model: str = "") -> None:
         self._stub = rpc.InferenceStub(channel)
@@ -97,10 +101,10 @@ class GrpcClient:
 
 
 class OpenAIClient:
-    """Implements Door over the OpenAI API, /v1/completions."""
+    """Endpoint over the OpenAI API, /v1/completions."""
 
     def __init__(self, client: httpx.AsyncClient, endpoints: Sequence[str], *, model: str = "") -> None:
-        """endpoints: each request goes to any of those that are open."""
+        """endpoints: each request goes to a random one that accepts it."""
         self._model = {"model": model} if model else {}
         self._client = client
         self._endpoints = endpoints
@@ -151,7 +155,7 @@ def _items(chunk: dict[str, Any]) -> Iterator[int | ReportedUsage]:
 
 
 def _chunk(line: str) -> dict[str, Any]:
-    """The object of one line of a stream of server-sent events; empty where it carries none."""
+    """Parse one line of a server-sent event stream; empty if it carries no data."""
     data = line.removeprefix("data: ")
     if data == line or data == "[DONE]":
         return {}

@@ -1,4 +1,4 @@
-"""What a load has shown, in the words of the simulator's report."""
+"""Summary of a measured load, with the fields of the simulator's report."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from core.trace.statistics import spread
 
 
 def summary(answers: Sequence[Answered], *, slo_ttft_s: float | None, slo_itl_s: float | None) -> dict[str, Any]:
-    """Plain values: times in milliseconds, rates per second from the first arrival to the last token.
+    """Return plain values: times in milliseconds, rates per second from the first arrival to the last token.
 
-    Goodput counts the requests that were answered within both limits; a request's own mean ITL counts.
+    Goodput counts the requests within both limits, using each request's own mean ITL.
     """
     done = [answer for answer in answers if answer.usage]
     gaps = [gap for answer in done for gap in answer.gaps]

@@ -1,4 +1,4 @@
-"""A load on a live deployment: requests leave at their times, whatever comes back, and each one's tokens are timed."""
+"""Open-loop load on a deployment: requests are sent at their trace times, and every token is timed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,20 @@ from core.types.errors import RequestFailed
 
 @dataclass
 class Answered:
-    """What became of one request. Times are seconds after the load began; a request is due at its trace's time."""
+    """Timing of one request. Times are seconds after the load began; a request is due at its trace time."""
 
     request: TraceRequest
     first_token_at: float = 0.0
     last_token_at: float = 0.0
     num_output: int = 0
-    gaps: list[tuple[float, int]] = field(
-        default_factory=list
-    )  # (seconds, so many tokens came that long after another)
+    # (seconds between tokens, number of tokens with this gap)
+    gaps: list[tuple[float, int]] = field(default_factory=list)
     usage: ReportedUsage | None = None
     error: str = ""
 
     @property
     def ttft_s(self) -> float:
-        """From when it was due: a load that cannot keep up does not hide it."""
+        """Time to first token since the request was due, so that a slow load generator shows."""
         return self.first_token_at - self.request.arrival_s
 
     @property
@@ -41,8 +40,8 @@ class Answered:
     def e2e_s(self) -> float:
         return self.last_token_at - self.request.arrival_s
 
-    def came(self, now: float, count: int) -> None:
-        """`count` tokens have come together; each is taken to have taken its share of the time."""
+    def add_tokens(self, now: float, count: int) -> None:
+        """Record `count` tokens that arrived together; the gap is divided among them."""
         if self.num_output:
             self.gaps.append(((now - self.last_token_at) / count, count))
         else:
@@ -61,11 +60,12 @@ async def replay(
     timeout_s: float,
     on_end: Callable[[Answered], None] = lambda answered: None,
 ) -> list[Answered]:
-    """Send every request at its time and wait for all answers, in the order of the trace.
+    """Send every request at its time. Returns all answers, in the order of the trace.
 
-    seed: another one makes other prompts. timeout_s: of one answer.
+    seed: selects the prompts' tokens. timeout_s: limit for one answer.
     """
-    prompts = [TracePrompts(seed=seed).of(request) for request in trace]  # beforehand: it takes time of its own
+    # Built in advance, because it takes time.
+    prompts = [TracePrompts(seed=seed).of(request) for request in trace]
     begin = time.perf_counter()
 
     async def one(answered: Answered, token_ids: list[int]) -> None:
@@ -76,7 +76,7 @@ async def replay(
                 if isinstance(item, ReportedUsage):
                     answered.usage = item
                 else:
-                    answered.came(time.perf_counter() - begin, item)
+                    answered.add_tokens(time.perf_counter() - begin, item)
             if answered.usage is None:
                 raise RequestFailed("the answer ended without its usage")
         except RequestFailed as error:

@@ -1,4 +1,4 @@
-"""The command line. `main` is the entry point of the `cluster` command."""
+"""Command line interface. `main` is the entry point of the `cluster` command."""
 
 from cluster.cli.app import main
 

@@ -1,9 +1,9 @@
-"""All commands in one place, and what every error becomes: one line on stderr and an exit code.
+"""Registration of all commands, and conversion of errors to one line on stderr and an exit code.
 
-0 done · 1 it failed, or is not ready · 2 the user's turn: a bad spec, flag or request, a deployment that cannot be ·
-3 nothing is deployed (status only) · 130 interrupted
+0: done. 1: failed, or not ready. 2: user error, such as a bad spec, flag or request. 3: nothing is deployed (`status`).
+130: interrupted.
 
-What a command needs is imported inside it: `cluster generate` should not wait for Ray, nor `--help` for anything.
+Commands import what they need when they run, so that `cluster generate` does not import Ray and `--help` stays fast.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ app.add_typer(keys.keys, name="keys")
 app.add_typer(quality.evaluate, name="eval")
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(is_requested: bool) -> None:
+    if is_requested:
         from importlib.metadata import version
 
         print(f"cluster {version('xpyd')}")
@@ -83,15 +83,15 @@ def main_options(
         str | None,
         typer.Option(
             envvar=ADDRESS,
-            help="USER@HEAD: run the command there over SSH; HOST[:PORT]: the Ray that this host is a node of. "
-            "Default: the deployments made from here.",
+            help="USER@HEAD: run the command there over SSH. HOST[:PORT]: use the Ray that this host is a node of. "
+            "Default: deployments made from this machine.",
         ),
     ] = None,
     version: Annotated[
-        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print it, and do nothing.")
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Serve one model by prefill and decode replicas: deploy, watch, rescale, ask."""
+    """Serve one model with prefill and decode replicas: deploy, monitor, scale, query."""
     if address and "@" in address:
         arguments: list[str] = context.obj
         run_over_ssh(address, arguments[arguments.index(str(context.invoked_subcommand)) :])
@@ -99,7 +99,8 @@ def main_options(
         os.environ[ADDRESS] = address
 
 
-_UsageError = typer.BadParameter.__base__  # typer carries its own copy of click, or uses click: this is right for both
+# typer bundles click or depends on it; this works for both.
+_UsageError = typer.BadParameter.__base__
 
 
 def main() -> None:
@@ -107,22 +108,24 @@ def main() -> None:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and note it; returns the exit code."""
+    """Run one command and write it to the audit log. Returns the exit code."""
     from cluster.launch.audit_log import note_command
 
-    begin, code, said = time.monotonic(), 1, ""  # 1: by a bug of ours
+    # The exit code stays 1 if a bug raises.
+    begin, code, message = time.monotonic(), 1, ""
     try:
-        code, said = run_app(app, arguments, name="cluster")
+        code, message = run_app(app, arguments, name="cluster")
         return code
     finally:
-        note_command(arguments, exit_code=code, error=said, seconds=time.monotonic() - begin)
+        note_command(arguments, exit_code=code, error=message, seconds=time.monotonic() - begin)
 
 
 def run_app(commands: typer.Typer, arguments: list[str], *, name: str) -> tuple[int, str]:
-    """Run one of the commands; returns the exit code and the error message. Prints every error of ours on stderr."""
+    """Run one command. Returns the exit code and the error message; known errors are printed on stderr."""
     try:
         code = commands(args=arguments, prog_name=name, standalone_mode=False, obj=list(arguments))
-        if code == Interrupted.exit_code:  # some versions of typer make this of Ctrl-C
+        # Some versions of typer convert Ctrl-C to this exit code.
+        if code == Interrupted.exit_code:
             raise KeyboardInterrupt
     except ClusterError as error:
         print(f"{name}: {error}", file=sys.stderr)
@@ -132,12 +135,13 @@ def run_app(commands: typer.Typer, arguments: list[str], *, name: str) -> tuple[
     except (KeyboardInterrupt, typer.Abort):
         print(f"{name}: interrupted", file=sys.stderr)
         return Interrupted.exit_code, "interrupted"
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:
+        # The reader has closed our output.
         return 0, ""
     except Exception as error:
         if not (_UsageError and isinstance(error, _UsageError)):
             raise
-        said = error.format_message()  # type: ignore[attr-defined]
-        print(f"{name}: {said}", file=sys.stderr)
-        return 2, said
+        message = error.format_message()  # type: ignore[attr-defined]
+        print(f"{name}: {message}", file=sys.stderr)
+        return 2, message
     return code if isinstance(code, int) else 0, ""

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from core.wire.client_access import EndpointAccess
 
 _CONNECT_S = 5.0
-_FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 30.0  # between two tries of a request
+# Backoff between attempts of a request.
+_FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
 _RETRIED = (429, 502, 503)
 _UNAUTHENTICATED = 401
 _MAX_MESSAGE_CHARS = 300
@@ -81,7 +82,7 @@ def batch(
         with file.open("rb") as requests:
             answers, answered = open_output(output)
             with answers:
-                failures.unlink(missing_ok=True)  # of an earlier run
+                failures.unlink(missing_ok=True)  # left by an earlier run
                 run = _Run(requests, answers, failures, urls, model=access.model, is_offline=offline)
                 try:
                     asyncio.run(run.send_all(answered, access, concurrency=concurrency, deadline_s=deadline))
@@ -122,8 +123,10 @@ class _Run:
     async def send_all(
         self, answered: set[str], access: EndpointAccess, *, concurrency: int, deadline_s: float
     ) -> None:
-        """Send each well-formed line that has no answer. Raises RequestFailed if no server answers or the API key is
-        refused, and OSError if a file cannot be written."""
+        """Send each well-formed line that has no answer.
+
+        Raises RequestFailed if no server answers or the API key is refused, and OSError if a file cannot be written.
+        """
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
@@ -206,7 +209,8 @@ class _Run:
             self._fail(number, request.custom_id, f"{answer.status_code} {_message_of(answer)}", response)
             return
         self._answers.write(record(request.custom_id, request_id=request_id, response=response, error=None))
-        self._answers.flush()  # a killed process loses the line that it was writing, at most
+        # A killed process loses at most the line it was writing.
+        self._answers.flush()
         self.num_answered += 1
 
     async def _final_answer(self, request: BatchRequest) -> httpx.Response:

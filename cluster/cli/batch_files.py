@@ -98,7 +98,7 @@ def open_output(path: Path) -> tuple[BinaryIO, set[str]]:
 
 def _repair(output: BinaryIO, path: Path) -> set[str]:
     answered: set[str] = set()
-    size = 0  # bytes, of the lines before
+    size = 0  # bytes in the lines before
     output.seek(0)
     for number, line in enumerate(output, 1):
         if not line.endswith(b"\n") and (_RECORD.startswith(line) or line.startswith(_RECORD)):

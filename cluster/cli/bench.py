@@ -1,4 +1,4 @@
-"""`cluster bench`: a load on a live deployment."""
+"""`cluster bench`: load test of a running deployment."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 
 def bench(
     trace: Annotated[Path | None, typer.Option("--trace", help="Requests to replay.")] = None,
-    format: Annotated[TraceFormat | None, typer.Option(help="Default: by the file's name.")] = None,
+    format: Annotated[TraceFormat | None, typer.Option(help="Trace format; default: from the file name.")] = None,
     poisson: Annotated[
-        float | None, typer.Option(min=0.001, help="Instead of a trace: so many requests a second.")
+        float | None, typer.Option(min=0.001, help="Instead of a trace: requests per second at random times.")
     ] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Of each request of --poisson.")] = 256,
-    output_tokens: Annotated[int, typer.Option(min=1, help="Of each answer of --poisson.")] = 64,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt length, with --poisson.")] = 256,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Answer length, with --poisson.")] = 64,
     requests: Annotated[
-        int | None, typer.Option("--requests", min=1, help="Only so many; with --poisson 100 by default.")
+        int | None, typer.Option("--requests", min=1, help="Maximum number of requests; default with --poisson: 100.")
     ] = None,
     speedup: Speedup = 1.0,
     scale_tokens: Scale = "1",
-    http: Annotated[bool, typer.Option("--http", help="Through the OpenAI door instead of gRPC.")] = False,
+    http: Annotated[bool, typer.Option("--http", help="Use the OpenAI API instead of gRPC.")] = False,
     endpoint: Annotated[
         str | None,
         typer.Option(
@@ -47,34 +47,34 @@ def bench(
     slo_ttft_ms: SloTtft = None,
     slo_itl_ms: SloItl = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one answer.")] = 600.0,
-    seed: Annotated[int, typer.Option(min=0, help="Another one makes other prompts, of which nothing is cached.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts; a new seed avoids cached prefixes.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     name: Name = None,
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Replay a trace, or requests at random moments, against a deployment: latencies, goodput, reuse.
+    """Replay a trace or random requests against a deployment: latencies, goodput, prefix reuse.
 
-    Prompts are made from the trace's hash_ids: equal ids give equal tokens. Answers have exactly as many tokens as in
-    the trace. --scale-tokens shortens both, so that a small model can take them. Beside each figure stands what the
-    simulator predicts at the rates that the replicas have learnt. Exit code 1 when a request failed.
+    Prompts are generated from the trace's hash_ids: equal ids give equal tokens. Answers have exactly the lengths in
+    the trace. --scale-tokens shortens both for small models. Each figure is shown next to the simulator's prediction at
+    the replicas' learned rates. Exit code 1 if a request failed.
     """
     if (trace is None) == (poisson is None):
-        raise SpecError("name either a --trace to replay, or a rate of requests with --poisson")
+        raise SpecError("give either --trace or --poisson")
     if trace:
-        asked = read_trace(
+        load = read_trace(
             trace, format=format and format.value, speedup=speedup, scale=scale_tokens, max_requests=requests
         )
     else:
         assert poisson is not None
-        asked = make_poisson(
+        load = make_poisson(
             rate=poisson, num_requests=requests or 100, num_tokens=prompt_tokens, num_output=output_tokens, seed=seed
         )
     state = None if endpoint else find_state(name)
     target = endpoint or (_endpoint(state, http=http) if state else "")
     access = access_to(state, api_key)
     slo = (slo_ttft_ms, slo_itl_ms)
-    report = _measure(asked, target, access, seed=seed, timeout_s=timeout, slo=slo)
-    report |= _predict(asked, state, slo=slo)
+    report = _measure(load, target, access, seed=seed, timeout_s=timeout, slo=slo)
+    report |= _predict(load, state, slo=slo)
     print(json.dumps(report, indent=1) if as_json else _table(report))
     raise typer.Exit(1 if report["failed"] else 0)
 
@@ -84,7 +84,7 @@ def _endpoint(state: State, *, http: bool) -> str:
 
 
 def _measure(
-    asked: Sequence[TraceRequest],
+    load: Sequence[TraceRequest],
     endpoint: str,
     access: EndpointAccess,
     *,
@@ -99,21 +99,23 @@ def _measure(
     from cluster.bench.replay import Answered, replay
 
     async def run() -> list[Answered]:
-        with _progress(len(asked)) as advance:
+        with _progress(len(load)) as advance:
             async with open_endpoint(endpoint, access) as target:
-                return await replay(asked, target, seed=seed, timeout_s=timeout_s, on_end=lambda answered: advance())
+                return await replay(load, target, seed=seed, timeout_s=timeout_s, on_end=lambda answered: advance())
 
     slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
     return summary(asyncio.run(run()), slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)
 
 
 def _predict(
-    asked: Sequence[TraceRequest], state: State | None, *, slo: tuple[float | None, float | None]
+    load: Sequence[TraceRequest], state: State | None, *, slo: tuple[float | None, float | None]
 ) -> dict[str, Any]:
-    """predicted: the simulator's report of the same load, at the rates that the replicas have learnt, this load
-    included; None: there is none, and no_prediction says why."""
+    """Return the simulator's report of the same load at the replicas' learned rates, as `predicted`.
+
+    If there is none, `predicted` is None and `no_prediction` gives the reason. The rates include this load.
+    """
     if state is None:
-        return {"predicted": None, "no_prediction": "by --endpoint nothing is known of replicas; name the deployment"}
+        return {"predicted": None, "no_prediction": "--endpoint gives no data about replicas; use --name"}
     from core.types.errors import ClusterError
 
     try:
@@ -126,14 +128,14 @@ def _predict(
         spec = Spec.model_validate(ask(controller, "status")["spec"])
         replicas = [ReplicaReport.of(tree) for tree in ask(controller, "autoscaling")["replicas"]]
         slo_ttft_s, slo_itl_s = (None if limit is None else limit / 1e3 for limit in slo)
-        return {"predicted": predict_load(spec, replicas, asked, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)}
+        return {"predicted": predict_load(spec, replicas, load, slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)}
     except ClusterError as error:
         return {"predicted": None, "no_prediction": " ".join(str(error).split())}
 
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[], None]]:
-    """A bar on stderr, where that is a terminal; yields what is to be called whenever a request has ended."""
+    """Show a progress bar if stderr is a terminal. Yields a function to call after each request."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -170,7 +172,7 @@ def _table(report: dict[str, Any]) -> str:
 
 
 def _rows(report: dict[str, Any]) -> list[list[str]]:
-    """Each figure, and what the simulator makes of the same load where it can."""
+    """Return table rows: each measured figure, and the predicted one if there is one."""
     sides = [report, *([report["predicted"]] if report["predicted"] else [])]
     rows = [["", "MEASURED", "PREDICTED"][: 1 + len(sides)]]
     for key, title in (("ttft_ms", "TTFT ms"), ("itl_ms", "ITL ms"), ("e2e_ms", "E2E ms")):
@@ -179,8 +181,8 @@ def _rows(report: dict[str, Any]) -> list[list[str]]:
     for key, title, form in (
         ("output_tokens_per_s", "output tokens/s", ",.1f"),
         ("goodput_rps", "goodput, requests/s", ".2f"),
-        ("good_share", "good, of all", ".1%"),
-        ("reuse_share", "reused, of prompt tokens", ".2%"),
+        ("good_share", "good, share of all", ".1%"),
+        ("reuse_share", "reused prompt tokens", ".2%"),
     ):
         rows.append([title, *(format(side[key], form) for side in sides)])
     return rows

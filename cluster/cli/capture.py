@@ -1,4 +1,4 @@
-"""`cluster capture`: live traffic to a file, as hashes, lengths and times."""
+"""`cluster capture`: record live traffic to a file, as hashes, lengths and times."""
 
 from __future__ import annotations
 
@@ -16,53 +16,56 @@ from core.types.errors import SpecError
 
 capture = typer.Typer(no_args_is_help=True, help="Record live traffic: hashes, lengths and times, never text.")
 
-_PIECE = 8 << 20  # bytes that are fetched at a time
-_TOLD_S = 6.0  # within which routers have told of what is over
+_PIECE = 8 << 20  # bytes per fetch
+# Routers report finished requests within this time.
+_REPORTED_S = 6.0
 
 
 @capture.command()
 def start(
     name: Name = None,
-    max_mib: Annotated[int, typer.Option(min=1, max=65_536, help="It ends by itself there.")] = 256,
+    max_mib: Annotated[int, typer.Option(min=1, max=65_536, help="Size limit of the file.")] = 256,
 ) -> None:
-    """Record the requests that arrive from now on, at all doors. They lie on the head until they are fetched."""
+    """Record the requests that arrive from now on, at all routers. The file stays on the head until it is fetched."""
     ask_deployed(name, "start_capture", max_bytes=max_mib << 20)
-    print("recording; `cluster capture stop -o FILE` ends it and fetches what came")
+    print("recording; run `cluster capture stop -o FILE` to end it and fetch the file")
 
 
 @capture.command()
 def stop(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The trace to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Trace file to write.")],
     name: Name = None,
 ) -> None:
-    """End the recording, and write it: for `cluster bench`, `simulate`, `plan` and `autoscale replay`.
+    """Stop the recording and write the trace, for `cluster bench`, `simulate`, `plan` and `autoscale replay`.
 
-    Requests that are still being answered are left out.
+    Requests in flight are left out.
     """
     controller = join_controller(find_state(name))
     from cluster.launch.driver import ask
 
     if ask(controller, "capture") is None:
-        raise SpecError("no capture is under way; begin one by `cluster capture start`")
-    time.sleep(_TOLD_S)
+        raise SpecError("no capture is running; start one with `cluster capture start`")
+    time.sleep(_REPORTED_S)
     report: dict[str, Any] = ask(controller, "capture")
     try:
-        with _own_file(output) as file:
-            num_bytes = 0  # a pipe cannot tell
+        with _open_private(output) as file:
+            # Counted here, because a pipe has no position.
+            num_bytes = 0
             while piece := ask(controller, "read_capture", num_bytes, _PIECE):
                 num_bytes += file.write(piece)
     except OSError as error:
-        raise SpecError(f"{output}: {error.strerror}; the recording goes on") from None
+        raise SpecError(f"{output}: {error.strerror}; the recording continues") from None
     ask(controller, "stop_capture")
-    full = "; it was full, and what came later is missing" if report["is_full"] else ""
+    full = "; it reached its size limit, so later requests are missing" if report["is_full"] else ""
     print(f"{output}: {report['requests']:,} requests in {report['seconds']:,.0f} s{full}")
 
 
-def _own_file(path: Path) -> BinaryIO:
-    """Empty, and for nobody else to read, also where there was one. Raises OSError, as where it is somebody else's."""
+def _open_private(path: Path) -> BinaryIO:
+    """Open an empty file that only its owner can read, replacing its contents. Raises OSError."""
     file = os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "wb")
     try:
-        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # no pipe, as /dev/stdout may be
+        # Not for a pipe, such as /dev/stdout.
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             os.fchmod(file.fileno(), 0o600)
             file.truncate(0)
     except OSError:

@@ -1,6 +1,6 @@
-"""From a deployment's name to what is known of it, to a driver of its Ray and a handle of its controller.
+"""Connections to a deployment: from its name to its state, a Ray driver and the controller's handle.
 
-No command may import Ray, or what imports it, before it has called this: see local_ray.join().
+Commands call this before they import Ray or anything that imports it: see local_ray.join().
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from cluster.launch import state as states
 from cluster.launch.state import State
 from core.types.errors import DeployError
 
-# Environment variable: the Ray to ask, instead of the deployments that this machine's user has made.
+# Environment variable: address of a Ray to use instead of this user's deployments on this machine.
 ADDRESS = "CLUSTER_ADDRESS"
 
 
 def find_state(name: str | None, *, to_remove: bool = False) -> State:
-    """Find the deployment called `name`, or the only one: of this machine's user or, with an address, of that Ray.
+    """Return the deployment called `name`, or the only one: of this machine's user or, with an address, of that Ray.
 
-    to_remove: also return one whose deploying was cut short. Raises NotDeployed, SpecError when there are several,
-    and DeployError when no Ray answers there.
+    to_remove: also return a partial deployment. Raises NotDeployed, SpecError if there are several, and DeployError if
+    no Ray answers there.
     """
     address = os.environ.get(ADDRESS)
     if not address:
@@ -32,8 +32,10 @@ def find_state(name: str | None, *, to_remove: bool = False) -> State:
 
 
 def ask_deployed(name: str | None, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of the controller of the deployment called `name`. Raises as find_state, join_controller and
-    cluster.launch.driver.ask do."""
+    """Call a method of the controller of the deployment called `name`.
+
+    Raises what find_state, join_controller and cluster.launch.driver.ask raise.
+    """
     controller = join_controller(find_state(name))
     from cluster.launch import driver
 
@@ -41,9 +43,9 @@ def ask_deployed(name: str | None, method: str, *args: Any, **kwargs: Any) -> An
 
 
 def join_controller(state: State) -> Any:
-    """Become a driver of the deployment's Ray; returns the controller's handle, for cluster.launch.driver.ask.
+    """Become a driver of the deployment's Ray. Returns the controller's handle, for cluster.launch.driver.ask.
 
-    Raises DeployError when Ray or the controller does not answer.
+    Raises DeployError if Ray or the controller does not answer.
     """
     if state.joined_ray is not None:
         local_ray.join(state.joined_ray)
@@ -52,5 +54,5 @@ def join_controller(state: State) -> Any:
     driver.connect(state.ray_address, state.name)
     controller = driver.find_controller(state.name)
     if controller is None:
-        raise DeployError(f"{state.name}: its controller is gone from Ray at {state.ray_address}; run `cluster down`")
+        raise DeployError(f"{state.name}: no controller on Ray at {state.ray_address}; run `cluster down`")
     return controller

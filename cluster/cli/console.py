@@ -1,4 +1,4 @@
-"""What commands print: results to stdout, progress to stderr; a live table on a terminal, plain lines elsewhere."""
+"""Console output: results to stdout, progress to stderr; a live table on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ _BAR_WIDTH = 20
 
 
 class ConsoleReporter:
-    """Implements cluster.launch.pool_watch.Reporter."""
+    """Reporter on the console. Implements cluster.launch.reporter.Reporter."""
 
     def __init__(self, live: Live | None, *, is_new: bool) -> None:
         self._live = live
-        self._said: dict[str, str] | None = {} if is_new else None  # subject -> what was last said; None: nothing yet
+        # Last line printed per subject; None: the first report is not printed.
+        self._printed: dict[str, str] | None = {} if is_new else None
 
     def say(self, line: str) -> None:
         if self._live:
@@ -39,11 +40,11 @@ class ConsoleReporter:
             self._live.update(Text("\n".join(_live_line(replica) for replica in replicas)), refresh=True)
         else:
             now |= {replica["id"]: _plain_line(replica) for replica in replicas}
-        if self._said is not None:
-            self._send_report(self._said, now)
-        self._said = now
+        if self._printed is not None:
+            self._print_changes(self._printed, now)
+        self._printed = now
 
-    def _send_report(self, before: dict[str, str], now: dict[str, str]) -> None:
+    def _print_changes(self, before: dict[str, str], now: dict[str, str]) -> None:
         for subject, line in now.items():
             if before.get(subject) != line:
                 self.say(line)
@@ -54,9 +55,9 @@ class ConsoleReporter:
 
 @contextmanager
 def reporter(*, is_new: bool) -> Iterator[ConsoleReporter]:
-    """A reporter for as long as a command takes; the live table is gone afterwards.
+    """Yield a reporter for the duration of a command. The live table disappears afterwards.
 
-    is_new: the deployment begins with this command; otherwise what was so before it is not told.
+    is_new: this command starts the deployment; otherwise the state before the command is not printed.
     """
     if not sys.stderr.isatty():
         yield ConsoleReporter(None, is_new=is_new)
@@ -69,7 +70,7 @@ def reporter(*, is_new: bool) -> Iterator[ConsoleReporter]:
 
 
 def columns(rows: list[list[str]]) -> str:
-    """Rows of equal length as aligned text; the first row is the heading."""
+    """Format rows of equal length as aligned text. The first row is the heading."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows

@@ -14,10 +14,12 @@ from cluster.cli.connection import ADDRESS, find_state
 from cluster.launch import state as states
 from core.types.errors import DeployError, NotDeployed
 
-TLS_IS_OFF = "security.tls is off: its processes speak in clear, and take orders from whoever reaches their ports"
+TLS_IS_OFF = (
+    "security.tls is off: processes communicate unencrypted and accept commands from anyone who reaches their ports"
+)
 _INTERRUPT_S = 120.0
 
-Name = Annotated[str | None, typer.Option("--name", help="Which deployment; needed only when there are several.")]
+Name = Annotated[str | None, typer.Option("--name", help="Deployment name; needed only if there are several.")]
 
 
 def deploy(
@@ -27,29 +29,31 @@ def deploy(
         typer.Option("--set", metavar="PATH=VALUE", help="Override a field of the spec, e.g. decode.replicas=3."),
     ] = None,
     model: Annotated[str | None, typer.Option(help="pypi:NAME, hf:ORG/NAME, a directory or a .gguf file.")] = None,
-    name: Annotated[str | None, typer.Option(help="What to call the deployment.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the deployment.")] = None,
     address: Annotated[
         str | None,
         typer.Option(
             envvar=[ADDRESS, "RAY_ADDRESS"],
-            help="HOST:PORT of a Ray cluster, or auto; otherwise a local Ray is started.",
+            help="HOST:PORT of a Ray cluster, or auto; default: start a local Ray.",
         ),
     ] = None,
     grpc_port: Annotated[int | None, typer.Option(help="Default 50051.")] = None,
     http_port: Annotated[int | None, typer.Option(help="Default 8000.")] = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds; default timeouts.start_s of the spec.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Deadline in seconds; default: timeouts.start_s of the spec.")
+    ] = None,
     wait_for_nodes: Annotated[
-        bool, typer.Option(help="Wait for nodes that an autoscaler has yet to add, instead of refusing.")
+        bool, typer.Option(help="Wait for nodes that an autoscaler will add, instead of failing.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option(help="Check the spec, the model (fetched if need be) and every host; start nothing.")
+        bool,
+        typer.Option(help="Check the spec, the model (fetched if needed) and every host, without starting anything."),
     ] = False,
 ) -> None:
     """Start a deployment, and return when it is ready.
 
-    Before that it checks every host: GPUs, driver and NCCL, memory, disks, ports, limits, clocks, versions.
-
-    If anything goes wrong, or on Ctrl-C, everything that was started is removed again.
+    Checks every host first: GPUs, driver and NCCL, memory, disks, ports, limits, clocks, versions. On failure or
+    Ctrl-C, everything that was started is removed.
     """
     from cluster.cli.console import reporter
     from cluster.control.desired_state import Parts
@@ -71,8 +75,10 @@ def deploy(
         print(f"{spec.name}: every check passed, nothing was started")
         return
     for number in deployment.ENDINGS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that it cleans up as on Ctrl-C
+        # Signals stay ignored, for example under nohup.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            # Exit through SystemExit, to clean up as on Ctrl-C.
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         with reporter(is_new=True) as report:
             state = deployment.deploy(
@@ -83,10 +89,11 @@ def deploy(
                 parts=Parts(),
                 reporter=report,
             )
-    except BrokenPipeError:  # elsewhere that only ends the output
-        raise DeployError("nobody reads this output any more; what was started is removed again") from None
+    except BrokenPipeError:
+        # Other commands treat this as the end of output.
+        raise DeployError("output pipe closed; the deployment was removed") from None
     from cluster.launch.endpoints import openai_urls
-    from cluster.launch.status import with_open_endpoints  # it imports Ray
+    from cluster.launch.status import with_open_endpoints  # imports Ray
 
     endpoints = with_open_endpoints(state)
     seconds = time.monotonic() - begin
@@ -95,7 +102,7 @@ def deploy(
     if spec.security.tls == "off":
         print(TLS_IS_OFF)
     if state.endpoints:
-        print(f"at the doors of {state.endpoints}, where clients ask for the model {spec.model.name}")
+        print(f"served at the endpoints of {state.endpoints} as model {spec.model.name}")
     elif state.needs_keys:
         print(
             f"clients need an API key: `cluster keys create NAME`; yours is in {states.operator_key_file(state.name)}"
@@ -104,9 +111,9 @@ def deploy(
 
 def down(
     name: Name = None,
-    force: Annotated[bool, typer.Option(help="Forget it even when its Ray cluster does not answer.")] = False,
+    force: Annotated[bool, typer.Option(help="Remove its state even if its Ray cluster does not answer.")] = False,
 ) -> None:
-    """Take a deployment down: all that it started is gone afterwards. Requests under way are cut off."""
+    """Take a deployment down and remove everything it started. Requests in flight are cut off."""
     from cluster.launch import deployment
 
     begin = time.monotonic()
@@ -120,8 +127,8 @@ def down(
     other = deployment.take_down(state, force=force)
     if other:
         print(
-            f"{state.name}, as it was deployed from here, has ended with its Ray; the one of that name there now, by "
-            f"{other}, is left as it is (`cluster --address {state.ray_address} down` takes it down)"
+            f"the {state.name} deployed from here has ended with its Ray; another one of that name, by "
+            f"{other}, keeps running (`cluster --address {state.ray_address} down` takes it down)"
         )
         return
     with_ray = " and the Ray that was started for it" if state.local_ray else ""
@@ -129,10 +136,10 @@ def down(
 
 
 def _interrupt(command: states.Command) -> None:
-    """Let a `cluster deploy` that is under way clean up after itself, as on Ctrl-C."""
+    """Make a running `cluster deploy` clean up and end, as on Ctrl-C."""
     os.kill(command.pid, signal.SIGTERM)
     deadline = time.monotonic() + _INTERRUPT_S
     while command.is_running:
         if time.monotonic() > deadline:
-            raise DeployError(f"`cluster deploy` (pid {command.pid}) does not end")
+            raise DeployError(f"`cluster deploy` (pid {command.pid}) did not end within {_INTERRUPT_S:g} s")
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""What every command takes that asks the model: an API key, and which deployment's doors."""
+"""Options of commands that send requests: API key and endpoint access."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ApiKeyOption = Annotated[
         "--api-key",
         envvar=API_KEY,
         show_default=False,
-        help="Better in the environment: arguments are seen by everybody. Default: this machine's operator's.",
+        help="Prefer the environment variable: other users can see arguments. Default: the operator's key.",
     ),
 ]
 
 
 def access_to(state: State | None, api_key: str | None) -> EndpointAccess:
-    """How to enter the doors of a deployment; None: of an endpoint that was named."""
+    """Return access to a deployment's endpoints; None: to an endpoint given by its address."""
     from core.wire.client_access import EndpointAccess
 
     if state is None:

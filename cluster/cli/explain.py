@@ -1,4 +1,4 @@
-"""`cluster explain`: why a request went to the replicas that served it."""
+"""`cluster explain`: the routing decision of a request."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ def explain(
     request_id: RequestId,
     name: Name = None,
     admin: Admin = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show which pairs of replicas the router weighed, the one taken first, and what each would have cost.
+    """Show the replica pairs that the router considered for a request, with the predicted cost of each; the chosen pair
+    is first.
 
     A router remembers its last 1,000 requests.
     """
@@ -29,9 +30,9 @@ def explain(
         return
     for id, attempts in requests.items():
         for number, attempt in enumerate(attempts, start=1):
-            print(f"request {id}, attempt {number}: milliseconds, the first line was taken")
+            print(f"request {id}, attempt {number}: milliseconds, the first line was chosen")
             print(_options_table(attempt["options"]))
-            print("what was known of the replicas, with the rates learnt from their steps")
+            print("state of the replicas, with the rates learned from their steps")
             print(_replicas_table(attempt["replicas"]))
             if drafts := attempt.get("drafts"):
                 print(_drafts_line(drafts))
@@ -63,18 +64,18 @@ def _replicas_table(replicas: dict[str, dict[str, Any]]) -> str:
 
 
 def _drafts_line(drafts: dict[str, float]) -> str:
-    """How much was drafted, and why not more."""
+    """Describe how much was drafted, and why not more."""
     steps, drafted, accepted = drafts["steps"], drafts["drafted"], drafts["accepted"]
     not_worth = steps - drafts["drafts"] - drafts["unguessed"]
-    right = f", {accepted} of them right ({accepted / drafted:.0%})" if drafted else ""
+    accepted_share = f", {accepted} of them accepted ({accepted / drafted:.0%})" if drafted else ""
     floor = drafts["floors"] / steps
     needed = (
-        f"a drafted token had to be right with a chance of {floor:.2f}"
+        f"drafting pays if a token is accepted with probability {floor:.2f} or more"
         if floor < 1
-        else "not even a token that is always right would have paid, in a step as they were on average"
+        else "drafting would not pay even if every token were accepted"
     )
     return (
-        f"drafts: {drafted} tokens{right}, in {drafts['drafts']} of {steps} steps; in {drafts['unguessed']} nobody"
-        f" had a guess, in {not_worth} a guess was not worth it or had no room: beside the rows of its"
-        f" replica, and by what tokens cost there, {needed}"
+        f"drafts: {drafts['drafted']} tokens{accepted_share}, in {drafts['drafts']} of {steps} steps; no draft found in"
+        f" {drafts['unguessed']}, not worthwhile or no room in {not_worth}; with the other rows and token costs of its"
+        f" replica, {needed}"
     )

@@ -1,4 +1,4 @@
-"""`cluster generate` and `cluster chat`: asking the model, over gRPC."""
+"""`cluster generate` and `cluster chat`: send requests over gRPC."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ if TYPE_CHECKING:
     from core.rpc import inference_pb2 as pb
 
 Endpoint = Annotated[
-    str | None, typer.Option(help="HOST:PORT of a router, grpcs://HOST:PORT with TLS; default: the deployment's own.")
+    str | None, typer.Option(help="HOST:PORT of a router, or grpcs://HOST:PORT with TLS; default: the deployment's.")
 ]
-MaxTokens = Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Of the answer.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default 1.")]
-TopP = Annotated[float | None, typer.Option(help="Default 1.")]
-TopK = Annotated[int | None, typer.Option(min=0, max=2**31 - 1, help="Default 0: off.")]
+MaxTokens = Annotated[int, typer.Option(min=1, max=2**31 - 1, help="Maximum length of the answer.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: 1.")]
+TopP = Annotated[float | None, typer.Option(help="Nucleus sampling threshold; default: 1.")]
+TopK = Annotated[
+    int | None, typer.Option(min=0, max=2**31 - 1, help="Sample from the k likeliest tokens; default: 0 (off).")
+]
 Seed = Annotated[int | None, typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same answer.")]
-System = Annotated[str | None, typer.Option(help="A system message for the chat.")]
-Timeout = Annotated[float, typer.Option(help="Seconds for one answer.")]
+System = Annotated[str | None, typer.Option(help="System message of the chat.")]
+Timeout = Annotated[float, typer.Option(help="Limit for one answer, in seconds.")]
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to go on from; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from stdin.")],
     chat: Annotated[
-        bool, typer.Option("--chat", help="The prompt is a user's message: apply the chat template.")
+        bool, typer.Option("--chat", help="Treat the prompt as a user message and apply the chat template.")
     ] = False,
     system: System = None,
     max_tokens: MaxTokens = 256,
@@ -40,15 +42,17 @@ def generate(
     top_p: TopP = None,
     top_k: TopK = None,
     seed: Seed = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object at the end instead of text.")] = False,
-    account: Annotated[bool, typer.Option("--account", help="Say at the end which way the request went.")] = False,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead of text.")] = False,
+    account: Annotated[
+        bool, typer.Option("--account", help="Print the request's route and timing at the end.")
+    ] = False,
     timeout: Timeout = 600.0,
     name: Name = None,
     endpoint: Endpoint = None,
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Ask the model once, and print its answer as it comes."""
+    """Send one prompt and print the answer as it arrives."""
     from cluster.cli.inference_client import InferenceClient
     from core.rpc import inference_pb2 as pb
 
@@ -87,7 +91,7 @@ def chat(
     endpoint: Endpoint = None,
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Talk with the model. Ctrl-C stops an answer, /new begins anew, /quit or Ctrl-D ends."""
+    """Chat with the model. Ctrl-C stops an answer, /new starts over, /quit or Ctrl-D ends."""
     from cluster.cli.inference_client import InferenceClient
     from core.rpc import inference_pb2 as pb
 
@@ -109,7 +113,8 @@ def chat(
                 if not is_terminal:
                     raise
                 print(f"\n({error or 'stopped'})", file=sys.stderr)
-                messages.pop()  # as if it had not been asked
+                # Drop the unanswered message.
+                messages.pop()
             else:
                 messages.append(pb.ChatMessage(role="assistant", content=answer["text"]))
 
@@ -117,7 +122,7 @@ def chat(
 def _stream(
     client: InferenceClient, request: pb.GenerateRequest, *, timeout_s: float, is_shown: bool
 ) -> dict[str, Any]:
-    """Run one request, printing its text as it comes where it is to be shown; returns the account of it."""
+    """Run one request. Prints its text as it arrives if `is_shown`; returns text, usage and route."""
     text: list[str] = []
     token_ids: list[int] = []
     finish_reason, summary = "", None
@@ -158,7 +163,7 @@ def _summary(summary: pb.Summary) -> dict[str, Any]:
 
 
 def _account(answer: dict[str, Any]) -> str:
-    """What `--account` prints: the route, what was shipped, and how quick it was."""
+    """Format the output of `--account`: route, transfer and timing."""
     usage = answer["usage"]
     prefill = answer["prefill_replica"] or "none (the decode replica computed the prompt)"
     tokens_per_s = 1e3 / answer["itl_ms"] if answer["itl_ms"] else 0.0
@@ -178,12 +183,12 @@ def _stdin() -> str:
         raise SpecError(f"the prompt is not UTF-8: {error}") from None
 
 
-def _utf8(what: str, text: str) -> str:
-    """Python keeps bytes of an argument that are no UTF-8 as characters that cannot be sent."""
+def _utf8(source: str, text: str) -> str:
+    """Raise SpecError if the text is not UTF-8. Python turns undecodable argument bytes into surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise SpecError(f"{what} is not UTF-8") from None
+        raise SpecError(f"{source} is not UTF-8") from None
     return text
 
 
@@ -194,7 +199,7 @@ def _system(text: str | None) -> list[pb.ChatMessage]:
 
 
 def _read_line(prompt: str) -> str | None:
-    """The next line of the user; None at the end."""
+    """Return the user's next line, or None at the end."""
     try:
         return input(prompt)
     except EOFError:

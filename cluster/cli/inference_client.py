@@ -1,4 +1,4 @@
-"""A plain gRPC client of cluster.v1.Inference, for the commands that ask the model. No Ray."""
+"""Blocking gRPC client of cluster.v1.Inference, without Ray."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _USERS_FAULT = (
 
 
 class InferenceClient:
-    """Asks at one door, or at any of several; close it by leaving its `with` block."""
+    """Client of one endpoint, or of several separated by commas. A context manager."""
 
     def __init__(self, endpoint: str, access: EndpointAccess) -> None:
         self._endpoint = endpoint
@@ -36,10 +36,10 @@ class InferenceClient:
         self._channel.close()
 
     def generate(self, request: pb.GenerateRequest, *, timeout_s: float) -> Iterator[pb.GenerateResponse]:
-        """The events of one request as they come, of the model that the access names, where it is silent of that.
-        Leaving the iteration cancels it. Raises RequestFailed.
+        """Yield the events of one request as they arrive. Fills in the access's model if the request names none.
 
-        While nothing has come, a router that is lost makes it ask at the next door.
+        Leaving the iteration cancels the request. If a router is lost before its first event, the next endpoint is
+        tried. Raises RequestFailed.
         """
         request.model = request.model or self._access.model
         deadline = time.monotonic() + timeout_s
@@ -61,7 +61,7 @@ class InferenceClient:
     def _failure(self, error: grpc.RpcError, *, is_cut_off: bool) -> RequestFailed:
         code, details = error.code(), error.details() or ""
         if is_cut_off:
-            text = f"its router was lost ({details}); ask again: the same seed gives the same answer"
+            text = f"the router was lost ({details}); retry the request: the same seed gives the same answer"
         elif code is grpc.StatusCode.UNAVAILABLE and "connect" in details:
             text = f"no router answers at {self._endpoint}; see `cluster status`"
         else:

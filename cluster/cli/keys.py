@@ -1,4 +1,4 @@
-"""`cluster keys`: the API keys of clients."""
+"""`cluster keys`: API keys of clients."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from core.types.errors import DeployError
 if TYPE_CHECKING:
     from core.types.api_key import ApiKey, KeyChange, KeyRegistry
 
-keys = typer.Typer(help="The API keys of clients: who may ask, as whom, and how much.", no_args_is_help=True)
+keys = typer.Typer(help="API keys of clients: identity and limits.", no_args_is_help=True)
 
 
 @keys.command()
 def create(
-    key: Annotated[str, typer.Argument(metavar="NAME", help="Of whoever is to have it.")],
+    key: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key's owner.")],
     tenant: Annotated[
         str | None,
-        typer.Option(help="Keys of one tenant share cached prefixes and a share of the queue. Default: NAME."),
+        typer.Option(help="Tenant; its keys share cached prefixes and one share of the queue. Default: NAME."),
     ] = None,
-    rpm: Annotated[int | None, typer.Option(min=1, help="Requests in any minute.")] = None,
-    tpm: Annotated[int | None, typer.Option(min=1, help="Tokens in any minute, of prompts and answers.")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Requests at a time.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Of one answer.")] = None,
+    rpm: Annotated[int | None, typer.Option(min=1, help="Maximum requests per minute.")] = None,
+    tpm: Annotated[int | None, typer.Option(min=1, help="Maximum tokens per minute, prompts and answers.")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Maximum concurrent requests.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens of one answer.")] = None,
     priority: Annotated[
-        str | None, typer.Option(metavar="LOW[:HIGH]", help="What it may ask for; the smaller goes first.")
+        str | None, typer.Option(metavar="LOW[:HIGH]", help="Allowed priorities; smaller values are served first.")
     ] = None,
     name: Name = None,
 ) -> None:
-    """Make a key, and print its secret: this once, and nowhere else. Every router takes it within a second."""
+    """Create a key and print its secret, which is shown only once. Routers accept the key within a second."""
     from core.types.api_key import new_key, new_secret, parse_priorities
 
     secret = new_secret()
-    made = new_key(
+    new = new_key(
         key,
         secret,
         tenant=tenant,
@@ -48,18 +48,18 @@ def create(
         max_tokens=max_tokens,
         priorities=parse_priorities(priority) if priority else None,
     )
-    change: KeyChange = ask_deployed(name, "add_key", made)
-    typer.echo(f"{made.id} for {made.name}, of tenant {made.tenant}; it is shown only now:", err=True)
+    change: KeyChange = ask_deployed(name, "add_key", new)
+    typer.echo(f"{new.id} for {new.name}, tenant {new.tenant}; the secret is shown only once:", err=True)
     print(secret)
     if not change.is_told:
-        typer.echo("Redis is away: routers take this key when it is back", err=True)
+        typer.echo("Redis is unavailable: routers accept this key when it is back", err=True)
 
 
 @keys.command("list")
 def list_keys(
-    name: Name = None, as_json: Annotated[bool, typer.Option("--json", help="One JSON array.")] = False
+    name: Name = None, as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False
 ) -> None:
-    """Show every key, without its secret, which nobody has but its client."""
+    """List all keys, without their secrets."""
     registry: KeyRegistry = ask_deployed(name, "keys")
     if as_json:
         print(json.dumps([_public(one) for one in registry.keys], indent=1))
@@ -76,15 +76,15 @@ def list_keys(
 
 @keys.command()
 def revoke(
-    key: Annotated[str, typer.Argument(metavar="NAME", help="The name or the id of a key; see `cluster keys list`.")],
+    key: Annotated[str, typer.Argument(metavar="NAME", help="Name or id of a key; see `cluster keys list`.")],
     name: Name = None,
 ) -> None:
-    """Let nobody in by this key any more: every router refuses it within a second. What runs goes on to its end."""
+    """Revoke a key: routers reject it within a second. Running requests continue."""
     registry: KeyRegistry = ask_deployed(name, "keys")
     revoked = registry.find(key)
     change: KeyChange = ask_deployed(name, "revoke_key", revoked)
     unavailable = (
-        "" if change.is_told else "Redis is away: routers that run let it in until it is back; one that starts does not"
+        "" if change.is_told else "Redis is unavailable: running routers accept it until it is back; new ones do not"
     )
     if problems := [problem for problem in (unavailable, change.problem) if problem]:
         raise DeployError(f"{revoked.id} of {revoked.name} is revoked, but {'; and '.join(problems)}")

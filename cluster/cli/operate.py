@@ -1,4 +1,4 @@
-"""`cluster scale`, `switch`, `drain` and `logs`: looking after a deployment that is up."""
+"""`cluster scale`, `switch`, `drain` and `logs`: operate a running deployment."""
 
 from __future__ import annotations
 
@@ -22,75 +22,84 @@ _SIZE = re.compile(r"(prefill|decode)=([0-9]+)")
 
 
 def scale(
-    sizes: Annotated[list[str], typer.Argument(metavar="prefill=N decode=N", help="The new number of replicas.")],
+    sizes: Annotated[list[str], typer.Argument(metavar="prefill=N decode=N", help="New number of replicas.")],
     name: Name = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds; default timeouts.start_s + timeouts.drain_s.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Deadline in seconds; default: timeouts.start_s + timeouts.drain_s.")
+    ] = None,
     wait_for_nodes: Annotated[
-        bool, typer.Option(help="Wait for nodes that an autoscaler has yet to add, instead of refusing.")
+        bool, typer.Option(help="Wait for nodes that an autoscaler will add, instead of failing.")
     ] = False,
 ) -> None:
     """Change the size of one pool or both, and return when it is done.
 
-    A replica that leaves takes no new requests. A prefill replica finishes those that it has, a decode replica hands
-    them over; the other pool is not touched. Where one pool shrinks and the other grows, replicas change their role
-    instead, as by `cluster switch`, where the spec lets them.
+    A leaving replica takes no new requests: a prefill replica finishes its requests, a decode replica hands them over.
+    The other pool is not touched. If one pool shrinks and the other grows, replicas switch their role instead, as with
+    `cluster switch`, where the spec allows it.
     """
-    wanted = _parse_sizes(sizes)
-    change = _change(name, "scale", wanted, roles=wanted, timeout=timeout, wait_for_nodes=wait_for_nodes)
-    what = ", ".join(f"{role} {before} -> {after}" for role, (before, after) in change.answer.items())
+    new_sizes = _parse_sizes(sizes)
+    change = _change(name, "scale", new_sizes, roles=new_sizes, timeout=timeout, wait_for_nodes=wait_for_nodes)
+    sizes_text = ", ".join(f"{role} {before} -> {after}" for role, (before, after) in change.answer.items())
     switched = "".join(f"; {was} became {replica}" for was, replica in change.switched.items())
-    print(f"scaled {what} in {change.seconds:.1f} s{switched}")
+    print(f"scaled {sizes_text} in {change.seconds:.1f} s{switched}")
 
 
 def switch(
-    replica: Annotated[str, typer.Argument(help="Such as decode-1; see `cluster status`.")],
+    replica: Annotated[str, typer.Argument(help="Replica id, such as decode-1; see `cluster status`.")],
     name: Name = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds; default timeouts.start_s + timeouts.drain_s.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Deadline in seconds; default: timeouts.start_s + timeouts.drain_s.")
+    ] = None,
 ) -> None:
-    """Make a replica one of the other pool, under a new id; its weights and cached blocks stay where they are.
+    """Turn a replica into one of the other pool, under a new id; its weights and cached blocks stay.
 
-    It takes no new requests, hands over its answers or finishes its prompts, and serves in its new role; the sizes of
+    It takes no new requests, hands over its sequences or finishes its prompts, and serves in its new role. The sizes of
     both pools follow. Returns when that is done.
     """
     change = _change(name, "switch", replica, roles=("prefill", "decode"), timeout=timeout)
     sizes = " ".join(f"{role}={pool['desired']}" for role, pool in change.pools.items())
     if change.switched.get(replica) == change.answer:
-        print(f"{replica} is {change.answer} now, after {change.seconds:.1f} s: {sizes}")
+        print(f"{replica} became {change.answer} after {change.seconds:.1f} s: {sizes}")
     else:
-        print(f"{replica} was lost on the way, a fresh replica serves instead, after {change.seconds:.1f} s: {sizes}")
+        print(f"{replica} was lost during the switch and replaced after {change.seconds:.1f} s: {sizes}")
 
 
 def drain(
-    replica: Annotated[str, typer.Argument(help="Such as decode-1; see `cluster status`.")],
+    replica: Annotated[str, typer.Argument(help="Replica id, such as decode-1; see `cluster status`.")],
     name: Name = None,
-    timeout: Annotated[float | None, typer.Option(help="Seconds; default timeouts.start_s + timeouts.drain_s.")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(help="Deadline in seconds; default: timeouts.start_s + timeouts.drain_s.")
+    ] = None,
 ) -> None:
-    """Let one replica finish its requests, or hand them over, and leave; a fresh one takes its place.
+    """Let one replica finish or hand over its requests and leave; a new one replaces it.
 
-    Returns when both are done. The pool keeps its size: to make it smaller, use `cluster scale`.
+    Returns when both are done. The pool keeps its size; use `cluster scale` to shrink it.
     """
     role = replica.partition("-")[0]
     change = _change(name, "drain", replica, roles=[role], timeout=timeout)
     ids = (entry["id"] for entry in change.pools[role]["replicas"])
     newest = max(ids, key=number_of, default="none")
-    print(f"{replica} has left, {newest} serves in its place, after {change.seconds:.1f} s")
+    print(f"{replica} has left, {newest} replaced it after {change.seconds:.1f} s")
 
 
 def logs(
-    replica: Annotated[str, typer.Argument(help="Such as decode-1, also one that is gone; or router, or controller.")],
-    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Of each rank.")] = 50,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until Ctrl-C.")] = False,
+    replica: Annotated[
+        str, typer.Argument(help="Replica id, such as decode-1, also of one that has left; or router, or controller.")
+    ],
+    lines: Annotated[int, typer.Option("-n", "--lines", min=0, help="Number of lines per rank.")] = 50,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Follow until Ctrl-C.")] = False,
     name: Name = None,
 ) -> None:
-    """Show the last lines that a replica has written, or the router or the controller."""
+    """Show the last log lines of a replica, the routers or the controller."""
     state = find_state(name)
     if state.endpoints and replica == "router":
-        raise SpecError(f"its routers are those of {state.endpoints}: `cluster logs router --name {state.endpoints}`")
+        raise SpecError(f"it uses the routers of {state.endpoints}; run `cluster logs router --name {state.endpoints}`")
     controller = join_controller(state)
     from cluster.launch.driver import ask
 
     parts: dict[int, LogPart] = ask(controller, "logs", replica, lines=lines)
-    ends: dict[int, int] = {}  # also of those that cannot be read at present
+    # Includes ranks that cannot be read right now.
+    ends: dict[int, int] = {}
     while True:
         for rank, part in sorted(parts.items()):
             prefix = f"{rank}| " if len(parts) > 1 else ""
@@ -105,16 +114,17 @@ def logs(
 
 @dataclass(frozen=True)
 class _Change:
-    """What came of a change to the pools."""
+    """Result of a change to the pools."""
 
-    known: set[str]  # the replicas that there were before
-    answer: Any  # the controller's, when it was asked
+    # Replicas before the change.
+    known: set[str]
+    answer: Any  # the controller's return value
     pools: Pools
     seconds: float
 
     @property
     def switched(self) -> dict[str, str]:
-        """The replicas that have changed their role meanwhile: what they were, and are."""
+        """Role switches since the change: old id to new id."""
         replicas = [replica for pool in self.pools.values() for replica in pool["replicas"]]
         return {was: replica["id"] for replica in replicas if (was := replica.get("was", "")) in self.known}
 
@@ -122,7 +132,7 @@ class _Change:
 def _change(
     name: str | None, method: str, *args: Any, roles: Iterable[str], timeout: float | None, **kw: Any
 ) -> _Change:
-    """Ask the controller for a change, and return when those pools are settled and the router has heard of it."""
+    """Call a controller method, and return once the pools have settled and the routers see them."""
     begin = time.monotonic()
     state = find_state(name)
     controller = join_controller(state)
@@ -143,10 +153,10 @@ def _change(
 
 
 def _parse_sizes(sizes: list[str]) -> dict[str, int]:
-    wanted: dict[str, int] = {}
+    new_sizes: dict[str, int] = {}
     for size in sizes:
         match = _SIZE.fullmatch(size)
-        if match is None or match[1] in wanted:
+        if match is None or match[1] in new_sizes:
             raise SpecError(f"scale {' '.join(sizes)}: write prefill=N, decode=N or both")
-        wanted[match[1]] = int(match[2])
-    return wanted
+        new_sizes[match[1]] = int(match[2])
+    return new_sizes

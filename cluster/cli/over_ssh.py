@@ -1,4 +1,4 @@
-"""`cluster --address USER@HEAD ...`: the same command on that host, over SSH."""
+"""`cluster --address USER@HEAD ...`: run the command on that host over SSH."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ from core.types.errors import DeployError, SpecError
 # Environment variable: the command that runs `cluster` on the head, such as /opt/xpyd/bin/cluster.
 REMOTE_COMMAND = "CLUSTER_REMOTE_COMMAND"
 
-_SSH_FAILED = 255  # ssh's own exit code; `cluster` never returns it
-_NOT_FOUND = 127  # the remote shell's
+# ssh's own exit code; `cluster` never returns it.
+_SSH_FAILED = 255
+# Exit code of the remote shell.
+_NOT_FOUND = 127
 # A host that does not answer ends the command instead of hanging it.
 _OPTIONS = ("-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15")
 
 
 def run_over_ssh(address: str, arguments: Sequence[str]) -> NoReturn:
-    """Run `cluster` with `arguments` at USER@HEAD and end with its exit code; stdin, stdout and stderr pass through.
+    """Run `cluster` with `arguments` at USER@HEAD and exit with its code. stdin, stdout and stderr pass through.
 
-    `deploy` uses the Ray that runs there, and a spec file of that host. Raises SpecError, and DeployError when ssh is
-    missing, the host cannot be reached, or it has no `cluster`.
+    `deploy` uses the Ray that runs there, and spec files of that host. Raises SpecError, and DeployError if ssh is
+    missing, the host is unreachable, or it has no `cluster`.
     """
     host, _, port = address.rpartition(":")
     if ":" not in host and port.isdigit():
@@ -59,7 +61,7 @@ def _remote_arguments(address: str, arguments: Sequence[str]) -> list[str]:
     local = [word for word in arguments[1:] if word.endswith((".yaml", ".yml")) and os.path.isfile(word)]
     if local:
         raise SpecError(
-            f"{local[0]} is a file of this machine, and the command runs at {address}: `scp {local[0]} {address}:`, "
+            f"{local[0]} is a local file, but the command runs at {address}; run `scp {local[0]} {address}:`, "
             f"then `ssh -t {address} cluster deploy {os.path.basename(local[0])} --address auto`"
         )
     has_ray = any(word.partition("=")[0] == "--address" for word in arguments)

@@ -1,4 +1,4 @@
-"""`cluster quantize` and `cluster eval perplexity`: fewer bits, and what they cost."""
+"""`cluster quantize` and `cluster eval perplexity`: 8-bit checkpoints and their quality loss."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ evaluate = typer.Typer(help="Measure a model's quality, in this process.", no_ar
 
 @evaluate.callback()
 def _group() -> None:
-    """Without a callback typer would take the only command for the group itself."""
+    """Exist so that typer does not collapse the group into its only command."""
 
 
 def quantize(
-    into: Annotated[Path, typer.Argument(help="The directory to write; must not exist.")],
+    into: Annotated[Path, typer.Argument(help="Output directory; must not exist.")],
     model: Model = DEFAULT_MODEL,
-    to: Annotated[str, typer.Option(help="fp8 (blocks of 128 x 128) or int8 (one scale per output).")] = "fp8",
+    to: Annotated[str, typer.Option(help="fp8 (128 x 128 blocks) or int8 (one scale per output).")] = "fp8",
     calibrate: Annotated[
         Path | None,
-        typer.Option(help="A text file like what will be served: rounding then keeps products close, not numbers."),
+        typer.Option(
+            help="Text file typical of the workload; rounding then minimizes the error of products instead of weights."
+        ),
     ] = None,
 ) -> None:
-    """Write a checkpoint whose matrices have 8 bits, which this cluster and other engines can serve."""
+    """Write a checkpoint with 8-bit matrices, for this cluster and other engines."""
     from core.model.source import resolve
     from engine.quantization.calibration import inputs_of_text
     from engine.quantization.write import quantize_checkpoint
@@ -43,18 +45,16 @@ def quantize(
 @evaluate.command()
 def perplexity(
     model: Model = DEFAULT_MODEL,
-    text: Annotated[
-        Path | None, typer.Option(help="A text file; default: the Python reference, as pydoc has it.")
-    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text file; default: the Python reference from pydoc.")] = None,
     dtype: ModelDType = DEFAULT_DTYPE,
-    window: Annotated[int, typer.Option(min=32, help="Tokens.")] = 512,
+    window: Annotated[int, typer.Option(min=32, help="Tokens per window.")] = 512,
     stride: Annotated[int, typer.Option(min=1, help="Tokens scored in each window.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="At most so many.")] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    windows: Annotated[int, typer.Option(min=1, help="Maximum number of windows.")] = 32,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """What weights, pool and wire of 8 bits cost in perplexity, FP8 and INT8, each by itself and together.
+    """Measure the perplexity cost of 8-bit weights, KV pool and wire format, for FP8 and INT8, separately and combined.
 
-    Windows come from the first half of the text; weights that are "calibrated" have seen the second.
+    Windows come from the first half of the text; "calibrated" weights used the second half.
     """
     from pydoc_data.topics import topics
 
@@ -94,4 +94,4 @@ def _read(path: Path) -> str:
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"{path}: cannot be read as text: {error}") from error
+        raise SpecError(f"{path}: cannot read text: {error}") from error

@@ -1,4 +1,4 @@
-"""Asking the routers of a deployment, for commands that show what these keep."""
+"""Requests to the admin ports of a deployment's routers."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
 
 Admin: TypeAlias = Annotated[
     str | None,
-    typer.Option(help="HOST:PORT at which a router answers operators; default: all of the deployment's."),
+    typer.Option(help="HOST:PORT of a router's admin endpoint; default: all routers of the deployment."),
 ]
 
 RequestId: TypeAlias = Annotated[
-    str, typer.Argument(help="As `generate --json`, the X-Request-Id header or an answer's `id` says it.")
+    str, typer.Argument(help="Request id, from `generate --json`, the X-Request-Id header or an answer's `id`.")
 ]
 
 
 def ask_routers_of(name: str | None, admin: str | None, path: str) -> list[AdminAnswer]:
-    """What each of them answers to GET `path`, at least one. Raises ClusterError when nobody does."""
+    """GET `path` from each router. Returns at least one response, else raises ClusterError."""
     from cluster.launch.router_admin import ask_at, ask_routers
 
     if admin:
@@ -40,12 +40,15 @@ def ask_routers_of(name: str | None, admin: str | None, path: str) -> list[Admin
 
 
 def remembered(name: str | None, admin: str | None, path: str, request_id: str) -> dict[str, Any]:
-    """What the router that served a request answers to GET `path` and its id. Raises ClusterError where none knows."""
+    """GET `path` and the request id from the router that served the request.
+
+    Raises ClusterError if no router knows it.
+    """
     answers = ask_routers_of(name, admin, path + urllib.parse.quote(request_id, safe=""))
     found = [tree for answer in answers if answer.status == 200 and (tree := answer.json())]
     if not found:
         raise ClusterError(
-            f"no router remembers request {request_id}: each keeps its last 1,000, by the id of `generate --json`, of "
-            "the header X-Request-Id, or of an answer"
+            f"no router remembers request {request_id}: each keeps its last 1,000, by the id in `generate --json`, "
+            "in the X-Request-Id header, or in an answer"
         )
     return found[0]

@@ -1,4 +1,4 @@
-"""`cluster status`."""
+"""`cluster status`: state of a deployment."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _NOT_READY, _NOTHING_DEPLOYED = 1, 3
 
 def status(
     name: Name = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show every replica. Exit code: 0 ready, 1 not ready, 3 nothing deployed."""
+    """Show all replicas. Exit code: 0 ready, 1 not ready, 3 nothing deployed."""
     try:
         state = find_state(name)
         if state.joined_ray is not None and not state.joined_ray.is_running:
-            raise NotDeployed(f"{state.name} is not running any more; `cluster down` forgets it")
+            raise NotDeployed(f"{state.name} is no longer running; run `cluster down` to remove its state")
         controller = join_controller(state)
         from cluster.launch.status import read_status
 
@@ -42,19 +42,19 @@ def status(
 
 
 def update_lines(revision: RevisionReport | None) -> list[str]:
-    """An update under way, or what became of the last one."""
+    """Describe the running update, or the outcome of the last one."""
     if revision is None:
         return []
     if update := revision["update"]:
         why = f" ({update['reason']})" if update["reason"] else ""
-        share = f"{update['share']:.0%} of the requests go there"
+        share = f"{update['share']:.0%} of the requests go to it"
         return [f"update to revision {update['revision']}: {update['phase']}{why}: {update['step']}; {share}"]
     last = revision["last_update"]
     return [f"revision {revision['number']}; the last update: {last}"] if last else []
 
 
 def as_text(report: DeploymentReport) -> str:
-    """As people read it."""
+    """Format the report as text."""
     from cluster.cli.console import columns
     from cluster.launch.endpoints import openai_urls
 
@@ -70,14 +70,14 @@ def as_text(report: DeploymentReport) -> str:
         if pool["ready"] < pool["desired"] and pool["failures"]:
             notes.append(pool["failures"][-1]["text"])
         if pool["has_given_up"]:
-            notes.append("it failed to start too often and is not tried again until `cluster scale`")
+            notes.append("replicas failed to start too often; run `cluster scale` to retry")
     notes += update_lines(report.get("revision"))
     if report["tls"] == "off":
         notes.append(TLS_IS_OFF)
     ready = "ready" if report["ready"] else "not ready"
-    wanted = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
+    ready_counts = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
     ends = report["endpoints"]
     endpoints = (
         f" · gRPC {ends['grpc']} · OpenAI {openai_urls(ends['http'])} · admin {', '.join(ends['admin']) or 'none'}"
     )
-    return "\n".join([f"{report['name']} is {ready}: {wanted}{endpoints}", columns(rows), *notes])
+    return "\n".join([f"{report['name']} is {ready}: {ready_counts}{endpoints}", columns(rows), *notes])

@@ -1,4 +1,4 @@
-"""`cluster top`: the deployment as it runs, in the terminal."""
+"""`cluster top`: live view of a deployment in the terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 _NUM_DECISIONS, _NUM_FLOWS = 8, 8
-_LATELY = 10  # seconds whose means are shown
+# Number of last seconds that are averaged.
+_WINDOW_S = 10
 
 View = dict[str, Any]
 
@@ -26,11 +27,11 @@ View = dict[str, Any]
 def top(
     name: Name = None,
     admin: Admin = None,
-    once: Annotated[bool, typer.Option("--once", help="One look, in plain text.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One look, as one JSON object a router.")] = False,
-    interval: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot as plain text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one snapshot as JSON, one object per router.")] = False,
+    interval: Annotated[float, typer.Option(min=0.2, help="Refresh interval in seconds.")] = 1.0,
 ) -> None:
-    """Watch replicas, KV, latency and decisions as they are; Ctrl-C ends it."""
+    """Watch replicas, KV, latency and decisions live; Ctrl-C ends it."""
     if as_json:
         print(json.dumps(_views(name, admin), indent=1))
     elif once or not sys.stdout.isatty():
@@ -43,7 +44,7 @@ def _views(name: str | None, admin: str | None) -> list[View]:
     answers = ask_routers_of(name, admin, "/debug/view")
     views = [view for answer in answers if answer.status == 200 and (view := answer.json())]
     if not views:
-        raise ClusterError("the routers are of a version that does not know `cluster top`")
+        raise ClusterError("the routers' version does not support `cluster top`")
     return views
 
 
@@ -60,7 +61,7 @@ def _watch(name: str | None, admin: str | None, interval_s: float) -> None:
 
 
 def plain(views: Sequence[View]) -> str:
-    """As scripts and pagers have it."""
+    """Format the views as plain text, for scripts and pagers."""
     from cluster.cli.console import columns
 
     parts = [_head(views), columns([_REPLICA_HEADS, *_replica_rows(views)])]
@@ -98,12 +99,12 @@ _REPLICA_HEADS = ["REPLICA", "STATE", "RUN", "WAIT", "LOAD", "KV USED", "CACHED"
 def _head(views: Sequence[View]) -> str:
     first, replicas = views[0], _replicas(views)
     counts = {role: sum(one["role"] == role for one in replicas) for role in ("prefill", "decode")}
-    lately = [point for view in views for point in view["history"][-_LATELY:]]
-    seconds = max(1, min(_LATELY, len(lately) // len(views)))
-    tokens = sum(point["tokens_per_s"] for point in lately) / seconds
-    requests = sum(point["requests_per_s"] for point in lately) / seconds
+    recent = [point for view in views for point in view["history"][-_WINDOW_S:]]
+    seconds = max(1, min(_WINDOW_S, len(recent) // len(views)))
+    tokens = sum(point["tokens_per_s"] for point in recent) / seconds
+    requests = sum(point["requests_per_s"] for point in recent) / seconds
     waiting = sum(view["history"][-1]["waiting"] for view in views if view["history"])
-    ttft, itl = (_worst(lately, key) for key in ("ttft_s", "itl_s"))
+    ttft, itl = (_worst(recent, key) for key in ("ttft_s", "itl_s"))
     routers = f"{len(views)} router{'s' if len(views) > 1 else ''}"
     return (
         f"{_text(first['deployment'])}: {routers}, {counts['prefill']}P{counts['decode']}D, "
@@ -112,16 +113,16 @@ def _head(views: Sequence[View]) -> str:
 
 
 def _worst(points: Sequence[Mapping[str, Any]], key: str) -> str:
-    """The means of the seconds' P50, and the greatest P99."""
-    told = [point[key] for point in points if point[key]]
-    if not told:
+    """Return the mean of the seconds' P50 values and the highest P99."""
+    values = [point[key] for point in points if point[key]]
+    if not values:
         return "-"
-    middle = sum(p50 for p50, _ in told) / len(told)
-    return f"{1e3 * middle:.1f} ms (P99 {1e3 * max(p99 for _, p99 in told):.0f})"
+    middle = sum(p50 for p50, _ in values) / len(values)
+    return f"{1e3 * middle:.1f} ms (P99 {1e3 * max(p99 for _, p99 in values):.0f})"
 
 
 def _replicas(views: Sequence[View]) -> list[dict[str, Any]]:
-    """Of all routers; one that any of them has lost is lost."""
+    """Merge the replicas of all routers; a replica that one router reports as lost is lost."""
     found: dict[str, dict[str, Any]] = {}
     for view in views:
         for replica in view["replicas"]:
@@ -169,5 +170,5 @@ def _decision(one: Mapping[str, Any]) -> list[str]:
 
 
 def _text(word: str) -> str:
-    """A client's word, without what a terminal would take for an order."""
+    """Replace unprintable characters of client text, which could be terminal control codes."""
     return "".join(letter if letter.isprintable() else "?" for letter in word)

@@ -1,4 +1,4 @@
-"""`cluster trace`: where a request's time went, and what it waited for at each moment."""
+"""`cluster trace`: timeline of a request and its critical path."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from cluster.cli.deploy import Name
 from cluster.cli.routers import Admin, RequestId, remembered
 from core.types.timeline import Span, critical_path, spans_of
 
-_WIDTH = 60  # of the picture
-_SHOWN = 0.01  # of all the time: what is less is left out of the path
+# Width of the timeline in characters.
+_WIDTH = 60
+# Spans below this share of the total are left out of the critical path.
+_SHOWN = 0.01
 
 
 def trace(
     request_id: RequestId,
     name: Name = None,
     admin: Admin = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Draw where a request's time went: queue, route, pull, compute, wire, wait, decode. `#` is its critical path.
+    """Draw the timeline of a request: queue, route, pull, compute, wire, wait, decode. `#` marks its critical path.
 
     A router remembers its last 1,000 requests, whether or not they are traced.
     """
@@ -34,7 +36,7 @@ def trace(
 
 
 def picture(id: str, life: dict[str, Any]) -> list[str]:
-    """Of one request, as lines. life: as Life.as_dict tells it."""
+    """Return the lines of one request's timeline. life: as in Life.as_dict."""
     spans, total_s = spans_of(life), float(life["seconds"])
     path = critical_path(spans)
     first_s, trace_id = float(life["first_token_s"]), life["trace_id"]
@@ -48,7 +50,7 @@ def picture(id: str, life: dict[str, Any]) -> list[str]:
         lines.append(f"{_row(row, widths)}  |{_bar(span, path, total_s)}|")
     shown = [_share(span, total_s) for span in path if span.end_s - span.start_s >= _SHOWN * total_s]
     lines.append("critical path: " + (" > ".join(shown) or "nothing yet"))
-    lines += [f"went on elsewhere: {trouble}" for trouble in life["troubles"]]
+    lines += [f"retried elsewhere: {trouble}" for trouble in life["troubles"]]
     return lines
 
 
@@ -62,7 +64,7 @@ def _row(cells: list[str], widths: list[int]) -> str:
 
 
 def _bar(span: Span, path: list[Span], total_s: float) -> str:
-    """`#` while the request waits for this, `-` while it waits for something else."""
+    """Draw `#` where the span is on the critical path, `-` elsewhere."""
     own = [one for one in path if (one.state, one.replica) == (span.state, span.replica)]
 
     def cell(number: int) -> str:

@@ -1,4 +1,4 @@
-"""`cluster update`."""
+"""`cluster update`: rolling update to another spec."""
 
 from __future__ import annotations
 
@@ -26,41 +26,43 @@ _POLL_S = 0.5
 def update(
     topology: Annotated[
         str | None,
-        typer.Argument(metavar="FILE|2P4D", help="What the deployment is to become; without it, what --set says."),
+        typer.Argument(metavar="FILE|2P4D", help="New spec; default: only the changes of --set."),
     ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="PATH=VALUE", help="Override a field of the spec, e.g. kv.pool_dtype=int8."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option(help="Say what would be replaced and why, and whether its model is whole; change nothing.")
+        bool, typer.Option(help="Print what would be replaced and why, and check the model, without changing anything.")
     ] = False,
     canary: Annotated[
-        float | None, typer.Option(help="The share of requests that the new revision has first, e.g. 0.1.")
+        float | None, typer.Option(help="Share of requests for the new revision at first, e.g. 0.1.")
     ] = None,
-    canary_s: Annotated[float, typer.Option(min=0, help="For so long, before it takes the old one's place.")] = 60.0,
+    canary_s: Annotated[float, typer.Option(min=0, help="Duration of the canary phase in seconds.")] = 60.0,
     max_error_increase: Annotated[
-        float, typer.Option(min=0, help="Return to the old revision if the error rate grows by more than this.")
+        float, typer.Option(min=0, help="Roll back if the error rate grows by more than this.")
     ] = 0.1,
     max_latency_factor: Annotated[
         float | None,
-        typer.Option(help="Return if mean TTFT or ITL is more than this times the old one's. Default: not compared."),
+        typer.Option(
+            help="Roll back if mean TTFT or ITL exceeds the old revision's by this factor. Default: not compared."
+        ),
     ] = None,
-    restart: Annotated[bool, typer.Option(help="Also what the spec leaves as it is: its code is new.")] = False,
-    abort: Annotated[bool, typer.Option(help="Take the update back that is under way.")] = False,
+    restart: Annotated[bool, typer.Option(help="Restart replicas even if their spec is unchanged.")] = False,
+    abort: Annotated[bool, typer.Option(help="Roll back the running update.")] = False,
     wait_for_nodes: Annotated[
-        bool, typer.Option(help="Wait for nodes that an autoscaler has yet to add, instead of refusing.")
+        bool, typer.Option(help="Wait for nodes that an autoscaler will add, instead of failing.")
     ] = False,
-    timeout: Annotated[float | None, typer.Option(help="Seconds to watch; default: until it is over.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds to watch; default: until the update ends.")] = None,
     name: Name = None,
 ) -> None:
-    """Take a running deployment to another spec, replica by replica, while requests run; return when that is over.
+    """Update a running deployment to another spec, replica by replica, while requests run. Returns when it is done.
 
-    It goes on without this command. It returns to the old spec by itself if the new replicas do not start, fail more
-    requests than the old ones, or are slower. Exit code 2: the update was taken back.
+    The update continues without this command. It rolls back by itself if new replicas do not start, fail more requests
+    than the old ones, or are slower. Exit code 2: the update was rolled back.
     """
     if not (topology or overrides or restart or abort):
-        raise SpecError("cluster update: name a spec, or say --set PATH=VALUE, --restart or --abort")
+        raise SpecError("cluster update: give a spec, --set PATH=VALUE, --restart or --abort")
     begin = time.monotonic()
     state = find_state(name)
     controller = join_controller(state)
@@ -81,8 +83,8 @@ def update(
     from core.spec.schema import is_fetched
 
     now: ControllerReport = ask(controller, "status")
-    old = parse_spec(now["spec"], origin="the spec of now")
-    new = _wanted(old, topology, overrides or [])
+    old = parse_spec(now["spec"], origin="the current spec")
+    new = _requested_spec(old, topology, overrides or [])
     changes = changes_of(old, new)
     options = UpdateOptions(
         canary=canary,
@@ -94,7 +96,8 @@ def update(
     )
     if dry_run:
         print(_as_text(changes, now, restarts_all=restart))
-        if changes and not any(map(is_fetched, _sources(new) - _sources(old))):  # else to look were to fetch it
+        # A new source would have to be fetched.
+        if changes and not any(map(is_fetched, _sources(new) - _sources(old))):
             check_model(new, lambda text: None)
         return
     if not changes and not restart:
@@ -104,21 +107,21 @@ def update(
     with reporter(is_new=False) as report:
         check_model(new, report.say)
         if ask(controller, "update", new.model_dump(mode="json"), options, seen=now["spec"]):
-            said = _await_end(controller, report, deadline=deadline)
+            message = _await_end(controller, report, deadline=deadline)
         else:
-            said = _await_live(controller, state, report, deadline=deadline or begin + new.timeouts.start_s)
-    print(f"{said}, after {time.monotonic() - begin:.1f} s")
+            message = _await_live(controller, state, report, deadline=deadline or begin + new.timeouts.start_s)
+    print(f"{message}, after {time.monotonic() - begin:.1f} s")
 
 
-def _wanted(old: Spec, topology: str | None, overrides: list[str]) -> Spec:
-    """What the deployment is to become. Raises SpecError."""
+def _requested_spec(old: Spec, topology: str | None, overrides: list[str]) -> Spec:
+    """Return the requested spec. Raises SpecError."""
     from cluster.rollout.spec_diff import updated
     from core.spec.loader import named_keys
 
     named = named_keys(topology, overrides)
     given = named.pop("name", None)
     if given not in (None, old.name):
-        raise SpecError(f"name: this spec is of {given}, and the deployment is {old.name}; a name cannot change")
+        raise SpecError(f"name: the spec is named {given}, the deployment {old.name}; a name cannot change")
     return updated(old, named, is_whole=topology is not None and Path(topology).exists())
 
 
@@ -127,16 +130,14 @@ def _sources(spec: Spec) -> set[str]:
 
 
 def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_all: bool) -> str:
-    """What an update would do, for people."""
+    """Format the effect of an update as text."""
     from cluster.cli.console import columns
     from cluster.rollout.spec_diff import Needs
     from cluster.rollout.updater import roles_of
 
     lines = [columns([["CHANGE", "NEEDS"], *([str(one), str(one.needs)] for one in changes)])] if changes else []
     if any(one.needs is Needs.DEPLOYMENT for one in changes):
-        return "\n".join(
-            [*lines, "an update cannot do this: deploy the new spec beside this one, under another --name"]
-        )
+        return "\n".join([*lines, "an update cannot do this: deploy the new spec under another --name"])
     replaced = roles_of(changes, restarts_all=restarts_all)
     for role, pool in now["pools"].items():
         ids = ", ".join(replica["id"] for replica in pool["replicas"]) or "none"
@@ -148,10 +149,10 @@ def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_a
 
 
 def _await_end(controller: Any, report: Reporter, *, deadline: float | None) -> str:
-    """Until the update is over; what became of it. Raises DeployError where it was taken back, or at the deadline."""
+    """Wait until the update ends. Returns its outcome. Raises DeployError if it was rolled back, or at the deadline."""
     from cluster.launch.driver import ask
 
-    said, was_returning = "", False
+    message, was_returning = "", False
     while True:
         now: ControllerReport = ask(controller, "status")
         report.show(now["pools"])
@@ -160,23 +161,25 @@ def _await_end(controller: Any, report: Reporter, *, deadline: float | None) -> 
             break
         is_returning = update["phase"] == "returning"
         if is_returning and not was_returning:
-            report.say(f"revision {update['revision']} is taken back: {update['reason']}")
+            report.say(f"rolling back revision {update['revision']}: {update['reason']}")
         was_returning = is_returning
         step = f"{update['phase']}: {update['step']}; {update['share']:.0%} of the requests"
-        if step != said:
+        if step != message:
             report.say(step)
-        said = step
+        message = step
         if deadline is not None and time.monotonic() > deadline:
-            raise DeployError(f"not over in time, and it goes on ({step}); `cluster update --abort` takes it back")
+            raise DeployError(
+                f"not done in time, the update continues ({step}); `cluster update --abort` rolls it back"
+            )
         time.sleep(_POLL_S)
     outcome = revision["last_update"]
-    if "taken back" in outcome and "an operator" not in outcome:
+    if "rolled back" in outcome and "an operator" not in outcome:
         raise DeployError(outcome)
     return outcome
 
 
 def _await_live(controller: Any, state: Any, report: Reporter, *, deadline: float) -> str:
-    """Where nothing is replaced, but pools may have another size."""
+    """Wait for pools that change their size without replacing replicas."""
     from cluster.launch.pool_watch import await_ready
     from cluster.launch.router_admin import await_seen
     from core.types.request import Role
@@ -184,4 +187,4 @@ def _await_live(controller: Any, state: Any, report: Reporter, *, deadline: floa
     roles: list[Role] = list(Role)
     pools = await_ready(controller, roles, deadline=deadline, reporter=report)
     await_seen(state, {role: pools[role]["desired"] for role in roles})
-    return "taken live: no replica was replaced"
+    return "applied live: no replica was replaced"

@@ -1,4 +1,4 @@
-"""What lives of a deployment when its controller starts: taken over where it is whole, removed where it is not."""
+"""Adoption of running replicas when the controller restarts: complete ones are taken over, others are removed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from core.types.errors import RankUnreachable, ReplicaFailed
 logger = logging.getLogger(__name__)
 
 _TRY_AGAIN_S = 1.0
-_ADOPT_S = 30.0  # `cluster status` waits for it
+# `cluster status` waits for this.
+_ADOPT_S = 30.0
 
 
 async def adopt_all(name: str, desired: Desired | None) -> list[ReplicaLifecycle]:
-    """The replicas that an earlier life of the controller started, in the order of their numbers; what is not whole is
-    removed, and all of it where nothing is desired. Within 30 s.
+    """Return the replicas that an earlier run of the controller started, ordered by number.
 
-    Raises RayError, as when Ray has just come back itself; then none of it is being looked at any more.
+    Incomplete replicas are removed; so are all of them if `desired` is None. Takes at most 30 s. Raises RayError, for
+    example while Ray itself is coming back; no adoption is running then.
     """
-    found = sorted(find_replicas(name), key=number_of)  # they keep the order in which they were started
+    # Sorted, so that they keep the order in which they were started.
+    found = sorted(find_replicas(name), key=number_of)
     lives = await asyncio.gather(*(_adopt(replica, name, desired) for replica in found), return_exceptions=True)
     if problems := [life for life in lives if isinstance(life, BaseException)]:
         raise problems[0]
@@ -33,24 +35,25 @@ async def adopt_all(name: str, desired: Desired | None) -> list[ReplicaLifecycle
 async def _adopt(replica: str, name: str, desired: Desired | None) -> ReplicaLifecycle | None:
     try:
         if desired is None:
-            raise ReplicaFailed("nothing is desired")
+            raise ReplicaFailed("no desired state is stored")
         life = ReplicaLifecycle(replica, desired.as_made(replica, role_of(replica)))
         async with asyncio.timeout(_ADOPT_S):
-            while not await _is_reached(life):
+            while not await _try_to_adopt(life):
                 await asyncio.sleep(_TRY_AGAIN_S)
     except (ReplicaFailed, TimeoutError) as error:
-        logger.warning("%s is removed, not adopted: %s", replica, error)
+        logger.warning("replica removed, not adopted replica=%s reason=%s", replica, error)
         remove_leftovers(replica, name)
         return None
-    logger.info("%s is adopted", replica)
+    logger.info("replica adopted replica=%s", replica)
     return life
 
 
-async def _is_reached(life: ReplicaLifecycle) -> bool:
-    """Adopt it, unless the network is in the way: that may be for a moment, as where this host has just come back."""
+async def _try_to_adopt(life: ReplicaLifecycle) -> bool:
+    """Adopt the replica. Return False if the network failed; it may be back in a moment, as after a reboot of this
+    host."""
     try:
         await life.adopt()
     except (RankUnreachable, TimeoutError) as error:
-        logger.warning("%s serves, perhaps: %s", life.view.id, str(error) or "it does not answer")
+        logger.warning("cannot verify replica, retrying replica=%s reason=%s", life.view.id, str(error) or "no answer")
         return False
     return True

@@ -1,4 +1,4 @@
-"""Which deployments have no doors of their own, and name another's: read from what Ray's store has of each."""
+"""Deployments that share another deployment's endpoints, as recorded in Ray's key-value store."""
 
 from __future__ import annotations
 
@@ -16,24 +16,28 @@ logger = logging.getLogger(__name__)
 
 
 class AttachedList:
-    """Of one deployment's doors. Keeps what it has read: nearly always nothing has changed."""
+    """Deployments attached to one deployment's endpoints. Caches parsed records, because they rarely change."""
 
     def __init__(self, endpoints: str) -> None:
-        """doors: whose they are."""
+        """endpoints: name of the deployment that owns the endpoints."""
         self._endpoints = endpoints
-        self._read: dict[str, tuple[bytes, Launch | None]] = {}  # what was stored; None: no borrower of these doors
+        # Stored bytes, and the launch parsed from them; None if the deployment is not attached to these endpoints.
+        self._parsed: dict[str, tuple[bytes, Launch | None]] = {}
 
     def launches(self) -> list[Launch]:
-        """How the processes of each were started. Raises DeployError where Ray's store does not answer."""
+        """Return how each attached deployment's processes were started.
+
+        Raises DeployError if Ray's store does not answer.
+        """
         try:
             stored = {name: desired_state.stored(name) for name in name_lock.claimed() if name != self._endpoints}
         except (RayError, OSError) as error:
-            raise DeployError(f"Ray's own store does not answer: {' '.join(str(error).split())}") from error
-        self._read = {name: self._known(name, text) for name, text in stored.items() if text}
-        return [launch for _, launch in self._read.values() if launch]
+            raise DeployError(f"Ray's key-value store does not answer: {' '.join(str(error).split())}") from error
+        self._parsed = {name: self._parse(name, text) for name, text in stored.items() if text}
+        return [launch for _, launch in self._parsed.values() if launch]
 
-    def _known(self, name: str, text: bytes) -> tuple[bytes, Launch | None]:
-        known = self._read.get(name)
+    def _parse(self, name: str, text: bytes) -> tuple[bytes, Launch | None]:
+        known = self._parsed.get(name)
         if known and known[0] == text:
             return known
         try:
@@ -45,11 +49,12 @@ class AttachedList:
             LookupError,
             TypeError,
             AttributeError,
-        ) as error:  # of another version, perhaps
-            logger.warning("deployment %s: what is stored of it cannot be read, and does not count: %r", name, error)
+            # The record may be from another version.
+        ) as error:
+            logger.warning("ignored unreadable deployment record deployment=%s error=%r", name, error)
             return text, known[1] if known else None
 
 
 def attached_to(endpoints: str) -> list[str]:
-    """Their names. Raises DeployError."""
+    """Return the names of the deployments attached to `endpoints`, sorted. Raises DeployError."""
     return sorted(launch.spec.name for launch in AttachedList(endpoints).launches())

@@ -1,4 +1,4 @@
-"""The autoscaler of a deployment at work: it looks, has a decision made in a process beside, and carries it out."""
+"""The autoscaler's control loop: observe, let a process on the head decide, apply the decision."""
 
 from __future__ import annotations
 
@@ -34,45 +34,60 @@ logger = logging.getLogger(__name__)
 _KEPT = 200  # decisions
 _SHOWN = 20
 _DRY = " (dry run)"
-_LOOK_S = 1.0  # whether the spec has an autoscaler now
-_DECIDE_S = 120.0  # a decision takes no longer
-_USUAL_START_S, _USUAL_DRAIN_S, _USUAL_SWITCH_S = 60.0, 10.0, 2.0  # until they are measured
+# Interval at which the spec is checked for an `autoscale` section.
+_LOOK_S = 1.0
+# Deadline for one decision.
+_DECIDE_S = 120.0
+# Defaults until measured.
+_USUAL_START_S, _USUAL_DRAIN_S, _USUAL_SWITCH_S = 60.0, 10.0, 2.0
 
 Scale = Callable[[dict[str, int]], Awaitable[Any]]
 Decide = Callable[[AutoscaleState, LiveObservation], Awaitable[tuple[AutoscaleState, ScalingDecision]]]
 
 
 class HistoryStore(Protocol):
-    """Where decisions outlive this process: cluster.control.scaling_history, or what a test has."""
+    """Storage for decisions that outlives this process: cluster.control.scaling_history, or a test's fake."""
 
     def load(self, name: str, /) -> ScalingHistory | None: ...
     def save(self, name: str, state: AutoscaleState, decisions: Iterable[ScalingDecision], /) -> None: ...
 
 
 class AutoscaleReport(TypedDict):
-    """`cluster autoscale status --json`."""
+    """Content of `cluster autoscale status --json`."""
 
-    rules: dict[str, Any] | None  # `autoscale` of the spec; None: nothing is decided
-    sizes: list[int]  # prefill, decode: that are wanted
-    history: str  # where it begins
-    problem: str  # why the last decision could not be made or carried out; empty: it could
-    decisions: list[dict[str, Any]]  # ScalingDecision.as_dict, the latest last
-    replicas: list[dict[str, Any]]  # ReplicaNews, as a router knows them: what is simulated goes by their rates
+    # The `autoscale` section of the spec; None if autoscaling is off.
+    rules: dict[str, Any] | None
+    # Desired pool sizes: prefill, decode.
+    sizes: list[int]
+    # Origin of the decision history.
+    history: str
+    # Reason why the last decision could not be made or applied; empty if it was.
+    problem: str
+    # ScalingDecision.as_dict of each, oldest first.
+    decisions: list[dict[str, Any]]
+    # ReplicaReport of each, as the router sees it. The simulator uses their measured rates.
+    replicas: list[dict[str, Any]]
 
 
-async def _decide_beside(state: AutoscaleState, sight: LiveObservation) -> tuple[AutoscaleState, ScalingDecision]:
-    """In a process of Ray's on the head: the controller answers meanwhile."""
-    from planner.autoscaler.decide_live import decide_live  # with the simulator, of which this process has no use
+async def _decide_on_head(
+    state: AutoscaleState, observation: LiveObservation
+) -> tuple[AutoscaleState, ScalingDecision]:
+    """Decide in a Ray process on the head, so that the controller keeps answering."""
+    # Imported here because it brings the simulator, which the controller process does not need.
+    from planner.autoscaler.decide_live import decide_live
 
     [head] = [node for node in live_nodes() if node.is_head]
     async with asyncio.timeout(_DECIDE_S):
-        found: tuple[AutoscaleState, ScalingDecision] = await run_on(head.id, decide_live, state, sight)
+        found: tuple[AutoscaleState, ScalingDecision] = await run_on(head.id, decide_live, state, observation)
         return found
 
 
 class Autoscaling:
-    """One for a deployment, in its one controller, on that one's event loop. What it has decided is numbered in Ray's
-    store: a number that is taken there was given by another life, whose history counts; so no two decide one thing."""
+    """Autoscaler of one deployment, run by its controller on the controller's event loop.
+
+    Decisions are numbered in Ray's store. A higher number there was written by a later run of the controller: its
+    history replaces ours, so that no two runs make the same decision.
+    """
 
     def __init__(
         self,
@@ -82,7 +97,7 @@ class Autoscaling:
         *,
         desired: Callable[[], Desired | None],
         scale: Scale,
-        decide: Decide = _decide_beside,
+        decide: Decide = _decide_on_head,
         store: HistoryStore = scaling_history,
     ) -> None:
         self._pools = pools
@@ -92,9 +107,10 @@ class Autoscaling:
         self._decide = decide
         self._name = name
         self._store = store
-        self._state: AutoscaleState | None = None  # None: not looked for yet
+        # None until it is loaded.
+        self._state: AutoscaleState | None = None
         self._decisions: deque[ScalingDecision] = deque(maxlen=_KEPT)
-        self._history = "nothing was decided yet"
+        self._history = "no decision yet"
         self._problem = ""
 
     def report(self) -> AutoscaleReport:
@@ -111,7 +127,7 @@ class Autoscaling:
         }
 
     def shown(self) -> tuple[ShownDecision, ...]:
-        """The last decisions, for whoever shows pictures."""
+        """Return the last decisions, for dashboards."""
         last = list(self._decisions)[: -_SHOWN - 1 : -1]
         return tuple(
             ShownDecision(
@@ -125,7 +141,7 @@ class Autoscaling:
         )
 
     async def run_forever(self) -> None:
-        """Every autoscale.interval_s, for as long as the spec has it."""
+        """Decide every autoscale.interval_s while the spec has that section."""
         while True:
             desired = self._desired()
             rules = desired.spec.autoscale if desired else None
@@ -137,32 +153,34 @@ class Autoscaling:
                 self._problem = ""
             except (ClusterError, RayError, TimeoutError, ValueError) as error:
                 self._note_problem(error)
-            except Exception as error:  # an edge: without this loop nothing is ever decided again, and nobody told
-                logger.exception("unexpected")
+            except Exception as error:
+                # Catch everything: if this loop ended, autoscaling would stop silently.
+                logger.exception("unexpected autoscaling error")
                 self._note_problem(error)
 
     async def decide_once(self) -> ScalingDecision | None:
-        """Look, decide, and carry it out; None where somebody else has changed the sizes or the rules, or decided,
-        meanwhile, and during an update, to which the sizes belong.
+        """Observe, decide, store the decision and apply it.
 
-        Raises ClusterError, RayError, TimeoutError.
+        Returns None during an update, which owns the pool sizes, and if the sizes, the rules or the stored decisions
+        changed while deciding. Raises ClusterError, RayError, TimeoutError.
         """
         desired = self._desired()
         if desired is None or desired.spec.autoscale is None or desired.update:
             return None
         rules = desired.spec.autoscale
-        state = self._known_state()
-        new_state, decision = await self._decide(state, self._sight(desired))
+        state = self._load_state()
+        new_state, decision = await self._decide(state, self._observe(desired))
         stored = self._store.load(self._name)
         if stored and stored.state.number > state.number:
             self._take_over(stored)
             return None
         now = self._desired()
         if now is None or now.update or now.spec.autoscale != rules or self._sizes() != decision.before:
-            return None  # an operator was there meanwhile: what was decided is of other sizes, or by other rules
+            # An operator changed the sizes or the rules while we decided: the decision no longer applies.
+            return None
         self._state = new_state
         self._decisions.append(decision)
-        # Before it is done: whoever comes after us knows of it.
+        # Stored before it is applied, so that the next run of the controller knows of it.
         self._store.save(self._name, new_state, self._decisions)
         logger.info("autoscale %s -> %s by %s: %s", decision.before, decision.after, decision.mode, decision.reason)
         if decision.is_change and not decision.is_dry_run:
@@ -171,9 +189,9 @@ class Autoscaling:
 
     def _note_problem(self, error: Exception) -> None:
         self._problem = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        logger.warning("nothing is decided of the pools' sizes: %s", self._problem)
+        logger.warning("autoscaling failed error=%s", self._problem)
 
-    def _sight(self, desired: Desired) -> LiveObservation:
+    def _observe(self, desired: Desired) -> LiveObservation:
         pools = self._pools
         drain_s = _mean([s for pool in pools.values() for s in pool.drain_times_s], _USUAL_DRAIN_S)
         switches = [max(0.0, s - drain_s) for pool in pools.values() for s in pool.switch_times_s]
@@ -197,14 +215,14 @@ class Autoscaling:
         desired = self._desired()
         return PoolSizes(desired.spec.prefill.replicas, desired.spec.decode.replicas) if desired else None
 
-    # Across lives of the controller.
+    # Continuity across restarts of the controller.
 
-    def _known_state(self) -> AutoscaleState:
+    def _load_state(self) -> AutoscaleState:
         if self._state is None:
             if stored := self._store.load(self._name):
                 self._take_over(stored)
             else:
-                self._history = f"it began anew at {time.strftime('%Y-%m-%d %H:%M:%S')}"
+                self._history = f"started without history at {time.strftime('%Y-%m-%d %H:%M:%S')}"
                 self._state = AutoscaleState()
         assert self._state
         return self._state
@@ -212,7 +230,7 @@ class Autoscaling:
     def _take_over(self, stored: ScalingHistory) -> None:
         self._state = replace(stored.state, decided_s=time.monotonic(), expected=None)
         self._decisions = deque(stored.decisions, maxlen=_KEPT)
-        self._history = f"taken over from an earlier life of the controller, up to decision {self._state.number}"
+        self._history = f"continued from an earlier run of the controller, up to decision {self._state.number}"
 
 
 def _mean(seconds: list[float], usual: float) -> float:

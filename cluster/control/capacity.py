@@ -1,4 +1,4 @@
-"""Whether pools may grow on the nodes of now, and by how much."""
+"""Capacity checks for growing pools on the current nodes."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from core.types.request import Role
 
 
 def check_room(spec: Spec, more: Mapping[Role, int], *, is_draining: bool) -> None:
-    """Raises DeployError where there is no room for so many more replicas. is_draining: some are on their way out."""
+    """Raise DeployError if the nodes lack room for `more` replicas. is_draining: some replicas are about to free
+    theirs."""
     nodes = live_nodes()
     if min(more.values(), default=0) < 0 or is_draining:
-        nodes = [replace(node, available=node.total) for node in nodes]  # room is being made; who knows where
+        # Room is being freed, on nodes that are not known yet: count all of it.
+        nodes = [replace(node, available=node.total) for node in nodes]
     check_fit([ResourceDemand(role, spec.pool(role), max(number, 0)) for role, number in more.items()], nodes)
 
 
 def share_out(
     nodes: Sequence[Node], pools: Mapping[Role, PoolSpec], waiting: Mapping[Role, int], lacking: Mapping[Role, int]
 ) -> dict[Role, int]:
-    """Of the replicas that each pool lacks, how many have room beside those that wait for it already. Pure.
+    """Return how many missing replicas of each pool fit in addition to those already waiting. Pure.
 
-    One for each in turn, so that no pool takes what another could begin with.
+    Pools take turns, one replica each, so that none starves another.
     """
     found = dict.fromkeys(pools, 0)
     growing = [role for role in pools if lacking[role]]

@@ -1,7 +1,7 @@
-"""The controller: one detached Ray actor per deployment that keeps what lives equal to what is desired.
+"""The controller: one detached Ray actor per deployment that reconciles running replicas with the desired state.
 
-It holds nothing that it cannot find again: the desired state is in Ray's control store, the replicas are detached
-actors and placement groups with names. So Ray may restart it at any time, on its head, and no request passes it.
+It keeps no state that it cannot recover: the desired state is in Ray's control store, and replicas are named detached
+actors and placement groups. So Ray may restart it at any time, on the head, and no request passes through it.
 """
 
 from __future__ import annotations
@@ -54,9 +54,11 @@ _RECONCILE_S = 1.0
 
 
 class Controller:
-    """Every method is a coroutine on the actor's one event loop, which owns the pools and the desired state.
+    """Control plane of one deployment.
 
-    What it raises is for the operator: SpecError or DeployError, one line.
+    Its methods are coroutines on one event loop, which owns the pools and the state.
+
+    Operator errors are SpecError or DeployError, with a one-line message.
     """
 
     async def __init__(self, name: str) -> None:  # type: ignore[misc]  # Ray awaits it
@@ -64,7 +66,7 @@ class Controller:
         self._desired = desired_store.load(name)
         if self._desired:
             redirect_output(_own_log(self._desired.launch.log_dir), who=ACTOR_NAME)
-            current_capture.remove_an_earlier_ones(self._desired.launch.log_dir)
+            current_capture.remove_stale_capture(self._desired.launch.log_dir)
         self._keys = KeyKeeper(self._desired.launch) if self._desired else None
         self._changed = asyncio.Event()
         makes = self._desired.makes if self._desired else dict.fromkeys(Role, 1)
@@ -86,7 +88,7 @@ class Controller:
         self._deciding = asyncio.create_task(self._autoscaling.run_forever())
 
     async def apply(self, launch: Launch, *, parts: Parts) -> None:
-        """Make its spec the desired state. What it says of pools holds for replicas that start from now on."""
+        """Make the launch's spec the desired state. Changes to pools apply to replicas that start from now on."""
         if self._desired is None:
             redirect_output(_own_log(launch.log_dir), who=ACTOR_NAME)
             authority_store.prepare(launch.spec)
@@ -99,7 +101,7 @@ class Controller:
         self._desire_changed()
 
     async def status(self) -> ControllerReport:
-        """After a restart: once it is known which replicas live on."""
+        """Return the state of all pools. After a restart, waits until running replicas have been adopted."""
         await self._has_adopted.wait()
         desired = self._known
         pools = {role.value: self._pools[role].report(desired.spec.pool(role).replicas) for role in Role}
@@ -107,61 +109,62 @@ class Controller:
         return {"spec": spec, "pools": pools, "revision": self._updates.report(desired)}
 
     async def scale(self, replicas: dict[str, int], *, wait_for_nodes: bool = False) -> dict[str, tuple[int, int]]:
-        """Change the size of the pools named; the others are not touched. Returns (before, after) of each.
+        """Change the size of the named pools. Return (before, after) of each.
 
-        Where one shrinks and the other grows, replicas change their role in place, as by `switch`, as far as the spec
-        lets them (core.types.role_switch): `status` says of each what it `was`. Raises SpecError while an update is
-        under way, and DeployError when the nodes of today have no room, unless `wait_for_nodes`; then nothing has
-        changed.
+        If one pool shrinks and the other grows, replicas change their role in place, as `switch` does, where the spec
+        allows it (core.types.role_switch); `status` then reports their earlier id as `was`. Raises SpecError during an
+        update, and DeployError if the nodes lack room and `wait_for_nodes` is False; nothing has changed then.
         """
         await self._has_adopted.wait()
         desired = self._known
         self._updates.check_none(desired)
-        wanted = {Role(role): number for role, number in replicas.items()}
-        if any(not 0 <= number <= MAX_REPLICAS for number in wanted.values()):
-            raise SpecError(f"a pool has from 0 to {MAX_REPLICAS} replicas")  # a spec with more could not be read again
-        before = {role: desired.spec.pool(role).replicas for role in wanted}
-        switching = self._switches.possible(desired, wanted)
+        new_sizes = {Role(role): number for role, number in replicas.items()}
+        if any(not 0 <= number <= MAX_REPLICAS for number in new_sizes.values()):
+            # A stored spec with more replicas could not be parsed again.
+            raise SpecError(f"replicas must be between 0 and {MAX_REPLICAS}")
+        before = {role: desired.spec.pool(role).replicas for role in new_sizes}
+        switching = self._switches.possible(desired, new_sizes)
         if not wait_for_nodes:
-            more = {role: number - before[role] for role, number in wanted.items()}
+            more = {role: number - before[role] for role, number in new_sizes.items()}
             more = {role: number - len(switching) if number > 0 else number for role, number in more.items()}
             is_draining = any(pool.num_draining for pool in self._pools.values())
             check_room(desired.spec, more, is_draining=is_draining)
         for replica in switching:
             self._switches.begin(desired, replica)
-        for role, number in wanted.items():
+        for role, number in new_sizes.items():
             desired.scale(role, number)
             self._pools[role].retry()
         self._desire_changed()
-        return {role.value: (before[role], number) for role, number in wanted.items()}
+        return {role.value: (before[role], number) for role, number in new_sizes.items()}
 
     async def update(self, spec: dict[str, Any], options: UpdateOptions, *, seen: dict[str, Any] | None = None) -> bool:
-        """Begin to turn the deployment into one of `spec`; False where nothing of it has to be replaced. seen: the spec
-        by which the operator went: what was scaled since then is not undone unseen. Raises SpecError, or DeployError
-        where there is no room; then nothing has changed."""
+        """Start an update to `spec`. Return False if it replaces no replica.
+
+        seen: the spec that the operator edited; scaling done since then is kept. Raises SpecError, and DeployError if
+        there is no room; nothing has changed then.
+        """
         await self._has_adopted.wait()
         self._updates.begin(self._known, parse_spec(spec), options, seen=parse_spec(seen) if seen else None)
         self._changed.set()
         return self._known.update is not None
 
     async def abort_update(self) -> int:
-        """Take the update back that is under way; the revision that returns. Raises SpecError."""
-        self._updates.abort(self._known, "an operator has taken it back")
+        """Roll back the running update. Return the revision that is being restored. Raises SpecError."""
+        self._updates.abort(self._known, "aborted by an operator")
         self._changed.set()
         return self._known.revision
 
     async def revisions(self) -> str:
-        """The table that routers read in Redis, for one that starts."""
+        """Return the revision table that routers read from Redis, for a router that starts."""
         await self._has_adopted.wait()
         return self._updates.tell(self._known).to_json()
 
     async def switch(self, replica: str) -> str:
-        """Make a replica that serves one of the other pool, with the processes, weights and cached blocks that it has;
-        the pools' sizes follow. Returns the id that it will have, at once: `status` shows the rest.
+        """Turn a serving replica into one of the other pool, with its processes, weights and cached blocks.
 
-        It drains first, as by `drain`. Where it is lost meanwhile, or is not done within timeouts.drain_s, a fresh one
-        starts under the new id. Asked again meanwhile, it gives the same answer. Raises SpecError, and changes nothing,
-        where it cannot be done.
+        The pool sizes follow. Returns the new id at once; `status` shows the progress. The replica drains first, as by
+        `drain`. If it is lost or not drained within timeouts.drain_s, a new replica starts under the new id. Idempotent
+        while the switch runs. Raises SpecError, and changes nothing, if the replica cannot switch.
         """
         await self._has_adopted.wait()
         pool_of(replica, self._pools)
@@ -171,7 +174,7 @@ class Controller:
         return successor
 
     async def drain(self, replica: str) -> None:
-        """Let one replica finish its work, or hand it over, and leave; a fresh one under a new id takes its place."""
+        """Let one replica finish or hand over its work and leave. A new one with a new id replaces it."""
         await self._has_adopted.wait()
         pool = pool_of(replica, self._pools)
         if pool.get(replica) is None:
@@ -180,10 +183,11 @@ class Controller:
         self._changed.set()
 
     async def logs(self, replica: str, *, lines: int = 50, starts: dict[int, int] | None = None) -> dict[int, LogPart]:
-        """The log of each rank: its last lines, or what follows byte `starts[rank]`. Also of a replica that is gone.
+        """Return each rank's log: the last lines, or the bytes from `starts[rank]` on.
 
-        "controller" is this process itself; "router" are the routers in the order in which they started, also
-        those that are gone.
+        Works for replicas that have left.
+
+        "controller" means this process; "router" means all routers in start order, including ended ones.
         """
         if replica == ACTOR_NAME:
             return {0: read_log(_own_log(self._known.launch.log_dir), lines=lines, start=(starts or {}).get(0))}
@@ -192,7 +196,7 @@ class Controller:
         await self._has_adopted.wait()
         home = pool_of(replica, self._pools).home(replica)
         if home is None:
-            raise DeployError(f"{replica} has not been placed on a node yet: there is no log")
+            raise DeployError(f"{replica} has no log yet: it has not been placed on a node")
         life, log_dir = self._pools[role_of(replica)].get(replica), self._known.launch.log_dir
         return {
             rank: await read_rank(life, log_dir, replica, rank, home, lines=lines, start=(starts or {}).get(rank))
@@ -200,61 +204,61 @@ class Controller:
         }
 
     async def certify(self, name: ProcessName, request: bytes) -> Certificate:
-        """A certificate for this process of the deployment, which holds the key of `request`."""
+        """Issue a certificate for a process of this deployment. request: its signing request."""
         if name.deployment != self._name:
-            raise SpecError(f"{name.uri} is no process of {self._name}")
+            raise SpecError(f"{name.uri} is not a process of {self._name}")
         return authority_store.find(self._known.spec).issue(name, request)
 
     async def keys(self) -> KeyRegistry:
-        """The API keys of clients; no secret is in it."""
+        """Return the clients' API keys; digests only, no secrets."""
         return self._key_keeper.registry
 
     async def add_key(self, key: ApiKey) -> KeyChange:
-        """Clients that show its secret are let in. Raises SpecError when its name is taken."""
+        """Admit clients that present this key. Raises SpecError if its name is taken."""
         change = await self._key_keeper.add(key)
-        logger.info("API key made key=%s name=%s tenant=%s told=%s", key.id, key.name, key.tenant, change.is_told)
+        logger.info("API key made key=%s name=%s tenant=%s published=%s", key.id, key.name, key.tenant, change.is_told)
         return change
 
     async def revoke_key(self, key: ApiKey) -> KeyChange:
-        """Nobody is let in by this key any more."""
+        """Stop admitting clients by this key."""
         change = await self._key_keeper.revoke(key)
         logger.info(
-            "API key revoked key=%s name=%s tenant=%s told=%s problem=%s",
+            "API key revoked key=%s name=%s tenant=%s published=%s problem=%s",
             key.id, key.name, key.tenant, change.is_told, change.problem,
         )  # fmt: skip
         return change
 
     async def note_traffic(self, traffic_report: TrafficReport) -> TrafficAnswer:
-        """What a router has seen."""
+        """Record a router's traffic report."""
         return TrafficAnswer(life=self._traffic.note(traffic_report), scaling=self._autoscaling.shown())
 
     async def start_capture(self, *, max_bytes: int) -> None:
-        """Traffic from now on goes to a file on the head. Raises SpecError while there is one already."""
+        """Start capturing traffic to a file on the head. Raises SpecError if a capture is running."""
         self._capture.start(self._known.launch.log_dir, max_bytes=max_bytes)
 
     async def capture(self) -> CaptureReport | None:
-        """Of the capture that is under way; None: there is none."""
+        """Return the state of the running capture, or None."""
         return self._capture.report()
 
     async def read_capture(self, begin: int, num_bytes: int) -> bytes:
-        """Of the file of the capture that is under way. Raises SpecError where there is none."""
+        """Return part of the running capture's file. Raises SpecError if no capture is running."""
         return self._capture.read(begin, num_bytes)
 
     async def stop_capture(self) -> None:
-        """The capture is over, and its file is removed from the head."""
+        """Stop the capture and delete its file on the head."""
         self._capture.stop()
 
     async def set_autoscale(self, rules: AutoscaleSpec | None) -> None:
-        """By these rules from the next decision on; None: nobody decides of the pools' sizes any more."""
+        """Use these rules from the next decision on. None turns autoscaling off."""
         self._known.set_autoscale(rules)
         self._desire_changed()
 
     async def autoscaling(self) -> AutoscaleReport:
-        """What was decided of the pools' sizes, and why."""
+        """Return the autoscaler's decisions and their reasons."""
         return self._autoscaling.report()
 
     async def stop(self) -> None:
-        """Remove every replica at once, and forget the deployment."""
+        """Remove every replica at once, and delete the deployment's state."""
         self._reconciling.cancel()
         self._deciding.cancel()
         self._capture.stop()
@@ -269,17 +273,19 @@ class Controller:
         while True:
             self._changed.clear()
             try:
-                if not self._has_adopted.is_set():  # nothing may be started beside what lives
+                # Start nothing before running replicas have been adopted.
+                if not self._has_adopted.is_set():
                     await self._adopt()
                 self._reconcile()
-            except Exception:  # an edge: Ray may be away, and without this loop nothing is ever replaced again
-                logger.exception("the replicas are not looked after; trying again")
+            except Exception:
+                # Catch everything: Ray may be unavailable, and without this loop no lost replica would be replaced.
+                logger.exception("reconcile failed; retrying")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_RECONCILE_S):
                     await self._changed.wait()
 
     async def _adopt(self) -> None:
-        """Take over what an earlier life of this controller started. Raises RayError."""
+        """Adopt the replicas that an earlier run of this controller started. Raises RayError."""
         for life in await adopt_all(self._name, self._desired):
             self._pools[life.view.role].add(life, self._known.make_of(life.view.id, life.view.role))
         if self._desired:
@@ -296,8 +302,10 @@ class Controller:
         self._updates.tell(desired)
 
     def _new_id(self, role: Role, make: int) -> str:
-        """An id that no replica has had, for one that this revision makes. Stored before it is used, so that this holds
-        across restarts."""
+        """Return an unused replica id for a replica of revision `make`.
+
+        Stored before use, so that it holds across restarts.
+        """
         replica = replica_id(role, self._known.take_number(role))
         if make != self._known.makes[role]:
             self._known.made[replica] = make
@@ -333,7 +341,7 @@ class Controller:
 
 
 def _check_same_model(old: Spec, new: Spec) -> None:
-    """What every replica must agree on cannot change while some of them live."""
+    """Raise SpecError if a setting differs that all running replicas must agree on."""
     for section in ("name", "model", "kv", "index", "security"):
         if getattr(old, section) != getattr(new, section):
             raise SpecError(f"{section}: cannot change while deployed; take {old.name} down first")

@@ -1,4 +1,4 @@
-"""What a deployment should be: written to Ray's own control store, so that a controller that restarts knows it."""
+"""Desired state of a deployment, stored in Ray's control store so that a restarted controller can load it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from core.types.json_records import known_fields
 from core.types.launch import Launch
 from core.types.request import Role
 
-CONTROLLER = "controller"  # the name of its actor
+# Name of the controller's actor.
+CONTROLLER = "controller"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a rank's process imports by path, "module:name": this process must not, for it brings torch."""
+    """Import paths ("module:name") of the rank factories. The controller must not import them: they bring torch."""
 
     prefill: str = "prefill_worker.actor:make_rank"
     decode: str = "decode_worker.actor:make_rank"
@@ -31,20 +32,26 @@ class Parts:
 
 @dataclass(kw_only=True)
 class Desired:
-    """What every replica is started with, with the spec as it is now: scaled since the operator wrote it."""
+    """Desired state: what replicas are started with, and the current spec, including scaling since it was applied."""
 
     launch: Launch
     parts: Parts = Parts()
-    next_number: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))  # of replica ids, never reused
-    revision: int = 1  # of the spec
-    last_revision: int = 1  # that there was; never reused
-    makes: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 1))  # revisions that made its replicas
-    made: dict[str, int] = field(default_factory=dict)  # by replica: the revision that has made it
+    # Next number for replica ids; never reused.
+    next_number: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+    # Revision of the spec.
+    revision: int = 1
+    # Highest revision ever given; never reused.
+    last_revision: int = 1
+    # Revision that the replicas of each role were started from.
+    makes: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 1))
+    # Exceptions to `makes`: replica id to the revision it was started from.
+    made: dict[str, int] = field(default_factory=dict)
     update: Update | None = None
-    last_update: str = ""  # what came of it, in a line
-    table_version: int = 0  # of what routers are told of revisions
-    # Replicas that have changed their role, or are about to: what Ray calls their gangs (the id of their first life),
-    # and the id that they have now, or will have.
+    # Outcome of the last update, one line.
+    last_update: str = ""
+    # Version of the revision table that routers read.
+    table_version: int = 0
+    # Replicas that have switched or are switching their role: gang id (Ray's name, from the first role) to replica id.
     switched: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -52,15 +59,15 @@ class Desired:
         return self.launch.spec
 
     def of(self, spec: Spec) -> Desired:
-        """With another spec: what a replica of another revision is started with."""
+        """Return a copy with another spec, for starting replicas of another revision."""
         return replace(self, launch=replace(self.launch, spec=spec))
 
     def make_of(self, replica: str, role: Role) -> int:
-        """The revision that has made a replica."""
+        """Return the revision that a replica was started from."""
         return self.made.get(replica, self.makes[role])
 
     def as_made(self, replica: str, role: Role) -> Desired:
-        """With the spec by which this replica was started."""
+        """Return the desired state with the spec that this replica was started from."""
         update = self.update
         is_new = update is not None and self.make_of(replica, role) == update.revision
         return self.of(update.spec) if update is not None and is_new else self
@@ -70,7 +77,7 @@ class Desired:
         self.launch = replace(self.launch, spec=self.spec.model_copy(update={role.value: pool}))
 
     def set_autoscale(self, rules: AutoscaleSpec | None) -> None:
-        """Also where an update leads to, which would else bring the rules back that it was begun with."""
+        """Set the rules, also in a running update's target spec, which would otherwise restore the old rules."""
         change = {"autoscale": rules}
         self.launch = replace(self.launch, spec=self.spec.model_copy(update=change))
         if self.update:
@@ -130,12 +137,12 @@ def _by_role(numbers: dict[str, int]) -> dict[Role, int]:
 
 
 def namespace(name: str) -> str:
-    """The Ray namespace of a deployment's actors; its placement groups are named `<namespace>/<replica>`."""
+    """Return the Ray namespace of a deployment's actors. Its placement groups are named `<namespace>/<replica>`."""
     return f"xpyd-{name}"
 
 
 def save(desired: Desired) -> None:
-    """Keep it in Ray's own control store."""
+    """Store the desired state in Ray's control store."""
     _entry(desired.spec.name).put(desired.to_json())
 
 
@@ -145,7 +152,7 @@ def load(name: str) -> Desired | None:
 
 
 def stored(name: str) -> bytes | None:
-    """As it lies there, for who only looks whether it has changed. Raises RayError."""
+    """Return the stored bytes, for callers that only compare them. Raises RayError."""
     return _entry(name).get()
 
 

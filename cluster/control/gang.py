@@ -1,6 +1,6 @@
-"""What Ray holds of one replica: a placement group, and in it one actor per rank. They live and die together.
+"""Gang of one replica: a Ray placement group and one actor per rank, which start and end together.
 
-No rank is ever restarted: a gang that has lost one is removed whole, and another is started under a new id.
+Ranks are not restarted. If a rank is lost, the whole gang is removed and another one starts under a new id.
 """
 
 from __future__ import annotations
@@ -32,46 +32,56 @@ from core.identity.process_name import ProcessName
 from core.types.errors import RankUnreachable, ReplicaFailed
 from core.types.rank_api import Binding
 
-_ANSWER_S = 10.0  # a call that only looks takes milliseconds; a machine that swaps takes longer
+# Status calls take milliseconds; a swapping machine takes longer.
+_ANSWER_S = 10.0
 _PLACE_POLL_S = 1.0
 _UNAVAILABLE_S = 1.0
-_GRACE_S = 0.3  # when one rank fails, others follow; the first to be heard is not always the first to fall
+# When one rank fails, others follow, and the first error seen is not always the first failure.
+_GRACE_S = 0.3
 _STOP_S = 2.0
-_NODE_ID = "ray.io/node-id"  # a label that Ray gives to every node
-_choosing = asyncio.Lock()  # a node for one replica at a time: the next one sees where the last one has gone
+# Label that Ray sets on every node.
+_NODE_ID = "ray.io/node-id"
+# Serializes the choice of a node, so that each replica sees where the previous one went.
+_choosing = asyncio.Lock()
 
 _CAUSE_OF_DEATH = re.compile(r"(?:is dead because|died because|Worker exit detail:)\s*(?P<cause>.*?)(?:\. |\n|$)")
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a replica runs, or ran."""
+    """Node on which a replica runs or ran."""
 
     node_id: str
-    node: str  # its name
+    node: str  # node name
     num_ranks: int
 
 
 class Gang:
-    """Owned by the controller's event loop. A call that fails raises ReplicaFailed, which names the rank."""
+    """Placement group and rank actors of a replica, owned by the controller's event loop.
+
+    Failed calls raise ReplicaFailed with the rank.
+    """
 
     def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int] = NO_FAILURES) -> None:
-        """failures: how many of its pool's last starts failed on each node, by its name."""
-        self.home: Home | None = None  # None before it is placed
-        self._replica = replica  # its first life's id, which Ray calls it by for good
+        """failures: recent failed starts of this pool, by node name."""
+        # None until placed.
+        self.home: Home | None = None
+        # Id of its first replica. Ray's names keep it after a role switch.
+        self._replica = replica
         self._desired = desired
         self._role = role_of(replica)
         self._pool = desired.spec.pool(self._role)
         self._group: PlacementGroup | None = None
         self._failures = failures
-        self._ranks: list[Any] = []  # actor handles, in rank order
+        self._ranks: list[Any] = []  # in rank order
 
     async def place(self, waiting: Callable[[str], None]) -> None:
-        """Wait, for as long as it takes, until one node has room for all ranks; `waiting` hears what is missing."""
+        """Wait without limit until one node has room for all ranks. `waiting` is called with the reason."""
         async with _choosing:
             if node := self._preferred_node():
                 self._group = self._reserve({**self._pool.labels, _NODE_ID: node.id})
-                if not await asyncio.to_thread(self._group.wait, _PLACE_POLL_S):  # others were quicker, or it is gone
+                # Another replica took the room, or the node is gone.
+                if not await asyncio.to_thread(self._group.wait, _PLACE_POLL_S):
                     remove_placement_group(self._group)
                     self._group = None
         self._group = self._group or self._reserve(dict(self._pool.labels))
@@ -99,7 +109,7 @@ class Gang:
         return group
 
     def spawn(self) -> None:
-        """Start the processes of all ranks; returns before they run."""
+        """Start the processes of all ranks, without waiting for them."""
         assert self._group is not None, "place() comes first"
         spec, need = self._desired.spec, bundle(self._pool)
         make = ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(RankActor)  # type: ignore[call-overload]
@@ -121,26 +131,26 @@ class Gang:
             self._ranks.append(actor)
 
     def find(self) -> None:
-        """Instead of place() and spawn(): take hold of what lives under this replica's names."""
+        """Find the running actors and placement group of this replica, in place of place() and spawn()."""
         name = self._desired.spec.name
         try:
             self._group = get_placement_group(_group_name(self._replica, name))
             names = [rank_name(self._replica, rank) for rank in range(self._pool.tensor_parallel)]
             self._ranks = [ray.get_actor(each, namespace=namespace(name)) for each in names]
         except ValueError as error:
-            raise ReplicaFailed(f"not whole: {error}") from None
+            raise ReplicaFailed(f"incomplete: {error}") from None
         self._note_home(self._group)
 
     async def ask(self, rank: int, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> Any:
-        """Call one rank. Raises TimeoutError after `within_s`."""
+        """Call a method of one rank. Raises TimeoutError after `within_s`."""
         if rank >= len(self._ranks):
             raise ReplicaFailed(f"rank {rank} has no process yet", rank=rank)
         call = getattr(self._ranks[rank], method).options(concurrency_group="control").remote(*args)
         async with asyncio.timeout(within_s):
-            return await _failing_clearly(rank, call)
+            return await _translate_errors(rank, call)
 
     async def ask_all(self, method: str, *args: Any, within_s: float | None = _ANSWER_S) -> list[Any]:
-        """Call every rank at once; when one fails, the others are not waited for."""
+        """Call a method of every rank at once. Raises on the first failure, without waiting for the others."""
         calls = [
             asyncio.create_task(self.ask(rank, method, *args, within_s=within_s)) for rank in range(len(self._ranks))
         ]
@@ -154,25 +164,24 @@ class Gang:
 
     @property
     def name(self) -> str:
-        """What Ray calls it: the id of the replica that it was first."""
+        """Gang id in Ray's names: the id of its first replica."""
         return self._replica
 
     async def present_id(self) -> str:
-        """The replica that its ranks say they are. Raises ReplicaFailed where they are of two."""
+        """Return the replica id that its ranks report. Raises ReplicaFailed if they disagree."""
         names = set(await self.ask_all("replica"))
         if len(names) != 1:
-            raise ReplicaFailed(f"not whole: its ranks are of {' and of '.join(sorted(names))}")
+            raise ReplicaFailed(f"incomplete: its ranks are of {' and of '.join(sorted(names))}")
         return str(names.pop())
 
     async def become(self, replica: str, desired: Desired) -> list[Binding]:
-        """Its ranks are those of `replica` from now on, with the role of that; they have yet to load. Before that they
-        have drained."""
+        """Turn the drained ranks into those of `replica`, with its role. They have to load afterwards."""
         part = desired.parts.rank(role_of(replica))
         bindings: list[Binding] = await self.ask_all("become", part, desired.launch, replica, within_s=None)
         return bindings
 
     async def watch(self) -> None:
-        """Never return; raise as soon as any rank ends, for whatever reason."""
+        """Wait until any rank ends, then raise. Never returns."""
         watches = [asyncio.create_task(self._watch(rank)) for rank in range(len(self._ranks))]
         try:
             await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
@@ -182,7 +191,7 @@ class Gang:
                 watch.cancel()
 
     async def remove(self, *, is_serving: bool) -> None:
-        """Kill every rank and give back the place. Ranks that serve may leave the membership by themselves first."""
+        """Kill every rank and free the placement group. is_serving: let the ranks leave the membership first."""
         if is_serving:
             stops = [asyncio.create_task(self.ask(rank, "stop", within_s=_STOP_S)) for rank in range(len(self._ranks))]
             await asyncio.gather(*stops, return_exceptions=True)
@@ -195,8 +204,9 @@ class Gang:
         while True:
             try:
                 call = self._ranks[rank].run_forever.options(concurrency_group="watch").remote()
-                await _failing_clearly(rank, call)
-            except RankUnreachable:  # the network, perhaps; a rank that hangs is noticed by its silence
+                await _translate_errors(rank, call)
+            except RankUnreachable:
+                # Possibly the network. A rank that hangs is detected by its missing status.
                 await asyncio.sleep(_UNAVAILABLE_S)
             else:
                 raise ReplicaFailed(f"rank {rank} stopped by itself", rank=rank)
@@ -208,23 +218,24 @@ class Gang:
 
 
 def find_replicas(name: str) -> list[str]:
-    """The replicas of deployment `name` of which Ray still knows an actor or a placement group."""
+    """Return the replicas of deployment `name` that still have an actor or a placement group in Ray."""
     return sorted(set(_groups(name)) | {rank[0] for entry in _named_actors(name) if (rank := parse_rank_name(entry))})
 
 
 def remove_leftovers(replica: str, name: str) -> None:
-    """Kill every rank of `replica` that lives and give back its place."""
+    """Kill every running rank of `replica` and free its placement group."""
     for entry in _named_actors(name):
         rank = parse_rank_name(entry)
         if rank and rank[0] == replica:
-            with contextlib.suppress(ValueError):  # it has died meanwhile
+            # It has died since it was listed.
+            with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(entry, namespace=namespace(name)))
     with contextlib.suppress(ValueError):
         remove_placement_group(get_placement_group(_group_name(replica, name)))
 
 
 def _groups(name: str) -> dict[str, dict[str, Any]]:
-    """What Ray says of each placement group of deployment `name`, by replica."""
+    """Return Ray's table of each placement group of deployment `name`, by replica."""
     prefix = _group_name("", name)
     return {
         table["name"].removeprefix(prefix): table
@@ -243,7 +254,7 @@ def _group_name(replica: str, name: str) -> str:
 
 
 async def _raise_cause(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    """If some of `tasks` failed, raise what most likely came first: a dead process, before what another rank raised."""
+    """Raise the most likely cause if a task failed: a dead process before errors raised by other ranks."""
     if all(task.done() and not task.exception() for task in tasks):
         return
     await asyncio.wait(tasks, timeout=_GRACE_S)
@@ -251,8 +262,8 @@ async def _raise_cause(tasks: Sequence[asyncio.Task[Any]]) -> None:
     raise min(errors, key=lambda error: getattr(error, "will_repeat", False))
 
 
-async def _failing_clearly(rank: int, call: Awaitable[Any]) -> Any:
-    """Say in a line what Ray says in twenty."""
+async def _translate_errors(rank: int, call: Awaitable[Any]) -> Any:
+    """Translate Ray's long errors into ReplicaFailed with one line."""
     try:
         return await call
     except ActorUnavailableError as error:
@@ -270,7 +281,7 @@ async def _failing_clearly(rank: int, call: Awaitable[Any]) -> Any:
 
 
 def _death(text: str) -> str:
-    """The telling sentence of Ray's long account of an actor's death."""
+    """Extract the cause from Ray's long description of an actor's death."""
     if "connection error code 2" in text:
         return "killed, out of memory, or crashed"
     causes = [match["cause"] for match in _CAUSE_OF_DEATH.finditer(text)]

@@ -1,4 +1,4 @@
-"""Where replicas fit: bundles for Ray, and a plain answer for the operator when they fit nowhere."""
+"""Placement of replicas: resource bundles for Ray, and error messages when replicas fit on no node."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ Amounts = Mapping[str, float]  # by Ray's resource name
 NO_FAILURES: Mapping[str, int] = MappingProxyType({})
 
 _ROUTER_LABELS = {"pool": "router"}
-_HEAD = "node:__internal_head__"  # a resource that Ray gives to its head, and to no other node
+# Resource that Ray gives to the head only.
+_HEAD = "node:__internal_head__"
 
 
 @dataclass(frozen=True)
 class Node:
-    """A living node of the Ray cluster."""
+    """Live node of the Ray cluster."""
 
     id: str
     name: str
@@ -36,7 +37,7 @@ class Node:
 
 @dataclass(frozen=True)
 class ResourceDemand:
-    """Replicas of one pool that still need a place."""
+    """Replicas of one pool that still need room."""
 
     role: Role
     pool: PoolSpec
@@ -44,16 +45,17 @@ class ResourceDemand:
 
 
 def bundle(pool: PoolSpec) -> dict[str, float]:
-    """What one rank needs, in Ray's words."""
+    """Return the Ray resources of one rank."""
     amounts = {"CPU": pool.resources.cpus, "GPU": pool.resources.gpus, **pool.resources.custom}
     return {name: amount for name, amount in amounts.items() if amount > 0}
 
 
 def check_fit(demands: Iterable[ResourceDemand], nodes: Sequence[Node]) -> None:
-    """Raise DeployError, in one line, when these replicas cannot all be placed on what `nodes` have available.
+    """Raise DeployError with one line if the demanded replicas do not fit into the available resources of `nodes`.
 
-    A replica's ranks share one node. Pools with the fewest nodes to choose from are placed first, each replica on the
-    node that has the most left; so a set of pools that fits only by an odd arrangement may be refused.
+    A replica's ranks share one node. Pools with the fewest candidate nodes are placed first, each replica on the node
+    with the most room left. The search is greedy: a set of pools that fits only in an unusual arrangement may be
+    rejected.
     """
     left = {node.id: dict(node.available) for node in nodes}
     demands = [demand for demand in demands if demand.count]
@@ -75,7 +77,7 @@ def fits_when_empty(pool: PoolSpec, node: Node) -> bool:
 
 
 def why_pending(pool: PoolSpec, nodes: Sequence[Node]) -> str:
-    """Why one more replica of `pool` waits for a place; empty when nothing stands in its way."""
+    """Return why one more replica of `pool` cannot be placed; empty if it can."""
     candidates = _candidates(pool, nodes)
     if problem := _never_fits(pool, nodes, candidates):
         return problem
@@ -88,11 +90,13 @@ def why_pending(pool: PoolSpec, nodes: Sequence[Node]) -> str:
 def preferred_node(
     pool: PoolSpec, nodes: Sequence[Node], *, taken: Mapping[str, int], failures: Mapping[str, int] = NO_FAILURES
 ) -> Node | None:
-    """Where the pool's next replica goes: a host that fails should take few of them along. None: there is no room now.
+    """Return the node for the pool's next replica, or None if there is no room.
 
-    taken: how many replicas of the pool each node has, by its id; of nodes with equally few the one with the most
-    room. failures: how many of the pool's last starts failed on each, by its name: those come last, or the one where
-    starts fail, which has no replica, would be chosen until the pool gives up.
+    Spreads replicas, so that a failing host takes few of them.
+
+    taken: number of the pool's replicas by node id; among equals the node with the most room wins. failures: the pool's
+    recent failed starts by node name. Nodes with failures come last: such a node has no replica, so it would be chosen
+    again until the pool gives up.
     """
     need = _gang(pool)
     room = {node.id: _times(need, node.available) for node in nodes}
@@ -105,29 +109,29 @@ def preferred_node(
 
 
 def matches(labels: Mapping[str, str], selector: Mapping[str, str]) -> bool:
-    """Whether a node with `labels` satisfies `selector`, by Ray's rules: VALUE, !VALUE, in(A,B), !in(A,B)."""
+    """Return whether `labels` satisfy `selector`, by Ray's rules: VALUE, !VALUE, in(A,B), !in(A,B)."""
     return all(_matches_one(labels.get(key), condition) for key, condition in selector.items())
 
 
 def router_nodes(nodes: Iterable[Node]) -> list[Node]:
-    """Where routers run: on the nodes with the label `pool: router`; where there are none, on the head."""
+    """Return the nodes for routers: those with the label `pool: router`, else the head."""
     nodes = list(nodes)
     return [node for node in nodes if matches(node.labels, _ROUTER_LABELS)] or [node for node in nodes if node.is_head]
 
 
 def as_a_router(nodes: Iterable[Node]) -> dict[str, Any]:
-    """Ray's options for an actor that is to run on one of the router_nodes(), also when it starts again."""
+    """Return Ray's options for an actor that runs on one of the router_nodes(), also after a restart."""
     is_labelled = any(matches(node.labels, _ROUTER_LABELS) for node in nodes)
     return {"label_selector": _ROUTER_LABELS} if is_labelled else on_the_head()
 
 
 def on_the_head() -> dict[str, Any]:
-    """Ray's options for an actor that is to run on the head, and nowhere else while the head is away."""
+    """Return Ray's options for an actor that runs on the head only."""
     return {"resources": {_HEAD: 0.001}}
 
 
 def live_nodes() -> list[Node]:
-    """The nodes of the Ray cluster to which this process is connected."""
+    """Return the live nodes of the Ray cluster that this process is connected to."""
     import ray
 
     from cluster.ray import internals
@@ -152,7 +156,7 @@ def _candidates(pool: PoolSpec, nodes: Iterable[Node]) -> list[Node]:
 
 
 def _never_fits(pool: PoolSpec, nodes: Sequence[Node], candidates: Sequence[Node]) -> str:
-    """Why no node could ever take a replica, were it empty; empty when one could."""
+    """Return why no node could take a replica even if it were empty; empty if one could."""
     if not candidates:
         seen = sorted({f"{key}={value}" for node in nodes for key, value in node.labels.items() if key in pool.labels})
         return f"no node has the labels {_pairs(pool.labels)}; nodes have {', '.join(seen) or 'none of these keys'}"
@@ -169,7 +173,7 @@ def _gang(pool: PoolSpec) -> dict[str, float]:
 
 
 def _times(need: Amounts, have: Amounts) -> int:
-    """How often `need` fits into `have`. Ray counts in ten-thousandths."""
+    """Return how many times `need` fits into `have`. Ray counts in ten-thousandths."""
     return min(round(have.get(name, 0.0) * 10_000) // round(amount * 10_000) for name, amount in need.items())
 
 
@@ -179,11 +183,11 @@ def _take(need: Amounts, have: dict[str, float]) -> None:
 
 
 def _matches_one(value: str | None, condition: str) -> bool:
-    wanted = condition.removeprefix("!")
-    if wanted.startswith("in(") and wanted.endswith(")"):
-        is_equal = value in [option.strip() for option in wanted[3:-1].split(",")]
+    pattern = condition.removeprefix("!")
+    if pattern.startswith("in(") and pattern.endswith(")"):
+        is_equal = value in [option.strip() for option in pattern[3:-1].split(",")]
     else:
-        is_equal = value == wanted
+        is_equal = value == pattern
     return is_equal != condition.startswith("!")
 
 

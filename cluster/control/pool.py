@@ -1,4 +1,4 @@
-"""The replicas of one role, and the lives that they lead."""
+"""Replica pool: the replicas of one role."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ _KEPT_TIMES = 10
 class _Member:
     life: ReplicaLifecycle
     started_at: float
-    left_at: float | None = None  # asked to drain
+    # Time at which it was asked to drain.
+    left_at: float | None = None
     task: asyncio.Task[None] | None = None
 
     @property
@@ -37,7 +38,7 @@ class _Member:
 
     @property
     def start_s(self) -> float | None:
-        """None: it does not serve yet, or an earlier life of the controller has started it."""
+        """Seconds until it served; None if it does not serve yet or was adopted."""
         since = self.life.serving_since
         return since - self.started_at if since is not None and not self.life.is_adopted else None
 
@@ -47,7 +48,7 @@ class _Member:
 
 
 class ReplicaPool:
-    """Owned by the controller's event loop. `changed` is called whenever a replica has come to its end."""
+    """Replicas of one role, owned by the controller's event loop. Calls `changed` whenever a replica ends."""
 
     def __init__(self, role: Role, *, changed: Callable[[], None]) -> None:
         self.role = role
@@ -55,33 +56,40 @@ class ReplicaPool:
         self._members: dict[str, _Member] = {}
         self._backoff = Backoff()
         self._failures: deque[Failure] = deque(maxlen=_KEPT_FAILURES)
-        self._failed_starts: Counter[str] = Counter()  # since all was well, by the node's name
+        # By node name, since the last reset.
+        self._failed_starts: Counter[str] = Counter()
         self._past_homes: dict[str, Home] = {}
         self._drain_times_s: deque[float] = deque(maxlen=_KEPT_TIMES)
 
     def reconcile(self, desired: Desired, new_id: Callable[[], str], *, count: int | None = None) -> None:
-        """Start and retire until there are `count` (None: as many as the spec says). Starts at most what the backoff
-        allows; never blocks."""
-        wanted = desired.spec.pool(self.role).replicas if count is None else count
+        """Start and retire replicas until there are `count` (None: as in the spec), as far as the backoff allows.
+
+        Never blocks.
+        """
+        num_desired = desired.spec.pool(self.role).replicas if count is None else count
         now = time.monotonic()
         members = list(self._members.values())
         num_stable = sum(member.is_stable(now) for member in members if member.stays)
-        if members and num_stable >= wanted:  # not while one is missing
+        # Only if none is missing.
+        if members and num_stable >= num_desired:
             self.retry()
-        plan = plan_pool(wanted, self.views, can_start=self._backoff.allows(now))
+        plan = plan_pool(num_desired, self.views, can_start=self._backoff.allows(now))
         for replica in plan.retire:
             self.retire(replica)
         for _ in range(plan.start):
             self.add(ReplicaLifecycle(new_id(), desired, failures=Counter(self._failed_starts)))
 
     def add(self, life: ReplicaLifecycle) -> None:
-        """Let this one live: new, or adopted."""
+        """Add a new or an adopted replica and run it."""
         member = _Member(life, time.monotonic())
         self._members[life.view.id] = member
         member.task = asyncio.create_task(self._live(member))
 
     def retire(self, replica: str, *, successor: ReplicaLifecycle | None = None) -> None:
-        """A replica that serves drains first; any other is removed at once. heir: who goes on with its processes."""
+        """Drain a serving replica, or remove any other at once.
+
+        successor: the replica that takes over its processes.
+        """
         member = self._members[replica]
         if member.life.view.state is ReplicaState.DRAINING and successor is None:
             return
@@ -91,7 +99,7 @@ class ReplicaPool:
             member.task.cancel()
 
     def retry(self) -> None:
-        """Forget earlier failures to start: an operator has changed something, or all is well."""
+        """Reset the start backoff: an operator changed something, or all replicas are stable."""
         self._backoff.reset()
         self._failed_starts.clear()
 
@@ -107,7 +115,7 @@ class ReplicaPool:
         return member.life if member else None
 
     def home(self, replica: str) -> Home | None:
-        """Where a replica's logs are, also when it is gone."""
+        """Return where a replica's logs are, also after it has left."""
         life = self.get(replica)
         return life.home if life else self._past_homes.get(replica)
 
@@ -133,23 +141,23 @@ class ReplicaPool:
 
     @property
     def start_times_s(self) -> list[float]:
-        """Of those that live: from being wanted until they served."""
+        """Start times of the current replicas: seconds from creation until serving, without role switches."""
         return [
             seconds for member in self._members.values() if (seconds := member.start_s) and not member.life.view.was
         ]
 
     @property
     def switch_times_s(self) -> list[float]:
-        """The same of those that were of the other role, whose drain included."""
+        """Role-switch times of the current replicas in seconds, including the drain."""
         return [seconds for member in self._members.values() if (seconds := member.start_s) and member.life.view.was]
 
     @property
     def drain_times_s(self) -> list[float]:
-        """The last ones, of replicas that had served."""
+        """Recent drain times in seconds, of replicas that had served."""
         return list(self._drain_times_s)
 
     def report(self, desired: int) -> PoolReport:
-        """The pool's part of `Controller.status`."""
+        """Return the pool's part of `Controller.status`."""
         views = self.views
         return {
             "desired": desired,
@@ -164,11 +172,12 @@ class ReplicaPool:
         life = member.life
         try:
             await life.live()
-            logger.info("%s has left", life.view.id)
+            logger.info("replica left replica=%s", life.view.id)
         except ReplicaFailed as error:
             self._note_failure(member, str(error), will_repeat=error.will_repeat)
-        except Exception as error:  # an edge: whatever goes wrong with one replica must not end the controller
-            logger.exception("%s: unexpected", life.view.id)
+        except Exception as error:
+            # Catch everything: one replica's failure must not end the controller.
+            logger.exception("unexpected replica error replica=%s", life.view.id)
             self._note_failure(member, f"{type(error).__name__}: {error}", will_repeat=False)
         finally:
             if member.left_at is not None and life.serving_since is not None:

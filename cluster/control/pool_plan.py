@@ -1,5 +1,4 @@
-"""Which replicas to start, to retire, and to take over from the other pool: pure choices, so that they are tested
-without a cluster."""
+"""Pure decisions about a pool: which replicas to start, retire or switch to the other role."""
 
 from __future__ import annotations
 
@@ -9,18 +8,19 @@ from dataclasses import dataclass
 from cluster.control.replica import ReplicaState, ReplicaStatus, number_of
 from core.types.request import Role
 
-# Least useful first: what serves nobody yet is the cheapest to lose.
+# Least useful first: a replica that does not serve yet is the cheapest to lose.
 _RETIRE_ORDER = (ReplicaState.PENDING, ReplicaState.STARTING, ReplicaState.LOADING, ReplicaState.READY)
 
 _FIRST_DELAY_S = 1.0
 _LONGEST_DELAY_S = 60.0
 _MAX_FAILED_ROUNDS = 10  # about five minutes of trying
-STABLE_S = 60.0  # a replica that served for this long did not fail to start
+# A replica that served this long did not fail to start.
+STABLE_S = 60.0
 
 
 @dataclass(frozen=True)
 class PoolPlan:
-    """What to do for one pool now."""
+    """Number of replicas to start, and ids of replicas to retire."""
 
     start: int = 0
     retire: tuple[str, ...] = ()
@@ -28,9 +28,9 @@ class PoolPlan:
 
 @dataclass
 class Backoff:
-    """When a pool may try again to start a replica: after 1, 2, 4 … 60 s, and after ten rounds not at all.
+    """Start backoff of a pool: 1, 2, 4 ... 60 s; after ten failed rounds it gives up.
 
-    Replicas that were started together and fail together count as one round. All times are of one monotonic clock.
+    Replicas that were started together and fail together count as one round. All times are from one monotonic clock.
     """
 
     rounds: int = 0
@@ -45,7 +45,7 @@ class Backoff:
         self._failed_at = now
 
     def reset(self) -> None:
-        """A replica serves, or an operator asks for another try."""
+        """Forget earlier failures: a replica serves, or an operator asks for another try."""
         self.rounds = 0
         self.retry_at = 0.0
 
@@ -58,7 +58,7 @@ class Backoff:
 
 
 def plan_pool(desired: int, replicas: Sequence[ReplicaStatus], *, can_start: bool) -> PoolPlan:
-    """Compare what is wanted with what lives. Replicas that drain are on their way out: they count for nothing."""
+    """Compare the desired count with the replicas. Draining ones are not counted."""
     staying = [replica for replica in replicas if replica.state is not ReplicaState.DRAINING]
     surplus = len(staying) - desired
     if surplus > 0:
@@ -67,22 +67,22 @@ def plan_pool(desired: int, replicas: Sequence[ReplicaStatus], *, can_start: boo
 
 
 def plan_switches(
-    wanted: Mapping[Role, int], sizes: Mapping[Role, int], replicas: Mapping[Role, Sequence[ReplicaStatus]]
+    new_sizes: Mapping[Role, int], sizes: Mapping[Role, int], replicas: Mapping[Role, Sequence[ReplicaStatus]]
 ) -> list[str]:
-    """Which replicas of a pool that shrinks become replicas of the one that grows: as many as both allow, of those that
-    would be retired, and only such as serve.
+    """Return the replicas of the shrinking pool that switch to the growing one.
 
-    wanted: the new sizes of the pools that are named. sizes: what each pool should have had until now.
+    Only serving replicas that would be retired switch, and no more than the other pool grows. new_sizes: new sizes of
+    the named pools. sizes: previous desired size of each pool.
     """
-    growth = {role: wanted.get(role, size) - size for role, size in sizes.items()}
+    growth = {role: new_sizes.get(role, size) - size for role, size in sizes.items()}
     room, shrinking = max(growth.values()), min(growth, key=lambda role: growth[role])
     if growth[shrinking] >= 0:
         return []
-    leaving = plan_pool(wanted[shrinking], replicas[shrinking], can_start=False).retire
+    leaving = plan_pool(new_sizes[shrinking], replicas[shrinking], can_start=False).retire
     serving = {replica.id for replica in replicas[shrinking] if replica.state is ReplicaState.READY}
     return [replica for replica in leaving if replica in serving][: max(0, room)]
 
 
 def _usefulness(replica: ReplicaStatus) -> tuple[int, int, int]:
-    """Retired first: not yet serving, then the least busy, then the newest (its cache is the coldest)."""
+    """Return the sort key for retirement: not serving first, then least busy, then newest (coldest cache)."""
     return _RETIRE_ORDER.index(replica.state), replica.running + replica.waiting, -number_of(replica.id)

@@ -1,4 +1,4 @@
-"""A replica as the control plane sees it: its state, its ranks, and how it failed. Plain values; nothing runs here."""
+"""Plain values that describe a replica to the control plane: ids, state, failure."""
 
 from __future__ import annotations
 
@@ -15,54 +15,61 @@ _RANK_NAME = re.compile(r"(?P<replica>(prefill|decode)-[0-9]+)-r(?P<rank>[0-9]+)
 
 
 class ReplicaState(StrEnum):
-    """PENDING -> STARTING -> LOADING -> READY -> DRAINING -> gone. One that failed is gone, too, and replaced."""
+    """State of a replica: PENDING -> STARTING -> LOADING -> READY -> DRAINING -> gone. A failed replica is replaced."""
 
-    PENDING = "pending"  # waits for a node with room
-    STARTING = "starting"  # its processes start
-    LOADING = "loading"  # it loads weights
+    # Waits for a node with room.
+    PENDING = "pending"
+    # Its processes are starting.
+    STARTING = "starting"
+    # Its ranks are loading weights.
+    LOADING = "loading"
     READY = "ready"
-    DRAINING = "draining"  # takes no new requests, finishes those that it has or hands them over
+    # Takes no new requests; finishes or hands over the ones it has.
+    DRAINING = "draining"
 
 
 @dataclass
 class ReplicaStatus:
-    """What `cluster status` shows of a replica."""
+    """Status of a replica as `cluster status` shows it."""
 
     id: str
     role: Role
     state: ReplicaState = ReplicaState.PENDING
-    node: str = ""  # the node's name
+    node: str = ""  # node name
     ranks: list[RankReport] = field(default_factory=list)
     blocks: Blocks = field(default_factory=lambda: Blocks(total=0, free=0, cached=0))
     running: int = 0
     waiting: int = 0
-    stage: str = ""  # what it does at present, or waits for
-    fraction: float = 0.0  # of loading
-    was: str = ""  # the id that it had in the other pool, where it has changed its role
+    # Current activity, or the thing it waits for.
+    stage: str = ""
+    fraction: float = 0.0  # of loading, 0 to 1
+    # Id before its role switch; empty if it never switched.
+    was: str = ""
 
     def report(self) -> ReplicaReport:
-        """Everything but the role, under which the pools list it anyway."""
+        """Return every field except the role, which the enclosing pool already names."""
         return cast(ReplicaReport, {key: value for key, value in asdict(self).items() if key != "role"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How a replica ended that should not have."""
+    """Failure of a replica."""
 
     replica: str
     role: Role
-    state: ReplicaState  # when it happened
+    state: ReplicaState  # at the time of the failure
     node: str
     reason: str
-    will_repeat: bool  # another try will hardly end otherwise
+    # Another start would probably fail the same way.
+    will_repeat: bool
 
     def report(self) -> FailureReport:
         return cast(FailureReport, asdict(self) | {"text": self.describe()})
 
     def describe(self) -> str:
         where = f" on {self.node}" if self.node else ""
-        what = "failed" if self.state in (ReplicaState.READY, ReplicaState.DRAINING) else "did not start"
-        return f"{self.replica}{where} {what} ({self.state}): {self.reason}"
+        outcome = "failed" if self.state in (ReplicaState.READY, ReplicaState.DRAINING) else "did not start"
+        return f"{self.replica}{where} {outcome} ({self.state}): {self.reason}"
 
 
 def replica_id(role: Role, number: int) -> str:
@@ -70,12 +77,12 @@ def replica_id(role: Role, number: int) -> str:
 
 
 def rank_name(replica: str, rank: int) -> str:
-    """The name of a rank's actor, unique in the deployment's namespace."""
+    """Return the name of a rank's actor, unique in the deployment's namespace."""
     return f"{replica}-r{rank}"
 
 
 def parse_rank_name(name: str) -> tuple[str, int] | None:
-    """(replica, rank) of a rank's actor; None for any other name."""
+    """Return (replica, rank) of a rank's actor name, or None for any other name."""
     match = _RANK_NAME.fullmatch(name)
     return (match["replica"], int(match["rank"])) if match else None
 

@@ -1,4 +1,4 @@
-"""The life of one replica: placed, started, loaded, serving, drained, gone."""
+"""Lifecycle of one replica: placed, started, loaded, serving, drained, gone."""
 
 from __future__ import annotations
 
@@ -20,33 +20,37 @@ from core.types.rank_api import Binding, Progress, RankStatus
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0
-_POLL_EAGERLY_S = 0.2  # while somebody waits for a change
-_SILENT_S = 60.0  # rank 0 has not answered for so long: it hangs
+# While a caller waits for the change.
+_POLL_EAGERLY_S = 0.2
+# A rank 0 that has not answered for this long hangs.
+_SILENT_S = 60.0
 
 
 class ReplicaLifecycle:
-    """Owned by the controller's event loop. `view` is always fit to show.
+    """State machine of one replica, owned by the controller's event loop. `view` can be shown at any time.
 
-    A replica that changes its role is two lives, one after the other, of one gang: the first drains, and hands it to
-    its heir. Where that does not come to pass, the heir starts like any other replica.
+    A role switch is two lifecycles of one gang in sequence: the first drains and hands the gang to its successor. If
+    that fails, the successor starts like any other replica.
     """
 
     def __init__(
         self, replica: str, desired: Desired, *, failures: Mapping[str, int] = NO_FAILURES, was: str = ""
     ) -> None:
-        """failures: how many of its pool's last starts failed on each node, by its name. was: the replica whose heir
-        this one is."""
+        """failures: recent failed starts of this pool, by node name. was: id of the replica whose gang this one takes
+        over."""
         self.view = ReplicaStatus(id=replica, role=role_of(replica), was=was)
         self.serving_since: float | None = None  # time.monotonic()
-        self.is_adopted = False  # served before this life of the controller: routers know of it
-        self._heard_at = 0.0
+        # It served before this run of the controller, so routers already have it.
+        self.is_adopted = False
+        self._answered_at = 0.0
         self._desired = desired
         self._timeouts = desired.spec.timeouts
         self._gang = Gang(replica, desired, failures=failures)
         self._leave = asyncio.Event()
         self._successor: ReplicaLifecycle | None = None
         self._awaits_gang = bool(was)
-        self._settled = asyncio.Event()  # whether there is a gang to take over
+        # Set once it is decided whether there is a gang to take over.
+        self._settled = asyncio.Event()
         self._inherited_at: float | None = None  # time.monotonic()
 
     @property
@@ -55,13 +59,13 @@ class ReplicaLifecycle:
 
     @property
     def gang(self) -> str:
-        """What Ray calls its gang."""
+        """Gang id in Ray's names."""
         return self._gang.name
 
     async def live(self) -> None:
-        """Start, serve and, once asked to, drain. Returns when it has left as it should, or raises ReplicaFailed.
+        """Start, serve and drain when asked to. Returns after a regular end, else raises ReplicaFailed.
 
-        However it ends, by cancellation too, nothing of the replica is left but what its heir has taken.
+        In every case, including cancellation, all that remains of the replica is what its successor has taken over.
         """
         is_handed_on = False
         try:
@@ -82,17 +86,21 @@ class ReplicaLifecycle:
                 await asyncio.shield(self._gang.remove(is_serving=self.serving_since is not None))
 
     def leave(self, successor: ReplicaLifecycle | None = None) -> None:
-        """Drain, then let live() return. One that does not serve yet has nothing to drain: cancel live(), too.
+        """Drain, then let live() return.
 
-        heir: another life, which goes on with this one's gang, once that has drained.
+        If it does not serve yet there is nothing to drain: the caller also cancels live().
+
+        successor: the replica that takes over this one's gang after the drain.
         """
         self._successor = successor
         self._enter(ReplicaState.DRAINING)
         self._leave.set()
 
     def inherit(self, gang: Gang | None) -> bool:
-        """From the life before this one: its gang, or that there is none to be had. False: it is not wanted any
-        more, and whoever has it removes it."""
+        """Take over the predecessor's gang, or None if it has none to give.
+
+        Returns False if the gang was not taken; the caller removes it then.
+        """
         if not self._awaits_gang:
             return False
         self._awaits_gang = False
@@ -104,8 +112,10 @@ class ReplicaLifecycle:
         return gang is not None
 
     async def adopt(self) -> None:
-        """Before live(): take over what an earlier life of the controller started, or raise ReplicaFailed. One that has
-        changed its role has the id then that its ranks have."""
+        """Take over a running replica before live(). Raises ReplicaFailed if it is incomplete.
+
+        After a role switch, the id becomes the one that its ranks report.
+        """
         self._gang.find()
         if self._gang.name in self._desired.switched:
             replica = await self._gang.present_id()
@@ -116,16 +126,17 @@ class ReplicaLifecycle:
             raise ReplicaFailed("was still loading")
         self._enter(ReplicaState.READY)
         self.is_adopted = True
-        self.serving_since = time.monotonic()  # whoever lets it go has to let it drain
+        # From here on the caller has to drain it.
+        self.serving_since = time.monotonic()
         if state != "ready":
             self.leave()
 
     async def read_log(self, rank: int, *, lines: int, start: int | None) -> LogPart:
-        """From the rank's own process. Raises ReplicaFailed or TimeoutError when that does not answer."""
+        """Read the log through the rank's own process. Raises ReplicaFailed or TimeoutError if it does not answer."""
         return cast(LogPart, await self._gang.ask(rank, "read_log", lines, start))
 
     async def _start(self) -> None:
-        """Within timeouts.start_s of being placed, every rank serves."""
+        """Start and load all ranks, within timeouts.start_s of placement."""
         self._enter(ReplicaState.STARTING)
         try:
             async with asyncio.timeout(self._timeouts.start_s):
@@ -135,7 +146,7 @@ class ReplicaLifecycle:
                 await self._load([binding["address"] for binding in bindings])
         except TimeoutError:
             at = f", at {self.view.stage!r}" if self.view.stage else ""
-            reason = f"not ready {self._timeouts.start_s:g} s after it was placed (timeouts.start_s){at}"
+            reason = f"not ready {self._timeouts.start_s:g} s after placement (timeouts.start_s){at}"
             raise ReplicaFailed(reason, will_repeat=True) from None
 
     async def _bind(self) -> list[Binding]:
@@ -153,8 +164,9 @@ class ReplicaLifecycle:
             progress.cancel()
 
     async def _follow_progress(self) -> None:
-        """The slowest rank's progress is the replica's."""
-        with contextlib.suppress(ReplicaFailed):  # load() will say it better
+        """Show the progress of the slowest rank."""
+        # load() raises the same failure with a better message.
+        with contextlib.suppress(ReplicaFailed):
             while True:
                 with contextlib.suppress(TimeoutError):
                     answers: list[Progress] = await self._gang.ask_all("progress")
@@ -163,13 +175,15 @@ class ReplicaLifecycle:
                 await asyncio.sleep(_POLL_EAGERLY_S)
 
     async def _serve(self) -> bool:
-        """Until it has drained, as asked, or may not take longer for that: False. Raises ReplicaFailed when a rank ends
-        before."""
-        self.serving_since = self._heard_at = time.monotonic()
+        """Serve until drained. Returns False if draining exceeded its limit.
+
+        Raises ReplicaFailed if a rank ends before.
+        """
+        self.serving_since = self._answered_at = time.monotonic()
         if self._inherited_at is not None:
             seconds = self.serving_since - self._inherited_at
-            logger.info("%s serves %.2f s after %s had drained", self.view.id, seconds, self.view.was)
-        await self._hear()
+            logger.info("role switch done replica=%s seconds=%.2f was=%s", self.view.id, seconds, self.view.was)
+        await self._poll()
         if not self._leave.is_set():
             self._enter(ReplicaState.READY)
         watch = asyncio.create_task(self._gang.watch())
@@ -184,17 +198,16 @@ class ReplicaLifecycle:
             stay.cancel()
 
     async def _stay_until_drained(self) -> bool:
-        """Keep the view fresh until told to leave; then drain, and return when nothing is left or, False, the time is
-        up."""
+        """Refresh the view until leave(), then drain. Returns whether the drain finished in time."""
         while not await self._is_leaving_within(_POLL_S):
-            await self._hear()
+            await self._poll()
         try:
             async with asyncio.timeout(self._timeouts.drain_s):
                 await self._gang.ask_all("drain", within_s=None)
-                while await self._hear() != "drained":
+                while await self._poll() != "drained":
                     await asyncio.sleep(_POLL_EAGERLY_S)
         except TimeoutError:
-            logger.warning("%s is still busy after timeouts.drain_s; it leaves now", self.view.id)
+            logger.warning("drain timed out (timeouts.drain_s); removing replica=%s", self.view.id)
             return False
         return True
 
@@ -205,19 +218,19 @@ class ReplicaLifecycle:
         except TimeoutError:
             return False
 
-    async def _hear(self) -> str:
-        """_refresh() that forgives a rank which does not answer at once, but not for ever."""
+    async def _poll(self) -> str:
+        """Refresh the view, tolerating an unresponsive rank 0 for up to 60 s."""
         try:
             state = await self._refresh()
         except (TimeoutError, RankUnreachable):
-            if time.monotonic() - self._heard_at > _SILENT_S:
+            if time.monotonic() - self._answered_at > _SILENT_S:
                 raise ReplicaFailed(f"rank 0 has been silent for {_SILENT_S:g} s") from None
             return ""
-        self._heard_at = time.monotonic()
+        self._answered_at = time.monotonic()
         return state
 
     async def _refresh(self) -> str:
-        """Bring the view up to date; returns rank 0's own word for the replica's state. Raises TimeoutError."""
+        """Update the view and return the state that rank 0 reports. Raises TimeoutError."""
         status: RankStatus = await self._gang.ask(0, "status")
         self.view.blocks = status["blocks"]
         self.view.running, self.view.waiting = status["running"], status["waiting"]
@@ -226,7 +239,7 @@ class ReplicaLifecycle:
     def _enter(self, state: ReplicaState) -> None:
         if self.home:
             self.view.node = self.home.node
-        logger.info("%s is %s", self.view.id, state)
+        logger.info("replica state replica=%s state=%s", self.view.id, state)
         self.view.state, self.view.stage, self.view.fraction = state, "", 0.0
 
     def _note_stage(self, stage: str) -> None:

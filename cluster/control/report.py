@@ -1,4 +1,4 @@
-"""What the controller says of its pools, as `cluster status --json` prints it: plain values."""
+"""Types of the controller's status, as `cluster status --json` prints it."""
 
 from __future__ import annotations
 
@@ -15,35 +15,44 @@ class RankReport(TypedDict):
 class ReplicaReport(TypedDict):
     id: str
     state: str  # a cluster.control.replica.ReplicaState
-    node: str  # its name; "" before it is placed
+    # Node name; empty before placement.
+    node: str
     ranks: list[RankReport]
     blocks: Blocks
     running: int  # sequences
     waiting: int
-    stage: str  # what it does at present, or waits for
+    # Current activity, or the thing it waits for.
+    stage: str
     fraction: float  # of loading, 0 to 1
-    revision: NotRequired[int]  # that has made it
-    was: NotRequired[str]  # the id that it had in the other pool; empty: it has been what it is all its life
+    # Revision that it was started from.
+    revision: NotRequired[int]
+    # Id before its role switch; empty if it never switched.
+    was: NotRequired[str]
 
 
 class FailureReport(TypedDict):
-    """How a replica ended that should not have."""
+    """Failure of a replica."""
 
     replica: str
     role: str
-    state: str  # when it happened
+    state: str  # at the time of the failure
     node: str
     reason: str
-    will_repeat: bool  # another try will hardly end otherwise
-    text: str  # all of it, in one line
+    # Another start would probably fail the same way.
+    will_repeat: bool
+    # All fields in one line.
+    text: str
 
 
 class PoolReport(TypedDict):
     desired: int  # replicas
     ready: int
-    replicas: list[ReplicaReport]  # those that start and drain included
-    failures: list[FailureReport]  # the last few, the latest last
-    failed_rounds: int  # of starting replicas, since one served
+    # Including starting and draining ones.
+    replicas: list[ReplicaReport]
+    # The last few, oldest first.
+    failures: list[FailureReport]
+    # Failed start rounds since a replica last served.
+    failed_rounds: int
     has_given_up: bool
 
 
@@ -51,23 +60,29 @@ Pools = dict[str, PoolReport]  # by role
 
 
 class UpdateReport(TypedDict):
-    """An update under way."""
+    """State of a running update."""
 
-    revision: int  # to which it leads
+    revision: int  # target revision
     phase: str  # a cluster.rollout.update.Phase
-    reason: str  # why it returns; "" while it does not
-    roles: list[str]  # whose replicas are replaced
-    share: float  # of the requests that go to that revision now
-    step: str  # how far it has come, and what it waits for, in words
+    # Reason of the rollback; empty if it is not rolling back.
+    reason: str
+    # Roles whose replicas are replaced.
+    roles: list[str]
+    # Share of requests routed to the target revision.
+    share: float
+    # Progress, and the condition it waits for, as text.
+    step: str
 
 
 class RevisionReport(TypedDict):
-    number: int  # of the spec
+    number: int  # revision of the spec
     update: UpdateReport | None
-    last_update: str  # what became of the one before, in a line; "" where there was none
+    # Outcome of the previous update, one line; empty if there was none.
+    last_update: str
 
 
 class ControllerReport(TypedDict):
-    spec: dict[str, Any]  # as it is now, scaled since the operator wrote it
+    # Current spec, including scaling since it was applied.
+    spec: dict[str, Any]
     pools: Pools
     revision: NotRequired[RevisionReport]

@@ -1,6 +1,6 @@
-"""Replicas that change their role in place: which may, and what that is to the pools and to what is desired.
+"""In-place role switches: which replicas may switch, and the effect on pools and desired state.
 
-the wish is saved: sizes, and the new id of its gang ──> the replica drains ──> its gang is its heir's
+save the intent (sizes, new id of the gang) ──> the replica drains ──> its successor takes over the gang
 """
 
 from __future__ import annotations
@@ -18,33 +18,38 @@ from core.types.role_switch import hindrance, other
 
 
 class RoleSwitches:
-    """Owned by the controller's event loop, as the pools are. Nothing here waits: what `desired` says after a call is
-    to be saved in the same turn."""
+    """Role switches of a deployment, owned by the controller's event loop like the pools.
+
+    Nothing here awaits; callers save the changed `desired` before they yield to the event loop.
+    """
 
     def __init__(self, pools: Mapping[Role, RolePools]) -> None:
         self._pools = pools
 
     def ask(self, desired: Desired, replica: str) -> str:
-        """`begin`, unless that was done; raises SpecError where this replica, which there is or was, cannot become one
-        of the other pool."""
+        """Begin the switch of a past or present replica unless it has begun already. Returns the new id.
+
+        Raises SpecError if the replica cannot switch.
+        """
         life = self._pools[role_of(replica)].get(replica)
         if life is None:
             raise SpecError(f"{replica} has left already")
         if (successor := desired.switched.get(life.gang, replica)) != replica:
-            return successor  # as where Ray asks again, for a controller that died before it had answered
+            # Ray repeats a call that a controller had not answered when it died.
+            return successor
         self._check(desired, life)
         return self.begin(desired, replica)
 
-    def possible(self, desired: Desired, wanted: Mapping[Role, int]) -> list[str]:
-        """The replicas that need not be replaced where the pools are to have these sizes."""
+    def possible(self, desired: Desired, new_sizes: Mapping[Role, int]) -> list[str]:
+        """Return the replicas that can switch in place when the pools get the sizes `new_sizes`."""
         if hindrance(desired.spec):
             return []
         sizes = {role: desired.spec.pool(role).replicas for role in Role}
-        found = plan_switches(wanted, sizes, {role: pool.views for role, pool in self._pools.items()})
-        return [replica for replica in found if _knows_the_other(desired, role_of(replica))]
+        found = plan_switches(new_sizes, sizes, {role: pool.views for role, pool in self._pools.items()})
+        return [replica for replica in found if _has_current_other_role(desired, role_of(replica))]
 
     def begin(self, desired: Desired, replica: str) -> str:
-        """Let a replica that serves drain, for an heir in the other pool. Returns the heir's id."""
+        """Start draining a serving replica for a successor in the other pool. Returns the successor's id."""
         role = role_of(replica)
         life, successor_role = self._pools[role].get(replica), other(role)
         assert life, "it serves"
@@ -52,11 +57,11 @@ class RoleSwitches:
         for pool, change in ((role, -1), (successor_role, 1)):
             desired.scale(pool, desired.spec.pool(pool).replicas + change)
         desired.switched[life.gang] = successor
-        self._hand_on(desired, life, successor)
+        self._hand_over(desired, life, successor)
         return successor
 
     def resume(self, desired: Desired) -> None:
-        """After a restart of the controller: what was about to change its role goes on with that."""
+        """Continue pending switches after a restart of the controller."""
         for gang, successor in desired.switched.items():
             for life in (pool.get(replica) for pool in self._pools.values() for replica in pool.ids):
                 if (
@@ -65,10 +70,10 @@ class RoleSwitches:
                     and life.view.id != successor
                     and not self._pools[role_of(successor)].get(successor)
                 ):
-                    self._hand_on(desired, life, successor)
+                    self._hand_over(desired, life, successor)
 
     def forget_ended(self, desired: Desired) -> bool:
-        """Of `desired`, what was said of replicas that have left. Whether that was anything."""
+        """Drop records of replicas that have left. Returns whether there were any."""
         alive = {replica for pool in self._pools.values() for replica in pool.ids}
         ended = [gang for gang, replica in desired.switched.items() if replica not in alive]
         for gang in ended:
@@ -78,23 +83,23 @@ class RoleSwitches:
     def _check(self, desired: Desired, life: ReplicaLifecycle) -> None:
         replica, role, spec = life.view.id, life.view.role, desired.spec
         if life.view.state is not ReplicaState.READY:
-            raise SpecError(f"{replica} is {life.view.state}: only one that is ready can change its role")
+            raise SpecError(f"{replica} is {life.view.state}: only a ready replica can switch its role")
         if role is Role.DECODE and sum(view.state is ReplicaState.READY for view in self._pools[role].views) < 2:
-            raise SpecError(f"{replica} is the only decode replica that is ready: nobody could go on with its answers")
-        if not _knows_the_other(desired, role):
+            raise SpecError(f"{replica} is the only ready decode replica: no other could continue its sequences")
+        if not _has_current_other_role(desired, role):
             raise SpecError(
                 f"{replica} was started before an update changed the {other(role)} pool: `cluster update --restart` "
                 "replaces all, or `cluster scale` both pools"
             )
         if reason := hindrance(spec):
-            raise SpecError(f"{replica} cannot become a {other(role)} replica as it is: {reason}")
+            raise SpecError(f"{replica} cannot switch to {other(role)} in place: {reason}")
 
-    def _hand_on(self, desired: Desired, life: ReplicaLifecycle, successor: str) -> None:
+    def _hand_over(self, desired: Desired, life: ReplicaLifecycle, successor: str) -> None:
         new = ReplicaLifecycle(successor, desired, was=life.view.id)
         self._pools[new.view.role].add(new)
         self._pools[life.view.role].retire(life.view.id, successor=new)
 
 
-def _knows_the_other(desired: Desired, role: Role) -> bool:
-    """Whether what this role's replicas were started with says of the other role what holds now."""
+def _has_current_other_role(desired: Desired, role: Role) -> bool:
+    """Return whether this role's replicas were started with the current settings of the other role."""
     return desired.makes[role] >= desired.makes[other(role)]

@@ -1,4 +1,4 @@
-"""What the autoscaler has decided, in Ray's own store: a controller that is restarted goes on from there."""
+"""Autoscaler history in Ray's store, from which a restarted controller continues."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ _STORED = 50  # decisions
 @dataclass(frozen=True)
 class ScalingHistory:
     state: AutoscaleState
-    decisions: list[ScalingDecision]  # the latest last
+    decisions: list[ScalingDecision]  # oldest first
 
 
 def save(name: str, state: AutoscaleState, decisions: Iterable[ScalingDecision]) -> None:
-    """Raises DeployError."""
+    """Store the state and the last 50 decisions. Raises DeployError."""
     last = [decision.as_dict() for decision in [*decisions][-_STORED:]]
     _entry(name).put(json.dumps({"state": asdict(state), "decisions": last}))
 
 
 def load(name: str) -> ScalingHistory | None:
-    """None: nothing was decided yet. Raises DeployError."""
+    """Return the stored history, or None if there is none. Raises DeployError."""
     from ray.exceptions import RayError
 
     try:
         text = _entry(name).get()
     except RayError as error:
-        raise DeployError(f"Ray's own store does not answer: {' '.join(str(error).split())}") from error
+        raise DeployError(f"Ray's key-value store does not answer: {' '.join(str(error).split())}") from error
     if not text:
         return None
     tree: dict[str, Any] = json.loads(text)

@@ -1,7 +1,8 @@
-"""Live traffic to a file that `cluster bench`, `simulate`, `plan` and `autoscale replay` read: hashes, lengths, times.
+"""Capture of live traffic (hashes, lengths, times) to a file for `cluster bench`, `simulate`, `plan` and `autoscale
+replay`.
 
-The hashes are keyed once more, by a salt that the file has for itself and that nobody keeps: so two captures cannot be
-compared, and nobody, the deployment included, can try whether a prompt is among what was captured.
+Block hashes are hashed again with a salt that is never stored. So captures cannot be compared with each other, and not
+even the deployment can test whether a prompt is among the captured ones.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from core.trace.traffic import SeenRequest
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 256 * 2**20
-_ID_BYTES = 6  # whole numbers that every reader of JSON has
+# JSON readers represent such integers exactly.
+_ID_BYTES = 6
 
 
 class CaptureReport(TypedDict):
-    seconds: float  # since it began
+    seconds: float  # since the start
     requests: int
     bytes: int
-    is_full: bool  # it has ended at its limit, or at the disk's
+    # It stopped at its size limit or on a full disk.
+    is_full: bool
 
 
 class TrafficCapture:
-    """One capture, to a file of its own that only its owner can read. Lives on the controller's event loop."""
+    """One capture, written to a new file with mode 0600, on the controller's event loop."""
 
     def __init__(self, path: Path, *, begin_s: float, max_bytes: int = MAX_BYTES) -> None:
-        """begin_s: of the clock by which requests arrive; what came before is left out."""
+        """begin_s: start of the capture, on the clock of SeenRequest.arrival_s; earlier requests are left out."""
         self.path = path
         self._begin_s = begin_s
         self._max_bytes = max_bytes
@@ -43,12 +46,13 @@ class TrafficCapture:
         self._num_bytes = 0
         self._is_full = False
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.unlink(missing_ok=True)  # of an earlier life of the controller; or a link, or open to others
+        # May be left by an earlier run of the controller, a link, or readable by others.
+        path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         self._file = os.fdopen(descriptor, "wb", buffering=0)
 
     def note(self, seen: SeenRequest) -> None:
-        """A request is over."""
+        """Record a finished request."""
         if self._is_full or seen.arrival_s < self._begin_s:
             return
         line = json.dumps(self._row(seen)).encode() + b"\n"
@@ -67,7 +71,7 @@ class TrafficCapture:
         }
 
     def read(self, begin: int, num_bytes: int) -> bytes:
-        """Of what was written so far."""
+        """Return part of what has been written."""
         with self.path.open("rb") as file:
             file.seek(begin)
             return file.read(num_bytes)
@@ -80,14 +84,14 @@ class TrafficCapture:
         self.path.unlink(missing_ok=True)
 
     def _is_written(self, line: bytes) -> bool:
-        """A disk that is full ends the capture, not what tells of traffic."""
-        why = "no room for a whole line"
+        """Append one line. A full disk ends the capture, not the traffic report."""
+        why = "disk full"
         try:
             if self._file.write(line) == len(line):
                 return True
         except OSError as error:
             why = str(error)
-        logger.error("the capture of traffic ends at %d bytes: %s: %s", self._num_bytes, self.path, why)
+        logger.error("traffic capture ended bytes=%d path=%s reason=%s", self._num_bytes, self.path, why)
         with contextlib.suppress(OSError):
             self._file.truncate(self._num_bytes)
         return False

@@ -1,4 +1,4 @@
-"""The last minutes' traffic of a deployment, as its routers tell it."""
+"""Traffic of the last minutes, as reported by the routers."""
 
 from __future__ import annotations
 
@@ -10,24 +10,29 @@ from core.trace.traffic import KEPT_S, ReplicaReport, SeenRequest, TrafficReport
 
 _MAX_REQUESTS = 100_000
 _MAX_IDS = 4_000_000
-_FRESH_S = 30.0  # of what a router says of replicas
+# Age limit of a router's report about replicas.
+_FRESH_S = 30.0
 
 
 class TrafficLog:
-    """Lives on the controller's event loop, in bounded memory; a controller that starts anew is told all that routers
-    remember, for they see that it has another `life`."""
+    """Bounded log of recent requests, on the controller's event loop.
+
+    A restarted controller has a new `life`, on which routers resend all that they remember.
+    """
 
     def __init__(self, *, now: Callable[[], float] = monotonic) -> None:
         self.life = token_hex(8)
         self.num_lost = 0
-        self.ended: Callable[[SeenRequest], None] = lambda seen: None  # told of each request that is over, once
+        # Called once for each finished request.
+        self.ended: Callable[[SeenRequest], None] = lambda seen: None
         self._now = now
         self._requests: dict[tuple[str, int], SeenRequest] = {}
         self._num_ids = 0
-        self._told: dict[str, tuple[float, TrafficReport]] = {}  # by router: when, and what it said last
+        # Last report of each router, with its time of arrival.
+        self._reports: dict[str, tuple[float, TrafficReport]] = {}
 
     def note(self, report: TrafficReport) -> str:
-        """Returns our life."""
+        """Merge a router's report. Returns our `life`."""
         now = self._now()
         self.num_lost += report.num_lost
         for number, seen in {**report.arrived, **report.changed}.items():
@@ -37,22 +42,23 @@ class TrafficLog:
             if before is None:
                 self._num_ids += len(seen.ids or ())
             else:
-                seen.arrival_s = before.arrival_s  # what is told twice may be told a little later
+                # A repeated report may arrive a little later; keep the first time.
+                seen.arrival_s = before.arrival_s
             self._requests[key] = seen
             if seen.is_over and not (before and before.is_over):
                 self.ended(seen)
-        self._told[report.router] = (now, report)
+        self._reports[report.router] = (now, report)
         self._forget(now)
         return self.life
 
     def recent(self) -> list[SeenRequest]:
-        """In order of arrival, by time.monotonic() of this process."""
+        """Return requests in order of arrival, by time.monotonic() of this process."""
         self._forget(self._now())
         return sorted(self._requests.values(), key=lambda seen: seen.arrival_s)
 
     @property
     def replicas(self) -> list[ReplicaReport]:
-        """As the router knows them that spoke last."""
+        """Replicas as seen by the router that reported last."""
         fresh = self._fresh()
         return list(fresh[-1].replicas) if fresh else []
 
@@ -62,8 +68,8 @@ class TrafficLog:
 
     def _fresh(self) -> list[TrafficReport]:
         now = self._now()
-        told = sorted(self._told.values(), key=lambda one: one[0])
-        return [report for when, report in told if now - when <= _FRESH_S]
+        reports = sorted(self._reports.values(), key=lambda one: one[0])
+        return [report for when, report in reports if now - when <= _FRESH_S]
 
     def _forget(self, now: float) -> None:
         is_full = len(self._requests) > _MAX_REQUESTS or self._num_ids > _MAX_IDS
@@ -77,4 +83,4 @@ class TrafficLog:
                 break
             del self._requests[key]
             self._num_ids -= len(first.ids or ())
-        self._told = {router: one for router, one in self._told.items() if now - one[0] <= KEPT_S}
+        self._reports = {router: one for router, one in self._reports.items() if now - one[0] <= KEPT_S}

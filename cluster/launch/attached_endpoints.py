@@ -1,4 +1,4 @@
-"""A deployment without doors of its own: those of another one, on the same Ray, serve it (`router.endpoints`)."""
+"""Deployments that use the endpoints of another deployment on the same Ray (`router.endpoints`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from core.process.ports import free_ports
 from core.spec.schema import RouterSpec, Spec, TracingSpec
 from core.types.errors import DeployError, SpecError
 
-# What is of doors, and not of a model behind them.
+# Router settings that belong to the endpoints, not to a model behind them.
 _OF_ENDPOINTS = (
     "replicas", "host", "grpc_port", "http_port", "keys", "tls_cert", "tls_key", "unknown_fields", "cors_origins",
     "stored_responses_mib", "stored_responses_s",
@@ -19,41 +19,48 @@ _OF_ENDPOINTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class AttachedEndpoints:
-    """Of the deployment that has them."""
+    """Router settings of an attached deployment."""
 
-    router: RouterSpec  # the borrower's own, with what is the doors' filled in
+    # The attached deployment's own settings, completed with those of the endpoints.
+    router: RouterSpec
     num_routers: int
 
 
 def check_own(spec: Spec) -> None:
-    """Raises SpecError where a borrower's spec says what is for the spec of the doors."""
+    """Raise SpecError if an attached deployment sets what belongs in the spec of the endpoints' owner."""
     if spec.router.endpoints == spec.name:
-        raise SpecError(f"router.endpoints: {spec.name} is this deployment itself; leave it out")
-    said = [f"router.{field}" for field in _OF_ENDPOINTS if getattr(spec.router, field) != getattr(RouterSpec(), field)]
+        raise SpecError(f"router.endpoints: {spec.name} is this deployment; remove the setting")
+    misplaced = [
+        f"router.{field}" for field in _OF_ENDPOINTS if getattr(spec.router, field) != getattr(RouterSpec(), field)
+    ]
     if spec.tracing != TracingSpec():
-        said.append("tracing")
-    if said:
+        misplaced.append("tracing")
+    if misplaced:
         raise SpecError(
-            f"{', '.join(said)}: not beside router.endpoints, for the doors are those of {spec.router.endpoints}, "
-            f"whose spec "
-            "says this"
+            f"{', '.join(misplaced)}: not allowed with router.endpoints; set this in the spec of "
+            f"{spec.router.endpoints}, which owns the endpoints"
         )
 
 
-def lender(endpoints: str) -> State:
-    """The deployment of that name, as this machine remembers it. Raises SpecError, DeployError."""
+def owner_state(endpoints: str) -> State:
+    """Return the state of the deployment that owns the endpoints, as stored on this machine.
+
+    Raises SpecError, DeployError.
+    """
     state = states.load(endpoints)
     if state is None or state.deploying or (state.joined_ray and not state.joined_ray.is_running):
         raise SpecError(
-            f"router.endpoints: {endpoints} is not deployed from here: deploy it first or, where another machine has, "
-            f"name its "
-            "Ray with --address"
+            f"router.endpoints: {endpoints} is not deployed from this machine: deploy it first, or name its Ray with "
+            "--address if another machine deployed it"
         )
     return state
 
 
 def attach(spec: Spec) -> AttachedEndpoints:
-    """What the spec's routers are then. A driver must be connected to the Ray of both. Raises SpecError."""
+    """Return the router settings for a spec with `router.endpoints`.
+
+    A driver must be connected to their Ray. Raises SpecError.
+    """
     from cluster.control import desired_state as desired_store
     from cluster.control.attached_list import AttachedList
 
@@ -64,12 +71,12 @@ def attach(spec: Spec) -> AttachedEndpoints:
         raise SpecError(f"router.endpoints: {endpoints} is not deployed on this Ray; deploy it first")
     if owner.spec.router.endpoints:
         raise SpecError(
-            f"router.endpoints: {endpoints} has none of its own; name {owner.spec.router.endpoints}, whose it uses"
+            f"router.endpoints: {endpoints} has no endpoints of its own; name {owner.spec.router.endpoints} instead"
         )
     behind = [owner.spec, *(launch.spec for launch in AttachedList(endpoints).launches())]
     if taken := next((one.name for one in behind if one.model.name == model), None):
         raise SpecError(
-            f"model.served_name: {model} is what clients of these doors call the model of {taken}; set another"
+            f"model.served_name: {model} is already served by {taken} at these endpoints; choose another name"
         )
     lent = {field: getattr(owner.spec.router, field) for field in _OF_ENDPOINTS}
     ports = {"admin_port": spec.router.admin_port or free_ports(2 * owner.spec.router.replicas)}
@@ -79,8 +86,10 @@ def attach(spec: Spec) -> AttachedEndpoints:
 
 
 def check_no_attached(state: State) -> None:
-    """Raises DeployError where its doors serve others, who would be cut off. On a Ray of several deployments a driver
-    must be connected."""
+    """Raise DeployError if other deployments use this one's endpoints: they would be cut off.
+
+    On a Ray shared by several deployments, a driver must be connected.
+    """
     if state.local_ray is not None:
         attached_deployments = states.served_by(state)
     elif state.endpoints:
@@ -92,5 +101,5 @@ def check_no_attached(state: State) -> None:
     if attached_deployments:
         first = " and ".join(f"`cluster down --name {name}`" for name in attached_deployments)
         raise DeployError(
-            f"{state.name}: its doors serve {', '.join(attached_deployments)}, too; {first} first, or add --force"
+            f"{state.name}: its endpoints also serve {', '.join(attached_deployments)}; {first} first, or add --force"
         )

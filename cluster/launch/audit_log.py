@@ -1,5 +1,5 @@
-"""The trail of operators: one line of JSON for each command that changes a deployment, beside what is remembered of
-them: $CLUSTER_STATE_DIR/commands.jsonl."""
+"""Audit log of operator commands: one JSON line per command that changes a deployment, in
+$CLUSTER_STATE_DIR/commands.jsonl."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from core.process.json_lines import append_line
 
 _CHANGES = {"deploy", "down", "scale", "drain", "keys"}
 _SECRET_OPTION = "--api-key"
-# Of a URL: what is before its last @, for a password may have one, and what is called a password behind it.
+# In URLs: everything before the last @ (a password may contain one), and password or user name parameters.
 _BEFORE_HOST = re.compile(r"(?<=://)\S*@")
 _NAMED = re.compile(r"(?i)(?<=[?&;])((?:\w*password|username)=)[^&;\s]*")
 
 
 def note_command(arguments: Sequence[str], *, exit_code: int, seconds: float, error: str = "") -> None:
-    """Who, what, when, and what came of it. Commands that only look are not noted; nor is what cannot be written: a
-    full disk must not keep anyone from taking a deployment down."""
+    """Log user, command, time and outcome of a command that changes something; read-only commands are skipped.
+
+    A failed write is ignored: a full disk must not prevent taking a deployment down.
+    """
     if _command(arguments) not in _CHANGES:
         return
     line = {
@@ -39,7 +41,7 @@ def note_command(arguments: Sequence[str], *, exit_code: int, seconds: float, er
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """Its name, behind the options that all commands have: each of them has a value."""
+    """Return the command's name, which follows the global options; each of those takes a value."""
     rest = list(arguments)
     while rest and rest[0].startswith("-"):
         rest = rest[1:] if "=" in rest[0] else rest[2:]
@@ -47,10 +49,11 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def user_name() -> str:
-    """Of this process, and who became that user by sudo."""
+    """Return the user name of this process, with the original user if it runs under sudo."""
     try:
         name = getpass.getuser()
-    except (OSError, KeyError):  # a user id without a name, as in containers
+    except (OSError, KeyError):
+        # The user id has no name, as in containers.
         name = str(os.getuid())
     return f"{name} by {sudo}" if (sudo := os.environ.get("SUDO_USER")) else name
 

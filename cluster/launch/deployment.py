@@ -1,10 +1,9 @@
-r"""Deploying and taking down: the one procedure that starts and ends everything a deployment consists of.
+r"""Deploying a cluster and taking it down.
 
     checks -> state file -> Ray (found or started) -+-> index, controller -> every replica -+-> health
                                                     '-> Ray Serve ---------> router --------'
 
-The state file is written before anything is started, and names all of it: so take_down() undoes it from wherever it
-was left.
+The state file is written before anything starts and names all of it, so take_down() can undo any partial deployment.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
 
 logger = logging.getLogger(__name__)
 
-ENDINGS = (signal.SIGTERM, signal.SIGHUP)  # by which a command is told to end, but for Ctrl-C
+# Signals that end a command, besides Ctrl-C.
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 _STOP_S = 60.0
 _SERVE_S = 60.0
 _ROUTER_HOSTS_S = 60.0
@@ -58,12 +58,13 @@ def deploy(
     parts: Parts,
     reporter: Reporter,
 ) -> State:
-    """Bring `spec` up on the Ray at `address`, or on one of our own, and return when its router answers for all of it.
+    """Deploy `spec` on the Ray at `address`, or on a local Ray if None. Returns once its router sees all replicas.
 
-    Raises ClusterError. Then, and when it is interrupted, nothing that it started is left.
+    Raises ClusterError. On failure or interruption, everything that was started is removed.
     """
     watch = Stopwatch()
-    with states.reserve(spec.name):  # two at once would both find it free
+    # Two concurrent deploys would both find the name free.
+    with states.reserve(spec.name):
         place = _check(spec, address, wait_for_nodes=wait_for_nodes, say=reporter.say)
         claim = NameLock.new(user_name())
         state = place.state(spec, claim)
@@ -78,30 +79,32 @@ def deploy(
         name_lock.take(spec.name, claim)
         endpoints = _start(place, spec, state, parts=parts, deadline=deadline, reporter=reporter, watch=watch)
         up = replace(state, deploying=None, grpc=endpoints.grpc, http=endpoints.http)
-        states.save(up)  # a full disk, too, must not leave a deployment that counts as interrupted
+        # Inside the try block: after a failed write, on a full disk, the deployment is removed.
+        states.save(up)
     except BaseException:
-        with _undisturbed():
-            with contextlib.suppress(OSError):  # whoever listened may have gone: that may be why
+        with _signals_ignored():
+            # The terminal may be gone; that may be the reason for ending.
+            with contextlib.suppress(OSError):
                 reporter.say("removing what was started")
             take_down(state, force=True)
         raise
-    reporter.say(f"it took: {watch}")
+    reporter.say(f"took: {watch}")
     return up
 
 
 def check(spec: Spec, *, address: str | None, wait_for_nodes: bool, reporter: Reporter) -> None:
-    """Run every check of deploy(), and start nothing. Raises ClusterError."""
+    """Run all checks of deploy() without starting anything. Raises ClusterError."""
     with states.reserve(spec.name):
         _check(spec, address, wait_for_nodes=wait_for_nodes, say=reporter.say)
 
 
 def take_down(state: State, *, force: bool = False) -> NameLock | None:
-    """Remove everything that deploy() started, and forget it.
+    """Remove everything that deploy() started, and its state file.
 
-    A Ray of our own ends with all that runs in it. On somebody else's, our parts are removed one by one; if that Ray
-    does not answer, raises DeployError, or, with `force`, takes it for gone. Where another deployment has the name
-    there by now, it is left as it is, and its claim is returned. Raises DeployError where its doors serve others, too,
-    but for `force`, by which these lose them.
+    A local Ray is stopped with all that runs in it. On a shared Ray the parts are removed one by one. If that Ray does
+    not answer, raises DeployError, or with `force` assumes that it is gone. If another deployment holds the name there,
+    it is left alone and its lock is returned. Raises DeployError if other deployments use its endpoints, unless
+    `force`.
     """
     other = None
     if state.local_ray is not None:
@@ -115,7 +118,7 @@ def take_down(state: State, *, force: bool = False) -> NameLock | None:
 
 
 def router_application(launch: Launch, endpoints: Endpoints) -> serve.Application:
-    """The router as Ray Serve takes it."""
+    """Return the Ray Serve application of the router."""
     from cluster.launch.router_replica import build
 
     return build(launch, endpoints.actor_options, max_per_node=endpoints.max_per_node)
@@ -123,21 +126,25 @@ def router_application(launch: Launch, endpoints: Endpoints) -> serve.Applicatio
 
 @dataclass(frozen=True)
 class _Place:
-    """A Ray, and what a deployment will have there."""
+    """Placement of a deployment: its Ray, and the settings decided for it."""
 
     ray_address: str
     endpoints: Endpoints
-    router: RouterSpec  # with what was decided of it
+    # With host, keys and ports filled in.
+    router: RouterSpec
     local: local_ray.LocalRay | None = None
-    nodes: Sequence[Node] = ()  # of a Ray of several machines
-    is_growing: bool = False  # it may have more of them soon
+    nodes: Sequence[Node] = ()  # if Ray has several machines
+    # More nodes may join soon.
+    is_growing: bool = False
     owns_serve: bool = True
-    lent_ray: local_ray.LocalRay | None = None  # of the deployment whose doors serve this one
-    num_routers: int = 1  # that shall see it
+    # Local Ray of the deployment whose endpoints this one uses.
+    lent_ray: local_ray.LocalRay | None = None
+    # Number of routers that must see the replicas.
+    num_routers: int = 1
 
     @property
     def is_attached(self) -> bool:
-        """The doors are another deployment's."""
+        """True if this deployment uses the endpoints of another one."""
         return self.router.endpoints is not None
 
     def state(self, spec: Spec, claim: NameLock) -> State:
@@ -160,7 +167,7 @@ class _Place:
 
 
 def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
-    """Whatever can be found wrong before anything is started; returns where the deployment will be."""
+    """Run every check that needs nothing started. Returns where the deployment will run."""
     preflight.check_is_free(spec.name, say)
     preflight.check_index(spec.index, name=spec.name, trust_network=spec.kv.trust_network)
     if spec.router.endpoints:
@@ -182,13 +189,13 @@ def _check(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callab
 
 
 def _check_attached(spec: Spec, address: str | None, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
-    """It is on the Ray of those doors, also where that is a local one."""
+    """Check an attached deployment; it runs on the Ray of its endpoints, which may be a local one."""
     assert spec.router.endpoints
     attached_endpoints.check_own(spec)
     lent_ray = None
     if address is None:
-        lender = attached_endpoints.lender(spec.router.endpoints)
-        address, lent_ray = lender.ray_address, lender.joined_ray
+        owner = attached_endpoints.owner_state(spec.router.endpoints)
+        address, lent_ray = owner.ray_address, owner.joined_ray
     if lent_ray:
         local_ray.join(lent_ray)
     preflight.check_model(spec, say)
@@ -196,15 +203,15 @@ def _check_attached(spec: Spec, address: str | None, *, wait_for_nodes: bool, sa
 
 
 def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool, say: Callable[[str], None]) -> _Place:
-    """Connect to a Ray that is not ours, and check that the deployment may start there."""
+    """Connect to an existing Ray and check that the deployment may start there."""
     import ray
 
     from cluster.control.placement import live_nodes, router_nodes
     from cluster.launch import driver, router_app
 
     driver.connect(address, spec.name)
-    if (prefix_source := name_lock.find(spec.name)) or driver.find_controller(spec.name) is not None:
-        by = f"by {prefix_source}" if prefix_source else "from another machine or user"
+    if (lock := name_lock.find(spec.name)) or driver.find_controller(spec.name) is not None:
+        by = f"by {lock}" if lock else "from another machine or user"
         raise DeployError(
             f"{spec.name} is deployed on this Ray already, or is being deployed, {by}; "
             f"`cluster --address {address} down --name {spec.name}` takes it down"
@@ -215,7 +222,8 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool, say: Callable[[
     preflight.check_network(spec, nodes, is_one_machine=is_one_machine)
     endpoints = plan_endpoints(lent.router if lent else spec.router, nodes, is_one_machine=is_one_machine)
     if lent:
-        pass  # they are open
+        # The owner's routers already listen there.
+        pass
     elif is_one_machine:
         preflight.check_ports(spec.router, endpoints.host or LOOPBACK)
         preflight.check_certificate(spec.router)
@@ -241,8 +249,8 @@ def _join_ray(spec: Spec, address: str, *, wait_for_nodes: bool, say: Callable[[
 
 
 def _router(spec: Spec, endpoints: Endpoints) -> RouterSpec:
-    """With what is left to us decided: where it listens, at which ports operators ask, whether clients need keys."""
-    has_keys = operator_key.are_there_keys(spec.name)
+    """Fill in the router settings that the spec leaves open: host, keys, admin ports."""
+    has_keys = operator_key.has_keys(spec.name)
     decided = {
         "host": endpoints.host,
         "keys": keys_of(spec.router, endpoints, has_keys=has_keys),
@@ -262,7 +270,7 @@ def _start_ray(state: State, local: local_ray.LocalRay) -> None:
 def _start(
     place: _Place, spec: Spec, state: State, *, parts: Parts, deadline: float, reporter: Reporter, watch: Stopwatch
 ) -> Endpoints:
-    """Start the index, the controller and the router; return, when everything is ready, where the doors are."""
+    """Start index, controller and router. Returns the endpoints once everything is ready."""
     from cluster.launch import driver, pool_watch, router_admin, router_app
 
     log_dir = str(states.log_dir(spec.name))
@@ -270,7 +278,8 @@ def _start(
     start_serve = (lambda: None) if place.is_attached else router_app.start_serve
     serving = BackgroundThread(start_serve, name="serve")
     serving.start()
-    controller = driver.start_controller(spec.name)  # its process comes up while we wait for the index
+    # Its process starts while we wait for the index.
+    controller = driver.start_controller(spec.name)
     head = next((node for node in place.nodes if node.is_head), None)
     index_url = driver.start_index(spec.name, log_dir, head) if spec.index == "embedded" else spec.index
     watch.lap("index")
@@ -297,25 +306,25 @@ def _start(
         watch.lap("router")
     pool_watch.await_ready(controller, Role, deadline=deadline, reporter=reporter)
     watch.lap("replicas after that")
-    wanted = {role.value: spec.pool(role).replicas for role in Role}
-    router_admin.await_seen(state, wanted, num_routers=place.num_routers)
+    counts = {role.value: spec.pool(role).replicas for role in Role}
+    router_admin.await_seen(state, counts, num_routers=place.num_routers)
     if place.router.keys == "required" and not place.is_attached:
         operator_key.make(controller, spec.name, say=reporter.say)
     watch.lap("router sees all")
     return endpoints
 
 
-def _await_router_hosts(wanted: int) -> None:
-    """For a while, until each can have a host of its own: those of the replicas are there, so it cannot be long."""
+def _await_router_hosts(num_hosts: int) -> None:
+    """Wait up to 60 s until each router can have its own host. The replicas are ready, so their hosts are up."""
     from cluster.control.placement import live_nodes, router_nodes
 
     deadline = time.monotonic() + _ROUTER_HOSTS_S
-    while len(router_nodes(live_nodes())) < wanted and time.monotonic() < deadline:
+    while len(router_nodes(live_nodes())) < num_hosts and time.monotonic() < deadline:
         time.sleep(_POLL_S)
 
 
 def _endpoints_now(place: _Place, spec: Spec) -> Endpoints:
-    """On a Ray of several machines they are where its nodes of this moment say."""
+    """Return the endpoints. On several machines they depend on the current nodes."""
     if not place.nodes:
         return place.endpoints
     from cluster.control.placement import live_nodes
@@ -324,7 +333,7 @@ def _endpoints_now(place: _Place, spec: Spec) -> Endpoints:
 
 
 def _remove_from_ray(state: State, *, force: bool) -> NameLock | None:
-    """Returns the claim of another deployment that has the name, of which nothing is touched."""
+    """Remove this deployment from a shared Ray. If another one holds the name, touch nothing and return its lock."""
     if state.lent_ray:
         local_ray.join(state.lent_ray)
     import ray
@@ -334,26 +343,26 @@ def _remove_from_ray(state: State, *, force: bool) -> NameLock | None:
 
     try:
         driver.connect(state.ray_address, state.name)
-        prefix_source = name_lock.find(state.name)
+        lock = name_lock.find(state.name)
     except (DeployError, RayError):
         if not force:
             raise
         return None
-    if (
-        prefix_source.id if prefix_source else ""
-    ) != state.claim:  # claimed before, and given up after, anything is there
-        return prefix_source
+    # The lock is taken before anything is started, and released after everything is gone.
+    if (lock.id if lock else "") != state.claim:
+        return lock
     if not force:
         attached_endpoints.check_no_attached(state)
     try:
         router_app.stop_router(state.name, owns_serve=state.owns_serve and not state.endpoints)
-        controller = driver.start_controller(state.name)  # the one that is there, or one to clean up after it
+        # Returns the running controller, or starts one for the cleanup.
+        controller = driver.start_controller(state.name)
         driver.ask(controller, "stop", within_s=_STOP_S)
         ray.kill(controller)
     except (DeployError, RayError) as error:
         if not force:
             raise
-        logger.warning("its parts are removed without its controller: %s", error)
+        logger.warning("removing without the controller error=%s", error)
         driver.remove_by_force(state.name)
     driver.stop_index(state.name)
     name_lock.give_up(state.name)
@@ -362,8 +371,8 @@ def _remove_from_ray(state: State, *, force: bool) -> NameLock | None:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """A second Ctrl-C must not leave half of it behind, nor the end of the connection over which it came."""
+def _signals_ignored() -> Iterator[None]:
+    """Ignore Ctrl-C and termination signals, which would interrupt the removal halfway."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, *ENDINGS)}
     try:
         yield

@@ -1,4 +1,4 @@
-"""This process as a driver of a Ray cluster: connecting, and speaking to a deployment's controller."""
+"""Ray driver: connect to a Ray cluster and call a deployment's controller."""
 
 from __future__ import annotations
 
@@ -28,26 +28,31 @@ from core.types.errors import ClusterError, DeployError
 
 T = TypeVar("T")
 
-_PORT = 6379  # Ray's own default
+_PORT = 6379  # Ray's default
 _PROBE_S = 3.0
-_ELSEWHERE = " (this machine must be a node of it, and have its token; from any other: `cluster --address USER@{}`)"
-_ASK_S = 60.0  # longer than a controller needs to come back after its death
+_ELSEWHERE = " (this machine must be one of its nodes and have its token; elsewhere, use `cluster --address USER@{}`)"
+# Longer than a controller needs to restart.
+_ASK_S = 60.0
 
 
 def connect(address: str, name: str) -> None:
-    """Join the Ray cluster at `address` ("host", "host:port" or "auto"); once. Raises DeployError if nobody answers."""
+    """Join the Ray cluster at `address` ("host", "host:port" or "auto"), once.
+
+    Raises DeployError if it does not answer.
+    """
     if ray.is_initialized():
         return
     if address.startswith("ray://"):
-        raise DeployError(f"{address}: give the address of Ray's control store, HOST:6379, from one of Ray's own nodes")
+        raise DeployError(f"{address}: give the address of Ray's control store, HOST:6379, on one of Ray's nodes")
     if "@" in address:
-        raise DeployError(f"{address}: write `cluster --address {address} ...`: before the command, it runs over SSH")
+        raise DeployError(f"{address}: an SSH address goes before the command: `cluster --address {address} ...`")
     if address != "auto":
         address = address if ":" in address else f"{address}:{_PORT}"
         _probe(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
     internals.keep_off_stdout()
-    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")  # one try of 45 s; by default there are twenty
+    # One attempt of 45 s; Ray's default is twenty.
+    os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")
     try:
         ray.init(
             address=address,
@@ -61,27 +66,26 @@ def connect(address: str, name: str) -> None:
 
 
 def start_controller(name: str) -> Any:
-    """Start the deployment's controller, which outlives this driver; returns its handle, for ask().
+    """Start the deployment's detached controller, or find the running one. Returns its handle, for ask().
 
-    On the head, and nowhere else while that is away, without which Ray cannot do anyway: there are the files of the
-    deployment's keys and of an operator's authority. Elsewhere it would save keys where nobody looks for them, and
-    revoked ones would be back with the next deployment.
+    It runs on the head only, where the files with API keys and an operator's authority are. Anywhere else it would save
+    keys that the next deployment does not find, and revoked keys would become valid again.
     """
     make: Any = ray.remote(Controller)
     return make.options(**_detached(name, controller.ACTOR_NAME), **on_the_head(), max_task_retries=3).remote(name)
 
 
 def find_controller(name: str) -> Any | None:
-    """The controller of a deployment; None when there is none in this Ray cluster."""
+    """Return the controller of a deployment, or None if there is none in this Ray cluster."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(controller.ACTOR_NAME, namespace=namespace(name))
     return None
 
 
 def start_index(name: str, log_dir: str, head: Node | None = None) -> str:
-    """Start the deployment's own Redis, and return its URL when it answers.
+    """Start the deployment's own Redis and return its URL once it answers.
 
-    On this machine's loopback; or on the head, at its address in the cluster, and there again when the head is back.
+    It listens on this machine's loopback, or, with `head`, on the head's cluster address, and restarts there.
     """
     if head is None:
         address, options = RedisAddress(free_port()), {}
@@ -94,7 +98,7 @@ def start_index(name: str, log_dir: str, head: Node | None = None) -> str:
 
 
 def run_on_each(nodes: Sequence[Node], function: Callable[..., T], *args: Any) -> list[T]:
-    """Call it once on each of these nodes, at the same time. Raises DeployError."""
+    """Run `function` on each node in parallel. Raises DeployError."""
     try:
         answers: list[T] = ray.get([run_on(node.id, function, *args) for node in nodes], timeout=_ASK_S)
     except RayError as error:
@@ -103,38 +107,39 @@ def run_on_each(nodes: Sequence[Node], function: Callable[..., T], *args: Any) -
 
 
 def answers_of(nodes: Sequence[Node], function: Callable[..., T], *args: Any, within_s: float) -> list[T]:
-    """As run_on_each, of those nodes that answer: one that has just died may count as alive for a moment."""
-    asked = [run_on(node.id, function, *args) for node in nodes]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=within_s)
+    """Run `function` on each node, and return the results of those that answer. A node that just died may be listed."""
+    references = [run_on(node.id, function, *args) for node in nodes]
+    done, _ = ray.wait(references, num_returns=len(references), timeout=within_s)
     answers: list[T] = []
-    for reference in answered:
+    for reference in done:
         with contextlib.suppress(RayError):
             answers.append(ray.get(reference))
     return answers
 
 
 def is_of_ray_up() -> bool:
-    """Whether the Ray of this machine was started by `ray up`: what is one machine now will soon be several."""
+    """Return whether this machine's Ray was started by `ray up`, so that more nodes will join."""
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            if b"\0--autoscaling-config=" in file.read_bytes():  # of its autoscaler
+            # Command line of its autoscaler.
+            if b"\0--autoscaling-config=" in file.read_bytes():
                 return True
     return False
 
 
 def is_endpoint_free(host: str | None, port: int) -> bool:
-    """On a node of the cluster: whether a router could listen there, by default at the node's own address."""
+    """Return whether a router could listen there. Runs on a node; the default host is its address."""
     return is_free(host or this_ip(), port)
 
 
 def this_ip() -> str:
-    """The address of this machine in the cluster."""
+    """Return the cluster address of this machine."""
     ip: str = ray.util.get_node_ip_address()
     return ip
 
 
 def remove_by_force(name: str) -> None:
-    """The controller, which does not do it, and what is left then. Raises RayError."""
+    """Kill the controller and remove what is left of the deployment. Raises RayError."""
     with contextlib.suppress(ValueError):
         ray.kill(ray.get_actor(controller.ACTOR_NAME, namespace=namespace(name)))
     remove_remains(name)
@@ -146,7 +151,7 @@ def stop_index(name: str) -> None:
 
 
 def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs: Any) -> Any:
-    """Call a method of an actor and wait. Raises the actor's own ClusterError, or DeployError for anything else."""
+    """Call an actor's method and wait. Raises the actor's own ClusterError, or DeployError for anything else."""
     try:
         return ray.get(getattr(actor, method).remote(*args, **kwargs), timeout=within_s)
     except RayTaskError as error:
@@ -160,7 +165,7 @@ def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs:
 
 
 def _detached(name: str, actor: str) -> dict[str, Any]:
-    """Outlives this driver, comes back when it dies, and takes nobody's place. One that is there already is taken."""
+    """Return Ray's options for a named actor that outlives this driver, restarts, and is reused if it exists."""
     return {
         "name": actor,
         "namespace": namespace(name),
@@ -172,7 +177,7 @@ def _detached(name: str, actor: str) -> dict[str, Any]:
 
 
 def _probe(address: str) -> None:
-    """Ray itself would retry for minutes."""
+    """Check that the port accepts connections; Ray would retry for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()

@@ -1,4 +1,4 @@
-"""Where a deployment's doors are: what listens where, and what clients are told."""
+"""Endpoints of a deployment: listen addresses of its routers, and URLs for clients."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ EVERYWHERE = ("0.0.0.0", "::")
 
 @dataclass(frozen=True, kw_only=True)
 class Endpoints:
-    """On one machine both have one address, which its routers share. On several, each router's are on its own node."""
+    """Endpoints. On one machine all routers share one address; on several, each router listens on its own node."""
 
-    grpc: str  # "host:port" of every node that may have a router, with commas between them
+    # "host:port" of every node that may run a router, separated by commas.
+    grpc: str
     http: str  # "http://host:port", likewise
-    host: str | None  # where routers listen; None: each at the address of its own node
-    opens_to: str = ""  # the first address off loopback at which a door listens; empty: there is none
-    actor_options: dict[str, Any] = field(default_factory=dict)  # Ray's, which keep routers on their nodes
-    max_per_node: int | None = None  # routers: so that a host that fails takes few of them along
+    # Listen address of the routers; None: the address of each router's node.
+    host: str | None
+    # First listen address that is not on loopback; empty if there is none.
+    opens_to: str = ""
+    # Ray's options that keep routers on their nodes.
+    actor_options: dict[str, Any] = field(default_factory=dict)
+    # Maximum routers per node, so that a failing host takes few of them.
+    max_per_node: int | None = None
 
 
 def plan_endpoints(router: RouterSpec, nodes: Sequence[Node], *, is_one_machine: bool) -> Endpoints:
-    """Raises SpecError when the spec's host cannot be where the routers are."""
+    """Choose the listen addresses. Raises SpecError if routers cannot listen at the spec's host."""
     if is_one_machine:
         host = router.host or LOOPBACK
         seen = nodes[0].ip if host in EVERYWHERE else host
@@ -45,8 +50,8 @@ def plan_endpoints(router: RouterSpec, nodes: Sequence[Node], *, is_one_machine:
 
 
 def open_ones(endpoints: str, ips: Collection[str]) -> str:
-    """Doors like these, as in Doors, at the addresses of the nodes on which routers run; all that there may be when
-    none is known. Where there is one for all routers of a machine, that."""
+    """Restrict `endpoints` to the nodes `ips` that run routers; return all if no ips are known or there is one shared
+    address."""
     one, *others = endpoints.split(",")
     if not others or not ips:
         return endpoints
@@ -56,7 +61,7 @@ def open_ones(endpoints: str, ips: Collection[str]) -> str:
 
 
 def openai_urls(http: str) -> str:
-    """What clients of the OpenAI API are told, of the HTTP doors."""
+    """Return the base URLs for clients of the OpenAI API."""
     return ",".join(f"{endpoint}/v1" for endpoint in http.split(","))
 
 
@@ -70,7 +75,10 @@ def _endpoints(router: RouterSpec, ips: Sequence[str], **more: Any) -> Endpoints
 
 
 def keys_of(router: RouterSpec, endpoints: Endpoints, *, has_keys: bool) -> Literal["required", "none"]:
-    """Whether clients need an API key. has_keys: there are some already. Raises SpecError where nobody has said."""
+    """Return whether clients need an API key. has_keys: keys exist already.
+
+    Raises SpecError if the spec must decide.
+    """
     if router.keys is not None:
         return router.keys
     if not endpoints.opens_to:
@@ -78,12 +86,12 @@ def keys_of(router: RouterSpec, endpoints: Endpoints, *, has_keys: bool) -> Lite
     if has_keys:
         return "required"
     raise SpecError(
-        f"router.keys: the doors open to a network, at {endpoints.opens_to}; set required, and make keys with "
-        "`cluster keys create NAME` when it is up, or none, and whoever reaches them may ask"
+        f"router.keys: not set, but the endpoints are open to the network at {endpoints.opens_to}; set required, and "
+        "create keys with `cluster keys create NAME` once it is up, or set none to let anyone use them"
     )
 
 
 def admin_addresses(router: RouterSpec) -> tuple[str, ...]:
-    """Where operators ask, on the node of each router."""
+    """Return the admin addresses of the routers, each on its router's node."""
     host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(router.admin_host, router.admin_host)
     return tuple(f"{host}:{port}" for port in router.admin_ports)

@@ -29,7 +29,8 @@ from core.types.request import Role
 
 _PACKAGES = ("xpyd", "ray", "torch", "triton", "grpcio", "protobuf", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _GIB = 1 << 30
-_MAX_SKEW_S = 2.0  # leases and budgets of keys go by clocks
+# Key leases and budgets depend on clocks.
+_MAX_SKEW_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,14 +52,15 @@ def check_hosts(spec: Spec, nodes: Sequence[Node], say: Callable[[str], None], *
     if is_local:
         reports = [examine(spec, nodes)]
     else:
-        from cluster.launch import driver  # it imports Ray
+        from cluster.launch import driver  # imports Ray
 
         reports = driver.run_on_each(nodes, examine, spec, nodes)
     compared = compare(reports, begin_s=begin_s, end_s=time.time())
     findings = [*compared, *(finding for report in reports for finding in report.findings)]
     errors = [finding for finding in findings if finding.startswith("error: ")]
     for finding in findings:
-        if finding not in errors[:1]:  # the caller shows that one
+        # The caller shows the first error.
+        if finding not in errors[:1]:
             say(finding)
     if errors:
         raise DeployError(errors[0].removeprefix("error: "))
@@ -124,9 +126,9 @@ def _errors(spec: Spec, pools: Sequence[PoolSpec]) -> Iterator[str]:
         path = Path(pool.kv_disk_path).expanduser() if pool.kv_disk_path else cache_root() / "blocks"
         place = next(parent for parent in (path, *path.parents) if parent.exists())
         if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-            yield f"kv_disk_path: {place} is not a directory that can be written"
+            yield f"kv_disk_path: {place} is not a writable directory"
         elif (free_gib := shutil.disk_usage(place).free / _GIB) < needed_gib:
-            yield f"kv_disk_gib: {path} has {free_gib:.1f} GiB free, and a replica's blocks may take {needed_gib:g}"
+            yield f"kv_disk_gib: {path} has {free_gib:.1f} GiB free, but a replica's blocks may take {needed_gib:g} GiB"
 
 
 def _warnings(pools: Sequence[PoolSpec]) -> Iterator[str]:
@@ -137,21 +139,21 @@ def _warnings(pools: Sequence[PoolSpec]) -> Iterator[str]:
     memory_gib, shared_gib = _memory_bytes() / _GIB, shutil.disk_usage("/dev/shm").free / _GIB
     files, locked = (resource.getrlimit(kind)[1] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     if needed_gib and min(needed_gib) > memory_gib:
-        yield f"kv_memory_gib: a replica's KV takes {min(needed_gib):g} GiB, the host has {memory_gib:.1f}"
+        yield f"kv_memory_gib: a replica's KV takes {min(needed_gib):g} GiB, but the host has {memory_gib:.1f} GiB"
     if shared_gib < 0.5:
         yield f"/dev/shm has {shared_gib:.2f} GiB free; start containers with --shm-size=2g"
     if 0 <= files < 4096:
-        yield f"a process may open {files} files; `ulimit -Hn 65536` before `ray start`"
+        yield f"a process may open {files} files; run `ulimit -Hn 65536` before `ray start`"
     if 0 <= locked < _GIB and Path("/sys/class/infiniband").exists():
-        yield f"{locked >> 10} KiB may be locked, too little for RDMA; `ulimit -l unlimited` before `ray start`"
+        yield f"{locked >> 10} KiB may be locked, too little for RDMA; set `ulimit -l unlimited` before `ray start`"
     if any(not pool.resources.gpus for pool in pools) and not shutil.which("g++"):
-        yield "no g++, so that steps run several times slower; `apt-get install g++`"
+        yield "g++ is missing, so steps run several times slower; run `apt-get install g++`"
 
 
 def _memory_bytes() -> int:
     """Memory of the machine, or the limit of the container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    with contextlib.suppress(OSError, ValueError):  # "max": no limit
+    with contextlib.suppress(OSError, ValueError):  # "max" means no limit
         total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     return total
 

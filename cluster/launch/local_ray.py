@@ -1,7 +1,7 @@
-"""A Ray of our own, on this machine's loopback, for a deployment that was not told to use another.
+"""Local Ray, bound to loopback, for a deployment without --address.
 
-It is an ordinary `ray start --head --block`, detached from the command that started it. It is found again, and taken
-down, by a mark in the environment of each of its processes: no pid to go stale, and nobody else's Ray is ever touched.
+It is an ordinary `ray start --head --block`, detached from the command that started it. A mark in the environment of
+its processes identifies them, so no pid can go stale and no other Ray is ever stopped.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ from core.types.errors import DeployError
 START_S = 90.0
 _STOP_S = 10.0
 _PAUSE_S = 0.05
-_OBJECT_STORE_BYTES = 100_000_000  # nothing of ours goes through it; Ray wants at least 75 MB
+# We do not use the object store; Ray requires at least 75 MB.
+_OBJECT_STORE_BYTES = 100_000_000
 _MARK = "XPYD_LOCAL_RAY"
 _READY = b"Ray runtime started"
-_LATE = b"node timed out during startup"  # by a deadline of Ray's own, of 30 s
+# Message of Ray's own startup deadline, 30 s.
+_LATE = b"node timed out during startup"
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 @dataclass(frozen=True)
 class LocalRay:
-    """Where a Ray of ours lives. Kept in the deployment's state, so that any later command finds it."""
+    """Address of a local Ray. Stored in the deployment's state, so that later commands find it."""
 
-    temp_dir: str  # under /tmp: Ray puts sockets into it, whose paths may have 107 bytes
+    # Under /tmp, because socket paths inside are limited to 107 bytes.
+    temp_dir: str
     port: int  # of its control store
 
     @property
@@ -45,11 +48,13 @@ class LocalRay:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What Ray's own processes and every driver must have in their environment."""
+        """Environment variables for Ray's own processes and every driver."""
         return {
-            "RAY_AUTH_MODE": "token",  # loopback is open to every user of the machine
+            # Loopback is open to every user of the machine.
+            "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self._token),
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # otherwise Ray replaces 127.0.0.1 by an address of the network
+            # Otherwise Ray replaces 127.0.0.1 by a network address.
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
             "RAY_USAGE_STATS_ENABLED": "0",
         }
 
@@ -63,18 +68,22 @@ class LocalRay:
 
     @property
     def mark(self) -> str:
-        """What every process of it carries in its environment."""
+        """Variable that every process of this Ray has in its environment."""
         return f"{_MARK}={self.temp_dir}"
 
 
 def prepare() -> LocalRay:
-    """Choose a place and a port; nothing runs yet. Remember it first: then stop() works whatever comes."""
+    """Choose a directory and a port without starting anything. Store the result first, so that stop() always works."""
     return LocalRay(tempfile.mkdtemp(prefix="xpyd-ray-"), free_port())
 
 
 def start(local: LocalRay, *, log: Path) -> None:
-    """Start it and return when it takes drivers. Raises DeployError with what Ray said, and leaves nothing running."""
-    local._token.touch(mode=0o600)  # in a directory that is ours alone; Ray opens its own to everybody
+    """Start it and return once it accepts drivers.
+
+    On failure raises DeployError with Ray's message, and nothing keeps running.
+    """
+    # The directory is private; Ray makes its own accessible to all users.
+    local._token.touch(mode=0o600)
     local._token.write_text(secrets.token_hex(32))
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
@@ -86,9 +95,11 @@ def start(local: LocalRay, *, log: Path) -> None:
         **os.environ,
         **local.environment,
         _MARK: local.temp_dir,
-        "RAY_START_HOOK": "cluster.launch.local_ray.leave_out_client_server",
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # otherwise it takes 30 s to end
-        "RAY_worker_niceness": "0",  # the workers are what this machine is for
+        "RAY_START_HOOK": "cluster.launch.local_ray.disable_client_server",
+        # Ray takes 30 s to end otherwise.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        # Workers should not yield to other processes of this machine.
+        "RAY_worker_niceness": "0",
     }
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as output:
@@ -105,29 +116,30 @@ def start(local: LocalRay, *, log: Path) -> None:
 
 
 def stop(local: LocalRay) -> None:
-    """Take it down, with everything that runs in it; returns when no process is left. Works at any time, and twice."""
+    """Stop it with everything that runs in it. Returns when no process is left. Idempotent."""
     processes.end(local.mark, grace_s=_STOP_S)
     shutil.rmtree(local.temp_dir, ignore_errors=True)
 
 
 def join(local: LocalRay) -> None:
-    """Make this process fit to be a driver of it. Ray reads some of this while it is imported: so before that."""
+    """Set the environment for a driver of this Ray. Call it before Ray is imported, which reads some of it then."""
     is_set = local.environment.items() <= os.environ.items()
     assert is_set or "ray" not in sys.modules, "Ray was imported before local_ray.join()"
     os.environ.update(local.environment)
 
 
-def leave_out_client_server(parameters: Any, is_head: bool) -> None:
-    """Ray's start hook: `ray start` has no option that says "no client server", and its port 10001 is one for all."""
+def disable_client_server(parameters: Any, is_head: bool) -> None:
+    """Disable Ray's client server, via its start hook: `ray start` has no such option, and all Rays would share port
+    10001."""
     parameters.ray_client_server_port = None
 
 
 def _why_not(log: Path, *, has_ended: bool) -> str:
     if has_ended and _LATE not in log.read_bytes():
-        return f"Ray did not start: {_last_line(log)} (all of it: {log})"
-    return f"Ray did not start in time: try again when this machine has less to do (what Ray said: {log})"
+        return f"Ray did not start: {_last_line(log)} (full log: {log})"
+    return f"Ray did not start in time; retry when this machine is less busy (log: {log})"
 
 
 def _last_line(log: Path) -> str:
     lines = [line for line in _COLOURS.sub("", log.read_text(errors="replace")).splitlines() if line.strip()]
-    return lines[-1].strip() if lines else "it said nothing"
+    return lines[-1].strip() if lines else "no output"

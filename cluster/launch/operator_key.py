@@ -1,4 +1,4 @@
-"""The API key with which this machine's operator asks, where a deployment lets nobody in without one."""
+"""API key of this machine's operator, for deployments that require keys."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from core.types.api_key import OPERATOR, KeyRegistry, digest_of, new_key, new_se
 
 
 def make(controller: Any, name: str, *, say: Callable[[str], None]) -> None:
-    """See that there is one, and that this machine has its secret: in a file of its owner's alone. And say so where no
-    client has a key. Raises DeployError."""
+    """Ensure that the operator has a valid key, stored in a private file.
+
+    Warns if no client has a key. Raises DeployError.
+    """
     from cluster.launch import driver
 
     registry: KeyRegistry = driver.ask(controller, "keys")
@@ -21,8 +23,8 @@ def make(controller: Any, name: str, *, say: Callable[[str], None]) -> None:
     known = [key for key in registry.keys if key.name == OPERATOR]
     if len(registry.keys) == len(known):
         say(
-            f"no client of {name} has an API key yet: `cluster keys create NAME` makes one (if some had, keys.json of "
-            "then is on another head, or in another CLUSTER_STATE_DIR)"
+            f"no client of {name} has an API key yet; create one with `cluster keys create NAME` (if keys existed, "
+            "their keys.json is on another head or in another CLUSTER_STATE_DIR)"
         )
     if known and secret and known[0].digest == digest_of(secret):
         return
@@ -34,14 +36,13 @@ def make(controller: Any, name: str, *, say: Callable[[str], None]) -> None:
 
 
 def read(name: str) -> str | None:
-    """Its secret; None where this machine has none."""
+    """Return the operator's secret, or None if this machine has none."""
     try:
         return states.operator_key_file(name).read_text().strip() or None
     except OSError:
         return None
 
 
-def are_there_keys(name: str) -> bool:
-    """Whether clients have keys from an earlier deployment of this name; as far as this machine is the head. Raises
-    DeployError."""
+def has_keys(name: str) -> bool:
+    """Return whether an earlier deployment of this name left keys on this machine. Raises DeployError."""
     return bool(read_registry(key_file(str(states.log_dir(name)))).keys)

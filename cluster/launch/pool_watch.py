@@ -1,4 +1,4 @@
-"""Waiting for the pools to come to where a command wants them, and saying so while it lasts."""
+"""Waiting for pools to become ready, with progress reports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from core.types.errors import ClusterError, DeployError, ReplicaDidNotStart
 
 _POLL_S = 0.25
 _LOG_LINES = 20
-_MAX_FAILED_ROUNDS = 2  # a process that was killed may have had bad luck, once
+# A killed process may have been bad luck once.
+_MAX_FAILED_ROUNDS = 2
 
 
 def await_ready(
@@ -24,10 +25,10 @@ def await_ready(
     reporter: Reporter,
     known_failures: Collection[str] = (),
 ) -> Pools:
-    """Watch until the pools of `roles` have what they should have, all ready, and nothing else; returns all pools.
+    """Wait until the pools of `roles` have exactly the desired replicas, all ready. Returns all pools.
 
-    Raises ReplicaDidNotStart for a failure that is not one of `known_failures` (replica ids), and DeployError, naming
-    what was still awaited, at the deadline (of time.monotonic()).
+    Raises ReplicaDidNotStart for a failure outside `known_failures` (replica ids), and DeployError at the deadline
+    (time.monotonic()), with the replicas that are not ready.
     """
     roles = tuple(roles)
     pools: Pools = ask(controller, "status")["pools"]
@@ -45,7 +46,7 @@ def await_ready(
 
 
 def failures_so_far(controller: Any) -> set[str]:
-    """The replicas that have failed before, for await_ready to pass over."""
+    """Return the replicas that have failed already, for await_ready to ignore."""
     pools: Pools = ask(controller, "status")["pools"]
     return {failure["replica"] for pool in pools.values() for failure in pool["failures"]}
 
@@ -76,4 +77,4 @@ def _awaited(pools: Pools) -> str:
         for replica in pool["replicas"]
         if replica["state"] != "ready"
     ]
-    return "; ".join(waiting) or "a replica that failed waits for its next try"
+    return "; ".join(waiting) or "a failed replica waits for its next attempt"

@@ -1,4 +1,4 @@
-"""What is looked at before a deployment starts anything. All of it raises SpecError or DeployError, in one line."""
+"""Checks before a deployment starts anything. Each raises SpecError or DeployError with one line."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _POLL_S = 0.2
 
 
 def check_is_free(name: str, say: Callable[[str], None]) -> None:
-    """The name must be free. What a command that was killed has left of it is cleared away."""
+    """Check that the name is free. Cleans up after a killed command."""
     state = states.load(name)
     if state is None:
         return
     if state.is_interrupted or (state.joined_ray and not state.joined_ray.is_running):
-        say(f"clearing away what is left of an earlier {name}")
+        say(f"removing leftovers of an earlier {name}")
         if state.local_ray:
             local_ray.stop(state.local_ray)
         if state.local_ray or (state.lent_ray and not state.lent_ray.is_running):
@@ -46,7 +46,7 @@ def check_is_free(name: str, say: Callable[[str], None]) -> None:
 
 
 def check_model(spec: Spec, say: Callable[[str], None]) -> None:
-    """Fetch the model if need be, and see that the ranks of both pools fit it."""
+    """Fetch the model if needed, and check that both pools can run it."""
     from core.model import config as model_config
     from core.model import source as model_source
     from core.model.draft_heads import load_heads
@@ -69,7 +69,7 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
 
 
 def check_ranks(spec: Spec, config: ModelConfig) -> None:
-    """The model can be shared out among the ranks of a replica, of both pools."""
+    """Check that the model can be split over the ranks of a replica, for both pools."""
     for role in Role:
         try:
             config.check_tensor_parallel(spec.pool(role).tensor_parallel)
@@ -80,8 +80,10 @@ def check_ranks(spec: Spec, config: ModelConfig) -> None:
 
 
 def check_index(url: str, *, name: str = "", trust_network: bool = False) -> None:
-    """A Redis of the operator's own must keep others out, and answer now: routers and replicas would go on without it,
-    and never meet. And no other deployment may be there under `name`: they would write over each other."""
+    """Check an external Redis: it must be protected and reachable, and no other deployment may use `name` in it.
+
+    Routers and replicas would keep running without Redis, but never find each other.
+    """
     from core.index.membership import LEASE_S, living_members
     from core.index.redis_server import asked_once, place_of
 
@@ -90,26 +92,27 @@ def check_index(url: str, *, name: str = "", trust_network: bool = False) -> Non
     if missing := "" if trust_network else _unprotected(url):
         raise SpecError(
             f"index: {place_of(url)} is not on loopback and has no {missing}; write "
-            "rediss://:PASSWORD@HOST:PORT, or set kv.trust_network: true where nobody else is on that network"
+            "rediss://:PASSWORD@HOST:PORT, or set kv.trust_network: true if the network is private to the cluster"
         )
     try:
         with asked_once(url, within_s=_REDIS_S) as redis:
             deadline = time.monotonic() + LEASE_S + _POLL_S
             while (living := living_members(redis, name)) and time.monotonic() < deadline:
-                time.sleep(_POLL_S)  # those of a deployment that has just ended
+                # They may belong to a deployment that has just ended.
+                time.sleep(_POLL_S)
     except DeployError as error:
         raise DeployError(f"index: {error}") from None
     if living:
         raise DeployError(
             f"index: {place_of(url)} serves another deployment called {name} ({', '.join(living[:3])}); "
-            "choose another name with --name, or another of its databases"
+            "choose another name with --name, or another Redis database"
         )
 
 
 def check_network(spec: Spec, nodes: Sequence[Node], *, is_one_machine: bool = False) -> None:
-    """What has no protection of its own must not leave private networks, on any node, unless the spec says so.
+    """Check that unprotected traffic stays on private networks on every node, unless the spec allows it.
 
-    is_one_machine: then the embedded index is on loopback. Links are on the node's address all the same.
+    is_one_machine: the embedded index is on loopback then; links still use the node's address.
     """
     pools = [spec.pool(role) for role in Role]
     between_gpus = "nixl" if spec.kv.host_link == "nixl" else "nccl"
@@ -120,31 +123,35 @@ def check_network(spec: Spec, nodes: Sequence[Node], *, is_one_machine: bool = F
         is_index_seen = spec.index == "embedded" and node.is_head and not is_one_machine
         if is_index_seen and not (spec.kv.trust_network or is_private(node.ip)):
             raise SpecError(
-                f"index: the embedded one would speak without TLS at {node.ip}, which is on no private network; name a "
-                "rediss:// one, or set kv.trust_network: true where nobody else is on that network"
+                f"index: the embedded Redis has no TLS and {node.ip} is not in a private network; configure a "
+                "rediss:// URL, or set kv.trust_network: true if the network is private to the cluster"
             )
 
 
 def _unprotected(url: str) -> str:
-    """What a Redis beyond loopback lacks; empty: nothing."""
+    """Return the protection that a Redis beyond loopback lacks; empty if none."""
     parts = urlsplit(url)
     if parts.scheme == "unix" or parts.hostname is None or is_loopback(parts.hostname):
         return ""
     has_password = bool(parts.password or parse_qs(parts.query).get("password"))
-    lacks = [what for what, is_there in (("password", has_password), ("TLS", parts.scheme == "rediss")) if not is_there]
+    lacks = [name for name, is_there in (("password", has_password), ("TLS", parts.scheme == "rediss")) if not is_there]
     return " and no ".join(lacks)
 
 
 def check_endpoint_ports(router: RouterSpec, hosts: Sequence[str], look: Callable[[int], Sequence[bool]]) -> None:
-    """Both doors must be free on `hosts`; look(port) says it of each. Where routers share a door's port with each other
-    the kernel would let them share it with another deployment's, too."""
+    """Check that both ports are free on `hosts`; look(port) returns one bool per host.
+
+    Needed because routers share ports (SO_REUSEPORT): the kernel would share them with another deployment, too.
+    """
     endpoints = {"gRPC": ("--grpc-port", router.grpc_port), "HTTP": ("--http-port", router.http_port)}
     if router.grpc_port == router.http_port:
         raise SpecError(
-            f"router.http_port: {router.http_port} is router.grpc_port, too; choose another with --http-port"
+            f"router.http_port: {router.http_port} equals router.grpc_port; choose another with --http-port"
         )
     if router.admin_port and {router.grpc_port, router.http_port}.intersection(router.admin_ports):
-        raise SpecError(f"router.admin_port: {router.admin_port} and the ports after it, for each router, meet a door")
+        raise SpecError(
+            f"router.admin_port: {router.admin_port} and the ports after it, one per router, overlap another port"
+        )
     for endpoint, (option, port) in endpoints.items():
         for host, is_free_there in zip(hosts, look(port), strict=True):
             if not is_free_there:
@@ -152,14 +159,14 @@ def check_endpoint_ports(router: RouterSpec, hosts: Sequence[str], look: Callabl
 
 
 def check_ports(router: RouterSpec, host: str) -> None:
-    """Both doors must be free on `host`, an address of this machine."""
+    """Check that both ports are free on `host`, an address of this machine."""
     check_endpoint_ports(router, [host], lambda port: [is_free(host, port)])
     if router.admin_port and not is_free(router.admin_host, router.admin_port):
         raise DeployError(f"port {router.admin_port} on {router.admin_host} is in use; set another router.admin_port")
 
 
 def check_certificate(router: RouterSpec) -> None:
-    """The doors' own, if they have one: both files must be here, where the routers will be, and fit each other."""
+    """Check the TLS certificate of the endpoints, if configured: both files must be readable here and match."""
     import ssl
 
     if not (router.tls_cert and router.tls_key):
@@ -171,7 +178,7 @@ def check_certificate(router: RouterSpec) -> None:
 
 
 def check_authority(security: SecuritySpec) -> None:
-    """With `tls: files`, an authority that may issue; of a Ray on this machine. On another one its head looks."""
+    """Check an operator's certificate authority (`tls: files`) on this machine. On a shared Ray, the head checks it."""
     if security.tls == "files":
         from cluster.ray import authority_store
 
@@ -179,13 +186,13 @@ def check_authority(security: SecuritySpec) -> None:
 
 
 def check_nodes(spec: Spec, nodes: Sequence[Node], *, wait_for_nodes: bool = False) -> None:
-    """Both pools must fit."""
+    """Check that both pools fit on the nodes."""
     if not wait_for_nodes:
         check_fit([ResourceDemand(role, spec.pool(role), spec.pool(role).replicas) for role in Role], nodes)
 
 
 def this_node() -> Node:
-    """What a local Ray would offer."""
+    """Return this machine as the node that a local Ray would offer."""
     gpus = len([path for path in Path("/dev").glob("nvidia[0-9]*")])
     total = {"CPU": float(os.cpu_count() or 1), "GPU": float(gpus)}
     return Node(id="local", name=socket.gethostname(), ip="127.0.0.1", total=total, available=total)

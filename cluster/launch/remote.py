@@ -1,4 +1,4 @@
-"""A deployment that another machine or user has made, as its Ray knows it: for commands on any of that Ray's nodes."""
+"""Lookup of deployments made by another machine or user, from any node of their Ray."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from core.types.errors import DeployError
 
 
 def find(address: str, name: str | None) -> State:
-    """The deployment called `name` on the Ray at `address`, or the only one there.
+    """Return the deployment called `name` on the Ray at `address`, or the only one there.
 
-    Raises NotDeployed, SpecError when there are several, and DeployError when no Ray answers there.
+    Raises NotDeployed, SpecError if there are several, and DeployError if no Ray answers there.
     """
     state = find_any(address, name)
     controller = driver.find_controller(state.name)
     if controller is None:
         raise DeployError(
-            f"{state.name}: it has no controller on Ray at {state.ray_address}; if nobody is deploying it just now, "
-            f"`cluster --address {address} down` removes what there is of it"
+            f"{state.name}: no controller on Ray at {state.ray_address}; unless it is being deployed right now, "
+            f"`cluster --address {address} down` removes what is left of it"
         )
     spec = parse_spec(driver.ask(controller, "status")["spec"], origin="the stored spec")
-    is_one_machine = spec.router.host not in (None, *EVERYWHERE)  # then deploy() has filled it in
+    # deploy() has filled the host in then.
+    is_one_machine = spec.router.host not in (None, *EVERYWHERE)
     endpoints = plan_endpoints(spec.router, live_nodes(), is_one_machine=is_one_machine)
     return replace(
         state,
@@ -45,7 +46,7 @@ def find(address: str, name: str | None) -> State:
 
 
 def find_any(address: str, name: str | None) -> State:
-    """As find(), also one whose deploying was cut short: what it takes to remove it."""
+    """Like find(), but also return a partial deployment, with the fields needed to remove it."""
     driver.connect(address, "")
     prefix = namespace("")
     actors = ray.util.list_named_actors(all_namespaces=True)

@@ -1,4 +1,4 @@
-"""Where the progress of a long command goes."""
+"""Interface for progress output of long commands."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from cluster.control.report import Pools
 
 
 class Reporter(Protocol):
-    """Told by deploy(), and by whoever waits for pools."""
+    """Receiver of progress from deploy() and from waits for pools."""
 
     def say(self, line: str) -> None: ...
 
     def show(self, pools: Pools) -> None:
-        """The state of every replica; called a few times a second."""
+        """Show the state of every replica. Called a few times a second."""
         ...

@@ -1,4 +1,4 @@
-"""The router as a Ray Serve application: started, waited for, and deleted."""
+"""Starting and deleting the router as a Ray Serve application."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _POLL_S = 0.1
 
 
 def is_serve_running() -> bool:
-    """Whether Ray Serve runs in this Ray cluster already, for whomever."""
+    """Return whether Ray Serve runs in this Ray cluster, for any application."""
     try:
         ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     except ValueError:
@@ -29,12 +29,12 @@ def is_serve_running() -> bool:
 
 
 def is_only_application(name: str) -> bool:
-    """Whether Ray Serve runs for nobody but this deployment."""
+    """Return whether Ray Serve has no application but this deployment's."""
     return set(serve.status().applications) <= {name}
 
 
 def start_serve() -> None:
-    """Start Ray Serve, if it does not run yet, without a proxy: routers have doors of their own. Raises DeployError."""
+    """Start Ray Serve without a proxy, unless it runs. Routers have their own endpoints. Raises DeployError."""
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     try:
         serve.start(proxy_location="Disabled")
@@ -43,8 +43,7 @@ def start_serve() -> None:
 
 
 def start_router(name: str, application: serve.Application) -> None:
-    """Deploy the router on a Serve that runs, and return when Serve calls it running. Raises DeployError with its
-    reason."""
+    """Deploy the router on a running Serve and wait until it runs. Raises DeployError with Serve's reason."""
     try:
         serve.run_many(
             [serve.RunTarget(application, name=name, route_prefix=None)],
@@ -57,7 +56,7 @@ def start_router(name: str, application: serve.Application) -> None:
 
 
 def router_ips(name: str) -> set[str]:
-    """The addresses of the nodes on which its routers run; empty when Serve does not know."""
+    """Return the addresses of the nodes that run its routers; empty if Serve does not know."""
     if not is_serve_running():
         return set()
     application = internals.serve_details()["applications"].get(name, {})
@@ -66,14 +65,16 @@ def router_ips(name: str) -> set[str]:
 
 
 def router_nodes_of(name: str) -> list[Node]:
-    """The nodes on which its routers run."""
+    """Return the nodes that run its routers."""
     ips = router_ips(name)
     return [node for node in live_nodes() if node.ip in ips]
 
 
 def stop_router(name: str, *, owns_serve: bool) -> None:
-    """Delete the application, and Serve with it when it was started for this deployment and nobody else has come since.
-    Requests under way are cut off: by itself Serve would wait for them as long as a router may drain."""
+    """Delete the application; also stop Serve if it was started for this deployment and has no other application.
+
+    Requests in flight are cut off: Serve itself would wait for them for the full drain time.
+    """
     logging.getLogger("ray.serve").setLevel(logging.ERROR)
     if not is_serve_running():
         return
@@ -90,7 +91,8 @@ def _end_replicas(name: str) -> None:
     application = internals.serve_details()["applications"].get(name, {})
     for part in application.get("deployments", {}).values():
         for replica in part["replicas"]:
-            with contextlib.suppress(ValueError):  # it has gone by itself
+            # It has ended by itself.
+            with contextlib.suppress(ValueError):
                 ray.kill(ray.get_actor(replica["actor_name"], namespace="serve"))
 
 
@@ -101,7 +103,5 @@ def _await_running(name: str) -> None:
             raise DeployError(f"router: {application.message}")
         if time.monotonic() > deadline:
             state = application.status.value if application else "unknown"
-            raise DeployError(
-                f"router: not running after {_START_S:g} s ({state}); if this machine has much else to do, try again"
-            )
+            raise DeployError(f"router: not running after {_START_S:g} s ({state}); if this machine is busy, try again")
         time.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""The router as a Ray Serve deployment: Serve places, watches and replaces it; its doors are its own."""
+"""The router as a Ray Serve deployment, which Serve places and restarts. Clients connect to the router directly."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ from frontend.service import RouterService
 
 logger = logging.getLogger(__name__)
 
-_LEAVE_S = 15.0  # a router's way out, beside the requests
+# Time to shut down, in addition to draining requests.
+_LEAVE_S = 15.0
 _ATTACHED_THREADS = 4
-_LOOK_S = 0.1  # Serve waits so long for requests of its own, of which there are none
+# Serve waits this long for requests sent through it; there are none.
+_LOOK_S = 0.1
 
 
 def build(launch: Launch, actor_options: dict[str, Any], *, max_per_node: int | None) -> serve.Application:
-    """The application that the control plane deploys. Each replica has a log of its own in log_dir, on its node.
+    """Return the application. Each replica writes its own log in log_dir on its node.
 
-    actor_options: Ray's, which say on which nodes replicas may run. max_per_node: so many of them; None: all.
+    actor_options: Ray's options that select the nodes. max_per_node: maximum replicas per node; None: no limit.
     """
     router = launch.spec.router
     on_nodes: dict[str, Any] = {} if max_per_node is None else {"max_replicas_per_node": max_per_node}
@@ -62,16 +64,17 @@ class Router:
     async def __init__(self, launch: Launch) -> None:  # type: ignore[misc]
         spec, log_dir = launch.spec, launch.log_dir
         name = f"router-{uuid4().hex[:8]}"
-        log = f"router-{time.strftime('%Y%m%d-%H%M%S')}-{name.removeprefix('router-')}.log"  # by name is by start
+        # Names that sort by start time.
+        log = f"router-{time.strftime('%Y%m%d-%H%M%S')}-{name.removeprefix('router-')}.log"
         redirect_output(Path(log_dir) / log, who=name)
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each client is one, and each replica
+        # Every client and every replica needs a file descriptor.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         host = spec.router.host or ray.util.get_node_ip_address()
-        audit_log = Path(log_dir).with_name("audit_log") / Path(log).with_suffix(
-            ".jsonl"
-        )  # logs are cleared, this is not
-        who = ProcessName.of_router(spec.name, name)
-        identity = await asyncio.to_thread(open_identity, who, tls=spec.security.tls)
+        # Outside log_dir, which is cleared by the next deployment.
+        audit_log = Path(log_dir).with_name("audit_log") / Path(log).with_suffix(".jsonl")
+        process_name = ProcessName.of_router(spec.name, name)
+        identity = await asyncio.to_thread(open_identity, process_name, tls=spec.security.tls)
         attached_deployments = _AttachedFinder(spec.name, router=name, log=log)
         self._service = await RouterService.open(
             spec,
@@ -88,27 +91,32 @@ class Router:
         spare_the_old()
 
     async def check_health(self) -> None:
-        """Serve asks every few seconds, and starts another replica where this raises."""
+        """Raise ReplicaFailed if the router is broken.
+
+        Serve calls this every few seconds and then starts a replacement.
+        """
         if not self._service.is_live():
-            raise ReplicaFailed("tasks of this router keep dying; its log says more")
+            raise ReplicaFailed("router background tasks are crash-looping; see its log")
 
     async def __del__(self) -> None:
         await self._service.close()
 
 
 class _AttachedFinder:
-    """Whose doors these are, too. What blocks is asked on a few threads of their own: a borrower whose controller hangs
-    holds up other borrowers at most."""
+    """Finder of the deployments attached to these endpoints.
+
+    Blocking calls run on dedicated threads, so a hanging controller delays other attached deployments at most.
+    """
 
     def __init__(self, endpoints: str, *, router: str, log: str) -> None:
-        """log: the name of this router's."""
+        """log: file name of this router's log."""
         self._list = AttachedList(endpoints)
         self._router = router
         self._log = log
         self._threads = ThreadPoolExecutor(_ATTACHED_THREADS, "borrowers")
 
     async def find(self) -> list[AttachedDeployment]:
-        """Raises DeployError."""
+        """Return the attached deployments. Raises DeployError."""
         return [
             AttachedDeployment(
                 spec=launch.spec, credentials=launch.credentials, enter=functools.partial(self._enter, launch)
@@ -117,11 +125,10 @@ class _AttachedFinder:
         ]
 
     async def _enter(self, launch: Launch) -> AttachedIdentity:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._pass, launch)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._obtain_identity, launch)
 
-    def _pass(self, launch: Launch) -> AttachedIdentity:
-        """Become a router of that deployment, too: its own controller certifies this process, which Ray has started.
-        Raises ClusterError."""
+    def _obtain_identity(self, launch: Launch) -> AttachedIdentity:
+        """Obtain credentials as a router of that deployment from its controller. Raises ClusterError."""
         spec = launch.spec
         tls_credentials = open_tls_credentials(ProcessName.of_router(spec.name, self._router), tls=spec.security.tls)
         return AttachedIdentity(
@@ -136,16 +143,16 @@ class _AttachedFinder:
 async def _report_to_controller(
     deployment: str, report: TrafficReport, *, threads: Executor | None = None
 ) -> TrafficAnswer:
-    """Raises ClusterError."""
+    """Send a traffic report to the deployment's controller. Raises ClusterError."""
     ask = functools.partial(ask_controller, deployment, "note_traffic", report)
     answer: TrafficAnswer = await asyncio.get_running_loop().run_in_executor(threads, ask)
     return answer
 
 
 def _revisions(deployment: str) -> RevisionTable | None:
-    """None: the controller is of a version that has no updates."""
+    """Return the revision table, or None if the controller's version has no updates."""
     try:
         return RevisionTable.from_json(ask_controller(deployment, "revisions"))
     except DeployError as error:
-        logger.warning("the revisions that serve are told by Redis alone: %s", error)
+        logger.warning("cannot read revisions from the controller, using Redis only error=%s", error)
         return None

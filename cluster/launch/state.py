@@ -1,7 +1,7 @@
-"""What the command line remembers of each deployment on this machine: enough to find it again, and to take it down.
+"""State files of the deployments made from this machine: enough to find each one and to take it down.
 
-One file per deployment, $CLUSTER_STATE_DIR/<name>/state.json, beside its logs; by default under ~/.local/state/xpyd. It
-is written before anything is started: whatever became of the command that wrote it, `cluster down` can clean up.
+One file per deployment, $CLUSTER_STATE_DIR/<name>/state.json (default ~/.local/state/xpyd), next to its logs. It is
+written before anything starts, so `cluster down` can clean up after any interruption.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from core.types.errors import DeployError, NotDeployed, SpecError
 from core.types.json_records import known_fields
 
 _FILE = "state.json"
-_RAY_MARK = Path("/tmp/ray/ray_current_cluster")  # of whoever's Ray runs on this host
-_RAY_HINT = "; what runs on the Ray of this host is asked by `cluster --address auto …`"
+# Written by any Ray that runs on this host.
+_RAY_MARK = Path("/tmp/ray/ray_current_cluster")
+_RAY_HINT = "; for the Ray that runs on this host, use `cluster --address auto …`"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A running `cluster deploy`."""
+    """Process of a running `cluster deploy`."""
 
     pid: int
     start_time: int | None
@@ -43,31 +44,41 @@ class Command:
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """One deployment."""
+    """Stored state of one deployment."""
 
     name: str
     ray_address: str
-    local_ray: LocalRay | None  # the Ray that was started for it
-    lent_ray: LocalRay | None = None  # the Ray that was started for the deployment whose doors serve it
-    claim: str = ""  # the id of its claim on that Ray; "": of a version that made none
-    owns_serve: bool = False  # Ray Serve was started for it
-    grpc: str  # "host:port", or several of them: "host:port,host:port"
+    # Local Ray started for this deployment.
+    local_ray: LocalRay | None
+    # Local Ray of the deployment whose endpoints this one uses.
+    lent_ray: LocalRay | None = None
+    # Id of its name lock on that Ray; empty: made by a version without locks.
+    claim: str = ""
+    # Ray Serve was started for it.
+    owns_serve: bool = False
+    # "host:port", or several, separated by commas.
+    grpc: str
     http: str  # "http://host:port", likewise
-    admin: tuple[str, ...] = ()  # "host:port" of every port at which a router may answer operators, on its own node
-    needs_keys: bool = False  # clients show an API key
-    certificate: str | None = None  # a file: the doors' own
-    endpoints: str = ""  # the deployment whose doors serve it; empty: its own
-    model: str = ""  # what clients call its model; empty: of a version that did not say
-    deploying: Command | None  # None: deployed
+    # "host:port" of every admin port that a router may use on its own node.
+    admin: tuple[str, ...] = ()
+    # Clients need an API key.
+    needs_keys: bool = False
+    # File with the TLS certificate of the endpoints.
+    certificate: str | None = None
+    # Deployment whose endpoints it uses; empty: its own.
+    endpoints: str = ""
+    # Served model name; empty: written by a version without it.
+    model: str = ""
+    deploying: Command | None  # None once deployed
 
     @property
     def joined_ray(self) -> LocalRay | None:
-        """The Ray of this machine that it is on, ours: a process that speaks to it joins that first."""
+        """Local Ray that it runs on. A process must join it before connecting."""
         return self.local_ray or self.lent_ray
 
     @property
     def is_interrupted(self) -> bool:
-        """The command that was deploying it is gone."""
+        """True if the command that was deploying it is gone."""
         return self.deploying is not None and not self.deploying.is_running
 
 
@@ -80,19 +91,18 @@ def log_dir(name: str) -> Path:
 
 
 def audit_log_path() -> Path:
-    """Of the commands that have changed any of them."""
+    """Return the path of the audit log of commands."""
     return _root() / "commands.jsonl"
 
 
 def operator_key_file(name: str) -> Path:
-    """The API key of this machine's operator, where the deployment asks for one."""
+    """Return the path of the operator's API key, for deployments that require keys."""
     return state_dir(name) / "operator.key"
 
 
 @contextmanager
 def reserve(name: str) -> Iterator[None]:
-    """Nobody else of this machine's user reserves `name` meanwhile: whoever finds it free may take it. Raises
-    DeployError where somebody has it."""
+    """Lock `name` against other commands of this user while a deploy starts. Raises DeployError if it is locked."""
     file = _root() / f"{name}.lock"
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -101,12 +111,14 @@ def reserve(name: str) -> Iterator[None]:
         raise DeployError(f"{file}: {error.strerror}") from None
     with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # ends with this process, whatever becomes of it
+            # The kernel releases the lock when this process ends.
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             has_it = os.path.samestat(os.fstat(lock.fileno()), file.stat())
         except (BlockingIOError, FileNotFoundError):
             has_it = False
-        if not has_it:  # or somebody had it, and has removed it since we opened it: it keeps nobody out any more
-            raise DeployError(f"{name} is being deployed by another command, which has just begun")
+        # A lock on a file that another command removed in the meantime excludes no one.
+        if not has_it:
+            raise DeployError(f"{name} is being deployed by another command")
         try:
             yield
         finally:
@@ -114,28 +126,30 @@ def reserve(name: str) -> Iterator[None]:
 
 
 def save(state: State) -> None:
-    """Atomically: a reader never sees half a file. Raises DeployError."""
+    """Write the state file atomically. Raises DeployError."""
     write_whole(state_dir(state.name) / _FILE, json.dumps(asdict(state), indent=1))
 
 
 def load(name: str) -> State | None:
-    """What is remembered of `name`, also by a newer version; None when it is not deployed from here. Raises
-    DeployError where it cannot be read."""
+    """Return the state of `name`, also if a newer version wrote it; None if it is not deployed from here.
+
+    Raises DeployError if the file cannot be read.
+    """
     file = state_dir(name) / _FILE
     try:
         return _parse(file.read_text())
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not what `cluster deploy` has written"
+        why = error.strerror if isinstance(error, OSError) else "not a state file of `cluster deploy`"
         raise DeployError(
-            f"{file}: {why}; see that nothing of {name} runs any more (`cluster --address RAY down`, or end its Ray), "
+            f"{file}: {why}; check that nothing of {name} is running (`cluster --address RAY down`, or end its Ray), "
             "and delete the file"
         ) from None
 
 
 def forget(name: str) -> None:
-    """The logs stay, until the next deployment of this name."""
+    """Delete the state file. The logs stay until the next deployment of this name."""
     (state_dir(name) / _FILE).unlink(missing_ok=True)
 
 
@@ -144,7 +158,7 @@ def deployed_names() -> list[str]:
 
 
 def served_by(endpoints: State) -> list[str]:
-    """Deployments on the Ray that was started for this one, which its doors serve, too. Raises DeployError."""
+    """Return the deployments on this one's local Ray that use its endpoints. Raises DeployError."""
     others = (load(name) for name in deployed_names() if name != endpoints.name)
     return [
         one.name for one in others if one and one.endpoints == endpoints.name and one.lent_ray == endpoints.local_ray
@@ -152,19 +166,19 @@ def served_by(endpoints: State) -> list[str]:
 
 
 def find(name: str | None) -> State:
-    """The deployment called `name`, or the only one. Raises NotDeployed, or SpecError when there are several."""
+    """Return the deployment called `name`, or the only one. Raises NotDeployed, or SpecError if there are several."""
     state = load(choose(name, deployed_names(), hint=_RAY_HINT if _RAY_MARK.exists() else ""))
     assert state is not None, "it is one of those that are deployed"
     return state
 
 
 def choose(name: str | None, deployed: Sequence[str], *, hint: str = "") -> str:
-    """As find(), of these names. hint: where else it may be."""
+    """Choose a name as find() does. hint: appended to the error if there is none."""
     if name is None and len(deployed) > 1:
         raise SpecError(f"several deployments are up: {', '.join(deployed)}; choose one with --name")
     if not deployed or (name is not None and name not in deployed):
-        what = f"{name} is not deployed" if name else "nothing is deployed"
-        raise NotDeployed(f"{what}; `cluster deploy 1P1D` would do so{hint}")
+        problem = f"{name} is not deployed" if name else "nothing is deployed"
+        raise NotDeployed(f"{problem}; run `cluster deploy 1P1D` to deploy{hint}")
     return name or deployed[0]
 
 
@@ -182,6 +196,6 @@ def _parse(text: str) -> State:
 
 
 def _root() -> Path:
-    """Absolute: it is sent to processes that stand in other directories."""
+    """Return the absolute state directory; it is sent to processes with other working directories."""
     directory = os.environ.get("CLUSTER_STATE_DIR")
     return Path(directory).expanduser().absolute() if directory else Path.home() / ".local" / "state" / "xpyd"

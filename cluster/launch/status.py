@@ -1,4 +1,4 @@
-"""What `cluster status` says of a deployment: its pools, its doors, and whether it is ready."""
+"""Status of a deployment for `cluster status`: pools, endpoints, readiness."""
 
 from __future__ import annotations
 
@@ -12,28 +12,34 @@ from cluster.launch.router_admin import ask_routers, seen_by
 from cluster.launch.state import State
 from core.types.request import Role
 
-_ASK_S = 45.0  # a controller that has just come back first finds its replicas
+# A restarted controller adopts its replicas first.
+_ASK_S = 45.0
 
 
 class Endpoints(TypedDict):
-    grpc: str  # "host:port", or several of them: "host:port,host:port"
+    # "host:port", or several, separated by commas.
+    grpc: str
     http: str  # "http://host:port", likewise
-    admin: list[str]  # of each router, on its own node: "host:port" or, where there are several, "host:port on NODE"
+    # "host:port" of each router, or "host:port on NODE" if there are several nodes.
+    admin: list[str]
 
 
 class DeploymentReport(TypedDict):
-    """`cluster status --json`."""
+    """Content of `cluster status --json`."""
 
     name: str
-    ready: bool  # every pool has what it should have, and the router sees it
+    # Every pool has its desired replicas, and the routers see them.
+    ready: bool
     endpoints: Endpoints
-    tls: str  # between its processes: security.tls of the spec
+    # TLS between its processes: security.tls of the spec.
+    tls: str
     pools: Pools
-    revision: NotRequired[RevisionReport | None]  # None: of a controller that has no updates
+    # None if the controller's version has no updates.
+    revision: NotRequired[RevisionReport | None]
 
 
 def read_status(state: State, controller: Any) -> DeploymentReport:
-    """Ask the controller and the routers. Raises DeployError when the controller does not answer."""
+    """Query the controller and the routers. Raises DeployError if the controller does not answer."""
     report: ControllerReport = driver.ask(controller, "status", within_s=_ASK_S)
     pools = report["pools"]
     routers = ask_routers(state, "/health") if state.admin else []
@@ -57,7 +63,7 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
 
 
 def with_open_endpoints(state: State) -> State:
-    """With those doors alone behind which a router runs now; with all that there may be when none is known."""
+    """Keep only the endpoints with a running router; keep all if none is known."""
     if "," not in state.grpc:
         return state
     from cluster.launch.router_app import router_ips

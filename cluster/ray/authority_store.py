@@ -1,8 +1,7 @@
-"""Who issues a deployment's certificates: kept where its desired state is kept, so that a controller that restarts
-issues as before.
+"""Certificate authority of a deployment, stored next to its desired state so that a restarted controller can issue.
 
-An authority of the deployment's own lies in Ray's control store and nowhere else: whoever may ask that may run code on
-every node anyway. Of an operator's, only the paths are kept.
+The deployment's own authority is kept in Ray's control store only; processes that can read it can run code on every
+node anyway. For an operator's authority only the paths are stored.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from core.types.errors import DeployError
 
 
 def prepare(spec: Spec) -> None:
-    """Make the deployment's own authority, or look at the operator's. Raises SpecError."""
+    """Create the deployment's own authority, or validate the operator's. Raises SpecError."""
     if spec.security.tls == "auto":
         _entry(spec.name).put(Authority.create(spec.name).to_json())
     elif spec.security.tls == "files":
@@ -23,17 +22,17 @@ def prepare(spec: Spec) -> None:
 
 
 def find(spec: Spec) -> Authority:
-    """The one that issues now: files are read anew. Raises SpecError, and DeployError where there is none."""
+    """Return the issuing authority; files are read on each call. Raises SpecError, and DeployError if there is none."""
     if spec.security.tls == "files":
         return open_files(spec.security)
     if stored := _entry(spec.name).get():
         return Authority.from_json(stored)
-    raise DeployError(f"{spec.name} has no authority for certificates (security.tls: {spec.security.tls})")
+    raise DeployError(f"{spec.name} has no certificate authority (security.tls: {spec.security.tls})")
 
 
 def open_files(security: SecuritySpec) -> Authority:
-    """An operator's, on this machine. Raises SpecError."""
-    assert security.ca and security.certificate and security.key, "the spec is checked"
+    """Read an operator's authority from files on this machine. Raises SpecError."""
+    assert security.ca and security.certificate and security.key, "the spec is validated"
     return Authority.from_files(ca=security.ca, certificate=security.certificate, key=security.key)
 
 

@@ -1,4 +1,4 @@
-"""How a process that Ray has started comes by its papers: from the deployment's controller, again and again."""
+"""TLS credentials for processes started by Ray, issued and renewed by the deployment's controller."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from core.identity.renewal import Renewal
 
 
 def open_identity(name: ProcessName, *, tls: str) -> Identity:
-    """Of this process, renewed for as long as it lives; `tls` as in the spec. Blocks. Raises ClusterError."""
+    """Return this process's identity, renewed until it ends.
+
+    `tls` is the spec's setting. Blocks. Raises ClusterError.
+    """
     return open_tls_credentials(name, tls=tls).identity
 
 
 def open_tls_credentials(name: ProcessName, *, tls: str) -> Renewal:
-    """The same, for a process that may take another name: then it stops the renewal of this one."""
+    """Like open_identity(), but return the renewal, so that a process that changes its name can stop it."""
     identity = Identity(name, None if tls == "off" else _obtain(name))
     renewal = Renewal(identity, lambda: _obtain(name))
     renewal.start()
@@ -23,7 +26,7 @@ def open_tls_credentials(name: ProcessName, *, tls: str) -> Renewal:
 
 
 def _obtain(name: ProcessName) -> TlsCredentials:
-    """The key is made here, and stays here."""
+    """Request a certificate. The private key is created here and stays in this process."""
     keys = KeyPair()
     certificate: Certificate = ask_controller(name.deployment, "certify", name, keys.request)
     return keys.tls_credentials(certificate)

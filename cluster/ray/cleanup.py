@@ -1,4 +1,4 @@
-"""What Ray holds of a deployment beside its controller, removed: by the controller, or in its place."""
+"""Removal of everything that Ray holds of a deployment besides its controller."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cluster.ray import authority_store
 
 
 def remove_remains(name: str) -> None:
-    """Every replica that lives, and all that is kept in Ray's store. Raises RayError."""
+    """Remove all replicas and all entries in Ray's store. Raises RayError."""
     for replica in find_replicas(name):
         remove_leftovers(replica, name)
     for store in (key_registry, scaling_history, desired_state, authority_store):

@@ -1,4 +1,4 @@
-"""Asking a deployment's controller from a process that Ray has started."""
+"""Calls to a deployment's controller from processes started by Ray."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from cluster.control.desired_state import CONTROLLER, namespace
 from core.types.errors import ClusterError, DeployError
 
-_ASK_S = 60.0  # longer than a controller needs to come back after its death
+# Longer than a controller needs to restart.
+_ASK_S = 60.0
 
 
 def ask_controller(deployment: str, method: str, *args: Any) -> Any:
-    """Blocks. Raises the controller's own ClusterError, or DeployError for anything else."""
+    """Call a controller method and block.
+
+    Raises the controller's own ClusterError, or DeployError for anything else.
+    """
     try:
         controller: Any = ray.get_actor(CONTROLLER, namespace=namespace(deployment))
         return ray.get(getattr(controller, method).remote(*args), timeout=_ASK_S)

@@ -1,11 +1,11 @@
-"""What Ray has no public call for, all of it here: Ray is pinned to one minor version (pyproject.toml) for its sake.
+"""The only module that uses private APIs of Ray; pyproject.toml pins Ray to one minor version for it.
 
-- its control store as a place to keep something, as durable as its own knowledge of the actors;
-- what each node has left: public are the sums over the cluster only;
-- on which nodes Ray Serve's replicas run: public over its dashboard's HTTP only;
-- its words about lost nodes, which every driver prints to stdout, where `--json` is read.
+- Control store as durable key-value storage.
+- Available resources per node; the public API has only sums.
+- Nodes of Ray Serve's replicas; public only over the dashboard's HTTP.
+- Suppression of node messages on stdout, which `--json` output needs.
 
-Imports Ray: not before local_ray.join().
+Imports Ray, so import it after local_ray.join().
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def put(key: bytes, value: bytes, *, namespace: bytes) -> None:
 
 
 def put_new(key: bytes, value: bytes, *, namespace: bytes) -> bool:
-    """Unless there is a value; whether that was so."""
+    """Store the value unless the key exists. Returns whether it was stored."""
     is_there = internal_kv._internal_kv_put(key, value, overwrite=False, namespace=namespace)
     return not is_there
 
@@ -42,22 +42,21 @@ def delete(key: bytes, *, namespace: bytes) -> None:
 
 
 def available_resources() -> dict[str, dict[str, float]]:
-    """By node id, by Ray's resource name; living nodes only, a moment old."""
+    """Return available resources by node id and resource name; live nodes only, slightly stale."""
     found: dict[str, dict[str, float]] = available_resources_per_node()
     return found
 
 
 def serve_details() -> dict[str, Any]:
-    """As ray.serve.schema.ServeInstanceDetails has it. Raises RayServeException when Serve does not run."""
+    """Return ray.serve.schema.ServeInstanceDetails as a dict. Raises RayServeException if Serve does not run."""
     from ray.serve.context import _get_global_client
 
     client = _get_global_client()
-    assert client is not None, "it raises, unless it is asked not to"
+    assert client is not None, "raises by default"
     found: dict[str, Any] = client.get_serve_details()
     return found
 
 
 def keep_off_stdout() -> None:
-    """From now on this driver prints nothing that Ray's nodes say of themselves. What it means for a deployment is in
-    its controller's failures."""
+    """Stop this driver from printing node messages. Their effect on a deployment is in its controller's failures."""
     worker.print_to_stdstream = lambda data, ignore_prefix: None

@@ -1,6 +1,8 @@
-"""Whose a deployment's name is in a Ray: claimed once, before anything of it is started, and given up after everything
-of it is gone. So of two deploys at once one is refused, and a machine that remembers a deployment which has died with
-its Ray does not take down the one that has its name now."""
+"""Lock on a deployment's name in a Ray cluster.
+
+Taken before anything of the deployment starts, and released after everything is gone. So one of two concurrent deploys
+is rejected, and a machine with a stale state file does not take down a newer deployment of the same name.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,13 @@ from cluster.ray.store import StoreEntry, keys_in
 from core.types.errors import DeployError
 from core.types.json_records import known_fields
 
-_NAMESPACE = "xpyd"  # of no deployment: theirs have a name behind it
+# Namespaces of deployments have a name after the prefix.
+_NAMESPACE = "xpyd"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NameLock:
-    """One deployment's."""
+    """Holder of a name."""
 
     id: str
     user: str
@@ -33,29 +36,30 @@ class NameLock:
 
 
 def take(name: str, lock: NameLock) -> None:
-    """Raises DeployError where another has it."""
+    """Take the lock. Raises DeployError if another deployment holds it."""
     entry = _entry(name)
     if entry.put_new(json.dumps(asdict(lock))):
         return
-    prefix_source = find(name)
-    if prefix_source is None or prefix_source.id != lock.id:  # else Ray has asked its store twice, and it is ours
-        who = f", by {prefix_source}" if prefix_source else ""
-        raise DeployError(f"{name} is deployed on this Ray already, or is being deployed{who}")
+    current = find(name)
+    # If the ids are equal, Ray sent our request twice.
+    if current is None or current.id != lock.id:
+        holder = f", by {current}" if current else ""
+        raise DeployError(f"{name} is deployed on this Ray already, or is being deployed{holder}")
 
 
 def find(name: str) -> NameLock | None:
-    """Who has it; None where nobody has. Raises RayError."""
+    """Return the holder, or None. Raises RayError."""
     stored = _entry(name).get()
     return NameLock(**known_fields(NameLock, json.loads(stored))) if stored else None
 
 
 def claimed() -> list[str]:
-    """The names that somebody has. Raises RayError."""
+    """Return all locked names. Raises RayError."""
     return keys_in(_NAMESPACE)
 
 
 def give_up(name: str) -> None:
-    """Raises RayError."""
+    """Release the lock. Raises RayError."""
     _entry(name).delete()
 
 

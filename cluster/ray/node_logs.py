@@ -1,4 +1,4 @@
-"""Logs on the nodes where they were written, also of processes that are gone."""
+"""Logs read on the nodes where they were written, also of ended processes."""
 
 from __future__ import annotations
 
@@ -17,34 +17,36 @@ from core.process.log import LogPart, find_logs, read_log
 T = TypeVar("T")
 
 _ROUTER = "router"
-_READ_S = 30.0  # a process may have to start on the node first
+# Ray may have to start a process on the node first.
+_READ_S = 30.0
 
 
 async def read_there(node_id: str, path: Path, *, lines: int, start: int | None) -> LogPart:
-    """As read_log, on that node. Raises RayError or TimeoutError."""
+    """Run read_log on that node. Raises RayError or TimeoutError."""
     part: LogPart = await _call_on(node_id, read_log, path, lines=lines, start=start)
     return part
 
 
 class RouterLogs:
-    """The logs of all routers of a deployment, also those that are gone, on all nodes that may have routers.
+    """Logs of all routers of a deployment, including ended ones, on all nodes that may run routers.
 
-    Each log keeps its number as long as this lives, whichever nodes go and come back: so that whoever follows them goes
-    on behind what it has read of each. Owned by the controller's event loop.
+    Each log keeps its number while this object exists, even if nodes leave and return, so that followers can continue
+    at their offsets. Owned by the controller's event loop.
     """
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}  # by file name: no two routers have one
+        # By file name, which is unique.
+        self._numbers: dict[str, int] = {}
 
     async def read(self, log_dir: str, *, lines: int, starts: Mapping[int, int]) -> dict[int, LogPart]:
-        """As read_log, by number, in the order in which the routers started, of those that are new. Nodes that do not
-        answer are passed over."""
+        """Read each log, by number in start order. Unreachable nodes are skipped."""
         nodes = [node.id for node in router_nodes(live_nodes())]
         found = await asyncio.gather(
             *(_unless_unavailable(_call_on(node, find_logs, log_dir, _ROUTER)) for node in nodes)
         )
         places = {path.name: (node, path) for node, paths in zip(nodes, found, strict=True) for path in paths or ()}
-        for name in sorted(places):  # a name begins with the time
+        # A name begins with the start time.
+        for name in sorted(places):
             self._numbers.setdefault(name, len(self._numbers))
         names = {self._numbers[name]: name for name in sorted(places)}
         parts = await asyncio.gather(
@@ -57,7 +59,7 @@ class RouterLogs:
 
 
 async def _call_on(node_id: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Its answer on that node; at once on this one."""
+    """Call `function` on that node; directly if it is this node."""
     if node_id == ray.get_runtime_context().get_node_id():
         return function(*args, **kwargs)
     async with asyncio.timeout(_READ_S):
@@ -67,7 +69,8 @@ async def _call_on(node_id: str, function: Callable[..., Any], *args: Any, **kwa
 async def _unless_unavailable(answer: Awaitable[T]) -> T | None:
     try:
         return await answer
-    except RayTaskError:  # what the function itself raised
+    except RayTaskError:
+        # Raised by the function itself.
         raise
     except (RayError, TimeoutError):
         return None

@@ -1,7 +1,7 @@
-"""The process of a rank: a Ray actor that imports by path what makes the rank, and hands every call on to it.
+"""Ray actor of a rank. It imports the rank's factory by path and forwards every call to the rank.
 
-The controller starts this class, which imports the code of the role in a process of its own: so neither the controller
-nor the command line ever imports torch, and what goes wrong while importing is reported like everything else.
+Importing happens here, so the controller and the command line never import torch, and import errors are reported like
+any other failure.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from core.types.rank_api import Binding, Progress, Rank, RankStatus
 
 logger = logging.getLogger(__name__)
 
-# A call of run_forever stays for good, and a controller that restarted adds another: they have threads of their own, so
-# that they never keep `status` or `drain` waiting.
+# run_forever occupies a thread for good, and a restarted controller adds another call. Separate groups keep `status`
+# and `drain` responsive.
 CONCURRENCY_GROUPS = {"watch": 16, "control": 8}
 
 
 class RankActor:
-    """One rank of one replica, for the controller. See core.types.rank_api.Rank for what each method means."""
+    """One rank of one replica, as a Ray actor. core.types.rank_api.Rank documents the methods."""
 
     def __init__(self, import_path: str, launch: Launch, name: ProcessName) -> None:
         self._import_path = import_path
         self._launch = launch
         self._name = name
         self._rank: Rank | None = None
-        self._renewal: Renewal | None = None  # of its papers
+        # Renewal of its TLS credentials.
+        self._renewal: Renewal | None = None
         self._becoming = threading.Lock()
         self._has_loaded = False
         redirect_output(log_path(launch.log_dir, name.replica, name.rank), who=str(name))
@@ -48,17 +49,20 @@ class RankActor:
         return self._rank.bind()
 
     def become(self, import_path: str, launch: Launch, replica: str) -> Binding:
-        """A rank of `replica` from now on, which goes on with what this one has loaded. Before that it has drained;
-        after that it has to load. Asked again (by a controller that restarted), it gives the same answer."""
+        """Turn this drained rank into one of `replica`, keeping what is loaded. load() must follow.
+
+        Idempotent, because a restarted controller repeats the call.
+        """
         with self._becoming:
             if replica == self._name.replica:
                 return self.bind()
             before, renewal = self._bound, self._renewal
             name = ProcessName.of_rank(self._name.deployment, replica, self._name.rank)
-            logger.info("this process is %s from now on", name)
+            logger.info("process renamed name=%s", name)
             redirect_output(log_path(launch.log_dir, replica, name.rank), who=str(name))
             successor = self._make(import_path, launch, name)
-            binding = successor.bind()  # before the other port is closed: nobody takes the one for the other
+            # Before the old port closes, so that the new rank cannot get the same port.
+            binding = successor.bind()
             successor.succeed(before)
             self._rank, self._name, self._import_path, self._launch = successor, name, import_path, launch
             if renewal:
@@ -66,12 +70,13 @@ class RankActor:
             return binding
 
     def replica(self) -> str:
-        """Of which this is a rank now."""
+        """Return the replica that this rank currently belongs to."""
         return self._name.replica
 
     def load(self, addresses: list[str]) -> None:
         self._bound.load(addresses)
-        if self._has_loaded:  # in another role: nobody waits while all that is there is looked through
+        # After a role switch: no caller waits for this collection.
+        if self._has_loaded:
             collect_the_new()
         else:
             spare_the_old()
@@ -101,7 +106,7 @@ class RankActor:
         module, _, function = import_path.partition(":")
         began_at = time.monotonic()
         make = getattr(importlib.import_module(module), function)
-        logger.info("%s imported in %.1f s", module, time.monotonic() - began_at)
+        logger.info("module imported module=%s seconds=%.1f", module, time.monotonic() - began_at)
         self._renewal = open_tls_credentials(name, tls=launch.spec.security.tls)
         return cast(Rank, make(launch, identity=self._renewal.identity))
 

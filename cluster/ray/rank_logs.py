@@ -1,4 +1,4 @@
-"""The logs of ranks, from their own process or, where that is gone, from its node."""
+"""Logs of ranks, read through their process or, if it has ended, on its node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from core.types.errors import DeployError, ReplicaFailed
 async def read_rank(
     life: ReplicaLifecycle | None, log_dir: str, replica: str, rank: int, home: Home, *, lines: int, start: int | None
 ) -> LogPart:
-    """life: None where the replica is gone. Raises DeployError."""
+    """Read a rank's log. life: None if the replica has left. Raises DeployError."""
     if life is not None:
         with contextlib.suppress(ReplicaFailed, TimeoutError):
             return await life.read_log(rank, lines=lines, start=start)
@@ -24,4 +24,4 @@ async def read_rank(
     try:
         return await read_there(home.node_id, path, lines=lines, start=start)
     except (RayError, TimeoutError) as error:
-        raise DeployError(f"{replica}: its node no longer gives out {path}: {type(error).__name__}") from error
+        raise DeployError(f"{replica}: cannot read {path} on its node: {type(error).__name__}") from error

@@ -1,4 +1,4 @@
-"""What a deployment keeps in Ray's own control store: as durable as Ray's knowledge of its actors."""
+"""Entries in Ray's control store, which are as durable as Ray's knowledge of its actors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from core.types.errors import DeployError
 
 
 class StoreEntry:
-    """One thing of one deployment. Ray must be connected when it is asked, not before."""
+    """One entry of one deployment. Ray must be connected when a method is called."""
 
     def __init__(self, key: str, *, namespace: str) -> None:
-        """namespace: the deployment's (desired.namespace)."""
+        """namespace: the deployment's (desired_state.namespace)."""
         self._key = key.encode()
         self._namespace = namespace.encode()
 
     def put(self, text: str) -> None:
-        """Raises DeployError."""
+        """Store the text. Raises DeployError."""
         from ray.exceptions import RayError
 
         from cluster.ray import internals
@@ -22,10 +22,10 @@ class StoreEntry:
         try:
             internals.put(self._key, text.encode(), namespace=self._namespace)
         except RayError as error:
-            raise DeployError(f"Ray's own store does not answer: {' '.join(str(error).split())}") from error
+            raise DeployError(f"Ray's key-value store does not answer: {' '.join(str(error).split())}") from error
 
     def put_new(self, text: str) -> bool:
-        """Where there is none yet; whether that was so. Raises RayError."""
+        """Store the text unless an entry exists. Returns whether it was stored. Raises RayError."""
         from cluster.ray import internals
 
         return internals.put_new(self._key, text.encode(), namespace=self._namespace)
@@ -42,7 +42,7 @@ class StoreEntry:
 
 
 def keys_in(namespace: str) -> list[str]:
-    """Raises RayError."""
+    """Return the keys of a namespace, sorted. Raises RayError."""
     from cluster.ray import internals
 
     return sorted(key.decode() for key in internals.keys(namespace=namespace.encode()))

@@ -1,4 +1,4 @@
-"""What routers know of revisions, kept up to date in Redis; and what they have counted of each, read from there."""
+"""Revision table published to routers through Redis, and the request counts that routers write there."""
 
 from __future__ import annotations
 
@@ -16,15 +16,19 @@ from core.types.revisions import RevisionCounts, RevisionTable
 
 logger = logging.getLogger(__name__)
 
-_TELL_S = 0.5
+_PUBLISH_S = 0.5
 
 
 class RevisionReporter:
-    """Owned by the controller, on its event loop. While Redis is away, routers go on with what they know."""
+    """Publisher of the revision table, owned by the controller on its event loop.
+
+    While Redis is unavailable, routers keep the last table.
+    """
 
     def __init__(self, launch: Launch) -> None:
         self.table = RevisionTable()
-        self.counts: dict[int, RevisionCounts] = {}  # of this update, by all routers
+        # Counts of the current update, summed over all routers.
+        self.counts: dict[int, RevisionCounts] = {}
         self._forgets = False
         self._is_closing = False
         self._changed = asyncio.Event()
@@ -32,11 +36,11 @@ class RevisionReporter:
         self._channel = RevisionChannel(
             connect_redis(credentials.index_url), name=launch.spec.name, key=credentials.key(Purpose.REVISIONS)
         )
-        self._reach = RedisReach("routers go on with the revisions they know")
-        self._task = Supervisor().start("telling routers the revisions", self._report_forever)
+        self._reach = RedisReach("routers keep the last revision table")
+        self._task = Supervisor().start("publish revisions", self._publish_forever)
 
     def begin(self) -> None:
-        """An update begins: what was counted of earlier ones is forgotten."""
+        """Start an update: drop the counts of earlier ones."""
         self.counts, self._forgets = {}, True
 
     def tell(self, table: RevisionTable) -> None:
@@ -50,25 +54,26 @@ class RevisionReporter:
         await asyncio.gather(self._task, return_exceptions=True)
         await self._channel.close()
 
-    async def _report_forever(self) -> None:
+    async def _publish_forever(self) -> None:
         while not self._is_closing:  # redis-py may swallow a cancellation
             self._changed.clear()
             try:
-                await self._tell()
+                await self._publish()
                 self._reach.found()
             except RedisError as error:
                 self._reach.missed(error)
             except (ValueError, TypeError, KeyError) as error:
-                logger.error("what routers say of revisions cannot be read: %s", error)
+                logger.error("unreadable revision counts error=%s", error)
             try:
-                async with asyncio.timeout(_TELL_S):
+                async with asyncio.timeout(_PUBLISH_S):
                     await self._changed.wait()
             except TimeoutError:
                 pass
 
-    async def _tell(self) -> None:
+    async def _publish(self) -> None:
         table = self.table
-        if not table.version:  # there never was an update: nobody need know
+        # Without any update so far, routers need no table.
+        if not table.version:
             return
         if self._forgets:
             await self._channel.forget_counts()

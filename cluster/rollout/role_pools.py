@@ -1,4 +1,4 @@
-"""The replicas of one role, of every revision that there is: a pool for each."""
+"""Replica pools of one role, one pool per revision."""
 
 from __future__ import annotations
 
@@ -17,26 +17,29 @@ from core.types.request import Role
 
 @dataclass(frozen=True)
 class Goal:
-    """Of one revision's pool."""
+    """Desired size of one revision's pool."""
 
-    desired: Desired  # with that revision's spec
-    count: int  # of replicas, now
+    # Desired state with that revision's spec.
+    desired: Desired
+    count: int  # replicas
 
 
 class RolePools:
-    """As one ReplicaPool, which it is while there is one revision. Owned by the controller's event loop."""
+    """Pools of one role, with the interface of a single ReplicaPool. Owned by the controller's event loop."""
 
     def __init__(self, role: Role, *, make: int = 1, changed: Callable[[], None]) -> None:
-        """make: the revision that makes its replicas, as long as there is one alone."""
+        """make: revision of the replicas while there is only one revision."""
         self.role = role
         self._changed = changed
-        self._pools: dict[int, ReplicaPool] = {}  # by the revision that has made their replicas; also when it is gone
-        self._newest = make  # of those that shall be
+        # By the revision that made the replicas. Pools stay after their replicas have left.
+        self._pools: dict[int, ReplicaPool] = {}
+        # Newest revision that has a goal.
+        self._newest = make
 
     def reconcile(self, goals: Mapping[int, Goal], new_id: Callable[[int], str]) -> None:
-        """Start and retire what each revision's goal asks for, by number; of a revision without one all leave.
+        """Bring each revision's pool to its goal; replicas of revisions without a goal leave.
 
-        new_id: of a replica that this revision makes.
+        new_id: returns the id for a new replica of the given revision.
         """
         for make in self._pools.keys() - goals.keys():
             for replica in self._pools[make].ids:
@@ -46,23 +49,26 @@ class RolePools:
             self.of(make).reconcile(goal.desired, lambda make=make: new_id(make), count=goal.count)  # type: ignore[misc]
 
     def of(self, make: int) -> ReplicaPool:
-        """Of one revision."""
+        """Return the pool of one revision."""
         if make not in self._pools:
             self._pools[make] = ReplicaPool(self.role, changed=self._changed)
         return self._pools[make]
 
     def add(self, life: ReplicaLifecycle, make: int | None = None) -> None:
-        """Let this one live, which that revision has made; None: the newest."""
+        """Add a replica made by revision `make`; None: the newest."""
         self.of(self._newest if make is None else make).add(life)
 
     def retire(self, replica: str, *, successor: ReplicaLifecycle | None = None) -> None:
-        """A replica that serves drains first; any other is removed at once. heir: who goes on with its processes."""
+        """Drain a serving replica, or remove any other at once.
+
+        successor: the replica that takes over its processes.
+        """
         for pool in self._pools.values():
             if pool.get(replica):
                 pool.retire(replica, successor=successor)
 
     def retry(self) -> None:
-        """Forget earlier failures to start."""
+        """Reset the start backoff."""
         for pool in self._pools.values():
             pool.retry()
 
@@ -75,7 +81,7 @@ class RolePools:
         return next((life for pool in self._pools.values() if (life := pool.get(replica))), None)
 
     def home(self, replica: str) -> Home | None:
-        """Where a replica's logs are, also when it is gone."""
+        """Return where a replica's logs are, also after it has left."""
         return next((home for pool in self._pools.values() if (home := pool.home(replica))), None)
 
     @property
@@ -91,28 +97,28 @@ class RolePools:
         return sum(pool.num_draining for pool in self._pools.values())
 
     def is_changing(self, desired: int) -> bool:
-        """Whether replicas come or go. Not where they fail to start, which may go on for ever."""
+        """Return whether replicas are starting or leaving. False once a pool has given up starting them."""
         views = self.views
         is_settled = len(views) == desired and all(view.state is ReplicaState.READY for view in views)
         return not is_settled and not any(pool.has_given_up for pool in self._pools.values())
 
     @property
     def start_times_s(self) -> list[float]:
-        """Of those that live: from being wanted until they served."""
+        """Start times of the current replicas: seconds from creation until serving, without role switches."""
         return [seconds for pool in self._pools.values() for seconds in pool.start_times_s]
 
     @property
     def switch_times_s(self) -> list[float]:
-        """The same of those that were of the other role, whose drain included."""
+        """Role-switch times of the current replicas in seconds, including the drain."""
         return [seconds for pool in self._pools.values() for seconds in pool.switch_times_s]
 
     @property
     def drain_times_s(self) -> list[float]:
-        """The last ones, of replicas that had served."""
+        """Recent drain times in seconds, of replicas that had served."""
         return [seconds for pool in self._pools.values() for seconds in pool.drain_times_s]
 
     def report(self, desired: int) -> PoolReport:
-        """The role's part of `Controller.status`."""
+        """Return the role's part of `Controller.status`."""
         reports = {make: pool.report(desired) for make, pool in self._pools.items()}
         newest = reports.get(self._newest) or ReplicaPool(self.role, changed=self._changed).report(desired)
         replicas: list[ReplicaReport] = [
@@ -129,9 +135,9 @@ class RolePools:
 
 
 def pool_of(replica: str, pools: Mapping[Role, RolePools]) -> RolePools:
-    """The pool to which a replica belongs, or has belonged. Raises SpecError for any other name."""
+    """Return the pool that a replica belongs or belonged to. Raises SpecError for unknown names."""
     for pool in pools.values():
         if pool.get(replica) is not None or pool.home(replica) is not None:
             return pool
     known = ", ".join(replica for pool in pools.values() for replica in pool.ids)
-    raise SpecError(f"no replica is called {replica}; there are: {known or 'none'}")
+    raise SpecError(f"replica {replica} not found; available: {known or 'none'}")

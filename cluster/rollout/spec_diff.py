@@ -1,8 +1,7 @@
-"""What an update changes of a spec, key by key, and what each change needs: nothing, new replicas, or more than an
-update can do. Pure.
+"""Differences between two specs, by key, and the restart that each change needs. Pure.
 
-What has no rule below needs a new deployment: a key that somebody adds to the spec is refused until somebody has
-thought of it.
+A key without a rule below needs a new deployment, so keys added to the spec are rejected in updates until a rule
+exists.
 """
 
 from __future__ import annotations
@@ -18,11 +17,12 @@ from core.spec.schema import Spec
 from core.types.errors import SpecError
 from core.types.request import Role
 
-_Keys: TypeAlias = tuple[str, ...]  # a path; no text, for a label's own name may have dots: `ray.io/market-type`
+# Path of keys. Not a dotted string, because label names may contain dots: `ray.io/market-type`.
+_Keys: TypeAlias = tuple[str, ...]
 
 
 class Needs(StrEnum):
-    """What a changed key needs before it counts."""
+    """Restart that a changed key needs to take effect."""
 
     NOTHING = "nothing: taken live"
     PREFILL = "new prefill replicas"
@@ -32,7 +32,7 @@ class Needs(StrEnum):
 
     @property
     def roles(self) -> frozenset[Role]:
-        """Whose replicas are replaced."""
+        """Roles whose replicas are replaced."""
         return _ROLES.get(self, frozenset())
 
 
@@ -42,7 +42,7 @@ _ROLES = {
     Needs.REPLICAS: frozenset(Role),
 }
 
-# The longest beginning of a key's path counts.
+# The longest matching prefix of a key's path applies.
 _RULES = {
     "prefill": Needs.PREFILL,
     "prefill.replicas": Needs.NOTHING,
@@ -50,24 +50,26 @@ _RULES = {
     "decode.replicas": Needs.NOTHING,
     "autoscale": Needs.NOTHING,
     "speculation": Needs.DECODE,
-    "speculation.model": Needs.REPLICAS,  # heads' layers are shipped
+    # The layers of draft heads are transferred.
+    "speculation.model": Needs.REPLICAS,
     "engine": Needs.REPLICAS,
     "model.dtype": Needs.REPLICAS,
     "model.weights": Needs.REPLICAS,
     "kv": Needs.REPLICAS,
-    "kv.block_size": Needs.DEPLOYMENT,  # routers name blocks by it
+    # Routers compute block hashes with it.
+    "kv.block_size": Needs.DEPLOYMENT,
     "timeouts.start_s": Needs.NOTHING,
     "timeouts.drain_s": Needs.NOTHING,
     "timeouts.transfer_s": Needs.REPLICAS,
     "timeouts.handoff_s": Needs.REPLICAS,
 }
 
-# Where two specs agree in all of these, their replicas give the same tokens, but for rounding.
-_SAYS_TOKENS = (
+# Specs that agree in all of these produce the same tokens, except for rounding.
+_TOKEN_KEYS = (
     "model.source", "model.dtype", "model.weights", "kv.pool_dtype", "kv.wire_dtype", "engine.deterministic",
 )  # fmt: skip
-# And where they agree in these, too, a running answer moves from one to the other.
-_SAYS_LINKS = ("kv", "speculation.model")
+# If they also agree in these, a running sequence can move from one to the other.
+_TRANSFER_KEYS = ("kv", "speculation.model")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,40 +79,42 @@ class SpecChange:
     path: str  # "decode.max_running"
     old: Any  # plain values, as in a spec file
     new: Any
-    changes_layers: bool = False  # of what is shipped
+    # The change adds or removes transferred layers.
+    changes_layers: bool = False
 
     @property
     def needs(self) -> Needs:
         if self.changes_layers:
             return Needs.REPLICAS
-        rules = (_RULES[path] for path in _beginnings(self.path) if path in _RULES)
+        rules = (_RULES[path] for path in _prefixes(self.path) if path in _RULES)
         return next(rules, Needs.DEPLOYMENT)
 
     def __str__(self) -> str:
-        if self.path == "index":  # there may be a password in it
-            return "index: another one"
+        # The URL may contain a password.
+        if self.path == "index":
+            return "index: changed"
         return f"{self.path}: {_shown(self.old)} -> {_shown(self.new)}"
 
 
 def updated(old: Spec, named: Mapping[str, Any], *, is_whole: bool) -> Spec:
-    """What a deployment of spec `old` becomes by what an operator has `named` of a spec.
+    """Return the spec that results from applying `named` to `old`.
 
-    is_whole: it is a spec, in which what is not named has its default; else only what is named changes. What an update
-    cannot change stays as it is unless it is named: so a spec file need not repeat a port that an option of `cluster
-    deploy` had set. Raises SpecError.
+    is_whole: `named` is a full spec, and keys that it omits get their defaults; otherwise only the named keys change.
+    Keys that an update cannot change keep their value unless named, so a spec file need not repeat a port that an
+    option of `cluster deploy` had set. Raises SpecError.
     """
-    kept = dict(_leaves(old.model_dump(mode="json")))
+    settings = dict(_leaves(old.model_dump(mode="json")))
     if is_whole:
-        wanted = dict(_leaves(parse_spec(dict(named)).model_dump(mode="json")))
-        beyond = {keys: value for keys, value in kept.items() if _needs(keys) is Needs.DEPLOYMENT}
-        kept = beyond | {keys: value for keys, value in wanted.items() if _needs(keys) is not Needs.DEPLOYMENT}
-    tree = _tree(kept)
-    _lay_over(tree, named)
+        defaulted = dict(_leaves(parse_spec(dict(named)).model_dump(mode="json")))
+        beyond = {keys: value for keys, value in settings.items() if _needs(keys) is Needs.DEPLOYMENT}
+        settings = beyond | {keys: value for keys, value in defaulted.items() if _needs(keys) is not Needs.DEPLOYMENT}
+    tree = _tree(settings)
+    _overlay(tree, named)
     return parse_spec(tree, origin="the updated spec")
 
 
 def changes_of(old: Spec, new: Spec) -> list[SpecChange]:
-    """In the order of the spec."""
+    """Return the changed keys, in the order of the spec."""
     before, after = dict(_leaves(old.model_dump(mode="json"))), dict(_leaves(new.model_dump(mode="json")))
     both = ((keys, before.get(keys), after.get(keys)) for keys in dict.fromkeys([*before, *after]))
     other_layers = _heads_of(old) != _heads_of(new)
@@ -127,28 +131,30 @@ def changes_of(old: Spec, new: Spec) -> list[SpecChange]:
 
 
 def check_possible(changes: Sequence[SpecChange]) -> None:
-    """Raises SpecError where one of them is more than an update can do."""
+    """Raise SpecError if a change needs a new deployment."""
     beyond = [change.path for change in changes if change.needs is Needs.DEPLOYMENT]
     if beyond:
         raise SpecError(
-            f"{', '.join(beyond)}: cannot change while deployed, for the routers hold to it; deploy the new spec "
-            "beside this one under another --name and other ports, move the clients, and take this one down"
+            f"{', '.join(beyond)}: cannot change while deployed, because the routers depend on it; deploy the new spec "
+            "under another --name and other ports, move the clients, and take this deployment down"
         )
 
 
 def tokens_of(spec: Spec) -> str:
-    """Equal where two specs give the same tokens, but for rounding."""
-    return _digest(spec, _SAYS_TOKENS)
+    """Return a digest that is equal for specs that produce the same tokens, except for rounding."""
+    return _digest(spec, _TOKEN_KEYS)
 
 
 def kind_of(spec: Spec) -> str:
-    """Equal where running answers may move from replicas of one spec to those of the other."""
-    return _digest(spec, (*_SAYS_TOKENS, *_SAYS_LINKS), heads=_heads_of(spec))
+    """Return a digest that is equal for specs between which running sequences can move."""
+    return _digest(spec, (*_TOKEN_KEYS, *_TRANSFER_KEYS), heads=_heads_of(spec))
 
 
 def _heads_of(spec: Spec) -> str | None:
-    """What names heads that both roles load, whose layers are shipped behind the model's. Of `auto` it may be a smaller
-    model, which only its directory would tell."""
+    """Return the source of draft heads whose layers are transferred, or None.
+
+    With method `auto` the source may be a smaller model; only its directory shows that.
+    """
     drafts = spec.speculation
     if drafts.heads == "mtp":
         return spec.model.source
@@ -157,19 +163,19 @@ def _heads_of(spec: Spec) -> str | None:
 
 def _digest(spec: Spec, paths: Sequence[str], *, heads: str | None = None) -> str:
     leaves = _leaves(spec.model_dump(mode="json"))
-    said = ((".".join(keys), value) for keys, value in leaves)
-    facts = [(path, value) for path, value in said if not {*_beginnings(path)}.isdisjoint(paths)]
+    values = ((".".join(keys), value) for keys, value in leaves)
+    facts = [(path, value) for path, value in values if not {*_prefixes(path)}.isdisjoint(paths)]
     return blake2b(repr([*facts, *([heads] if heads else [])]).encode(), digest_size=8).hexdigest()
 
 
-def _beginnings(path: str) -> Iterator[str]:
-    """Of "a.b.c": itself, "a.b", "a"."""
+def _prefixes(path: str) -> Iterator[str]:
+    """Yield the prefixes of a dotted path, longest first: "a.b.c", "a.b", "a"."""
     keys = path.split(".")
     return (".".join(keys[:end]) for end in range(len(keys), 0, -1))
 
 
 def _leaves(tree: Mapping[str, Any], under: _Keys = ()) -> Iterator[tuple[_Keys, Any]]:
-    """Each key that has no keys below it, behind those above it."""
+    """Yield each leaf as (path of keys, value)."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, (*under, key))
@@ -191,10 +197,10 @@ def _tree(leaves: Mapping[_Keys, Any]) -> dict[str, Any]:
     return tree
 
 
-def _lay_over(tree: dict[str, Any], named: Mapping[str, Any]) -> None:
+def _overlay(tree: dict[str, Any], named: Mapping[str, Any]) -> None:
     for key, value in named.items():
         if isinstance(value, Mapping) and isinstance(tree.get(key), dict):
-            _lay_over(tree[key], value)
+            _overlay(tree[key], value)
         else:
             tree[key] = dict(value) if isinstance(value, Mapping) else value
 

@@ -1,11 +1,10 @@
-r"""An update under way, as the controller keeps it: from which spec to which, and how far it has come. Plain values.
+r"""State of a running update, as the controller stores it. Plain values.
 
-        CANARY  ->  ROLLING  ->  done: the new spec is the deployment's
+        CANARY  ->  ROLLING  ->  done: the new spec becomes the deployment's
            \           /
-            RETURNING      ->  done: the old one still is
+            RETURNING      ->  done: the old spec stays
 
-What each phase still has to do is told by the replicas that live (update_plan): so a controller that comes back goes
-on.
+The remaining work of a phase follows from the running replicas (update_plan), so a restarted controller can continue.
 """
 
 from __future__ import annotations
@@ -23,46 +22,56 @@ from core.types.request import Role
 
 
 class Phase(StrEnum):
-    CANARY = "canary"  # the new revision has a share of the requests, and the old one its replicas
-    ROLLING = "rolling"  # the new one takes the old one's place
-    RETURNING = "returning"  # the old one takes its place back
+    # The new revision has a share of the requests; the old one keeps its replicas.
+    CANARY = "canary"
+    # The new revision replaces the old one.
+    ROLLING = "rolling"
+    # Rollback: the old revision replaces the new one.
+    RETURNING = "returning"
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOptions:
-    """How an operator wants an update carried out."""
+    """Options of an update."""
 
-    canary: float | None = None  # the share of requests that the new revision has at first; None: what it has room for
-    canary_s: float = 60.0  # for so long
-    max_error_increase: float = 0.1  # of the new revision's error rate over the old one's
-    max_latency_factor: float | None = None  # of its mean TTFT and ITL to the old one's; None: not compared
-    restarts_all: bool = False  # also replicas whose part of the spec is as it was: their code is another
+    # Share of requests for the new revision at first; None: as many as it has room for.
+    canary: float | None = None
+    # Duration of the canary phase.
+    canary_s: float = 60.0
+    # Limit of the new revision's error rate above the old one's.
+    max_error_increase: float = 0.1
+    # Limit of its mean TTFT and ITL relative to the old one's; None: not compared.
+    max_latency_factor: float | None = None
+    # Also restart replicas whose settings did not change, for new code.
+    restarts_all: bool = False
     waits_for_nodes: bool = False
 
     def __post_init__(self) -> None:
-        """Raises SpecError."""
+        """Raise SpecError for values out of range."""
         if self.canary is not None and not 0 < self.canary < 1:
-            raise SpecError(f"--canary {self.canary:g}: a share of the requests, between 0 and 1")
+            raise SpecError(f"--canary {self.canary:g}: must be a share of the requests between 0 and 1")
         limits = {
             "--canary-s": self.canary_s,
             "--max-error-increase": self.max_error_increase,
             "--max-latency-factor": self.max_latency_factor,
         }
         for option, limit in limits.items():
-            if limit is not None and not limit >= 0:  # NaN would compare as false forever
-                raise SpecError(f"{option} {limit:g}: must be a number from 0 on")
+            # NaN fails this test, too.
+            if limit is not None and not limit >= 0:
+                raise SpecError(f"{option} {limit:g}: must be a number >= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """What becomes of one deployment."""
+    """One update of a deployment."""
 
-    revision: int  # that it leads to
-    spec: Spec  # of that
-    roles: frozenset[Role]  # whose replicas are replaced
+    revision: int  # target revision
+    spec: Spec  # spec of the target revision
+    roles: frozenset[Role]  # roles whose replicas are replaced
     options: UpdateOptions = UpdateOptions()
     phase: Phase = Phase.ROLLING
-    reason: str = ""  # why it returns
+    # Reason of the rollback.
+    reason: str = ""
 
     def returning(self, reason: str) -> Update:
         return replace(self, phase=Phase.RETURNING, reason=reason)

@@ -1,11 +1,10 @@
-"""How many replicas of each of two revisions there should be now, on the way from one to the other. Pure.
+"""Replica counts of two revisions at each step of an update. Pure.
 
-    leaving    the revision that an update takes away; when it is taken back, the new one
-    coming     the one that takes its place
+    leaving    the revision that is replaced; during a rollback, the new one
+    candidate  the revision that replaces it
 
-It is asked again and again, and remembers nothing: whatever has failed, left or come back meanwhile, what it answers is
-a step from there. At each step one of the two is whole, with a prefill and a decode replica that serve, as long as
-nothing but this takes replicas away.
+Stateless: each call derives the next step from the current replicas, whatever failed or returned since. At each step
+one revision is complete, with a serving prefill and a serving decode replica, unless replicas are lost.
 """
 
 from __future__ import annotations
@@ -16,16 +15,20 @@ from dataclasses import dataclass
 
 from core.types.request import Role
 
-_SURGE = 0.25  # of a pool, beyond its size: replicas that are there beside those that they replace
+# Share of a pool's size that may run in addition while replicas are replaced.
+_SURGE = 0.25
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaCount:
-    """The replicas of one role and one revision."""
+    """Number of replicas of one role and one revision, by state."""
 
-    ready: int = 0  # they serve, and routers have had the time to see it
-    starting: int = 0  # placed, or ready just now
-    pending: int = 0  # wait for room
+    # Serving long enough for routers to have seen it.
+    ready: int = 0
+    # Placed, or serving only since a moment.
+    starting: int = 0
+    # Waiting for room.
+    pending: int = 0
     draining: int = 0
 
     @property
@@ -35,13 +38,16 @@ class ReplicaCount:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleView:
-    """One role that both revisions have replicas of their own of."""
+    """Replicas of one role during an update, of both revisions."""
 
     leaving: ReplicaCount
     candidate: ReplicaCount
-    leaving_target: int  # with which it was whole
-    candidate_target: int  # with which it shall be
-    room: int = 0  # for so many replicas of the coming one on the nodes of now, beside those that wait for it
+    # Size before the update.
+    leaving_target: int
+    # Size after the update.
+    candidate_target: int
+    # Additional candidate replicas that fit on the current nodes, besides pending ones.
+    room: int = 0
 
     @property
     def surge(self) -> int:
@@ -57,34 +63,36 @@ class RoleView:
 
     @property
     def is_short_of_room(self) -> bool:
-        """The coming one cannot grow, and nothing is on its way that would let it."""
+        """True if the candidate cannot grow and no starting or draining replica will change that."""
         is_idle = not (self.candidate.starting or self.candidate.draining or self.leaving.draining)
         return is_idle and not self.room and self.candidate.ready < self.candidate_target
 
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """Replicas of one role."""
+    """Target number of replicas of one role."""
 
     leaving: int
     candidate: int
 
 
 def surge_of(replicas: int) -> int:
-    """How many more than these there may be while they are replaced."""
+    """Return how many replicas may run in addition while these are replaced."""
     return max(1, math.floor(_SURGE * replicas))
 
 
 def next_step(views: Mapping[Role, RoleView], *, is_trial: bool = False) -> dict[Role, TargetSizes]:
-    """views: of the roles that are replaced. is_trial: the coming one stays beside the other, which goes only as far as
-    it must for room."""
+    """Return the target sizes of the next step.
+
+    views: the replaced roles. is_trial: the candidate is a canary; the other revision shrinks only to make room for it.
+    """
     share = min((view.share_there for view in views.values()), default=1.0)
     is_candidate_complete = all(view.is_candidate_ready for view in views.values())
-    return {role: _wanted(view, share, is_candidate_complete, is_trial) for role, view in views.items()}
+    return {role: _targets(view, share, is_candidate_complete, is_trial) for role, view in views.items()}
 
 
 def is_at_end(views: Mapping[Role, RoleView]) -> bool:
-    """The coming revision has what it shall have, and of the other nothing is left."""
+    """Return whether the candidate is complete and nothing of the other revision is left."""
     return all(
         view.candidate.ready >= view.candidate_target
         and view.candidate.staying == view.candidate_target
@@ -93,24 +101,27 @@ def is_at_end(views: Mapping[Role, RoleView]) -> bool:
     )
 
 
-def _wanted(view: RoleView, share: float, is_candidate_complete: bool, is_trial: bool) -> TargetSizes:
+def _targets(view: RoleView, share: float, is_candidate_complete: bool, is_trial: bool) -> TargetSizes:
     leaving, candidate = view.leaving, view.candidate
     num_there = leaving.staying + leaving.draining + candidate.staying + candidate.draining
     most = max(view.leaving_target, view.candidate_target) + view.surge
     more = max(0, min(view.room, most - num_there, view.candidate_target - candidate.staying))
     num_candidate = min(view.candidate_target, candidate.staying + more)
-    # One of the leaving that fails meanwhile is replaced by its like, unless the coming ones have its place.
+    # A leaving replica that fails is replaced by its own revision, unless a candidate has taken its place.
     last = 0 if is_candidate_complete else min(1, view.leaving_target)
-    kept = max(leaving.staying, last, view.leaving_target - num_candidate - leaving.draining)
+    num_leaving = max(leaving.staying, last, view.leaving_target - num_candidate - leaving.draining)
     if is_candidate_complete and not is_trial:
-        kept = min(kept, math.ceil(view.leaving_target * (1 - share)))
+        num_leaving = min(num_leaving, math.ceil(view.leaving_target * (1 - share)))
     if not more and view.is_short_of_room and _may_spare_one(view, is_candidate_complete):
-        kept = min(kept, leaving.staying - 1)
-    return TargetSizes(leaving=kept, candidate=num_candidate)
+        num_leaving = min(num_leaving, leaving.staying - 1)
+    return TargetSizes(leaving=num_leaving, candidate=num_candidate)
 
 
 def _may_spare_one(view: RoleView, is_candidate_complete: bool) -> bool:
-    """One of the leaving makes room before another has come: the last that serves does not, and never too many do."""
+    """Return whether a leaving replica may make room before its replacement serves.
+
+    The last serving one may not, and the number of serving replicas keeps its lower limit.
+    """
     least = 0 if is_candidate_complete else min(1, view.leaving_target)
     serving = view.leaving.ready + view.candidate.ready
     needed = min(view.leaving_target, view.candidate_target) - view.surge

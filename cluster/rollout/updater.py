@@ -1,5 +1,7 @@
-"""Carrying an update out: how many replicas of which revision there should be now, and which revision has which share
-of the requests. What is kept of it is in Desired; the rest is told by what lives."""
+"""Execution of an update: replica counts per revision and traffic shares.
+
+Its state is in Desired; everything else is derived from the running replicas.
+"""
 
 from __future__ import annotations
 
@@ -29,44 +31,53 @@ from core.types.revisions import Revision, RevisionTable
 
 logger = logging.getLogger(__name__)
 
-_SEEN_S = 2.0  # routers have seen by then that a replica serves
-_FAILED_ROUNDS = 3  # of starting replicas of a new revision, before it is taken back
+# Time after which routers have seen a serving replica.
+_SEEN_S = 2.0
+# Failed start rounds of a new revision before it is rolled back.
+_FAILED_ROUNDS = 3
 
 
 class Updater:
-    """Owned by the controller's event loop."""
+    """Updater of a deployment, owned by the controller's event loop."""
 
     def __init__(
         self, pools: Mapping[Role, RolePools], *, reporter: RevisionReporter, save: Callable[[], None]
     ) -> None:
-        """save: what is desired has changed."""
+        """save: stores the changed desired state."""
         self._pools = pools
         self._reporter = reporter
         self._save = save
-        self._tried_since: float | None = None  # the canary has all its replicas; time.monotonic()
-        self._share = 0.0  # of the new revision
+        # time.monotonic() since which the canary is complete.
+        self._tried_since: float | None = None
+        # Traffic share of the new revision.
+        self._share = 0.0
         self._waits_for = ""
-        self._told: tuple[Revision, ...] | None = None
+        self._published: tuple[Revision, ...] | None = None
 
     def begin(
         self, desired: Desired, spec: Spec, options: UpdateOptions, *, seen: Spec | None = None
     ) -> list[SpecChange]:
-        """seen: from which `spec` was made; None: no matter which. Raises SpecError, and DeployError where there is no
-        room for a new revision beside the old one; then nothing has changed. Returns what changes."""
+        """Start an update to `spec`. Returns the changes.
+
+        seen: the spec that the operator edited; None: do not check. Raises SpecError, and DeployError if there is no
+        room for the new revision next to the old one; nothing has changed then.
+        """
         update = desired.update
         is_returning = update is not None and update.phase is Phase.RETURNING
         if update and not is_returning and (update.spec, update.options) == (spec, options):
-            return []  # Ray asks a controller that comes back once more what it was asked when it died
+            # Ray repeats a call that a controller had not answered when it died.
+            return []
         if desired.update:
             raise SpecError(
                 f"an update to revision {desired.update.revision} is under way ({desired.update.phase}): wait for it, "
-                "or take it back with `cluster update --abort`"
+                "or roll it back with `cluster update --abort`"
             )
         changes = changes_of(desired.spec, spec)
         meanwhile = changes_of(seen, desired.spec) if seen else []
-        if changes and meanwhile:  # without changes it may be asked again, as above, with nothing to be replaced
-            said = ", ".join(map(str, meanwhile))
-            raise SpecError(f"the deployment was changed meanwhile ({said}): `cluster update` again, from there")
+        # Without changes it may be a repeated call, with nothing to replace.
+        if changes and meanwhile:
+            differences = ", ".join(map(str, meanwhile))
+            raise SpecError(f"the deployment was changed in the meantime ({differences}): run `cluster update` again")
         check_possible(changes)
         roles = roles_of(changes, restarts_all=options.restarts_all)
         if not roles:
@@ -89,30 +100,30 @@ class Updater:
         return changes
 
     def check_none(self, desired: Desired) -> None:
-        """Raises SpecError where an update is under way: whoever else changes the pools' sizes waits for its end."""
+        """Raise SpecError during an update, which owns the pool sizes."""
         if update := desired.update:
             raise SpecError(
-                f"an update to revision {update.revision} is under way: the pools' sizes are its own till then"
+                f"an update to revision {update.revision} is under way: pool sizes cannot change until it ends"
             )
 
     def abort(self, desired: Desired, reason: str) -> None:
-        """Back to the old revision. Raises SpecError where there is no update."""
+        """Roll back to the old revision. Raises SpecError if there is no update."""
         if desired.update is None:
             raise SpecError("no update is under way")
         if desired.update.phase is not Phase.RETURNING:
             desired.update = desired.update.returning(reason)
-            logger.warning("the update to revision %d returns: %s", desired.update.revision, reason)
+            logger.warning("rolling back revision=%d reason=%s", desired.update.revision, reason)
             self._save()
 
     def goals(self, desired: Desired) -> dict[Role, dict[int, Goal]]:
-        """What there should be now, by role and revision."""
+        """Advance the update, and return the desired pools by role and revision."""
         self._advance(desired)
         goals = {role: {desired.makes[role]: Goal(desired, desired.spec.pool(role).replicas)} for role in Role}
         if update := desired.update:
             views = self._views(desired, update)
             steps = self._step(update, views)
-            for role, wanted in steps.items():
-                old, new = _by_age(update, wanted)
+            for role, targets in steps.items():
+                old, new = _by_age(update, targets)
                 goals[role] = {
                     desired.makes[role]: Goal(desired, old),
                     update.revision: Goal(desired.of(update.spec), new),
@@ -121,12 +132,12 @@ class Updater:
         return goals
 
     def tell(self, desired: Desired) -> RevisionTable:
-        """Have routers know which replicas are of which revision, as they are now."""
+        """Publish to routers which replicas belong to which revision. Returns the table."""
         revisions = self._revisions(desired)
-        if revisions != self._told and (desired.update or desired.table_version):
+        if revisions != self._published and (desired.update or desired.table_version):
             desired.table_version += 1
             self._save()
-        self._told = revisions
+        self._published = revisions
         table = RevisionTable(version=desired.table_version, revisions=revisions)
         self._reporter.tell(table)
         return table
@@ -135,7 +146,7 @@ class Updater:
         await self._reporter.close()
 
     def report(self, desired: Desired) -> RevisionReport:
-        """For `cluster status`."""
+        """Return the update's part of `cluster status`."""
         shown: UpdateReport | None = None
         if update := desired.update:
             shown = {
@@ -149,7 +160,7 @@ class Updater:
         return {"number": desired.revision, "update": shown, "last_update": desired.last_update}
 
     def _advance(self, desired: Desired) -> None:
-        """From phase to phase."""
+        """Move to the next phase if the current one is complete."""
         if (update := desired.update) is None:
             return
         if update.phase is not Phase.RETURNING and (problem := self._problem(desired, update)):
@@ -167,7 +178,7 @@ class Updater:
             self._tried_since = now
         elif now - self._tried_since >= update.options.canary_s:
             desired.update = replace(update, phase=Phase.ROLLING)
-            logger.info("the canary of revision %d is well: it takes the old one's place", update.revision)
+            logger.info("canary passed, rolling out revision=%d", update.revision)
             self._save()
 
     def _end(self, desired: Desired, update: Update) -> None:
@@ -177,14 +188,14 @@ class Updater:
             desired.makes |= dict.fromkeys(update.roles, update.revision)
             desired.last_update = f"revision {update.revision} serves"
         else:
-            desired.last_update = f"revision {update.revision} was taken back: {update.reason}"
+            desired.last_update = f"revision {update.revision} was rolled back: {update.reason}"
         desired.update, desired.made = None, {}
         self._tried_since, self._share = None, 0.0
-        logger.info("the update is over: %s", desired.last_update)
+        logger.info("update finished result=%s", desired.last_update)
         self._save()
 
     def _problem(self, desired: Desired, update: Update) -> str:
-        """Why the new revision must not stay; "" where nothing speaks against it."""
+        """Return why the new revision must be rolled back, or ""."""
         for role in update.roles:
             report = self._pools[role].of(update.revision).report(0)
             final = [failure for failure in report["failures"] if failure["will_repeat"]]
@@ -201,7 +212,7 @@ class Updater:
         )
 
     def _views(self, desired: Desired, update: Update) -> dict[Role, RoleView]:
-        """Of the roles that are replaced, from the revision that leaves to the one that comes."""
+        """Return the state of the replaced roles, from the leaving revision to the candidate."""
         is_back = update.phase is Phase.RETURNING
         targets = {role: (desired.spec.pool(role), self._pool_now(update, role)) for role in update.roles}
         tallies = {
@@ -228,7 +239,7 @@ class Updater:
         return views
 
     def _pool_now(self, update: Update, role: Role) -> PoolSpec:
-        """Of the new revision: a share of it, as long as it is a canary."""
+        """Return the new revision's pool; scaled down while it is a canary."""
         pool = update.spec.pool(role)
         if update.phase is not Phase.CANARY or not update.options.canary:
             return pool
@@ -242,16 +253,20 @@ class Updater:
         return next_step(views, is_trial=update.phase is Phase.CANARY)
 
     def _room(self, pools: Mapping[Role, PoolSpec], lacking: Mapping[Role, int]) -> dict[Role, int]:
-        """For how many of what each lacks there is room now."""
+        """Return for how many lacking replicas there is room now."""
         waiting = {role: sum(view.state is ReplicaState.PENDING for view in self._pools[role].views) for role in pools}
         try:
             return share_out(live_nodes(), pools, waiting, lacking)
-        except RayError:  # what lives stays as it is
+        except RayError:
+            # Without data from Ray, start nothing.
             return dict.fromkeys(pools, 0)
 
     def _check_room(self, desired: Desired, spec: Spec, roles: Iterable[Role]) -> None:
-        """There must be room for one replica of each role beside the old ones, or for all but the last of these to make
-        it. Raises DeployError."""
+        """Check that one new replica of each role fits next to the old ones, or after all but the last of these made
+        room.
+
+        Raises DeployError.
+        """
         nodes = live_nodes()
         demands = [ResourceDemand(role, spec.pool(role), min(1, spec.pool(role).replicas)) for role in roles]
         try:
@@ -262,8 +277,8 @@ class Updater:
             if alone:
                 raise DeployError(
                     f"{error}: there is no room for a new revision beside the old one, whose only {alone[0]} replica "
-                    f"cannot make it without a gap; `cluster scale {alone[0]}=2` where there is room, add a node, or "
-                    "`cluster down` and deploy anew"
+                    f"cannot make room without an outage; run `cluster scale {alone[0]}=2` if that fits, add a "
+                    "node, or run `cluster down` and deploy again"
                 ) from None
 
     def _revisions(self, desired: Desired) -> tuple[Revision, ...]:
@@ -303,12 +318,12 @@ class Updater:
 
 
 def roles_of(changes: Iterable[SpecChange], *, restarts_all: bool = False) -> frozenset[Role]:
-    """Whose replicas an update replaces."""
+    """Return the roles whose replicas an update replaces."""
     return frozenset(Role) if restarts_all else frozenset(role for one in changes for role in one.needs.roles)
 
 
 def _new_share(update: Update, views: Mapping[Role, RoleView], steps: Mapping[Role, TargetSizes]) -> float:
-    """Of the requests, for the new revision: by what there is of each after this step. The smaller pool counts."""
+    """Return the new revision's share of requests after this step; the role with the smaller share limits it."""
     is_candidate_complete = all(view.is_candidate_ready for view in views.values())
     candidate = min((view.share_there for view in views.values()), default=0.0) if is_candidate_complete else 0.0
     leaving = min(
@@ -326,10 +341,10 @@ def _new_share(update: Update, views: Mapping[Role, RoleView], steps: Mapping[Ro
     return candidate / (leaving + candidate) if candidate else 0.0
 
 
-def _by_age(update: Update, wanted: TargetSizes) -> tuple[int, int]:
-    """Of the old revision, and of the new one."""
+def _by_age(update: Update, targets: TargetSizes) -> tuple[int, int]:
+    """Return the sizes of the old and the new revision."""
     is_back = update.phase is Phase.RETURNING
-    return (wanted.candidate, wanted.leaving) if is_back else (wanted.leaving, wanted.candidate)
+    return (targets.candidate, targets.leaving) if is_back else (targets.leaving, targets.candidate)
 
 
 def _tally(pool: ReplicaPool) -> ReplicaCount:
@@ -339,7 +354,8 @@ def _tally(pool: ReplicaPool) -> ReplicaCount:
         is_seen = life.is_adopted or (since is not None and now - since >= _SEEN_S)
         if state is ReplicaState.DRAINING:
             counts["draining"] += 1
-        elif state is ReplicaState.PENDING and life.view.stage:  # else it has hardly been asked for
+        elif state is ReplicaState.PENDING and life.view.stage:
+            # Without a stage, placement has just been requested.
             counts["pending"] += 1
         else:
             counts["ready" if state is ReplicaState.READY and is_seen else "starting"] += 1

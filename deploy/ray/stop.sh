@@ -1,10 +1,10 @@
 #!/bin/bash
-# On the head, before `ray down` of hosts of one's own, which stops Ray on the head only: ends what is deployed; then Ray
-# here, whose autoscaler would start it again on hosts that fall silent; and then on every worker, by the key and the
-# addresses that `ray up` has left here. Whoever does not answer is named, and passed over.
+# Run on the head before `ray down` with on-prem hosts, which stops Ray on the head only. Takes deployments down, stops Ray
+# on the head, whose autoscaler would restart workers, and then on every worker, with the key and addresses that `ray up`
+# left here. Hosts that do not answer are reported and skipped.
 set -euo pipefail
 for state in "${CLUSTER_STATE_DIR:-$HOME/.local/state/xpyd}"/*/state.json; do
-    [ -e "$state" ] || continue  # nothing is deployed
+    [ -e "$state" ] || continue  # no deployment
     name=$(basename "$(dirname "$state")")
     cluster down --force --name "$name" || echo "$name could not be taken down: it ends with Ray" >&2
 done

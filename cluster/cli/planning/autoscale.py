@@ -1,4 +1,4 @@
-"""`cluster autoscale`: what was decided of the pools' sizes, and why; and what would be, of a trace."""
+"""`cluster autoscale`: the autoscaler's decisions, its rules, and replays of traces."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from core.types.errors import SpecError
 if TYPE_CHECKING:
     from planner.autoscaler.scaling_decision import ScalingDecision
 
-autoscale = typer.Typer(no_args_is_help=True, help="Both pools sized as one decision: what was decided, and why.")
+autoscale = typer.Typer(no_args_is_help=True, help="Decisions of the autoscaler, and their reasons.")
 
-_NOT_ON = "no `autoscale` in its spec: pools keep the sizes that they are given (`cluster autoscale set SPEC`)"
+_NOT_ON = "autoscaling is off: the spec has no `autoscale` (`cluster autoscale set SPEC` turns it on)"
 _OFF = "off"
 
 
 @autoscale.command()
 def status(
     name: Name = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show what the autoscaler aims at, and its last changes."""
+    """Show the autoscaler's targets and its last changes."""
     from planner.autoscaler.scaling_decision import ScalingDecision
 
     report = ask_deployed(name, "autoscaling")
@@ -49,7 +49,7 @@ def status(
     )
     print(f"history: {report['history']}")
     if report["problem"]:
-        print(f"at present nothing can be decided: {report['problem']}")
+        print(f"autoscaling is failing: {report['problem']}")
     decisions = [ScalingDecision.of(tree) for tree in report["decisions"]]
     changes = [decision for decision in decisions[:-1] if decision.is_change]
     for decision in [*changes[-5:], *decisions[-1:]]:
@@ -58,57 +58,65 @@ def status(
 
 @autoscale.command()
 def explain(
-    number: Annotated[int | None, typer.Argument(help="Of a decision; default: the last one.")] = None,
+    number: Annotated[int | None, typer.Argument(help="Number of a decision; default: the last one.")] = None,
     name: Name = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show one decision whole: the load, what was tried, and what each would have come to."""
+    """Show one decision in full: the load, the sizes tried, and the predicted result of each."""
     from planner.autoscaler.scaling_decision import ScalingDecision
 
     report = ask_deployed(name, "autoscaling")
     decisions = report["decisions"]
     found = [tree for tree in decisions if number in (None, tree["number"])]
     if not found:
-        what = "no decision yet" if number is None else f"no decision {number}"
-        raise SpecError(f"{what}: {_what_there_is(report)}")
+        problem = "no decision yet" if number is None else f"no decision {number}"
+        raise SpecError(f"{problem}: {_availability(report)}")
     print(json.dumps(found[-1], indent=1) if as_json else _whole(ScalingDecision.of(found[-1])))
 
 
 @autoscale.command("set")
 def set_rules(
-    spec: Annotated[str, typer.Argument(help="A spec, of which only `autoscale` is read; or off.")],
+    spec: Annotated[str, typer.Argument(help="A spec with `autoscale` (the rest is ignored), or off.")],
     name: Name = None,
 ) -> None:
-    """Go by other rules from the next decision on, or by none."""
+    """Change the autoscaler's rules from the next decision on, or turn it off."""
     from core.spec.loader import load_spec
 
     rules = None if spec == _OFF else load_spec(spec).autoscale
     if rules is None and spec != _OFF:
-        raise SpecError(f"{spec}: has no `autoscale`; write one, or `cluster autoscale set {_OFF}`")
+        raise SpecError(f"{spec}: has no `autoscale`; add it, or run `cluster autoscale set {_OFF}`")
     ask_deployed(name, "set_autoscale", rules)
-    print("pools keep the sizes that they have" if rules is None else "by these rules from the next decision on")
+    print(
+        "autoscaling is off; pools keep their sizes"
+        if rules is None
+        else "the new rules apply from the next decision on"
+    )
 
 
 @autoscale.command()
 def replay(
-    trace: Annotated[Path, typer.Argument(help="Requests, as `cluster capture` writes them.")],
-    spec: Annotated[str, typer.Option(help="A spec with `autoscale`, or a topology such as 8P8D to begin with.")],
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="Instead of the spec's.")] = None,
-    slo_itl_ms: Annotated[float | None, typer.Option(help="Instead of the spec's.")] = None,
-    max_devices: Annotated[int | None, typer.Option(min=2, help="Instead of the spec's.")] = None,
-    interval_s: Annotated[float | None, typer.Option(min=1, help="Instead of the spec's.")] = None,
-    start_s: Annotated[float, typer.Option(min=0, help="That a replica takes to start.")] = 60.0,
-    switch_s: Annotated[float, typer.Option(min=0, help="That it takes from one role to the other, once empty.")] = 2.0,
-    no_switch: Annotated[bool, typer.Option("--no-switch", help="Replicas keep their roles.")] = False,
-    compare: Annotated[bool, typer.Option("--compare", help="Also every fixed split of as many devices.")] = False,
+    trace: Annotated[Path, typer.Argument(help="Trace, as written by `cluster capture`.")],
+    spec: Annotated[str, typer.Option(help="A spec with `autoscale`, or an initial topology such as 8P8D.")],
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="Override the spec's value.")] = None,
+    slo_itl_ms: Annotated[float | None, typer.Option(help="Override the spec's value.")] = None,
+    max_devices: Annotated[int | None, typer.Option(min=2, help="Override the spec's value.")] = None,
+    interval_s: Annotated[float | None, typer.Option(min=1, help="Override the spec's value.")] = None,
+    start_s: Annotated[float, typer.Option(min=0, help="Seconds until a new replica serves.")] = 60.0,
+    switch_s: Annotated[float, typer.Option(min=0, help="Seconds of a role switch after the drain.")] = 2.0,
+    no_switch: Annotated[bool, typer.Option("--no-switch", help="Do not switch roles.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also replay every fixed split of the same devices.")
+    ] = False,
     speedup: Speedup = 1.0,
     scale_tokens: Scale = "1",
     profile: ProfileName = None,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Replay a trace against a simulated deployment with the autoscaler, in virtual time: what it would have decided,
-    and what would have come of it."""
+    """Replay a trace against a simulated deployment with the autoscaler, in virtual time.
+
+    Shows its decisions and the resulting goodput and latencies.
+    """
     from core.spec.loader import load_spec
     from planner.autoscaler.backtest import replay_trace, rules_of
 
@@ -133,19 +141,19 @@ def replay(
         decided=lambda decision: None if as_json else print(_line(decision), flush=True),
         said=lambda line: print(line, file=sys.stderr, flush=True),
     )
-    print(json.dumps(found, indent=1) if as_json else f"{compare_table(found)}\n{simulator.said}")
+    print(json.dumps(found, indent=1) if as_json else f"{compare_table(found)}\n{simulator.times_note}")
 
 
 def compare_table(found: dict[str, Any]) -> str:
-    """Of the autoscaler, and of what was beside it."""
+    """Format the autoscaler's result and the fixed splits as a table."""
     from cluster.cli.console import columns
 
     scaled, fixed = found["scaled"], found["fixed"]
     rows = [["", "GOOD", "GOOD/S", "TTFT P50 ms", "P99", "ITL P50 ms", "P99", "REUSED"]]
-    for what, report in [*fixed.items(), ("autoscaler", scaled)]:
+    for name, report in [*fixed.items(), ("autoscaler", scaled)]:
         good_per_s = report["good_share"] * report["completed"] / scaled["trace_s"]
         times = [f"{report[key][q]:,.0f}" for key in ("ttft_ms", "itl_ms") for q in ("p50", "p99")]
-        rows.append([what, f"{report['good_share']:.1%}", f"{good_per_s:.3f}", *times, f"{report['reuse_share']:.1%}"])
+        rows.append([name, f"{report['good_share']:.1%}", f"{good_per_s:.3f}", *times, f"{report['reuse_share']:.1%}"])
     best = max((report["good_share"] for report in fixed.values()), default=0.0)
     ratio = f"{scaled['good_share'] / best:.2f} x the best fixed split; " if best else ""
     return (
@@ -155,26 +163,26 @@ def compare_table(found: dict[str, Any]) -> str:
     )
 
 
-def _what_there_is(report: dict[str, Any]) -> str:
-    """Of decisions, for whoever asked for another one."""
+def _availability(report: dict[str, Any]) -> str:
+    """Describe which decisions are available."""
     if decisions := report["decisions"]:
-        return f"it remembers {decisions[0]['number']} to {decisions[-1]['number']}"
+        return f"available: {decisions[0]['number']} to {decisions[-1]['number']}"
     if (rules := report["rules"]) is None:
         return _NOT_ON
     if report["problem"]:
         return str(report["problem"])
-    return f"one is made every {rules['interval_s']:g} s; ask again after that"
+    return f"one is made every {rules['interval_s']:g} s; retry later"
 
 
 def _line(decision: ScalingDecision) -> str:
     when = _when(decision.time_s)
     good = f"{decision.measured['good_share']:.0%}" if decision.measured else "-"
-    what = f"{decision.before} -> {decision.after}" if decision.is_change else f"{decision.before}"
-    return f"{when}  #{decision.number}  {good} good  {what}  {decision.reason}"
+    sizes = f"{decision.before} -> {decision.after}" if decision.is_change else f"{decision.before}"
+    return f"{when}  #{decision.number}  {good} good  {sizes}  {decision.reason}"
 
 
 def _when(time_s: float) -> str:
-    """A date, or of a replay the time since it began."""
+    """Format a date or, in a replay, the time since its start."""
     if time_s < 1e8:
         return f"{int(time_s // 60):3d}:{int(time_s % 60):02d}"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
@@ -183,23 +191,23 @@ def _when(time_s: float) -> str:
 def _whole(decision: ScalingDecision) -> str:
     from cluster.cli.console import columns
 
-    said = [_line(decision), f"load: {decision.load or 'too little to say'}"]
+    lines = [_line(decision), f"load: {decision.load or 'too few requests'}"]
     if decision.measured:
         m: Any = decision.measured
-        said.append(
+        lines.append(
             f"measured since the decision before, of {m['num']:.0f} requests: {m['good_share']:.1%} good, "
             f"TTFT p50 {m['ttft_p50_s'] * 1e3:,.0f} ms, ITL {m['itl_s'] * 1e3:,.1f} ms"
         )
     if decision.is_change:
-        said.append(f"moves: {decision.moves}")
+        lines.append(f"moves: {decision.moves}")
     if decision.worth_s:
-        said.append(f"worth {decision.worth_s:.0f} s of all requests; it costs {decision.price_s:.1f} s")
+        lines.append(f"saves {decision.worth_s:.0f} s over all requests; costs {decision.price_s:.1f} s")
     if decision.tried:
         rows = [["SIZES", "LOAD", "GOOD", "IN TTFT", "IN ITL", "TTFT P50 ms", "P90", "ITL ms", "REUSED"]]
         for p in decision.tried:
             shares = [f"{share:.1%}" for share in (p.good_share, p.ttft_share, p.itl_share)]
             times = [f"{p.ttft_p50_s * 1e3:,.0f}", f"{p.ttft_p90_s * 1e3:,.0f}", f"{p.itl_s * 1e3:,.1f}"]
             rows.append([str(p.sizes), f"{p.load:.0%}", *shares, *times, f"{p.reuse_share:.0%}"])
-        said += ["simulated, of the load that is forecast:", columns(rows)]
-    said.append(f"decided by the {decision.mode} in {decision.took_s:.1f} s")
-    return "\n".join(said)
+        lines += ["simulated with the forecast load:", columns(rows)]
+    lines.append(f"decided by the {decision.mode} in {decision.took_s:.1f} s")
+    return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""What drafts would give: the options that say how good they are, and a table of tokens a second."""
+"""Options that describe drafts, and a table of the throughput they give."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ DraftsOption = Annotated[
     typer.Option(
         "--drafts",
         metavar="SHARES",
-        help="Decode replicas draft: how often the token at each place of a draft is right if those before it are,"
-        " such as 0.8,0.7,0.6 or 0.75x8; off: they do not. Default: as the profile says.",
+        help="Acceptance rate of each draft position, given that those before it are accepted,"
+        " such as 0.8,0.7,0.6 or 0.75x8; off: no drafts. Default: as in the profile.",
     ),
 ]
 DraftPass = Annotated[
-    float, typer.Option("--draft-pass-ms", min=0, help="Of --drafts: what a place takes to guess, for all rows.")
+    float, typer.Option("--draft-pass-ms", min=0, help="With --drafts: time to draft one position, for all rows.")
 ]
 
 
 def with_drafts(profile: Profile, drafts: str | None, pass_ms: float) -> Profile:
-    """The profile, with what the options say. Raises SpecError."""
+    """Return the profile with the options applied. Raises SpecError."""
     from planner.simulator.profile import Drafts
 
     if drafts is None:
         if pass_ms:
-            raise SpecError("--draft-pass-ms: say with --drafts how often drafted tokens are right")
+            raise SpecError("--draft-pass-ms needs --drafts with the acceptance rates")
         return profile
     if drafts == "off":
         return profile.model_copy(update={"drafts": None})
@@ -42,12 +42,14 @@ def with_drafts(profile: Profile, drafts: str | None, pass_ms: float) -> Profile
 
 
 def draft_lines(profile: Profile, *, context: int) -> list[dict[str, Any]]:
-    """Of steps with more and more rows: without drafts, with those of the best length, and with the longest. Raises
-    SpecError."""
+    """Return figures for increasing numbers of rows: without drafts, with the best draft length, with the longest.
+
+    Raises SpecError.
+    """
     from planner.simulator.draft_table import best_of, draft_table
 
     if (rates := profile.draft_rates) is None:
-        raise SpecError("say with --drafts how often drafted tokens are right, or name a --profile that knows")
+        raise SpecError("give acceptance rates with --drafts, or a --profile that has them")
     lines = []
     for rows, table in draft_table(profile.decode_timing, rates, num_rows=_ROWS, context=context).items():
         plain, best, longest = table[0], best_of(table), table[-1]
@@ -68,7 +70,7 @@ def draft_lines(profile: Profile, *, context: int) -> list[dict[str, Any]]:
 
 
 def lines_table(lines: list[dict[str, Any]]) -> str:
-    """PAYS ABOVE: how likely a drafted token must be right to be worth it."""
+    """Format the figures. PAYS ABOVE is the acceptance rate from which a drafted token pays."""
     from cluster.cli.console import columns
 
     rows = [["ROWS", "TOKENS/S", "DRAFT", "TOKENS/STEP", "STEP ms", "TOKENS/S", "SPEED-UP", "LONGEST", "PAYS ABOVE"]]
@@ -90,8 +92,8 @@ def lines_table(lines: list[dict[str, Any]]) -> str:
 
 
 def _shares(text: str) -> list[float]:
-    """Of each place."""
-    wrong = SpecError(f"--drafts {text}: write shares from 0 to 1 for up to {_MAX_TOKENS} places: 0.8,0.7 or 0.75x8")
+    """Parse the acceptance rate of each position."""
+    wrong = SpecError(f"--drafts {text}: write rates from 0 to 1 for up to {_MAX_TOKENS} positions: 0.8,0.7 or 0.75x8")
     each, times, count = text.partition("x")
     try:
         shares = [float(share) for share in each.split(",")] * (int(count) if times else 1)

@@ -1,6 +1,6 @@
-"""The options of commands that run a model without a deployment. Their defaults are the spec's.
+"""Options of commands that run a model without a deployment. Defaults are those of the spec.
 
-They are written out here: importing the schema would cost every command a third of a second.
+They are written out, because importing the schema would delay every command by a third of a second.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""`cluster plan`: the cheapest topology that keeps an SLO, with its roles apart or together; or how much context fits,
-or what drafts would give."""
+"""`cluster plan`: cheapest topology that meets an SLO, disaggregated or colocated; KV memory; benefit of drafts."""
 
 from __future__ import annotations
 
@@ -22,35 +21,46 @@ if TYPE_CHECKING:
     from planner.simulator.plan import CapacityPlan
 
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_4_BITS = 4.5 / 8  # bytes of a weight in 4 bits, with a scale of 16 bits for every 32
+# Bytes of a 4-bit weight, with a 16-bit scale per 32 weights.
+_4_BITS = 4.5 / 8
 _CONTEXTS = (2048, 8192, 32_768, 131_072)
 
 
 def plan(
-    trace: Annotated[Path | None, typer.Option(help="Requests to plan for.")] = None,
-    slo_ttft_ms: Annotated[float, typer.Option(help="Until a request's first token.")] = 2000.0,
-    slo_itl_ms: Annotated[float, typer.Option(help="Mean time between a request's tokens.")] = 25.0,
-    good: Annotated[float, typer.Option(min=0, max=1, help="The share of requests that must keep both.")] = 0.95,
-    max_replicas: Annotated[int, typer.Option(min=2, help="Give up beyond so many.")] = 16,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Of the trace, only the first so many.")] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens; default: the spec's.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Trace to plan for.")] = None,
+    slo_ttft_ms: Annotated[float, typer.Option(help="Limit for the time to first token.")] = 2000.0,
+    slo_itl_ms: Annotated[float, typer.Option(help="Limit for a request's mean inter-token latency.")] = 25.0,
+    good: Annotated[float, typer.Option(min=0, max=1, help="Share of requests that must meet both limits.")] = 0.95,
+    max_replicas: Annotated[int, typer.Option(min=2, help="Maximum number of replicas.")] = 16,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Tokens per block; default: the spec's.")] = None,
     host_tokens: HostTokens = 0,
     speedup: Speedup = 1.0,
     profile: ProfileName = None,
     drafts: DraftsOption = None,
     draft_pass_ms: DraftPass = 0.0,
-    spec: Annotated[str, typer.Option(help="A spec to start from: model, KV, resources, limits.")] = "1P1D",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan there, as a spec.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the frontier: a .png or .svg; needs matplotlib.")] = None,
-    memory: Annotated[bool, typer.Option("--memory", help="Only the KV memory of --spec; no trace.")] = False,
-    speculation: Annotated[
-        bool, typer.Option("--speculation", help="Only what --drafts would give at --context; no trace.")
+    spec: Annotated[str, typer.Option(help="Spec to start from: model, KV, resources, limits.")] = "1P1D",
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write the plan to this file, as a spec.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the cost frontier to a .png or .svg file; needs matplotlib.")
+    ] = None,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Show only the KV memory of --spec; no trace needed.")
     ] = False,
-    context: Annotated[int, typer.Option(min=0, help="Of --speculation: tokens that each answer has.")] = 2048,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    speculation: Annotated[
+        bool, typer.Option("--speculation", help="Show only the benefit of --drafts at --context; no trace needed.")
+    ] = False,
+    context: Annotated[int, typer.Option(min=0, help="With --speculation: context length in tokens.")] = 2048,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Find the cheapest topology that keeps an SLO on a trace: xPyD, or 0PyD, where decode replicas compute their
-    prompts themselves. Exit code 1 when none within --max-replicas does."""
+    """Find the cheapest topology that meets an SLO on a trace.
+
+    Topologies are xPyD, and 0PyD, where decode replicas compute their own prompts. Exit code 1 if none within
+    --max-replicas
+    meets it.
+    """
     if memory:
         report = _memory(spec)
         print(json.dumps(report, indent=1) if as_json else _memory_table(report))
@@ -58,10 +68,10 @@ def plan(
     if speculation:
         simulator = Simulator(profile, drafts, draft_pass_ms)
         lines = draft_lines(simulator.profile, context=context)
-        print(json.dumps(lines, indent=1) if as_json else f"{lines_table(lines)}\n{simulator.said}")
+        print(json.dumps(lines, indent=1) if as_json else f"{lines_table(lines)}\n{simulator.times_note}")
         return
     if trace is None:
-        raise SpecError("name a --trace to plan for, or --memory, or --speculation")
+        raise SpecError("give --trace, --memory or --speculation")
     from core.spec.loader import load_spec
     from planner.simulator.fleet_setup import FleetSetup
     from planner.simulator.plan import make_plan
@@ -70,7 +80,9 @@ def plan(
     overrides = [f"kv.block_size={block_size}"] if block_size is not None else []
     given = load_spec(spec, overrides=overrides)
     if simulator.profile.kv.pool_tokens < given.kv.block_size:
-        raise SpecError(f"--block-size {given.kv.block_size}: a replica has {simulator.profile.kv.pool_tokens} tokens")
+        raise SpecError(
+            f"--block-size {given.kv.block_size}: a replica's KV pool has {simulator.profile.kv.pool_tokens} tokens"
+        )
     setup = FleetSetup(
         **pools_of(given),
         policy="cost",
@@ -95,12 +107,12 @@ def plan(
         draw(found, plot, good_share=good)
     if output and found.best:
         output.write_text(_as_spec(spec, overrides, given, found.best, threads=simulator.profile.threads))
-    print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, times=simulator.said))
+    print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, times=simulator.times_note))
     raise typer.Exit(0 if found.best else 1)
 
 
 def _as_spec(source: str, overrides: list[str], given: Spec, best: Candidate, *, threads: int) -> str:
-    """`source` with the plan's pools, as YAML that `cluster deploy` takes. threads: of the profile's replica."""
+    """Return `source` with the plan's pools as YAML for `cluster deploy`. threads: of the profile's replica."""
     import yaml
 
     from core.spec.loader import load_spec
@@ -108,9 +120,9 @@ def _as_spec(source: str, overrides: list[str], given: Spec, best: Candidate, *,
     sizes = [*overrides, f"prefill.replicas={best.num_prefill}", f"decode.replicas={best.num_decode}"]
     if best.decode_batch_tokens != given.decode.max_batch_tokens:
         sizes.append(f"decode.max_batch_tokens={best.decode_batch_tokens}")
-    for role, wanted in (("prefill", best.prefill_threads), ("decode", best.decode_threads)):
-        if wanted != threads:
-            sizes.append(f"{role}.resources.cpus={wanted}")
+    for role, role_threads in (("prefill", best.prefill_threads), ("decode", best.decode_threads)):
+        if role_threads != threads:
+            sizes.append(f"{role}.resources.cpus={role_threads}")
     spec = load_spec(source, overrides=sizes)
     return yaml.safe_dump(spec.model_dump(mode="json", exclude_unset=True), sort_keys=False)
 
@@ -143,32 +155,34 @@ def _table(found: CapacityPlan, *, times: str) -> str:
         shape = [c.topology, threads, str(c.decode_batch_tokens) if c.is_colocated else "-", f"{c.usd_per_hour:.2f}"]
         times_ms = [f"{c.ttft_p50_ms:,.0f}", f"{c.ttft_p99_ms:,.0f}", f"{c.itl_p50_ms:,.1f}", f"{c.itl_p99_ms:,.1f}"]
         rows.append([mark, *shape, f"{c.good_share:.1%}", f"{c.goodput_rps:.2f}", *times_ms, f"{c.reuse_share:.1%}"])
-    best = f"{_name(found.best)} is the cheapest" if found.best else "nothing tried is enough"
+    best = f"{_name(found.best)} is the cheapest" if found.best else "no tried topology meets the SLO"
     return f"{columns(rows)}\n{_comparison(found)}\n{best}; {times}"
 
 
 def _comparison(found: CapacityPlan) -> str:
-    """One sentence."""
+    """Compare disaggregated and colocated in one sentence."""
     better, other = _better(found)
-    how = "keeps its prompts apart" if other.is_colocated else "does both on each replica"
+    how = (
+        "computes prompts on replicas of their own" if other.is_colocated else "runs prefill and decode on each replica"
+    )
 
-    def said(c: Candidate) -> str:
+    def figures(c: Candidate) -> str:
         return f"{c.good_share:.1%}, {c.goodput_rps:.2f}/s, P99 {c.ttft_p99_ms:,.0f} and {c.itl_p99_ms:,.1f} ms"
 
     return (
-        f"of the same resources {_name(better)}, which {how}, serves this SLO better than {_name(other)}: "
-        f"{said(better)} against {said(other)}"
+        f"with equal resources, {_name(better)}, which {how}, meets this SLO better than {_name(other)}: "
+        f"{figures(better)} against {figures(other)}"
     )
 
 
 def _better(found: CapacityPlan) -> tuple[Candidate, Candidate]:
-    """And the other one."""
+    """Return the better of the two candidates with equal resources, then the other one."""
     pair = sorted((found.apart, found.colocated), key=lambda c: c.merit, reverse=True)
     return pair[0], pair[1]
 
 
 def _name(c: Candidate) -> str:
-    """With what tells it from others of its topology."""
+    """Return the topology with the settings that distinguish it from others."""
     if c.is_colocated:
         return f"{c.topology} (threads {c.decode_threads}, chunks {c.decode_batch_tokens})"
     return f"{c.topology} (threads {c.prefill_threads} + {c.decode_threads})"
@@ -194,7 +208,7 @@ def _memory(source: str) -> dict[str, Any]:
     for role in Role:
         pool = spec.pool(role)
         if pool.kv_memory_gib is None and pool.resources.gpus:
-            raise SpecError(f"{role}.kv_memory_gib: say how much; what a GPU has free is known only on that GPU")
+            raise SpecError(f"{role}.kv_memory_gib: must be set; free GPU memory is unknown here")
         own = spec.model.dtype if spec.kv.pool_dtype == "auto" else spec.kv.pool_dtype
         by_dtype = {
             dtype: KVArithmetic(
@@ -226,7 +240,8 @@ def _memory(source: str) -> dict[str, Any]:
         "block_size": spec.kv.block_size,
         "parameters": count,
         "weight_bytes": weights,
-        "heads_bytes": _stored_bytes(heads.directory) if heads and heads.kind != "mtp" else 0,  # else the model's own
+        # MTP heads are stored in the model's own files.
+        "heads_bytes": _stored_bytes(heads.directory) if heads and heads.kind != "mtp" else 0,
         "pools": pools,
     }
 
@@ -244,7 +259,7 @@ def _memory_table(report: dict[str, Any]) -> str:
         f"weights: {report['parameters'] / 1e6:,.0f} million, about {sizes}; each rank has its share",
     ]
     if report["heads_bytes"]:
-        lines.append(f"heads that draft: {report['heads_bytes'] / 2**20:,.0f} MiB as they are stored, on each replica")
+        lines.append(f"draft heads: {report['heads_bytes'] / 2**20:,.0f} MiB as stored, on each replica")
     for role, pool in report["pools"].items():
         lines.append(
             f"{role}: {pool['bytes_per_token']:,} bytes per token, {pool['blocks_per_replica']:,} blocks"

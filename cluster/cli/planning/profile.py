@@ -25,38 +25,41 @@ if TYPE_CHECKING:
     from core.types.step_timing import StepTiming
     from core.wire.client_access import EndpointAccess
 
-_PROMPTS = (64, 1024)  # tokens, whose transfers tell a link's latency and rate
-_LATENCY_S = 0.003  # of a link, where it is not measured
-_SHORT, _NUM_SHORT = 64, 9  # tokens; prompts that tell what a request takes beside its steps
+# Prompt lengths in tokens. Their transfers give a link's latency and rate.
+_PROMPTS = (64, 1024)
+# Assumed latency of a link if it is not measured.
+_LATENCY_S = 0.003
+# Tokens per prompt, and number of prompts, for measuring the time of a request besides its steps.
+_SHORT, _NUM_SHORT = 64, 9
 _COPY_BYTES, _NUM_COPIES = 1 << 20, 512
 
 
 def profile(
-    output: Annotated[Path, typer.Option("--output", "-o", help="The JSON file to write.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="JSON file to write.")],
     model: options.Model = options.DEFAULT_MODEL,
     dtype: options.ModelDType = options.DEFAULT_DTYPE,
     weights: options.ModelWeights = options.DEFAULT_WEIGHTS,
     pool_dtype: options.PoolDType = "auto",
     wire_dtype: options.WireDType = "fp8_e4m3",
-    kv_memory_gib: Annotated[float, typer.Option(min=0.001, help="Of one replica, as in a spec.")] = 1.0,
+    kv_memory_gib: Annotated[float, typer.Option(min=0.001, help="KV memory of one replica, as in a spec.")] = 1.0,
     threads: Annotated[int, typer.Option(min=1, help="Compute threads of one replica.")] = 1,
     replicas: Annotated[
-        int | None, typer.Option(min=1, help="How many may step at the same time; default: two per processor.")
+        int | None, typer.Option(min=1, help="Maximum number of concurrent replicas; default: two per processor.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.001, help="Of each measurement of a step.")] = 1.0,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Duration of each step measurement.")] = 1.0,
     live: Annotated[
-        bool, typer.Option("--live", help="Instead: what a deployment has learnt under its last load.")
+        bool, typer.Option("--live", help="Use the rates that a deployment learned under its last load instead.")
     ] = False,
     name: Name = None,
     endpoint: Annotated[str | None, typer.Option(help="http://HOST:PORT of a router, for --live.")] = None,
-    admin: Annotated[str | None, typer.Option(help="And HOST:PORT at which it answers operators.")] = None,
-    usd_per_hour: Annotated[float, typer.Option(min=0.0001, help="What one replica costs, for `cluster plan`.")] = 1.0,
+    admin: Annotated[str | None, typer.Option(help="HOST:PORT of its admin endpoint, for --live.")] = None,
+    usd_per_hour: Annotated[float, typer.Option(min=0.0001, help="Cost of one replica, for `cluster plan`.")] = 1.0,
     api_key: ApiKeyOption = None,
 ) -> None:
-    """Measure how long a model's steps take on this machine, and what its links carry, for `cluster simulate`.
+    """Measure the step times of a model on this machine, and its link rates, for `cluster simulate`.
 
-    Starts processes that each hold the model and do what replicas do: prompts and decoding of several sizes, alone
-    and side by side, and KV from one to another. Takes a minute or two; nothing else should run meanwhile.
+    Starts processes that hold the model and work like replicas: prefill and decode of several sizes, alone and in
+    parallel, and KV transfers. Takes a minute or two; run nothing else meanwhile.
     """
     from core.model.source import resolve
     from planner.simulator.profile import Profile
@@ -74,7 +77,7 @@ def profile(
     derivation = [
         f"On {datetime.date.today()}, {machine}; {model}, wire {wire_dtype}, {words}.",
         *steps.pop("derivation"),
-        "host_bytes_per_s: copies of 1 MiB within memory. usd_per_hour: as asked for.",
+        "host_bytes_per_s: copies of 1 MiB within memory. usd_per_hour: as given.",
     ]
     tree = {"name": output.stem, "origin": "measured", "derivation": derivation, **steps, "kv": kv}
     tree |= {"host_bytes_per_s": _copied_bytes_per_s(), "usd_per_hour": usd_per_hour}
@@ -87,20 +90,20 @@ def _measured(
 ) -> dict[str, Any]:
     from engine.tools.step_profile import profile_steps
 
-    _say(f"steps of {model_dir.name}, alone and by up to {num_replicas} replicas at a time")
+    _say(f"measuring steps of {model_dir.name}, alone and with up to {num_replicas} concurrent replicas")
     measured = profile_steps(model_dir, **of, num_replicas=num_replicas, seconds=seconds)
     wider = []
     for width in _widths(of["threads"]):
-        _say(f"the same by one replica of {width * of['threads']} threads")
+        _say(f"measuring steps of one replica with {width * of['threads']} threads")
         wide = profile_steps(model_dir, **of | {"threads": width * of["threads"]}, num_replicas=1, seconds=seconds)
         wider.append({"width": width} | _steps(wide["prefill"], wide["decode"]))
-    _say("KV from process to process")
+    _say("measuring KV transfers between processes")
     return {
         "derivation": [
             "steps: least squares over prompts of several lengths; decode_steps: over several batches and contexts.",
-            "slowdown: mean over prompts and decoding of the time beside others, over the time alone.",
-            "wider: the same as steps and decode_steps, of one replica with so many times the threads, alone.",
-            "link: transfers of two prompts with nothing to hide behind, packing and checking included.",
+            "slowdown: mean over prefill and decode of the time with concurrent replicas, divided by the time alone.",
+            "wider: like steps and decode_steps, for one replica alone with a multiple of the threads.",
+            "link: transfers of two prompts without overlapping compute, including packing and checking.",
         ],
         **_steps(measured["prefill"], measured["decode"]),
         "threads": of["threads"],
@@ -111,7 +114,7 @@ def _measured(
 
 
 def _widths(threads: int) -> list[int]:
-    """Twice the threads, and so on, as long as this machine has the processors."""
+    """Return the multiples of `threads`, by powers of two, that this machine has processors for."""
     most = (os.cpu_count() or 1) // threads
     return [1 << n for n in range(1, most.bit_length())]
 
@@ -131,11 +134,11 @@ def _learned(http: str, access: EndpointAccess, replicas: list[dict[str, Any]]) 
     request_s = max(0.0, asyncio.run(_first_token_s(http, access)) - prefill.prefill_s(_SHORT, after=0, chunk=_SHORT))
     return {
         "derivation": [
-            "steps, decode_steps: what the replicas of each pool have learnt of their own steps under their last load,",
-            "whatever else kept the machine busy then included: so there is no slowdown beside others.",
-            "drafts: by place, what the decode replicas have drafted since they started, and what of it was right.",
-            "link: the bytes that links carried while they were at work; its latency is assumed.",
-            f"request_s: the median of {_NUM_SHORT} prompts of {_SHORT} tokens, one by one, less their step.",
+            "steps, decode_steps: learned by the replicas of each pool from their own steps under their last load,",
+            "including any other load of the machine, so there is no separate slowdown.",
+            "drafts: tokens drafted and accepted by position, on the decode replicas since they started.",
+            "link: bytes per second of busy links; the latency is assumed.",
+            f"request_s: the median of {_NUM_SHORT} prompts of {_SHORT} tokens, in sequence, minus their step.",
         ],
         "request_s": request_s,
         **_steps(prefill, decode),
@@ -147,12 +150,15 @@ def _learned(http: str, access: EndpointAccess, replicas: list[dict[str, Any]]) 
 
 def _router(
     name: str | None, endpoint: str | None, admin: str | None, api_key: str | None
-) -> tuple[str, EndpointAccess, list[dict[str, Any]]]:
-    """Return the HTTP endpoint of a router, the access to it, and the replicas as that router shows them."""
+) -> tuple[str, EndpointAccess, str]:
+    """Return a router's HTTP endpoint, the access to it, and its metrics.
+
+    Any router will do: each sees all replicas.
+    """
     from cluster.launch.router_admin import ask_at, ask_routers
 
     if (endpoint is None) != (admin is None):
-        raise SpecError("--endpoint and --admin: name both, of the same router")
+        raise SpecError("--endpoint and --admin: give both, of the same router")
     if endpoint and admin:
         http, access, answers = endpoint, access_to(None, api_key), ask_at(admin, "/debug/view")
     else:
@@ -166,12 +172,13 @@ def _router(
 
 
 async def _first_token_s(http: str, access: EndpointAccess) -> float:
-    """Of short prompts, one after the other, while nothing else is asked for."""
+    """Return the median time to first token of short prompts, sent in sequence."""
     from cluster.bench.endpoints import open_endpoint
     from cluster.bench.replay import replay
     from core.trace.trace import TraceRequest
 
-    seed = secrets.randbits(32)  # nothing of these prompts is cached
+    # A random seed, so that no prefix is cached.
+    seed = secrets.randbits(32)
     async with open_endpoint(http, access) as target:
         answers = []
         for number in range(_NUM_SHORT):
@@ -202,7 +209,7 @@ def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_mem
 
 
 def _link(model_dir: Path, *, dtype: str, wire_dtype: str, threads: int) -> dict[str, float]:
-    """seconds = latency + bytes / rate, through two points."""
+    """Fit latency and rate to two transfers: seconds = latency + bytes / rate."""
     from kvtransfer.profile.shipped_prompts import ship_prompts
 
     small, large = ship_prompts(
@@ -237,7 +244,7 @@ def _table(tree: dict[str, Any]) -> str:
     for of, title in kinds:
         rates = (of["base_s"] * 1e3, of["token_s"] * 1e6, of["pair_s"] * 1e9, of["context_s"] * 1e9)
         rows.append([title, *(f"{rate:.4g}" for rate in rates)])
-    slowdown = ", ".join(f"{k} at a time {factor:.2f}" for k, factor in enumerate(tree["slowdown"], start=1)) or "none"
+    slowdown = ", ".join(f"{k} concurrent {factor:.2f}" for k, factor in enumerate(tree["slowdown"], start=1)) or "none"
     link = tree["link"]
     return "\n".join(
         [

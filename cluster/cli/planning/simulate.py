@@ -1,4 +1,4 @@
-"""`cluster simulate`: what a topology and a policy would make of a trace."""
+"""`cluster simulate`: predict the performance of a topology and a policy on a trace."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
     from core.spec.schema import Spec
     from planner.simulator.fleet_setup import FleetSetup
 
-TraceFile = Annotated[Path, typer.Option("--trace", help="Requests to replay.")]
-ProfileName = Annotated[str | None, typer.Option("--profile", help="A JSON file, or the name of a shipped profile.")]
-BlockSize = Annotated[int, typer.Option(min=1, help="Tokens.")]
-HostTokens = Annotated[int, typer.Option(min=0, help="Of host memory behind each replica.")]
-Speedup = Annotated[float, typer.Option(help="Requests arrive so many times as fast as in the trace.")]
-Scale = Annotated[str, typer.Option("--scale-tokens", metavar="SHARE", help="All lengths times this, such as 1/16.")]
-SloTtft = Annotated[float | None, typer.Option("--slo-ttft-ms", help="Limit for a request to count as goodput.")]
-SloItl = Annotated[float | None, typer.Option("--slo-itl-ms", help="The same, for its mean time between tokens.")]
-PolicyName = Annotated[str, typer.Option(help="cost, prefix, least_loaded, round_robin or a MODULE:NAME of your own.")]
-EvictionName = Annotated[str, typer.Option(help="reuse_value, lru or a MODULE:NAME of your own.")]
+TraceFile = Annotated[Path, typer.Option("--trace", help="Trace to replay.")]
+ProfileName = Annotated[str | None, typer.Option("--profile", help="JSON file, or the name of a shipped profile.")]
+BlockSize = Annotated[int, typer.Option(min=1, help="Tokens per block.")]
+HostTokens = Annotated[int, typer.Option(min=0, help="Host-memory tier of each replica, in tokens.")]
+Speedup = Annotated[float, typer.Option(help="Factor on the arrival rate of the trace.")]
+Scale = Annotated[str, typer.Option("--scale-tokens", metavar="SHARE", help="Factor on all lengths, such as 1/16.")]
+SloTtft = Annotated[float | None, typer.Option("--slo-ttft-ms", help="TTFT limit for goodput.")]
+SloItl = Annotated[float | None, typer.Option("--slo-itl-ms", help="Mean ITL limit for goodput.")]
+PolicyName = Annotated[str, typer.Option(help="cost, prefix, least_loaded, round_robin or your own MODULE:NAME.")]
+EvictionName = Annotated[str, typer.Option(help="reuse_value, lru or your own MODULE:NAME.")]
 
-_REUSE = "reuse_value"  # "reuse" is its older name here
+# "reuse" is its older name in this command.
+_REUSE = "reuse_value"
 
 
 class TraceFormat(StrEnum):
@@ -39,16 +40,18 @@ class TraceFormat(StrEnum):
 
 def simulate(
     trace: TraceFile,
-    format: Annotated[TraceFormat | None, typer.Option(help="Default: by the file's name.")] = None,
-    topology: Annotated[str | None, typer.Option(help="Such as 8P8D, or a spec file.")] = None,
+    format: Annotated[TraceFormat | None, typer.Option(help="Trace format; default: from the file name.")] = None,
+    topology: Annotated[str | None, typer.Option(help="Topology such as 8P8D, or a spec file.")] = None,
     colocated: Annotated[
-        int | None, typer.Option(min=1, help="Instead: so many replicas, each of which does both.")
+        int | None, typer.Option(min=1, help="Instead of --topology: number of colocated replicas.")
     ] = None,
     policy: PolicyName = "cost",
-    kv_tokens_per_replica: Annotated[int | None, typer.Option(min=1, help="Default: the profile's.")] = None,
+    kv_tokens_per_replica: Annotated[
+        int | None, typer.Option(min=1, help="KV pool of a replica in tokens; default: the profile's.")
+    ] = None,
     block_size: BlockSize = 64,
     host_tokens: HostTokens = 0,
-    fetch: Annotated[bool, typer.Option(help="Policy cost: replicas may fetch blocks from each other.")] = True,
+    fetch: Annotated[bool, typer.Option(help="With policy cost: let replicas fetch blocks from each other.")] = True,
     eviction: EvictionName = _REUSE,
     speedup: Speedup = 1.0,
     scale_tokens: Scale = "1",
@@ -57,19 +60,19 @@ def simulate(
     profile: ProfileName = None,
     drafts: DraftsOption = None,
     draft_pass_ms: DraftPass = 0.0,
-    max_requests: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object.")] = False,
+    max_requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Replay a trace against simulated replicas: reuse, latencies, goodput, transfers, load.
 
-    The policy, the schedulers, the block manager and the eviction are the ones that serve; only time is simulated.
+    Policy, schedulers, block manager and eviction are the production code; only time is simulated.
     """
     from planner.simulator.fleet_setup import FleetSetup
 
     simulator = Simulator(profile, drafts, draft_pass_ms)
     kv_tokens = kv_tokens_per_replica or simulator.profile.kv.pool_tokens
     if kv_tokens < block_size:
-        raise SpecError(f"--kv-tokens-per-replica {kv_tokens}: less than a block, which has {block_size}")
+        raise SpecError(f"--kv-tokens-per-replica {kv_tokens}: smaller than a block of {block_size} tokens")
     setup = FleetSetup(
         **_pools(topology, colocated),
         policy=policy,
@@ -90,18 +93,18 @@ class Simulator:
     """A profile, and simulations with it."""
 
     def __init__(self, profile: str | None, drafts: str | None = None, draft_pass_ms: float = 0.0) -> None:
-        """Raises SpecError when there is no such profile."""
+        """Load the profile. Raises SpecError if it does not exist."""
         from planner.simulator.profile import DEFAULT, load_profile
 
         self.profile = with_drafts(load_profile(profile or DEFAULT), drafts, draft_pass_ms)
 
     @property
-    def said(self) -> str:
-        """Whose times these are, and where they were not measured, what measures them."""
-        said = f"times are those of {self.profile.name} ({self.profile.origin})"
+    def times_note(self) -> str:
+        """Describe the source of the step times, and how to measure them."""
+        text = f"times are those of {self.profile.name} ({self.profile.origin})"
         if self.profile.origin == "measured":
-            return said
-        return f"{said}: `cluster profile -o FILE.json` measures this machine, for --profile FILE.json"
+            return text
+        return f"{text}; to measure this machine: `cluster profile -o FILE.json`, then --profile FILE.json"
 
     def run(
         self,
@@ -124,11 +127,11 @@ class Simulator:
 
 
 def _pools(topology: str | None, colocated: int | None) -> dict[str, Any]:
-    """Those of `pools_of`, for what is deployed."""
+    """Return the arguments of `pools_of` for a topology or for colocated replicas."""
     from core.spec.loader import load_spec
 
     if (topology is None) == (colocated is None):
-        raise SpecError("name either --topology, such as 8P8D, or --colocated N")
+        raise SpecError("give either --topology, such as 8P8D, or --colocated N")
     if colocated is not None:
         return {"num_prefill": 0, "num_decode": colocated}
     assert topology is not None
@@ -139,7 +142,7 @@ def _pools(topology: str | None, colocated: int | None) -> dict[str, Any]:
 
 
 def pools_of(spec: Spec) -> dict[str, Any]:
-    """The fields of FleetSetup that a spec says."""
+    """Return the FleetSetup fields that a spec determines."""
     return {
         "num_prefill": spec.prefill.replicas,
         "num_decode": spec.decode.replicas,
@@ -179,6 +182,6 @@ def _table(report: dict[str, Any]) -> str:
 def _drafts_line(drafts: dict[str, float]) -> str:
     share = f" ({drafts['accepted'] / drafts['drafted']:.0%})" if drafts["drafted"] else ""
     return (
-        f"drafted {drafts['drafted']:,} tokens, {drafts['accepted']:,} of them right{share};"
-        f" {drafts['tokens_per_row']:.2f} tokens a step and answer"
+        f"drafted {drafts['drafted']:,} tokens, {drafts['accepted']:,} of them accepted{share};"
+        f" {drafts['tokens_per_row']:.2f} tokens per step and sequence"
     )

@@ -10,7 +10,7 @@ import pytest
 
 from cluster.launch import deployment
 from cluster.launch import state as states
-from cluster.launch.attached_endpoints import check_no_attached, check_own, lender
+from cluster.launch.attached_endpoints import check_no_attached, check_own, owner_state
 from cluster.launch.local_ray import LocalRay
 from cluster.launch.state import Command, State
 from core.spec.loader import parse_spec
@@ -51,15 +51,15 @@ def test_what_is_its_own_it_may_say() -> None:
 
 def test_the_doors_are_there_first() -> None:
     with pytest.raises(SpecError, match=r"router\.doors: main is not deployed from here: deploy it first or"):
-        lender("main")
+        owner_state("main")
     remembered("main", deploying=Command.current())
     with pytest.raises(SpecError, match="is not deployed from here"):
-        lender("main")
+        owner_state("main")
     main = remembered("main")
-    assert lender("main") == main
+    assert owner_state("main") == main
     remembered("main", local_ray=LocalRay("/tmp/no-such-ray", 1))
     with pytest.raises(SpecError, match="is not deployed from here"):
-        lender("main")
+        owner_state("main")
 
 
 def test_doors_that_serve_others_are_not_taken_down_before_these(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,10 +62,10 @@ def test_a_deployment_that_knows_no_keys_of_clients_says_so(monkeypatch: pytest.
 
 def test_a_key_file_that_cannot_be_read_is_not_an_empty_one() -> None:
     file = key_file(str(states.log_dir("a")))
-    assert not operator_key.are_there_keys("a")
+    assert not operator_key.has_keys("a")
     file.parent.mkdir()
     file.write_text(KeyRegistry().with_key(new_key("acme", new_secret())).to_json())
-    assert operator_key.are_there_keys("a")
+    assert operator_key.has_keys("a")
     file.write_text("")
     with pytest.raises(DeployError, match=r"keys\.json: it is no book of API keys"):
-        operator_key.are_there_keys("a")
+        operator_key.has_keys("a")

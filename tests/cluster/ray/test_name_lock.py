@@ -37,11 +37,9 @@ def test_one_of_many_at_once_has_it(three_nodes: str) -> None:
         return True
 
     with ThreadPoolExecutor(8) as threads:
-        [prefix_source] = [
-            lock for lock, is_its in zip(wanted, threads.map(is_taken_by, wanted), strict=True) if is_its
-        ]
-    assert name_lock.find(name) == prefix_source and name in name_lock.claimed()
-    name_lock.take(name, prefix_source)  # as when Ray asks its store twice
+        [holder] = [lock for lock, is_its in zip(wanted, threads.map(is_taken_by, wanted), strict=True) if is_its]
+    assert name_lock.find(name) == holder and name in name_lock.claimed()
+    name_lock.take(name, holder)  # as when Ray asks its store twice
     name_lock.give_up(name)
     assert name_lock.find(name) is None and name not in name_lock.claimed()
 
