@@ -3,7 +3,7 @@
 
 Each line of a set is one case, with options of benchmarks/autoscaler/splits.py. The best fixed split is searched
 coarsely, every third number of prefill replicas from 2 on (every second with up to eight replicas), and then from the
-best one in both directions while the result improves. See docs/benchmarks/autoscaler.md.
+best one in both directions while the result improves. See docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ benchmarks.autoscaler.splits --traces DIR`.
 
 Mixes both public traces (benchmarks/autoscaler/mix.py) in the shape `--shape`. The load is `--load` of what the
 replicas can carry by arithmetic (planner/autoscaler/arithmetic.py) if they are split optimally at each moment. See
-docs/benchmarks/autoscaler.md.
+docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python -m benchmarks.kv_faults
 
 Needs only this machine: it deploys the demo model as one prefill and one decode replica (real processes and links, no
-Ray), injects each case, and checks every answer and every block. docs/benchmarks/kv_faults.md describes the cases. Exit
+Ray), injects each case, and checks every answer and every block. docs/benchmarks/kv_path.md describes the cases. Exit
 code: 0 if nothing was wrong, hung, lost or dead, else 1.
 """
 

@@ -5,7 +5,7 @@
 On the same cores: a prefill and a decode replica with one compute thread each, and one replica with two threads for
 both. Each is deployed, loaded through gRPC and taken down, and the simulator serves the same load with the profile
 (`cluster profile`). Prints a table with the share of requests within each SLO. Run nothing else meanwhile; see
-docs/benchmarks/simulator.md.
+docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations

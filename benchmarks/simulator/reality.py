@@ -3,7 +3,7 @@
 For each topology: measure this machine (`cluster profile`), deploy, replay a slice of the trace (`cluster bench`), read
 the learned rates (`cluster profile --live`), take it down, and simulate the same slice with both profiles. Prints a
 table that includes the share of time that the hypervisor took from this machine. Run nothing else meanwhile; see
-docs/benchmarks/simulator.md.
+docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations
