@@ -1,8 +1,8 @@
-# make demo          deploy 1P1D on this machine, send a prompt, take it down
-# make test          format, lint, types, and the test suite
-# make docs          generate the parts of the documents that come from code
-# make test-repeat   run the suite six times: normally, with a busy core, in random order
-# make gpu-check     check correctness and speed on this machine's GPU; takes minutes, prints a verdict per part
+# make demo     deploy 1P1D on this machine, ask it a question, take it down
+# make test     lint, types, and the test suite
+# make docs     write the tables that documents take from the code
+# make test-repeat   the suite six times: as it is, beside a busy core, in random order
+# make gpu-check   whether this project is right and quick on this machine's GPU: some minutes, a verdict for each thing
 # make test-slow, make test-gpu, make proto, make clean
 
 PYTHON ?= python3

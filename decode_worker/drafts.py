@@ -1,4 +1,4 @@
-"""Draft computation on a decode replica: draft heads, a draft model, or the model itself with fewer layers."""
+"""Model proposers of a decode replica: draft heads, a draft model, or the model itself without some layers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from engine.spec_decode.proposer import ModelProposer
 from worker.replica_engine import EngineParts
 
 
-def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
-    """Create the draft computation by method, on rank 0. Loads a draft model. Raises SpecError."""
+def open_models(spec: Spec, parts: EngineParts) -> dict[str, ModelProposer]:
+    """Return the model proposers of rank 0 by method. Loads a draft model. Raises SpecError."""
     runner = parts.gang.runner
     if spec.speculation.method == "self":
         return {"self": OwnLayers(runner, parts.blocks, before_writing=parts.save_evicted)}
@@ -33,7 +33,7 @@ def open_computing(spec: Spec, parts: EngineParts) -> dict[str, Computing]:
 
 
 class _GangHeads:
-    """Draft heads of all ranks; implements AskedHeads. They write to a row's last block, which may be new."""
+    """RankHeads of all ranks. They write to a row's last block, which may be newly allocated."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -54,9 +54,9 @@ class _GangHeads:
 
 
 def draft_bytes(config: EngineConfig, spec: Spec) -> int:
-    """Return the GPU memory in bytes that a draft model takes. Every rank reserves it, so that pools are equal.
+    """Return the GPU memory to reserve on each rank for a draft model. config: of the served model.
 
-    config: the served model's.
+    Equal on all ranks, because their pools have the same size.
     """
     drafts = draft_source(spec) if config.device.startswith("cuda") else None
     return bytes_of(_own_config(spec, drafts.directory, device=config.device)) if drafts and not drafts.heads else 0

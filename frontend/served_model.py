@@ -176,8 +176,8 @@ class ServedModel:
         return bool(self._tasks.failing)
 
     def health(self) -> dict[str, int]:
-        """Return the number of usable replicas of each role."""
-        return {role.value: len(self._replicas.usable(role)) for role in Role}
+        """How many replicas of each role can be used now."""
+        return {role.value: self._replicas.num_usable(role) for role in Role}
 
     def is_ready(self) -> bool:
         """Return whether a replica can answer."""

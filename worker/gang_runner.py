@@ -126,7 +126,7 @@ class GangRunner:
             self._incoming_transfers.append(incoming)
 
     def draft(self, rows: Sequence[HeadRow], max_tokens: int, choose: Choose) -> None:
-        """Draft on rank 0, with the other ranks if the draft heads are sharded. Implements AskedHeads."""
+        """Implements RankHeads, on rank 0: with the other ranks where each has a share of the heads."""
         if not self._shares_heads:
             self.runner.draft(rows, max_tokens, choose)
             return

@@ -64,7 +64,7 @@ class ReplicaEngine:
         speculation: Speculation | None = None,
         corpus: Corpus | None = None,
     ) -> None:
-        """speculation: None: no drafting. corpus: finished answers to draft from; None: unused."""
+        """speculation: None to draft nothing. corpus: finished answers that it drafts from, if any."""
         block_size = parts.gang.runner.layout.block_size
         self.totals = pb.Totals()
         self.pace = Pace(DeviceEvent if parts.gang.runner.device.type == "cuda" else HostEvent)

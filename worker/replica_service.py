@@ -98,7 +98,9 @@ class ReplicaService:
     ) -> None:
         """Start serving and announce this replica to routers. It ends when one of its other ranks is lost.
 
-        name: deployment name. key: signing key of its members. answers: None: answers are not shared.
+        name: of the deployment. key: by which its members sign. model: name that clients use for it. metrics_host:
+        address on which Prometheus finds the metrics. Raises
+        DeployError.
         """
         self._publish()
         labels = {"deployment": name, "model": model, "replica": self._replica, "role": member.role.value}

@@ -1,8 +1,9 @@
 """Compare the autoscaler with every fixed split of the same replicas on changing traffic: `python -m
 benchmarks.autoscaler.splits --traces DIR`.
 
-Mixes both public traces (benchmarks/autoscaler/mix.py) in the shape `--shape`. The load is `--load` of what the
-replicas can carry by arithmetic (planner/autoscaler/arithmetic.py) if they are split optimally at each moment. See
+Both public traces are mixed (benchmarks/autoscaler/mix.py: requests of both that have at least twenty tokens of prompt
+for each of the answer, and such that have at most two), in a shape that `--shape` names; the load is `--load` of what
+16 replicas carry by arithmetic (planner/autoscaler/arithmetic.py) if they are split for each moment. See
 docs/benchmarks/planner.md.
 """
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.kv_faults
 
-Needs only this machine: it deploys the demo model as one prefill and one decode replica (real processes and links, no
-Ray), injects each case, and checks every answer and every block. docs/benchmarks/kv_path.md describes the cases. Exit
-code: 0 if nothing was wrong, hung, lost or dead, else 1.
+Asks for nothing but this machine: it deploys the demo model as one prefill and one decode replica, real processes and
+real links without Ray, plays each case, and looks at every answer and at every block. docs/benchmarks/kv_path.md says
+what a case is. Exit code: 0 nothing was wrong, hung, lost or died; 1 something was.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.simulator.colocation --profile FILE
 
-On the same cores: a prefill and a decode replica with one compute thread each, and one replica with two threads for
-both. Each is deployed, loaded through gRPC and taken down, and the simulator serves the same load with the profile
-(`cluster profile`). Prints a table with the share of requests within each SLO. Run nothing else meanwhile; see
-docs/benchmarks/planner.md.
+On the same cores: a prefill and a decode replica of one compute thread each, and one replica of two threads that does
+both. For each: deploys it, replays a load through gRPC against it, takes it down; and lets the simulator serve the same
+load on the profile (`cluster profile`). Prints a table, with the share of requests within each SLO. Run it while
+nothing else does; see docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Compare the simulator with real deployments: `python -m benchmarks.simulator.reality --trace FILE`.
 
-For each topology: measure this machine (`cluster profile`), deploy, replay a slice of the trace (`cluster bench`), read
-the learned rates (`cluster profile --live`), take it down, and simulate the same slice with both profiles. Prints a
-table that includes the share of time that the hypervisor took from this machine. Run nothing else meanwhile; see
-docs/benchmarks/planner.md.
+For each topology: measures this machine (`cluster profile`), deploys the topology, replays a slice of the trace against
+it (`cluster bench`), asks what it has learnt of itself (`cluster profile --live`), takes it down, and simulates the
+same slice on both profiles. Prints a table, with the share of time that the hypervisor took from this machine. Run it
+while nothing else does; see docs/benchmarks/planner.md.
 """
 
 from __future__ import annotations

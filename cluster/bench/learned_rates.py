@@ -1,4 +1,4 @@
-"""Rates that replicas have learned from their own steps, parsed from a router's metrics."""
+"""Rates that the replicas of a deployment have learned about themselves, as a router reports them."""
 
 from __future__ import annotations
 
@@ -19,31 +19,19 @@ class LearnedRates:
 
     steps: dict[Role, StepTiming]
     link_bytes_per_s: float
-    # Tokens by position in a draft, over all decode replicas since they started.
-    drafted: list[float]
+    drafted: list[float]  # tokens by their position in a draft, of all decode replicas since they started
     accepted: list[float]
-    # Approximate sum over steps of the rows in each.
-    num_row_steps: float
+    num_row_steps: float  # steps, each counted once per row; approximate
 
 
-def parse_learned(text: str) -> LearnedRates:
-    """Parse a router's metrics. Raises ClusterError if the replicas have not run enough steps."""
-    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
-    places: defaultdict[str, dict[int, float]] = defaultdict(dict)
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            found[sample.name, sample.labels.get("role", "")].append(sample.value)
-            if "place" in sample.labels and sample.labels.get("method") != BRANCHES:
-                counts, place = places[sample.name], int(sample.labels["place"])
-                counts[place] = counts.get(place, 0.0) + sample.value
-    steps = {
-        role: StepTiming(**{field: _mean(found[name, role.value]) for field, name in _STEPS.items()})
-        for role in Role
-        if found[_STEPS["base_s"], role.value]
-    }
-    rates = [rate for role in Role for rate in found["link_bytes_per_second", role.value] if rate]
-    if len(steps) < len(Role) or not rates:
-        raise ClusterError("the replicas have not learned their rates yet; run a load first, such as `cluster bench`")
+def learned_rates(replicas: Sequence[Mapping[str, Any]]) -> LearnedRates:
+    """Return the rates of `replicas`, as RouterView shows them. Raises ClusterError if they have served nothing yet."""
+    timings = {role: [one["timing"] for one in replicas if one["role"] == role and one["timing"]] for role in Role}
+    links = [one["link_bytes_per_s"] for one in replicas if one["link_bytes_per_s"]]
+    if not links or not all(timings.values()):
+        raise ClusterError("the replicas have not learned their rates yet: run a load, such as `cluster bench`, first")
+    drafts = [draft for one in replicas for draft in one["drafts"] if draft["method"] != BRANCHES]
+    decode = [one for one in replicas if one["role"] == Role.DECODE]
     return LearnedRates(
         steps={
             role: StepTiming(**{field.name: mean(one[field.name] for one in found) for field in fields(StepTiming)})

@@ -18,8 +18,8 @@ from engine.layers.layers import RMSNorm
 
 # T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, L keys of all prompts
 
-# From this many queries per key on average, gathering the keys is faster than reading blocks in place. The kernels
-# reach 0.63 and 0.50 of the matrix-product rate, over 8-bit pools about 0.25 (docs/benchmarks/gpu.md).
+# From so many queries of a key on, on the average, gathering it costs less than reading blocks in place: of the rate of
+# matrix products, the kernels reach .63 and .50, over 8 bits about .25 (docs/benchmarks/gpu.md).
 MIN_QUERIES, MIN_QUERIES_OF_CODES = 256, 64
 # Per layer, beside the pool; above this, blocks are read in place.
 MOST_GATHERED_BYTES = 1 << 28

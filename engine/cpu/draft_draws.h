@@ -1,5 +1,5 @@
-// Draft sampling: the drafted token and an alternative for each row of a draft's logits. Same results as
-// engine/spec_decode/draft_sampling.py, whose torch calls take longer than a small head's products.
+// Of each row of a draft's logits the token that is drafted, and the one that may be there instead: what
+// engine/spec_decode/draft_models/draft_sampler.py says with torch, whose calls take longer than a small head's products.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -10,7 +10,7 @@
 
 namespace {
 
-enum DraftKind : int32_t { GREEDY, DRAWN, LIKELIEST };  // see engine/spec_decode/draft_sampling.py
+enum DraftKind : int32_t { GREEDY, DRAWN, LIKELIEST };  // see draft_sampler.py
 
 struct DraftDraws {
     const float* logits;        // (rows, vocabulary), at least two

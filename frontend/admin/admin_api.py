@@ -36,12 +36,10 @@ def create_admin_app(
     members: Callable[[], Iterable[Member]] = tuple,
     page: UiPage | None = None,
 ) -> FastAPI:
-    """Create the ASGI application.
-
-    health: number of usable replicas by role. metrics: Prometheus text. explain_route: routing decisions of a request
-    id or response id; empty if unknown. lives: likewise, its timeline. model: name of the served model. routers: admin
-    addresses of the deployment's routers, by name. page: None: no UI.
-    """
+    """The ASGI application. health: usable replicas by role. metrics: Prometheus's text. explain_route: why the
+    requests of an id, or of an answer's, went where they went; empty when that is not known. lives: likewise, where
+    their time went. model: what clients call it. routers: where each of the deployment answers operators, by its name.
+    members: the replicas of the deployment. page: None: there is none."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     if page:
         page.add_to(app)
@@ -58,9 +56,14 @@ def create_admin_app(
 
     @app.get("/targets")
     async def report_targets() -> Response:
-        """Prometheus http_sd targets: each router is one target, and any router lists all."""
-        labels = {"deployment": deployment, "model": model} if model else {"deployment": deployment}
-        groups = [{"targets": [address], "labels": labels} for address in routers().values()]
+        """Return the document of Prometheus's HTTP service discovery: every router and worker of the deployment."""
+        common = {"deployment": deployment, "model": model}
+        groups = [{"targets": list(routers().values()), "labels": {**common, "role": "router"}}]
+        groups += [
+            {"targets": [member.metrics_address], "labels": {**common, "role": member.role, "replica": member.replica}}
+            for member in members()
+            if member.metrics_address
+        ]
         return JSONResponse(groups)
 
     @app.get("/debug/routes/{request_id:path}")

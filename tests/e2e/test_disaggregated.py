@@ -156,7 +156,7 @@ async def test_preemption_changes_no_token(checkpoint: Checkpoint, reference: Re
     sampling = replace(_GREEDY, max_tokens=60, token_rules=rules)
     expected = [_ids(tokens) for tokens in reference(model_dir, inputs, sampling)]
     async with local_cluster(model_dir, redis_url, **_tree(kv_memory_gib=gib_of_blocks(20))) as cluster:
-        cluster.core.dispatch.finished([1] * 200)  # the router expects short answers
+        cluster.core.reservations.finished([1] * 200)  # so short have answers been until now
         answers = await asyncio.gather(*(cluster.generate(p, sampling, id=str(i)) for i, p in enumerate(inputs)))
         assert [answer.ids for answer in answers] == expected
         decode = next(replica for replica in cluster.replicas if replica.id.startswith("decode"))

@@ -89,8 +89,9 @@ def test_prefill_replica_decodes_locally_when_the_decode_pool_is_full(
     leaves: bool,
     device: str,
 ) -> None:
-    """leaves: the prefill replica becomes a decode replica, and its local decodes move to another replica."""
-    monkeypatch.setattr(local_decode, "wait_s", lambda *_, **__: 3600.0)  # answers are paused, so no slot becomes free
+    """leaves: the prefill replica becomes a decode replica, and its guests another one's."""
+    # While answers stand still, no place comes free.
+    monkeypatch.setattr(chooser, "guest_wait_s", lambda *_, **__: 3600.0)
     model_dir = checkpoint("llama")
     load = Load(model_dir, reference, device, 2 * _PLACES)
     running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0))

@@ -60,8 +60,8 @@ Guesses = Callable[[list[int]], list[int]]
 class Recorded:
     """Proposer that drafts for every row of every step and records its drafts."""
 
-    def __init__(self, heads: Computing, drafts: list[tuple[list[int], list[int]]]) -> None:
-        self._heads, self._drafts = heads, drafts
+    def __init__(self, heads: ModelProposer, said: list[tuple[list[int], list[int]]]) -> None:
+        self._heads, self._said = heads, said
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         proposals = self._heads.propose(sequences, _NUM_TOKENS)
@@ -81,8 +81,8 @@ def drafts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]
     def of(
         method: str, *, max_tokens: int, vocab_size: int, models: dict[str, ModelProposer], **others: Any
     ) -> Speculation:
-        recorded = {name: Recorded(heads, drafts) for name, heads in computing.items()}
-        return Speculation(recorded, max_tokens=max_tokens, vocab_size=vocab_size, may_pass_over=False)
+        recorded = {name: Recorded(heads, drafts) for name, heads in models.items()}
+        return Speculation(recorded, max_tokens=max_tokens, vocab_size=vocab_size, backs_off=False)
 
     monkeypatch.setattr(Speculation, "of", of)
     return drafts

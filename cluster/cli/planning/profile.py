@@ -150,11 +150,8 @@ def _learned(http: str, access: EndpointAccess, replicas: list[dict[str, Any]]) 
 
 def _router(
     name: str | None, endpoint: str | None, admin: str | None, api_key: str | None
-) -> tuple[str, EndpointAccess, str]:
-    """Return a router's HTTP endpoint, the access to it, and its metrics.
-
-    Any router will do: each sees all replicas.
-    """
+) -> tuple[str, EndpointAccess, list[dict[str, Any]]]:
+    """Return the HTTP endpoint of a router, the access to it, and the replicas as that router shows them."""
     from cluster.launch.router_admin import ask_at, ask_routers
 
     if (endpoint is None) != (admin is None):

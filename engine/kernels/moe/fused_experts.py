@@ -36,7 +36,7 @@ class _Tile(NamedTuple):
     num_stages: int
 
 
-# By rows per tile, measured on an H100 in bf16; see docs/benchmarks/gpu.md.
+# By the rows of a tile, as measured on an H100 in bf16; see docs/benchmarks/gpu.md.
 _GATE_UP = {16: _Tile(64, 128, 4, 3), 32: _Tile(64, 128, 4, 3), 64: _Tile(128, 64, 8, 3), 128: _Tile(128, 64, 8, 4)}
 _DOWN = {16: _Tile(128, 128, 8, 3), 32: _Tile(128, 128, 8, 3), 64: _Tile(256, 64, 8, 3), 128: _Tile(256, 64, 8, 4)}
 # Products in fp32 do not use matrix units and are unrolled one by one.

@@ -1,4 +1,4 @@
-"""What the simulator makes of drafts, beside what can be worked out."""
+"""Simulated speculative decoding, against calculated yields."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_tokens_per_row_match_the_draft_rates(accepted: list[float], guessed: fl
 
 
 def test_rare_proposals_occur_at_the_given_rate() -> None:
-    """No simulated row is passed over because it was not guessed for a while: how many are not is in the figure."""
+    """Simulated rows never back off after steps without a proposal: `guessed` already covers those."""
     found = _run(Drafts(accepted=_GOOD, guessed=0.08), _ALONE)
     promised = 0.08 * sum(accumulate(_GOOD, mul))
     assert found["drafts"]["tokens_per_row"] - 1 == pytest.approx(promised, rel=0.25)
@@ -86,8 +86,7 @@ def test_a_run_with_drafts_is_reproducible() -> None:
     assert (first["itl_ms"], first["drafts"]) == (second["itl_ms"], second["drafts"])
 
 
-def test_draft_counters_give_acceptance_rates() -> None:
-    metrics = Metrics()
+def test_what_replicas_have_drafted_says_how_good_drafts_are() -> None:
     told = Drafted(method="suffix", tokens=[100, 80, 40, 3], accepted=[80, 40, 10, 3])
     beside = Drafted(method=BRANCHES, tokens=[50, 10], accepted=[5, 1])
     decode = Status(

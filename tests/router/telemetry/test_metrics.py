@@ -36,44 +36,7 @@ def test_per_token_histograms_render_like_any_other() -> None:
     assert generate_latest(ours).decode().splitlines() == told
 
 
-def test_replicas_are_exported_from_their_last_report() -> None:
-    statuses = [
-        (Role.PREFILL, Status(replica="prefill-0", waiting=3, totals=Totals(transfer_bytes=1 << 40))),
-        (
-            Role.DECODE,
-            Status(
-                replica="decode-0",
-                timing=StepTiming(base_s=0.5),
-                blocks_total=10,
-                blocks_free=4,
-                blocks_cached=5,
-                draining=True,
-                totals=Totals(drafted=[Drafted(method="suffix", tokens=[9, 4], accepted=[7, 3])]),
-            ),
-        ),
-    ]
-    metrics = Metrics()
-    metrics.watch(lambda: statuses)
-    prefill = frozenset({("replica", "prefill-0"), ("role", "prefill")})
-    decode = frozenset({("replica", "decode-0"), ("role", "decode")})
-    found = scrape(metrics)
-    assert found["sequences_waiting", prefill] == 3
-    assert found["kv_transfer_bytes_total", prefill] == 1 << 40
-    assert [found[f"kv_blocks{kind}", decode] for kind in ("", "_free", "_cached")] == [10, 4, 5]
-    assert found["replica_draining", decode] == 1
-    drafts = [
-        found[f"speculation_{kind}_tokens_total", decode | {("method", "suffix"), ("place", place)}]
-        for kind in ("drafted", "accepted")
-        for place in "01"
-    ]
-    assert drafts == [9, 4, 7, 3]
-    assert found["step_base_seconds", decode] == 0.5 and ("step_base_seconds", prefill) not in found
-
-    statuses.pop(0)
-    assert ("sequences_waiting", prefill) not in scrape(metrics)
-
-
-def test_registries_are_independent() -> None:
+def test_registries_are_apart() -> None:
     one, other = Metrics(), Metrics()
     one.generated_tokens.inc(5)
     assert scrape(other)["xpyd_generated_tokens_total", frozenset()] == 0

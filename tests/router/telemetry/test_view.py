@@ -1,4 +1,4 @@
-"""What one router tells of its replicas, as they come and go."""
+"""View of one router's replicas as they join and leave."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.members import make_member
 
 @dataclass
 class FakeSeenReplica:
-    """As much of router.serving.replica.Replica as is looked at."""
+    """Stand-in for the part of router.serving.replica.Replica that the view reads."""
 
     id: str
     role: Role
@@ -41,12 +41,19 @@ def _view(replicas: list[FakeSeenReplica], flows: Flows | None = None) -> Router
     )
 
 
-def test_replica_state_changes_give_one_event_each() -> None:
+def shown_replicas(statuses: Mapping[str, Status]) -> list[dict[str, Any]]:
+    """Return the replicas as a router shows them. statuses: by the name of the replica."""
+    seen = [FakeSeenReplica(id, Role(id.partition("-")[0]), status=status) for id, status in statuses.items()]
+    shown: list[dict[str, Any]] = _view(seen).now()["replicas"]
+    return shown
+
+
+def test_replicas_that_come_and_go_are_told_once() -> None:
     old, new = FakeSeenReplica("decode-2", Role.DECODE), FakeSeenReplica("decode-10", Role.DECODE, is_alive=False)
     replicas = [old]
     view = _view(replicas)
     view.take()
-    assert not view.now()["events"], "what was there before"
+    assert not view.now()["events"], "replicas present at the start give no event"
     replicas.append(new)
     view.take()
     assert [one["state"] for one in view.now()["replicas"]] == ["joining", "ready"], "those of interest come first"
