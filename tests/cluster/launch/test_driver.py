@@ -53,7 +53,7 @@ def test_a_deployment_that_leaves_takes_no_routers_of_another_along(
 
     applications, shut_down = {name: None for name in ("green", *others)}, []
     monkeypatch.setattr(router_app, "is_serve_running", lambda: True)
-    monkeypatch.setattr(router_app.ray_internals, "serve_details", lambda: {"applications": {}})
+    monkeypatch.setattr(router_app.internals, "serve_details", lambda: {"applications": {}})
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=applications))
     monkeypatch.setattr(serve, "delete", lambda name, _blocking=True: applications.pop(name) if _blocking else None)
     monkeypatch.setattr(serve, "shutdown", lambda: shut_down.append(True))

@@ -22,7 +22,7 @@ _SMALL = {"prefill": {"replicas": 1}, "decode": {"replicas": 1}}
 
 
 def _state(name: str, address: str, lock: str) -> State:
-    return State(name=name, lock=lock, ray_address=address, local_ray=None, grpc="", http="", deploying=None)
+    return State(name=name, claim=lock, ray_address=address, local_ray=None, grpc="", http="", deploying=None)
 
 
 def test_one_of_many_at_once_has_it(three_nodes: str) -> None:
