@@ -1,8 +1,8 @@
 """python tests/golden/pair.py OLD_TREE NEW_TREE [BENCH...]: the same benchmarks in both trees, in turns.
 
 Runs old, new, old, new, ... with this Python and PYTHONPATH set to the tree, and prints medians and their ratio (new /
-old) for every number of the benchmark's JSON that is not the same constant everywhere. Beside a ratio stands the spread
-of the old tree's own runs: a smaller difference says nothing. Keep the machine quiet: nothing else may run on it.
+old) for every number of the benchmark's JSON that is not the same constant everywhere. The spread of the
+old tree's own runs is printed beside each ratio: smaller differences are noise. Run nothing else on the machine.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, random_model, tin
 from tests.support.draft_always import draft_always
 from tests.support.local_cluster import LocalCluster, local_cluster
 from tests.support.redis_at import redis_at
+from worker.metrics import metrics_registry
 
 __all__ = [
     "DEEPSEEK_V2", "DEEPSEEK_V3", "VOCAB_SIZE", "EngineConfig", "LocalCluster", "ModelRunner", "Role", "SampledToken",
@@ -71,14 +73,13 @@ def chat_prompts(model_dir: Path, questions: Iterable[str]) -> list[list[int]]:
 
 
 def metric_families() -> list[tuple[str, str, tuple[str, ...], str]]:
-    """Return (name, type, labels, help) of every metric that a router exports."""
+    """Return (name, type, labels, help) of every metric that a router or a worker exports."""
     metrics = Metrics()
-    metrics.watch(lambda: [(Role.DECODE, _full_status())])
     for metric in vars(metrics).values():
         if isinstance(metric, prometheus_client.metrics.MetricWrapperBase):
             _make_a_series(metric)
     found = []
-    for family in metrics.registry.collect():
+    for family in chain(metrics.registry.collect(), metrics_registry(_full_status, {}).collect()):
         labels = {label for sample in family.samples for label in sample.labels} - {"le"}
         name = family.name + ("_total" if family.type == "counter" else "")
         found.append((name, family.type, tuple(sorted(labels)), family.documentation))

@@ -16,7 +16,7 @@ from engine.spec_decode.speculation import Speculation
 from engine.timing.pace import Pace
 
 
-class AskedAlways:
+class AlwaysProposer:
     """Proposer that drafts for every row of every step."""
 
     def __init__(self, model: ModelProposer) -> None:
@@ -38,7 +38,7 @@ def draft_always() -> None:
         sizes: dict[str, Any] = {"max_tokens": max_tokens, "vocab_size": vocab_size}
         if not models:
             return of_method(method, **sizes, **more, backs_off=False)
-        proposers = {name: AskedAlways(one) for name, one in models.items()}
+        proposers = {name: AlwaysProposer(one) for name, one in models.items()}
         return Speculation(proposers, **sizes, backs_off=False)
 
     for owner, name, value in ((Pace, "timing", None), (Speculation, "of", of)):

@@ -46,7 +46,7 @@ async def openai_server(completions: MakeCompletions) -> AsyncIterator[OpenAIEnd
 
 @pytest.fixture
 def endpoint(openai_server: OpenAIEndpoint) -> OpenAIEndpoint:
-    """The one server of a module, with a token service of the test's own. Its tests share one event loop."""
+    """HTTP endpoint of the module's server, with a new token service per test. All tests share an event loop."""
     openai_server.service.token_service = FakeTokenService()
     openai_server.is_healthy = True
     return openai_server

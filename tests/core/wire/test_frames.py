@@ -15,7 +15,7 @@ async def _frame(hub: FrameHub, *tokens: tuple[int, SampledToken]) -> pb.Frame:
     """Return the frame with these tokens, published in one step each."""
     async with aclosing(hub.frames("router-0")) as frames:
         await anext(frames)
-        for token in tokens:  # of so many steps
+        for token in tokens:  # one step each
             hub.publish({"router-0": [token]})
         return await anext(frames)
 
