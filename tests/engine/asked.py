@@ -217,7 +217,7 @@ LETTERS = Grammar(kind=GrammarKind.REGEX, text="(a|b|c){4,9}, and so on[0-9]{2,7
 
 
 def letters_grammar(directory: Path) -> CompiledGrammar:
-    """directory: of a tokenizer."""
+    """Compile LETTERS with a tokenizer that is written to `directory`."""
     save_tokenizer(directory)
     return GrammarCompiler(directory, vocab_size=VOCAB_SIZE).compile(LETTERS)
 
