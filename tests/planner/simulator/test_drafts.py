@@ -1,4 +1,4 @@
-"""What the simulator makes of drafts, beside what can be worked out."""
+"""Simulated speculative decoding, against calculated yields."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_tokens_per_row_match_the_draft_rates(accepted: list[float], guessed: fl
 
 
 def test_rare_proposals_occur_at_the_given_rate() -> None:
-    """No simulated row is passed over because it was not guessed for a while: how many are not is in the figure."""
+    """Simulated rows never back off after steps without a proposal: `guessed` already covers those."""
     found = _run(Drafts(accepted=_GOOD, guessed=0.08), _ALONE)
     promised = 0.08 * sum(accumulate(_GOOD, mul))
     assert found["drafts"]["tokens_per_row"] - 1 == pytest.approx(promised, rel=0.25)

@@ -1,4 +1,4 @@
-"""A router remembers why; by the client's id."""
+"""Log of routing decisions, by the client's request id."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_drafts_are_listed_with_the_last_attempt() -> None:
     decisions.live("r", Timeline(), drafts=drafts)
     decisions.add("r", [Option(prefill=None, decode="d")], [])
     decisions.add("r", [Option(prefill=None, decode="d")], [])
-    assert not any("drafts" in attempt for attempt in decisions.explain("r")["r"]), "nobody drafts there"
+    assert not any("drafts" in attempt for attempt in decisions.explain("r")["r"]), "no replica drafts"
     drafts.add(DraftTally(steps=3, drafts=1, drafted=4, accepted=3, floors=0.5))
     first, last = decisions.explain("r")["r"]
     assert "drafts" not in first and (last["drafts"]["drafted"], last["drafts"]["accepted"]) == (4, 3)

@@ -1,4 +1,4 @@
-"""Which revision serves a request, and what never meets."""
+"""Choice of the revision for a request, and the separation of revisions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_canary_has_its_share_and_no_more() -> None:
     ways = [numbers(canary.first_to_last(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(4000)]
     first = Counter(way[0] for way in ways)
     assert 0.07 < first[2] / 4000 < 0.13
-    assert all(way in ([1], [2, 1]) for way in ways)  # what the old one has no room for waits there
+    assert all(way in ([1], [2, 1]) for way in ways)  # overflow of the old revision waits for it
 
 
 def test_requests_stay_on_the_new_revision_as_its_share_grows() -> None:
@@ -82,7 +82,7 @@ def test_pairs_stay_within_a_revision_and_moves_within_a_kind() -> None:
         assert some.in_one_revision("prefill-1", "decode-1") and not some.in_one_revision("prefill-0", "decode-1")
         assert some.group(["decode-0", "decode-1"], str) == [["decode-0"], ["decode-1"]]
     assert alike.may_move("decode-0", "decode-1") and not unlike.may_move("decode-0", "decode-1")
-    assert not alike.may_move("decode-0", "decode-7")  # nobody has told of it yet
+    assert not alike.may_move("decode-0", "decode-7")  # unknown replica
 
 
 def test_counts_restart_with_each_update() -> None:
@@ -91,7 +91,7 @@ def test_counts_restart_with_each_update() -> None:
     some.take(_table(0.7))
     assert some.counts[2] == RevisionCounts(attempts=1)
     some.take(RevisionTable(version=9))
-    some.count(2).attempts += 1  # lost: nobody asks for it
+    some.count(2).attempts += 1  # dropped: only one revision
     some.take(_table(0.1))
     assert some.counts == {1: RevisionCounts(), 2: RevisionCounts()}
 

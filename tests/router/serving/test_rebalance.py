@@ -1,4 +1,4 @@
-"""Which stream should go where, as pure rules."""
+"""Rebalancing rules: source and target of the next move."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_small_gaps_cause_no_moves() -> None:
 
 @given(st.lists(st.integers(0, 300), max_size=6), st.integers(1, 3))
 def test_rebalancing_terminates_and_evens_out_the_load(counts: list[int], num_routers: int) -> None:
-    """Also where several routers see the same and each move one stream."""
+    """Holds also if several routers see the same load and each moves one stream."""
     crowds, num_moves = _crowds(*counts), 0
     while move := next_move(crowds):
         source, target = move

@@ -1,4 +1,4 @@
-"""Reservations of requests at replicas, while these wait, are computed, fail and move."""
+"""Reservations at replicas while requests wait, run, fail and move."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _seen(world: World, name: str) -> Replica:
 
 
 def _expecting(world: World, client: Client) -> set[str]:
-    """Who is said to have the beginning of its prompt; no worker here tells an index anything."""
+    """Return the replicas that the index expects to hold the prompt's prefix. Fake workers publish no blocks."""
     hashes = block_hashes(root_hash("model"), client.request.token_ids, block_size=4)
     return set(world.replicas.index.depths(hashes))
 
@@ -36,7 +36,7 @@ def test_a_request_older_than_every_decode_replica_reserves_like_others() -> Non
         await pass_time(0.1)
         decode = world.add(Role.DECODE)
         await until(lambda: _seen(world, decode.name).promised_streams)
-        assert _seen(world, decode.name).promised_blocks == -(-(9 + 64) // 4), "64: what is assumed of a first answer"
+        assert _seen(world, decode.name).promised_blocks == -(-(9 + 64) // 4), "64: default length of an answer"
         assert _expecting(world, client) == {prefill.name}
 
     scenarios.play(play, 0)
@@ -79,7 +79,7 @@ def test_a_model_without_a_decode_replica_becomes_unavailable_until_one_joins() 
         began_at = now()
         with pytest.raises(ModelUnavailable):
             await ask()
-        assert now() == began_at, "there has been none for so long that nobody waits"
+        assert now() == began_at, "unavailable for so long that requests fail at once"
         world.add(Role.DECODE)
         await pass_time(0.1)
         assert await ask()
@@ -120,7 +120,7 @@ def test_a_prompt_that_a_decode_replica_computes_is_in_its_queue_until_it_is_com
         await until(lambda: client.received)
         assert decode.pending_tokens == 0 and decode.promised_streams == 1
         await pass_time(1.5)
-        assert not client.is_over and not _expecting(world, client), "the replica itself would have told by now"
+        assert not client.is_over and not _expecting(world, client), "by now the replica itself would have published it"
 
     scenarios.play(play, 0)
 
@@ -150,7 +150,7 @@ def test_a_moving_choice_is_reserved_at_a_target_with_room() -> None:
         full, free = (_seen(world, world.add(Role.DECODE).name) for _ in range(2))
         await pass_time(0.1)
         full.reserve(0, 0, 990, 1)
-        free.reserve(1000, 0, 0, 0)  # the policy likes it less, for its queue
+        free.reserve(1000, 0, 0, 0)  # its queue makes it less attractive
         source.drain()
         await until(lambda: free.promised_streams or full.promised_streams > 1)
         assert (free.promised_streams, full.promised_streams) == (1, 1)
@@ -223,7 +223,7 @@ def test_more_choices_than_a_replica_runs_are_rejected() -> None:
 def test_a_tenant_that_asks_for_everything_leaves_room_for_others() -> None:
     async def play(world: World) -> None:
         world.tenant_share = 0.75
-        decode = _seen(world, world.add(Role.DECODE).name)  # which runs six choices
+        decode = _seen(world, world.add(Role.DECODE).name)  # runs six choices
         await pass_time(0.1)
         greedy = [world.ask(num_tokens=9, n=n, max_tokens=300, tenant="greedy") for n in (4, 1, 4, 1)]
         await until(lambda: greedy[0].received)
@@ -231,7 +231,7 @@ def test_a_tenant_that_asks_for_everything_leaves_room_for_others() -> None:
         for _ in range(3):
             modest = world.ask(num_tokens=9, n=1, max_tokens=3, tenant="modest")
             await pass_time(1.0)
-            assert modest.is_over, "it waits behind those who wait for their own tenant's share"
+            assert modest.is_over, "it waits behind requests of tenants at their share"
         assert not any(client.is_over for client in greedy)
         request = SequenceRequest(
             id="r", token_ids=(1, 2), num_prompt_tokens=2, choices=tuple(range(5)), tenant="greedy"
@@ -248,7 +248,7 @@ def test_a_tenant_that_asks_for_everything_leaves_room_for_others() -> None:
 
 @pytest.mark.parametrize("tenant_share", [0.75, 1.0])
 def test_a_tenant_that_has_little_displaces_answers_that_have_grown_into_everything(tenant_share: float) -> None:
-    """For the replica makes way for it."""
+    """The replica preempts other answers."""
 
     async def play(world: World) -> None:
         world.tenant_share = tenant_share
@@ -267,11 +267,11 @@ def test_a_rejected_offline_request_leaves_no_reservation() -> None:
     async def play(world: World) -> None:
         offline = world.ask(num_tokens=9, n=7, max_tokens=3, priority=OFFLINE, tenant="a")
         await pass_time(0.1)
-        world.add(Role.DECODE)  # which runs six choices
+        world.add(Role.DECODE)  # runs six choices
         await pass_time(1.0)
         assert offline.task and offline.task.done() and not offline.received
         assert not world.core.admission.held
-        offline.was_cancelled = True  # nobody expects an answer
+        offline.was_cancelled = True  # no answer is expected
 
     scenarios.play(play, 0)
 
@@ -294,7 +294,7 @@ def test_waiting_requests_survive_the_loss_of_a_replica() -> None:
 
 
 def test_a_tenant_that_asks_for_little_is_not_rejected_for_anothers_queue() -> None:
-    """How fast the other one gets on says nothing of when its own turn comes."""
+    """The progress of another tenant says nothing about its own turn."""
 
     async def play(world: World) -> None:
         world.tenant_share = 0.75
@@ -336,7 +336,7 @@ def test_a_call_that_ends_before_its_choices_is_a_loss_and_they_continue_elsewhe
         other = world.add(Role.DECODE)
         await pass_time(0.1)
         (lease,) = decode.leases
-        lease.running.clear()  # it says nothing more of them, and that all is well
+        lease.running.clear()  # it reports success but sends no more tokens
         lease.call.end()
         await pass_time(2)
         assert not other.running(), "the last frames may still be on their way"
@@ -349,7 +349,7 @@ def test_a_call_that_ends_before_its_choices_is_a_loss_and_they_continue_elsewhe
 
 
 def test_tokens_left_unread_are_bounded() -> None:
-    """The client hears of it when it reads again."""
+    """The client gets the error when it reads again."""
 
     async def play(world: World) -> None:
         world.add(Role.DECODE)
@@ -377,7 +377,9 @@ def test_prompt_logprobs_ignore_caches_and_need_a_replica_that_supports_them() -
         client = world.ask(num_tokens=9, n=1, max_tokens=30, num_prompt_logprobs=1)
         world.replicas.index.store(older.id, block_hashes(root_hash("model"), tokens, block_size=4))
         await pass_time(1.0)
-        assert not client.is_over and not older.promised_streams, "it would pass over what is asked"
+        assert not client.is_over and not older.promised_streams, (
+            "the older replica would ignore the request for log-probabilities"
+        )
         world.tells_prompt_logprobs = True
         decode = _seen(world, world.add(Role.DECODE).name)
         world.replicas.index.store(decode.id, block_hashes(root_hash("model"), tokens, block_size=4))
@@ -395,7 +397,7 @@ def test_offline_requests_do_not_count_as_waiting() -> None:
     async def play(world: World) -> None:
         offline = world.ask(num_tokens=9, n=1, max_tokens=4, priority=OFFLINE)
         await pass_time(0.1)
-        assert b"\nrequests_waiting 0.0" in world.metrics.render(), "nobody has to wait for it"
+        assert b"\nrequests_waiting 0.0" in world.metrics.render(), "offline requests are not counted as waiting"
         other = world.ask(num_tokens=9, n=1, max_tokens=4, priority=OFFLINE - 1)
         await pass_time(0.1)
         assert b"\nrequests_waiting 1.0" in world.metrics.render()

@@ -1,4 +1,4 @@
-"""The text that Prometheus scrapes: names, units, labels, and replicas that come and go."""
+"""Text scraped by Prometheus: names, units, labels, and replicas that join and leave."""
 
 from __future__ import annotations
 

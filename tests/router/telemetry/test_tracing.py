@@ -1,4 +1,4 @@
-"""What becomes of a client's `traceparent` at both doors, and which spans there are of a request."""
+"""Propagation of a client's `traceparent` through both endpoints, and the spans of a request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _is_sampled(traceparent: str) -> bool:
 
 
 class _Traced:
-    """Both doors of a service that is traced, and what has been exported."""
+    """Both endpoints of a traced service, with the exported spans."""
 
     def __init__(self, make: MakeCompletions, *, ratio: float, **fake: Any) -> None:
         self._exporter = InMemorySpanExporter()
@@ -67,7 +67,7 @@ def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 async def _ask(traced: _Traced, endpoint: str, traceparent: str | None) -> str | None:
-    """The `traceparent` that the client hears of."""
+    """Send a request and return the `traceparent` in the response."""
     headers = {"traceparent": traceparent, "tracestate": "v=1"} if traceparent else {}
     if endpoint == "http":
         async with traced.http() as client:
@@ -94,7 +94,7 @@ async def test_the_clients_trace_is_continued(completions: MakeCompletions, endp
     assert own.parent and f"{own.parent.span_id:016x}" == "b7ad6b7169203331"
     assert own.context.trace_state.get("v") == "1"
     (sent,) = traced.fake.started
-    assert sent.traceparent == told, "as the replicas hear it"
+    assert sent.traceparent == told, "as sent to the replicas"
     assert [span.name for span in states] == ["prepare"], "a fake serving side passes no others"
     assert all(span.parent and span.parent.span_id == own.context.span_id for span in states)
     assert own.attributes and own.attributes["xpyd.outcome"] == "completed"
@@ -128,7 +128,7 @@ async def test_a_malformed_traceparent_begins_a_new_trace(
 
 @pytest.mark.parametrize("state", ["\x1b[2Jsecret", ",".join(["secret"] * 31), "a=1,a=secret", "secret=1," * 1200])
 def test_tracestate_is_never_logged(caplog: pytest.LogCaptureFixture, state: str) -> None:
-    """The library has a line for each that makes no sense: of a client's bytes, as many as it likes."""
+    """The library logs each malformed entry, with any number of bytes chosen by the client."""
     tracing = Tracing(SimpleSpanProcessor(InMemorySpanExporter()), ratio=0.0, deployment="d", router="router-1")
     for sent in (_SAMPLED, "9" * 60_000):
         trace = tracing.begin("POST /", {"traceparent": sent, "tracestate": state})

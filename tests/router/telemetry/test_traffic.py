@@ -1,4 +1,4 @@
-"""What a router remembers of its traffic, and what nobody can read out of it."""
+"""Record of a router's traffic, and the confidentiality of its prompt hashes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_equal_prefixes_have_equal_ids_per_salt_and_key() -> None:
 
 
 def test_a_public_hash_does_not_reveal_the_next_one_without_the_key() -> None:
-    """Else whoever guesses 64 tokens could try them behind an id that he knows."""
+    """Otherwise an attacker could confirm a guess of 64 tokens after a known id."""
     from hashlib import blake2b
     from struct import pack
 

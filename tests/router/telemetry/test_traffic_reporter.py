@@ -1,4 +1,4 @@
-"""What a router tells its controller of traffic: all of it to one that knows nothing, then what is new."""
+"""Traffic reports of a router: complete for a new controller, then incremental."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.telemetry.traffic import TrafficRecord
 from router.telemetry.traffic_reporter import TrafficReporter
 from tests.router.serving.virtual_time import VirtualTimeLoop
 
-_LIVES = ["a", "a", "", "a", "b", "b"]  # of the controller that is told; empty: nobody answers
+_LIVES = ["a", "a", "", "a", "b", "b"]  # `life` in each reply; empty: the call fails
 
 
 def test_a_restarted_controller_gets_one_full_report() -> None:
@@ -32,7 +32,7 @@ def test_a_restarted_controller_gets_one_full_report() -> None:
                 over.set()
             if not life:
                 raise DeployError("the controller starts")
-            decision = ShownDecision(at=0.0, text="1P1D -> 2P1D", reason="so it is")
+            decision = ShownDecision(at=0.0, text="1P1D -> 2P1D", reason="queue grows")
             return TrafficAnswer(life=life, scaling=(decision,))
 
         for _ in range(3):
@@ -45,13 +45,13 @@ def test_a_restarted_controller_gets_one_full_report() -> None:
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(run())
-    #              all, nothing new, lost on the way, all again, a new life says so only now, all again
+    # full, no news, failed, full again, no news (the reply shows a new life), full again
     assert told == [3, 0, 0, 3, 0, 3]
     assert [decisions[0].text for decisions in shown] == ["1P1D -> 2P1D"] * 5
 
 
 def _replicas() -> Replicas:
     def connect(member: object) -> Worker:
-        raise AssertionError("there is no replica")
+        raise AssertionError("no replica may be connected")
 
     return Replicas(connect, tasks=Supervisor())

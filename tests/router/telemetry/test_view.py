@@ -1,4 +1,4 @@
-"""What one router tells of its replicas, as they come and go."""
+"""View of one router's replicas as they join and leave."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.members import make_member
 
 @dataclass
 class FakeSeenReplica:
-    """As much of router.serving.replica.Replica as is looked at."""
+    """Stand-in for the part of router.serving.replica.Replica that the view reads."""
 
     id: str
     role: Role
@@ -45,7 +45,7 @@ def test_replica_state_changes_give_one_event_each() -> None:
     replicas = [old]
     view = _view(replicas)
     view.take()
-    assert not view.now()["events"], "what was there before"
+    assert not view.now()["events"], "replicas present at the start give no event"
     replicas.append(new)
     view.take()
     assert [one["state"] for one in view.now()["replicas"]] == ["joining", "ready"], "those of interest come first"
