@@ -259,4 +259,4 @@ def test_requests_are_admitted_within_shares_and_all_eventually(
         site.run()
     assert not site.waiting, "requests that never had their turn"
     assert (len(site.queue), site.queue.num_at_share, site.queue.held) == (0, 0, {})
-    assert site.queue.changes_at() is None and not site.queue.is_held_up
+    assert site.queue.changes_at() is None and not site.queue.is_blocked

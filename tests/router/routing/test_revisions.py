@@ -28,14 +28,18 @@ def numbers(ways: object) -> list[int]:
 
 def test_a_single_revision_needs_no_distinction() -> None:
     alone = Revisions()
-    assert alone.first_to_last(request("r"), usable=["decode-0"]) == [None] == alone.after(None, untried=set())
+    assert (
+        alone.for_new_request(request("r"), usable=["decode-0"])
+        == [None]
+        == alone.for_continuation(None, untried=set())
+    )
     assert alone.in_one_revision("prefill-0", "decode-9") and alone.may_move("decode-0", "decode-9")
     assert alone.group(["decode-0", "decode-9"], str) == [["decode-0", "decode-9"]]
 
 
 def test_a_canary_has_its_share_and_no_more() -> None:
     canary = revisions(0.1)
-    ways = [numbers(canary.first_to_last(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(4000)]
+    ways = [numbers(canary.for_new_request(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(4000)]
     first = Counter(way[0] for way in ways)
     assert 0.07 < first[2] / 4000 < 0.13
     assert all(way in ([1], [2, 1]) for way in ways)  # overflow of the old revision waits for it
@@ -45,35 +49,35 @@ def test_requests_stay_on_the_new_revision_as_its_share_grows() -> None:
     before, after = revisions(0.2), revisions(0.6)
     for i in range(500):
         one = request(str(i))
-        if numbers(before.first_to_last(one, usable=["decode-0", "decode-1"]))[0] == 2:
-            assert numbers(after.first_to_last(one, usable=["decode-0", "decode-1"]))[0] == 2
+        if numbers(before.for_new_request(one, usable=["decode-0", "decode-1"]))[0] == 2:
+            assert numbers(after.for_new_request(one, usable=["decode-0", "decode-1"]))[0] == 2
 
 
 def test_a_user_stays_with_one_revision() -> None:
     half = revisions(0.5)
-    ways = [numbers(half.first_to_last(request(str(i), "ann"), usable=["decode-0", "decode-1"])) for i in range(50)]
+    ways = [numbers(half.for_new_request(request(str(i), "ann"), usable=["decode-0", "decode-1"])) for i in range(50)]
     assert len({way[0] for way in ways}) == 1
 
 
 def test_rolling_revisions_take_each_others_overflow() -> None:
     rolling = revisions(0.5, takes_more=True)
-    ways = [numbers(rolling.first_to_last(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(50)]
+    ways = [numbers(rolling.for_new_request(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(50)]
     assert {tuple(way) for way in ways} == {(1, 2), (2, 1)}
 
 
 def test_a_revision_without_a_decode_replica_is_skipped() -> None:
     canary = revisions(0.1)
     for i in range(50):
-        assert numbers(canary.first_to_last(request(str(i)), usable=["decode-1"])) == [2]
-        assert numbers(canary.first_to_last(request(str(i)), usable=["decode-0"])) == [1]
+        assert numbers(canary.for_new_request(request(str(i)), usable=["decode-1"])) == [2]
+        assert numbers(canary.for_new_request(request(str(i)), usable=["decode-0"])) == [1]
 
 
 def test_a_request_stays_on_its_revision_unless_all_replicas_failed() -> None:
     unlike = revisions(0.5, kinds=("a", "b"))
-    assert numbers(unlike.after(1, untried={"decode-0", "decode-1"})) == [1, 2]
-    assert numbers(unlike.after(2, untried={"decode-0", "decode-1"})) == [2, 1]
-    assert numbers(unlike.after(2, untried={"decode-0"})) == [1, 2]
-    assert numbers(unlike.after(None, untried={"decode-0", "decode-1"})) == [1, 2]  # from before the update
+    assert numbers(unlike.for_continuation(1, untried={"decode-0", "decode-1"})) == [1, 2]
+    assert numbers(unlike.for_continuation(2, untried={"decode-0", "decode-1"})) == [2, 1]
+    assert numbers(unlike.for_continuation(2, untried={"decode-0"})) == [1, 2]
+    assert numbers(unlike.for_continuation(None, untried={"decode-0", "decode-1"})) == [1, 2]  # from before the update
 
 
 def test_pairs_stay_within_a_revision_and_moves_within_a_kind() -> None:
