@@ -269,7 +269,7 @@ class AdmissionQueue:
     def _is_full_for(self, queued: QueuedRequest) -> bool:
         """Return whether the queue is full for this request.
 
-        A user may fill half of the remaining places, a tenant three quarters.
+        A user may fill half of the places that the others leave, a tenant three quarters.
         """
         queue, limit = self._queue_of(queued), self._max_waiting
         of_tenant = queue.num_waiting_of(queued.tenant)
