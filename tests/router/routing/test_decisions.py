@@ -31,13 +31,13 @@ def test_explain_returns_every_attempt_of_every_prompt() -> None:
     decisions.add("chat-1-0a1b2c3d", [second], [])
     decisions.add("chat-1-ffffffff", [first], [])
     decisions.add("chat-10-0a1b2c3d", [first], [])
-    told = decisions.explain("chat-1")
-    assert sorted(told) == ["chat-1-0a1b2c3d", "chat-1-ffffffff"]
-    chosen = [[option["decode"] for option in attempt["options"]] for attempt in told["chat-1-0a1b2c3d"]]
+    explained = decisions.explain("chat-1")
+    assert sorted(explained) == ["chat-1-0a1b2c3d", "chat-1-ffffffff"]
+    chosen = [[option["decode"] for option in attempt["options"]] for attempt in explained["chat-1-0a1b2c3d"]]
     assert chosen == [["d-0", "d-1"], ["d-1"]]
-    known = told["chat-1-0a1b2c3d"][0]["replicas"]
+    known = explained["chat-1-0a1b2c3d"][0]["replicas"]
     assert list(known) == ["p-0", "d-0", "d-1"] and known["p-0"]["timing"]["base_s"] == 0.01
-    assert told["chat-1-ffffffff"][0]["options"][0]["cost_s"] == 1.0
+    assert explained["chat-1-ffffffff"][0]["options"][0]["cost_s"] == 1.0
     assert decisions.explain("another") == {}
 
 

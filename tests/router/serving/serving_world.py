@@ -67,13 +67,15 @@ class Client:
                 self._take(choice, token.token_id, is_last=token.finish_reason is not None)
 
     def _check_prompt_logprobs(self, generation: Generation) -> None:
-        told, expected = generation.prompt_logprobs, prompt_logprobs_of(self.request)
-        assert (told is None) == (expected is None), (
+        actual, expected = generation.prompt_logprobs, prompt_logprobs_of(self.request)
+        assert (actual is None) == (expected is None), (
             f"{self.request.id}: tokens before the log-probabilities of its prompt"
         )
-        if told and expected:
-            for column, wanted in zip(told.columns, expected.columns, strict=True):
-                assert column.tolist() == wanted.tolist(), f"{self.request.id}: its prompt has {wanted}, not {column}"
+        if actual and expected:
+            for column, expected_column in zip(actual.columns, expected.columns, strict=True):
+                assert column.tolist() == expected_column.tolist(), (
+                    f"{self.request.id}: its prompt has {expected_column}, not {column}"
+                )
 
     def _take(self, choice: int, token_id: int, *, is_last: bool) -> None:
         tokens, expected = self.received.setdefault(choice, []), self.expected[choice]
@@ -170,7 +172,9 @@ class World:
             tenant=tenant,
             priority=priority,
         )
-        client = Client(request, {choice: _said(request, choice) for choice in request.choices}, self._loop.time())
+        client = Client(
+            request, {choice: _expected_tokens(request, choice) for choice in request.choices}, self._loop.time()
+        )
         client.random = self.random.choice([None, self.random])
         client.task = asyncio.create_task(client.run(self.core, self.replicas))
         self.clients.append(client)
@@ -232,7 +236,7 @@ class World:
             tokens = [*client.request.token_ids, *client.received.get(0, [])]
             hashes = block_hashes(root_hash("model"), tokens, block_size=_BLOCK)
             assert not self.replicas.index.depths(hashes), f"{client.request.id}: a prefix that is still expected"
-        left = {name for task in asyncio.all_tasks() if (name := _name(task)).split(".")[0] in _OF_A_REQUEST}
+        left = {name for task in asyncio.all_tasks() if (name := _name(task)).split(".")[0] in _REQUEST_TYPES}
         assert not left, f"tasks without a request: {left}"
 
     def check_forgotten(self) -> None:
@@ -262,8 +266,10 @@ class World:
 
     def _check_answer(self, client: Client) -> None:
         if client.error is None:
-            wanted = set(client.request.choices) - client.stopped.keys()
-            assert wanted <= client.finished, f"{client.request.id}: {wanted - client.finished} have no end"
+            expected_column = set(client.request.choices) - client.stopped.keys()
+            assert expected_column <= client.finished, (
+                f"{client.request.id}: {expected_column - client.finished} have no end"
+            )
         elif isinstance(client.error, DeadlineExceeded):
             assert client.request.deadline_s is not None, client.error
         elif not (isinstance(client.error, CapacityError) and client.request.deadline_s is not None):
@@ -287,14 +293,14 @@ class World:
         return num_hits >= min(_ENOUGH_BLOWS, len(innocent))
 
 
-_OF_A_REQUEST = {"Relay", "Attempt", "Places", "FakeCall"}
+_REQUEST_TYPES = {"Relay", "Attempt", "Places", "FakeCall"}
 
 
 def _name(task: asyncio.Task[object]) -> str:
     return getattr(task.get_coro(), "__qualname__", "")
 
 
-def _said(request: SequenceRequest, choice: int) -> list[int]:
+def _expected_tokens(request: SequenceRequest, choice: int) -> list[int]:
     tokens: list[int] = list(request.token_ids)
     while True:
         token = next_token(request, choice, tokens)

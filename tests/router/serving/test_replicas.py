@@ -82,9 +82,9 @@ async def test_calls_to_a_replica_that_has_left_fail_like_any_loss(redis_url: st
             replica = await enter(server)
             await membership.leave("prefill-0")
         await _until_alive(replicas, alive=False)
-        heard: list[Any] = []
+        received: list[Any] = []
         with pytest.raises(ReplicaLost):  # tokens sent before the reconnect would be missing
-            replica.subscribe(1, heard.append)
+            replica.subscribe(1, received.append)
         await becomes(lambda: replicas.get("prefill-0") is None)
         with pytest.raises(ReplicaLost):
             await replica.unless_lost(_call(replica))
@@ -113,27 +113,27 @@ async def test_an_odd_stream_ends_alone_and_what_a_newer_version_adds_is_ignored
             yield pb.Frame(number=1, streams=[_with_more(stream) for stream in streams])
             await asyncio.Event().wait()
 
-    subscribed, heard_all = asyncio.Event(), asyncio.Event()
-    heard: dict[int, list[Any]] = {7: [], 8: [], 9: []}
+    subscribed, received_all = asyncio.Event(), asyncio.Event()
+    received: dict[int, list[Any]] = {7: [], 8: [], 9: []}
 
     def take(stream: int, tokens: Any) -> None:
-        heard[stream].append(tokens)
+        received[stream].append(tokens)
         if stream == 8 and not isinstance(tokens, ReplicaLost):
             raise ValueError("it cannot be taken")
         if stream == 9:
-            heard_all.set()
+            received_all.set()
 
     async with _serving(Newer()) as server:
         replicas = _following(server)
         await _until_alive(replicas, alive=True)
         replica = replicas.get("decode-0")
         assert replica
-        for stream in heard:
+        for stream in received:
             replica.subscribe(stream, partial(take, stream))
         subscribed.set()
-        await asyncio.wait_for(heard_all.wait(), 10)
-        assert all(token.finish_reason is FinishReason.STOP for stream in (7, 9) for (token,) in heard[stream])
-        assert isinstance(heard[8][-1], ReplicaLost) and len(heard[8]) == 2
+        await asyncio.wait_for(received_all.wait(), 10)
+        assert all(token.finish_reason is FinishReason.STOP for stream in (7, 9) for (token,) in received[stream])
+        assert isinstance(received[8][-1], ReplicaLost) and len(received[8]) == 2
         assert replica.is_alive and replica.num_subscribed == 2
         await replicas.close()
 
@@ -205,10 +205,10 @@ async def test_a_router_that_stood_still_reads_received_frames_first() -> None:
 
 
 async def test_plain_tokens_reach_their_streams_and_need_one_each() -> None:
-    call, changed, heard = FakeCall[pb.Frame](), asyncio.Event(), list[Any]()
+    call, changed, received = FakeCall[pb.Frame](), asyncio.Event(), list[Any]()
 
     def take(stream: int, tokens: Any) -> None:
-        heard.append((stream, tokens))
+        received.append((stream, tokens))
 
     async def follow(take: Callable[[pb.Frame], None]) -> None:
         async for frame in call:
@@ -222,10 +222,10 @@ async def test_plain_tokens_reach_their_streams_and_need_one_each() -> None:
         replica.subscribe(stream, partial(take, stream))
     last = pb.StreamTokens(stream=1, tokens=[pb.SampledToken(token_id=7, finish_reason="stop")])
     call.put(pb.Frame(number=1, plain_streams=[2, 9, 1], plain_token_ids=[5, 5, 6], streams=[last]))
-    await becomes(lambda: len(heard) == 3)
-    assert heard == [(2, [SampledToken(5)]), (1, [SampledToken(6)]), (1, [SampledToken(7, None, FinishReason.STOP)])]
+    await becomes(lambda: len(received) == 3)
+    assert received == [(2, [SampledToken(5)]), (1, [SampledToken(6)]), (1, [SampledToken(7, None, FinishReason.STOP)])]
     call.put(pb.Frame(number=2, plain_streams=[1, 2], plain_token_ids=[5]))
     await becomes(lambda: not replica.is_alive)
-    assert [type(told) for _, told in heard[3:]] == [ReplicaLost] * 2, "the token belongs to an unknown stream"
-    assert "1 tokens for 2 streams" in str(heard[-1][1])
+    assert [type(item) for _, item in received[3:]] == [ReplicaLost] * 2, "the token belongs to an unknown stream"
+    assert "1 tokens for 2 streams" in str(received[-1][1])
     await replica.close()

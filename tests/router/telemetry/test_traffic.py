@@ -44,15 +44,15 @@ def test_reports_are_incremental_and_full_on_request() -> None:
     record = TrafficRecord(_KEY, router="router-1", now=clock)
     first = _arrive(record, ttft_s=0.25, num_choices=2)
     clock.now += 3
-    news = record.report()
-    assert [*news.arrived] == [0, 1] and news.arrived[0].arrival_s == 3 and not news.changed
-    assert news.arrived[0].ttft_s == 0.25 and not news.arrived[0].is_over
+    changes = record.report()
+    assert [*changes.arrived] == [0, 1] and changes.arrived[0].arrival_s == 3 and not changes.changed
+    assert changes.arrived[0].ttft_s == 0.25 and not changes.arrived[0].is_over
     assert not record.report().arrived
     record.over(first, [4, 5], ttft_s=0.25, itl_s=0.02)
     _arrive(record)
-    news = record.report()
-    assert {number: seen.num_output for number, seen in news.changed.items()} == {0: 4, 1: 5}
-    assert [*news.arrived] == [2]
+    changes = record.report()
+    assert {number: seen.num_output for number, seen in changes.changed.items()} == {0: 4, 1: 5}
+    assert [*changes.arrived] == [2]
     assert [*record.report(is_full=True).arrived] == [0, 1, 2]
 
 

@@ -18,17 +18,17 @@ _LIVES = ["a", "a", "", "a", "b", "b"]  # `life` in each reply; empty: the call 
 
 
 def test_a_restarted_controller_gets_one_full_report() -> None:
-    told: list[int] = []
+    sizes: list[int] = []
     shown: list[Sequence[ShownDecision]] = []
 
     async def run() -> None:
         record = TrafficRecord(b"k" * 32, router="r")
         over = asyncio.Event()
 
-        async def tell(news: TrafficReport) -> TrafficAnswer:
-            told.append(len(news.arrived))
-            life = _LIVES[len(told) - 1]
-            if len(told) == len(_LIVES):
+        async def send(report: TrafficReport) -> TrafficAnswer:
+            sizes.append(len(report.arrived))
+            life = _LIVES[len(sizes) - 1]
+            if len(sizes) == len(_LIVES):
                 over.set()
             if not life:
                 raise DeployError("the controller starts")
@@ -38,15 +38,15 @@ def test_a_restarted_controller_gets_one_full_report() -> None:
         for _ in range(3):
             record.arrived([1, 2, 3], salt="", num_choices=1, ttft_s=lambda: 0.0)
         reporter = TrafficReporter(record, _replicas(), num_waiting=lambda: 0, answered=shown.append)
-        task = asyncio.create_task(reporter.report_forever(tell))
+        task = asyncio.create_task(reporter.report_forever(send))
         await over.wait()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(run())
-    # full, no news, failed, full again, no news (the reply shows a new life), full again
-    assert told == [3, 0, 0, 3, 0, 3]
+    # full, no changes, failed, full again, no changes (the reply shows a new life), full again
+    assert sizes == [3, 0, 0, 3, 0, 3]
     assert [decisions[0].text for decisions in shown] == ["1P1D -> 2P1D"] * 5
 
 
