@@ -24,15 +24,15 @@ from planner.autoscaler.simulator_accuracy import BAND, Trust
 _MORE_LOAD = 1.1  # load, relative to the forecast, for which larger sizes are chosen
 _SPARE_LOAD = 1.2  # load, relative to the forecast, that smaller sizes must carry
 _CALM = 3  # consecutive decisions before a scale-down
-_MOST_PATIENCE = 16  # maximum multiple of _CALM
+_MAX_PATIENCE = 16  # maximum multiple of _CALM
 _REGRET = 20  # decisions: a scale-up within this time marks the scale-down as premature
-_LEAST_GAIN = 0.02  # minimum gain, in share of good requests
+_MIN_GAIN = 0.02  # minimum gain, in share of good requests
 # A gain below _CHANCE / sqrt(n), at most two standard errors of a share of n simulated requests, may be noise.
 _CHANCE = 1.0
 _HOPELESS = 0.5  # share of good requests below which the load exceeds the capacity
 _HORIZON = 10  # assumed lifetime of a change, in decisions
-_WORSE, _BETTER, _MOST_CORRECTION = 1.1, 0.98, 1.5  # factors on the load given to the simulator
-_LEAST_MEASURED = 20  # requests
+_WORSE, _BETTER, _MAX_CORRECTION = 1.1, 0.98, 1.5  # factors on the load given to the simulator
+_MIN_MEASURED = 20  # requests
 _COLD = 0.5  # measured load, in terms of the smaller pool, below which a pool may shrink
 
 
@@ -170,11 +170,11 @@ class Autoscaler:
         moves = ScaleMoves.between(seen.sizes, after, has_switch=seen.price.switch_s is not None)
         delay_s = seen.price.delay_s(moves)
         today, hoped = now.expected_share, then.expected_share
-        gain, least = hoped - today, max(_LEAST_GAIN, _CHANCE / math.sqrt(now.num) if now.num else 0.0)
+        gain, least = hoped - today, max(_MIN_GAIN, _CHANCE / math.sqrt(now.num) if now.num else 0.0)
         text = f"{now.sizes} would keep the limits for {today:.1%}, {best.sizes} for {hoped:.1%}"
         # Under overload, chance decides which requests are good, so compare the work done instead.
         if max(today, hoped) < _HOPELESS:
-            gain, least = demand.done(best.sizes) - demand.done(now.sizes), _LEAST_GAIN
+            gain, least = demand.done(best.sizes) - demand.done(now.sizes), _MIN_GAIN
             text += f" (of the work {demand.done(now.sizes):.0%} and {demand.done(best.sizes):.0%})"
         worth_s = gain * _HORIZON * self.spec.interval_s
         price_s = seen.price.lost_s(moves) / sum(seen.sizes)
@@ -252,13 +252,13 @@ class Autoscaler:
 
     def _corrected(self, state: AutoscaleState, expected: Prediction, measured: Mapping[str, float]) -> float:
         """Return the updated load correction; it rises if requests missed limits that the simulator predicted kept."""
-        if measured["num"] < _LEAST_MEASURED:
+        if measured["num"] < _MIN_MEASURED:
             return state.correction
         if measured["good_share"] >= self.spec.attainment:
             return max(1.0, round(state.correction * _BETTER, 3))
         if expected.good_share < self.spec.attainment:
             return state.correction
-        return min(_MOST_CORRECTION, round(state.correction * _WORSE, 3))
+        return min(_MAX_CORRECTION, round(state.correction * _WORSE, 3))
 
     def _after(self, state: AutoscaleState, decision: ScalingDecision) -> AutoscaleState:
         """Return the state after a decision."""
@@ -269,7 +269,7 @@ class Autoscaler:
             return state
         grows = sum(decision.after) > sum(decision.before)
         if grows and state.number - state.shrunk_at <= _REGRET * state.patience:
-            state = replace(state, patience=min(2 * state.patience, _MOST_PATIENCE))
+            state = replace(state, patience=min(2 * state.patience, _MAX_PATIENCE))
         return replace(state, changed_at=state.number)
 
 

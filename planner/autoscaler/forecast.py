@@ -23,7 +23,7 @@ _NUM_PARTS = 12  # observations per window
 _SHORTEST_S, _ENOUGH = 15.0, 20  # minimum seconds and requests of the recent traffic that counts as one kind
 _FEW = 3  # with fewer older requests, no difference is tested
 _SURE = 3.5  # significance threshold, in standard errors
-_MOST_RATIO = 2.0  # maximum ratio between forecast and observation, either way
+_MAX_RATIO = 2.0  # maximum ratio between forecast and observation, either way
 _OWN_IDS = 1 << 50  # ids from here on are unique to one request
 
 
@@ -178,8 +178,8 @@ def trace_request(
 
 
 def _expected(series: Sequence[float], seen: float, *, steps: int) -> float:
-    """Forecast a series, shrunk towards the observed value by its error and limited to _MOST_RATIO of it."""
+    """Forecast a series, shrunk towards the observed value by its error and limited to _MAX_RATIO of it."""
     forecast, error = holt(series, steps=steps)
     change = forecast - seen
     forecast = seen + math.copysign(max(0.0, abs(change) - _CHANCE * error), change)
-    return min(max(forecast, seen / _MOST_RATIO), seen * _MOST_RATIO)
+    return min(max(forecast, seen / _MAX_RATIO), seen * _MAX_RATIO)

@@ -10,7 +10,7 @@ from planner.autoscaler.pool_sizes import PoolSizes, ScaleLimits
 from planner.autoscaler.scaling_decision import Prediction
 
 FULL = 0.85  # utilization above which a pool builds up queues
-_MOST_TRIED = 4
+_MAX_TRIED = 4
 
 
 def find_enough(
@@ -39,7 +39,7 @@ def find_enough(
     while True:
         best = max(tried.values(), key=worth)
         near = [sizes for sizes in _near(best, limits, attainment) if sizes not in tried]
-        if not near or len(tried) >= _MOST_TRIED:
+        if not near or len(tried) >= _MAX_TRIED:
             return best, list(tried.values())
         nearest = min(near, key=lambda sizes: _fit(sizes, target, limits))
         tried[nearest] = outlook.predict(nearest, load=load)

@@ -26,13 +26,13 @@ from planner.simulator.profile import Profile
 from planner.simulator.report import Report
 from planner.simulator.run import feed
 
-_HORIZON_S = 60.0  # simulated time, unless _MOST_OUTPUT is reached first
-_MOST_OUTPUT = 100_000  # answer tokens per simulation, which takes a few seconds
+_HORIZON_S = 60.0  # simulated time, unless _MAX_OUTPUT is reached first
+_MAX_OUTPUT = 100_000  # answer tokens per simulation, which takes a few seconds
 _LASTING_S = 300.0  # assumed lifetime of a decision
-_LEAST_REQUESTS = 8
+_MIN_REQUESTS = 8
 _OTHERS = 1 << 66  # greater than any id
 _EVICTION = "lru"  # the learning policy needs more history than a simulated minute
-_MOST_PAST = 200  # earlier requests whose prompts are cached when a simulation begins
+_MAX_PAST = 200  # earlier requests whose prompts are cached when a simulation begins
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
@@ -97,7 +97,7 @@ class _Present:
             for i, seen in enumerate(requests[:first])
             if seen.ids is not None
         ]
-        return cls(cached=cached[-_MOST_PAST:], running=running, waiting=waiting)
+        return cls(cached=cached[-_MAX_PAST:], running=running, waiting=waiting)
 
 
 class SimulatedOutlook:
@@ -123,7 +123,7 @@ class SimulatedOutlook:
         requests: in order of arrival. ahead_s: how far after now_s the load is forecast.
         """
         recent = [request for request in requests if request.arrival_s >= now_s - window_s]
-        if len(recent) < _LEAST_REQUESTS:
+        if len(recent) < _MIN_REQUESTS:
             return None
         # Lengths are learnt from all requests: those with prompts of one length class may be rare.
         all_answers = answer_lengths(requests, now_s=now_s)
@@ -161,8 +161,8 @@ class SimulatedOutlook:
         fleet.warm(self._now.cached)
         for request, num_generated in self._now.running:
             fleet.place(request, num_generated)
-        coming = [replace(request, arrival_s=request.arrival_s / load) for request in self._trace]
-        feed(clock, fleet.arrive, [*self._now.waiting, *coming])
+        trace = [replace(request, arrival_s=request.arrival_s / load) for request in self._trace]
+        feed(clock, fleet.arrive, [*self._now.waiting, *trace])
         clock.run()
         judged = [flight for flight in report.flights if flight.request.number >= 0]
         judged.sort(key=lambda flight: flight.request.arrival_s)
@@ -223,16 +223,16 @@ def _lasting(
 
 
 def _affordable(answers: Sequence[int]) -> int:
-    """Return the index of the first replayed request: as many of the last ones as _MOST_OUTPUT answer tokens allow."""
-    left, first = _MOST_OUTPUT, len(answers)
+    """Return the index of the first replayed request: as many of the last ones as _MAX_OUTPUT answer tokens allow."""
+    left, first = _MAX_OUTPUT, len(answers)
     while first and (left := left - answers[first - 1]) >= 0:
         first -= 1
-    return min(first, max(0, len(answers) - _LEAST_REQUESTS))
+    return min(first, max(0, len(answers) - _MIN_REQUESTS))
 
 
 def _times(seconds: float, answers: Sequence[int]) -> int:
     """Return how often a trace of this length is repeated to fill the simulated time."""
-    return max(1, round(min(_HORIZON_S / max(seconds, 1e-3), _MOST_OUTPUT / sum(answers))))
+    return max(1, round(min(_HORIZON_S / max(seconds, 1e-3), _MAX_OUTPUT / sum(answers))))
 
 
 def _again(trace: list[TraceRequest], seconds: float, times: int) -> list[TraceRequest]:

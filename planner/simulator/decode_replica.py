@@ -111,7 +111,7 @@ class DecodeReplica:
         self._handed_over: dict[Flight, Callable[[int], None]] = {}  # handovers at the end of the current step
         self._leap: _Leap | None = None
         self._step_number = 0
-        self._under_way: ScheduledStep | None = None
+        self._current_step: ScheduledStep | None = None
 
     @property
     def num_streams(self) -> int:
@@ -182,7 +182,7 @@ class DecodeReplica:
         `then` is called with its number of generated tokens, unless the answer ends first.
         """
         self._handed_over[flight] = then
-        if self._under_way:
+        if self._current_step:
             self._wake()
         else:
             self._hand_over()
@@ -237,7 +237,7 @@ class DecodeReplica:
         """Spend the time of one step, or of a series of identical steps."""
         assert step
         self.store.publish()
-        self._under_way = step
+        self._current_step = step
         is_plain = not step.prompts
         num_steps = self._num_plain_steps() if is_plain else 1
         timing = self._decode_timing if is_plain else self._timing
@@ -246,7 +246,7 @@ class DecodeReplica:
             num_pairs=sum(pairs(count, after=prompt.sequence.num_computed) for prompt, count in step.prompts),
             num_context=sum(len(sequence.tokens) for sequence, _ in step.decoding),
         )
-        seconds += self._drafts.take_asked_s() if self._drafts else 0.0
+        seconds += self._drafts.take_call_s() if self._drafts else 0.0
         self._leap = _Leap(self._clock.now, num_steps, seconds, timing.context_s * len(step.decoding))
         if self._cores:
             self._step_number += 1
@@ -258,7 +258,7 @@ class DecodeReplica:
 
     def _wake(self) -> None:
         """React to a change: begin to step, or cut a leap short after the current step."""
-        if not self._under_way:
+        if not self._current_step:
             self._step()
         elif self._leap:
             num_steps = self._leap.begun_by(self._clock.now)
@@ -315,9 +315,9 @@ class DecodeReplica:
     def _end(self, number: int) -> None:
         if number != self._step_number:
             return  # the leap was cut short
-        leap, step = self._leap, self._under_way
+        leap, step = self._leap, self._current_step
         assert leap and step
-        self._leap = self._under_way = None
+        self._leap = self._current_step = None
         self.busy_s += self._clock.now - leap.begin_s
         for sequence, _ in step.decoding if leap.num_steps > 1 else ():  # all but the last step of the leap
             sequence.tokens += sequence.tokens[-1:] * (leap.num_steps - 1)

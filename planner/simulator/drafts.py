@@ -40,16 +40,16 @@ class SimulatedDrafts:
         self.draft_factors = (1.0,)
         self._rates = rates
         self._random = Random(seed)
-        self._asked_s = 0.0  # total time of proposer calls
-        self._set_aside_s = 0.0  # part not yet added to a step
-        ways = {_METHOD: self}
+        self._call_s = 0.0  # total time of proposer calls
+        self._pending_s = 0.0  # part not yet added to a step
+        methods = {_METHOD: self}
         self.speculation = Speculation(
-            {} if rates.is_computed else ways,
-            models=ways if rates.is_computed else {},
+            {} if rates.is_computed else methods,
+            models=methods if rates.is_computed else {},
             max_tokens=len(rates.accepted),
             vocab_size=_VOCAB_SIZE,
             backs_off=False,  # `guessed` already is a share of all steps
-            clock=lambda: self._asked_s,
+            clock=lambda: self._call_s,
         )
 
     @property
@@ -60,16 +60,16 @@ class SimulatedDrafts:
     def num_accepted(self) -> int:
         return self.speculation.counts[_METHOD].accepted.total()
 
-    def take_asked_s(self) -> float:
+    def take_call_s(self) -> float:
         """Return and reset the time of proposer calls before the next step."""
-        seconds, self._set_aside_s = self._set_aside_s, 0.0
+        seconds, self._pending_s = self._pending_s, 0.0
         return seconds
 
     def set_aside(self, seconds: float) -> None:
-        self._set_aside_s += seconds
+        self._pending_s += seconds
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        self._asked_s += self._rates.ask_s + self._rates.ask_place_s * max_tokens
+        self._call_s += self._rates.ask_s + self._rates.ask_place_s * max_tokens
         return [self._propose(sequence, max_tokens) for sequence in sequences]
 
     def finished(self, sequence: Sequence) -> None:

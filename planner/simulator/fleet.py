@@ -69,7 +69,7 @@ class Fleet:
         self._waiting: dict[QueuedRequest, Flight] = {}
         self._looks_at = -1.0  # time of the next scheduled look for room
         self._usual_answer = AnswerLength()
-        self._given: Counter[str] = Counter()  # open requests in which a replica takes part
+        self._num_open: Counter[str] = Counter()  # open requests in which a replica takes part
         self.prefills: dict[str, PrefillReplica] = {}
         self.decodes: dict[str, DecodeReplica] = {}
         self.drafts: dict[str, SimulatedDrafts] = {}  # by decode replica; empty without drafts
@@ -88,7 +88,7 @@ class Fleet:
             queued = QueuedRequest("", 0, float(request.num_tokens + self._usual_answer.predict(_ANY_LENGTH)))
             self._waiting[queued] = flight
             self._queue.add(queued, within_s=math.inf, now=self._clock.now)
-            if not self._queue.is_held_up:
+            if not self._queue.is_blocked:
                 self._look_for_room()
         else:
             self._send(flight, self.serving(Role.PREFILL), self.serving(Role.DECODE))
@@ -134,7 +134,7 @@ class Fleet:
         flight.option, flight.compute_s = option, compute_s
         computes = option.prefill or option.decode
         flight.with_replicas = {name for name in (option.prefill, option.decode, option.fetch_from) if name}
-        self._given.update(flight.with_replicas)
+        self._num_open.update(flight.with_replicas)
         now = self._clock.now
         self._busy_until[computes] = max(now, self._busy_until.get(computes, 0.0)) + compute_s
         self._unanswered[computes] = self._unanswered.get(computes, 0) + 1
@@ -164,7 +164,7 @@ class Fleet:
 
         Its prompts are completed; its answers move to other replicas with their KV.
         """
-        name = min(self.serving(role), key=lambda name: self._given[name])
+        name = min(self.serving(role), key=lambda name: self._num_open[name])
         self._leaving[name] = then
         if leaving := self.decodes.get(name):
             leaving.leave(lambda flight: self._move(flight, name))
@@ -192,7 +192,7 @@ class Fleet:
         name = min(self.serving(Role.DECODE), key=lambda name: self.decodes[name].num_streams)
         option = Option(prefill=None, decode=name)
         flight = Flight(request, self._hashes.of(request), option, 0.0, reserved_at=num_generated, with_replicas={name})
-        self._given[name] += 1
+        self._num_open[name] += 1
         self.decodes[name].reserve(flight, num_generated)
 
     def loads(self, role: Role) -> list[ReplicaUse]:
@@ -209,7 +209,7 @@ class Fleet:
 
     def _let_go(self, names: Iterable[str]) -> None:
         for name in names:
-            if not self._given[name] and (then := self._leaving.pop(name, None)):
+            if not self._num_open[name] and (then := self._leaving.pop(name, None)):
                 self.prefills.pop(name, None)
                 self.decodes.pop(name, None)
                 # Scheduled, so that the replica whose step is ending can still publish its blocks.
@@ -221,7 +221,7 @@ class Fleet:
         then()
 
     def _done_with(self, *names: str) -> None:
-        self._given.subtract(names)
+        self._num_open.subtract(names)
         self._let_go(names)
 
     def _ended(self, flight: Flight) -> None:
@@ -241,7 +241,7 @@ class Fleet:
         target = min(others, key=lambda name: self.decodes[name].num_streams)
         flight.moves_to = target
         flight.with_replicas.add(target)
-        self._given[target] += 1
+        self._num_open[target] += 1
         flight.reserved_at = self.decodes[source].num_generated(flight)
         self.decodes[target].reserve(flight, flight.reserved_at)
 
@@ -351,9 +351,9 @@ class Fleet:
         target_store.publish()
         self._submit(flight)
 
-    def _pass(self, replica: str, way: str, num_bytes: float, rate: float) -> float:
+    def _pass(self, replica: str, direction: str, num_bytes: float, rate: float) -> float:
         """Queue bytes on a link. Return the time at which they have passed, after those queued earlier."""
-        key = (replica, way)
+        key = (replica, direction)
         self._link_free_at[key] = max(self._clock.now, self._link_free_at.get(key, 0.0)) + num_bytes / rate
         return self._link_free_at[key]
 

@@ -8,8 +8,8 @@ from operator import mul
 
 from planner.simulator.profile import Drafts
 
-_FEWEST = 20  # minimum number of drafted tokens at a position
-_LEAST = 0.01  # drafted tokens per row and step; fewer are only occasional probes
+_MIN_SAMPLES = 20  # minimum number of drafted tokens at a position
+_MIN_DRAFTED = 0.01  # drafted tokens per row and step; fewer are only occasional probes
 _MAX_TOKENS = 64
 _HALVINGS = 30
 
@@ -22,7 +22,7 @@ def by_place(drafted: Sequence[float], accepted: Sequence[float], *, num_steps: 
     shares: list[float] = []
     before = 1.0  # probability that all earlier tokens are accepted
     for num_drafted, num_right in zip(drafted[:_MAX_TOKENS], accepted, strict=False):
-        if num_drafted < _FEWEST or not before:
+        if num_drafted < _MIN_SAMPLES or not before:
             break
         chance = num_right / num_drafted
         shares.append(min(1.0, chance / before))
@@ -38,7 +38,7 @@ def by_yield(tokens_per_row: float, drafted_per_row: float) -> Drafts | None:
     All drafts are assumed to have the mean length.
     """
     gain = tokens_per_row - 1
-    if drafted_per_row < _LEAST or gain <= 0:
+    if drafted_per_row < _MIN_DRAFTED or gain <= 0:
         return None
     length = min(_MAX_TOKENS, max(1, round(drafted_per_row)))
     guessed = min(1.0, drafted_per_row / length)

@@ -11,7 +11,7 @@ from planner.simulator.candidate import Candidate, Trial
 from planner.simulator.fleet_setup import FleetSetup
 from planner.simulator.profile import Profile
 
-_MOST_CHUNK = 8192  # tokens
+_MAX_CHUNK = 8192  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class _Search:
             best, better = first, first.good_share < 1
             while better:
                 chunk = int(best.decode_batch_tokens * turn)
-                if not setup.max_running < chunk <= _MOST_CHUNK:
+                if not setup.max_running < chunk <= _MAX_CHUNK:
                     break
                 other = self._try(0, num_decode, decode_width=decode_width, decode_batch_tokens=chunk)
                 better = other.merit > best.merit

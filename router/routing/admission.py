@@ -30,7 +30,7 @@ from core.types.request import OFFLINE
 from router.routing.fair_queue import NO_PLACES, FairQueue, Places, QueuedRequest, State
 
 _HOLD_S = 2.0
-_LOOKS = 4  # maximum number of requests passed over per run; each costs a routing decision
+_MAX_PASSES = 4  # maximum number of requests passed over per run; each costs a routing decision
 _MIN_RETRY_S = 0.5  # an earlier retry would find the same queue
 _CAUTION = 0.5  # fraction of a request's time limit that it may spend waiting: predictions err, and serving takes time
 _MEASURED = 32  # admissions over which a rate is averaged
@@ -80,7 +80,7 @@ class AdmissionQueue:
         return self._held
 
     @property
-    def is_held_up(self) -> bool:
+    def is_blocked(self) -> bool:
         """True while a request that found no room blocks others."""
         return self._turns.is_on
 
@@ -154,7 +154,7 @@ class AdmissionQueue:
         aside = next(iter(turns.aside), None)
         if aside and self._is_in_share(aside) and self._try(aside, take, now):
             self._end_turns(turns)
-        num_looks = 0
+        num_passes = 0
         while first := online.first():
             if (queued := self._first_in_share(first.tenant, now)) is None:
                 online.park(first.tenant)
@@ -164,9 +164,9 @@ class AdmissionQueue:
                     self._end_turns(turns)
             elif queued.is_waiting:
                 turns.begin(now)
-                if not turns.may_pass or num_looks == _LOOKS:
+                if not turns.may_pass or num_passes == _MAX_PASSES:
                     return
-                num_looks += 1
+                num_passes += 1
                 self._set_aside(queued, turns)
         if not online.num_competing:
             self._end_turns(turns)
@@ -176,7 +176,7 @@ class AdmissionQueue:
     def _run_offline(self, take: Take, now: float) -> None:
         """Try the first offline request of each tenant. A tenant whose request finds no room is skipped in this run."""
         passed: list[str] = []
-        while not self._online.num_competing and len(passed) < _LOOKS:
+        while not self._online.num_competing and len(passed) < _MAX_PASSES:
             if (queued := self._offline.first()) is None:
                 break
             may_go = queued.tenant not in self._tenants and self._is_in_share(queued)
@@ -191,7 +191,7 @@ class AdmissionQueue:
         turns = self._tenants[name].turns
         if turns.aside and self._is_in_share(next(iter(turns.aside))):
             self._end_turns(turns)
-        for num_looks in range(_LOOKS + 1):
+        for num_passes in range(_MAX_PASSES + 1):
             if (queued := self._online.first_of(name)) is None:
                 break
             if self._is_in_share(queued):
@@ -199,7 +199,7 @@ class AdmissionQueue:
                     self._end_turns(turns)
                 return queued
             turns.begin(now)
-            if not turns.may_pass or num_looks == _LOOKS:
+            if not turns.may_pass or num_passes == _MAX_PASSES:
                 return None
             self._set_aside(queued, turns)
         self._put_back(turns, but=1)
@@ -269,7 +269,7 @@ class AdmissionQueue:
     def _is_full_for(self, queued: QueuedRequest) -> bool:
         """Return whether the queue is full for this request.
 
-        A user may fill half of the remaining places, a tenant three quarters.
+        A user may fill half of the places that the others leave, a tenant three quarters.
         """
         queue, limit = self._queue_of(queued), self._max_waiting
         of_tenant = queue.num_waiting_of(queued.tenant)

@@ -45,7 +45,7 @@ class Revisions:
     def all(self) -> Sequence[Revision]:
         return self._table.revisions
 
-    def first_to_last(self, request: SequenceRequest, *, usable: Iterable[str]) -> Sequence[Revision | None]:
+    def for_new_request(self, request: SequenceRequest, *, usable: Iterable[str]) -> Sequence[Revision | None]:
         """Return the revisions that may serve a new request, in order of preference; [None] while there is only one.
 
         The revision that the request's hash selects comes first, then those that accept overflow.
@@ -59,7 +59,7 @@ class Revisions:
         others = [revision for revision in available if revision is not own and revision.takes_more]
         return ([own] if own else []) + others
 
-    def after(self, number: int | None, *, untried: Set[str]) -> Sequence[Revision | None]:
+    def for_continuation(self, number: int | None, *, untried: Set[str]) -> Sequence[Revision | None]:
         """Return the revisions that may continue a request of revision `number`; [None] while there is only one.
 
         That revision comes first, then those that generate the same tokens, then the others: a changed answer is better

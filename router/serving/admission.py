@@ -52,7 +52,7 @@ class AdmissionWaits(Generic[T]):
         self._waiting[queued] = (choose, future)
         is_admitted = False
         try:
-            if not self.queue.is_held_up:
+            if not self.queue.is_blocked:
                 self.wake()
             if not future.done():
                 await asyncio.wait({future}, timeout=limit_s)
@@ -165,7 +165,7 @@ class Admission:
             pair = await self._waits.enter(
                 queued,
                 lambda: reservations.with_room(
-                    demand, num_waiting=self.num_waiting, may_displace=self._is_owed(queued)
+                    demand, num_waiting=self.num_waiting, may_displace=self._may_displace(queued)
                 ),
                 within_s=request.deadline_s,
                 give_back=reservations.release,
@@ -180,7 +180,7 @@ class Admission:
         finally:
             self._waits.leave(queued)
 
-    def _is_owed(self, queued: QueuedRequest) -> bool:
+    def _may_displace(self, queued: QueuedRequest) -> bool:
         """Return whether the tenant stays within the blocks that no other tenant may take alone.
 
         If so, a full replica takes the request and preempts answers of other tenants that have grown into these blocks

@@ -221,7 +221,7 @@ class Attempt:
 
     def _take_logprobs(self, parts: PromptParts) -> None:
         """Store the prompt's log-probabilities. Raises TransferError if some are missing."""
-        if (logprobs := parts.whole()) is not None:
+        if (logprobs := parts.joined()) is not None:
             self._state.prompt_logprobs = logprobs
 
     def _note_fetch(self, by: Replica) -> None:

@@ -49,24 +49,24 @@ class Backup:
         self._running = running
         self._every = every
         self._copied: WeakKeyDictionary[DecodeStreams, _Copied] = WeakKeyDictionary()
-        self._under_way: dict[DecodeStreams, asyncio.Task[None]] = {}
+        self._copies: dict[DecodeStreams, asyncio.Task[None]] = {}
 
     async def run_forever(self) -> None:
         try:
             while True:
-                self._begin_some()
+                self._start_copies()
                 await asyncio.sleep(_LOOK_S)
         finally:
-            for task in self._under_way.values():
+            for task in self._copies.values():
                 task.cancel()
-            await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+            await asyncio.gather(*self._copies.values(), return_exceptions=True)
 
-    def _begin_some(self) -> None:
+    def _start_copies(self) -> None:
         """Start copies, furthest behind first, up to _AT_ONCE for each idle prefill replica."""
         usable = {replica.id: replica for replica in self._replicas.usable(Role.PREFILL)}
-        in_flight = Counter(self._copied[answer].prefill for answer in self._under_way)
+        in_flight = Counter(self._copied[answer].prefill for answer in self._copies)
         room = {name: _AT_ONCE - in_flight[name] for name, replica in usable.items() if _is_idle(replica)}
-        for answer in sorted(self._running - self._under_way.keys(), key=self._num_behind, reverse=True):
+        for answer in sorted(self._running - self._copies.keys(), key=self._num_behind, reverse=True):
             if self._num_behind(answer) < self._every:
                 break
             # The replica that computed the prompt holds most of the blocks already.
@@ -82,8 +82,8 @@ class Backup:
     def _begin(self, answer: DecodeStreams, running: Running, prefill: Replica) -> None:
         # Recorded before the copy succeeds: if it fails, the next one covers its tokens.
         self._copied[answer] = _Copied(answer.num_tokens(), prefill.id)
-        task = self._under_way[answer] = asyncio.create_task(_copy(running, prefill))
-        task.add_done_callback(lambda _: self._under_way.pop(answer, None))
+        task = self._copies[answer] = asyncio.create_task(_copy(running, prefill))
+        task.add_done_callback(lambda _: self._copies.pop(answer, None))
 
     def _num_behind(self, answer: DecodeStreams) -> int:
         """Count the tokens that no prefill replica has, including a prompt computed by the decode replica."""

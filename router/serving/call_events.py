@@ -87,7 +87,7 @@ class PromptParts:
             raise TransferError(f"request {self._request.id}: received log-probabilities of more tokens than requested")
         self._parts.append(part)
 
-    def whole(self) -> PromptLogprobs | None:
+    def joined(self) -> PromptLogprobs | None:
         """Return the joined parts; None if the request asked for none. Raises TransferError if some are missing."""
         if self._num_top is None:
             return None

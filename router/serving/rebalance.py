@@ -27,14 +27,14 @@ _MIN_GAP_SHARE = 0.25  # of the fuller replica's streams; below it a move gains 
 
 
 @dataclass(frozen=True)
-class Overload:
+class DecodeLoad:
     """Number of streams on a decode replica."""
 
     replica: str
     num_streams: int
 
 
-def next_move(loads: Sequence[Overload]) -> tuple[str, str] | None:
+def next_move(loads: Sequence[DecodeLoad]) -> tuple[str, str] | None:
     """Return the (source, target) replicas for moving one stream; None if the load is about even."""
     if not loads:
         return None
@@ -61,7 +61,7 @@ class Rebalancer:
 
     def _start(self) -> asyncio.Task[None] | None:
         decodes = {replica.id: replica for replica in self._replicas.usable(Role.DECODE)}
-        loads = [Overload(replica.id, replica.load().num_streams) for replica in decodes.values()]
+        loads = [DecodeLoad(replica.id, replica.load().num_streams) for replica in decodes.values()]
         moves = (next_move(group) for group in self._revisions.group(loads, lambda load: load.replica))
         found = next((move for move in moves if move), None)
         task = self._move_one(decodes[found[0]], decodes[found[1]]) if found else None

@@ -98,10 +98,10 @@ class Relay:
             self._state.unfinished.discard(choice)
 
     async def _run(self) -> None:
-        state, came = self._state, monotonic()
+        state, began_at = self._state, monotonic()
         try:
             async with self._admission.admit(state.request) as pair:
-                state.life.add(RequestPhase.QUEUE, "", came)
+                state.life.add(RequestPhase.QUEUE, "", began_at)
                 await self._serve(state.request.choices, pair)
         except* ClusterError as errors:
             state.responses.end(_first(errors))
@@ -156,14 +156,14 @@ class Relay:
         try:
             state.check_deadline()
             if pair is None:
-                came = monotonic()
+                began_at = monotonic()
                 pair = await self._reservations.next_pair(
                     state.continuation(choices),
                     avoid=failed,
                     num_waiting=self._admission.num_waiting,
                     served_by=self._revision,
                 )
-                state.life.add(RequestPhase.QUEUE, "", came)
+                state.life.add(RequestPhase.QUEUE, "", began_at)
             self._revision = pair.revision
             if choices := self._unfinished(choices):  # some may have been stopped during the wait
                 await self._try(choices, pair, failed=failed)

@@ -162,7 +162,7 @@ class Reservations:
         if not some and may_displace:
             some = [load for load in decodes if demand.need.num_streams <= load.free_streams]
         usable = [load.replica for load in decodes] or [replica.id for replica in self.replicas.answerers()]
-        for revision in self._revisions.first_to_last(demand.request, usable=usable):
+        for revision in self._revisions.for_new_request(demand.request, usable=usable):
             if pair := self._choose(demand, some, revision, prefill_needs_room=True):
                 return pair
             if pair := self._choose_local_decode(
@@ -188,7 +188,9 @@ class Reservations:
             self.check_fit(request, share=1.0)
             decodes = self._loads(Role.DECODE, demand)
             # Prefill replicas without room qualify here: the prompt may queue where its prefix is cached.
-            for revision in self._revisions.after(served_by, untried={load.replica for load in decodes} - avoid):
+            for revision in self._revisions.for_continuation(
+                served_by, untried={load.replica for load in decodes} - avoid
+            ):
                 if pair := self._choose(demand, with_room(decodes, demand.need), revision, avoid=avoid):
                     return pair
                 if pair := self._choose_local_decode(demand, decodes, revision, avoid=avoid, num_waiting=num_waiting):

@@ -1,4 +1,4 @@
-"""An outlook by arithmetic: what takes seconds in the simulator takes none here, and is the same every time."""
+"""Outlook by arithmetic: deterministic, and without the seconds that a simulation takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def forecast_of(rate: float = 1.0) -> LoadForecast:
 
 @dataclass
 class FakeOutlook:
-    """Implements Outlook: a pool keeps its limit for nearly all requests until nine tenths of it are busy."""
+    """Implementation of Outlook in which a pool keeps its limit for nearly all requests up to 90 % utilization."""
 
     prefill: float  # replicas that the load keeps busy
     decode: float

@@ -1,4 +1,4 @@
-"""Answers that are not over yet, as long as they are expected to be."""
+"""Prediction of the length of running answers."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _asked(count: int, *, at: float, num_tokens: int = 100, num_output: int | No
 
 
 def test_short_answers_that_end_first_do_not_bias_the_estimate() -> None:
-    """Answers have become long: two that were short are over, and twenty have come to two hundred tokens."""
+    """Answers have become long: two short ones have ended, and twenty running ones have 200 tokens each."""
     ended, running, waiting = _asked(2, at=0.0, num_output=30), _asked(20, at=90.0), _asked(1, at=100.0)
     waiting[0].ttft_s = None
     lengths = answer_lengths([*ended, *running, *waiting], now_s=100.1)
     assert lengths[:2] == [30, 30]
-    assert all(length >= 400 for length in lengths[2:22])  # nobody knows better: as much again
-    assert lengths[22] >= 300  # and not 30, the mean of those that are over
+    assert all(length >= 400 for length in lengths[2:22])  # without longer answers to learn from: as much again
+    assert lengths[22] >= 300  # and not 30, the mean of the finished ones
 
 
 def test_longer_progress_raises_the_expected_length() -> None:

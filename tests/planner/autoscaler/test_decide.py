@@ -1,4 +1,4 @@
-"""What the autoscaler may and may not decide, whatever the load."""
+"""Invariants of the autoscaler's decisions under any load."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _seen(now_s: float, sizes: PoolSizes, **more: object) -> Observation:
 def _run(
     autoscaler: Autoscaler, loads: Iterable[FakeOutlook | None], begin: PoolSizes, state: AutoscaleState | None = None
 ) -> list[ScalingDecision]:
-    """One decision for each load, each carried out at once."""
+    """Make one decision per load, each applied at once."""
     state, sizes, found = state or AutoscaleState(), begin, []
     for number, load in enumerate(loads, start=1):
         state, decision = autoscaler.decide(state, _seen(30.0 * number, sizes), lambda load=load: load)  # type: ignore[misc]
@@ -74,7 +74,7 @@ def test_more_load_never_converges_to_fewer_devices(prefill: float, decode: floa
         autoscaler = _autoscaler()
         return _run(autoscaler, [FakeOutlook(prefill * times, decode * times)] * 60, PoolSizes(1, 1))[-1].after
 
-    assert sum(rest(more)) >= sum(rest(1.0)) - 1  # the last one may be of either pool
+    assert sum(rest(more)) >= sum(rest(1.0)) - 1  # the last replica may be in either pool
 
 
 def test_shifted_load_changes_both_pools_in_one_decision() -> None:
@@ -91,7 +91,7 @@ def test_a_single_decision_never_releases_devices() -> None:
 
 
 def test_surplus_devices_go_to_the_busier_pool() -> None:
-    """Half of the devices would do; the others do not stay where they were when the load was another."""
+    """Half of the devices would be enough; the others move to the pool that the new load needs."""
     [decision] = _run(_autoscaler(), [FakeOutlook(1.5, 5.0)], PoolSizes(13, 3))
     assert decision.after == PoolSizes(4, 12), decision
 
@@ -157,11 +157,11 @@ def test_an_inaccurate_simulator_is_not_used_until_it_is_accurate_again() -> Non
 @pytest.mark.parametrize(
     ("before", "prefill", "decode", "after"),
     [
-        (PoolSizes(1, 3), 1.93, 0.58, PoolSizes(2, 2)),  # seen live: there is no device more, and decode is not cold
+        (PoolSizes(1, 3), 1.93, 0.58, PoolSizes(2, 2)),  # seen live: no spare device, and decode is not cold
         (PoolSizes(3, 1), 0.4, 1.5, PoolSizes(2, 2)),
-        (PoolSizes(2, 2), 1.0, 0.8, PoolSizes(2, 2)),  # decode would have too little then
+        (PoolSizes(2, 2), 1.0, 0.8, PoolSizes(2, 2)),  # decode would become too small
         (PoolSizes(2, 2), 1.9, 1.7, PoolSizes(2, 2)),
-        (PoolSizes(3, 1), 1.2, 0.1, PoolSizes(3, 1)),  # the last one stays
+        (PoolSizes(3, 1), 1.2, 0.1, PoolSizes(3, 1)),  # the last decode replica stays
     ],
 )
 def test_a_hot_pool_gets_a_replica_from_the_other(

@@ -1,4 +1,4 @@
-"""The forecast of the load, and the requests by which it is replayed."""
+"""Forecast of the load, and the requests that replay it."""
 
 from __future__ import annotations
 

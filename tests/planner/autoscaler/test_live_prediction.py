@@ -1,4 +1,4 @@
-"""What is predicted of a load, from what routers tell of their replicas."""
+"""Prediction of a load from the routers' reports of their replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The autoscaler on a simulated deployment, whole."""
+"""Autoscaler on a simulated deployment, end to end."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def _requests(begin_s: float, end_s: float, *, every_s: float, num_tokens: int, 
 
 
 def _prompts(begin_s: float, end_s: float) -> list[TraceRequest]:
-    """About two prefill replicas' work, and hardly any for decode."""
+    """Return prompts that keep two prefill replicas busy, with hardly any decoding."""
     return _requests(begin_s, end_s, every_s=2.0, num_tokens=6000, num_output=10)
 
 
 def _answers(begin_s: float, end_s: float) -> list[TraceRequest]:
-    """The other way round: 40 streams at a time, where one replica keeps its limit for 22."""
+    """Return a decode-heavy load: 40 concurrent streams, where one replica keeps its limit for 22."""
     return _requests(begin_s, end_s, every_s=0.25, num_tokens=64, num_output=200)
 
 

@@ -1,4 +1,4 @@
-"""What the simulator is asked, and what it makes of a minute."""
+"""Input of the simulated outlook, and its extrapolation of one minute."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NOW_S = 180.0
 
 
 def _outlook(*, num_tokens: int, every_s: float, num_waiting: int = 0) -> SimulatedOutlook:
-    """The last ones have no token yet."""
+    """Build the outlook; the last num_waiting requests have no token yet."""
     count = int(_NOW_S / every_s)
     requests = [
         SeenRequest(arrival_s=i * every_s, num_tokens=num_tokens, ids=None, num_output=5, ttft_s=4.0, itl_s=0.035)
@@ -36,7 +36,7 @@ def _outlook(*, num_tokens: int, every_s: float, num_waiting: int = 0) -> Simula
 
 
 def test_a_slowly_growing_queue_is_detected_early() -> None:
-    """Prompts of 0.39 s, one every 0.31 s: after a minute the last waits for 14 s, after two for too long."""
+    """Prompts of 0.39 s every 0.31 s: after one minute the last waits for 14 s, after two for too long."""
     outlook = _outlook(num_tokens=600, every_s=0.31)
     now = outlook.predict(PoolSizes(1, 1))
     assert now.good_share == 1.0 and now.expected_share < 0.9
@@ -44,21 +44,21 @@ def test_a_slowly_growing_queue_is_detected_early() -> None:
 
 
 def test_a_few_long_prompts_do_not_count_as_queue_growth() -> None:
-    """3.6 s each, one every 3.35 s: so few may have come together by chance."""
+    """Prompts of 3.6 s every 3.35 s: so few may coincide by chance."""
     now = _outlook(num_tokens=6000, every_s=3.35).predict(PoolSizes(1, 1))
     assert now.good_share == now.expected_share == 1.0
 
 
 def test_a_shrinking_queue_scores_better_than_a_growing_one() -> None:
-    """Thirty prompts that wait are nearly two minutes of one replica's work: in the first minute both are too late."""
+    """Thirty queued prompts take one replica nearly two minutes, so both sizes miss the limits in the first one."""
     outlook = _outlook(num_tokens=6000, every_s=3.35, num_waiting=30)
     one, two = outlook.predict(PoolSizes(1, 1)), outlook.predict(PoolSizes(2, 1))
     assert one.expected_share < 0.1 < 0.5 < two.expected_share
 
 
 def test_an_ended_burst_is_not_prolonged() -> None:
-    """Twelve prompts of 3.6 s in eleven seconds, and then nothing for a minute and a half: half of what one replica can
-    do, however crowded those seconds were."""
+    """Twelve prompts of 3.6 s arrive within eleven seconds, then none for 90 seconds: in total, half of one replica's
+    capacity."""
     requests = [
         SeenRequest(arrival_s=10.0 + i, num_tokens=6000, ids=None, num_output=5, ttft_s=4.0, itl_s=0.035)
         for i in range(12)

@@ -1,4 +1,4 @@
-"""Requests that wait in the simulated router, as they do in the real one."""
+"""Queueing in the simulated router, as in the real one."""
 
 from __future__ import annotations
 

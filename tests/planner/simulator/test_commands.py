@@ -1,4 +1,4 @@
-"""`cluster simulate` and `cluster plan` as commands, on small made-up traces."""
+"""Commands `cluster simulate` and `cluster plan` on small synthetic traces."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def test_a_plan_is_written_as_a_spec(trace: str, tmp_path: Path, capsys: pytest.
     assert run(["plan", "--trace", trace, "--slo-ttft-ms", "1000", "-o", str(spec), "--json"]) == 0
     best = json.loads(capsys.readouterr().out)["best"]
     assert load_spec(str(spec)).topology == best["topology"]
-    assert "block_size" not in spec.read_text(), "the plan says what nobody asked for"
+    assert "block_size" not in spec.read_text(), "the plan sets a key that was not requested"
     assert run(["plan", "--trace", trace, "--slo-ttft-ms", "0.001", "--max-replicas", "2"]) == 1
 
 
 def test_plan_compares_separate_and_colocated_roles(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By a profile of a processor whose replicas may have two threads."""
+    """Uses a CPU profile whose replicas may have two threads."""
     steps = {"base_s": 0.01, "token_s": 1e-4, "pair_s": 0.0, "context_s": 0.0}
     wide = steps | {"token_s": 5e-5}
     known = load_profile("h100-llama-3.1-8b").model_dump() | {
@@ -82,7 +82,7 @@ def test_plan_compares_separate_and_colocated_roles(
     assert run(asked) == 0
     said = capsys.readouterr().out
     assert "of the same resources 0P1D (threads 2, chunks " in said and " against " in said
-    assert sum("1P1D" in line for line in said.splitlines()) >= 2, "the one that lost has no row"
+    assert sum("1P1D" in line for line in said.splitlines()) >= 2, "the losing topology has no row"
 
 
 @pytest.mark.parametrize(("name", "begin"), [("frontier.png", b"\x89PNG"), ("frontier.svg", b"<?xml")])
@@ -104,7 +104,7 @@ def test_kv_arithmetic() -> None:
 
     assert kv("bfloat16", 1).bytes_per_token == kv("bfloat16", 8).bytes_per_token == 131_072
     assert kv("fp8_e4m3", 1).bytes_per_token == kv("int8", 1).bytes_per_token == 32 * 2 * 8 * 130
-    assert kv("bfloat16", 16).bytes_per_token == 2 * 131_072  # each head is held twice
+    assert kv("bfloat16", 16).bytes_per_token == 2 * 131_072  # each head is stored twice
     assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
 
 

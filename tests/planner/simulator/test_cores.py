@@ -1,4 +1,4 @@
-"""Steps that share a machine, worked out by hand."""
+"""Steps on shared cores, against durations worked out by hand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from planner.simulator.cores import Cores
 
 
 def _ends(slowdown: list[float], steps: list[tuple[float, float]]) -> dict[int, float]:
-    """When each of (begin, seconds alone) is over."""
+    """Return the end time of each step, given as (begin, seconds alone)."""
     clock = Clock()
     cores = Cores(clock, slowdown)
     ends: dict[int, float] = {}

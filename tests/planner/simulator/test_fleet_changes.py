@@ -1,4 +1,4 @@
-"""Replicas that come and go while requests run."""
+"""Replicas added and retired while requests run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator on small made-up traces whose outcome can be worked out by hand."""
+"""Simulator on small synthetic traces whose outcome can be worked out by hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_every_request_ends_and_all_blocks_come_back(policy: str, pools: tuple[i
 
 
 class Silent:
-    """A policy that predicts nothing, and remembers what it was told."""
+    """Policy without predictions that records its input."""
 
     queues: ClassVar[list[float]] = []
 
@@ -152,7 +152,7 @@ def test_the_plan_is_the_smallest_that_keeps_the_slo() -> None:
 
 
 def _two_cores(*, wider_speed: float) -> Profile:
-    """Steps of which two at a time do not slow each other down, and replicas of two threads."""
+    """Profile in which two concurrent steps do not slow each other down, with replicas of one or two threads."""
     narrow = Steps(base_s=0.01, token_s=0.001, pair_s=0.0, context_s=0.0)
     wide = narrow.model_copy(update={"token_s": 0.001 / wider_speed})
     changes = {"steps": narrow, "slowdown": [1.0, 1.0], "wider": [WiderSteps(width=2, steps=wide, decode_steps=wide)]}
@@ -162,7 +162,7 @@ def _two_cores(*, wider_speed: float) -> Profile:
 @pytest.mark.parametrize(
     ("slo_ttft_s", "slo_itl_s", "is_colocated"),
     [
-        (0.4, 1.0, True),  # half the time to the first token, where nobody minds that others' tokens wait
+        (0.4, 1.0, True),  # half the TTFT, and the ITL limit is loose
         (1.5, 0.016, False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Order of the admission queue, refusals on arrival, and tenants at their share."""
+"""Order of the admission queue, rejection at arrival, and tenants at their share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _drain(queue: AdmissionQueue, *, seconds_each: float = 1.0) -> list[QueuedRe
 
 
 def _busy() -> AdmissionQueue:
-    """A queue that drains 10 tokens a second, and has one request of a tenant "x" waiting."""
+    """Return a queue that drains 10 tokens per second, with one waiting request of tenant "x"."""
     queue = _queue()
     _fill(queue, *(QueuedRequest("x", 0, 10.0) for _ in range(11)))
     for second in range(10):
@@ -110,7 +110,7 @@ def test_a_turn_that_would_come_too_late_is_refused_with_a_hint() -> None:
         queue.add(QueuedRequest("x", 0, 10.0), within_s=2.0, now=10.0)
     assert rejected.value.retry_after_s == pytest.approx(4.0)
     queue.add(QueuedRequest("x", -1, 10.0), within_s=4.0, now=10.0)  # it goes before them
-    queue.add(QueuedRequest("y", 0, 10.0), within_s=4.0, now=10.0)  # it has a share of its own
+    queue.add(QueuedRequest("y", 0, 10.0), within_s=4.0, now=10.0)  # another tenant, with a separate share
 
 
 def test_time_without_a_queue_does_not_count_as_slow() -> None:
@@ -259,4 +259,4 @@ def test_requests_are_admitted_within_shares_and_all_eventually(
         site.run()
     assert not site.waiting, "requests that never had their turn"
     assert (len(site.queue), site.queue.num_at_share, site.queue.held) == (0, 0, {})
-    assert site.queue.changes_at() is None and not site.queue.is_held_up
+    assert site.queue.changes_at() is None and not site.queue.is_blocked

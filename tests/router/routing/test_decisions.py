@@ -1,4 +1,4 @@
-"""A router remembers why; by the client's id."""
+"""Log of routing decisions, by the client's request id."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def test_explain_returns_every_attempt_of_every_prompt() -> None:
     decisions.add("chat-1-0a1b2c3d", [second], [])
     decisions.add("chat-1-ffffffff", [first], [])
     decisions.add("chat-10-0a1b2c3d", [first], [])
-    told = decisions.explain("chat-1")
-    assert sorted(told) == ["chat-1-0a1b2c3d", "chat-1-ffffffff"]
-    chosen = [[option["decode"] for option in attempt["options"]] for attempt in told["chat-1-0a1b2c3d"]]
+    explained = decisions.explain("chat-1")
+    assert sorted(explained) == ["chat-1-0a1b2c3d", "chat-1-ffffffff"]
+    chosen = [[option["decode"] for option in attempt["options"]] for attempt in explained["chat-1-0a1b2c3d"]]
     assert chosen == [["d-0", "d-1"], ["d-1"]]
-    known = told["chat-1-0a1b2c3d"][0]["replicas"]
+    known = explained["chat-1-0a1b2c3d"][0]["replicas"]
     assert list(known) == ["p-0", "d-0", "d-1"] and known["p-0"]["timing"]["base_s"] == 0.01
-    assert told["chat-1-ffffffff"][0]["options"][0]["cost_s"] == 1.0
+    assert explained["chat-1-ffffffff"][0]["options"][0]["cost_s"] == 1.0
     assert decisions.explain("another") == {}
 
 
@@ -53,7 +53,7 @@ def test_drafts_are_listed_with_the_last_attempt() -> None:
     decisions.live("r", Timeline(), drafts=drafts)
     decisions.add("r", [Option(prefill=None, decode="d")], [])
     decisions.add("r", [Option(prefill=None, decode="d")], [])
-    assert not any("drafts" in attempt for attempt in decisions.explain("r")["r"]), "nobody drafts there"
+    assert not any("drafts" in attempt for attempt in decisions.explain("r")["r"]), "no replica drafts"
     drafts.add(DraftTally(steps=3, drafts=1, drafted=4, accepted=3, floors=0.5))
     first, last = decisions.explain("r")["r"]
     assert "drafts" not in first and (last["drafts"]["drafted"], last["drafts"]["accepted"]) == (4, 3)

@@ -1,4 +1,4 @@
-"""Shares that nobody gets more of by what names he gives, or by coming and going."""
+"""Fairness of the queue against invented names, and against clients that leave and return."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _add(queue: FairQueue, tenant: str, *, user: str = "", cost: float = 1.0, pr
 
 
 def _flood(queue: FairQueue, num_names: int) -> Counter[str]:
-    """Who is served while one key invents a name for each request, and another one has a single user."""
+    """Count 200 served requests while one key invents a user name per request, and another has a single user."""
     for number in range(num_names):
         _add(queue, "inventive", user=f"name-{number}")
     for _ in range(100):
@@ -95,7 +95,7 @@ def test_counts_match_the_waiting_requests(moves: list[tuple[Any, ...]]) -> None
 
 @given(st.lists(_requests, min_size=30, max_size=100))
 def test_two_waiting_flows_differ_by_at_most_one_request_each(asked: list[tuple[str, str, int, int]]) -> None:
-    """Tenants, whatever their users; and the users of one tenant."""
+    """Holds between tenants, and between the users of one tenant."""
     queue = FairQueue()
     left: Counter[tuple[str, ...]] = Counter()
     for tenant, user, cost, priority in asked:
@@ -126,11 +126,13 @@ _strategies = st.lists(
 
 @given(_strategies, st.integers(1, 8))
 def test_an_adversary_cannot_starve_a_user(strategy: list[tuple[str, int, int]], cost: int) -> None:
-    """An adversary that keeps no more than `most` waiting, and sees everything, repeats its moves for as long as it
-    takes. A request of a user who has just had one goes before so much other work: what makes up for that one, from
-    everyone who may be there, and one request of each."""
+    """An adversary that sees everything repeats its moves, with at most `most` waiting requests.
+
+    The victim has just been served, so its next request may wait for the work that makes up for that turn, from each
+    possible flow, and for one request of each.
+    """
     queue, most, largest = FairQueue(), 6, 8.0
-    for _ in range(2):  # it has had its turn before all others, and is due late
+    for _ in range(2):  # served first, so its next request is due late
         _add(queue, "key", user="victim", cost=float(cost))
     theirs = [_add(queue, "key", user="first")]
     queue.pop()
@@ -155,8 +157,10 @@ def test_an_adversary_cannot_starve_a_user(strategy: list[tuple[str, int, int]],
 def _serve(
     queue: FairQueue, awaited: QueuedRequest, theirs: list[QueuedRequest], *, count: int, most: float
 ) -> float | None:
-    """What others had in so many turns, never more than `most`, or until none of them waits; None: it was the turn of
-    who is awaited."""
+    """Serve up to `count` requests and return the work done; None if `awaited` was served.
+
+    Stops early if no request of `theirs` is left. Fails if the work exceeds `most`.
+    """
     taken = 0.0
     for _ in range(count):
         queued = queue.pop()
@@ -171,7 +175,7 @@ def _serve(
 
 
 def _victim_of(queue: FairQueue) -> QueuedRequest:
-    """Its second request, which is behind others."""
+    """Return the victim's second request, which is queued behind others."""
     seen = []
     while (queued := queue.first()) and queued.user != "victim":
         queue.move(queued, State.ASIDE)
@@ -203,8 +207,8 @@ _VICTIMS = {"tenant": {"tenant": "victim"}, "user": {"tenant": "key", "user": "v
 def test_wait_is_bounded_regardless_of_later_arrivals(
     level: str, strategy: list[tuple[str, int, int]], num_older: int, most: int
 ) -> None:
-    """The bound of router/routing/fair_queue.py also holds for a flow that has just had very much, and for a request
-    with a high priority number, against an adversary that always has requests waiting and invents names."""
+    """The bound of router/routing/fair_queue.py also holds for a flow that has just been served a huge request, and
+    for a request with a high priority number. The adversary always has requests waiting and invents names."""
     queue, rival, victim = FairQueue(), _LEVELS[level], _VICTIMS.get(level, {"tenant": "key", "user": "victim"})
     if level in _VICTIMS:
         _add(queue, **victim, cost=1e6)
@@ -228,7 +232,7 @@ def test_wait_is_bounded_regardless_of_later_arrivals(
 
 
 def test_aged_requests_take_a_small_part_of_the_work() -> None:
-    """One with large requests, that has had more than its share, is due late; it ages, and the others keep theirs."""
+    """A tenant with large requests exceeds its share and is due late. It ages, and the others keep their shares."""
     queue, served = FairQueue(), Counter[str]()
     for tenant, cost in (("large", 8_000.0), *((f"small-{number}", 100.0) for number in range(40))):
         for _ in range(3):
@@ -263,7 +267,7 @@ def test_an_idle_tenant_is_forgotten_once_others_catch_up() -> None:
 
 
 def _num_lines(action: Callable[[], object]) -> int:
-    """How many lines of Python it takes: the same on every machine."""
+    """Count the executed lines of Python, a measure that is the same on every machine."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
@@ -281,7 +285,7 @@ def _num_lines(action: Callable[[], object]) -> int:
 
 
 def _work_at(num_tenants: int) -> dict[str, int]:
-    """Of each operation, while so many tenants wait, and after as many have gone."""
+    """Return the work of each operation while num_tenants tenants wait, and after they have gone."""
     queue = FairQueue()
     everyone = [_add(queue, f"tenant-{number}", user="u", cost=1.0 + number % 7) for number in range(num_tenants)]
     work = {

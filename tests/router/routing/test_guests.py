@@ -1,4 +1,4 @@
-"""What waiting for a decode replica is said to cost, beside an answer by a prefill replica alone."""
+"""Predicted cost of waiting for a decode replica, compared with a local decode."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _wait_s(*views: CandidateReplica, num_ends: int = 1) -> float:
 
 
 def test_wait_is_predicted_from_the_rate_of_ending_answers() -> None:
-    """Ten streams of fifty steps of 20 ms each: one ends every tenth of a second."""
+    """Ten streams of fifty 20 ms steps: one ends every 0.1 s."""
     assert abs(_wait_s(_view(num_streams=10)) - 0.1) < 1e-9
     assert abs(_wait_s(_view(num_streams=10), num_ends=7) - 0.7) < 1e-9
     assert abs(_wait_s(_view(num_streams=10), _view(num_streams=10)) - 0.05) < 1e-9

@@ -1,4 +1,4 @@
-"""Every policy by the same suite; then what cost alone promises."""
+"""Conformance suite for all policies, and tests of the cost policy."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _holding(view: CandidateReplica, tokens: int) -> CandidateReplica:
 
 
 def _busy(views: list[CandidateReplica]) -> list[CandidateReplica]:
-    """Each with something else to say against it."""
+    """Give each replica a different drawback."""
     changes: list[dict[str, Any]] = [
         {"queue_s": 50.0},
         {"available_blocks": 0, "num_streams": 64},
@@ -59,7 +59,7 @@ def test_every_policy_names_a_pair_that_exists(any_policy: str, num_prefill: int
     before = [replace(view) for view in (*prefills, *decodes)]
     options = make_policy(any_policy).options(_DEMAND, prefills, decodes)
     assert isinstance(options, Sequence) and options
-    assert [*prefills, *decodes] == before, "it has changed what it was shown"
+    assert [*prefills, *decodes] == before, "the policy has modified its input"
     names = {view.replica for view in before}
     uncached = {view.replica: _DEMAND.num_tokens - view.cached_tokens for view in decodes}
     for option in options:
@@ -141,7 +141,7 @@ def test_a_replica_without_blocks_is_avoided() -> None:
 
 
 def test_drafts_reduce_the_predicted_number_of_steps() -> None:
-    """Slower steps, of which an answer needs fewer."""
+    """With drafts, steps are slower, but an answer needs fewer of them."""
     slow = replace(_IDLE.timing, base_s=0.007)
     drafting = replace(_IDLE, replica="d-1", timing=slow, tokens_per_row=2.0, drafted_per_row=3.0)
     for decodes, best in (

@@ -1,4 +1,4 @@
-"""What is assumed of a replica that has not measured something yet."""
+"""Rates assumed for a replica that has not measured its own."""
 
 from __future__ import annotations
 

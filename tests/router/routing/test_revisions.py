@@ -1,4 +1,4 @@
-"""Which revision serves a request, and what never meets."""
+"""Choice of the revision for a request, and the separation of revisions."""
 
 from __future__ import annotations
 
@@ -28,52 +28,56 @@ def numbers(ways: object) -> list[int]:
 
 def test_a_single_revision_needs_no_distinction() -> None:
     alone = Revisions()
-    assert alone.first_to_last(request("r"), usable=["decode-0"]) == [None] == alone.after(None, untried=set())
+    assert (
+        alone.for_new_request(request("r"), usable=["decode-0"])
+        == [None]
+        == alone.for_continuation(None, untried=set())
+    )
     assert alone.in_one_revision("prefill-0", "decode-9") and alone.may_move("decode-0", "decode-9")
     assert alone.group(["decode-0", "decode-9"], str) == [["decode-0", "decode-9"]]
 
 
 def test_a_canary_has_its_share_and_no_more() -> None:
     canary = revisions(0.1)
-    ways = [numbers(canary.first_to_last(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(4000)]
+    ways = [numbers(canary.for_new_request(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(4000)]
     first = Counter(way[0] for way in ways)
     assert 0.07 < first[2] / 4000 < 0.13
-    assert all(way in ([1], [2, 1]) for way in ways)  # what the old one has no room for waits there
+    assert all(way in ([1], [2, 1]) for way in ways)  # overflow of the old revision waits for it
 
 
 def test_requests_stay_on_the_new_revision_as_its_share_grows() -> None:
     before, after = revisions(0.2), revisions(0.6)
     for i in range(500):
         one = request(str(i))
-        if numbers(before.first_to_last(one, usable=["decode-0", "decode-1"]))[0] == 2:
-            assert numbers(after.first_to_last(one, usable=["decode-0", "decode-1"]))[0] == 2
+        if numbers(before.for_new_request(one, usable=["decode-0", "decode-1"]))[0] == 2:
+            assert numbers(after.for_new_request(one, usable=["decode-0", "decode-1"]))[0] == 2
 
 
 def test_a_user_stays_with_one_revision() -> None:
     half = revisions(0.5)
-    ways = [numbers(half.first_to_last(request(str(i), "ann"), usable=["decode-0", "decode-1"])) for i in range(50)]
+    ways = [numbers(half.for_new_request(request(str(i), "ann"), usable=["decode-0", "decode-1"])) for i in range(50)]
     assert len({way[0] for way in ways}) == 1
 
 
 def test_rolling_revisions_take_each_others_overflow() -> None:
     rolling = revisions(0.5, takes_more=True)
-    ways = [numbers(rolling.first_to_last(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(50)]
+    ways = [numbers(rolling.for_new_request(request(str(i)), usable=["decode-0", "decode-1"])) for i in range(50)]
     assert {tuple(way) for way in ways} == {(1, 2), (2, 1)}
 
 
 def test_a_revision_without_a_decode_replica_is_skipped() -> None:
     canary = revisions(0.1)
     for i in range(50):
-        assert numbers(canary.first_to_last(request(str(i)), usable=["decode-1"])) == [2]
-        assert numbers(canary.first_to_last(request(str(i)), usable=["decode-0"])) == [1]
+        assert numbers(canary.for_new_request(request(str(i)), usable=["decode-1"])) == [2]
+        assert numbers(canary.for_new_request(request(str(i)), usable=["decode-0"])) == [1]
 
 
 def test_a_request_stays_on_its_revision_unless_all_replicas_failed() -> None:
     unlike = revisions(0.5, kinds=("a", "b"))
-    assert numbers(unlike.after(1, untried={"decode-0", "decode-1"})) == [1, 2]
-    assert numbers(unlike.after(2, untried={"decode-0", "decode-1"})) == [2, 1]
-    assert numbers(unlike.after(2, untried={"decode-0"})) == [1, 2]
-    assert numbers(unlike.after(None, untried={"decode-0", "decode-1"})) == [1, 2]  # from before the update
+    assert numbers(unlike.for_continuation(1, untried={"decode-0", "decode-1"})) == [1, 2]
+    assert numbers(unlike.for_continuation(2, untried={"decode-0", "decode-1"})) == [2, 1]
+    assert numbers(unlike.for_continuation(2, untried={"decode-0"})) == [1, 2]
+    assert numbers(unlike.for_continuation(None, untried={"decode-0", "decode-1"})) == [1, 2]  # from before the update
 
 
 def test_pairs_stay_within_a_revision_and_moves_within_a_kind() -> None:
@@ -82,7 +86,7 @@ def test_pairs_stay_within_a_revision_and_moves_within_a_kind() -> None:
         assert some.in_one_revision("prefill-1", "decode-1") and not some.in_one_revision("prefill-0", "decode-1")
         assert some.group(["decode-0", "decode-1"], str) == [["decode-0"], ["decode-1"]]
     assert alike.may_move("decode-0", "decode-1") and not unlike.may_move("decode-0", "decode-1")
-    assert not alike.may_move("decode-0", "decode-7")  # nobody has told of it yet
+    assert not alike.may_move("decode-0", "decode-7")  # unknown replica
 
 
 def test_counts_restart_with_each_update() -> None:
@@ -91,7 +95,7 @@ def test_counts_restart_with_each_update() -> None:
     some.take(_table(0.7))
     assert some.counts[2] == RevisionCounts(attempts=1)
     some.take(RevisionTable(version=9))
-    some.count(2).attempts += 1  # lost: nobody asks for it
+    some.count(2).attempts += 1  # dropped: only one revision
     some.take(_table(0.1))
     assert some.counts == {1: RevisionCounts(), 2: RevisionCounts()}
 

@@ -1,4 +1,4 @@
-"""What one tenant may have, whoever else asks, and through however many routers."""
+"""Share of one tenant, for any number of other tenants and routers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _arrivals = st.lists(
 def test_a_tenant_with_places_leaves_others_their_share(
     arrivals: list[tuple[int, str, int, int, int]], num_places: int, share: float
 ) -> None:
-    """Of three routers, which know of each other's only by what is free."""
+    """Three routers know each other's load only from the free places."""
     all_places = Places(num_places, 100)
     routers: list[dict[str, Places]] = [{}, {}, {}]
     for number, tenant, blocks, streams, ending in arrivals:
@@ -35,7 +35,7 @@ def test_a_tenant_with_places_leaves_others_their_share(
                 taken = taken.plus(places)
         free = all_places.less(taken)
         if more.num_streams > free.num_streams or more.num_blocks > free.num_blocks:
-            continue  # there is no room, whoever asks
+            continue  # no room for any tenant
         own = held.get(tenant, NO_PLACES)
         if is_within_share(own, more, free, share=share):
             held[tenant] = own.plus(more)
@@ -48,7 +48,7 @@ def test_a_tenant_with_places_leaves_others_their_share(
 
 @given(st.integers(1, 10), st.integers(20, 400), _shares)
 def test_saturating_tenants_leave_the_documented_part_free(num_tenants: int, num_places: int, share: float) -> None:
-    """Each of them takes all that it may."""
+    """Every tenant takes as much as it may."""
     held, free = [NO_PLACES] * num_tenants, Places(num_places, 10**6)
     has_changed = True
     while has_changed:
@@ -58,7 +58,7 @@ def test_saturating_tenants_leave_the_documented_part_free(num_tenants: int, num
             if free.num_streams and is_within_share(own, one, free, share=share):
                 held[tenant], free, has_changed = own.plus(one), free.less(one), True
     part = num_places * (1 - share) / (1 - share + num_tenants * share)
-    assert free.num_streams >= int(part) - num_tenants, "who comes next finds less than the rule leaves"
+    assert free.num_streams >= int(part) - num_tenants, "fewer free places than the rule leaves"
     assert max(own.num_streams for own in held) - min(own.num_streams for own in held) <= 1
 
 

@@ -1,4 +1,4 @@
-"""What tests of a router's heart share."""
+"""Fixtures for tests of a router's serving core."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Thousands of planned losses need not be logged; and what is kept of a line knows the error in it, and by that the
-    request."""
+    """Suppress the log of planned losses. Captured records would also keep errors, and so requests, alive."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

@@ -1,7 +1,7 @@
-"""Workers without engines: what they would say of a model that is a checksum of the tokens so far.
+"""Fake workers without engines, whose model is a checksum of the tokens so far.
 
-A worker takes its time, as drawn; it can be killed, fall silent, drain, refuse, and its frames can be slow, come twice
-or get lost. It speaks as the real ones do: see proto/worker.proto.
+Delays are random. A worker can be killed, fall silent, drain and reject calls, and its frames can be slow, repeated or
+lost. It follows the protocol of proto/worker.proto.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Event = TypeVar("Event")
 
 
 def next_token(request: SequenceRequest, choice: int, tokens: Sequence[int]) -> SampledToken:
-    """The model: what follows `tokens`, prompt included."""
+    """Return the model's next token after `tokens`, prompt included."""
     token_id = 1 + zlib.crc32(repr((choice, *tokens)).encode()) % 400
     reason = finish_reason(
         token_id,
@@ -46,7 +46,7 @@ def next_token(request: SequenceRequest, choice: int, tokens: Sequence[int]) -> 
 
 
 def prompt_logprobs_of(request: SequenceRequest) -> PromptLogprobs | None:
-    """What the model says of a prompt's tokens: that each is as likely as its id says."""
+    """Return the model's log-probabilities of a prompt: each is minus the token id."""
     if (num_top := request.num_prompt_logprobs) is None:
         return None
     ids = np.array(request.token_ids[1 : request.num_prompt_tokens], np.int32)
@@ -60,7 +60,7 @@ def prompt_logprobs_of(request: SequenceRequest) -> PromptLogprobs | None:
 
 
 def _in_messages(request: SequenceRequest) -> list[pb.PromptLogprobs]:
-    """A token in each, so that a call may break off between them."""
+    """Split into messages of one token each, so that a call may break between them."""
     told = prompt_logprobs_of(request)
     if told is None:
         return []
@@ -70,7 +70,7 @@ def _in_messages(request: SequenceRequest) -> list[pb.PromptLogprobs]:
 
 
 class FakeCall(Generic[Event]):
-    """Implements router.serving.worker.WorkerCall."""
+    """Fake router.serving.worker.WorkerCall."""
 
     def __init__(
         self,
@@ -107,38 +107,38 @@ class FakeCall(Generic[Event]):
             try:
                 raise event or StopAsyncIteration
             finally:
-                del event  # it knows this line, which would know it
+                del event  # avoids a reference cycle with this frame
         return event
 
 
 @dataclass(eq=False)
 class Lease:
-    """A request on a decode replica."""
+    """Request on a decode replica."""
 
     call: FakeCall[pb.GenerateEvent]
     request: SequenceRequest
     handoff: Handoff | None = None
-    epoch: int = -1  # the newest that was seen
+    epoch: int = -1  # newest epoch seen
     has_landed: bool = False
-    running: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by stream: the choice and its tokens
+    running: dict[int, tuple[int, list[int]]] = field(default_factory=dict)  # by stream: (choice, tokens)
     unwanted: set[int] = field(default_factory=set)
 
 
 class FakeWorker:
-    """Implements router.serving.worker.Worker, for either role. `peers` finds the others by name."""
+    """Fake router.serving.worker.Worker of either role. peers: all workers by name."""
 
     def __init__(self, name: str, role: Role, peers: dict[str, FakeWorker], random: Random) -> None:
         self.name = name
         self.role = role
         self.is_dead = self.is_silent = self.is_draining = False
-        self.num_refusals = 0  # so many calls more are refused
-        self.repeats = self.loses = False  # the next frame
-        self.is_slow = False  # its frames
-        self.frame_s = 0.0  # until the next frame is read, whose calls are heard at once
-        self._read_at = 0.0  # the last one
-        self.rejected: set[str] = set()  # requests
-        self.hits: list[str] = []  # requests that lost something here, once each time
-        self.broken: list[str] = []  # rules of the protocol, by whoever called
+        self.num_refusals = 0  # number of further calls to reject
+        self.repeats = self.loses = False  # applies to the next frame
+        self.is_slow = False  # frames are delayed
+        self.frame_s = 0.0  # delay of the next frame; its calls are not delayed
+        self._read_at = 0.0  # time of the last frame
+        self.rejected: set[str] = set()  # rejected requests
+        self.hits: list[str] = []  # requests that lost something here, once per loss
+        self.broken: list[str] = []  # protocol rules broken by callers
         self.leases: list[Lease] = []
         self.prompts: list[FakeCall[pb.PrefillEvent]] = []
         self._peers = peers
@@ -147,7 +147,7 @@ class FakeWorker:
         self._stream: FakeCall[pb.Frame] | None = None
         self._number = 0
         self._outgoing: list[pb.StreamTokens] = []
-        self._unheard: set[str] = set()  # requests that have tokens in the next frame, or in one that was lost
+        self._unheard: set[str] = set()  # requests with tokens in the next frame, or in a lost one
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -155,14 +155,14 @@ class FakeWorker:
         return not (self.is_dead or self.is_silent)
 
     def running(self) -> set[tuple[str, int]]:
-        """Request and choice of all that decodes here."""
+        """Return (request, choice) of everything that decodes here."""
         return {(lease.request.id, choice) for lease in self._open_leases() for choice, _ in lease.running.values()}
 
     def num_held(self) -> int:
-        """Calls that are not over."""
+        """Return the number of open calls."""
         return len(self._open_leases()) + sum(not call.is_over for call in self.prompts)
 
-    # What happens to it.
+    # Faults
 
     def kill(self) -> None:
         self._hit_all()
@@ -173,7 +173,7 @@ class FakeWorker:
             call.end(ReplicaLost(f"{self.name} was killed"))
 
     def fall_silent(self) -> None:
-        """It lives, and nothing comes of it any more."""
+        """Keep running, but send nothing any more."""
         self._hit_all()
         self.is_silent = True
         for task in self._tasks:
@@ -188,7 +188,7 @@ class FakeWorker:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # Frames.
+    # Frames
 
     async def follow(self, take: Callable[[pb.Frame], None]) -> None:
         stream = self._stream = FakeCall[pb.Frame](on_cancel=self._hit_all)
@@ -213,7 +213,7 @@ class FakeWorker:
                 pass
             self._wake.clear()
             await pass_time(self._random.choice((0.1, 0.5, 1.5) if self.is_slow else (0.0, 0.001, 0.01)))
-            if not stream.is_over:  # else the next stream would miss this frame's number
+            if not stream.is_over:  # otherwise the next stream would miss this frame number
                 self._send_frame(stream)
 
     def _send_frame(self, stream: FakeCall[pb.Frame]) -> None:
@@ -246,7 +246,7 @@ class FakeWorker:
         self._outgoing.append(pb.StreamTokens(stream=stream, tokens=tokens_to_proto(tokens)))
         self._wake.set()
 
-    # A prefill replica.
+    # Prefill replica
 
     def prefill(
         self,
@@ -276,7 +276,7 @@ class FakeWorker:
             call.put(pb.PrefillEvent(prompt_logprobs=message))
         first = pb.PrefillEvent(first_tokens=pb.FirstTokens(tokens=tokens_to_proto(tokens), cached_tokens=1))
         try:
-            if handoff and self._random.random() < 0.5:  # the KV may be there before the word of it
+            if handoff and self._random.random() < 0.5:  # the KV may arrive before its notice
                 await self._ship(call, request, handoff, tokens)
                 await self._pause()
                 call.put(first)
@@ -301,7 +301,7 @@ class FakeWorker:
         if not call.is_over:
             self._peers[handoff.replica].land(lease, handoff, request.token_ids, tokens)
 
-    # A decode replica.
+    # Decode replica
 
     def generate(
         self,
@@ -347,7 +347,7 @@ class FakeWorker:
             self._start(lease, 0, firsts, tell=True)
 
     def open(self, handoff: Handoff) -> Lease:
-        """Raises HandoffExpired; whoever comes with a newer epoch closes the handoff to all before."""
+        """Open the handoff for an epoch, which closes it to earlier ones. Raises HandoffExpired."""
         lease = next((one for one in self._open_leases() if one.handoff and one.handoff.id == handoff.id), None)
         if lease is None or not self.is_well or lease.has_landed or handoff.epoch < lease.epoch:
             raise HandoffExpired(f"{handoff.id} is closed")
@@ -357,7 +357,7 @@ class FakeWorker:
         return lease
 
     def land(self, lease: Lease, handoff: Handoff, tokens: Sequence[int], firsts: list[SampledToken]) -> None:
-        """The KV of `tokens` is whole. Raises HandoffExpired."""
+        """Receive the complete KV of `tokens`. Raises HandoffExpired."""
         if lease.call.is_over or not self.is_well or lease.has_landed or handoff.epoch < lease.epoch:
             raise HandoffExpired(f"{handoff.id} is closed")
         if tuple(tokens[: len(lease.request.token_ids)]) != lease.request.token_ids:
@@ -365,7 +365,7 @@ class FakeWorker:
         lease.has_landed = True
         if firsts:
             self._start(lease, handoff.epoch, firsts, tell=False)
-        else:  # it has moved, and goes on after its last token
+        else:  # moved: continues after its last token
             self._started(lease, handoff.epoch)
             self._run(lease, lease.request.stream, lease.request.choices[0], list(tokens))
 
@@ -438,14 +438,14 @@ class FakeWorker:
             lease.call.put(pb.GenerateEvent(finished=pb.Finished(frames=self._number + 1)))
             lease.call.end()
 
-    # Both.
+    # Both roles
 
     def _open_leases(self) -> list[Lease]:
         self.leases = [lease for lease in self.leases if not lease.call.is_over]
         return self.leases
 
     def _takes(self, call: FakeCall[Any], request: SequenceRequest) -> bool:
-        """Whether a call gets anywhere. A silent worker leaves it open."""
+        """Return whether a call is accepted. A silent worker leaves it open."""
         if self.is_well and not self.is_draining and not self.num_refusals:
             return True
         self.hits.append(request.id)
@@ -460,7 +460,7 @@ class FakeWorker:
     def _hit_all(self) -> None:
         calls = [*(lease.call for lease in self.leases), *self.prompts]
         held = [call.request.id for call in calls if call.request and not call.is_over]
-        self.hits += [*held, *(self._unheard - set(held))]  # also an answer that is whole here, and not yet there
+        self.hits += [*held, *(self._unheard - set(held))]  # also an answer that is complete here but not delivered
         self._unheard.clear()
 
     async def _answering(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""What happens to requests, one misfortune at a time: short plays for fake workers, in virtual time."""
+"""Scenarios with one fault each, for fake workers in virtual time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def the_decode_replica_falls_silent(world: World) -> None:
     client = await _running(world, prefills=1, decodes=2, n=1)
     _home(world, client).fall_silent()
     await pass_time(20)
-    assert client.is_over, "nobody has heard of the loss"
+    assert client.is_over, "the loss was not detected"
 
 
 async def a_frame_comes_twice(world: World) -> None:
@@ -74,7 +74,7 @@ async def a_frame_is_lost(world: World) -> None:
 
 
 async def the_prefill_replica_dies(world: World) -> None:
-    """Before it has computed anything: another one takes the same handoff."""
+    """The replica dies before it computes anything; another one takes over the handoff."""
     client = await _prefilling(world)
     next(worker for worker in world.workers.values() if worker.role is Role.PREFILL and worker.num_held()).kill()
     await pass_time(10)
@@ -101,7 +101,7 @@ async def the_prefill_replica_dies_while_it_sends_prompt_logprobs(world: World) 
 
 
 async def a_decode_replica_that_computes_the_prompt_dies(world: World) -> None:
-    """Before it has told of the prompt, or after: then it is not told again."""
+    """The replica dies before it sends the prompt log-probabilities, or after; then they are not sent again."""
     _deploy(world, prefills=0, decodes=2)
     await pass_time(0.1)
     clients = [world.ask(num_tokens=9, n=n, max_tokens=30, num_prompt_logprobs=1) for n in (1, 2)]
@@ -142,7 +142,7 @@ SCENARIOS: list[Scenario] = [
 
 
 def play(scenario: Scenario, seed: int) -> None:
-    """Raises AssertionError where the world is not as it must be, on the way or at the end."""
+    """Run a scenario. Raises AssertionError if an invariant is violated during the run or at the end."""
 
     async def run() -> None:
         world = World(Random(seed))
@@ -170,7 +170,7 @@ def _deploy(world: World, *, prefills: int, decodes: int) -> None:
 
 
 async def _prefilling(world: World, *, num_prompt_logprobs: int | None = None) -> Client:
-    """A request whose prompt has just been sent to a prefill replica."""
+    """Start a request, and return once its prompt has been sent to a prefill replica."""
     _deploy(world, prefills=2, decodes=1)
     await pass_time(0.1)
     client = world.ask(num_tokens=9, n=2, max_tokens=30, num_prompt_logprobs=num_prompt_logprobs)
@@ -180,7 +180,7 @@ async def _prefilling(world: World, *, num_prompt_logprobs: int | None = None) -
 
 
 async def _running(world: World, *, prefills: int, decodes: int, n: int) -> Client:
-    """A request of which every choice has begun."""
+    """Start a request, and return once every choice has begun."""
     _deploy(world, prefills=prefills, decodes=decodes)
     await pass_time(0.1)
     client = world.ask(num_tokens=9, n=n, max_tokens=300)
@@ -191,6 +191,6 @@ async def _running(world: World, *, prefills: int, decodes: int, n: int) -> Clie
 
 
 def _home(world: World, client: Client) -> FakeWorker:
-    """Where it decodes."""
+    """Return the worker on which the request decodes."""
     ids = {client.request.id}
     return next(worker for worker in world.workers.values() if ids & {id for id, _ in worker.running()})

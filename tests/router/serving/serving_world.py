@@ -1,4 +1,4 @@
-"""A router's core above fake workers, and clients that know what the model would say."""
+"""Router core on top of fake workers, with clients that know the expected tokens."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from tests.router.serving.virtual_time import pass_time
 
 _BLOCK = 4
 _STOP_TOKENS = (7,)
-_ENOUGH_BLOWS = 5  # see router.serving.relay: so many fruitless attempts in a row end a request
+_ENOUGH_BLOWS = 5  # as router.serving.relay._MAX_FRUITLESS
 QUEUE_S = 10_000.0
 
 
 @dataclass(eq=False)
 class Client:
-    """One request, and what has come of it."""
+    """Request with its progress and outcome."""
 
     request: SequenceRequest
     expected: dict[int, list[int]]
     began_at: float
     received: dict[int, list[int]] = field(default_factory=dict)
     finished: set[int] = field(default_factory=set)
-    stopped: dict[int, float] = field(default_factory=dict)  # when
+    stopped: dict[int, float] = field(default_factory=dict)  # time of the stop
     error: ClusterError | None = None
-    usable: frozenset[str] = frozenset()  # decode replicas, by what the router knew when it gave up
+    usable: frozenset[str] = frozenset()  # decode replicas known to the router when the request failed
     was_cancelled: bool = False
     generation: Generation | None = None
     task: asyncio.Task[None] | None = None
-    random: Random | None = None  # draws when it reads slowly; None: never
+    random: Random | None = None  # decides when it reads slowly; None: never
 
     @property
     def is_over(self) -> bool:
@@ -53,7 +53,7 @@ class Client:
             async with core.start(self.request) as self.generation:
                 async for arrived in self.generation:
                     self._take_all(arrived)
-                    if self.random and self.random.random() < 0.2:  # as one who reads slowly
+                    if self.random and self.random.random() < 0.2:  # a slow reader
                         await pass_time(self.random.choice([0.0, 0.01, 0.1]))
         except ClusterError as error:
             self.error = error
@@ -67,15 +67,19 @@ class Client:
                 self._take(choice, token.token_id, is_last=token.finish_reason is not None)
 
     def _check_prompt_logprobs(self, generation: Generation) -> None:
-        told, expected = generation.prompt_logprobs, prompt_logprobs_of(self.request)
-        assert (told is None) == (expected is None), f"{self.request.id}: tokens before what is said of its prompt"
-        if told and expected:
-            for column, wanted in zip(told.columns, expected.columns, strict=True):
-                assert column.tolist() == wanted.tolist(), f"{self.request.id}: its prompt has {wanted}, not {column}"
+        actual, expected = generation.prompt_logprobs, prompt_logprobs_of(self.request)
+        assert (actual is None) == (expected is None), (
+            f"{self.request.id}: tokens before the log-probabilities of its prompt"
+        )
+        if actual and expected:
+            for column, expected_column in zip(actual.columns, expected.columns, strict=True):
+                assert column.tolist() == expected_column.tolist(), (
+                    f"{self.request.id}: its prompt has {expected_column}, not {column}"
+                )
 
     def _take(self, choice: int, token_id: int, *, is_last: bool) -> None:
         tokens, expected = self.received.setdefault(choice, []), self.expected[choice]
-        assert choice not in self.finished, f"{self.request.id}: choice {choice} goes on after its end"
+        assert choice not in self.finished, f"{self.request.id}: choice {choice} continues after its end"
         tokens.append(token_id)
         assert tokens == expected[: len(tokens)], f"{self.request.id}: choice {choice} got {tokens}, not {expected}"
         assert is_last == (len(tokens) == len(expected)), f"{self.request.id}: choice {choice} ends at the wrong token"
@@ -84,7 +88,7 @@ class Client:
 
 
 class World:
-    """Everything there is. `random` draws how long each thing takes."""
+    """Simulated cluster with its clients. random: source of all durations."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -92,8 +96,8 @@ class World:
         self.clients: list[Client] = []
         self.born_at: dict[str, float] = {}
         self.tenant_share = 1.0
-        self.tells_prompt_logprobs = True  # those that are added from now on
-        self.local_decode_share = 0.0  # of the prefill replicas among them
+        self.tells_prompt_logprobs = True  # applies to workers added from now on
+        self.local_decode_share = 0.0  # applies to prefill replicas added from now on
         self._gone: list[FakeWorker] = []
         self._num_made = 0
         self._loop = asyncio.get_running_loop()
@@ -115,7 +119,7 @@ class World:
             asyncio.create_task(self.core.back_up_forever(every=4)),
         ]
 
-    # What happens.
+    # Events
 
     def add(self, role: Role) -> FakeWorker:
         name = f"{role}-{self._num_made}"
@@ -140,7 +144,7 @@ class World:
         return worker
 
     def remove(self, name: str) -> None:
-        """Nobody speaks of it any more."""
+        """Remove a worker from the membership."""
         self.replicas.remove(name)
         self._gone.append(self.workers[name])
 
@@ -168,7 +172,9 @@ class World:
             tenant=tenant,
             priority=priority,
         )
-        client = Client(request, {choice: _said(request, choice) for choice in request.choices}, self._loop.time())
+        client = Client(
+            request, {choice: _expected_tokens(request, choice) for choice in request.choices}, self._loop.time()
+        )
         client.random = self.random.choice([None, self.random])
         client.task = asyncio.create_task(client.run(self.core, self.replicas))
         self.clients.append(client)
@@ -185,7 +191,7 @@ class World:
             client.stopped[choice] = self._loop.time()
 
     async def settle(self) -> None:
-        """Whatever is wanting comes, nothing bad happens any more, and everybody comes to an end."""
+        """Add missing replicas, stop all faults, and let every request end."""
         for worker in self.workers.values():
             worker.num_refusals, worker.is_slow, worker.loses, worker.repeats = 0, False, False, False
         for name in [replica.id for replica in self.replicas if not self.workers[replica.id].is_well]:
@@ -197,12 +203,12 @@ class World:
             if all(client.is_over for client in self.clients):
                 break
             await pass_time(10)
-        await pass_time(15)  # copies and calls that nobody answers come to their end
+        await pass_time(15)  # unanswered copies and calls time out
 
-    # What must be true.
+    # Invariants
 
     def check(self) -> None:
-        """At any time."""
+        """Check the invariants that always hold."""
         for worker in self.workers.values():
             assert not worker.broken, worker.broken
         for client in self.clients:
@@ -215,27 +221,29 @@ class World:
                     assert not running, f"{client.request.id}: choice {choice} was stopped, and runs on {running}"
 
     def check_empty(self) -> None:
-        """After `settle`."""
+        """Check that no state is left after `settle`."""
         self.check()
         assert all(client.is_over for client in self.clients), "a request that never ends"
         assert self.core.num_running == 0
-        assert not self.core.admission.held, f"{self.core.admission.held} are held for nobody"
+        assert not self.core.admission.held, f"{self.core.admission.held} are still held"
         for replica in self.replicas:
             reserved = replica.pending_tokens, replica.num_requests, replica.promised_blocks, replica.promised_streams
-            assert reserved == (0, 0, 0, 0), f"{replica.id}: reserved {reserved} for nobody"
-            assert replica.num_subscribed == 0, f"{replica.id}: a stream that nobody needs"
+            assert reserved == (0, 0, 0, 0), f"{replica.id}: {reserved} still reserved"
+            assert replica.num_subscribed == 0, f"{replica.id}: a stream is still subscribed"
         for worker in self._well():
-            assert worker.num_held() == 0, f"{worker.name}: a call that nobody ended"
+            assert worker.num_held() == 0, f"{worker.name}: an open call is left"
         for client in self.clients:
             tokens = [*client.request.token_ids, *client.received.get(0, [])]
             hashes = block_hashes(root_hash("model"), tokens, block_size=_BLOCK)
             assert not self.replicas.index.depths(hashes), f"{client.request.id}: a prefix that is still expected"
-        left = {name for task in asyncio.all_tasks() if (name := _name(task)).split(".")[0] in _OF_A_REQUEST}
+        left = {name for task in asyncio.all_tasks() if (name := _name(task)).split(".")[0] in _REQUEST_TYPES}
         assert not left, f"tasks without a request: {left}"
 
     def check_forgotten(self) -> None:
-        """After `check_empty`, while Python's collector does not run: what served a request is freed with the last one
-        who knows it, and is in no circle."""
+        """Check that served requests are freed without the garbage collector, hence without reference cycles.
+
+        Call after `check_empty`.
+        """
         served = [(client.request.id, ref(client.generation.route)) for client in self.clients if client.generation]
         for client in self.clients:
             client.task = client.generation = client.error = None
@@ -258,17 +266,19 @@ class World:
 
     def _check_answer(self, client: Client) -> None:
         if client.error is None:
-            wanted = set(client.request.choices) - client.stopped.keys()
-            assert wanted <= client.finished, f"{client.request.id}: {wanted - client.finished} have no end"
+            expected_column = set(client.request.choices) - client.stopped.keys()
+            assert expected_column <= client.finished, (
+                f"{client.request.id}: {expected_column - client.finished} have no end"
+            )
         elif isinstance(client.error, DeadlineExceeded):
             assert client.request.deadline_s is not None, client.error
         elif not (isinstance(client.error, CapacityError) and client.request.deadline_s is not None):
             assert self._could_not_be_served(client), f"{client.request.id} failed without need: {client.error}"
 
     def _could_not_be_served(self, client: Client) -> bool:
-        """Too many have failed it; or it was refused, and whoever else was known came later or failed it before.
+        """Return whether the failure was justified: too many failures, or rejection by all replicas known in time.
 
-        One whose frames have just broken off is not known until it is heard again.
+        A replica whose frames have just ended is unknown until its next frame.
         """
         id = client.request.id
         num_hits = sum(worker.hits.count(id) for worker in self.workers.values())
@@ -279,18 +289,18 @@ class World:
             for worker in self._well()
             if worker.name in client.usable and not worker.is_draining and self.born_at[worker.name] <= client.began_at
         ]
-        # Of a pair that has failed both are suspects.
+        # When a pair fails, both replicas are suspects.
         return num_hits >= min(_ENOUGH_BLOWS, len(innocent))
 
 
-_OF_A_REQUEST = {"Relay", "Attempt", "Places", "FakeCall"}
+_REQUEST_TYPES = {"Relay", "Attempt", "Places", "FakeCall"}
 
 
 def _name(task: asyncio.Task[object]) -> str:
     return getattr(task.get_coro(), "__qualname__", "")
 
 
-def _said(request: SequenceRequest, choice: int) -> list[int]:
+def _expected_tokens(request: SequenceRequest, choice: int) -> list[int]:
     tokens: list[int] = list(request.token_ids)
     while True:
         token = next_token(request, choice, tokens)

@@ -1,4 +1,4 @@
-"""Waiting for room: every place that is taken is used or given back, and nobody is forgotten."""
+"""Waits for room: every reserved place is used or returned, and every request gets its turn or an error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 
 class Room:
-    """Places for requests, as a dispatch would hand them out."""
+    """Places for requests, as a router would assign them."""
 
     def __init__(self, places: int) -> None:
         self.free = places
@@ -125,7 +125,7 @@ async def test_an_impossible_request_fails_at_its_turn_and_delays_no_other() -> 
 
 
 async def test_an_unexpected_error_ends_only_its_own_request() -> None:
-    """Who wakes the waits is a replica's reader of frames, which must live."""
+    """Waits are woken by a replica's frame reader, which must survive the error."""
     waits, room = _waits(max_waiting=100, queue_s=10), Room(0)
 
     def choose() -> str | None:
@@ -143,13 +143,13 @@ async def test_an_unexpected_error_ends_only_its_own_request() -> None:
 
 
 class Places:
-    """Room for so many streams at a time; a request may need several."""
+    """Room for a number of concurrent streams; a request may need several."""
 
     def __init__(self, number: int, *, hold_s: float = 2.0, queue_s: float = 60.0) -> None:
         self.free = number
         self.queue = AdmissionQueue(max_waiting=1000, hold_s=hold_s)
         self.waits: AdmissionWaits[int] = AdmissionWaits(self.queue, queue_s=queue_s)
-        self.entered: list[tuple[str, float]] = []  # and when
+        self.entered: list[tuple[str, float]] = []  # (name, time)
 
     async def ask(self, name: str, size: int, *, for_s: float = 0.0, tenant: str = "") -> None:
         def choose() -> int | None:
@@ -187,7 +187,7 @@ def test_a_request_without_room_delays_others_for_a_bounded_time() -> None:
             await asyncio.wait(small)
             came = [at for name, at in places.entered if name.startswith("small")]
             pauses = [after - before for before, after in zip([1.0, *came], came, strict=False)]
-            assert max(pauses) <= 2.0 + 0.5  # there is room from 1.0 on; the one before took 0.5
+            assert max(pauses) <= 2.0 + 0.5  # room from 1.0 on; the request before took 0.5
             assert not large.done() and asyncio.get_running_loop().time() < 10
             await large
 
@@ -200,7 +200,7 @@ async def _rejected(asking: Coroutine[Any, Any, None]) -> None:
 
 
 def test_a_large_request_gets_room_despite_a_stream_of_small_ones() -> None:
-    """Otherwise whoever needs little could keep it out."""
+    """Without turns, small requests could starve it."""
 
     async def scenario() -> None:
         places = Places(8, hold_s=2.0)
@@ -272,11 +272,11 @@ async def _enter_offline(
 
 async def test_offline_requests_go_when_no_other_waits() -> None:
     waits, room = _waits(max_waiting=100, queue_s=100), Room(1)
-    assert await _enter_offline(waits, room) == "place", "with room nobody waits"
+    assert await _enter_offline(waits, room) == "place", "requests with room do not wait"
     last = [asyncio.create_task(_enter_offline(waits, room)) for _ in range(2)]
     await asyncio.sleep(0)
-    assert len(waits.queue) == 0, "they do not count among those who wait"
-    others = [asyncio.create_task(_enter(waits, room)) for _ in range(2)]  # who come after them
+    assert len(waits.queue) == 0, "offline requests are not counted as waiting"
+    others = [asyncio.create_task(_enter(waits, room)) for _ in range(2)]  # arrive later
     await asyncio.sleep(0)
     for someone in (*others, *last):
         room.free += 1

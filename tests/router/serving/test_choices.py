@@ -1,4 +1,4 @@
-"""The tokens of one attempt, joined from the replica that computes the prompt and the one that decodes."""
+"""Tokens of one attempt, joined from its prefill and its decode replica."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _choices(number: int = 1, *, has_prefill: bool = True) -> tuple[Choices, Req
 
 
 async def _emitted(state: RequestState) -> dict[int, list[int]]:
-    """What has gone to the client since."""
+    """Return the tokens sent to the client since the last call."""
     taken = await anext(state.responses) if state.responses.num_waiting else {}
     return {choice: [token.token_id for token in tokens] for choice, tokens in taken.items()}
 
@@ -41,24 +41,24 @@ async def test_tokens_are_joined_in_any_order_of_arrival(order: tuple[str, ...])
             choices.decoded(0, [_token(11), _token(12, is_last=True)])
             choices.decoded(1, [_token(21, is_last=True)])
     await choices.wait()
-    assert (first[0][0], first[1][0]) == (10, 20), "a first token waits for nobody but its own replica"
+    assert (first[0][0], first[1][0]) == (10, 20), "a first token waits only for its own replica"
     rest = await _emitted(state)
     assert first[0] + rest.get(0, []) == [10, 11, 12] and first[1] + rest.get(1, []) == [20, 21]
 
 
 async def test_tokens_of_another_epoch_are_never_sent() -> None:
     choices, state = _choices()
-    choices.started(epoch=0)  # by a prefill replica that was given up, whose KV had landed
+    choices.started(epoch=0)  # with the KV of an abandoned prefill replica
     choices.decoded(0, [_token(98), _token(99, is_last=True)])
     choices.first([_token(10)], epoch=1)
-    with pytest.raises(TransferError, match=r"epoch 0, .* of 1"):
+    with pytest.raises(TransferError, match=r"epoch 0, .* of epoch 1"):
         await choices.wait()
     assert await _emitted(state) == {0: [10]}
 
 
 async def test_no_answer_ends_before_the_prompt_statistics() -> None:
     choices, state = _choices(has_prefill=False)
-    choices.decoded(0, [_token(10), _token(11, is_last=True)])  # its frames were quicker than its call
+    choices.decoded(0, [_token(10), _token(11, is_last=True)])  # frames arrived before the call's event
     assert not await _emitted(state) and choices.unfinished
     choices.started(epoch=0)
     await choices.wait()
@@ -74,7 +74,7 @@ async def test_a_stopped_choice_gets_no_more_tokens() -> None:
     choices.decoded(1, [_token(20, is_last=True)])
     await choices.wait()
     assert await _emitted(state) == {0: [10], 1: [20]}
-    await choices.wait_for(0, 5)  # it has finished: there is nothing to wait for
+    await choices.wait_for(0, 5)  # finished, so it returns at once
 
 
 async def test_the_first_error_is_raised() -> None:

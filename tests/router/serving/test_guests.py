@@ -1,4 +1,4 @@
-"""Answers that prefill replicas finish themselves, because decode replicas are full or gone."""
+"""Local decodes on prefill replicas while decode replicas are full or gone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _ask(world: World, number: int, *, max_tokens: int = 300, priority: int = 0)
 
 @asynccontextmanager
 async def _full(world: World, *, share: float = 0.5) -> AsyncIterator[tuple[FakeWorker, FakeWorker]]:
-    """Others have all places of the decode replica until the block ends."""
+    """Keep the decode replica full until the block ends."""
     prefill, decode = await _deployed(world, share=share)
     reserved = (0, _MAX_RUNNING, 0, _MAX_RUNNING)
     _seen(world, decode).reserve(*reserved)
@@ -77,7 +77,7 @@ def test_decisions_show_the_cost_of_waiting() -> None:
 def test_a_request_waits_if_waiting_is_cheaper() -> None:
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):
-            _seen(world, prefill).reserve(0, 20, 0, 0)  # prompts, each of which it would delay
+            _seen(world, prefill).reserve(0, 20, 0, 0)  # queued prompts that a local decode would delay
             _ask(world, 1)
             await pass_time(0.05)
             assert _waiting(world) == 1 and not prefill.running()
@@ -92,7 +92,7 @@ def test_prefill_replicas_answer_however_long_decode_replicas_are_missing() -> N
         world.add(Role.PREFILL)
         await pass_time(0.1)
         availability = world.core.replicas.availability
-        assert availability.look() is None, "somebody answers"
+        assert availability.look() is None, "a replica answers"
         await pass_time(QUEUE_S + 1)
         [client] = _ask(world, 1)
         await until(lambda: client.is_over)
@@ -101,7 +101,7 @@ def test_prefill_replicas_answer_however_long_decode_replicas_are_missing() -> N
     scenarios.play(play, 0)
 
 
-@pytest.mark.parametrize("why", ["no share", "nobody waits for it"])
+@pytest.mark.parametrize("why", ["no share", "offline"])
 def test_requests_without_local_decode_wait_for_a_decode_replica(why: str) -> None:
     async def play(world: World) -> None:
         async with _full(world, share=0.0 if why == "no share" else 0.5) as (prefill, _):
@@ -171,7 +171,7 @@ def test_a_local_decode_continues_elsewhere_if_its_replica_dies() -> None:
 
 @pytest.mark.parametrize("drains", [False, True])
 def test_a_local_decode_moves_to_a_decode_replica_with_room(drains: bool) -> None:
-    """Because its own one drains, or just because there is room."""
+    """Moves both because the prefill replica drains and because a decode replica has room."""
 
     async def play(world: World) -> None:
         async with _full(world) as (prefill, _):

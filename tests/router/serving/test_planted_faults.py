@@ -1,4 +1,4 @@
-"""Each kind of misfortune alone; and faults that are planted in the router, none of which may go unnoticed."""
+"""Every scenario alone, and faults planted in the router, which the checks must detect."""
 
 from __future__ import annotations
 
@@ -82,22 +82,22 @@ _CLOSE, _CONTINUATION = AttemptTasks.close, RequestState.continuation
 _FOLLOW, _PREFILL, _SUBSCRIBE = ChoiceMove.follow, FakeWorker.prefill, Replica.subscribe
 
 _FAULTS: dict[str, Fault] = {
-    "a stop is not told": (Attempt, "stop", _drop_stop),
-    "a stop is not even noticed": (Attempt, "stop", _ignore_stop),
+    "a stop is not sent to the replica": (Attempt, "stop", _drop_stop),
+    "a stop is ignored": (Attempt, "stop", _ignore_stop),
     "a move does not wait for the source's last tokens": (Choices, "wait_for", _wait_for_nothing),
     "tokens after a move come twice": (ChoiceMove, "follow", _append_twice),
-    "another attempt goes on a token too early": (RequestState, "continuation", _continue_one_token_early),
-    "the first tokens are not waited for": (Choices, "decoded", _do_not_join),
+    "another attempt continues one token too early": (RequestState, "continuation", _continue_one_token_early),
+    "decoded tokens do not wait for the first ones": (Choices, "decoded", _do_not_join),
     "another prefill replica gets the same epoch": (FakeWorker, "prefill", _same_epoch),
-    "a choice that has ended is not struck off": (Choices, "finish", lambda self, choice: None),
-    "a lost replica is not heard of": (Replica, "subscribe", _ignore_loss),
-    "a reservation is not given back": (Reservation, "end", lambda self: None),
+    "an ended choice is not marked as finished": (Choices, "finish", lambda self, choice: None),
+    "the loss of a replica is not noticed": (Replica, "subscribe", _ignore_loss),
+    "a reservation is not released": (Reservation, "end", lambda self: None),
     "a prompt is expected for ever": (PromptReservation, "end", lambda self, is_computed=False: None),
     "streams stay subscribed": (DecodeStreams, "close", lambda self: None),
-    "what a frame brings counts twice": (Replica, "subscribe", _deliver_twice),
-    "what an attempt has done is kept": (AttemptTasks, "close", _keep_tasks),
-    "who has failed is chosen again": (Attempt, "blamed", property(lambda self: set())),
-    "no other prefill replica is asked": (Reservations, "another_prefill", lambda self, request, pair, avoid: None),
+    "tokens of a frame are delivered twice": (Replica, "subscribe", _deliver_twice),
+    "tasks of an attempt are not cleaned up": (AttemptTasks, "close", _keep_tasks),
+    "a failed replica is chosen again": (Attempt, "blamed", property(lambda self: set())),
+    "no other prefill replica is tried": (Reservations, "another_prefill", lambda self, request, pair, avoid: None),
 }
 
 

@@ -1,4 +1,4 @@
-"""A request whose client is quick to leave, and one whose router is slow to read."""
+"""Relay of a request whose client leaves early, and of one whose router reads late."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 
 def test_an_answer_counts_even_if_the_client_leaves_with_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The doors do: they need nothing after the last finish reason. Answers still to come are predicted by these."""
+    """Endpoints leave after the last finish reason. The length prediction still needs the answer."""
     counted: list[int] = []
 
     def count(reservations: Reservations, num_tokens: Iterable[int]) -> None:
@@ -50,8 +50,8 @@ def test_an_answer_counts_even_if_the_client_leaves_with_the_last_token(monkeypa
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 40])
 def test_unread_tokens_are_read_before_a_call_counts_as_lost(max_tokens: int) -> None:
-    """A router with too much to do hears that a call has ended long before it reads the tokens, which are there. The
-    first tokens may come after those of the decode replica, and be all."""
+    """An overloaded router sees the end of a call long before it reads the tokens that have arrived. The first tokens
+    may arrive after those of the decode replica, and may be the only ones."""
 
     async def ask(seed: int) -> tuple[int, RequestRoute]:
         world = World(Random(seed))

@@ -1,4 +1,4 @@
-"""The replicas as a router sees them, where they come and go under calls of its own."""
+"""Replicas that join and leave during a router's calls."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_calls_to_a_replica_that_has_left_fail_like_any_loss(redis_url: st
     membership = Membership(redis, name=_NAME, key=_KEY)
     replicas = Replicas(lambda member: GrpcWorker(member, identity=_ROUTER))
     discovery = Discovery(connect_redis(redis_url), replicas, name=_NAME, key=_KEY)
-    calls = aio.server()  # a worker of another role: it knows no method
+    calls = aio.server()  # a worker of another role: every method is unimplemented
     address = f"127.0.0.1:{calls.add_insecure_port('127.0.0.1:0')}"
     await calls.start()
 
@@ -82,15 +82,15 @@ async def test_calls_to_a_replica_that_has_left_fail_like_any_loss(redis_url: st
             replica = await enter(server)
             await membership.leave("prefill-0")
         await _until_alive(replicas, alive=False)
-        heard: list[Any] = []
-        with pytest.raises(ReplicaLost):  # what it says before it is back would be missing
-            replica.subscribe(1, heard.append)
+        received: list[Any] = []
+        with pytest.raises(ReplicaLost):  # tokens sent before the reconnect would be missing
+            replica.subscribe(1, received.append)
         await becomes(lambda: replicas.get("prefill-0") is None)
         with pytest.raises(ReplicaLost):
             await replica.unless_lost(_call(replica))
 
         async with _serving(FrameHub()) as server:
-            back = await enter(server)  # it may come back under its name
+            back = await enter(server)  # it may return under the same name
             with pytest.raises(ReplicaLost, match="Method not found"):
                 await back.unless_lost(_call(back))
             await replicas.close()
@@ -102,7 +102,7 @@ async def test_calls_to_a_replica_that_has_left_fail_like_any_loss(redis_url: st
 
 
 async def test_an_odd_stream_ends_alone_and_what_a_newer_version_adds_is_ignored() -> None:
-    """A reason for an end that we do not know is an end; a stream that cannot be taken costs itself only."""
+    """An unknown finish reason still ends a choice; a malformed stream fails alone."""
 
     class Newer(FrameHub):
         async def frames(self, router: str) -> AsyncGenerator[pb.Frame, None]:
@@ -113,46 +113,46 @@ async def test_an_odd_stream_ends_alone_and_what_a_newer_version_adds_is_ignored
             yield pb.Frame(number=1, streams=[_with_more(stream) for stream in streams])
             await asyncio.Event().wait()
 
-    subscribed, heard_all = asyncio.Event(), asyncio.Event()
-    heard: dict[int, list[Any]] = {7: [], 8: [], 9: []}
+    subscribed, received_all = asyncio.Event(), asyncio.Event()
+    received: dict[int, list[Any]] = {7: [], 8: [], 9: []}
 
     def take(stream: int, tokens: Any) -> None:
-        heard[stream].append(tokens)
+        received[stream].append(tokens)
         if stream == 8 and not isinstance(tokens, ReplicaLost):
             raise ValueError("it cannot be taken")
         if stream == 9:
-            heard_all.set()
+            received_all.set()
 
     async with _serving(Newer()) as server:
         replicas = _following(server)
         await _until_alive(replicas, alive=True)
         replica = replicas.get("decode-0")
         assert replica
-        for stream in heard:
+        for stream in received:
             replica.subscribe(stream, partial(take, stream))
         subscribed.set()
-        await asyncio.wait_for(heard_all.wait(), 10)
-        assert all(token.finish_reason is FinishReason.STOP for stream in (7, 9) for (token,) in heard[stream])
-        assert isinstance(heard[8][-1], ReplicaLost) and len(heard[8]) == 2
+        await asyncio.wait_for(received_all.wait(), 10)
+        assert all(token.finish_reason is FinishReason.STOP for stream in (7, 9) for (token,) in received[stream])
+        assert isinstance(received[8][-1], ReplicaLost) and len(received[8]) == 2
         assert replica.is_alive and replica.num_subscribed == 2
         await replicas.close()
 
 
 def _following(server: FrameServer) -> Replicas:
-    """The replicas of a router that follows this server alone."""
+    """Return the replicas of a router that follows only this server."""
     replicas = Replicas(lambda member: GrpcWorker(member, identity=_ROUTER))
     replicas.add(make_member("decode-0", frames_address=f"127.0.0.1:{server.start('127.0.0.1')}"))
     return replicas
 
 
 def _with_more(message: M) -> M:
-    """As a newer version may send it: with a field that we do not know."""
-    field = b"\xfa\x7f\x05later"  # number 2047, of a length and five bytes
+    """Add an unknown field, as a newer version may send."""
+    field = b"\xfa\x7f\x05later"  # field 2047: length-delimited, five bytes
     return type(message).FromString(message.SerializeToString() + field)
 
 
 async def test_a_malformed_frame_loses_the_replica_and_the_reader_reconnects() -> None:
-    """Its reader does not end while it counts as alive, to be chosen for ever."""
+    """Otherwise the reader would end while the replica counts as alive and is still chosen."""
 
     class Garbled(FrameHub):
         async def frames(self, router: str) -> AsyncGenerator[pb.Frame, None]:
@@ -175,7 +175,7 @@ async def test_a_malformed_frame_loses_the_replica_and_the_reader_reconnects() -
 
 
 async def test_a_router_that_stood_still_reads_received_frames_first() -> None:
-    """Else all its replicas would be lost at once, and every stream with them."""
+    """Otherwise all its replicas would be lost at once, and every stream with them."""
 
     queue, loop, changed = asyncio.Queue[pb.Frame](), asyncio.get_running_loop(), asyncio.Event()
     is_given_up = False
@@ -196,19 +196,19 @@ async def test_a_router_that_stood_still_reads_received_frames_first() -> None:
     arrival = threading.Timer(0.1, loop.call_soon_threadsafe, [queue.put_nowait, sent])
     arrival.start()
     arrival.join()
-    threading.Event().wait(10 * 0.02)  # longer than a replica may be silent
+    threading.Event().wait(10 * 0.02)  # longer than the allowed silence
     await becomes(lambda: replica.status.running == 3 or is_given_up)
     assert replica.is_alive and not is_given_up
-    await becomes(lambda: is_given_up)  # and then it says nothing more
+    await becomes(lambda: is_given_up)  # afterwards it stays silent
     assert not replica.is_alive
     await replica.close()
 
 
 async def test_plain_tokens_reach_their_streams_and_need_one_each() -> None:
-    call, changed, heard = FakeCall[pb.Frame](), asyncio.Event(), list[Any]()
+    call, changed, received = FakeCall[pb.Frame](), asyncio.Event(), list[Any]()
 
     def take(stream: int, tokens: Any) -> None:
-        heard.append((stream, tokens))
+        received.append((stream, tokens))
 
     async def follow(take: Callable[[pb.Frame], None]) -> None:
         async for frame in call:
@@ -222,10 +222,10 @@ async def test_plain_tokens_reach_their_streams_and_need_one_each() -> None:
         replica.subscribe(stream, partial(take, stream))
     last = pb.StreamTokens(stream=1, tokens=[pb.SampledToken(token_id=7, finish_reason="stop")])
     call.put(pb.Frame(number=1, plain_streams=[2, 9, 1], plain_token_ids=[5, 5, 6], streams=[last]))
-    await becomes(lambda: len(heard) == 3)
-    assert heard == [(2, [SampledToken(5)]), (1, [SampledToken(6)]), (1, [SampledToken(7, None, FinishReason.STOP)])]
+    await becomes(lambda: len(received) == 3)
+    assert received == [(2, [SampledToken(5)]), (1, [SampledToken(6)]), (1, [SampledToken(7, None, FinishReason.STOP)])]
     call.put(pb.Frame(number=2, plain_streams=[1, 2], plain_token_ids=[5]))
     await becomes(lambda: not replica.is_alive)
-    assert [type(told) for _, told in heard[3:]] == [ReplicaLost] * 2, "whose the token is nobody knows"
-    assert "of no stream" in str(heard[-1][1])
+    assert [type(item) for _, item in received[3:]] == [ReplicaLost] * 2, "the token belongs to an unknown stream"
+    assert "1 tokens for 2 streams" in str(received[-1][1])
     await replica.close()

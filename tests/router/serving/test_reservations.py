@@ -397,7 +397,7 @@ def test_offline_requests_do_not_count_as_waiting() -> None:
     async def play(world: World) -> None:
         offline = world.ask(num_tokens=9, n=1, max_tokens=4, priority=OFFLINE)
         await pass_time(0.1)
-        assert b"\nxpyd_requests_waiting 0.0" in world.metrics.render(), "nobody has to wait for it"
+        assert b"\nxpyd_requests_waiting 0.0" in world.metrics.render(), "offline requests are not counted"
         other = world.ask(num_tokens=9, n=1, max_tokens=4, priority=OFFLINE - 1)
         await pass_time(0.1)
         assert b"\nxpyd_requests_waiting 1.0" in world.metrics.render()

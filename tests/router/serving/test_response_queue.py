@@ -1,4 +1,4 @@
-"""What waits for a client is taken together, and its end comes last."""
+"""Bundling of waiting tokens, and the end of the queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A router hears which revisions serve, and its controller what becomes of requests on each; whatever Redis does."""
+"""Exchange of revision tables and request counts between router and controller, also during Redis failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REVISIONS = tuple(
 
 @asynccontextmanager
 async def watched(redis_url: str, *names: str) -> AsyncIterator[tuple[RevisionChannel, list[Revisions]]]:
-    """The controller's end, and what a router of each name knows."""
+    """Yield the controller's channel, and the revisions known to a router of each name."""
     redis.Redis.from_url(redis_url).flushall()
     controller = RevisionChannel(connect_redis(redis_url), name="a", key=KEY)
     known = [Revisions() for _ in names]
@@ -65,7 +65,7 @@ async def test_known_revisions_survive_redis_loss_and_older_tables_are_ignored(r
         redis.Redis.from_url(redis_url).flushall()
         await controller.publish(RevisionTable(version=1))
 
-        async def has_looked() -> bool:  # it tells what it has counted behind each look
+        async def has_looked() -> bool:  # counts are reported after each look
             return bool(await controller.counts())
 
         await told(has_looked)
@@ -84,17 +84,19 @@ async def test_unsigned_entries_are_ignored(redis_url: str) -> None:
         assert await controller.read() is None and await controller.counts() == {}
         await controller.tell("router-0", {2: RevisionCounts(failed=1)})
         raw = redis.Redis.from_url(redis_url)
-        raw.hset("a:revisions:counts", "router-1", raw.hget("a:revisions:counts", "router-0"))  # said twice
+        raw.hset(
+            "a:revisions:counts", "router-1", raw.hget("a:revisions:counts", "router-0")
+        )  # replayed under another name
         assert await controller.counts() == {2: RevisionCounts(failed=1)}
         signed = bytes(raw.hget("a:revisions:counts", "router-0") or b"")
         sign, text = signed[:SIGNATURE_BYTES], signed[SIGNATURE_BYTES:]
-        raw.hset("a:revisions:counts", b"router-0" + text[:1], sign + text[1:])  # the same bytes, parted elsewhere
+        raw.hset("a:revisions:counts", b"router-0" + text[:1], sign + text[1:])  # the same bytes, split elsewhere
         assert await controller.counts() == {2: RevisionCounts(failed=1)}
         await pending_peer.close()
 
 
 async def test_counts_of_another_update_are_ignored(redis_url: str) -> None:
-    """Both have the old revision in common."""
+    """Both updates share the old revision."""
     async with watched(redis_url) as (controller, _):
         await controller.tell("router-0", {1: RevisionCounts(failed=9), 2: RevisionCounts(failed=9)})
         before = redis.Redis.from_url(redis_url).hgetall("a:revisions:counts")
@@ -105,7 +107,7 @@ async def test_counts_of_another_update_are_ignored(redis_url: str) -> None:
 
 
 class FakeSwallowingRedis:
-    """Takes a cancellation for a connection that is too slow, as redis-py may."""
+    """Redis client that swallows a cancellation, as redis-py may on a slow connection."""
 
     def __init__(self) -> None:
         self.is_asked = asyncio.Event()

@@ -1,8 +1,8 @@
-"""The router's heart against everything that may happen to it.
+"""Stateful test of the router's serving core under random faults.
 
-However requests are killed, moved, refused, delayed and copied: each choice gets the tokens that the model says,
-once and in order, and one end; a request fails only where nobody could have answered it, or its time is up; and when
-all is over nothing is left of it anywhere, neither leases, streams, reservations nor tasks.
+Under any sequence of kills, moves, rejections, delays and copies, each choice gets the model's tokens once, in order,
+with one end. A request fails only if no replica could have answered it, or if its deadline has passed. At the end, no
+leases, streams, reservations or tasks are left.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RANDOM = st.randoms(use_true_random=False)
 
 
 class Serving(RuleBasedStateMachine):
-    """Clients, time and misfortune, each at a place that is drawn."""
+    """State machine of clients, time and faults."""
 
     world: World
 
@@ -162,7 +162,7 @@ class Serving(RuleBasedStateMachine):
 SETTINGS = settings(suppress_health_check=list(HealthCheck), print_blob=True)
 
 
-@pytest.mark.timeout(300)  # some 15 s of computing, on a machine of its own
+@pytest.mark.timeout(300)  # about 15 s of computing on an idle machine
 def test_every_choice_gets_its_tokens_despite_faults() -> None:
     run_state_machine_as_test(Serving, settings=settings(SETTINGS, max_examples=15, stateful_step_count=40))
 
@@ -173,7 +173,7 @@ def test_every_choice_gets_its_tokens_despite_faults_for_long() -> None:
 
 
 def look_for_a_fault(max_examples: int) -> None:
-    """Raises what is found first; the examples are the same in each run."""
+    """Run the state machine and raise the first failure. The examples are the same in each run."""
     run_state_machine_as_test(
         Serving,
         settings=settings(

@@ -1,4 +1,4 @@
-"""Waiting for one's own tenant: in nobody else's way, and nothing is left of it afterwards."""
+"""Waits at a tenant's share: they delay no other tenant and leave no state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.router.serving.virtual_time import VirtualTimeLoop, pass_time
 
 
 class Cluster:
-    """So many places; who is let in takes them at once."""
+    """Cluster with a number of places, which admitted requests take at once."""
 
     def __init__(self, num_streams: int, *, queue_s: float = 1000.0) -> None:
         self.free = Places(num_streams, 1000)
@@ -146,11 +146,11 @@ def test_disconnected_clients_leave_no_state() -> None:
 
 
 def test_places_released_by_another_router_are_used() -> None:
-    """Of another router, by the replicas' own word."""
+    """Another router's releases show in the replicas' reports."""
 
     async def scenario() -> None:
         cluster = Cluster(8)
-        cluster.free = cluster.free.less(Places(4, 0))  # the other router's
+        cluster.free = cluster.free.less(Places(4, 0))  # taken by the other router
         async with asyncio.TaskGroup() as group:
             for _ in range(6):
                 group.create_task(cluster.ask("a", 1, for_s=10))
@@ -204,7 +204,7 @@ def test_a_tenant_at_its_share_does_not_count_in_predicted_waits() -> None:
         cluster = Cluster(8)
         async with asyncio.TaskGroup() as group:
             greedy = [group.create_task(cluster.ask("greedy", 1, for_s=10)) for _ in range(200)]
-            await pass_time(25)  # so much has been measured
+            await pass_time(25)  # enough time to measure a rate
             assert cluster.queue.num_at_share == 1
             began_at = asyncio.get_running_loop().time()
             for _ in range(20):
@@ -219,7 +219,7 @@ def test_a_tenant_at_its_share_does_not_count_in_predicted_waits() -> None:
 
 
 def test_freed_places_go_to_tenants_in_fair_order() -> None:
-    """Both are at their share; when it grows for both, no one has saved anything up."""
+    """Both tenants are at their share. When it grows, neither has saved up credit."""
 
     async def scenario() -> None:
         cluster = Cluster(10)

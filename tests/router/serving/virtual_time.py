@@ -1,4 +1,4 @@
-"""An event loop whose clock stands still while anybody has something to do, and then jumps to whoever is next."""
+"""Event loop in virtual time: the clock stands still while tasks are ready, then jumps to the next timer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Seconds of it take no time. What would wait for ever raises instead."""
+    """Event loop whose sleeps take no real time. An endless wait raises instead."""
 
     def __init__(self) -> None:
         self._clock = _Clock()
@@ -31,13 +31,13 @@ class _Clock(selectors.DefaultSelector):
 
 
 async def pass_time(seconds: float) -> None:
-    """A sleep in virtual time, which says nothing of how quick a machine is."""
+    """Sleep in virtual time, independently of the machine's speed."""
     assert isinstance(asyncio.get_running_loop(), VirtualTimeLoop)
     await asyncio.sleep(seconds)
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Let time pass until this holds."""
+    """Let virtual time pass until the condition holds."""
     for _ in range(10_000):
         if condition():
             return

@@ -1,4 +1,4 @@
-"""The last minutes, from what is counted anyway."""
+"""History of the last minutes, derived from the metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from router.telemetry.metrics import Metrics
         (0.5, [(1.0, 10.0), (2.0, 10.0)], 0.5),
         (0.5, [(1.0, 0.0), (2.0, 10.0), (float("inf"), 10.0)], 1.5),
         (0.99, [(1.0, 5.0), (2.0, 10.0), (float("inf"), 10.0)], pytest.approx(1.98)),
-        (0.99, [(1.0, 5.0), (float("inf"), 10.0)], 1.0),  # beyond the last bound: no more is known
+        (0.99, [(1.0, 5.0), (float("inf"), 10.0)], 1.0),  # above the last finite bound
     ],
 )
 def test_quantiles_are_those_of_prometheus(q: float, counts: list[tuple[float, float]], expected: object) -> None:
@@ -26,7 +26,7 @@ def test_quantiles_are_those_of_prometheus(q: float, counts: list[tuple[float, f
 def test_a_point_holds_the_rates_of_its_second() -> None:
     metrics = Metrics()
     metrics.requests_waiting.set_function(lambda: 3)
-    metrics.time_to_first_token.observe(50.0)  # before
+    metrics.time_to_first_token.observe(50.0)  # before the point's second
     history = History(metrics)
     metrics.time_to_first_token.observe(0.2)
     metrics.inter_token_latency.observe(0.02, 7)

@@ -32,8 +32,8 @@ def test_per_token_histograms_render_like_any_other() -> None:
     for gap in gaps[:-3]:
         mine.observe(gap)
     mine.observe(3.0, 3)
-    told = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
-    assert generate_latest(ours).decode().splitlines() == told
+    lines = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert generate_latest(ours).decode().splitlines() == lines
 
 
 def test_registries_are_apart() -> None:

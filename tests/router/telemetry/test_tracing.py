@@ -1,4 +1,4 @@
-"""What becomes of a client's `traceparent` at both doors, and which spans there are of a request."""
+"""Propagation of a client's `traceparent` through both endpoints, and the spans of a request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _is_sampled(traceparent: str) -> bool:
 
 
 class _Traced:
-    """Both doors of a service that is traced, and what has been exported."""
+    """Both endpoints of a traced service, with the exported spans."""
 
     def __init__(self, make: MakeCompletions, *, ratio: float, **fake: Any) -> None:
         self._exporter = InMemorySpanExporter()
@@ -67,7 +67,7 @@ def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 async def _ask(traced: _Traced, endpoint: str, traceparent: str | None) -> str | None:
-    """The `traceparent` that the client hears of."""
+    """Send a request and return the `traceparent` in the response."""
     headers = {"traceparent": traceparent, "tracestate": "v=1"} if traceparent else {}
     if endpoint == "http":
         async with traced.http() as client:
@@ -81,20 +81,20 @@ async def _ask(traced: _Traced, endpoint: str, traceparent: str | None) -> str |
         call = InferenceStub(channel).Generate(asked, metadata=tuple(headers.items()))
         async for _ in call:
             pass
-        told = dict(await call.trailing_metadata()).get("traceparent")
+        received = dict(await call.trailing_metadata()).get("traceparent")
     await api.close(grace_s=5)
-    return str(told) if told else None
+    return str(received) if received else None
 
 
 async def test_the_clients_trace_is_continued(completions: MakeCompletions, endpoint: str) -> None:
     traced = _Traced(completions, ratio=0.0)
-    told = await _ask(traced, endpoint, _SAMPLED)
+    received = await _ask(traced, endpoint, _SAMPLED)
     own, states = traced.spans[-1], traced.spans[:-1]
-    assert told == f"00-{_TRACE}-{own.context.span_id:016x}-01", "its own span, in the client's trace"
+    assert received == f"00-{_TRACE}-{own.context.span_id:016x}-01", "its own span, in the client's trace"
     assert own.parent and f"{own.parent.span_id:016x}" == "b7ad6b7169203331"
     assert own.context.trace_state.get("v") == "1"
     (sent,) = traced.fake.started
-    assert sent.traceparent == told, "as the replicas hear it"
+    assert sent.traceparent == received, "as sent to the replicas"
     assert [span.name for span in states] == ["prepare"], "a fake serving side passes no others"
     assert all(span.parent and span.parent.span_id == own.context.span_id for span in states)
     assert own.attributes and own.attributes["xpyd.outcome"] == "completed"
@@ -105,15 +105,15 @@ async def test_the_clients_trace_is_continued(completions: MakeCompletions, endp
 
 async def test_a_client_that_samples_nothing_is_not_traced(completions: MakeCompletions, endpoint: str) -> None:
     traced = _Traced(completions, ratio=1.0)
-    told = await _ask(traced, endpoint, _NOT_SAMPLED)
-    assert told and told.startswith(f"00-{_TRACE}-") and told.endswith("-00") and not traced.spans
-    assert traced.fake.started[0].traceparent == told
+    received = await _ask(traced, endpoint, _NOT_SAMPLED)
+    assert received and received.startswith(f"00-{_TRACE}-") and received.endswith("-00") and not traced.spans
+    assert traced.fake.started[0].traceparent == received
 
 
 async def test_without_traceparent_the_ratio_decides(completions: MakeCompletions, endpoint: str) -> None:
     always, never = _Traced(completions, ratio=1.0), _Traced(completions, ratio=0.0)
-    told = await _ask(always, endpoint, None)
-    assert told and _is_sampled(told) and _TRACE not in told and len(always.spans) == 2
+    received = await _ask(always, endpoint, None)
+    assert received and _is_sampled(received) and _TRACE not in received and len(always.spans) == 2
     assert await _ask(never, endpoint, None) is None and not never.spans
 
 
@@ -122,13 +122,13 @@ async def test_a_malformed_traceparent_begins_a_new_trace(
     completions: MakeCompletions, endpoint: str, sent: str
 ) -> None:
     traced = _Traced(completions, ratio=0.0)
-    told = await _ask(traced, endpoint, sent)
-    assert told and _TRACE not in told and traced.spans[-1].parent is None
+    received = await _ask(traced, endpoint, sent)
+    assert received and _TRACE not in received and traced.spans[-1].parent is None
 
 
 @pytest.mark.parametrize("state", ["\x1b[2Jsecret", ",".join(["secret"] * 31), "a=1,a=secret", "secret=1," * 1200])
 def test_tracestate_is_never_logged(caplog: pytest.LogCaptureFixture, state: str) -> None:
-    """The library has a line for each that makes no sense: of a client's bytes, as many as it likes."""
+    """The library logs each malformed entry, with any number of bytes chosen by the client."""
     tracing = Tracing(SimpleSpanProcessor(InMemorySpanExporter()), ratio=0.0, deployment="d", router="router-1")
     for sent in (_SAMPLED, "9" * 60_000):
         trace = tracing.begin("POST /", {"traceparent": sent, "tracestate": state})
@@ -168,9 +168,9 @@ def test_replica_phases_carry_the_replicas_resource(completions: MakeCompletions
     trace.tell({"xpyd.request": "r"}, life)
     trace.end()
     compute, decode, own = exporter.get_finished_spans()
-    who = [(span.resource.attributes["service.name"], span.resource.attributes["service.instance.id"])
+    resources = [(span.resource.attributes["service.name"], span.resource.attributes["service.instance.id"])
            for span in (compute, decode, own)]  # fmt: skip
-    assert who == [("xpyd-prefill", "prefill-0"), ("xpyd-decode", "decode-12"), ("xpyd-router", "router-1")]
+    assert resources == [("xpyd-prefill", "prefill-0"), ("xpyd-decode", "decode-12"), ("xpyd-router", "router-1")]
     assert {span.context.trace_id for span in (compute, decode, own)} == {own.context.trace_id}
     assert compute.start_time and compute.end_time and decode.start_time
     assert compute.end_time - compute.start_time == pytest.approx(2e9, abs=1e3)
@@ -179,10 +179,10 @@ def test_replica_phases_carry_the_replicas_resource(completions: MakeCompletions
 
 
 async def test_calls_to_replicas_carry_the_traceparent() -> None:
-    heard: list[dict[str, Any]] = []
+    metadata: list[dict[str, Any]] = []
 
     async def hear(request: bytes, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
-        heard.append(dict(context.invocation_metadata() or ()))
+        metadata.append(dict(context.invocation_metadata() or ()))
         return
         yield b""
 
@@ -203,7 +203,7 @@ async def test_calls_to_replicas_carry_the_traceparent() -> None:
             assert [event async for event in call] == []
     await worker.close()
     await server.stop(0)
-    assert [one.get("traceparent") for one in heard] == [_SAMPLED, _SAMPLED, None, None]
+    assert [one.get("traceparent") for one in metadata] == [_SAMPLED, _SAMPLED, None, None]
 
 
 async def test_a_collector_that_is_away_delays_no_request(

@@ -1,4 +1,4 @@
-"""What a router remembers of its traffic, and what nobody can read out of it."""
+"""Record of a router's traffic, and the confidentiality of its prompt hashes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_equal_prefixes_have_equal_ids_per_salt_and_key() -> None:
 
 
 def test_a_public_hash_does_not_reveal_the_next_one_without_the_key() -> None:
-    """Else whoever guesses 64 tokens could try them behind an id that he knows."""
+    """Otherwise an attacker could confirm a guess of 64 tokens after a known id."""
     from hashlib import blake2b
     from struct import pack
 
@@ -44,15 +44,15 @@ def test_reports_are_incremental_and_full_on_request() -> None:
     record = TrafficRecord(_KEY, router="router-1", now=clock)
     first = _arrive(record, ttft_s=0.25, num_choices=2)
     clock.now += 3
-    news = record.report()
-    assert [*news.arrived] == [0, 1] and news.arrived[0].arrival_s == 3 and not news.changed
-    assert news.arrived[0].ttft_s == 0.25 and not news.arrived[0].is_over
+    changes = record.report()
+    assert [*changes.arrived] == [0, 1] and changes.arrived[0].arrival_s == 3 and not changes.changed
+    assert changes.arrived[0].ttft_s == 0.25 and not changes.arrived[0].is_over
     assert not record.report().arrived
     record.over(first, [4, 5], ttft_s=0.25, itl_s=0.02)
     _arrive(record)
-    news = record.report()
-    assert {number: seen.num_output for number, seen in news.changed.items()} == {0: 4, 1: 5}
-    assert [*news.arrived] == [2]
+    changes = record.report()
+    assert {number: seen.num_output for number, seen in changes.changed.items()} == {0: 4, 1: 5}
+    assert [*changes.arrived] == [2]
     assert [*record.report(is_full=True).arrived] == [0, 1, 2]
 
 

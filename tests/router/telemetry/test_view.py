@@ -70,8 +70,8 @@ def test_replicas_that_come_and_go_are_told_once() -> None:
     replicas.clear()
     view.take()
     view.take()
-    told = [(one["replica"], one["text"]) for one in reversed(view.now()["events"])]
-    assert told == [
+    shown = [(one["replica"], one["text"]) for one in reversed(view.now()["events"])]
+    assert shown == [
         ("decode-10", "is joining"),
         ("decode-10", "is ready"),
         ("decode-2", "is lost"),
@@ -85,8 +85,8 @@ def test_reuse_is_shown_if_known() -> None:
     totals = Totals(prompt_tokens=100, prefix_hit_tokens=25)
     prefill = FakeSeenReplica("prefill-0", Role.PREFILL, status=Status(totals=totals))
     decode = FakeSeenReplica("decode-1", Role.DECODE, status=Status(totals=totals))
-    told = {one["id"]: one["reused"] for one in _view([prefill, decode]).now()["replicas"]}
-    assert told == {"prefill-0": 0.25, "decode-1": None}, "a decode replica receives prompts as well"
+    shown = {one["id"]: one["reused"] for one in _view([prefill, decode]).now()["replicas"]}
+    assert shown == {"prefill-0": 0.25, "decode-1": None}, "a decode replica receives prompts as well"
 
 
 def test_flows_between_two_replicas_are_summed() -> None:
@@ -101,5 +101,5 @@ def test_flows_between_two_replicas_are_summed() -> None:
 def test_the_number_of_listed_replicas_is_bounded() -> None:
     replicas = [FakeSeenReplica(f"decode-{number}", Role.DECODE) for number in range(300)]
     replicas[299].is_alive = False
-    told = _view(replicas).now()
-    assert told["num_replicas"] == 300 and len(told["replicas"]) == 256 and told["replicas"][0]["id"] == "decode-299"
+    shown = _view(replicas).now()
+    assert shown["num_replicas"] == 300 and len(shown["replicas"]) == 256 and shown["replicas"][0]["id"] == "decode-299"
