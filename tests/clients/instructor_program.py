@@ -20,7 +20,7 @@ _CLIENT = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
 class City(BaseModel):
     """A city."""
 
-    model_config = ConfigDict(extra="forbid")  # else a model may go on with fields of its own until it has no room
+    model_config = ConfigDict(extra="forbid")  # otherwise a model may add fields until the context is full
     name: Literal["Paris", "Rome"]
     is_capital: bool
 

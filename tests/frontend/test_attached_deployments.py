@@ -161,7 +161,7 @@ async def test_failing_deployment_does_not_affect_others(
     )
     ray.attached_deployments = [broken, well]
     async with following(ray, completions) as (models, _):
-        assert models.names == ["own", "well"], "nobody waits for more than one try"
+        assert models.names == ["own", "well"], "settle waits for one attempt only"
         with pytest.raises(
             ModelUnavailable, match="'broken' is unavailable at this router: its deployment is unreachable"
         ):

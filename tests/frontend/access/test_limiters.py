@@ -99,7 +99,7 @@ async def test_requests_per_minute(limiter: Limiter, clock: Clock) -> None:
     assert error.headers["x-ratelimit-remaining-requests"] == "0"
     clock.seconds += error.retry_after_s - 0.001
     await rejected(limiter, limited)
-    clock.seconds += 0.001  # now the first has left the window, and no other
+    clock.seconds += 0.001  # now only the first one has left the window
     await taken(limiter, limited)
     await rejected(limiter, limited)
 
@@ -124,7 +124,7 @@ async def test_tokens_are_taken_before_and_settled_after(limiter: Limiter) -> No
     await limiter.settle(first, used=10)
     second = await taken(limiter, limited, tokens=90)
     assert second.standing.num_tokens == 100
-    await limiter.settle(second, used=95)  # more than it had said is charged, too
+    await limiter.settle(second, used=95)  # usage beyond the reservation is charged, too
     assert (await rejected(limiter, limited, tokens=1)).headers["x-ratelimit-remaining-tokens"] == "0"
 
 
@@ -150,8 +150,8 @@ async def test_rejected_request_takes_nothing(limiter: Limiter) -> None:
     limited = key(rpm=10, tpm=10, concurrency=1)
     first = await taken(limiter, limited, tokens=4)
     for _ in range(5):
-        await rejected(limiter, limited, tokens=4)  # by concurrency
-        await rejected(limiter, limited, tokens=9)  # by tokens
+        await rejected(limiter, limited, tokens=4)  # by the concurrency limit
+        await rejected(limiter, limited, tokens=9)  # by the token limit
     await limiter.settle(first, used=4)
     standing = (await taken(limiter, limited, tokens=6)).standing
     assert (standing.num_requests, standing.num_tokens) == (2, 10)

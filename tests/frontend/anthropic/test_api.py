@@ -51,7 +51,7 @@ class MessagesDoor:
 
     @property
     def prompt(self) -> str:
-        """Return the last request started."""
+        """Last prompt, as the model saw it."""
         return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
 
     async def rejected(self, body: dict[str, Any], path: str = "/v1/messages") -> tuple[int, str, str]:
@@ -146,7 +146,7 @@ async def test_stop_reasons(completions: MakeCompletions, byte_level: Tokenizer)
         assert nothing.content == [] and nothing.stop_reason == "end_turn"
         begun = [*_USER, {"role": "assistant", "content": "It is"}]
         await endpoint.client.messages.create(model="tiny", max_tokens=8, messages=begun)
-        assert endpoint.prompt.endswith("<|im_start|>assistant\nIt is"), "the answer goes on with it"
+        assert endpoint.prompt.endswith("<|im_start|>assistant\nIt is"), "the answer continues it"
 
 
 @pytest.mark.parametrize("together", [1, 3, 1000])
@@ -174,7 +174,7 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
             if text != broken:
                 assert _said(final) == _said(whole)
                 assert all(block.name == "weather" and block.id for block in final.content if block.type == "tool_use")
-            elif together == 1:  # it had begun to say the call
+            elif together == 1:  # part of the call had been sent
                 assert (final.content[0].type, final.content[1].to_dict()["text"]) == (
                     "tool_use",
                     "oh}} </tool_call> well",
@@ -295,7 +295,7 @@ async def test_thinking_has_its_own_block(completions: MakeCompletions, byte_lev
         assert "<|im_start|>assistantHm!\nYes.<|im_end|>" in endpoint.prompt
 
 
-_THINKING: Any = {  # by template: what is asked, and the end of the prompt; None: it is refused
+_THINKING: Any = {  # by template: request fields and the end of the prompt; None: rejected
     "{{ 'E:' ~ reasoning_effort }}": {"disabled": "E:none", "enabled": "E:", "adaptive": "E:", "high": "E:high"},
     "{{ 'T:' ~ enable_thinking }}{# </think> #}": {"disabled": "T:False", "enabled": "T:True", "adaptive": "T:"},
     "{{ 'hi' }}{# </think> #}": {"disabled": None, "enabled": "hi", "adaptive": "hi", "high": None},

@@ -89,7 +89,7 @@ async def test_unfinished_health_checks_displace_only_each_other(completions: Ma
         calls = [begun(channel, (_CHECK, _WATCH)[i % 2]) for i in range(40)]
         ended = [asyncio.create_task(call.code()) for call in calls]
         codes = [await code for code in islice(asyncio.as_completed(ended, timeout=30), 24)]
-        assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes  # by themselves they end after 10 s, of DEADLINE_EXCEEDED
+        assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes  # otherwise they end after 10 s with DEADLINE_EXCEEDED
         assert (await health_pb2_grpc.HealthStub(channel).Check(asked(""), timeout=10)).status == _SERVING
         for call in calls:
             call.cancel()

@@ -20,7 +20,7 @@ class CertificateFiles:
 
 
 def write_certificate(directory: Path, *, name: str, days: int = 1) -> CertificateFiles:
-    """Write a certificate over an existing one. name: of the subject, to tell two apart. days: of validity."""
+    """Write a certificate, replacing any existing one. name: of the subject. days: of validity."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)

@@ -61,7 +61,7 @@ async def grpc_door(
 
 
 class FakeEntrance(LocalLimiter):
-    """Limits that report when a slot is taken."""
+    """Limiter that reports when a slot is taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ async def test_http_slot_is_taken_before_the_body(completions: MakeCompletions, 
         writer.close()
         async with asyncio.timeout(30):
             while (await ask(client, known)).status_code != 200:
-                pass  # it has not been noticed
+                pass  # the server has not noticed yet
         await access.limits.settled()
 
 

@@ -74,7 +74,7 @@ async def test_repeated_prompts_are_limited(
 
         assert (await ask(n=1)).status_code == 200
         answer = await ask()
-        if "messages" in body and not stream:  # which has its prompt once
+        if "messages" in body and not stream:  # a whole response has the prompt once
             assert len(answer.json()["prompt_token_ids"]) > 1000 and len(answer.json()["choices"]) == 128
         else:
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param

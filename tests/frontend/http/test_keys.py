@@ -135,7 +135,7 @@ async def test_every_grpc_method_but_health_needs_a_key(completions: MakeComplet
             endpoints.generate(None, **ASKED).read(),
             endpoints.generate(issue("other"), **ASKED).read(),
             endpoints.stub.ListModels(pb.ListModelsRequest()),
-            reflection.ServerReflectionInfo().read(),  # a client that writes meanwhile may see that fail instead
+            reflection.ServerReflectionInfo().read(),  # a client that is writing may get that error instead
         ]
         for call in calls:
             with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -141,7 +141,7 @@ async def test_models_can_be_added_and_removed_and_the_first_of_a_name_wins(comp
     models.report_unavailable("b", "the model is loading")
     with pytest.raises(ModelUnavailable, match="'b' is unavailable at this router: the model is loading"):
         models.find("b")
-    assert models.names == ["a"], "what nobody can ask is not listed"
+    assert models.names == ["a"], "unavailable models are not listed"
     assert models.add(second) and not models.add(twin) and not models.add(completions(FakeTokenService(), name="a"))
     models.report_unavailable("b", "of its twin")
     models.remove(twin)

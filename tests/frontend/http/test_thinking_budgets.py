@@ -115,7 +115,7 @@ async def test_unsupported_budget_is_rejected_by_name(completions: MakeCompletio
             async for _ in endpoints.stub.Generate(pb.GenerateRequest(prompt="a", sampling=sampling)):
                 pass
         assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    async with _endpoints(completions, has_grammars=False) as endpoints:  # replicas understand no tokenizer like this
+    async with _endpoints(completions, has_grammars=False) as endpoints:  # a tokenizer that replicas cannot compile
         assert "is not supported" in await endpoints.rejected(_CHAT, {"thinking_token_budget": 4})
 
 

@@ -87,7 +87,7 @@ async def test_replaced_certificate_is_used_by_grpc(
             await stub.ListModels(pb.ListModelsRequest(), timeout=10)
             write_certificate(tmp_path, name="second")
             assert await list_models(target.port, files) == ["tiny"]
-            await stub.ListModels(pb.ListModelsRequest(), timeout=10)  # who was connected stays so
+            await stub.ListModels(pb.ListModelsRequest(), timeout=10)  # existing connections are kept
         Path(files.key).write_text("half a key")
         assert await list_models(target.port, files) == ["tiny"]
 
@@ -107,7 +107,7 @@ async def test_replaced_certificate_is_used_by_http(files: CertificateFiles, tmp
             assert (await old.get(url)).text == "here"
             write_certificate(tmp_path, name="second")
             assert await ask() == "here"
-            assert (await old.get(url)).text == "here", "who was connected stays so"
+            assert (await old.get(url)).text == "here", "existing connections are kept"
             with pytest.raises(httpx.ConnectError, match="certificate"):
                 await late.get(url)
         Path(files.key).write_text("half a key")

@@ -90,7 +90,7 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
 
 @pytest.mark.parametrize("together", [2, 7, 1000])
 async def test_each_chunk_has_one_call(completions: MakeCompletions, byte_level: Tokenizer, together: int) -> None:
-    """As with jump-forward tokens or a slow reader. Some clients read only the first call of a chunk."""
+    """Several calls arrive at once with jump-forward tokens. Some clients read only the first call of a chunk."""
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL], "stream": True, "logprobs": True}
     async with _endpoint(completions) as endpoint:
         endpoint.fake.together = together
@@ -143,7 +143,7 @@ async def test_parallel_calls_can_be_disabled(completions: MakeCompletions, byte
                 choice = (await endpoint.client.chat.completions.create(**fields)).choices[0]
             assert _calls(choice.message) == [("Weather", {"city": "Paris 🎉", "days": 3})]
             assert (choice.message.content or "", choice.finish_reason) == ("", "tool_calls")
-        assert len(endpoint.fake.stopped) == 2, "the workers have heard of it"
+        assert len(endpoint.fake.stopped) == 2, "the workers were told to stop"
 
 
 async def test_broken_call_is_text(completions: MakeCompletions, byte_level: Tokenizer) -> None:
@@ -161,7 +161,7 @@ async def test_broken_call_is_text(completions: MakeCompletions, byte_level: Tok
             said += part.delta.content or ""
             pieces += [call.function.arguments for call in part.delta.tool_calls or [] if call.function]
         assert (said, "".join(piece or "" for piece in pieces)) == ("oh}} </tool_call> well", '{"city": ')
-        assert "" not in pieces[1:] and part.finish_reason == "stop", "that it is broken is no piece of it"
+        assert "" not in pieces[1:] and part.finish_reason == "stop", "a broken call is not reported as a call"
         _say(endpoint, byte_level, _PARIS)
         (choice,) = (await endpoint.client.chat.completions.create(**fields, tool_choice="none")).choices
         assert (choice.message.content, choice.message.tool_calls) == (_PARIS, None)
@@ -189,7 +189,7 @@ async def test_thinking_is_separated(completions: MakeCompletions, byte_level: T
         (choice,) = whole.choices
         assert whole.usage and whole.usage.completion_tokens_details
         thought_ids = byte_level.encode("<think>\nHm, < 3?\n</think>")
-        least = len(thought_ids) - 10  # a mark in pieces counts from its last one
+        least = len(thought_ids) - 10  # a split marker counts from its last token
         assert least <= (whole.usage.completion_tokens_details.reasoning_tokens or 0) <= len(thought_ids)
         assert (choice.message.content, _calls(choice.message)) == ("Yes.", [("Weather", {"city": "Lyon"})])
         assert (choice.message.model_extra or {})["reasoning_content"] == "Hm, < 3?"
@@ -200,7 +200,7 @@ async def test_thinking_is_separated(completions: MakeCompletions, byte_level: T
         assert (thought, said) == ("Hm, < 3?", "Yes.")
 
 
-_EFFORTS = {  # by template: what is asked, and the end of the prompt; None: it is refused
+_EFFORTS = {  # by template: request fields and the end of the prompt; None: rejected
     "{{ 'E:' ~ reasoning_effort }}": {"low": "E:low", "none": "E:none"},
     "{{ 'T:' ~ enable_thinking }}{# </think> #}": {"none": "T:False", "low": None},
     "{{ 'hi' }}{# </think> #}": {"none": None, "low": None},

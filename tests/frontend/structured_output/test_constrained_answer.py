@@ -156,8 +156,8 @@ _NOT_ENFORCED: list[dict[str, Any]] = [
     {"type": ["date", "null"]},
     {"type": [{}]},
     {"type": [["string"]]},
-    {"$ref": f"#/required/{'9' * 5000}"},  # Python makes no number of so many digits
-    {"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 2**63 - 1}]},  # of which masks know too little
+    {"$ref": f"#/required/{'9' * 5000}"},  # more digits than Python parses
+    {"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 2**63 - 1}]},  # which masks cannot express
 ]
 
 

@@ -49,7 +49,7 @@ def _says(model_dir: Path, grammar: Grammar, text: str, *, is_spelt: bool, think
     mask, left, said = compiler.compile(made).mask([end]), text.encode(), list[int]()
     apart = set(compiler.special_tokens.values())
     tokens = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size) if not (is_spelt and i in apart)}
-    while left:  # by the longest that may come
+    while left:  # longest allowed token first
         words = mask.allowed(said, 0)
         known = [token for token, text in tokens.items() if text and left.startswith(text) and _has(words, token)]
         if not known:

@@ -81,7 +81,7 @@ def _says(
         ("", True),
         (f"Hm. <f=look>{_ROME}</f> so", True),
         (f"<f=look>{_ROME}</f><f=look>{_ROME}</f>", True),
-        ("a <f <f", True),  # which is no trigger yet
+        ("a <f <f", True),  # not a trigger yet
         ("a <f=", False),
         ("a <f=other>", False),
         ("<f=look>{}</f>", False),

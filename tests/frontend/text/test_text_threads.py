@@ -76,7 +76,9 @@ async def test_work_of_cancelled_callers_is_skipped(make: Callable[..., TextThre
     for one in gone:
         one.cancel()
     await asyncio.gather(*gone, return_exceptions=True)
-    asked = [asyncio.ensure_future(threads.run("", done.append, "asked for")) for _ in range(3)]  # there is room again
+    asked = [
+        asyncio.ensure_future(threads.run("", done.append, "asked for")) for _ in range(3)
+    ]  # the queue has room again
     await asyncio.sleep(0)
     go_on.set()
     await asyncio.gather(first, *asked)
