@@ -39,7 +39,7 @@ class City(BaseModel):
 
 
 @dataclass
-class MessagesDoor:
+class MessagesEndpoint:
     fake: FakeTokenService
     tokenizer: Tokenizer
     client: anthropic.AsyncAnthropic
@@ -71,18 +71,18 @@ async def _endpoint(
     key: str = "none",
     has_grammars: bool = False,
     **options: Any,
-) -> AsyncIterator[MessagesDoor]:
+) -> AsyncIterator[MessagesEndpoint]:
     fake = FakeTokenService(max_context=4096)
     service = completions(fake, chat_template=template, max_context=4096, has_grammars=has_grammars)
     app = create_app(service, access=access or Access.anybody(), is_healthy=lambda: True, **options)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
         base_url = f"http://{host}:{port}"
         async with anthropic.AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0) as client:
-            yield MessagesDoor(fake, tokenizer, client, http)
+            yield MessagesEndpoint(fake, tokenizer, client, http)
     service.close()
 
 
-def _said(message: Any) -> dict[str, Any]:
+def _content_of(message: Any) -> dict[str, Any]:
     """Return the content without the values unique to each answer."""
     told = message.model_dump(exclude_none=True)
     told.pop("id")
@@ -121,7 +121,7 @@ async def test_text_whole_and_streamed(completions: MakeCompletions, byte_level:
         assert used.output_tokens == len(byte_level.encode("It is Paris. 🎉<|im_end|>"))
         async with endpoint.client.messages.stream(**fields) as stream:
             assert "".join([text async for text in stream.text_stream]) == "It is Paris. 🎉"
-            assert _said(await stream.get_final_message()) == _said(whole)
+            assert _content_of(await stream.get_final_message()) == _content_of(whole)
         prompt = {name: fields[name] for name in ("model", "system", "messages")}
         counted = await endpoint.client.messages.count_tokens(**prompt)
         assert counted.input_tokens == len(asked.token_ids) and len(endpoint.fake.started) == 2
@@ -140,7 +140,7 @@ async def test_stop_reasons(completions: MakeCompletions, byte_level: Tokenizer)
             whole = await endpoint.client.messages.create(**asked)
             assert (whole.content[0].to_dict()["text"], whole.stop_reason, whole.stop_sequence) == (text, reason, stop)
             async with endpoint.client.messages.stream(**asked) as stream:
-                assert _said(await stream.get_final_message()) == _said(whole)
+                assert _content_of(await stream.get_final_message()) == _content_of(whole)
         endpoint.say("")
         nothing = await endpoint.client.messages.create(model="tiny", max_tokens=8, messages=_USER)
         assert nothing.content == [] and nothing.stop_reason == "end_turn"
@@ -172,7 +172,7 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
                 pieces = [event.partial_json async for event in stream if event.type == "input_json"]
                 final = await stream.get_final_message()
             if text != broken:
-                assert _said(final) == _said(whole)
+                assert _content_of(final) == _content_of(whole)
                 assert all(block.name == "weather" and block.id for block in final.content if block.type == "tool_use")
             elif together == 1:  # part of the call had been sent
                 assert (final.content[0].type, final.content[1].to_dict()["text"]) == (
@@ -289,7 +289,7 @@ async def test_thinking_has_its_own_block(completions: MakeCompletions, byte_lev
             assert (block.thinking, bool(block.signature)) == (thought, True)
             assert whole.usage.output_tokens_details and whole.usage.output_tokens_details.thinking_tokens > 3
             async with endpoint.client.messages.stream(**fields, thinking=thinking) as stream:
-                assert _said(await stream.get_final_message()) == _said(whole)
+                assert _content_of(await stream.get_final_message()) == _content_of(whole)
         answer: Any = {"role": "assistant", "content": [{**block.to_dict(), "thinking": "Hm!"}, *whole.content[1:2]]}
         await endpoint.client.messages.create(**{**fields, "messages": [*_USER, answer, *_USER]})
         assert "<|im_start|>assistantHm!\nYes.<|im_end|>" in endpoint.prompt

@@ -462,9 +462,8 @@ async def test_failed_stream_ends_with_an_event(serve: Serve) -> None:
         with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):
             await served.responses.create(input="hi")
         served.fake.fail_after = (0, ReplicaLost("decode-0 is gone"))
-        with pytest.raises(
-            openai.InternalServerError, match="decode-0 is gone"
-        ):  # nothing had been sent, so the real status is returned
+        # Nothing had been sent, so the real status is returned.
+        with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):
             await served.responses.create(input="hi", stream=True)
 
 
