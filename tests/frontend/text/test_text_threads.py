@@ -49,7 +49,7 @@ async def test_keys_take_turns(make: Callable[..., TextThreads], go_on: threadin
     ]
     await asyncio.sleep(0)
     go_on.set()
-    await asyncio.gather(first, *waiting)
+    await asyncio.gather(first, *asked)
     assert order == ["a", "b", "c", "a", "b", "a"]
 
 
