@@ -240,7 +240,7 @@ async def test_rejections_are_counted(completions: MakeCompletions) -> None:
 
 
 async def test_rate_limited_requests_are_in_the_audit_log(completions: MakeCompletions, tmp_path: Path) -> None:
-    known, audit_log = issue("acme", tenant="team", rpm=2, max_tokens=4), tmp_path / "trail.jsonl"
+    known, audit_log = issue("acme", tenant="team", rpm=2, max_tokens=4), tmp_path / "audit.jsonl"
     async with (
         both(completions, access_with(known), audit_log=audit_log) as endpoints,
         endpoints.openai(known) as client,

@@ -379,7 +379,7 @@ async def test_stored_responses_are_isolated_by_tenant(serve: Serve) -> None:
                 with pytest.raises(openai.NotFoundError) as caught:
                     await call(id)
                 said.add(str(caught.value.body).replace(id, "ID"))
-            assert len(said) == 1, "a stranger cannot tell whether it is there"
+            assert len(said) == 1, "another tenant cannot tell whether it exists"
         assert (await mine.retrieve(first.id)).output_text == "One."
 
 
