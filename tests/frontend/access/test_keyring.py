@@ -219,7 +219,7 @@ async def test_new_router_ignores_registries_older_than_the_controllers(wiped: s
         "signing_key": SEAL_KEY,
         "salt_key": SALT_KEY,
         "is_required": True,
-        "is_cache_told": False,
+        "reports_cached_tokens": False,
     }
     access = await Access.follow(
         wiped, **words, num_routers=1, count=lambda outcome: None, known=book_of(kept, version=3)

@@ -83,7 +83,7 @@ async def test_request_without_limits_can_use_the_whole_budget(completions: Make
 
 async def test_answer_beyond_the_budget_is_rejected_for_good(completions: MakeCompletions, limits: Limits) -> None:
     one = await opened(completions, max_tokens=20, n=3)
-    with pytest.raises(RequestError, match="may have 60 tokens a minute"):
+    with pytest.raises(RequestError, match="exceed 60 tokens a minute"):
         async with reserved(limits, client(tpm=60), [one]):
             pass
 
