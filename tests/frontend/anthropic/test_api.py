@@ -340,7 +340,7 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "a"}] * 4097}, "messages"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
     ({"system": [_IMAGE]}, "system[0].type: blocks of type 'image'"),
-    ({"system": [{}] * 2**17}, "system: more than 131072 values"),
+    ({"system": [{}] * 2**17}, "system: at most 131072 values"),
     ({"system": "a" * 300_000}, "this model's context"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"stop_sequences": [""]}, "stop_sequences[0]"),

@@ -262,7 +262,7 @@ async def test_items_are_referenced_by_id(serve: Serve) -> None:
         (item,) = (await served.responses.input_items.list(large.id)).data
         ids = [f"msg_{number:032x}_0" for number in range(65)]
         for many, why in (([item.id] * 4096, "exceeds 10485760 bytes"),
-                          (ids, "refer to more than 64 responses")):  # fmt: skip
+                          (ids, "refer to 65 responses")):  # fmt: skip
             rejected = await served.rejected(input=[{"type": "item_reference", "id": id} for id in many])
             assert rejected[:2] == (400, "input") and why in rejected[2]
 
@@ -559,9 +559,9 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "input[0].content[0].type", "'input_image' is not supported",
     ),
     "an item": ({"input": [{"type": "mcp_call", "id": "x"}]}, "input[0].type", "'mcp_call' is not supported"),
-    "a call without a name": ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name", "is required"),
-    "a reference to nothing": ({"input": [{"type": "item_reference", "id": ""}]}, "input[0].id", "is required"),
-    "a message without a role": ({"input": [{"content": "a"}]}, "input[0].role", "is required of a message"),
+    "a call without a name": ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name", "required"),
+    "a reference to nothing": ({"input": [{"type": "item_reference", "id": ""}]}, "input[0].id", "required"),
+    "a message without a role": ({"input": [{"content": "a"}]}, "input[0].role", "required for type message"),
     "nothing": ({"input": []}, "input", "must not be empty"),
     "a number": ({"input": 5}, "input", "must be a string or a list of items"),
     "background": ({"background": True}, "background", "is not supported"),
