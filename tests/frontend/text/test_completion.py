@@ -276,7 +276,7 @@ async def test_unknown_model(completions: MakeCompletions) -> None:
         ({"prompt": (1,) * 256}, "256 for the prompt"),
         ({"prompt": (1,) * 200, "max_tokens": 57}, "200 for the prompt and 57"),
         ({"prompt": (1,) * 200, "min_tokens": 57}, "200 for the prompt"),
-        ({"prompt": "word " * 10_000_000}, "too many for this model"),
+        ({"prompt": "word " * 10_000_000}, "characters exceeds it"),
     ],
     ids=["prompt", "max_tokens", "min_tokens", "megabytes"],
 )
