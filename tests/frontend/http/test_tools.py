@@ -35,7 +35,7 @@ _LYON = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Lyon"}}\n</tool
 
 
 class Weather(BaseModel):
-    """Return the weather of a city."""
+    """Weather of a city."""
 
     city: str
     days: int | None = None
@@ -84,7 +84,9 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
             deltas = [event.arguments_delta for event in pieces if event.type == "tool_calls.function.arguments.delta"]
             assert len(deltas) > 10, "arguments come as they are made"
         prompt = byte_level.decode(endpoint.fake.started[0].token_ids, skip_special_tokens=False)
-        assert '{"type": "function", "function": {"name": "Weather", "description": "Of a city.", "para' in prompt
+        assert (
+            '{"type": "function", "function": {"name": "Weather", "description": "Weather of a city.", "para' in prompt
+        )
         assert '"strict"' not in prompt
 
 
@@ -259,7 +261,7 @@ async def test_grpc_tools(completions: MakeCompletions, byte_level: Tokenizer) -
     service = completions(fake, chat_template=_HERMES, max_context=4096)
     fake.script = lambda *_: byte_level.encode(f"Well.{_PARIS}{_LYON}<|im_end|>")
     opened = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    tool = pb.Tool(name="Weather", description="Of a city.", parameters=json.dumps(Weather.model_json_schema()))
+    tool = pb.Tool(name="Weather", description="Weather of a city.", parameters=json.dumps(Weather.model_json_schema()))
     messages = [
         pb.ChatMessage(role="user", content="hi"),
         pb.ChatMessage(

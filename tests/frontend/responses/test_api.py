@@ -45,7 +45,7 @@ _BOUNDS = StoreBounds(max_bytes=2**20, ttl_s=1000)
 
 
 class Weather(BaseModel):
-    """Return the weather of a city."""
+    """Weather of a city."""
 
     city: str
     days: int | None = None
