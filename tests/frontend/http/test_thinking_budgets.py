@@ -108,7 +108,7 @@ async def test_unsupported_budget_is_rejected_by_name(completions: MakeCompletio
             message = await endpoints.rejected(path, {"thinking_token_budget": 4})
             assert message.startswith("thinking_token_budget: not supported; this model does not think")
         assert (await endpoints.rejected(_MESSAGES, enabled(4))).startswith(
-            "thinking.budget_tokens: this model does not"
+            "thinking.budget_tokens: not supported; this model does not"
         )
         with pytest.raises(
             grpc.aio.AioRpcError, match="thinking_token_budget: not supported; this model does not think"
