@@ -78,7 +78,7 @@ class Keyring:
         try:
             if (registry := await self._reader.read()) is not None:
                 self.take(registry)
-                logger.info("API keys: %d, version %d", len(registry.keys), registry.version)
+                logger.info("API keys loaded num=%d version=%d", len(registry.keys), registry.version)
             self._reach.found()
         except RedisError as error:
             self._reach.missed(error)

@@ -45,12 +45,12 @@ class Reservation:
     id: str
     second: int  # of the limiter's clock, when its tokens were taken
     num_tokens: int
-    standing: LimitStatus
+    status: LimitStatus
 
     def with_tokens(self, number: int) -> Reservation:
         """Return the reservation reduced to `number` tokens."""
-        left = replace(self.standing, num_tokens=self.standing.num_tokens - self.num_tokens + number)
-        return replace(self, num_tokens=number, standing=left)
+        left = replace(self.status, num_tokens=self.status.num_tokens - self.num_tokens + number)
+        return replace(self, num_tokens=number, status=left)
 
 
 class Limiter(Protocol):
@@ -82,7 +82,7 @@ class Limiter(Protocol):
         ...
 
 
-def rejection(key: ApiKey, kind: str, *, retry_after_s: float, standing: LimitStatus) -> RateLimited:
+def rejection(key: ApiKey, kind: str, *, retry_after_s: float, status: LimitStatus) -> RateLimited:
     """Build the RateLimited error. kind: requests, tokens or concurrency."""
     limit = {
         "requests": f"{key.rpm} requests a minute",
@@ -92,6 +92,6 @@ def rejection(key: ApiKey, kind: str, *, retry_after_s: float, standing: LimitSt
     return RateLimited(
         f"API key limit reached: {limit}",
         retry_after_s=retry_after_s,
-        headers=standing.headers(key),
+        headers=status.headers(key),
         is_certain=kind == "requests",  # tokens and slots may be returned earlier
     )

@@ -57,13 +57,13 @@ class LocalLimiter:
         used, now, part = self._used[key.id], self._now(), self._part_of(key)
         _check(part, used, now, num_requests=1, num_tokens=1)
         if part.concurrency is not None and len(used.running) >= part.concurrency:
-            raise rejection(part, "concurrency", retry_after_s=1.0, standing=_standing(used, now))
+            raise rejection(part, "concurrency", retry_after_s=1.0, status=_status(used, now))
         used.requests.add(int(now), 1)
         used.running.add(id)
         if part.tpm is None or used.tokens.used(now) + 2 * ahead > part.tpm:
             ahead = 0
         used.tokens.add(int(now), ahead)
-        return Reservation(key=key, id=id, second=int(now), num_tokens=ahead, standing=_standing(used, now))
+        return Reservation(key=key, id=id, second=int(now), num_tokens=ahead, status=_status(used, now))
 
     async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
         used, now, part = self._used[taken.key.id], self._now(), self._part_of(taken.key)
@@ -71,7 +71,7 @@ class LocalLimiter:
         num_tokens = num_tokens if part.tpm is None else min(num_tokens, part.tpm)
         _check(part, used, now, num_requests=0, num_tokens=max(1, num_tokens))
         used.tokens.add(int(now), num_tokens)
-        return replace(taken, second=int(now), num_tokens=num_tokens, standing=_standing(used, now))
+        return replace(taken, second=int(now), num_tokens=num_tokens, status=_status(used, now))
 
     async def give_back(self, taken: Reservation, *, num_tokens: int) -> None:
         counted = self._used[taken.key.id].tokens
@@ -100,10 +100,10 @@ def _check(part: ApiKey, used: _Used, now: float, *, num_requests: int, num_toke
     for kind, limit, window, amount in checks:
         if limit is not None and amount and (excess := window.used(now) + amount - limit) > 0:
             retry_s = window.room_in_s(now, excess=excess)
-            raise rejection(part, kind, retry_after_s=retry_s, standing=_standing(used, now))
+            raise rejection(part, kind, retry_after_s=retry_s, status=_status(used, now))
 
 
-def _standing(used: _Used, now: float) -> LimitStatus:
+def _status(used: _Used, now: float) -> LimitStatus:
     return LimitStatus(
         num_requests=used.requests.used(now),
         requests_reset_s=used.requests.reset_s(now),

@@ -74,11 +74,11 @@ for i = 1, #fields, 2 do
         table.insert(seconds[kind], at)
     end
 end
-local refused, retry = '', 0
+local exceeded, retry = '', 0
 for _, kind in ipairs({'r', 't'}) do
     local excess = sums[kind] + math.max(wanted[kind], least[kind]) - limits[kind]
-    if refused == '' and limits[kind] >= 0 and excess > 0 then
-        refused, retry = kind, window * 1000
+    if exceeded == '' and limits[kind] >= 0 and excess > 0 then
+        exceeded, retry = kind, window * 1000
         table.sort(seconds[kind])
         for _, at in ipairs(seconds[kind]) do
             excess = excess - counts[kind][at]
@@ -90,14 +90,14 @@ for _, kind in ipairs({'r', 't'}) do
     end
 end
 local concurrency = tonumber(ARGV[7])
-if refused == '' and concurrency >= 0 then
+if exceeded == '' and concurrency >= 0 then
     redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
     redis.call('ZREMRANGEBYSCORE', KEYS[2], now + tonumber(ARGV[3]) + 1000, '+inf')
     if redis.call('ZCARD', KEYS[2]) >= concurrency then
-        refused, retry = 'c', 1000
+        exceeded, retry = 'c', 1000
     end
 end
-if refused == '' then
+if exceeded == '' then
     local ahead = tonumber(ARGV[10])
     if limits.t >= 0 and sums.t + 2 * ahead <= limits.t then
         wanted.t = wanted.t + ahead
@@ -121,7 +121,7 @@ for kind, of_seconds in pairs(counts) do
         end
     end
 end
-return {refused, retry, second, wanted.t, sums.r, resets.r, sums.t, resets.t}
+return {exceeded, retry, second, wanted.t, sums.r, resets.r, sums.t, resets.t}
 """
 )
 
@@ -167,15 +167,15 @@ class RedisLimiter:
             args=[self._now_ms(), WINDOW, round(LEASE_S * 1e3), id, *amounts, *self._returns.pop(key.id, [])],
         )
         rejected, retry_ms, second, num_tokens, num_in_window, requests_ms, tokens_in_window, tokens_ms = answer
-        standing = LimitStatus(
+        status = LimitStatus(
             num_requests=num_in_window,
             requests_reset_s=requests_ms / 1e3,
             num_tokens=tokens_in_window,
             tokens_reset_s=tokens_ms / 1e3,
         )
         if rejected:
-            raise rejection(key, _KINDS[rejected.decode()], retry_after_s=retry_ms / 1e3, standing=standing)
-        return Reservation(key=key, id=id, second=second, num_tokens=num_tokens, standing=standing)
+            raise rejection(key, _KINDS[rejected.decode()], retry_after_s=retry_ms / 1e3, status=status)
+        return Reservation(key=key, id=id, second=second, num_tokens=num_tokens, status=status)
 
     async def give_back(self, taken: Reservation, *, num_tokens: int) -> None:
         self._queue_return(taken, "", -num_tokens)

@@ -42,9 +42,9 @@ class RequestContext:
                 f"prompt: needs at least {num_tokens} tokens; this API key allows {taken.key.tpm} tokens a minute",
                 param="prompt",
             )
-        if num_tokens > taken.key.tpm - taken.with_tokens(0).standing.num_tokens:
-            retry_s = taken.standing.tokens_reset_s
-            raise rejection(taken.key, "tokens", retry_after_s=retry_s, standing=taken.standing)
+        if num_tokens > taken.key.tpm - taken.with_tokens(0).status.num_tokens:
+            retry_s = taken.status.tokens_reset_s
+            raise rejection(taken.key, "tokens", retry_after_s=retry_s, status=taken.status)
 
     async def charge(self, completions: Sequence[Completion]) -> Mapping[str, str]:
         """Take the maximum number of tokens of these completions, once; unused ones are returned after the request.
@@ -65,7 +65,7 @@ class RequestContext:
             for one in completions[:1]:  # one request counts once
                 one.reject(error)
             raise
-        return taken.standing.headers(taken.key)
+        return taken.status.headers(taken.key)
 
 
 def _fit(completions: Sequence[Completion], tpm: int) -> None:

@@ -68,7 +68,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC 
         try:
             client = self._access.identify(authorization_of(call.invocation_metadata))
         except ClusterError as error:
-            return _refusing(error)
+            return _rejecting(error)
         rooms = [self._room_of(client.key.id), self._of_all] if client.key else [self._of_all]
         return _streamed(handler, _Messages(self._within_s, rooms), self._entered.get(call.method, _nothing))
 
@@ -204,7 +204,7 @@ def _streamed(handler: Any, messages: _Messages, entered: Entered = _nothing) ->
     )
 
 
-def _refusing(error: ClusterError) -> Any:
+def _rejecting(error: ClusterError) -> Any:
     """Return a handler that rejects the call without reading it."""
 
     async def reject(requests: object, context: _Context) -> NoReturn:

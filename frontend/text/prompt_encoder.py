@@ -90,8 +90,8 @@ class PromptEncoder:
         # A prompt that would not fit even if every token were the longest one is rejected without tokenizing.
         if self._least_in(request) > self._model.max_context:
             raise ContextLengthExceeded(
-                f"the prompt has {num_chars(prompt)} characters, too many for this model's context of "
-                f"{self._model.max_context} tokens",
+                f"this model's context holds {self._model.max_context} tokens; the prompt of {num_chars(prompt)} "
+                "characters exceeds it",
                 param="messages" if isinstance(prompt, Chat) else "prompt",
             )
         total_chars = num_chars(prompt) + num_other_chars

@@ -20,8 +20,9 @@ _MAX_PENDING = 64  # large requests of one router, running or waiting; each may 
 
 
 class TextThreads:
-    """Thread pool, fair among API keys: round robin, at most 3/4 of the queue and all but one thread for one key.
-    Bound to an event loop. Threads start on first use.
+    """Thread pool that is fair among API keys. Bound to an event loop; threads start on first use.
+
+    Keys take turns. One key gets at most 3/4 of the queue, and all threads but one.
     """
 
     def __init__(self, *, num_threads: int = _NUM_THREADS, max_pending: int = _MAX_PENDING) -> None:

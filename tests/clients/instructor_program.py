@@ -20,7 +20,7 @@ _CLIENT = openai.OpenAI(base_url=sys.argv[1], api_key="none", max_retries=0)
 class City(BaseModel):
     """A city."""
 
-    model_config = ConfigDict(extra="forbid")  # else a model may go on with fields of its own until it has no room
+    model_config = ConfigDict(extra="forbid")  # otherwise a model may add fields until the context is full
     name: Literal["Paris", "Rome"]
     is_capital: bool
 
@@ -33,7 +33,7 @@ def _check(mode: instructor.Mode, asked: dict[str, Any]) -> None:
     assert before and before[0].is_capital is None, "it came in pieces"
 
 
-def _check_asking_again(mode: instructor.Mode) -> None:
+def _check_retries(mode: instructor.Mode) -> None:
     seen: list[str] = []
 
     class Rejected(BaseModel):
@@ -57,4 +57,4 @@ for mode in (instructor.Mode.TOOLS, instructor.Mode.TOOLS_STRICT, instructor.Mod
     _check(mode, {**_ASKED, "max_tokens": 100})
 _check(instructor.Mode.RESPONSES_TOOLS, {**_ASKED, "max_output_tokens": 100})
 for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-    _check_asking_again(mode)
+    _check_retries(mode)

@@ -63,7 +63,7 @@ class Ray:
 @pytest.fixture(scope="module")
 def checkpoint_dir(tmp_path_factory: pytest.TempPathFactory, byte_level_dir: Path) -> Path:
     """Model files as far as a router reads them."""
-    directory = tmp_path_factory.mktemp("borrower")
+    directory = tmp_path_factory.mktemp("attached")
     shutil.copytree(byte_level_dir, directory, dirs_exist_ok=True)
     tiny_config("llama", vocab_size=512, architectures=["LlamaForCausalLM"]).save_pretrained(directory)
     write_no_weights(directory)
@@ -161,7 +161,7 @@ async def test_failing_deployment_does_not_affect_others(
     )
     ray.attached_deployments = [broken, well]
     async with following(ray, completions) as (models, _):
-        assert models.names == ["own", "well"], "nobody waits for more than one try"
+        assert models.names == ["own", "well"], "settle waits for one attempt only"
         with pytest.raises(
             ModelUnavailable, match="'broken' is unavailable at this router: its deployment is unreachable"
         ):

@@ -75,7 +75,7 @@ def test_only_known_secrets_are_accepted(ring: Keyring) -> None:
     for header in (None, "", "Bearer", "Bearer ", known.secret, f"Basic {known.secret}", f"Bearer {known.key.digest}"):
         with pytest.raises(Unauthenticated):
             ring.identify(header)
-    assert ring.identify(f"bearer  {known.secret} ").key == known.key  # the scheme has no case
+    assert ring.identify(f"bearer  {known.secret} ").key == known.key  # the scheme is case-insensitive
     with pytest.raises(Unauthenticated):
         ring.identify("Bearer " + "x" * 100_000)
 
@@ -97,7 +97,7 @@ def test_optional_keys_still_identify() -> None:
         (True, ["a", "a"], False),
         (True, ["a", "b"], True),
         (False, [], False),
-        (False, ["a"], True),  # and those without a key
+        (False, ["a"], True),  # and anonymous clients
     ],
 )
 def test_operator_is_not_a_tenant(is_required: bool, tenants: list[str], expected: bool) -> None:
@@ -131,7 +131,7 @@ async def test_empty_redis_removes_no_keys(wiped: str, publisher: KeyPublisher) 
         redis.Redis.from_url(wiped).flushall()
         await ring.read()
         assert lets_in(ring, known)
-        await publisher.publish(book_of(known))  # the controller says it again
+        await publisher.publish(book_of(known))  # the controller publishes again
         async with following(connect_redis(wiped)) as newcomer:
             assert lets_in(newcomer, known)
 
@@ -212,13 +212,14 @@ def _has_heard(ring: Keyring) -> bool:
 
 async def test_new_router_ignores_registries_older_than_the_controllers(wiped: str, publisher: KeyPublisher) -> None:
     kept, revoked = issue("a"), issue("b")
-    await publisher.publish(book_of(kept, revoked, version=2))  # sealed by the controller, and put back by somebody
+    # An old registry with a valid signature, restored by an attacker.
+    await publisher.publish(book_of(kept, revoked, version=2))
     words: Any = {
         "name": "d",
         "signing_key": SEAL_KEY,
         "salt_key": SALT_KEY,
         "is_required": True,
-        "is_cache_told": False,
+        "reports_cached_tokens": False,
     }
     access = await Access.follow(
         wiped, **words, num_routers=1, count=lambda outcome: None, known=book_of(kept, version=3)

@@ -99,7 +99,7 @@ async def test_requests_per_minute(limiter: Limiter, clock: Clock) -> None:
     assert error.headers["x-ratelimit-remaining-requests"] == "0"
     clock.seconds += error.retry_after_s - 0.001
     await rejected(limiter, limited)
-    clock.seconds += 0.001  # now the first has left the window, and no other
+    clock.seconds += 0.001  # now only the first one has left the window
     await taken(limiter, limited)
     await rejected(limiter, limited)
 
@@ -123,8 +123,8 @@ async def test_tokens_are_taken_before_and_settled_after(limiter: Limiter) -> No
     assert "100 tokens a minute" in str(error) and error.headers["x-ratelimit-remaining-tokens"] == "20"
     await limiter.settle(first, used=10)
     second = await taken(limiter, limited, tokens=90)
-    assert second.standing.num_tokens == 100
-    await limiter.settle(second, used=95)  # more than it had said is charged, too
+    assert second.status.num_tokens == 100
+    await limiter.settle(second, used=95)  # usage beyond the reservation is charged, too
     assert (await rejected(limiter, limited, tokens=1)).headers["x-ratelimit-remaining-tokens"] == "0"
 
 
@@ -150,11 +150,11 @@ async def test_rejected_request_takes_nothing(limiter: Limiter) -> None:
     limited = key(rpm=10, tpm=10, concurrency=1)
     first = await taken(limiter, limited, tokens=4)
     for _ in range(5):
-        await rejected(limiter, limited, tokens=4)  # by concurrency
-        await rejected(limiter, limited, tokens=9)  # by tokens
+        await rejected(limiter, limited, tokens=4)  # by the concurrency limit
+        await rejected(limiter, limited, tokens=9)  # by the token limit
     await limiter.settle(first, used=4)
-    standing = (await taken(limiter, limited, tokens=6)).standing
-    assert (standing.num_requests, standing.num_tokens) == (2, 10)
+    status = (await taken(limiter, limited, tokens=6)).status
+    assert (status.num_requests, status.num_tokens) == (2, 10)
 
 
 async def test_keys_are_counted_separately(limiter: Limiter) -> None:
@@ -168,7 +168,7 @@ async def test_headers_are_those_of_openai(limiter: Limiter, clock: Clock) -> No
     limited = key(rpm=5, tpm=50)
     await taken(limiter, limited, tokens=10)
     clock.seconds += 30
-    headers = (await taken(limiter, limited, tokens=15)).standing.headers(limited)
+    headers = (await taken(limiter, limited, tokens=15)).status.headers(limited)
     assert headers == {
         "x-ratelimit-limit-requests": "5",
         "x-ratelimit-remaining-requests": "3",
@@ -177,7 +177,7 @@ async def test_headers_are_those_of_openai(limiter: Limiter, clock: Clock) -> No
         "x-ratelimit-remaining-tokens": "25",
         "x-ratelimit-reset-tokens": "61.750s",
     }
-    assert (await taken(limiter, key(concurrency=1))).standing.headers(key(concurrency=1)) == {}
+    assert (await taken(limiter, key(concurrency=1))).status.headers(key(concurrency=1)) == {}
 
 
 async def test_both_limiters_agree(clock: Clock, clients: list[Redis]) -> None:
@@ -200,7 +200,7 @@ async def test_both_limiters_agree(clock: Clock, clients: list[Redis]) -> None:
         tokens, ahead = draw.randrange(30), draw.randrange(30)
         answers = [await take(limiter, limited, tokens=tokens, id=str(number), ahead=ahead) for limiter in both]
         said = [
-            (str(one), one.headers) if isinstance(one, RateLimited) else ("", one.standing.headers(limited))
+            (str(one), one.headers) if isinstance(one, RateLimited) else ("", one.status.headers(limited))
             for one in answers
         ]
         assert said[0] == said[1]
@@ -280,7 +280,7 @@ async def test_tokens_ahead_leave_as_many_for_the_next_request(limiter: Limiter)
     limited = key(tpm=100)
     given = [await limiter.enter(limited, id=str(number), ahead=30) for number in range(3)]
     assert [one.num_tokens for one in given] == [30, 30, 0]
-    assert (await limiter.charge(given[2], num_tokens=40)).standing.num_tokens == 100
+    assert (await limiter.charge(given[2], num_tokens=40)).status.num_tokens == 100
     assert (await limiter.enter(key(rpm=5), id="no limit of tokens", ahead=30)).num_tokens == 0
 
 
@@ -288,7 +288,7 @@ async def test_tokens_ahead_are_exchanged_for_the_bound(limiter: Limiter) -> Non
     limited = key(tpm=100)
     first = await limiter.enter(limited, id="first", ahead=50)
     more = await limiter.charge(first, num_tokens=70)
-    assert (more.num_tokens, more.standing.num_tokens) == (70, 70)
+    assert (more.num_tokens, more.status.num_tokens) == (70, 70)
     second = await limiter.enter(limited, id="second", ahead=15)
     with pytest.raises(RateLimited) as caught:
         await limiter.charge(second, num_tokens=31)
@@ -296,8 +296,8 @@ async def test_tokens_ahead_are_exchanged_for_the_bound(limiter: Limiter) -> Non
     await limiter.settle(more, used=70)
     third = await limiter.enter(limited, id="third", ahead=15)
     await limiter.give_back(third, num_tokens=9)
-    assert third.with_tokens(6).standing.num_tokens == 76
-    assert (await limiter.charge(third.with_tokens(0), num_tokens=24)).standing.num_tokens == 100
+    assert third.with_tokens(6).status.num_tokens == 76
+    assert (await limiter.charge(third.with_tokens(0), num_tokens=24)).status.num_tokens == 100
 
 
 async def test_lone_router_enforces_its_share() -> None:

@@ -65,7 +65,7 @@ async def test_unused_tokens_are_returned(completions: MakeCompletions, limits: 
         async with reserved(limits, asking, [one]) as headers:
             assert int(headers["x-ratelimit-remaining-tokens"]) >= 0
             assert one.most_tokens == num_prompt + 60
-        await limits.settled()  # it was never given to a replica: nothing is charged
+        await limits.settled()  # never dispatched, so nothing is charged
     one = await opened(completions, max_tokens=10)
     async with reserved(limits, asking, [one]):
         await run(one)
@@ -75,7 +75,7 @@ async def test_unused_tokens_are_returned(completions: MakeCompletions, limits: 
 
 
 async def test_request_without_limits_can_use_the_whole_budget(completions: MakeCompletions, limits: Limits) -> None:
-    one = await opened(completions)  # as much as the context has room for
+    one = await opened(completions)  # up to the context
     async with reserved(limits, client(tpm=50), [one]) as headers:
         assert headers["x-ratelimit-remaining-tokens"] == "0"
         assert one.most_tokens == 50
@@ -83,7 +83,7 @@ async def test_request_without_limits_can_use_the_whole_budget(completions: Make
 
 async def test_answer_beyond_the_budget_is_rejected_for_good(completions: MakeCompletions, limits: Limits) -> None:
     one = await opened(completions, max_tokens=20, n=3)
-    with pytest.raises(RequestError, match="may have 60 tokens a minute"):
+    with pytest.raises(RequestError, match="exceed 60 tokens a minute"):
         async with reserved(limits, client(tpm=60), [one]):
             pass
 
@@ -256,7 +256,7 @@ async def test_exhausted_key_is_rejected_from_memory(completions: MakeCompletion
     asking, one = client(rpm=1), await opened(completions, max_tokens=1)
     async with reserved(limits, asking, [one]):
         pass
-    with pytest.raises(RateLimited):  # it is the next request that finds out
+    with pytest.raises(RateLimited):  # the limiter rejects this one
         async with reserved(limits, asking, [one]):
             pass
     with redis.Redis.from_url(redis_url) as forgetting:

@@ -21,7 +21,7 @@ from tests.frontend.access.keys import SALT_KEY, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.tiny_service import MakeCompletions
 
-_LONG_S = 600.0  # nothing goes alone that can go along
+_LONG_S = 600.0  # so that returned tokens always ride on another call
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ async def test_one_round_trip_before_a_request_and_one_after(
             waited_for = num_trips(looking) - before
         if asking.key and asking.key.concurrency:
             await routers[0].settled()
-        if number > 1:  # the router knows what the key's requests need, and Redis the scripts
+        if number > 1:  # by now the router has estimated the tokens, and Redis has cached the scripts
             assert (waited_for, num_trips(looking) - before) == (1, most)
 
 
@@ -87,7 +87,7 @@ async def test_larger_request_needs_a_second_trip(
         async with routers[0].entered(asking) as request_context:
             await request_context.charge([await opened(completions, max_tokens=most)])
             needed.append(num_trips(looking) - before)
-    assert needed[1:] == [1, 2, 1, 1, 2, 2], "the last needs more than half of what there is"
+    assert needed[1:] == [1, 2, 1, 1, 2, 2], "the last needs more than half of the limit"
 
 
 async def test_two_routers_share_a_limit_exactly(
@@ -117,7 +117,7 @@ async def test_two_routers_share_a_limit_exactly(
         await asyncio.gather(*(ask(10 * wave + number) for number in range(10)))
     assert asking.key and used and 0 < num_rejected < 150
     ahead = 0
-    for router in routers:  # what is owed to the counts goes along
+    for router in routers:  # returned tokens ride on this call
         async with router.entered(asking) as request_context:
             assert request_context.place
             ahead += request_context.place[1].num_tokens

@@ -52,7 +52,7 @@ async def test_reports_what_clients_do_not_see() -> None:
         metrics = await http.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain") and metrics.text == "xpyd_requests_total 1\n"
         assert (await http.get("/debug/routes/r1")).status_code == 404
-        for known in ("r%2F1", "chatcmpl-r%2F1", "cmpl-r%2F1"):  # of the request, or of its answer
+        for known in ("r%2F1", "chatcmpl-r%2F1", "cmpl-r%2F1"):  # id of the request or of its response
             assert (await http.get(f"/debug/routes/{known}")).status_code == 200
         assert (await http.get("/v1/models")).status_code == 404
     await listener.close(grace_s=5)

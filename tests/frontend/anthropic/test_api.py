@@ -39,7 +39,7 @@ class City(BaseModel):
 
 
 @dataclass
-class MessagesDoor:
+class MessagesEndpoint:
     fake: FakeTokenService
     tokenizer: Tokenizer
     client: anthropic.AsyncAnthropic
@@ -51,7 +51,7 @@ class MessagesDoor:
 
     @property
     def prompt(self) -> str:
-        """Return the last request started."""
+        """Last prompt, as the model saw it."""
         return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
 
     async def rejected(self, body: dict[str, Any], path: str = "/v1/messages") -> tuple[int, str, str]:
@@ -71,18 +71,18 @@ async def _endpoint(
     key: str = "none",
     has_grammars: bool = False,
     **options: Any,
-) -> AsyncIterator[MessagesDoor]:
+) -> AsyncIterator[MessagesEndpoint]:
     fake = FakeTokenService(max_context=4096)
     service = completions(fake, chat_template=template, max_context=4096, has_grammars=has_grammars)
     app = create_app(service, access=access or Access.anybody(), is_healthy=lambda: True, **options)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
         base_url = f"http://{host}:{port}"
         async with anthropic.AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0) as client:
-            yield MessagesDoor(fake, tokenizer, client, http)
+            yield MessagesEndpoint(fake, tokenizer, client, http)
     service.close()
 
 
-def _said(message: Any) -> dict[str, Any]:
+def _content_of(message: Any) -> dict[str, Any]:
     """Return the content without the values unique to each answer."""
     told = message.model_dump(exclude_none=True)
     told.pop("id")
@@ -121,7 +121,7 @@ async def test_text_whole_and_streamed(completions: MakeCompletions, byte_level:
         assert used.output_tokens == len(byte_level.encode("It is Paris. 🎉<|im_end|>"))
         async with endpoint.client.messages.stream(**fields) as stream:
             assert "".join([text async for text in stream.text_stream]) == "It is Paris. 🎉"
-            assert _said(await stream.get_final_message()) == _said(whole)
+            assert _content_of(await stream.get_final_message()) == _content_of(whole)
         prompt = {name: fields[name] for name in ("model", "system", "messages")}
         counted = await endpoint.client.messages.count_tokens(**prompt)
         assert counted.input_tokens == len(asked.token_ids) and len(endpoint.fake.started) == 2
@@ -140,13 +140,13 @@ async def test_stop_reasons(completions: MakeCompletions, byte_level: Tokenizer)
             whole = await endpoint.client.messages.create(**asked)
             assert (whole.content[0].to_dict()["text"], whole.stop_reason, whole.stop_sequence) == (text, reason, stop)
             async with endpoint.client.messages.stream(**asked) as stream:
-                assert _said(await stream.get_final_message()) == _said(whole)
+                assert _content_of(await stream.get_final_message()) == _content_of(whole)
         endpoint.say("")
         nothing = await endpoint.client.messages.create(model="tiny", max_tokens=8, messages=_USER)
         assert nothing.content == [] and nothing.stop_reason == "end_turn"
         begun = [*_USER, {"role": "assistant", "content": "It is"}]
         await endpoint.client.messages.create(model="tiny", max_tokens=8, messages=begun)
-        assert endpoint.prompt.endswith("<|im_start|>assistant\nIt is"), "the answer goes on with it"
+        assert endpoint.prompt.endswith("<|im_start|>assistant\nIt is"), "the answer continues it"
 
 
 @pytest.mark.parametrize("together", [1, 3, 1000])
@@ -172,9 +172,9 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
                 pieces = [event.partial_json async for event in stream if event.type == "input_json"]
                 final = await stream.get_final_message()
             if text != broken:
-                assert _said(final) == _said(whole)
+                assert _content_of(final) == _content_of(whole)
                 assert all(block.name == "weather" and block.id for block in final.content if block.type == "tool_use")
-            elif together == 1:  # it had begun to say the call
+            elif together == 1:  # part of the call had been sent
                 assert (final.content[0].type, final.content[1].to_dict()["text"]) == (
                     "tool_use",
                     "oh}} </tool_call> well",
@@ -289,13 +289,13 @@ async def test_thinking_has_its_own_block(completions: MakeCompletions, byte_lev
             assert (block.thinking, bool(block.signature)) == (thought, True)
             assert whole.usage.output_tokens_details and whole.usage.output_tokens_details.thinking_tokens > 3
             async with endpoint.client.messages.stream(**fields, thinking=thinking) as stream:
-                assert _said(await stream.get_final_message()) == _said(whole)
+                assert _content_of(await stream.get_final_message()) == _content_of(whole)
         answer: Any = {"role": "assistant", "content": [{**block.to_dict(), "thinking": "Hm!"}, *whole.content[1:2]]}
         await endpoint.client.messages.create(**{**fields, "messages": [*_USER, answer, *_USER]})
         assert "<|im_start|>assistantHm!\nYes.<|im_end|>" in endpoint.prompt
 
 
-_THINKING: Any = {  # by template: what is asked, and the end of the prompt; None: it is refused
+_THINKING: Any = {  # by template: request fields and the end of the prompt; None: rejected
     "{{ 'E:' ~ reasoning_effort }}": {"disabled": "E:none", "enabled": "E:", "adaptive": "E:", "high": "E:high"},
     "{{ 'T:' ~ enable_thinking }}{# </think> #}": {"disabled": "T:False", "enabled": "T:True", "adaptive": "T:"},
     "{{ 'hi' }}{# </think> #}": {"disabled": None, "enabled": "hi", "adaptive": "hi", "high": None},
@@ -340,7 +340,7 @@ _WRONG: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": "a"}] * 4097}, "messages"),
     ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
     ({"system": [_IMAGE]}, "system[0].type: blocks of type 'image'"),
-    ({"system": [{}] * 2**17}, "system: more than 131072 values"),
+    ({"system": [{}] * 2**17}, "system: at most 131072 values"),
     ({"system": "a" * 300_000}, "this model's context"),
     ({"stop_sequences": ["a"] * 17}, "stop_sequences"),
     ({"stop_sequences": [""]}, "stop_sequences[0]"),

@@ -16,7 +16,7 @@ from tests.support.tiny_tokenizers import CHATML, write_json
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 
-# chatml, and templates in the manner of the families that we serve.
+# chatml, and templates in the style of the supported families.
 TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 TEMPLATES["chatml"] = CHATML
 
@@ -100,7 +100,7 @@ def test_last_message_is_continued_like_transformers(byte_level_dir: Path, name:
     assert ours.render(messages, is_continued=True, opens_answer=False) == expected
 
 
-_CALLS_ALONE = {  # what a template does with a content that is not there, and what it writes of the message
+_CALLS_ALONE = {  # a template's handling of missing content, and its rendering
     "it looks into the content": (
         "{% if '</think>' in m.content %}{% endif %}{{ m.content }}|{{ m.tool_calls[0].function.arguments|tojson }}",
         '|{"a": 1}',
@@ -149,7 +149,7 @@ def test_arguments_that_are_not_objects_are_rejected_with_their_path() -> None:
         with pytest.raises(RequestError) as caught:
             template.render(_with_calls(wrong))
         assert caught.value.param == "messages[1].tool_calls[0].function.arguments"
-    assert "get_weather" in template.render(_with_calls(""))  # a call without any
+    assert "get_weather" in template.render(_with_calls(""))  # a call without arguments
 
 
 def test_template_without_tools_rejects_them() -> None:

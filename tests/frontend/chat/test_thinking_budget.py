@@ -45,7 +45,7 @@ def _request(num_tokens: int | None = 4, **fields: object) -> CompletionRequest:
         (_request(prompt="Think. <think>"), "Think. <think>", True),
         (_request(grammar=_SCHEMA), "<think>", True),
         (_request(None), "<think>", None),
-        (_request(grammar=_REGEX), "<think>", None),  # which leaves no room for thinking
+        (_request(grammar=_REGEX), "<think>", None),  # no room for thinking
         (_request(grammar=_SCHEMA), "</think>", None),
         (_request(prompt="a<think>", grammar=_SCHEMA), "a<think>", None),
     ],
@@ -70,7 +70,7 @@ def test_model_that_does_not_think_has_no_budget(byte_level: Tokenizer) -> None:
 def test_counted_thinking_stays_within_the_budget(
     seed: int, byte_level_dir: Path, byte_level: Tokenizer, compiler: GrammarCompiler
 ) -> None:
-    """Text from the model is split the same way here as on the replica."""
+    """For random pieces of text, the router counts thinking as the replicas do."""
     rng = random.Random(seed)
     pieces = [
         "<think> so",
@@ -91,7 +91,7 @@ def test_counted_thinking_stays_within_the_budget(
         "<think>",
     ]
     written = [token for _ in range(60) for token in byte_level.encode(rng.choice(pieces), add_special_tokens=False)]
-    if seed % 2:  # it opens it, and says more of what could end it
+    if seed % 2:  # opens thinking, then emits near misses of the closing marker
         written = byte_level.encode(rng.choice(["<think>", "\n<think> so"]), add_special_tokens=False) + written
     end = rng.choice(["assistant\n", "assistant\n<think>\n"])
     budget = thinking_budget(_request(rng.choice([0, 1, 5, 20])), _THINKS, byte_level, end)

@@ -28,7 +28,7 @@ _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 @asynccontextmanager
-async def door_of(
+async def endpoint_of(
     completions: MakeCompletions, known: IssuedKey, **options: Any
 ) -> AsyncIterator[tuple[GrpcApi, grpc.aio.Channel]]:
     endpoint = await open_grpc_api(
@@ -52,7 +52,7 @@ def asked(service: str) -> health_pb2.HealthCheckRequest:
 
 @pytest.mark.parametrize("method", ["Generate", "ListModels"])
 async def test_missing_key_is_rejected_on_the_headers_alone(completions: MakeCompletions, method: str) -> None:
-    async with door_of(completions, issue("acme")) as (_, channel):
+    async with endpoint_of(completions, issue("acme")) as (_, channel):
         call = begun(channel, f"/cluster.v1.Inference/{method}")
         assert await asyncio.wait_for(call.code(), 10) is grpc.StatusCode.UNAUTHENTICATED
 
@@ -62,7 +62,7 @@ async def test_missing_key_is_rejected_on_the_headers_alone(completions: MakeCom
 )
 async def test_request_that_never_comes_times_out(completions: MakeCompletions, method: str) -> None:
     known = issue("acme")
-    async with door_of(completions, known, limits=replace(GRPC_ENDPOINT, message_s=0.05)) as (_, channel):
+    async with endpoint_of(completions, known, limits=replace(GRPC_ENDPOINT, message_s=0.05)) as (_, channel):
         assert await asyncio.wait_for(begun(channel, method, known).code(), 10) is grpc.StatusCode.DEADLINE_EXCEEDED
         empty = begun(channel, method, known)
         await empty.done_writing()
@@ -75,7 +75,7 @@ async def test_request_that_never_comes_times_out(completions: MakeCompletions, 
 
 async def test_streaming_call_without_messages_times_out(completions: MakeCompletions) -> None:
     known = issue("acme")
-    async with door_of(completions, known, limits=replace(GRPC_ENDPOINT, message_s=0.05)) as (_, channel):
+    async with endpoint_of(completions, known, limits=replace(GRPC_ENDPOINT, message_s=0.05)) as (_, channel):
         calls = [begun(channel, _REFLECTION, known)]
         calls.append(begun(channel, _REFLECTION, known))
         await calls[1].write(reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString())
@@ -85,11 +85,11 @@ async def test_streaming_call_without_messages_times_out(completions: MakeComple
 
 
 async def test_unfinished_health_checks_displace_only_each_other(completions: MakeCompletions) -> None:
-    async with door_of(completions, issue("acme")) as (_, channel):
+    async with endpoint_of(completions, issue("acme")) as (_, channel):
         calls = [begun(channel, (_CHECK, _WATCH)[i % 2]) for i in range(40)]
         ended = [asyncio.create_task(call.code()) for call in calls]
         codes = [await code for code in islice(asyncio.as_completed(ended, timeout=30), 24)]
-        assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes  # by themselves they end after 10 s, of DEADLINE_EXCEEDED
+        assert grpc.StatusCode.RESOURCE_EXHAUSTED in codes  # otherwise they end after 10 s with DEADLINE_EXCEEDED
         assert (await health_pb2_grpc.HealthStub(channel).Check(asked(""), timeout=10)).status == _SERVING
         for call in calls:
             call.cancel()
@@ -98,27 +98,27 @@ async def test_unfinished_health_checks_displace_only_each_other(completions: Ma
 
 async def test_slow_or_vanished_watchers_do_not_delay_others(completions: MakeCompletions) -> None:
     async with (
-        door_of(completions, issue("acme")) as (endpoint, channel),
-        grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as strangers,
+        endpoint_of(completions, issue("acme")) as (endpoint, channel),
+        grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as other_clients,
     ):
         watch = health_pb2_grpc.HealthStub(channel).Watch(asked(""))
-        other = health_pb2_grpc.HealthStub(strangers).Watch(asked(""))
+        other = health_pb2_grpc.HealthStub(other_clients).Watch(asked(""))
         assert (await watch.read()).status == (await other.read()).status == _SERVING
         other.cancel()
         assert await other.code() is grpc.StatusCode.CANCELLED
-        unread = [health_pb2_grpc.HealthStub(strangers).Watch(asked("")) for _ in range(8)]
-        again = health_pb2_grpc.HealthStub(strangers).Watch(asked(""))
+        unread = [health_pb2_grpc.HealthStub(other_clients).Watch(asked("")) for _ in range(8)]
+        again = health_pb2_grpc.HealthStub(other_clients).Watch(asked(""))
         assert (await again.read()).status == _SERVING
         for is_live in (False, True):
             endpoint.set_health(is_live=is_live, is_ready=True)
-            heard = await asyncio.wait_for(watch.read(), 10)
-            assert heard.status == (_SERVING if is_live else _NOT_SERVING)
+            received = await asyncio.wait_for(watch.read(), 10)
+            assert received.status == (_SERVING if is_live else _NOT_SERVING)
         for call in (watch, again, *unread):
             call.cancel()
 
 
 async def test_unknown_service_names_keep_no_state(completions: MakeCompletions) -> None:
-    async with door_of(completions, issue("acme")) as (_, channel):
+    async with endpoint_of(completions, issue("acme")) as (_, channel):
         stub = health_pb2_grpc.HealthStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Check(asked("other"), timeout=10)

@@ -181,7 +181,7 @@ async def test_every_sampling_field_reaches_the_workers(endpoint: Endpoint, byte
         bad_words=["Paris"],
         prompt_logprobs=3,
     )
-    elsewhere = {"skip_special_tokens", "thinking_token_budget"}  # the other is for models that think
+    elsewhere = {"skip_special_tokens", "thinking_token_budget"}  # thinking_token_budget requires a model that thinks
     assert {field.name for field, _ in sampling.ListFields()} | elsewhere == {
         field.name for field in pb.SamplingParams.DESCRIPTOR.fields
     }
@@ -341,7 +341,7 @@ async def test_too_large_message(endpoint: Endpoint) -> None:
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text
 
 
-# ---- ends
+# ---- end of a call
 
 
 @pytest.mark.parametrize("hang_after", [0, 2])
@@ -372,7 +372,7 @@ async def test_call_deadline_ends_the_generation(endpoint: Endpoint) -> None:
     await asyncio.wait_for(endpoint.fake.has_ended.wait(), 1)
 
 
-# ---- around it
+# ---- health, reflection, ports
 
 
 async def test_health(completions: MakeCompletions) -> None:
@@ -457,7 +457,7 @@ async def test_closing_lets_running_requests_finish(completions: MakeCompletions
         texts = [(await anext(call)).delta.text]
         await asyncio.wait_for(fake.is_hanging.wait(), 5)
         closing = asyncio.ensure_future(endpoint.close(grace_s=30))
-        with pytest.raises(grpc.aio.AioRpcError):  # as soon as the server has heard of it, nothing new is taken
+        with pytest.raises(grpc.aio.AioRpcError):  # the closing server rejects new calls
             while True:
                 await stub.ListModels(pb.ListModelsRequest())
         fake.go_on.set()

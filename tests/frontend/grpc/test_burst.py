@@ -13,7 +13,7 @@ from tests.frontend.http.raw_http2 import frame, literal
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.tiny_service import MakeCompletions
 
-_NUM_CALLS = 3500  # gRPC's own servers cut off one in many beyond 1,000 that wait, and each beyond 3,000
+_NUM_CALLS = 3500  # gRPC's default drops some calls beyond 1,000 pending ones, and all beyond 3,000
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 8
 _ACK, _END_STREAM, _END_HEADERS = 1, 1, 4
 _CALL = {
@@ -43,7 +43,7 @@ class _Ends:
     def __init__(self) -> None:
         self.answered: set[int] = set()
         self.cut_off: set[int] = set()
-        self.has_heard_all = False  # it answers a ping that came after all calls
+        self.has_seen_all = False  # it answered a ping sent after all calls
         self.replies = b""
         self._buffer = b""
 
@@ -58,7 +58,7 @@ class _Ends:
             elif kind == _SETTINGS and not flags & _ACK:
                 self.replies += frame(_SETTINGS, _ACK, 0)
             elif kind == _PING:
-                self.has_heard_all |= bool(flags & _ACK)
+                self.has_seen_all |= bool(flags & _ACK)
                 self.replies += b"" if flags & _ACK else frame(_PING, _ACK, 0, self._buffer[9:end])
             self._buffer = self._buffer[end:]
 
@@ -68,7 +68,7 @@ async def test_no_call_of_a_burst_is_dropped(completions: MakeCompletions) -> No
     ends = _Ends()
     with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as connection:
         connection.sendall(_burst())
-        while not ends.has_heard_all:  # while the event loop, which is this thread's, does not get on
+        while not ends.has_seen_all:  # this thread runs the event loop, which is blocked meanwhile
             ends.take(connection.recv(1 << 16))
         connection.setblocking(False)
         loop = asyncio.get_running_loop()

@@ -14,7 +14,7 @@ from grpc_status import rpc_status
 from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
 
-# Refusals that tell of a field without its name; a client of OpenAI's has that beside the message.
+# Error messages without the field's name; OpenAI's format has it in `param`.
 _UNNAMED = ("model's context", "chat template", "is not served here")
 
 
@@ -25,7 +25,7 @@ class BothDoors:
     runner: asyncio.Runner
     http: httpx.AsyncClient
     stub: InferenceStub
-    good: list[int] | None = None  # tokens of the good request, at first
+    good: list[int] | None = None  # tokens of the valid request's first answer
 
     def post(self, path: str, body: dict[str, str]) -> None:
         self.runner.run(self._post(path, body))
@@ -39,7 +39,8 @@ class BothDoors:
         if answer.status_code != 200:
             error = answer.json()["error"]
             assert answer.status_code in (400, 404), (text, answer.text)
-            path = error["param"] if "param" in error else error["message"].partition(":")[0]  # Anthropic's has none
+            # Anthropic's format has no param.
+            path = error["param"] if "param" in error else error["message"].partition(":")[0]
             named = str(path).partition(".")[0].partition("[")[0]
             renamed = {"max_completion_tokens": "max_tokens", "max_tokens": "max_completion_tokens"}
             is_named = named in body or renamed.get(named) in body or "not valid JSON" in error["message"]

@@ -20,7 +20,7 @@ class CertificateFiles:
 
 
 def write_certificate(directory: Path, *, name: str, days: int = 1) -> CertificateFiles:
-    """Write a certificate over an existing one. name: of the subject, to tell two apart. days: of validity."""
+    """Write a certificate, replacing any existing one. name: of the subject. days: of validity."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     now = datetime.datetime.now(datetime.UTC)
@@ -36,7 +36,7 @@ def write_certificate(directory: Path, *, name: str, days: int = 1) -> Certifica
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )
-    files = CertificateFiles(str(directory / "door.pem"), str(directory / "door.key"))
+    files = CertificateFiles(str(directory / "tls.pem"), str(directory / "tls.key"))
     plain = serialization.NoEncryption()
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
     for path, content in ((files.key, pem), (files.certificate, certificate.public_bytes(serialization.Encoding.PEM))):

@@ -19,7 +19,7 @@ class RawHttp2:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.sent: Counter[int] = Counter()  # bytes of data, by stream
-        self.ended: set[int] = set()  # by the other side
+        self.ended: set[int] = set()  # by the peer
         self._reader, self._writer = reader, writer
         self._windows = {_CONNECTION: 65_535}
         self._initial = 65_535
@@ -34,7 +34,7 @@ class RawHttp2:
     async def greet(self) -> None:
         self._writer.write(_PREFACE)
         self._frame(_SETTINGS, 0, _CONNECTION, b"")
-        await self.pump()  # the other side's settings come first
+        await self.pump()  # the peer's settings come first
 
     def begin(self, path: str, *, authorization: str, data: bytes) -> int:
         """Start a call whose message begins with these bytes; return its stream."""

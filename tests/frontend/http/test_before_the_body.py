@@ -37,7 +37,7 @@ _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 @asynccontextmanager
-async def http_door(service: Completions, access: Access) -> AsyncIterator[httpx.AsyncClient]:
+async def http_endpoint(service: Completions, access: Access) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(service, access=access, is_healthy=lambda: True)
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
         yield client
@@ -45,7 +45,7 @@ async def http_door(service: Completions, access: Access) -> AsyncIterator[httpx
 
 
 @asynccontextmanager
-async def grpc_door(
+async def grpc_endpoint(
     service: Completions, access: Access, *, max_message_s: float = 60.0
 ) -> AsyncIterator[tuple[grpc.aio.Channel, int]]:
     """Yield the endpoint and its port."""
@@ -61,7 +61,7 @@ async def grpc_door(
 
 
 class FakeEntrance(LocalLimiter):
-    """Limits that report when a slot is taken."""
+    """Limiter that reports when a slot is taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ async def generate(channel: grpc.aio.Channel, known: IssuedKey, text: str = "abc
 async def test_http_slot_is_taken_before_the_body(completions: MakeCompletions, is_finished: bool) -> None:
     known, entrance = issue("acme", concurrency=1), FakeEntrance()
     access = access_with(known, limiter=entrance)
-    async with http_door(completions(FakeTokenService()), access) as client:
+    async with http_endpoint(completions(FakeTokenService()), access) as client:
         assert client.base_url.port
         reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
         head = (
@@ -106,14 +106,14 @@ async def test_http_slot_is_taken_before_the_body(completions: MakeCompletions, 
         writer.close()
         async with asyncio.timeout(30):
             while (await ask(client, known)).status_code != 200:
-                pass  # it has not been noticed
+                pass  # the server has not noticed yet
         await access.limits.settled()
 
 
 async def test_grpc_slot_is_taken_before_the_message(completions: MakeCompletions) -> None:
     known, entrance = issue("acme", concurrency=1), FakeEntrance()
     access = access_with(known, limiter=entrance)
-    async with grpc_door(completions(FakeTokenService()), access) as (channel, _):
+    async with grpc_endpoint(completions(FakeTokenService()), access) as (channel, _):
         begun = channel.stream_stream(_GENERATE)(metadata=(("authorization", known.header),))
         await asyncio.wait_for(entrance.is_taken.wait(), 30)
         assert await generate(channel, known) is grpc.StatusCode.RESOURCE_EXHAUSTED
@@ -125,7 +125,7 @@ async def test_grpc_slot_is_taken_before_the_message(completions: MakeCompletion
 
 
 @asynccontextmanager
-async def threads_standing_still(service: Completions) -> AsyncIterator[None]:
+async def blocked_threads(service: Completions) -> AsyncIterator[None]:
     """Block the thread pool until the block ends."""
     go_on = threading.Event()
     holding = [asyncio.ensure_future(service.threads.run("", go_on.wait, 60)) for _ in range(8)]
@@ -140,7 +140,7 @@ async def test_exhausted_key_tokenizes_nothing(completions: MakeCompletions) -> 
     known = issue("acme", tpm=260)
     access, long = access_with(known), "a b " * 600
     service = completions(FakeTokenService(), max_context=2000)
-    async with http_door(service, access) as client, threads_standing_still(service):
+    async with http_endpoint(service, access) as client, blocked_threads(service):
         never = await ask(client, known, prompt=[long] * 6)
         assert (never.status_code, never.json()["error"]["param"]) == (400, "prompt")
         assert "needs at least" in never.text
@@ -157,8 +157,8 @@ async def test_exhausted_key_tokenizes_nothing(completions: MakeCompletions) -> 
 async def test_many_small_prompts_are_tokenized_on_a_thread(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService(), max_context=2000)
     known = issue("acme")
-    async with http_door(service, access_with(known)) as client:
-        async with threads_standing_still(service):
+    async with http_endpoint(service, access_with(known)) as client:
+        async with blocked_threads(service):
             asking = asyncio.create_task(ask(client, known, prompt=["a b " * 100] * 20))
             assert (await ask(client, known)).status_code == 200
             assert not asking.done()
@@ -167,7 +167,7 @@ async def test_many_small_prompts_are_tokenized_on_a_thread(completions: MakeCom
 
 async def test_unfinished_messages_of_one_key_do_not_block_others(completions: MakeCompletions) -> None:
     slow, other = issue("slow"), issue("other")
-    async with grpc_door(completions(FakeTokenService()), access_with(slow, other)) as (channel, _):
+    async with grpc_endpoint(completions(FakeTokenService()), access_with(slow, other)) as (channel, _):
         begun = [channel.stream_stream(_GENERATE)(metadata=(("authorization", slow.header),)) for _ in range(100)]
         for _ in range(20):
             assert await generate(channel, other) is grpc.StatusCode.OK
@@ -180,7 +180,7 @@ async def test_waiting_messages_are_hardly_buffered(completions: MakeCompletions
     """Twelve messages of one key are received at a time."""
     known, other, size = issue("acme"), issue("other"), 1 << 20
     access = access_with(known, other)
-    async with grpc_door(completions(FakeTokenService()), access, max_message_s=600.0) as (channel, port):
+    async with grpc_endpoint(completions(FakeTokenService()), access, max_message_s=600.0) as (channel, port):
         client = await RawHttp2.open("127.0.0.1", port)
         data = b"\0" + size.to_bytes(4, "big") + bytes(size - 1)
         streams = [client.begin(method, authorization=known.header, data=data) for _ in range(30)]
@@ -200,7 +200,7 @@ async def test_waiting_messages_are_hardly_buffered(completions: MakeCompletions
 @pytest.mark.parametrize("method", [_GENERATE, _HEALTH])
 async def test_oversized_message_is_not_buffered(completions: MakeCompletions, method: str) -> None:
     known, size = issue("acme"), MAX_REQUEST_BYTES + 1
-    async with grpc_door(completions(FakeTokenService()), access_with(known)) as (_, port):
+    async with grpc_endpoint(completions(FakeTokenService()), access_with(known)) as (_, port):
         client = await RawHttp2.open("127.0.0.1", port)
         stream = client.begin(
             method, authorization=known.header, data=b"\0" + size.to_bytes(4, "big") + bytes(size - 1)
@@ -242,7 +242,7 @@ async def test_waiting_calls_of_one_key_are_limited(completions: MakeCompletions
 async def test_unfinished_messages_are_displaced_in_time(completions: MakeCompletions) -> None:
     """Displaced before their own timeout, also by calls of the same key and with several slow keys."""
     keys = [issue(f"key-{number}") for number in range(3)]
-    async with grpc_door(completions(FakeTokenService()), access_with(*keys), max_message_s=12.0) as (channel, _):
+    async with grpc_endpoint(completions(FakeTokenService()), access_with(*keys), max_message_s=12.0) as (channel, _):
         begun = [
             channel.stream_stream(_GENERATE)(metadata=(("authorization", known.header),))
             for known in keys

@@ -127,7 +127,7 @@ async def test_slow_uploads_of_one_key_leave_room_for_others(completions: MakeCo
 
     async def upload(num_bytes: int) -> AsyncIterator[bytes]:
         yield b" " * num_bytes
-        have_arrived.release()  # more is asked for
+        have_arrived.release()  # the server reads more
         await go_on.wait()
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x/v1/") as client:
@@ -138,7 +138,7 @@ async def test_slow_uploads_of_one_key_leave_room_for_others(completions: MakeCo
         async def ask(issued: IssuedKey, **more: str) -> int:
             return await post(issued, json={"prompt": "abc", "max_tokens": 1} | more)
 
-        sizes = (*[9_000_000] * 7, 4_000_000)  # 0.1 MB less than its part
+        sizes = (*[9_000_000] * 7, 4_000_000)  # 0.1 MB less than its share
         uploads = [asyncio.create_task(post(slow, content=upload(num_bytes))) for num_bytes in sizes]
         for _ in uploads:
             await have_arrived.acquire()
@@ -147,6 +147,6 @@ async def test_slow_uploads_of_one_key_leave_room_for_others(completions: MakeCo
         assert await ask(other) == 200
         assert await ask(other, metadata="x" * 30_000) == 200
         go_on.set()
-        assert await asyncio.gather(*uploads) == [400] * len(sizes)  # blanks are no JSON
+        assert await asyncio.gather(*uploads) == [400] * len(sizes)  # blanks are not valid JSON
         assert await ask(slow, metadata="x" * 200_000) == 200
     service.close()

@@ -54,7 +54,7 @@ def endpoints(completions: MakeCompletions) -> Iterator[BothDoors]:
         runner.run(opened.__aexit__(None, None, None))
 
 
-# What once killed replicas.
+# Regressions: these once crashed replicas.
 _KILLER = {"prompt": '"Hello there"', "repetition_penalty": "1e-40", "logprobs": "1", "max_tokens": "2"}
 _GRPC_KILLER = pb.GenerateRequest(
     prompt="Hello there", sampling=pb.SamplingParams(repetition_penalty=1e-40, logprobs=1, max_tokens=2)

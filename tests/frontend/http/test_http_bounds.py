@@ -74,7 +74,7 @@ async def test_repeated_prompts_are_limited(
 
         assert (await ask(n=1)).status_code == 200
         answer = await ask()
-        if "messages" in body and not stream:  # which has its prompt once
+        if "messages" in body and not stream:  # a whole response has the prompt once
             assert len(answer.json()["prompt_token_ids"]) > 1000 and len(answer.json()["choices"]) == 128
         else:
             assert answer.status_code == 400 and answer.json()["error"]["param"] == param
@@ -82,7 +82,7 @@ async def test_repeated_prompts_are_limited(
 
 
 async def test_large_bodies_are_processed_on_threads(endpoint: OpenAIEndpoint, monkeypatch: pytest.MonkeyPatch) -> None:
-    threads = _noted_threads(monkeypatch, (ChatBody, "requests"), (open_requests, "ignored_header"))
+    threads = _record_threads(monkeypatch, (ChatBody, "requests"), (open_requests, "ignored_header"))
     for content, names in (("x", {"MainThread"}), ("x" * 20_000, {"text"})):
         await endpoint.http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": content}]})
         assert {name.partition("_")[0] for name in threads} == names and len(threads) == 2
@@ -92,7 +92,7 @@ async def test_large_bodies_are_processed_on_threads(endpoint: OpenAIEndpoint, m
 async def test_large_messages_are_processed_on_threads(
     completions: MakeCompletions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = _noted_threads(monkeypatch, (api, "request_of"), (api, "tokenize_request_of"))
+    threads = _record_threads(monkeypatch, (api, "request_of"), (api, "tokenize_request_of"))
     service = completions(FakeTokenService(), max_context=2**15)
     endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
@@ -108,17 +108,17 @@ async def test_large_messages_are_processed_on_threads(
     service.close()
 
 
-def _noted_threads(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> list[str]:
+def _record_threads(monkeypatch: pytest.MonkeyPatch, *functions: tuple[Any, str]) -> list[str]:
     """Record the names of the threads that call these functions."""
     threads: list[str] = []
 
-    def noting(function: Any) -> Any:
-        def audited(*args: Any, **kwargs: Any) -> Any:
+    def recording(function: Any) -> Any:
+        def recorded(*args: Any, **kwargs: Any) -> Any:
             threads.append(threading.current_thread().name)
             return function(*args, **kwargs)
 
-        return audited
+        return recorded
 
     for owner, name in functions:
-        monkeypatch.setattr(owner, name, noting(getattr(owner, name)))
+        monkeypatch.setattr(owner, name, recording(getattr(owner, name)))
     return threads

@@ -54,7 +54,7 @@ async def within(seconds: float, event: asyncio.Event) -> None:
     await asyncio.wait_for(event.wait(), seconds)
 
 
-# ---- what is written
+# ---- responses
 
 
 @pytest.mark.parametrize("body", BODIES, ids=IDS)
@@ -73,7 +73,7 @@ async def test_http_1_0_client_gets_the_same_answer_without_chunks(
         assert b"connection: close" in header.lower()
         answers.append(_unchunked(content) if is_chunked else content)
     plain, usual = ([line.split(b'"choices"')[-1] for line in answer.splitlines()] for answer in answers)
-    assert plain == usual  # but for ids and times
+    assert plain == usual  # except ids and times
 
 
 async def test_http_1_0_head_of_a_page_has_no_body(address: tuple[str, int]) -> None:
@@ -81,7 +81,7 @@ async def test_http_1_0_head_of_a_page_has_no_body(address: tuple[str, int]) -> 
     writer.write(b"HEAD /health HTTP/1.0\r\n\r\nGET /health HTTP/1.0\r\n\r\n")
     answer = await asyncio.wait_for(reader.read(), 10)
     writer.close()
-    assert answer.endswith(b"\r\n\r\n")  # and the connection ended behind it
+    assert answer.endswith(b"\r\n\r\n")  # then the connection ended
 
 
 def _unchunked(content: bytes) -> bytes:
@@ -174,7 +174,7 @@ async def test_body_after_its_response_is_not_parsed_as_a_request() -> None:
     assert told.count(b" 404 ") == 1, "the last alone"
 
 
-# ---- going away
+# ---- disconnects
 
 
 @pytest.mark.parametrize("body", BODIES, ids=IDS)
@@ -244,7 +244,7 @@ class AsgiServer:
         self._body: bytes | None = json.dumps(body).encode()
         scope = {
             "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.4"},  # from 2.4 on, starlette itself asks nobody
+            "asgi": {"version": "3.0", "spec_version": "2.4"},  # from 2.4 on, starlette does not poll for disconnects
             "http_version": "1.1",
             "method": "POST",
             "scheme": "http",
@@ -299,7 +299,7 @@ async def test_headers_are_sent_with_the_first_token(app: FastAPI, fake: FakeTok
     await server.task
 
 
-# ---- too much
+# ---- large bodies
 
 
 async def fifty_megabytes() -> AsyncIterator[bytes]:
@@ -320,7 +320,7 @@ async def test_fifty_megabyte_body(address: tuple[str, int], fake: FakeTokenServ
     assert answer.status_code == 413
     assert answer.json()["error"]["code"] == "request_too_large"
     assert str(MAX_REQUEST_BYTES) in answer.json()["error"]["message"]
-    # Client and server together: a few parts of a megabyte, and what was held until the limit was passed.
+    # Client and server together: a few parts of a megabyte, and the bytes held up to the limit.
     assert peak_bytes < 8_000_000 + (0 if is_announced else 2 * MAX_REQUEST_BYTES)
     assert not fake.started
 
@@ -360,7 +360,7 @@ async def test_large_body_within_the_limit_is_accepted(address: tuple[str, int])
     assert answer.json()["choices"][0]["text"] == "a"
 
 
-# ---- a blocking client, as most are
+# ---- blocking client
 
 
 def test_blocking_client(completions: MakeCompletions, fake: FakeTokenService) -> None:

@@ -190,7 +190,7 @@ async def test_request_beyond_the_number_of_connections_is_rejected_with_503() -
         assert status.startswith(b"http/1.1 503 ") and await late.rest() == b""
         assert "/b" not in endpoint.app.asked
         idle.send(_GET % b"c")
-        assert (await idle.answer())[1] == b"/c", "the refused connection has left"
+        assert (await idle.answer())[1] == b"/c", "the rejected connection has left"
         endpoint.app.go_on.set()
         assert (await busy.answer())[1] == b"/wait"
 

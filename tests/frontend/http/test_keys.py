@@ -135,7 +135,7 @@ async def test_every_grpc_method_but_health_needs_a_key(completions: MakeComplet
             endpoints.generate(None, **ASKED).read(),
             endpoints.generate(issue("other"), **ASKED).read(),
             endpoints.stub.ListModels(pb.ListModelsRequest()),
-            reflection.ServerReflectionInfo().read(),  # a client that writes meanwhile may see that fail instead
+            reflection.ServerReflectionInfo().read(),  # a client that is writing may get that error instead
         ]
         for call in calls:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -240,7 +240,7 @@ async def test_rejections_are_counted(completions: MakeCompletions) -> None:
 
 
 async def test_rate_limited_requests_are_in_the_audit_log(completions: MakeCompletions, tmp_path: Path) -> None:
-    known, audit_log = issue("acme", tenant="team", rpm=2, max_tokens=4), tmp_path / "trail.jsonl"
+    known, audit_log = issue("acme", tenant="team", rpm=2, max_tokens=4), tmp_path / "audit.jsonl"
     async with (
         both(completions, access_with(known), audit_log=audit_log) as endpoints,
         endpoints.openai(known) as client,
@@ -268,11 +268,11 @@ async def test_many_prompts_of_one_body_count_as_one_request(completions: MakeCo
 async def test_key_limits_on_answers_hold_at_both_endpoints(completions: MakeCompletions) -> None:
     known = issue("acme", max_tokens=3, priorities=(1, 2))
     async with both(completions, access_with(known)) as endpoints, endpoints.openai(known) as client:
-        with pytest.raises(openai.BadRequestError, match="may ask for 3, not 4") as caught:
+        with pytest.raises(openai.BadRequestError, match="is 4; this API key allows at most 3") as caught:
             await client.completions.create(**BODY)
         assert caught.value.param == "max_tokens"
         user: Any = [{"role": "user", "content": "hi"}]
-        with pytest.raises(openai.BadRequestError, match="may ask for 3, not 4") as caught:
+        with pytest.raises(openai.BadRequestError, match="is 4; this API key allows at most 3") as caught:
             await client.chat.completions.create(model="tiny", messages=user, max_completion_tokens=4)
         assert caught.value.param == "max_completion_tokens"
         answer = await client.chat.completions.create(model="tiny", messages=user)

@@ -14,8 +14,8 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def test_lm_eval_finds_the_fields_it_reads(endpoint: OpenAIEndpoint, byte_level: Tokenizer) -> None:
-    """The request, and what is read of the answer, as LocalCompletionsAPI in lm_eval/models/openai_completions.py at
-    https://github.com/EleutherAI/lm-evaluation-harness/tree/4e7e0d47f33bc71070c1d38394bafbb52b117163 has them."""
+    """Request and response fields as used by LocalCompletionsAPI in lm_eval/models/openai_completions.py at
+    https://github.com/EleutherAI/lm-evaluation-harness/tree/4e7e0d47f33bc71070c1d38394bafbb52b117163."""
     prompts = [byte_level.encode("The capital of France is Paris."), byte_level.encode("你好 世界")]
     body = {"model": "tiny", "prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234,
             "echo": True}  # fmt: skip

@@ -43,7 +43,7 @@ class Endpoints:
             await self.client.chat.completions.create(model=model, messages=_HI)  # type: ignore[arg-type]
         return caught.value
 
-    async def refused_by_grpc(self, model: str) -> grpc.aio.AioRpcError:
+    async def rejected_by_grpc(self, model: str) -> grpc.aio.AioRpcError:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in self.grpc.Generate(pb.GenerateRequest(model=model, prompt="hi")):
                 pass
@@ -120,7 +120,7 @@ async def test_unknown_model_error_lists_the_models(endpoints: Endpoints) -> Non
     assert rejected.body["message"] == said  # type: ignore[index]
     with pytest.raises(openai.NotFoundError, match=said):
         await endpoints.client.models.retrieve("third")
-    by_grpc = await endpoints.refused_by_grpc("third")
+    by_grpc = await endpoints.rejected_by_grpc("third")
     assert (by_grpc.code(), by_grpc.details()) == (grpc.StatusCode.NOT_FOUND, said)
 
 
@@ -130,7 +130,7 @@ async def test_unavailable_model_is_503_and_others_are_served(endpoints: Endpoin
     assert (rejected.status_code, rejected.code, rejected.response.headers["retry-after"]) == (
         503, "model_unavailable", "1",
     )  # fmt: skip
-    assert (await endpoints.refused_by_grpc("second")).code() is grpc.StatusCode.UNAVAILABLE
+    assert (await endpoints.rejected_by_grpc("second")).code() is grpc.StatusCode.UNAVAILABLE
     answer = await endpoints.client.completions.create(model="first", prompt="hi")
     assert answer.choices[0].text == "one"
 
@@ -141,7 +141,7 @@ async def test_models_can_be_added_and_removed_and_the_first_of_a_name_wins(comp
     models.report_unavailable("b", "the model is loading")
     with pytest.raises(ModelUnavailable, match="'b' is unavailable at this router: the model is loading"):
         models.find("b")
-    assert models.names == ["a"], "what nobody can ask is not listed"
+    assert models.names == ["a"], "unavailable models are not listed"
     assert models.add(second) and not models.add(twin) and not models.add(completions(FakeTokenService(), name="a"))
     models.report_unavailable("b", "of its twin")
     models.remove(twin)

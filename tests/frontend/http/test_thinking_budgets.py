@@ -106,16 +106,18 @@ async def test_unsupported_budget_is_rejected_by_name(completions: MakeCompletio
     async with _endpoints(completions, "{{ 'E:' ~ reasoning_effort }}") as endpoints:
         for path in (_CHAT, _TEXT, _RESPONSES):
             message = await endpoints.rejected(path, {"thinking_token_budget": 4})
-            assert message.startswith("thinking_token_budget: this model does not think")
+            assert message.startswith("thinking_token_budget: not supported; this model does not think")
         assert (await endpoints.rejected(_MESSAGES, enabled(4))).startswith(
-            "thinking.budget_tokens: this model does not"
+            "thinking.budget_tokens: not supported; this model does not"
         )
-        with pytest.raises(grpc.aio.AioRpcError, match="thinking_token_budget: this model does not think") as rejected:
+        with pytest.raises(
+            grpc.aio.AioRpcError, match="thinking_token_budget: not supported; this model does not think"
+        ) as rejected:
             sampling = pb.SamplingParams(thinking_token_budget=4)
             async for _ in endpoints.stub.Generate(pb.GenerateRequest(prompt="a", sampling=sampling)):
                 pass
         assert rejected.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    async with _endpoints(completions, has_grammars=False) as endpoints:  # replicas understand no tokenizer like this
+    async with _endpoints(completions, has_grammars=False) as endpoints:  # a tokenizer that replicas cannot compile
         assert "is not supported" in await endpoints.rejected(_CHAT, {"thinking_token_budget": 4})
 
 

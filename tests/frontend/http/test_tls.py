@@ -36,7 +36,7 @@ def files(tmp_path: Path) -> CertificateFiles:
 
 
 @asynccontextmanager
-async def tls_door(
+async def tls_endpoint(
     completions: MakeCompletions, files: CertificateFiles, access: Access | None = None
 ) -> AsyncIterator[GrpcApi]:
     target = await open_grpc_api(
@@ -61,7 +61,7 @@ async def list_models(port: int, files: CertificateFiles) -> list[str]:
 
 
 async def test_grpc_endpoint_accepts_tls_only(completions: MakeCompletions, files: CertificateFiles) -> None:
-    async with tls_door(completions, files) as target:
+    async with tls_endpoint(completions, files) as target:
         assert await list_models(target.port, files) == ["tiny"]
         async with grpc.aio.insecure_channel(f"127.0.0.1:{target.port}") as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -70,7 +70,7 @@ async def test_grpc_endpoint_accepts_tls_only(completions: MakeCompletions, file
 
 
 async def test_several_endpoints_share_one_certificate(completions: MakeCompletions, files: CertificateFiles) -> None:
-    async with tls_door(completions, files) as one, tls_door(completions, files) as other:
+    async with tls_endpoint(completions, files) as one, tls_endpoint(completions, files) as other:
         access = EndpointAccess(certificate=files.certificate, is_tls=True)
         async with access.channel(f"127.0.0.1:{one.port},127.0.0.1:{other.port}") as channel:
             answer = await InferenceStub(channel).ListModels(pb.ListModelsRequest(), timeout=10)
@@ -80,14 +80,14 @@ async def test_several_endpoints_share_one_certificate(completions: MakeCompleti
 async def test_replaced_certificate_is_used_by_grpc(
     completions: MakeCompletions, files: CertificateFiles, tmp_path: Path
 ) -> None:
-    async with tls_door(completions, files) as target:
+    async with tls_endpoint(completions, files) as target:
         access = EndpointAccess(certificate=files.certificate, is_tls=True)
         async with access.channel(f"127.0.0.1:{target.port}") as old:
             stub = InferenceStub(old)
             await stub.ListModels(pb.ListModelsRequest(), timeout=10)
             write_certificate(tmp_path, name="second")
             assert await list_models(target.port, files) == ["tiny"]
-            await stub.ListModels(pb.ListModelsRequest(), timeout=10)  # who was connected stays so
+            await stub.ListModels(pb.ListModelsRequest(), timeout=10)  # existing connections are kept
         Path(files.key).write_text("half a key")
         assert await list_models(target.port, files) == ["tiny"]
 
@@ -107,7 +107,7 @@ async def test_replaced_certificate_is_used_by_http(files: CertificateFiles, tmp
             assert (await old.get(url)).text == "here"
             write_certificate(tmp_path, name="second")
             assert await ask() == "here"
-            assert (await old.get(url)).text == "here", "who was connected stays so"
+            assert (await old.get(url)).text == "here", "existing connections are kept"
             with pytest.raises(httpx.ConnectError, match="certificate"):
                 await late.get(url)
         Path(files.key).write_text("half a key")
@@ -122,7 +122,7 @@ async def test_load_generator_uses_both_endpoints_with_a_key(
     access = EndpointAccess(api_key=known.secret, certificate=files.certificate)
     app = create_app(completions(FakeTokenService()), access=keys, is_healthy=lambda: True)
     async with (
-        tls_door(completions, files, keys) as target,
+        tls_endpoint(completions, files, keys) as target,
         serve_http(app, certificates=Certificates(files.certificate, files.key)) as (host, port),
     ):
         for endpoint in (f"grpcs://127.0.0.1:{target.port}", f"https://{host}:{port}"):

@@ -35,7 +35,7 @@ _LYON = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Lyon"}}\n</tool
 
 
 class Weather(BaseModel):
-    """Return the weather of a city."""
+    """Weather of a city."""
 
     city: str
     days: int | None = None
@@ -84,13 +84,15 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
             deltas = [event.arguments_delta for event in pieces if event.type == "tool_calls.function.arguments.delta"]
             assert len(deltas) > 10, "arguments come as they are made"
         prompt = byte_level.decode(endpoint.fake.started[0].token_ids, skip_special_tokens=False)
-        assert '{"type": "function", "function": {"name": "Weather", "description": "Of a city.", "para' in prompt
+        assert (
+            '{"type": "function", "function": {"name": "Weather", "description": "Weather of a city.", "para' in prompt
+        )
         assert '"strict"' not in prompt
 
 
 @pytest.mark.parametrize("together", [2, 7, 1000])
 async def test_each_chunk_has_one_call(completions: MakeCompletions, byte_level: Tokenizer, together: int) -> None:
-    """As with jump-forward tokens or a slow reader. Some clients read only the first call of a chunk."""
+    """Several calls arrive at once with jump-forward tokens. Some clients read only the first call of a chunk."""
     fields: dict[str, Any] = {"model": "tiny", "messages": USER, "tools": [_TOOL], "stream": True, "logprobs": True}
     async with _endpoint(completions) as endpoint:
         endpoint.fake.together = together
@@ -143,7 +145,7 @@ async def test_parallel_calls_can_be_disabled(completions: MakeCompletions, byte
                 choice = (await endpoint.client.chat.completions.create(**fields)).choices[0]
             assert _calls(choice.message) == [("Weather", {"city": "Paris 🎉", "days": 3})]
             assert (choice.message.content or "", choice.finish_reason) == ("", "tool_calls")
-        assert len(endpoint.fake.stopped) == 2, "the workers have heard of it"
+        assert len(endpoint.fake.stopped) == 2, "the workers were told to stop"
 
 
 async def test_broken_call_is_text(completions: MakeCompletions, byte_level: Tokenizer) -> None:
@@ -161,7 +163,7 @@ async def test_broken_call_is_text(completions: MakeCompletions, byte_level: Tok
             said += part.delta.content or ""
             pieces += [call.function.arguments for call in part.delta.tool_calls or [] if call.function]
         assert (said, "".join(piece or "" for piece in pieces)) == ("oh}} </tool_call> well", '{"city": ')
-        assert "" not in pieces[1:] and part.finish_reason == "stop", "that it is broken is no piece of it"
+        assert "" not in pieces[1:] and part.finish_reason == "stop", "a broken call is not reported as a call"
         _say(endpoint, byte_level, _PARIS)
         (choice,) = (await endpoint.client.chat.completions.create(**fields, tool_choice="none")).choices
         assert (choice.message.content, choice.message.tool_calls) == (_PARIS, None)
@@ -189,7 +191,7 @@ async def test_thinking_is_separated(completions: MakeCompletions, byte_level: T
         (choice,) = whole.choices
         assert whole.usage and whole.usage.completion_tokens_details
         thought_ids = byte_level.encode("<think>\nHm, < 3?\n</think>")
-        least = len(thought_ids) - 10  # a mark in pieces counts from its last one
+        least = len(thought_ids) - 10  # a split marker counts from its last token
         assert least <= (whole.usage.completion_tokens_details.reasoning_tokens or 0) <= len(thought_ids)
         assert (choice.message.content, _calls(choice.message)) == ("Yes.", [("Weather", {"city": "Lyon"})])
         assert (choice.message.model_extra or {})["reasoning_content"] == "Hm, < 3?"
@@ -200,7 +202,7 @@ async def test_thinking_is_separated(completions: MakeCompletions, byte_level: T
         assert (thought, said) == ("Hm, < 3?", "Yes.")
 
 
-_EFFORTS = {  # by template: what is asked, and the end of the prompt; None: it is refused
+_EFFORTS = {  # by template: request fields and the end of the prompt; None: rejected
     "{{ 'E:' ~ reasoning_effort }}": {"low": "E:low", "none": "E:none"},
     "{{ 'T:' ~ enable_thinking }}{# </think> #}": {"none": "T:False", "low": None},
     "{{ 'hi' }}{# </think> #}": {"none": None, "low": None},
@@ -259,7 +261,7 @@ async def test_grpc_tools(completions: MakeCompletions, byte_level: Tokenizer) -
     service = completions(fake, chat_template=_HERMES, max_context=4096)
     fake.script = lambda *_: byte_level.encode(f"Well.{_PARIS}{_LYON}<|im_end|>")
     opened = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
-    tool = pb.Tool(name="Weather", description="Of a city.", parameters=json.dumps(Weather.model_json_schema()))
+    tool = pb.Tool(name="Weather", description="Weather of a city.", parameters=json.dumps(Weather.model_json_schema()))
     messages = [
         pb.ChatMessage(role="user", content="hi"),
         pb.ChatMessage(

@@ -47,10 +47,10 @@ def fake() -> FakeTokenService:
 
 @asynccontextmanager
 async def far_connection(cable: Cable, port: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Connect from the far host to this one."""
+    """Open a connection from the far host to this one."""
 
     def connect() -> socket.socket:
-        hosts.enter(cable.far.network)  # this thread alone, and what it opens stays there
+        hosts.enter(cable.far.network)  # affects this thread's new sockets only
         return socket.create_connection((cable.near.address, port), 30)
 
     with ThreadPoolExecutor(1) as elsewhere:

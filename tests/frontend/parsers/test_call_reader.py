@@ -90,9 +90,9 @@ def check_nothing_is_lost(format: str, raw: str) -> None:
                 begun = pieces[at - 1]
                 assert isinstance(begun, CallBegun)
                 name, written = re.escape(begun.name), f"(?:{re.escape(text)}|{re.escape(json.dumps(text))})?"
-                if format == "forced_call":  # no name is written
+                if format == "forced_call":  # this format has no name
                     pattern += f"{_MARKUP}{written}{_MARKUP}"
-                elif format in ("qwen3_coder", "pythonic"):  # where arguments are no JSON
+                elif format in ("qwen3_coder", "pythonic"):  # arguments are not JSON in these formats
                     pattern += f"{_MARKUP}{name}.*?{_MARKUP}"
                 else:
                     pattern += f"{_MARKUP}(?:{name}{_MARKUP}{written}|{written}{_MARKUP}{name}){_MARKUP}"

@@ -60,7 +60,7 @@ def test_number_of_any_length_is_one_number(number: str, is_one: bool) -> None:
 )
 def test_arguments_contain_no_lone_surrogates(format: str, raw: str) -> None:
     pieces = read(format, [raw])
-    assert "".join(str(piece) for piece in pieces) == raw  # it is text, and can be sent
+    assert "".join(str(piece) for piece in pieces) == raw  # kept as text
     assert not any(isinstance(piece, CallArguments) for piece in pieces)
 
 

@@ -40,12 +40,12 @@ _PARIS = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Paris 🎉", "
 _LYON = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Lyon"}}\n</tool_call>'
 _BROKEN = '<tool_call>{"name": "Weather", "arguments": {"city": oh}} </tool_call>'
 _THOUGHTS = ("Hm.", "Oh.")
-_NEITHER = ("id", "created_at", "completed_at")  # what two answers to one question do not share
+_NEITHER = ("id", "created_at", "completed_at")  # fields unique to each response
 _BOUNDS = StoreBounds(max_bytes=2**20, ttl_s=1000)
 
 
 class Weather(BaseModel):
-    """Return the weather of a city."""
+    """Weather of a city."""
 
     city: str
     days: int | None = None
@@ -85,7 +85,7 @@ class Served:
 
     @property
     def prompt(self) -> str:
-        """Return the last prompt as the model saw it."""
+        """Last prompt, as the model saw it."""
         return self.tokenizer.decode(self.fake.started[-1].token_ids, skip_special_tokens=False)
 
     async def rejected(self, **body: Any) -> tuple[int, str | None, str]:
@@ -238,7 +238,7 @@ async def test_agent_turns(serve: Serve, by_id: bool) -> None:
 
 
 async def test_items_are_referenced_by_id(serve: Serve) -> None:
-    """As sent back by Vercel's AI SDK."""
+    """Vercel's AI SDK sends items back in this form."""
     async with serve() as served:
         served.say(f"Look.\n{_PARIS}", "It is sunny.", "Yes.")
         first = await served.responses.create(input="Is it?", tools=[_FUNCTION])
@@ -253,7 +253,7 @@ async def test_items_are_referenced_by_id(serve: Serve) -> None:
         assert "<tool_response>\nsunny\n" in served.prompt
         await served.responses.delete(first.id)
         third = await served.responses.create(input="Sure?", previous_response_id=second.id)
-        assert third.output_text == "Yes." and "Look." in served.prompt, "what was referred to is stored with it"
+        assert third.output_text == "Yes." and "Look." in served.prompt, "referenced items are stored with the response"
         for id in (call.id, "msg_1", f"{second.output[0].id}9"):
             with pytest.raises(openai.NotFoundError) as caught:
                 await served.responses.create(input=[{"type": "item_reference", "id": id}])
@@ -262,7 +262,7 @@ async def test_items_are_referenced_by_id(serve: Serve) -> None:
         (item,) = (await served.responses.input_items.list(large.id)).data
         ids = [f"msg_{number:032x}_0" for number in range(65)]
         for many, why in (([item.id] * 4096, "exceeds 10485760 bytes"),
-                          (ids, "refer to more than 64 responses")):  # fmt: skip
+                          (ids, "refer to 65 responses")):  # fmt: skip
             rejected = await served.rejected(input=[{"type": "item_reference", "id": id} for id in many])
             assert rejected[:2] == (400, "input") and why in rejected[2]
 
@@ -308,7 +308,7 @@ async def test_large_responses_hold_memory_until_sent(serve: Serve, monkeypatch:
             assert rejected.headers["retry-after"] == "1"
         readers[0].close()
         while (answer := await served.http.get(path, headers=headers)).status_code == 429:
-            pass  # it has not been noticed yet
+            pass  # the server has not noticed yet
         assert answer.json()["data"] == large["input"] and len(answer.content) > MAX_VALUE_BYTES - 100
     assert threads == {"text"}
 
@@ -341,7 +341,8 @@ async def test_stored_response_is_read_and_deleted(serve: Serve) -> None:
         page = await served.responses.input_items.list(second.id, after=items[2].id, limit=1)
         assert ([item.id for item in page.data], page.has_more) == ([items[1].id], True)
         await served.responses.delete(first.id)
-        third = await served.responses.create(input="c", previous_response_id=second.id)  # which has all of it
+        # Includes the whole history.
+        third = await served.responses.create(input="c", previous_response_id=second.id)
         assert "a<|im_end|>" in served.prompt and "One.<|im_end|>" in served.prompt and third.output_text == "Three."
         for ask in (served.responses.retrieve, served.responses.delete, served.responses.input_items.list):
             with pytest.raises(openai.NotFoundError, match=f"response '{first.id}' not found"):
@@ -378,7 +379,7 @@ async def test_stored_responses_are_isolated_by_tenant(serve: Serve) -> None:
                 with pytest.raises(openai.NotFoundError) as caught:
                     await call(id)
                 said.add(str(caught.value.body).replace(id, "ID"))
-            assert len(said) == 1, "a stranger cannot tell whether it is there"
+            assert len(said) == 1, "another tenant cannot tell whether it exists"
         assert (await mine.retrieve(first.id)).output_text == "One."
 
 
@@ -461,7 +462,8 @@ async def test_failed_stream_ends_with_an_event(serve: Serve) -> None:
         with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):
             await served.responses.create(input="hi")
         served.fake.fail_after = (0, ReplicaLost("decode-0 is gone"))
-        with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):  # nothing was sent: its own status
+        # Nothing had been sent, so the real status is returned.
+        with pytest.raises(openai.InternalServerError, match="decode-0 is gone"):
             await served.responses.create(input="hi", stream=True)
 
 
@@ -557,9 +559,9 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
         "input[0].content[0].type", "'input_image' is not supported",
     ),
     "an item": ({"input": [{"type": "mcp_call", "id": "x"}]}, "input[0].type", "'mcp_call' is not supported"),
-    "a call without a name": ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name", "is required"),
-    "a reference to nothing": ({"input": [{"type": "item_reference", "id": ""}]}, "input[0].id", "is required"),
-    "a message of nobody": ({"input": [{"content": "a"}]}, "input[0].role", "is required of a message"),
+    "a call without a name": ({"input": [{"type": "function_call", "call_id": "c"}]}, "input[0].name", "required"),
+    "a reference to nothing": ({"input": [{"type": "item_reference", "id": ""}]}, "input[0].id", "required"),
+    "a message without a role": ({"input": [{"content": "a"}]}, "input[0].role", "required for type message"),
     "nothing": ({"input": []}, "input", "must not be empty"),
     "a number": ({"input": 5}, "input", "must be a string or a list of items"),
     "background": ({"background": True}, "background", "is not supported"),
@@ -569,8 +571,8 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "metadata": ({"metadata": {"a": "x" * 513}}, "metadata.a", "at most 512 characters"),
     "tokens": ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: must be from 1"),
     "too long": ({"input": "x " * 9000}, "input", "context"),
-    "an effort": ({"reasoning": {"effort": "low"}}, "reasoning.effort", "reasoning.effort: this model's chat template"),
-    "a schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "text.format: needs"),
+    "an effort": ({"reasoning": {"effort": "low"}}, "reasoning.effort", "reasoning.effort: 'low' is not supported"),
+    "a schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "text.format: missing"),
     "a choice": ({"tool_choice": {"type": "web_search"}}, "tool_choice", "must be"),
     "a choice of no tool": ({"tool_choice": "required"}, "tool_choice", "requires tools"),
     "a field of chats": ({"messages": []} | {"stop": "x"}, "stop", "not supported by this endpoint"),

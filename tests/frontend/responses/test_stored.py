@@ -25,7 +25,7 @@ from tests.support.waiting import becomes
 
 _KEY = bytes(range(32))
 _TTL_S = 1000.0
-_LARGE = b"x" * (3 * ENTRY_BYTES)  # of which two fill a tenant's part
+_LARGE = b"x" * (3 * ENTRY_BYTES)  # two fill a tenant's share
 _BOUNDS = StoreBounds(max_bytes=16 * ENTRY_BYTES, ttl_s=_TTL_S)
 _ROOMY = StoreBounds(max_bytes=2**26, ttl_s=_TTL_S)
 
@@ -35,7 +35,7 @@ class Clock:
         self.seconds = 1_000_000.0
 
     def now(self) -> float:
-        self.seconds += 0.001  # no two are put at the same time
+        self.seconds += 0.001  # so that no two have the same time
         return self.seconds
 
     def now_ms(self) -> int:
@@ -85,7 +85,7 @@ async def test_oldest_of_a_tenant_is_evicted_first(store: ResponseStore) -> None
     assert await found(store, "other", "o") == "o", "and no more than its own goes"
     await store.delete("acme", "b")
     await store.put("acme", "d", _LARGE)
-    assert await found(store, "acme", *"bcd") == "cd", "what was deleted counts no longer"
+    assert await found(store, "acme", *"bcd") == "cd", "deleted values do not count"
 
 
 async def test_oldest_of_all_tenants_is_evicted_first(store: ResponseStore) -> None:
@@ -122,7 +122,7 @@ async def test_size_of_a_large_value_is_known_before_it_is_read(kind: str, clien
         await store.put("acme", id, value)
         assert await store.look("acme", id) == (value if num_bytes <= SMALL_BYTES else num_bytes)
         assert await store.get("acme", id) == value
-    for name in await client.keys("d:response:*"):  # whoever writes there cannot make a router take in what it likes
+    for name in await client.keys("d:response:*"):  # oversized values written by others are not read
         await client.setrange(name, 2 * MAX_VALUE_BYTES, b"!")
     if kind == "redis":
         assert await store.look("acme", str(MAX_VALUE_BYTES)) is None
@@ -149,7 +149,7 @@ async def test_large_values_in_memory_are_limited() -> None:
 
 
 class FakeSlowStore(MemoryResponses):
-    """Store whose large transfers wait for a signal."""
+    """Store whose reads wait for a signal."""
 
     def __init__(self) -> None:
         super().__init__(_ROOMY)
@@ -193,7 +193,7 @@ async def test_concurrent_large_transfers_are_limited() -> None:
 
 
 class FakeLateStore(MemoryResponses):
-    """Store whose large values never arrive."""
+    """Store whose large values time out."""
 
     async def look(self, tenant: str, id: str) -> bytes | int | None:
         return SMALL_BYTES + 1 if id == "large" else await super().look(tenant, id)
@@ -253,7 +253,7 @@ async def test_forged_values_are_ignored(client: Redis) -> None:
     (first,) = await client.keys("d:response:*")
     await store.put("acme", "b", b"two")
     second = next(name for name in await client.keys("d:response:*") if name != first)
-    await client.copy(first, second, replace=True)  # a right seal in the wrong place
+    await client.copy(first, second, replace=True)  # a valid signature under another id
     await client.append(first, b"!")
     assert (await store.get("acme", "a"), await store.get("acme", "b")) == (None, None)
     await client.zadd("d:responses:all", {"nonsense": 1, f"{'0' * 32}:{'1' * 32}:7": 2})

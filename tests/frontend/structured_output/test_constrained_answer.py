@@ -50,7 +50,7 @@ def _request(schema: Any = _CITY, kind: GrammarKind = GrammarKind.JSON_SCHEMA, *
     return CompletionRequest(id="r", prompt=Chat(messages=(_USER,), **chat), grammar=grammar, grammar_field="field")
 
 
-def _says(
+def _accepts(
     compiler: GrammarCompiler,
     tokenizer: Tokenizer,
     request: CompletionRequest,
@@ -71,7 +71,7 @@ def _has(words: Sequence[int], token: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("text", "is_said"),
+    ("text", "is_accepted"),
     [
         (_ROME, True),
         (_LOOK, True),
@@ -82,21 +82,21 @@ def _has(words: Sequence[int], token: int) -> bool:
         ("Rome.", False),
     ],
 )
-def test_answer_or_calls(compiler: GrammarCompiler, byte_level: Tokenizer, text: str, is_said: bool) -> None:
+def test_answer_or_calls(compiler: GrammarCompiler, byte_level: Tokenizer, text: str, is_accepted: bool) -> None:
     request = _request(tools=_TOOLS)
-    assert _says(compiler, byte_level, request, _HERMES, text, "") is is_said
+    assert _accepts(compiler, byte_level, request, _HERMES, text, "") is is_accepted
     assert isinstance(request.prompt, Chat)
     reader = AnswerReader.of(request.prompt, _HERMES, "")
     assert reader is not None
     calls = [call.name for said in (reader.add(text), reader.finish()) for call in said.calls if call.name]
-    assert not is_said or len(calls) == text.count("<tool_call>"), "and what may be said is read as what it is"
+    assert not is_accepted or len(calls) == text.count("<tool_call>"), "and what may be said is read as what it is"
 
 
 def test_calls_follow_the_model_family_syntax(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
     one, llama = _request(tools=_TOOLS, is_parallel=False), _request(tools=_TOOLS)
-    assert _says(compiler, byte_level, one, _HERMES, _LOOK, "")
-    assert not _says(compiler, byte_level, one, _HERMES, f"{_LOOK}\n{_NOW}", "")
-    assert _says(compiler, byte_level, llama, _LLAMA, '{"name": "look", "parameters": {"y": true}}', "")
+    assert _accepts(compiler, byte_level, one, _HERMES, _LOOK, "")
+    assert not _accepts(compiler, byte_level, one, _HERMES, f"{_LOOK}\n{_NOW}", "")
+    assert _accepts(compiler, byte_level, llama, _LLAMA, '{"name": "look", "parameters": {"y": true}}', "")
 
 
 @pytest.mark.parametrize("output_format", [OutputFormat("pythonic"), OutputFormat("mistral")])
@@ -111,7 +111,7 @@ def test_unknown_call_syntax_is_rejected(output_format: OutputFormat) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "text", "is_said"),
+    ("prompt", "text", "is_accepted"),
     [
         ("assistant\n", f"<think>\nHm, a {{ or two.\n</think>\n\n{_ROME}", True),
         ("assistant\n", _ROME, True),
@@ -123,15 +123,15 @@ def test_unknown_call_syntax_is_rejected(output_format: OutputFormat) -> None:
     ],
 )
 def test_thinking_precedes_the_answer(
-    compiler: GrammarCompiler, byte_level: Tokenizer, prompt: str, text: str, is_said: bool
+    compiler: GrammarCompiler, byte_level: Tokenizer, prompt: str, text: str, is_accepted: bool
 ) -> None:
     """Thinking is allowed if the template opened it or left it to the model, not if the template closed it."""
     request = _request()
-    assert _says(compiler, byte_level, request, _THINKS, text, prompt) is is_said
+    assert _accepts(compiler, byte_level, request, _THINKS, text, prompt) is is_accepted
     assert isinstance(request.prompt, Chat)
     thinks = may_think(request.grammar, request.prompt, prompt)
     reader = AnswerReader.of(request.prompt, _THINKS, prompt, may_think=thinks)
-    if is_said and reader is not None:
+    if is_accepted and reader is not None:
         said = [reader.add(text), reader.finish()]
         assert "".join(one.text for one in said) == _ROME
         assert ("Hm" in "".join(one.thinking for one in said)) is ("Hm" in text)
@@ -156,8 +156,8 @@ _NOT_ENFORCED: list[dict[str, Any]] = [
     {"type": ["date", "null"]},
     {"type": [{}]},
     {"type": [["string"]]},
-    {"$ref": f"#/required/{'9' * 5000}"},  # Python makes no number of so many digits
-    {"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 2**63 - 1}]},  # of which masks know too little
+    {"$ref": f"#/required/{'9' * 5000}"},  # more digits than Python parses
+    {"anyOf": [{"type": "string"}, {"type": "integer", "maximum": 2**63 - 1}]},  # which masks cannot express
 ]
 
 
@@ -169,10 +169,10 @@ def test_unenforceable_parts_are_dropped_unless_strict(
     schema = {"type": "object", "properties": {"a": inner, "pattern": {"const": 1}}, "required": ["a", "pattern"]}
     text = '{"a": "b", "pattern": 1}'
     request = _request(schema, GrammarKind.LENIENT_JSON_SCHEMA)
-    assert _says(compiler, byte_level, request, output_format, text, "")
-    assert not _says(compiler, byte_level, request, output_format, text.replace("1", "2"), "")
+    assert _accepts(compiler, byte_level, request, output_format, text, "")
+    assert not _accepts(compiler, byte_level, request, output_format, text.replace("1", "2"), "")
     with pytest.raises(RequestError):
-        _says(compiler, byte_level, _request(schema), output_format, text, "")
+        _accepts(compiler, byte_level, _request(schema), output_format, text, "")
 
 
 def test_schema_keeps_its_size_limit(compiler: GrammarCompiler) -> None:

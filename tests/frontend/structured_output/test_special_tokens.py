@@ -36,7 +36,7 @@ def model_dir(request: pytest.FixtureRequest, byte_level_dir: Path, tmp_path_fac
     return directory
 
 
-def _says(model_dir: Path, grammar: Grammar, text: str, *, is_spelt: bool, thinks: bool = False) -> bool:
+def _accepts(model_dir: Path, grammar: Grammar, text: str, *, is_spelt: bool, thinks: bool = False) -> bool:
     """Return whether the grammar accepts all of it and may end there."""
     tokenizer = Tokenizer(model_dir)
     compiler = GrammarCompiler(model_dir, vocab_size=tokenizer.vocab_size)
@@ -49,7 +49,7 @@ def _says(model_dir: Path, grammar: Grammar, text: str, *, is_spelt: bool, think
     mask, left, said = compiler.compile(made).mask([end]), text.encode(), list[int]()
     apart = set(compiler.special_tokens.values())
     tokens = {i: tokenizer.token_bytes(i) for i in range(tokenizer.vocab_size) if not (is_spelt and i in apart)}
-    while left:  # by the longest that may come
+    while left:  # longest allowed token first
         words = mask.allowed(said, 0)
         known = [token for token, text in tokens.items() if text and left.startswith(text) and _has(words, token)]
         if not known:
@@ -94,14 +94,14 @@ def _triggered(trigger: str, *tags: dict[str, Any]) -> Grammar:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_marker_can_be_its_token(model_dir: Path, grammar: Grammar, text: str, is_spelt: bool) -> None:
-    assert _says(model_dir, grammar, text, is_spelt=is_spelt)
+    assert _accepts(model_dir, grammar, text, is_spelt=is_spelt)
 
 
 @pytest.mark.parametrize("is_spelt", [False, True])
 def test_text_after_a_marker_token_is_constrained(model_dir: Path, is_spelt: bool) -> None:
     tags = _triggered("<tool", _tag("<tool_call>a "), _tag("<tool_call>b "))
     for wrong in ("<tool_call>c {}</tool_call>", "<tool_call>a 1</tool_call>", "Hm <tool_call>"):
-        assert not _says(model_dir, tags, wrong, is_spelt=is_spelt)
+        assert not _accepts(model_dir, tags, wrong, is_spelt=is_spelt)
     schema = Grammar(kind=GrammarKind.JSON_SCHEMA, text='{"const": 1}')
-    for text, is_said in (("<think>a</think>1", True), ("<think>a</think>2", False), ("</think>1", False)):
-        assert _says(model_dir, schema, text, is_spelt=is_spelt, thinks=True) is is_said
+    for text, is_accepted in (("<think>a</think>1", True), ("<think>a</think>2", False), ("</think>1", False)):
+        assert _accepts(model_dir, schema, text, is_spelt=is_spelt, thinks=True) is is_accepted

@@ -62,7 +62,7 @@ def _request(asked: Any, **chat: Any) -> CompletionRequest:
     return CompletionRequest(id="r", prompt=Chat(messages=(_USER,), **chat), grammar=grammar, grammar_field="field")
 
 
-def _says(
+def _accepts(
     compiler: GrammarCompiler, asked: Any, text: str, *, thinks: bool = False, prompt: str = "", **chat: Any
 ) -> bool:
     """Return whether the grammar accepts the whole text and may end there."""
@@ -75,13 +75,13 @@ def _says(
 
 @pytest.mark.parametrize("asked", [{"format": _TAGS}, _OLD])
 @pytest.mark.parametrize(
-    ("text", "is_said"),
+    ("text", "is_accepted"),
     [
         ("Hello.", True),
         ("", True),
         (f"Hm. <f=look>{_ROME}</f> so", True),
         (f"<f=look>{_ROME}</f><f=look>{_ROME}</f>", True),
-        ("a <f <f", True),  # which is no trigger yet
+        ("a <f <f", True),  # not a trigger yet
         ("a <f=", False),
         ("a <f=other>", False),
         ("<f=look>{}</f>", False),
@@ -89,8 +89,10 @@ def _says(
         (f"<f=look>{_ROME}</f> <f=look>x", False),
     ],
 )
-def test_free_text_until_a_trigger(compiler: GrammarCompiler, asked: dict[str, Any], text: str, is_said: bool) -> None:
-    assert _says(compiler, asked, text) is is_said
+def test_free_text_until_a_trigger(
+    compiler: GrammarCompiler, asked: dict[str, Any], text: str, is_accepted: bool
+) -> None:
+    assert _accepts(compiler, asked, text) is is_accepted
 
 
 @pytest.mark.parametrize(
@@ -131,12 +133,12 @@ def test_free_text_until_a_trigger(compiler: GrammarCompiler, asked: dict[str, A
     ids=lambda value: json.dumps(value)[:50] if isinstance(value, dict) else "",
 )
 def test_every_format(compiler: GrammarCompiler, form: dict[str, Any], said: list[str], unsaid: list[str]) -> None:
-    assert [text for text in said if not _says(compiler, {"format": form}, text)] == []
-    assert [text for text in unsaid if _says(compiler, {"format": form}, text)] == []
+    assert [text for text in said if not _accepts(compiler, {"format": form}, text)] == []
+    assert [text for text in unsaid if _accepts(compiler, {"format": form}, text)] == []
 
 
 @pytest.mark.parametrize(
-    ("prompt", "text", "is_said"),
+    ("prompt", "text", "is_accepted"),
     [
         ("<think>", f"a <f=?</think>\n\nb <f=look>{_ROME}</f>", True),
         ("<think>", "a</think>b <f=?", False),
@@ -146,15 +148,15 @@ def test_every_format(compiler: GrammarCompiler, form: dict[str, Any], said: lis
         ("<think></think>", "<f=?", False),
     ],
 )
-def test_thinking_precedes_the_tags(compiler: GrammarCompiler, prompt: str, text: str, is_said: bool) -> None:
+def test_thinking_precedes_the_tags(compiler: GrammarCompiler, prompt: str, text: str, is_accepted: bool) -> None:
     """Triggers are ignored inside thinking."""
-    assert _says(compiler, _OLD, text.replace("\n", ""), thinks=True, prompt=prompt) is is_said
+    assert _accepts(compiler, _OLD, text.replace("\n", ""), thinks=True, prompt=prompt) is is_accepted
 
 
 def test_tags_replace_tool_calls(compiler: GrammarCompiler) -> None:
     tools = ({"type": "function", "function": {"name": "look"}},)
-    assert _says(compiler, _OLD, f"<f=look>{_ROME}</f>", tools=tools)
-    assert not _says(compiler, _OLD, "<f=see>", tools=tools)
+    assert _accepts(compiler, _OLD, f"<f=look>{_ROME}</f>", tools=tools)
+    assert not _accepts(compiler, _OLD, "<f=see>", tools=tools)
 
 
 _WRONG: list[tuple[Any, str]] = [

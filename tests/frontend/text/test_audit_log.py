@@ -55,7 +55,7 @@ async def test_served_rejected_and_unreadable_requests_are_recorded(
 
 async def test_key_and_cancellation_are_recorded(completions: MakeCompletions, tmp_path: Path) -> None:
     fake = FakeTokenService(hang_after=1)
-    service = completions(fake, audit_log=tmp_path / "trail.jsonl")
+    service = completions(fake, audit_log=tmp_path / "audit.jsonl")
     request = CompletionRequest(id="r", prompt="abc", tenant="acme", key_id="k-1", peer="10.0.0.7:1")
 
     async def ask() -> None:
@@ -70,7 +70,7 @@ async def test_key_and_cancellation_are_recorded(completions: MakeCompletions, t
     await asyncio.gather(asking, return_exceptions=True)
     with pytest.raises(RequestError):
         await service.open(CompletionRequest(id="r2", prompt="", key_id="k-1"))
-    cancelled, rejected = _lines(tmp_path / "trail.jsonl")
+    cancelled, rejected = _lines(tmp_path / "audit.jsonl")
     assert (cancelled["key"], cancelled["tenant"], cancelled["peer"]) == ("k-1", "acme", "10.0.0.7:1")
     assert (cancelled["outcome"], rejected["key"], rejected["param"]) == ("cancelled", "k-1", "prompt")
     service.close()
@@ -79,13 +79,13 @@ async def test_key_and_cancellation_are_recorded(completions: MakeCompletions, t
 def test_files_are_private(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:
-        audit_log = RequestAuditLog(tmp_path / "trail.jsonl", max_bytes=200)
+        audit_log = RequestAuditLog(tmp_path / "audit.jsonl", max_bytes=200)
         for number in range(20):
             audit_log.unreadable(f"r{number}", RequestError("no"), key=None, peer="10.0.0.7:1")
         audit_log.close()
     finally:
         os.umask(before)
     files = sorted(tmp_path.iterdir())
-    assert [file.name for file in files] == ["trail.jsonl", *(f"trail.jsonl.{number}" for number in range(1, 5))]
+    assert [file.name for file in files] == ["audit.jsonl", *(f"audit.jsonl.{number}" for number in range(1, 5))]
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     assert _lines(files[0])[-1]["request"] == "r19"

@@ -94,7 +94,7 @@ async def test_cached_token_counts_are_hidden_if_not_reported(completions: MakeC
         told = (summary.usage.cached_tokens, route.cached_tokens, route.blocks_shipped, route.wire_bytes)
         assert told == ((3, 3, 2, 1000) if is_told else (0, 0, 0, 0))
         drafted = summary.usage.accepted_prediction_tokens, summary.usage.rejected_prediction_tokens
-        assert drafted == ((2, 7) if is_told else (0, 0)), "it tells what others of no key have been told"
+        assert drafted == ((2, 7) if is_told else (0, 0)), "it would reveal other anonymous clients' prompts"
         assert (route.prefill_replica, route.decode_replica) == (("prefill-0", "decode-0") if is_told else ("", ""))
         assert route.attempts == 1 and summary.usage.completion_tokens == 2
 
@@ -137,7 +137,7 @@ async def test_stop_string_across_several_tokens(
 ) -> None:
     fake = FakeTokenService()
     ids = byte_level.encode("abcdefgh")
-    assert len(ids) > 6  # so that "cdef" spans tokens
+    assert len(ids) > 6  # so "cdef" spans tokens
     events = await run(completions(fake), request("abcdefgh", stop=("cdef", "zzz"), include_stop=include_stop))
     assert text_of(events) == ("abcdef" if include_stop else "ab")
     assert events[-2] == Finished(0, FinishReason.STOP, "cdef")
@@ -182,7 +182,7 @@ async def test_stop_string_at_the_limit(completions: MakeCompletions) -> None:
     fake = FakeTokenService()
     events = await run(completions(fake), request("abc", stop=("c",), max_tokens=3))
     assert text_of(events) == "ab" and events[-2] == Finished(0, FinishReason.STOP, "c")
-    assert fake.stopped == []  # the workers have ended it themselves
+    assert fake.stopped == []  # the workers ended it by themselves
 
 
 async def test_stop_strings_wait_for_min_tokens(completions: MakeCompletions) -> None:
@@ -276,7 +276,7 @@ async def test_unknown_model(completions: MakeCompletions) -> None:
         ({"prompt": (1,) * 256}, "256 for the prompt"),
         ({"prompt": (1,) * 200, "max_tokens": 57}, "200 for the prompt and 57"),
         ({"prompt": (1,) * 200, "min_tokens": 57}, "200 for the prompt"),
-        ({"prompt": "word " * 10_000_000}, "too many for this model"),
+        ({"prompt": "word " * 10_000_000}, "characters exceeds it"),
     ],
     ids=["prompt", "max_tokens", "min_tokens", "megabytes"],
 )

@@ -42,7 +42,7 @@ def test_text_arrives_in_whole_characters(tokenizer: Tokenizer, text: str) -> No
     assert "".join(streamed).removeprefix(" ") == text
     if "�" not in text:
         assert not any("�" in piece for piece in streamed)
-    assert streamed[-1] == ""  # nothing was late
+    assert streamed[-1] == ""  # nothing was held back
 
 
 # No function-scoped fixture here: hypothesis runs the body many times.

@@ -76,11 +76,12 @@ async def test_work_of_cancelled_callers_is_skipped(make: Callable[..., TextThre
     for one in gone:
         one.cancel()
     await asyncio.gather(*gone, return_exceptions=True)
-    asked = [asyncio.ensure_future(threads.run("", done.append, "asked for")) for _ in range(3)]  # there is room again
+    # The queue has room again.
+    waiting = [asyncio.ensure_future(threads.run("", done.append, "run")) for _ in range(3)]
     await asyncio.sleep(0)
     go_on.set()
-    await asyncio.gather(first, *asked)
-    assert done == ["asked for"] * 3
+    await asyncio.gather(first, *waiting)
+    assert done == ["run"] * 3
 
 
 async def test_failures_reach_their_caller(make: Callable[..., TextThreads]) -> None:
