@@ -1,4 +1,4 @@
-"""The boards and alerts in deploy/monitoring name only metrics that a router exports."""
+"""Dashboards and alerts in deploy/monitoring use only metrics that a router exports."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def _panels(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", _BOARDS, ids=lambda path: path.stem)
-def test_panels_name_metrics_that_exist(path: Path) -> None:
+def test_panels_use_existing_metrics(path: Path) -> None:
     queries = [target["expr"] for panel in _panels(path) for target in panel.get("targets", ())]
     names = {name for query in queries for name in _NAMES.findall(query)}
     assert queries and names <= _KNOWN
 
 
-def test_alerts_name_metrics_that_exist() -> None:
+def test_alerts_use_existing_metrics() -> None:
     [group] = yaml.safe_load((_FILES / "alerts.yml").read_text())["groups"]
     names = [_NAMES.findall(rule["expr"]) for rule in group["rules"]]
     assert all(names) and {name for some in names for name in some} <= _KNOWN

@@ -21,7 +21,7 @@ def _counts(draw: st.DrawFn, *, least: int = 0) -> RevisionCounts:
     return RevisionCounts(attempts=attempts, failed=failed, answered=answered, ttft_s=ttft_s, itl_s=itl_s)
 
 
-def test_nothing_is_judged_before_the_first_request() -> None:
+def test_no_problem_before_the_first_request() -> None:
     assert _problem(None, None) == ""
 
 
@@ -42,19 +42,19 @@ def test_slower_than_the_factor() -> None:
 
 
 @given(old=_counts(), new=_counts())
-def test_few_requests_prove_nothing(old: RevisionCounts, new: RevisionCounts) -> None:
+def test_few_requests_are_not_significant(old: RevisionCounts, new: RevisionCounts) -> None:
     new.attempts, new.answered = new.attempts % MIN_REQUESTS, new.answered % MIN_REQUESTS
     new.failed = min(new.failed, new.attempts)
     assert _problem(old, new) == ""
 
 
 @given(counts=_counts())
-def test_a_revision_is_never_worse_than_itself(counts: RevisionCounts) -> None:
+def test_revision_is_not_worse_than_itself(counts: RevisionCounts) -> None:
     assert _problem(counts, counts, latency=1.0) == ""
 
 
 @given(old=_counts(), new=_counts(least=MIN_REQUESTS))
-def test_more_failures_or_delay_never_clear_a_revision(old: RevisionCounts, new: RevisionCounts) -> None:
+def test_problem_is_monotonic_in_failures_and_delay(old: RevisionCounts, new: RevisionCounts) -> None:
     before = _problem(old, new)
     new.failed = min(new.attempts, new.failed + 1)
     new.ttft_s *= 1.1
@@ -62,7 +62,7 @@ def test_more_failures_or_delay_never_clear_a_revision(old: RevisionCounts, new:
 
 
 @given(old=_counts())
-def test_a_revision_that_always_fails_is_taken_back(old: RevisionCounts) -> None:
+def test_failing_revision_is_rolled_back(old: RevisionCounts) -> None:
     old.failed //= 2
     new = RevisionCounts(attempts=MIN_REQUESTS, failed=MIN_REQUESTS)
     assert _problem(old, new)

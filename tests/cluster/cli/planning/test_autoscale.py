@@ -1,4 +1,4 @@
-"""`cluster autoscale status` and `explain`: what they say of the controller's report."""
+"""Output of `cluster autoscale status` and `explain` for reports of the controller."""
 
 from __future__ import annotations
 
@@ -26,14 +26,12 @@ def _report(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
     monkeypatch.setattr(cluster.cli.planning.autoscale, "ask_deployed", lambda name, method: report)
 
 
-def test_a_last_decision_that_is_a_change_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_decision_is_shown_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     stays, grows = PoolSizes(1, 1), PoolSizes(2, 1)
     _report(monkeypatch, decisions=[_decision(1, after=grows), _decision(2, after=stays), _decision(3, after=grows)])
     assert run(["autoscale", "status"]) == 0
-    told = [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert told == ["reason 1", "reason 3"]
+    reasons = [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert reasons == ["reason 1", "reason 3"]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +43,7 @@ def test_a_last_decision_that_is_a_change_is_told_once(
         ({"decisions": [_decision(3, after=PoolSizes(1, 1))]}, ["7"], "no decision 7: it remembers 3 to 3"),
     ],
 )
-def test_without_the_decision_it_says_why(
+def test_missing_decision_is_explained(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     fields: dict[str, Any],
