@@ -100,6 +100,6 @@ def lines(result: dict[str, Any], *, rate: float) -> Iterator[str]:
         )
         if row["tokens_per_s"] < _MOST_OF_IT * rate:
             yield (
-                f"    only {row['tokens_per_s']} of {rate:.0f} tokens/s arrived: the machine or the router was too busy "
+                f"    only {row['tokens_per_s']} of {rate:.0f} tokens/s arrived: machine or router too busy "
                 "for the two lines above"
             )

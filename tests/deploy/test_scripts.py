@@ -127,11 +127,11 @@ def test_setup_uses_the_heads_python_version(bare: Host) -> None:
 def test_setup_reports_missing_requirements(host: Host) -> None:
     host.tool("sudo", "exit 1")
     done = host.run("setup.sh")
-    assert done.returncode == 1 and "there is no python3; install Python 3.11 or later" in done.stderr
+    assert done.returncode == 1 and "python3 not found; install Python 3.11 or later" in done.stderr
     host.python("python3.12", "Python 3.12.4")
     host.tool("apt-get", "exit 1")
     done = host.run("setup.sh")
-    assert done.returncode == 1 and "install python3.12-venv there, as root" in done.stderr
+    assert done.returncode == 1 and "install python3.12-venv as root" in done.stderr
     assert not (host.state_dir / "installed").exists()
 
 
@@ -188,7 +188,7 @@ exit 1
 """,
     )
     done = bare.run("setup.sh")
-    assert done.returncode == 1 and f"cannot write {profile}; write '. ~/.xpyd/env' at its top" in done.stderr
+    assert done.returncode == 1 and f"cannot write {profile}; add '. ~/.xpyd/env' at its top" in done.stderr
     assert profile.read_text() == "alias l=ls\n"
     assert sorted(path.name for path in bare.home.glob(".bash*")) == [".bashrc"]
 
@@ -201,7 +201,7 @@ def test_concurrent_setups_are_serialized(bare: Host) -> None:
         flock.unlink()
         bare.tool("flock", f'[ "$1 $2" = "-w 1800" ] && exec {real} -n $3')
         done = bare.run("setup.sh")
-    assert done.returncode == 1 and "another setup.sh runs" in done.stderr and not bare.count("pip")
+    assert done.returncode == 1 and "another setup.sh has been running" in done.stderr and not bare.count("pip")
     assert set_up(bare)
 
 

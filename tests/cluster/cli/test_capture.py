@@ -53,4 +53,4 @@ def test_output_can_be_a_pipe(tmp_path: Path) -> None:
 
 def test_failed_write_keeps_the_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["capture", "stop", "-o", str(tmp_path)]) != 0
-    assert capsys.readouterr().err.endswith(": Is a directory; the recording goes on\n")
+    assert capsys.readouterr().err.endswith(": Is a directory; the recording continues\n")

@@ -50,7 +50,7 @@ def left_of(cluster: ClusterCommand) -> list[int]:
             "prefill: each replica needs 16 CPU, 64 GPU, on one node",
         ),
         (["deploy", "1P1D", "--set", "decode.labels.pool=x"], "decode: no node has the labels pool=x"),
-        (["deploy", "1P1D", "--grpc-port", "8000"], "router.http_port: 8000 is router.grpc_port, too"),
+        (["deploy", "1P1D", "--grpc-port", "8000"], "router.http_port: 8000 equals router.grpc_port"),
         (
             [*("deploy", "1P1D"), *("--set", "security={tls: files, ca: nowhere.pem, certificate: c, key: k}")],
             "security.ca: nowhere.pem No such file or directory",

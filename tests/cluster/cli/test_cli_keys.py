@@ -33,7 +33,7 @@ def test_unpublished_revocation_is_an_error(is_told: bool, capsys: pytest.Captur
     code, printed = run(["keys", "revoke", "acme"]), capsys.readouterr()
     assert (code == 0) == is_told
     assert printed.out == (f"{_KEY.id} of acme is revoked\n" if is_told else "")
-    assert ("Redis is away: routers that run let it in until" in printed.err) != is_told
+    assert ("Redis is unavailable: running routers accept it until" in printed.err) != is_told
 
 
 @pytest.mark.parametrize("is_told", [True], indirect=True)
@@ -60,4 +60,4 @@ def test_unpublished_new_key_is_reported(is_told: bool, capsys: pytest.CaptureFi
     assert run(["keys", "create", "acme"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("sk-")
-    assert ("Redis is away: routers take this key when it is back" in printed.err) != is_told
+    assert ("Redis is unavailable: routers accept this key when it is back" in printed.err) != is_told

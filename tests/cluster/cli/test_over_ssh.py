@@ -141,7 +141,7 @@ def test_other_addresses_are_left_to_ssh(client: _Client, address: str) -> None:
 def test_deploy_rejects_a_local_spec_file(client: _Client) -> None:
     (client.directory / "here.yaml").write_text("{}")
     done = client.run("--address", _HEAD, "deploy", "here.yaml")
-    assert done.returncode == 2 and "here.yaml is a file of this machine" in done.stderr
+    assert done.returncode == 2 and "here.yaml is a local file" in done.stderr
     assert f"`scp here.yaml {_HEAD}:`" in done.stderr
 
 

@@ -72,7 +72,9 @@ async def test_stream_of_a_lost_router_ends_with_an_error(
             assert (await asyncio.to_thread(next, events)).delta.text == "well"
             cable.pull_out()
             second_cable.pull_out()
-            with pytest.raises(RequestFailed, match=r"its router was lost .*; ask again: the same seed gives the same"):
+            with pytest.raises(
+                RequestFailed, match=r"the router was lost .*; retry the request: the same seed gives the same"
+            ):
                 await asyncio.to_thread(next, events)
 
 

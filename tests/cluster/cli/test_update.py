@@ -87,10 +87,10 @@ def test_dry_run_checks_local_sources(
     ("arguments", "output"),
     [
         (["--set", "router.http_port=9"], "router.http_port: cannot change while deployed"),
-        (["--set", "name=b"], "name: this spec is of b, and the deployment is a"),
+        (["--set", "name=b"], "name: the spec is named b, the deployment a"),
         (["--set", "decode.max_runing=9"], "did you mean max_running?"),
-        (["--set", "decode.max_running=9", "--canary", "2"], "--canary 2: a share of the requests"),
-        ([], "name a spec, or say --set PATH=VALUE"),
+        (["--set", "decode.max_running=9", "--canary", "2"], "--canary 2: must be a share of the requests"),
+        ([], "give a spec, --set PATH=VALUE"),
     ],
 )
 def test_invalid_update_is_one_line(
@@ -109,9 +109,9 @@ def test_waits_for_the_end_and_fails_after_a_rollback(
     controlled(("rolling", ""), ("", "revision 2 serves"))
     assert update("--restart") == 0
     assert "revision 2 serves, after" in capsys.readouterr().out
-    controlled(("canary", ""), ("returning", ""), ("", "revision 2 was taken back: it is slow"))
+    controlled(("canary", ""), ("returning", ""), ("", "revision 2 was rolled back: it is slow"))
     assert update("--restart") == 2
-    assert "cluster: revision 2 was taken back: it is slow" in capsys.readouterr().err
+    assert "cluster: revision 2 was rolled back: it is slow" in capsys.readouterr().err
 
 
 def test_equal_spec_changes_nothing(

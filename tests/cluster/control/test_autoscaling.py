@@ -143,7 +143,7 @@ async def test_restart_continues_the_history(tmp_path: Path) -> None:
     decision = await again.decide_once()
     assert decision and decision.number == 2
     assert [one["number"] for one in again.report()["decisions"]] == [1, 2]
-    assert "taken over" in again.report()["history"]
+    assert "continued from an earlier run" in again.report()["history"]
 
 
 async def test_concurrent_decision_of_another_run_wins(tmp_path: Path) -> None:

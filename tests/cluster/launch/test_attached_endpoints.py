@@ -36,8 +36,8 @@ def remembered(name: str, **changes: Any) -> State:
             {"router": {"grpc_port": 4}},
             r"router\.grpc_port: not allowed with router\.endpoints; set this in the spec of main",
         ),
-        ({"router": {"keys": "none", "replicas": 2}}, r"router\.replicas, router\.keys: not beside"),
-        ({"tracing": {"otlp_endpoint": "http://a:4318"}}, r"tracing: not beside"),
+        ({"router": {"keys": "none", "replicas": 2}}, r"router\.replicas, router\.keys: not allowed with"),
+        ({"tracing": {"otlp_endpoint": "http://a:4318"}}, r"tracing: not allowed with"),
         ({"name": "main"}, r"router\.endpoints: main is this deployment"),
     ],
 )
@@ -56,12 +56,12 @@ def test_owner_must_be_deployed_first() -> None:
     with pytest.raises(SpecError, match=r"router\.endpoints: main is not deployed from this machine: deploy it first"):
         owner_state("main")
     remembered("main", deploying=Command.current())
-    with pytest.raises(SpecError, match="is not deployed from here"):
+    with pytest.raises(SpecError, match="is not deployed from this machine"):
         owner_state("main")
     main = remembered("main")
     assert owner_state("main") == main
     remembered("main", local_ray=LocalRay("/tmp/no-such-ray", 1))
-    with pytest.raises(SpecError, match="is not deployed from here"):
+    with pytest.raises(SpecError, match="is not deployed from this machine"):
         owner_state("main")
 
 

@@ -86,7 +86,7 @@ def test_concurrent_deploy_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path
     """While the first one fetches the model, no state is stored yet."""
 
     def check_model(spec: object, say: Callable[[str], None]) -> None:
-        with pytest.raises(DeployError, match="a is being deployed by another command, which has just begun"):
+        with pytest.raises(DeployError, match="a is being deployed by another command"):
             deploy_a()
         raise DeployError("the first has come so far")
 

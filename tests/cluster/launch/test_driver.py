@@ -53,7 +53,7 @@ def test_stop_router_keeps_routers_of_other_deployments(
 
     applications, shut_down = {name: None for name in ("green", *others)}, []
     monkeypatch.setattr(router_app, "is_serve_running", lambda: True)
-    monkeypatch.setattr(router_app.ray_internals, "serve_details", lambda: {"applications": {}})
+    monkeypatch.setattr(router_app.internals, "serve_details", lambda: {"applications": {}})
     monkeypatch.setattr(serve, "status", lambda: SimpleNamespace(applications=applications))
     monkeypatch.setattr(serve, "delete", lambda name, _blocking=True: applications.pop(name) if _blocking else None)
     monkeypatch.setattr(serve, "shutdown", lambda: shut_down.append(True))
@@ -94,5 +94,7 @@ def test_node_messages_are_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_address_for_ssh_names_the_option_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(DeployError, match=r"write `cluster --address ubuntu@head \.\.\.`"):
+    with pytest.raises(
+        DeployError, match=r"an SSH address goes before the command: `cluster --address ubuntu@head \.\.\.`"
+    ):
         driver.connect("ubuntu@head", "kept")

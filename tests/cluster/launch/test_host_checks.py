@@ -55,7 +55,10 @@ def _no_driver(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 _PLANTED: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]]] = {
-    "error: 127.0.0.1: kv_disk_path: .*blocks is not a directory": ("file for a directory", _file_for_a_directory),
+    "error: 127.0.0.1: kv_disk_path: .*blocks is not a writable directory": (
+        "file for a directory",
+        _file_for_a_directory,
+    ),
     "error: 127.0.0.1: kv_disk_gib: .*blocks may take 1e\\+06": (
         "small disk",
         lambda path, monkeypatch: {"prefill": {"kv_disk_gib": 1_000_000}},
@@ -75,7 +78,7 @@ _PLANTED: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], dict[str, An
         lambda path, monkeypatch: {role: {"kv_memory_gib": 100_000} for role in ("prefill", "decode")},
     ),
     "warning: 127.0.0.1: a process may open 1024 files": ("few files", _few_files),
-    "warning: 127.0.0.1: no g\\+\\+": ("no compiler", _no_compiler),
+    "warning: 127.0.0.1: g\\+\\+ is missing": ("no compiler", _no_compiler),
 }
 
 

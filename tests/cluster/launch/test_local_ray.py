@@ -45,7 +45,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRa
 
 
 def test_error_of_an_ended_ray_is_quoted(started: Callable[[FakeRay], str]) -> None:
-    assert "no such option: --colour (all of it" in started(FakeRay(b"usage\nno such option: --colour\n", 2))
+    assert "no such option: --colour (full log" in started(FakeRay(b"usage\nno such option: --colour\n", 2))
 
 
 @pytest.mark.parametrize(
@@ -57,5 +57,5 @@ def test_error_of_an_ended_ray_is_quoted(started: Callable[[FakeRay], str]) -> N
 )
 def test_overloaded_machine_is_reported(started: Callable[[FakeRay], str], ray: FakeRay) -> None:
     message = started(ray)
-    assert "try again when this machine has less to do" in message and "ray.log" in message
+    assert "retry when this machine is less busy" in message and "ray.log" in message
     assert "Local node IP" not in message, "what Ray output last is no reason"

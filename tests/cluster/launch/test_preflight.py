@@ -131,7 +131,7 @@ def _node(ip: str, *, is_head: bool = True) -> Node:
 @pytest.mark.parametrize(
     ("tree", "error"),
     [
-        ({}, r"index: the embedded one would speak without TLS at 8\.8\.8\.8"),
+        ({}, r"index: the embedded Redis has no TLS and 8\.8\.8\.8"),
         ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "gloo"}}, r"kv\.trust_network: gloo"),
         ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "links:Fast"}}, r"kv\.trust_network: links:Fast"),
         ({"index": "rediss://:p@10.0.0.1", **_GPUS}, r"kv\.trust_network: nccl"),

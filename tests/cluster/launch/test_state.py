@@ -73,9 +73,7 @@ def test_truncated_file_is_an_error(left: str) -> None:
     file = state.state_dir("a") / "state.json"
     file.write_text(left)
     for ask in (lambda: state.find(None), lambda: state.load("a"), lambda: check_is_free("a", print)):
-        with pytest.raises(
-            DeployError, match=f"{file}: it is not what `cluster deploy` has written; see that nothing of a"
-        ):
+        with pytest.raises(DeployError, match=f"{file}: not a state file of `cluster deploy`; check that nothing of a"):
             ask()
     state.forget("a")
     check_is_free("a", print)
@@ -173,5 +171,5 @@ def test_used_ports_are_found_before_start() -> None:
             DeployError, match=f"HTTP port {http} on 127.0.0.1 is in use; choose another with --http-port"
         ):
             check_ports(RouterSpec(grpc_port=free_port(), http_port=http), "127.0.0.1")
-    with pytest.raises(SpecError, match=r"router.http_port: 7000 is router.grpc_port, too"):
+    with pytest.raises(SpecError, match=r"router.http_port: 7000 equals router.grpc_port"):
         check_ports(RouterSpec(grpc_port=7000, http_port=7000), "127.0.0.1")

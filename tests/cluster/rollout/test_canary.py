@@ -27,7 +27,7 @@ def test_no_problem_before_the_first_request() -> None:
 
 def test_more_errors_than_the_margin() -> None:
     old, bad = RevisionCounts(attempts=90, failed=9), RevisionCounts(attempts=20, failed=5)
-    assert _problem(old, bad) == "5 of 20 attempts failed on it, 9 of 90 on the old one"
+    assert _problem(old, bad) == "5 of 20 attempts failed on the new revision, 9 of 90 on the old one"
     assert _problem(old, RevisionCounts(attempts=20, failed=4)) == "", "exactly the margin"
     assert _problem(bad, old) == ""
 
@@ -36,8 +36,8 @@ def test_slower_than_the_factor() -> None:
     old = RevisionCounts(answered=100, ttft_s=10.0, itl_s=2.0)
     slow_start = RevisionCounts(answered=50, ttft_s=11.0, itl_s=1.0)
     slow_tokens = RevisionCounts(answered=50, ttft_s=5.0, itl_s=2.5)
-    assert _problem(old, slow_start).startswith("mean TTFT is 220.0 ms on it and 100.0 ms on the old one")
-    assert _problem(old, slow_tokens).startswith("mean ITL is 50.0 ms on it and 20.0 ms on the old one")
+    assert _problem(old, slow_start).startswith("mean TTFT is 220.0 ms on the new revision and 100.0 ms on the old one")
+    assert _problem(old, slow_tokens).startswith("mean ITL is 50.0 ms on the new revision and 20.0 ms on the old one")
     assert _problem(old, slow_start, latency=None) == "", "latency is compared only if an operator asks for it"
 
 

@@ -37,10 +37,10 @@ def test_last_decision_is_shown_once(monkeypatch: pytest.MonkeyPatch, capsys: py
 @pytest.mark.parametrize(
     ("fields", "arguments", "error"),
     [
-        ({"rules": None}, [], "no decision yet: no `autoscale` in its spec"),
-        ({}, [], "no decision yet: one is made every 30 s; ask again after that"),
+        ({"rules": None}, [], "no decision yet: autoscaling is off"),
+        ({}, [], "no decision yet: one is made every 30 s; retry later"),
         ({"problem": "no router tells"}, [], "no decision yet: no router tells"),
-        ({"decisions": [_decision(3, after=PoolSizes(1, 1))]}, ["7"], "no decision 7: it remembers 3 to 3"),
+        ({"decisions": [_decision(3, after=PoolSizes(1, 1))]}, ["7"], "no decision 7: available: 3 to 3"),
     ],
 )
 def test_missing_decision_is_explained(
