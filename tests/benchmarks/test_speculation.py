@@ -81,7 +81,7 @@ def test_prompts_from_a_file(tiny_model: MakeModel, tmp_path: Path, capsys: pyte
         assert run(["speculation", *options, "--linear", "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
         assert run(["speculation", *options, "--most-prompts", "1"]) == 2
-        assert "--batch 2 takes as many prompts, and --prompts has 1; say --batch 1" in capsys.readouterr().err
+        assert "--batch 2 needs as many prompts, but --prompts has 1; use --batch 1" in capsys.readouterr().err
         assert run(["speculation", *options, "--most-prompts", "1", "--batch", "1"]) == 0
         outputs = capsys.readouterr().out
     finally:
@@ -150,7 +150,7 @@ def test_prompt_files_exist() -> None:
 def test_invalid_options_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     for options, outputs in (
         (["--kind", "poem"], "open_chat (got 'poem')"),
-        (["--batch", "1,x"], "--batch takes whole numbers above 0, such as 1,4 (got 'x')"),
+        (["--batch", "1,x"], "--batch takes integers above 0, such as 1,4 (got 'x')"),
         (["--batch", "4,²"], "(got '²')"),
         (["--answers", "2", "--prompts", "x"], "--answers: each of --prompts is answered once"),
         (["--method", "ngram,suffix", "--draft-model", "x"], "--draft-model: ngram and suffix would not use it"),

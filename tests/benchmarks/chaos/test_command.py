@@ -22,7 +22,7 @@ def test_list_shows_all_faults(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unknown_fault_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["chaos", "--faults", "kill-decode,meteor"]) == 2
-    assert "no fault is called meteor; there are: kill-prefill, kill-decode" in capsys.readouterr().err
+    assert "fault meteor not found; available: kill-prefill, kill-decode" in capsys.readouterr().err
 
 
 def test_missing_deployment_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -101,5 +101,5 @@ async def test_aborted_requests_are_not_failures() -> None:
 async def test_failure_before_the_first_fault_is_reported() -> None:
     async with _load() as (router, load):
         router.disturb = lambda call: ReplicaLost("gone")
-        with pytest.raises(DeployError, match="fails before anything is disturbed: UNAVAILABLE: gone"):
+        with pytest.raises(DeployError, match="fails before the first fault: UNAVAILABLE: gone"):
             await load.learn()
