@@ -148,21 +148,21 @@ def test_prompt_files_exist() -> None:
 
 
 def test_invalid_options_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    for options, outputs in (
+    for options, error in (
         (["--kind", "poem"], "open_chat (got 'poem')"),
         (["--batch", "1,x"], "--batch takes integers above 0, such as 1,4 (got 'x')"),
         (["--batch", "4,²"], "(got '²')"),
-        (["--answers", "2", "--prompts", "x"], "--answers: each of --prompts is answered once"),
-        (["--method", "ngram,suffix", "--draft-model", "x"], "--draft-model: ngram and suffix would not use it"),
+        (["--answers", "2", "--prompts", "x"], "--answers: not allowed with --prompts"),
+        (["--method", "ngram,suffix", "--draft-model", "x"], "--draft-model: ngram and suffix do not use it"),
         (["--kind", "copy_edit", "--prompts", "x"], "--prompts and --kind"),
-        (["--prompts", "/nowhere"], "--prompts /nowhere: cannot be read"),
-        (["--prompts", __file__], "cannot be read as lines of JSON"),
+        (["--prompts", "/nowhere"], "--prompts /nowhere: not valid JSON lines"),
+        (["--prompts", __file__], "not valid JSON lines"),
         (["--method", "luck"], "--method takes some of ngram"),
         (["--method", "draft"], "draft needs a smaller model of the same tokenizer"),
         (["--method", "auto", "--draft-model", "/nowhere"], "speculation.model: /nowhere: no such"),
     ):
         assert run(["speculation", *options]) == 2
-        assert outputs in capsys.readouterr().err
+        assert error in capsys.readouterr().err
 
 
 def test_draft_model_with_another_vocabulary_is_rejected(

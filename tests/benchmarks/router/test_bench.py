@@ -51,7 +51,7 @@ async def test_cut_off_client_reports_an_error(completions: MakeCompletions) -> 
     app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as (_, port):
         (stream,) = await open_http(port, _PROMPTS[:1], num_tokens=_NUM_TOKENS)
-        with pytest.raises(ConnectionError, match="an answer ended by"):
+        with pytest.raises(ConnectionError, match="an answer ended with"):
             await asyncio.wait_for(stream.ended, 30)
 
 
