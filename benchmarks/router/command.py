@@ -96,10 +96,10 @@ def lines(result: dict[str, Any], *, rate: float) -> Iterator[str]:
         )
         yield (
             f"    token delay beyond worker's pace: {beyond['p50']:.1f} ms median, {beyond['p99']:.1f} P99, "
-            f"{beyond['max']:.1f} max; worker's own delay {row['worker_late_ms']:.1f}"
+            f"{beyond['max']:.1f} max; worker's delay {row['worker_late_ms']:.1f}"
         )
         if row["tokens_per_s"] < _MOST_OF_IT * rate:
             yield (
-                f"    only {row['tokens_per_s']} of {rate:.0f} tokens/s arrived: the machine or the router was too busy "
+                f"    only {row['tokens_per_s']} of {rate:.0f} tokens/s arrived: machine or router too busy "
                 "for the two lines above"
             )

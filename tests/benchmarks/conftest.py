@@ -1,4 +1,4 @@
-"""Fixtures of the tests of engine and router."""
+"""Fixtures of the engine and router tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `python -m benchmarks isolation` makes of what its client sees."""
+"""Report of `python -m benchmarks isolation` from its client's observations."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _STREAM_GAP_S, _FIRST_S = 0.005, 0.05
 
 
 async def _passed(seconds: float) -> None:
-    """So long does the server take."""
+    """Let the server take this long."""
     passed = asyncio.Event()
     asyncio.get_running_loop().call_later(seconds, passed.set)
     await passed.wait()
 
 
 class FakeServer:
-    """Answers long prompts after a while, and streams at a steady pace; each third prompt fails."""
+    """Server that answers long prompts with a delay and streams at a steady pace; every third prompt fails."""
 
     def __init__(self) -> None:
         self.prompts: list[tuple[int, ...]] = []
@@ -61,7 +61,7 @@ async def test_streams_and_prompts_are_timed(monkeypatch: pytest.MonkeyPatch) ->
     assert "ttft_p50_ms" not in quiet
 
 
-async def test_a_stream_that_fails_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_failed_stream_fails_the_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "_WARM_UP_S", 0.01)
 
     async def ask(token_ids: list[int], max_tokens: int) -> AsyncIterator[int]:
@@ -72,7 +72,7 @@ async def test_a_stream_that_fails_fails_the_measurement(monkeypatch: pytest.Mon
         await measure(Workload(prefills_per_s=10, quiet_s=0.01, loaded_s=0.01), ask)
 
 
-def test_percentiles_are_values_that_were_seen() -> None:
+def test_percentiles_are_observed_values() -> None:
     values = [x / 1000 for x in range(100, 0, -1)]
     assert [percentile(values, share) for share in (0.5, 0.99, 1.0)] == [50, 99, 100]
     assert percentile([0.007], 0.5) == 7 and percentile([], 0.5) is None

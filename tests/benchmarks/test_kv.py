@@ -1,4 +1,4 @@
-"""`python -m benchmarks kv --json` keeps its contract: what it prints, between two real processes."""
+"""Contract of `python -m benchmarks kv --json` between two real processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine.tiny_models import random_model, tiny_config
 
 
 @pytest.mark.parametrize("encrypt", [False, True])
-def test_it_prints_what_it_measured(
+def test_json_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, encrypt: bool
 ) -> None:
     random_model(tiny_config("llama")).save_pretrained(tmp_path)
@@ -24,8 +24,8 @@ def test_it_prints_what_it_measured(
     monkeypatch.setattr(bench_run, "_NUM_TRIES", 1)
     threads = torch.get_num_threads()
     try:
-        asked = ["--message", "64,256", "--prompt", "20,100", "--dtype", "float32", "--json"]
-        assert run(["kv", *asked, *(["--encrypt"] if encrypt else [])]) == 0
+        options = ["--message", "64,256", "--prompt", "20,100", "--dtype", "float32", "--json"]
+        assert run(["kv", *options, *(["--encrypt"] if encrypt else [])]) == 0
     finally:
         torch.set_num_threads(threads)
     result = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""Traffic of two kinds, mixed."""
+"""Mixed traffic of two kinds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ANSWERS = _requests([(100, 500), (900, 100)], ids=False)
 _RATES = MixRates(prompt_heavy=2.0, answer_heavy=6.0)
 
 
-def test_either_kind_comes_at_its_rate_while_it_is_its_turn() -> None:
+def test_each_kind_arrives_at_its_rate_during_its_phase() -> None:
     wave, swell = steps([0.0, 1.0], each_s=500.0), constant(1.0)
     trace = mix([_PROMPTS, _ANSWERS], rates=_RATES, wave=wave, swell=swell, duration_s=1000.0, seed=3)
     first, second = ([r for r in trace if low <= r.arrival_s < low + 490] for low in (0.0, 505.0))
@@ -33,13 +33,13 @@ def test_either_kind_comes_at_its_rate_while_it_is_its_turn() -> None:
     assert [r.number for r in trace] == [*range(len(trace))]
 
 
-def test_what_comes_again_shares_nothing_with_what_came() -> None:
+def test_repeated_requests_share_no_prefix() -> None:
     trace = mix([_PROMPTS], rates=_RATES, wave=constant(0.0), swell=constant(1.0), duration_s=10.0, seed=1)
     ids = [id for request in trace for id in set(request.ids or ())]
     assert len(trace) > 4 and len(ids) == len(set(ids))
 
 
-def test_the_same_seed_gives_the_same_trace_also_by_way_of_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_same_seed_gives_same_trace_also_through_a_file(tmp_path) -> None:  # type: ignore[no-untyped-def]
     one, two = (
         mix([_PROMPTS, _ANSWERS], rates=_RATES, wave=turning(60.0), swell=constant(1.0), duration_s=60.0, seed=5)
         for _ in range(2)
@@ -57,6 +57,6 @@ def test_waves() -> None:
     assert spike(0.2, 1.0, begin_s=3.0, end_s=5.0)(4.0) == 1.0
 
 
-def test_a_kind_that_nobody_has_is_said() -> None:
+def test_missing_kind_is_an_error() -> None:
     with pytest.raises(SpecError, match="answer-heavy"):
         mix([_requests([(4000, 20)])], rates=_RATES, wave=constant(0.5), swell=constant(1.0), duration_s=10.0, seed=1)

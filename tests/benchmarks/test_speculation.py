@@ -1,4 +1,4 @@
-"""`python -m benchmarks speculation --json` keeps its contract."""
+"""Contract of `python -m benchmarks speculation --json`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.character_tokenizer import CHARACTERS, save_tokenizer
 
 
 @pytest.mark.parametrize(("clock", "methods"), [("wall", ""), ("cpu", "suffix,draft,self,auto")])
-def test_it_measures_every_method_beside_none(
+def test_every_method_is_compared_with_off(
     clock: str,
     methods: str,
     tiny_model: MakeModel,
@@ -67,13 +67,11 @@ def test_it_measures_every_method_beside_none(
         assert row["beside_off"] == 1.0 or row["method"] != "off"
 
 
-def test_it_takes_prompts_from_a_file(
-    tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_from_a_file(tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "model"
     shutil.copytree(tiny_model("llama")[0], directory)
     save_tokenizer(directory)
-    source = tmp_path / "asked"
+    source = tmp_path / "prompts.jsonl"
     source.write_text("".join(json.dumps({"prompt": "".join(CHARACTERS[i : i + 6]) * 2}) + "\n" for i in range(3)))
     options = ["--model", str(directory), "--prompts", str(source), "--batch", "2", "--max-tokens", "20"]
     options += ["--tries", "1", "--threads", "1", "--method", "draft", "--every-step", "--draft-tokens", "3"]
@@ -83,9 +81,9 @@ def test_it_takes_prompts_from_a_file(
         assert run(["speculation", *options, "--linear", "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
         assert run(["speculation", *options, "--most-prompts", "1"]) == 2
-        assert "--batch 2 takes as many prompts, and --prompts has 1; say --batch 1" in capsys.readouterr().err
+        assert "--batch 2 needs as many prompts, but --prompts has 1; use --batch 1" in capsys.readouterr().err
         assert run(["speculation", *options, "--most-prompts", "1", "--batch", "1"]) == 0
-        said = capsys.readouterr().out
+        outputs = capsys.readouterr().out
     finally:
         torch.set_num_threads(threads)
     off, drafting, linear = result["rows"]
@@ -93,19 +91,19 @@ def test_it_takes_prompts_from_a_file(
     assert len(linear["by_place"]) <= 3 and linear["by_place"][0][0] > 10 and not linear["branches_by_place"]
     assert all(right <= drafted for drafted, right in drafting["by_place"])
     assert drafting["drafted"] == sum(n for n, _ in (*drafting["by_place"], *drafting["branches_by_place"]))
-    assert "prompts" in said and "    19 tokens" in said and "; by place " in said
+    assert "prompts" in outputs and "    19 tokens" in outputs and "; by place " in outputs
 
 
-def test_what_has_been_measured_is_printed_before_the_rest_is(
+def test_results_are_printed_incrementally(
     tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = tmp_path / "model"
     shutil.copytree(tiny_model("llama")[0], directory)
     save_tokenizer(directory)
-    said = []
+    outputs = []
 
     def look_and_measure(*arguments: Any) -> Any:
-        said.append(capsys.readouterr().out)
+        outputs.append(capsys.readouterr().out)
         return answer_in_turn(*arguments)
 
     monkeypatch.setattr(bench_speculation, "answer_in_turn", look_and_measure)
@@ -116,14 +114,14 @@ def test_what_has_been_measured_is_printed_before_the_rest_is(
         assert run(["speculation", *options]) == 0
     finally:
         torch.set_num_threads(threads)
-    said.append(capsys.readouterr().out)
-    assert said[0] == "model, 1 threads, wall time, temperature 0.0\n"
-    assert [[line.split()[:4] for line in part.splitlines()] for part in said[1:]] == [
+    outputs.append(capsys.readouterr().out)
+    assert outputs[0] == "model, 1 threads, wall time, temperature 0.0\n"
+    assert [[line.split()[:4] for line in part.splitlines()] for part in outputs[1:]] == [
         [["open_chat", "batch", batch, method] for method in ("off", "ngram")] for batch in ("1", "2")
     ]
 
 
-def test_what_was_answered_before_is_known(
+def test_earlier_answers_improve_drafts(
     tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = tmp_path / "model"
@@ -134,7 +132,7 @@ def test_what_was_answered_before_is_known(
     threads = torch.get_num_threads()
     steps = []
     try:
-        for more in ([], ["--answered", "2"]):  # greedy: whatever the seed, the same
+        for more in ([], ["--answered", "2"]):  # greedy: equal for all seeds
             assert run(["speculation", *options, *more]) == 0
             off, drafting = json.loads(capsys.readouterr().out)["rows"]
             assert off["steps"] == 23 and drafting["is_same"]
@@ -144,30 +142,30 @@ def test_what_was_answered_before_is_known(
     assert steps[1] < steps[0] / 2
 
 
-def test_its_prompts_are_there() -> None:
+def test_prompt_files_exist() -> None:
     texts = bench_speculation.prompt_texts()
     assert list(texts) == ["code_change", "copy_edit", "json_rewrite", "open_chat"] and all(texts.values())
 
 
-def test_it_refuses_what_it_does_not_know(capsys: pytest.CaptureFixture[str]) -> None:
-    for options, said in (
+def test_invalid_options_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    for options, error in (
         (["--kind", "poem"], "open_chat (got 'poem')"),
-        (["--batch", "1,x"], "--batch takes whole numbers above 0, such as 1,4 (got 'x')"),
+        (["--batch", "1,x"], "--batch takes integers above 0, such as 1,4 (got 'x')"),
         (["--batch", "4,²"], "(got '²')"),
-        (["--answers", "2", "--prompts", "x"], "--answers: each of --prompts is answered once"),
-        (["--method", "ngram,suffix", "--draft-model", "x"], "--draft-model: ngram and suffix would not use it"),
+        (["--answers", "2", "--prompts", "x"], "--answers: not allowed with --prompts"),
+        (["--method", "ngram,suffix", "--draft-model", "x"], "--draft-model: ngram and suffix do not use it"),
         (["--kind", "copy_edit", "--prompts", "x"], "--prompts and --kind"),
-        (["--prompts", "/nowhere"], "--prompts /nowhere: cannot be read"),
-        (["--prompts", __file__], "cannot be read as lines of JSON"),
+        (["--prompts", "/nowhere"], "--prompts /nowhere: not valid JSON lines"),
+        (["--prompts", __file__], "not valid JSON lines"),
         (["--method", "luck"], "--method takes some of ngram"),
         (["--method", "draft"], "draft needs a smaller model of the same tokenizer"),
         (["--method", "auto", "--draft-model", "/nowhere"], "speculation.model: /nowhere: no such"),
     ):
         assert run(["speculation", *options]) == 2
-        assert said in capsys.readouterr().err
+        assert error in capsys.readouterr().err
 
 
-def test_it_refuses_a_model_of_another_vocabulary(
+def test_draft_model_with_another_vocabulary_is_rejected(
     tiny_model: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("model", "other"):

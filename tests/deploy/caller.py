@@ -1,4 +1,4 @@
-"""A client that knows both doors of a deployment, with questions whose answers it knows."""
+"""Client of both endpoints of a deployment, with prompts whose answers it knows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BEGUN_S = 120.0
 
 
 class Caller:
-    """Its streams are asked by one gRPC client, which takes the doors in turn."""
+    """Client with gRPC streams that alternate between the endpoints."""
 
     def __init__(self, grpc: str, http: str, access: EndpointAccess) -> None:
         self._http = http
@@ -29,38 +29,42 @@ class Caller:
         self._undisturbed: list[list[int]] = []
 
     def learn(self) -> None:
-        """What is answered while nothing is disturbed."""
+        """Record the undisturbed answers."""
         self._undisturbed = [self._ask(number) for number in range(_STREAMS)]
 
     @contextmanager
     def streams(self) -> Iterator[list[int]]:
-        """Eight have begun when the block does. When it ends, its list has those whose router was lost; all others, and
-        those when they are asked again, have brought the tokens that they should."""
+        """Yield a list while eight streams run. At the end it contains those whose router was lost.
+
+        All other streams, and the lost ones when retried, must have returned the correct tokens.
+        """
         lost: list[int] = []
         begun = threading.Barrier(_STREAMS + 1)
         with ThreadPoolExecutor(_STREAMS) as pool:
-            asked = [pool.submit(self._ask, number, begun=begun) for number in range(_STREAMS)]
+            futures = [pool.submit(self._ask, number, begun=begun) for number in range(_STREAMS)]
             begun.wait(_BEGUN_S)
             yield lost
-            lost += [number for number, stream in enumerate(asked) if _is_router_lost(stream)]
-            answers = {number: stream.result() for number, stream in enumerate(asked) if number not in lost}
+            lost += [number for number, stream in enumerate(futures) if _is_router_lost(stream)]
+            answers = {number: stream.result() for number, stream in enumerate(futures) if number not in lost}
         answers |= {number: self._ask(number) for number in lost}
         assert [answers[number] for number in range(_STREAMS)] == self._undisturbed
 
     def all_is_well(self) -> bool:
-        """Eight streams at a time, and nothing happens to them."""
+        """Check eight concurrent undisturbed streams."""
         with self.streams() as lost:
             pass
         return not lost
 
     def each_doors_turn(self) -> float:
-        """The seconds of the slower of two answers by gRPC, of two tokens each."""
+        """Return the seconds of the slower of two gRPC answers of two tokens, one per endpoint."""
         return max(_seconds(lambda number=number: self._ask(number, max_tokens=2)) for number in range(2))
 
     @contextmanager
     def over_http(self) -> Iterator[Callable[[], float]]:
-        """Yields what asks six times, of connections to every door that are there before; it returns the seconds of the
-        slowest answer, of two tokens each."""
+        """Yield a function that sends six requests over open connections to every endpoint.
+
+        It returns the seconds of the slowest answer, of two tokens each.
+        """
 
         async def ask() -> None:
             assert sum([item async for item in endpoint.ask([*range(900, 932)], max_tokens=2, timeout_s=60)][:-1]) == 2
@@ -76,9 +80,9 @@ class Caller:
                 runner.run(opening.__aexit__(None, None, None))
 
     def _ask(self, number: int, *, max_tokens: int = 96, begun: threading.Barrier | None = None) -> list[int]:
-        """The tokens of one stream; `begun` is met when it has its first ones."""
+        """Return the tokens of one stream. `begun`: barrier to enter after the first tokens."""
         sampling = pb.SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=number, ignore_eos=True)
-        # More than a decode replica computes itself
+        # More than a decode replica computes itself.
         prompt = f"Chapter {number}. " + "Once upon a time there was a host that lost its power. " * 6
         tokens: list[int] = []
         for event in self._client.generate(pb.GenerateRequest(prompt=prompt, sampling=sampling), timeout_s=180):

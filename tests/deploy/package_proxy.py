@@ -1,4 +1,4 @@
-"""A way to package indexes for hosts that have none: what they ask for by CONNECT, this process connects to."""
+"""HTTP CONNECT proxy to package indexes, for hosts without network access."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CONNECT_S = 30.0
 
 @contextmanager
 def package_proxy(host: str) -> Iterator[str]:
-    """Its URL, as pip takes it."""
+    """Yield its URL for pip."""
     with _Server((host, 0), _Tunnel) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:

@@ -1,4 +1,4 @@
-"""Hosts on this machine for `ray up` (hosts.sh says what they are), and an operator who has their key."""
+"""Hosts on this machine for `ray up` (see hosts.sh), and an operator with their key."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.slow_cable import Slowness, slow_cable
 ROOT = Path(__file__).parents[2]
 _SCRIPT = Path(__file__).with_name("hosts.sh")
 _USER = 1500
-_PATH = "/usr/local/bin:/usr/bin:/bin"  # as the script gives it to a host's sshd
+_PATH = "/usr/local/bin:/usr/bin:/bin"  # as set by the script for a host's sshd
 _BRIDGE, GATEWAY = "xpydtest0", "10.78.0.1"  # as in the script
 _SSH = ["-q", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null", "-o", "ConnectTimeout=5"]
 
 
 def why_not() -> str:
-    """What this machine lacks for it; empty when they can be made."""
+    """Return what this machine lacks for the hosts; empty if nothing."""
     lacking = [
         tool for tool in ("sshd", "rsync", "ip", "unshare") if shutil.which(tool, path="/usr/sbin:/usr/bin") is None
     ]
@@ -37,12 +37,14 @@ def why_not() -> str:
 
 @dataclass(frozen=True)
 class Hosts:
-    """The first is the head. What they need of Python is this process's own environment, read-only, as if installed."""
+    """Test hosts; the first is the head. They share this process's Python environment read-only, as if installed."""
 
     directory: Path
     addresses: Mapping[str, str]  # by name
-    pools: Mapping[str, str]  # label, by name; none for the head
-    is_bare: bool = False  # they have this machine's /usr and /opt, and no more
+    # Label by name; the head has none.
+    pools: Mapping[str, str]
+    # Hosts have only this machine's /usr and /opt.
+    is_bare: bool = False
 
     def start(self, *names: str) -> None:
         places = {str(ROOT), sys.prefix, str(Path(sys.executable).resolve().parents[1])}
@@ -54,22 +56,23 @@ class Hosts:
         self._run("up", *hosts, env=os.environ | {"BIND": ":".join(outermost)})
 
     def prepare(self, cache: Path) -> None:
-        """Python's part of the set-up, which leaves its own file on each host; the models and kernels of `cache`; the
+        """Prepare the Python set-up with its marker file on each host, the models and kernels of `cache`, and the
         labels."""
-        wanted = hashlib.sha256(b"".join((ROOT / file).read_bytes() for file in ("pyproject.toml", "constraints.txt")))
+        digest = hashlib.sha256(b"".join((ROOT / file).read_bytes() for file in ("pyproject.toml", "constraints.txt")))
         found = (shutil.which(f"python3{minor}", path=_PATH) for minor in (".13", ".12", ".11", ""))
         python = next(path for path in found if path)
-        wanted.update(subprocess.run([python, "-V"], check=True, capture_output=True, timeout=10).stdout)
+        digest.update(subprocess.run([python, "-V"], check=True, capture_output=True, timeout=10).stdout)
         for number, name in enumerate(self.addresses):
             home = self.directory / "hosts" / name / "home" / "ubuntu"
             (home / ".xpyd").mkdir()
             (home / ".xpyd" / "venv").symlink_to(sys.prefix)
-            (home / ".xpyd" / "installed").write_text(f"{wanted.hexdigest()}  -\n")
+            (home / ".xpyd" / "installed").write_text(f"{digest.hexdigest()}  -\n")
             written_by_pip = home / "xpyd" / "xpyd.egg-info" / "PKG-INFO"
             written_by_pip.parent.mkdir(parents=True)
             written_by_pip.touch()
             os.utime(written_by_pip, (number, number))
-            imported = shutil.ignore_patterns("gguf")  # from a GGUF, whose path is part of it
+            # Converted from a GGUF, whose path is part of it.
+            imported = shutil.ignore_patterns("gguf")
             shutil.copytree(cache, home / ".cache" / "xpyd", ignore=imported)
             for path in (home, *home.rglob("*")):
                 os.chown(path, _USER, _USER, follow_symlinks=False)
@@ -79,7 +82,7 @@ class Hosts:
                 labels.write_text(f"pool: {self.pools[name]}\n")
 
     def send(self, directory: Path, to: str) -> None:
-        """A checkout into everybody's home, as `ray up` does."""
+        """Copy a checkout into every home, like `ray up`."""
         for address in self.addresses.values():
             shell = " ".join(["ssh", "-i", str(self.directory / "key"), *_SSH])
             what = ["--exclude=.git", "--exclude=.venv*", f"{directory}/", f"ubuntu@{address}:{to}/"]
@@ -92,15 +95,15 @@ class Hosts:
         self._run("down")
 
     def cut_cable(self, name: str) -> None:
-        """Nobody is told, and the host goes on."""
+        """Disconnect the network without notice; the host keeps running."""
         _ip("link", "set", f"x-{name}", "down")
 
-    def mend_cable(self, name: str) -> None:
+    def reconnect_cable(self, name: str) -> None:
         _ip("link", "set", f"x-{name}", "up")
 
     @contextmanager
     def slow(self, name: str, slowness: Slowness) -> Iterator[None]:
-        """All that a host sends and hears goes by a slow cable; by CUBIC, as of most hosts."""
+        """Send all traffic of a host over a slow link, with CUBIC as most hosts use."""
         pid = (self.directory / "hosts" / name / "sshd.pid").read_text().strip()
         usual = ["scope", "link", "src", self.addresses[name], "congctl", "cubic"]
         route = ["ip", "route", "replace", "10.78.0.0/24", "dev", "eth0", "proto", "kernel", *usual]
@@ -118,7 +121,7 @@ class Hosts:
                 _ip("link", "delete", bridge)
 
     def ssh(self, name: str, command: str, *, within_s: float = 120) -> str:
-        """What it prints to stdout; CalledProcessError when it fails. A shell that is neither login nor interactive."""
+        """Run a command in a shell that is neither login nor interactive. Returns stdout; raises CalledProcessError."""
         target = ["-i", str(self.directory / "key"), f"ubuntu@{self.addresses[name]}", command]
         done = subprocess.run(["ssh", *_SSH, *target], capture_output=True, text=True, timeout=within_s)
         if done.returncode:
@@ -126,7 +129,7 @@ class Hosts:
         return done.stdout
 
     def processes(self, name: str) -> list[str]:
-        """What runs there for the user, but for this look."""
+        """Return the user's processes on the host, without this query."""
         lines = self.ssh(name, "ps -u ubuntu -o args=").splitlines()
         return [line for line in lines if not line.startswith(("sshd:", "ps -u ubuntu"))]
 
@@ -134,12 +137,12 @@ class Hosts:
         return int(Path(f"/sys/class/net/x-{name}/statistics/tx_bytes").read_text())
 
     def cluster_file(self, *, store: str) -> Path:
-        """deploy/ray/on-prem.yaml with these hosts, their key and Ray's store: what an operator would write into it."""
+        """Write deploy/ray/on-prem.yaml with these hosts, their key and Ray's store, as an operator would."""
         config = yaml.safe_load((ROOT / "deploy" / "ray" / "on-prem.yaml").read_text())
         head, *workers = self.addresses.values()
         config["provider"] |= {"head_ip": head, "worker_ips": workers}
         config["auth"]["ssh_private_key"] = str(self.directory / "key")
-        # Ray gives each of its agents 15 s to start: on hosts that share two cores, one host after the other.
+        # Ray gives each agent 15 s to start, so hosts that share two cores are started one after the other.
         [start] = config["worker_start_ray_commands"]
         config["worker_start_ray_commands"] = [f"flock -o {ROOT / 'pyproject.toml'} {start}"]
         *before, no_store = config["head_setup_commands"]
@@ -149,7 +152,7 @@ class Hosts:
         return path
 
     def ray(self, verb: str, *arguments: str, within_s: float = 300) -> str:
-        """`ray up`, `exec` or `down` with the cluster file, as an operator who has his own home and /tmp."""
+        """Run `ray up`, `exec` or `down` with the cluster file, as an operator with a separate home and /tmp."""
         home = self.directory / "operator"
         home.mkdir(exist_ok=True)
         environment = os.environ | {"HOME": str(home), "RAY_TMPDIR": str(home), "PYTHONWARNINGS": "ignore"}

@@ -1,5 +1,5 @@
-"""By deploy/ray/README.md from hosts with an sshd to an answer, through power cuts and bad networks, and to nothing
-again."""
+"""Steps of deploy/ray/README.md from hosts with an sshd to an answer, through power cuts and bad networks, and to
+removal."""
 
 from __future__ import annotations
 
@@ -29,18 +29,21 @@ _DEPLOY = (
     "cluster deploy 2P2D --address auto --wait-for-nodes"
     " --set prefill.labels.pool=prefill --set decode.labels.pool=decode"
     " --set model.dtype=float32 --set kv.wire_dtype=raw --set prefill.kv_memory_gib=0.1 --set decode.kv_memory_gib=0.1"
-    f" --set prefill.resources.cpus={os.cpu_count()} --set decode.resources.cpus={os.cpu_count()}"  # one to a host
+    f" --set prefill.resources.cpus={os.cpu_count()} --set decode.resources.cpus={os.cpu_count()}"  # one per host
     " --set router.keys=required --set router.replicas=2"
 )
 _SLOW = Slowness(delay_s=0.02, loss=0.01, bytes_per_s=100e6 / 8)
-_RECOVERS_S = 240.0  # Ray's autoscaler waits half a minute before it starts a host again
-_SOON_S = 20.0  # what gRPC by itself would wait for a silent peer; httpx waits a minute here
+# Ray's autoscaler waits half a minute before it restarts a host.
+_RECOVERS_S = 240.0
+# gRPC's own limit for a silent peer; httpx waits a minute here.
+_SOON_S = 20.0
 
 
 @pytest.fixture
 def made() -> Iterator[tuple[Hosts, str]]:
-    """Hosts, and a store for Ray that none of them takes along."""
-    directory = Path(tempfile.mkdtemp(prefix="xh"))  # short: Ray puts sockets into what is below
+    """Hosts, and a store for Ray outside of them."""
+    # Short, because Ray puts sockets below it.
+    directory = Path(tempfile.mkdtemp(prefix="xh"))
     directory.chmod(0o755)
     hosts = Hosts(directory, {name: f"10.78.0.{number}" for name, number in _ADDRESSES.items()}, _POOLS)
     with ExitStack() as stack:
@@ -55,17 +58,17 @@ def made() -> Iterator[tuple[Hosts, str]]:
 
 
 def status(hosts: Hosts, host: str = "head", *, options: str = "") -> dict:
-    """Empty when it cannot be said."""
+    """Return the status report; empty if there is none."""
     return json.loads(hosts.ssh(host, f"cluster {options} status --json || true") or "{}")
 
 
 def replicas_of(report: dict) -> dict[str, str]:
-    """Their nodes, by id."""
+    """Return the replicas' nodes by id."""
     return {r["id"]: r["node"] for pool in report.get("pools", {}).values() for r in pool["replicas"]}
 
 
 def until_whole(hosts: Hosts) -> dict:
-    """Every replica is there, and both routers."""
+    """Wait until all replicas and both routers are there."""
 
     def whole() -> dict:
         report = status(hosts)
@@ -77,7 +80,7 @@ def until_whole(hosts: Hosts) -> dict:
 @pytest.mark.slow
 @pytest.mark.timeout(1700)
 @pytest.mark.skipif(bool(why_not()), reason=why_not())
-def test_from_bare_hosts_to_an_answer_and_to_nothing(made: tuple[Hosts, str]) -> None:
+def test_ray_up_to_removal(made: tuple[Hosts, str]) -> None:
     hosts, store = made
     cluster_file = str(hosts.cluster_file(store=store))
     hosts.ray("up", "-y", "--no-config-cache", cluster_file)
@@ -89,7 +92,7 @@ def test_from_bare_hosts_to_an_answer_and_to_nothing(made: tuple[Hosts, str]) ->
     assert report["ready"] and report["endpoints"]["grpc"] == grpc and report["endpoints"]["http"] == http
     assert set(replicas_of(report).values()) == set(_POOLS) - {"r1"}
 
-    # Any host, and its operator's own machine
+    # Any host, and the operator's own machine.
     assert status(hosts, "d2", options="--address 10.78.0.10") == report
     assert "router open" in hosts.ssh("p1", "cluster --address auto logs router")
     for name in _ADDRESSES:
@@ -105,14 +108,14 @@ def test_from_bare_hosts_to_an_answer_and_to_nothing(made: tuple[Hosts, str]) ->
     generate = "cluster generate --account --max-tokens 4 'The capital of France is'"
     assert "first token" in hosts.ssh("head", generate)
 
-    # Hosts that lose their power
+    # Hosts that lose power.
     with caller.over_http() as ask_over_http, caller.streams() as lost:
         hosts.cut_power("r1")
         took = {"HTTP": ask_over_http(), "gRPC": caller.each_doors_turn()}
         begin = time.monotonic()
         assert "first token" in hosts.ssh("head", generate)
         took["cluster generate"] = time.monotonic() - begin
-    print(f"a router's host is gone: slowest answers {took} s; streams {lost} were asked again")
+    print(f"lost a router's host: slowest answers {took} s; retried streams {lost}")
     assert lost and max(took.values()) < _SOON_S
     hosts.start("r1")
     for name in ("p1", "d1"):
@@ -122,21 +125,21 @@ def test_from_bare_hosts_to_an_answer_and_to_nothing(made: tuple[Hosts, str]) ->
         hosts.start(name)
     whole = until_whole(hosts)
 
-    # The head, without which Ray starts nothing
+    # The head, without which Ray starts nothing.
     with caller.streams() as lost:
         hosts.cut_power("head")
-    print(f"the head is gone: streams {lost} were asked again")
+    print(f"lost the head: retried streams {lost}")
     assert caller.all_is_well(), "by the other router, without a controller"
     hosts.start("head")
     hosts.ray("up", "-y", "--no-config-cache", cluster_file)
     again = until_whole(hosts)
-    assert replicas_of(again) == replicas_of(whole), "they are adopted, not started anew"
-    assert "is adopted" in hosts.ssh("head", "cluster logs controller --lines 400")
+    assert replicas_of(again) == replicas_of(whole), "they are adopted, not restarted"
+    assert "replica adopted" in hosts.ssh("head", "cluster logs controller --lines 400")
     assert caller.all_is_well()
     hosts.ssh("head", "cluster scale decode=1", within_s=200)
     hosts.ssh("head", "cluster scale decode=2", within_s=200)
 
-    # A slow network, and none at all
+    # A slow network, and none.
     with hosts.slow("p1", _SLOW):
         begin = time.monotonic()
         assert caller.all_is_well(), "slow is not lost"
@@ -144,7 +147,7 @@ def test_from_bare_hosts_to_an_answer_and_to_nothing(made: tuple[Hosts, str]) ->
     with caller.streams() as lost:
         hosts.cut_cable("p1")
     assert not lost
-    hosts.mend_cable("p1")
+    hosts.reconnect_cable("p1")
     until_whole(hosts)
 
     hosts.ray("up", "-y", "--no-restart", "--no-config-cache", cluster_file)

@@ -1,4 +1,4 @@
-"""What the scripts of deploy/ray do on a host, by what they run: ray, Python, ssh and sudo are scripts that note it."""
+"""Scripts of deploy/ray on a host where ray, Python, ssh and sudo are scripts that record their calls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SCRIPTS = Path(__file__).parents[2] / "deploy" / "ray"
 _TOOLS = """basename bash cat chmod cp dirname env find flock grep hostname id mkdir mv realpath rm sha256sum sort touch
 xargs""".split()
 _HEAD = "10.0.0.10"
-# What it can do depends on two files in its home.
+# Its behavior depends on two files in its home.
 _PYTHON = """
 case "$*" in
     -V) echo {version} ;;
@@ -30,7 +30,7 @@ esac
 
 @dataclass(frozen=True)
 class Host:
-    """A home, a checkout in it, and a PATH with nothing but what was put there."""
+    """A home with a checkout, and a PATH with only the given tools."""
 
     root: Path
 
@@ -39,7 +39,7 @@ class Host:
         return self.root / "home"
 
     @property
-    def kept(self) -> Path:
+    def state_dir(self) -> Path:
         return self.home / ".xpyd"
 
     @property
@@ -47,32 +47,32 @@ class Host:
         return self.home / "xpyd"
 
     def tool(self, name: str, body: str = "") -> None:
-        """A program that notes how it was called, and then does this."""
+        """Add a program that records its call and then runs `body`."""
         path = self.root / "bin" / name
-        path.write_text(f'#!/bin/bash\necho "{name} $*" >>{self.root}/told\n{body}\n')
+        path.write_text(f'#!/bin/bash\necho "{name} $*" >>{self.root}/calls\n{body}\n')
         path.chmod(0o755)
 
     def python(self, name: str, version: str) -> None:
         self.tool(name, _PYTHON.format(version=version, home=self.home, tools=self.root / "bin"))
 
     def run(self, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        (self.root / "told").write_text("")
+        (self.root / "calls").write_text("")
         environment = {"HOME": str(self.home), "PATH": str(self.root / "bin")}
         command = ["bash", str(self.checkout / "deploy" / "ray" / script), *arguments]
         return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
 
     @property
-    def told(self) -> list[str]:
-        return (self.root / "told").read_text().splitlines()
+    def calls(self) -> list[str]:
+        return (self.root / "calls").read_text().splitlines()
 
     def count(self, begin: str) -> int:
-        return sum(line.startswith(begin) for line in self.told)
+        return sum(line.startswith(begin) for line in self.calls)
 
 
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
     host = Host(tmp_path)
-    for directory in (host.kept, host.checkout, tmp_path / "bin"):
+    for directory in (host.state_dir, host.checkout, tmp_path / "bin"):
         directory.mkdir(parents=True)
     shutil.copytree(_SCRIPTS, host.checkout / "deploy" / "ray")
     for file in ("pyproject.toml", "constraints.txt"):
@@ -87,7 +87,7 @@ def host(tmp_path: Path) -> Host:
 
 @pytest.fixture
 def bare(host: Host) -> Host:
-    """Where Python can do all that is asked of it."""
+    """Host whose Python has everything that is needed."""
     host.python("python3.12", "Python 3.12.4")
     for able in ("can-venv", "has-ray"):
         (host.home / able).touch()
@@ -95,13 +95,13 @@ def bare(host: Host) -> Host:
 
 
 def set_up(host: Host) -> bool:
-    """Whether anything was installed."""
+    """Run setup. Returns whether it installed anything."""
     done = host.run("setup.sh")
     assert done.returncode == 0, done.stderr
     return host.count("pip install") == 1
 
 
-def test_a_second_setup_installs_nothing_until_something_changes(bare: Host) -> None:
+def test_second_setup_installs_only_changes(bare: Host) -> None:
     assert set_up(bare) and not set_up(bare)
     (bare.checkout / "constraints.txt").write_text("ray==9\n")
     assert set_up(bare) and not bare.count("python3.12 -m venv"), "the environment is good enough for that"
@@ -110,45 +110,45 @@ def test_a_second_setup_installs_nothing_until_something_changes(bare: Host) -> 
     assert not set_up(bare)
 
 
-def test_an_environment_that_is_broken_is_made_anew(bare: Host) -> None:
+def test_broken_environment_is_recreated(bare: Host) -> None:
     assert set_up(bare)
-    (bare.kept / "venv" / "bin" / "python").unlink()
+    (bare.state_dir / "venv" / "bin" / "python").unlink()
     assert set_up(bare) and not set_up(bare)
 
 
-def test_setup_takes_the_heads_python_where_there_is_one(bare: Host) -> None:
+def test_setup_uses_the_heads_python_version(bare: Host) -> None:
     bare.python("python3.13", "Python 3.13.1")
-    (bare.kept / "head-python").write_text("Python 3.12.4\n")
+    (bare.state_dir / "head-python").write_text("Python 3.12.4\n")
     assert set_up(bare) and bare.count("python3.12 -m venv") == 1
-    (bare.kept / "head-python").unlink()
+    (bare.state_dir / "head-python").unlink()
     assert set_up(bare) and bare.count("python3.13 -m venv") == 1, "the newest"
 
 
-def test_setup_says_what_a_host_lacks(host: Host) -> None:
+def test_setup_reports_missing_requirements(host: Host) -> None:
     host.tool("sudo", "exit 1")
     done = host.run("setup.sh")
-    assert done.returncode == 1 and "there is no python3; install Python 3.11 or later" in done.stderr
+    assert done.returncode == 1 and "python3 not found; install Python 3.11 or later" in done.stderr
     host.python("python3.12", "Python 3.12.4")
     host.tool("apt-get", "exit 1")
     done = host.run("setup.sh")
-    assert done.returncode == 1 and "install python3.12-venv there, as root" in done.stderr
-    assert not (host.kept / "installed").exists()
+    assert done.returncode == 1 and "install python3.12-venv as root" in done.stderr
+    assert not (host.state_dir / "installed").exists()
 
 
-def test_setup_fetches_the_package_that_makes_environments(bare: Host) -> None:
+def test_setup_installs_the_venv_package(bare: Host) -> None:
     (bare.home / "can-venv").unlink()
     bare.tool("sudo", 'shift; "$@"')
     bare.tool("apt-get", f"[ $1 = update ] || touch {bare.home}/can-venv")
     assert set_up(bare)
-    assert [line for line in bare.told if line.startswith("apt-get")] == [
+    assert [line for line in bare.calls if line.startswith("apt-get")] == [
         "apt-get update -qq",
         "apt-get install -qq -y python3.12-venv",
     ]
 
 
-def test_an_upgrade_that_was_cut_short_is_not_what_was_installed_before(bare: Host) -> None:
+def test_interrupted_upgrade_is_repeated(bare: Host) -> None:
     assert set_up(bare)
-    pip = bare.kept / "venv" / "bin" / "pip"
+    pip = bare.state_dir / "venv" / "bin" / "pip"
     able = pip.read_text()
     pip.write_text("#!/bin/bash\nexit 1\n")
     (bare.checkout / "constraints.txt").write_text("ray==9\n")
@@ -158,7 +158,7 @@ def test_an_upgrade_that_was_cut_short_is_not_what_was_installed_before(bare: Ho
     assert set_up(bare), "some of it may be of the other version"
 
 
-def test_a_profile_gets_a_line_on_top_and_stays_what_and_where_it_was(bare: Host) -> None:
+def test_profile_gets_a_line_at_the_top_and_keeps_mode_and_link(bare: Host) -> None:
     elsewhere = bare.home / "dotfiles" / "bashrc"
     elsewhere.parent.mkdir()
     elsewhere.write_text("alias l=ls\n")
@@ -173,7 +173,7 @@ def test_a_profile_gets_a_line_on_top_and_stays_what_and_where_it_was(bare: Host
     assert not (bare.home / ".bash_profile").exists(), "it would hide the other one"
 
 
-def test_a_full_disk_leaves_a_profile_as_it_was(bare: Host) -> None:
+def test_full_disk_leaves_the_profile_unchanged(bare: Host) -> None:
     profile = bare.home / ".bashrc"
     profile.write_text("alias l=ls\n")
     cat = bare.root / "bin" / "cat"
@@ -188,37 +188,38 @@ exit 1
 """,
     )
     done = bare.run("setup.sh")
-    assert done.returncode == 1 and f"cannot write {profile}; write '. ~/.xpyd/env' at its top" in done.stderr
+    assert done.returncode == 1 and f"cannot write {profile}; add '. ~/.xpyd/env' at its top" in done.stderr
     assert profile.read_text() == "alias l=ls\n"
     assert sorted(path.name for path in bare.home.glob(".bash*")) == [".bashrc"]
 
 
-def test_setups_of_one_home_come_one_after_the_other(bare: Host) -> None:
-    with (bare.kept / "lock").open("w") as held:
+def test_concurrent_setups_are_serialized(bare: Host) -> None:
+    with (bare.state_dir / "lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         flock = bare.root / "bin" / "flock"
         real = flock.resolve()
         flock.unlink()
         bare.tool("flock", f'[ "$1 $2" = "-w 1800" ] && exec {real} -n $3')
         done = bare.run("setup.sh")
-    assert done.returncode == 1 and "another setup.sh runs" in done.stderr and not bare.count("pip")
+    assert done.returncode == 1 and "another setup.sh has been running" in done.stderr and not bare.count("pip")
     assert set_up(bare)
 
 
 @contextmanager
 def raylet_of(head: str) -> Iterator[int]:
-    """A process with the arguments of one."""
+    """Start a process with the arguments of a raylet."""
     command = ["bash", "-c", "read", "raylet", "--head=no", f"--gcs-address={head}:6379", "--labels="]
-    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:  # it ends with what it would read
+    # It ends when its stdin closes.
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         yield process.pid
 
 
 @pytest.fixture
 def worker(host: Host) -> Iterator[Host]:
-    """Its Ray runs, whenever somebody looks."""
-    host.tool("ray", "echo reconnect=$RAY_gcs_rpc_server_reconnect_timeout_s >>$HOME/../told")
+    """Host on which Ray is always running."""
+    host.tool("ray", "echo reconnect=$RAY_gcs_rpc_server_reconnect_timeout_s >>$HOME/../calls")
     (host.checkout / "cluster").mkdir()
-    for file in (host.checkout / "cluster" / "__init__.py", host.kept / "installed", host.root / "labels.yaml"):
+    for file in (host.checkout / "cluster" / "__init__.py", host.state_dir / "installed", host.root / "labels.yaml"):
         file.touch()
     with raylet_of(_HEAD) as pid:
         host.tool("pgrep", f"echo {pid}")
@@ -227,23 +228,23 @@ def worker(host: Host) -> Iterator[Host]:
 
 @pytest.fixture
 def stored(worker: Host) -> Host:
-    """With a store, where Ray has been started."""
-    (worker.kept / "ray-store").write_text("10.0.0.9:6379 secret\n")
+    """Host with a store on which Ray has been started."""
+    (worker.state_dir / "ray-store").write_text("10.0.0.9:6379 secret\n")
     assert "reconnect=600" in join(worker)
     return worker
 
 
 def join(host: Host, head: str = _HEAD) -> list[str]:
-    """What is asked of Ray."""
+    """Run worker.sh. Returns its calls of Ray."""
     done = host.run("worker.sh", head, f"--labels-file={host.root}/labels.yaml")
     assert done.returncode == 0, done.stderr
-    asked = [line for line in host.told if line.startswith(("ray", "reconnect"))]
-    assert asked or "as it should" in done.stdout
-    return asked
+    ray_calls = [line for line in host.calls if line.startswith(("ray", "reconnect"))]
+    assert ray_calls or "already running" in done.stdout
+    return ray_calls
 
 
-def test_without_a_store_a_worker_starts_anew(worker: Host) -> None:
-    (worker.kept / "ray-store").write_text("\n")
+def test_without_a_store_the_worker_restarts(worker: Host) -> None:
+    (worker.state_dir / "ray-store").write_text("\n")
     started = f"ray start --address=10.0.0.10:6379 --labels-file={worker.root}/labels.yaml"
     for _ in range(2):
         assert join(worker) == ["ray stop", "reconnect=", started, "reconnect=10"]
@@ -261,7 +262,7 @@ def test_without_a_store_a_worker_starts_anew(worker: Host) -> None:
         "../labels.yaml",
     ],
 )
-def test_with_a_store_a_worker_is_left_alone_until_what_it_runs_has_changed(stored: Host, file: str) -> None:
+def test_with_a_store_the_worker_restarts_only_after_changes(stored: Host, file: str) -> None:
     assert join(stored) == []
     path = stored.home / file
     path.parent.mkdir(exist_ok=True)
@@ -271,7 +272,7 @@ def test_with_a_store_a_worker_is_left_alone_until_what_it_runs_has_changed(stor
     assert join(stored) == []
 
 
-def test_code_that_has_gone_or_has_another_name_is_a_change(stored: Host) -> None:
+def test_removed_or_renamed_code_is_a_change(stored: Host) -> None:
     package = stored.checkout / "cluster"
     (package / "a.py").touch()
     assert join(stored)
@@ -281,9 +282,9 @@ def test_code_that_has_gone_or_has_another_name_is_a_change(stored: Host) -> Non
     assert join(stored) and join(stored) == []
 
 
-def test_the_same_from_another_clone_is_no_change(stored: Host) -> None:
-    """rsync writes a file anew where only its time differs."""
-    for path in [*stored.checkout.rglob("*.py"), *stored.checkout.rglob("*.sh"), stored.kept / "installed"]:
+def test_another_clone_of_the_same_commit_is_not_a_change(stored: Host) -> None:
+    """rsync rewrites a file if only its time differs."""
+    for path in [*stored.checkout.rglob("*.py"), *stored.checkout.rglob("*.sh"), stored.state_dir / "installed"]:
         new = path.with_name("new")
         shutil.copyfile(path, new)
         os.utime(new, (1, 1))
@@ -302,14 +303,14 @@ def test_the_same_from_another_clone_is_no_change(stored: Host) -> None:
         "xpyd/tests/test_floors.py",
     ],
 )
-def test_what_a_host_or_its_operator_writes_beside_the_code_is_no_change(stored: Host, file: str) -> None:
+def test_files_written_by_host_or_operator_are_not_a_change(stored: Host, file: str) -> None:
     path = stored.home / file
     path.parent.mkdir(exist_ok=True)
     path.write_text("{}")
     assert join(stored) == []
 
 
-def test_a_worker_whose_ray_is_gone_or_of_another_head_joins(stored: Host) -> None:
+def test_worker_without_ray_or_with_another_head_joins(stored: Host) -> None:
     with raylet_of("10.0.0.1") as other, raylet_of("10.0.0.100") as longer:
         stored.tool("pgrep", f"echo {other}; echo {longer}")
         assert join(stored), "neither is of this head"
@@ -319,10 +320,10 @@ def test_a_worker_whose_ray_is_gone_or_of_another_head_joins(stored: Host) -> No
     assert join(stored, "10.0.0.1"), "there is none"
 
 
-def test_a_worker_with_another_python_says_so_and_stays_out(worker: Host) -> None:
-    (worker.kept / "head-python").write_text("Python 3.12.4\n")
-    (worker.kept / "venv" / "bin").mkdir(parents=True)
-    python = worker.kept / "venv" / "bin" / "python"
+def test_worker_with_another_python_does_not_join(worker: Host) -> None:
+    (worker.state_dir / "head-python").write_text("Python 3.12.4\n")
+    (worker.state_dir / "venv" / "bin").mkdir(parents=True)
+    python = worker.state_dir / "venv" / "bin" / "python"
     worker.python("python", "Python 3.12.5")
     python.symlink_to(worker.root / "bin" / "python")
     done = worker.run("worker.sh", "10.0.0.10")
@@ -332,7 +333,7 @@ def test_a_worker_with_another_python_says_so_and_stays_out(worker: Host) -> Non
     assert join(worker)
 
 
-def test_stop_ends_the_head_first_and_goes_on_past_what_does_not_answer(host: Host) -> None:
+def test_stop_stops_the_head_first_and_skips_unreachable_hosts(host: Host) -> None:
     for name in ("a", "b"):
         directory = host.home / ".local" / "state" / "xpyd" / name
         directory.mkdir(parents=True)
@@ -343,7 +344,7 @@ def test_stop_ends_the_head_first_and_goes_on_past_what_does_not_answer(host: Ho
     host.tool("ssh", "[[ $* != *10.0.0.11* ]]")
     done = host.run("stop.sh")
     assert done.returncode == 0
-    *before, first, second = [line for line in host.told if not line.startswith("python")]
+    *before, first, second = [line for line in host.calls if not line.startswith("python")]
     assert before == ["cluster down --force --name a", "cluster down --force --name b", "ray stop --force"]
     assert "ubuntu@10.0.0.11 ray stop --force" in first and "ubuntu@10.0.0.12 ray stop --force" in second
     assert "a could not be taken down" in done.stderr and "10.0.0.11 does not answer" in done.stderr

@@ -1,4 +1,4 @@
-"""The load of chaos against a real gRPC server: what it counts as failed, refused, asked again, and different."""
+"""The chaos load against a real gRPC server: counts of failures, rejections, retries and mismatches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Context = aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 
 
 class FakeRouter(rpc.InferenceServicer):
-    """Answers with the characters of the prompt, until `disturb` says otherwise."""
+    """Router that answers with the characters of the prompt, until `disturb` changes that."""
 
     def __init__(self) -> None:
         self.disturb: Callable[[int], ClusterError | str | None] = lambda call: None
@@ -35,7 +35,8 @@ class FakeRouter(rpc.InferenceServicer):
         if isinstance(fault, ClusterError):
             await context.abort_with_status(rpc_status.to_status(status_of(fault)))
         if fault == "break":
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")  # as the library says it, without details
+            # As gRPC reports a lost connection: without details.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "Socket closed")
         ids = [ord(letter) for letter in request.prompt[:20]]
         for token_id in ids[1:] if fault == "forget" else ids:
             yield pb.GenerateResponse(delta=pb.Delta(text=chr(token_id), token_ids=[token_id]))
@@ -58,7 +59,7 @@ async def _load() -> AsyncIterator[tuple[FakeRouter, LoadGenerator]]:
         await server.stop(0)
 
 
-async def test_an_undisturbed_run_is_clean() -> None:
+async def test_undisturbed_run_is_clean() -> None:
     async with _load() as (_, load):
         await load.learn()
         await load.run(0.5)
@@ -76,7 +77,7 @@ async def test_an_undisturbed_run_is_clean() -> None:
         ("forget", "mismatched"),
     ],
 )
-async def test_what_a_fault_is_counted_as(fault: ClusterError | str, count: str) -> None:
+async def test_fault_increments_its_counter(fault: ClusterError | str, count: str) -> None:
     async with _load() as (router, load):
         await load.learn()
         router.disturb = lambda call: fault if call == 6 else None
@@ -87,7 +88,7 @@ async def test_what_a_fault_is_counted_as(fault: ClusterError | str, count: str)
         assert load.tally.is_clean == (count in ("refused", "asked_again"))
 
 
-async def test_clients_that_give_up_are_no_failures() -> None:
+async def test_aborted_requests_are_not_failures() -> None:
     async with _load() as (_, load):
         await load.learn()
         load.abort_share = 1.0
@@ -97,8 +98,8 @@ async def test_clients_that_give_up_are_no_failures() -> None:
         assert load.tally.is_clean
 
 
-async def test_a_deployment_that_fails_before_it_is_disturbed_is_named_so() -> None:
+async def test_failure_before_the_first_fault_is_reported() -> None:
     async with _load() as (router, load):
         router.disturb = lambda call: ReplicaLost("gone")
-        with pytest.raises(DeployError, match="fails before anything is disturbed: UNAVAILABLE: gone"):
+        with pytest.raises(DeployError, match="fails before the first fault: UNAVAILABLE: gone"):
             await load.learn()

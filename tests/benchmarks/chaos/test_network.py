@@ -1,4 +1,4 @@
-"""A partition between processes of this machine, on real sockets under the kernel's own rules."""
+"""Partition between processes of this machine, with real sockets and nftables."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ with socket.create_server(("127.0.0.1", 0)) as server:
 
 @contextmanager
 def _echo() -> Iterator[tuple[int, socket.socket]]:
-    """A process that answers with what it is sent: its pid, and a connection to it."""
+    """Start a process that echoes; yields its pid and a connection to it."""
     with subprocess.Popen([sys.executable, "-c", _ECHO], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
@@ -44,7 +44,7 @@ def _echo() -> Iterator[tuple[int, socket.socket]]:
 
 @contextmanager
 def _parted(some: set[int], others: set[int]) -> Iterator[None]:
-    """As chaos does it: beside an event loop, on a thread of its own."""
+    """Partition two groups like chaos: on a thread next to an event loop."""
     ended = threading.Event()
     with ThreadPoolExecutor() as pool:
         parting = pool.submit(network.partition, some, others, ended=ended, within_s=_ANSWER_S)
@@ -65,19 +65,21 @@ def _answer(connection: socket.socket, word: bytes, *, within_s: float) -> bytes
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to set rules of nftables")
-async def test_packets_vanish_between_the_parted_only_and_arrive_when_it_ends() -> None:
+async def test_partition_drops_packets_between_groups_until_it_ends() -> None:
     with _echo() as (parted_pid, parted), _echo() as (_, other):
         assert _answer(parted, b"before", within_s=_ANSWER_S) == b"before"
         with _parted({os.getpid()}, {parted_pid}):
-            while _answer(parted, b"x", within_s=_SILENCE_S) is not None:  # until the rules are there
+            # Until the rules are in place.
+            while _answer(parted, b"x", within_s=_SILENCE_S) is not None:
                 pass
             assert _answer(other, b"still here", within_s=_ANSWER_S) == b"still here"
             assert _answer(parted, b"x", within_s=_SILENCE_S) is None
         parted.settimeout(_ANSWER_S)
-        assert set(parted.recv(1)) == set(b"x")  # sent again, as TCP does
+        # TCP retransmits.
+        assert set(parted.recv(1)) == set(b"x")
 
 
-def test_without_the_rights_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_privilege_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(SpecError, match="run as root"):
         network.partition({1}, {2}, ended=threading.Event(), within_s=0)

@@ -1,4 +1,4 @@
-"""What counts as the same answer, and what chaos makes of one that is not."""
+"""Comparison of answers, and the report of mismatches."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ def _answer(*token_ids: int, text: str = "", reason: str = "length") -> Reply:
     return Reply(list(token_ids), [0.5] * len(token_ids), text, reason)
 
 
-def test_questions_differ_and_each_has_one_answer() -> None:
-    asked = questions(12, max_tokens=32)
-    assert len({question.message.prompt for question in asked}) == 12
-    assert len({question.is_greedy for question in asked}) == 2
-    assert all(question.is_greedy or question.message.sampling.HasField("seed") for question in asked)
-    assert [q.number for q in asked if q.message.sampling.stop] == [3, 7, 11]
+def test_questions_differ_and_are_deterministic() -> None:
+    all_questions = questions(12, max_tokens=32)
+    assert len({question.message.prompt for question in all_questions}) == 12
+    assert len({question.is_greedy for question in all_questions}) == 2
+    assert all(question.is_greedy or question.message.sampling.HasField("seed") for question in all_questions)
+    assert [q.number for q in all_questions if q.message.sampling.stop] == [3, 7, 11]
 
 
-def test_the_same_answer_is_no_mismatch() -> None:
+def test_equal_answers_match() -> None:
     question = questions(1, max_tokens=8)[0]
     assert compare(question, _answer(1, 2, 3), _answer(1, 2, 3)) is None
 
 
-def test_a_mismatch_names_the_first_token_that_differs_and_the_gap_there() -> None:
+def test_mismatch_reports_first_different_token_and_gap() -> None:
     question = questions(1, max_tokens=8)[0]
     undisturbed = _answer(1, 2, 3)
     undisturbed.gaps[1] = 0.001
@@ -32,13 +32,13 @@ def test_a_mismatch_names_the_first_token_that_differs_and_the_gap_there() -> No
     assert mismatch and (mismatch.position, mismatch.gap, mismatch.was_greedy) == (1, 0.001, True)
 
 
-def test_a_token_twice_a_token_less_and_another_end_are_mismatches() -> None:
+def test_duplicate_missing_and_final_differences_are_mismatches() -> None:
     question = questions(1, max_tokens=8)[0]
     for answer in (_answer(1, 1, 2, 3), _answer(1, 2), _answer(1, 2, 3, reason="stop"), _answer(1, 2, 3, text="x")):
         assert compare(question, answer, _answer(1, 2, 3)) is not None
 
 
-def test_only_blocks_that_nobody_could_use_are_leaked() -> None:
+def test_leaked_blocks_are_neither_free_nor_cached() -> None:
     def replica(id: str, total: int, free: int, cached: int) -> dict[str, object]:
         return {"id": id, "blocks": {"total": total, "free": free, "cached": cached}}
 
@@ -46,7 +46,7 @@ def test_only_blocks_that_nobody_could_use_are_leaked() -> None:
     assert leaked_blocks(pools) == {"d": 2}
 
 
-def test_a_run_is_clean_until_something_fails_differs_or_leaks() -> None:
+def test_run_is_clean_until_a_failure_mismatch_or_leak() -> None:
     tally = Tally()
     tally.counts["aborted"] = tally.counts["refused"] = tally.counts["migrated"] = 3
     assert tally.is_clean
@@ -57,7 +57,7 @@ def test_a_run_is_clean_until_something_fails_differs_or_leaks() -> None:
     assert not other.is_clean and other.as_dict()["failed"] == 1
 
 
-def test_a_pause_belongs_to_the_last_stroke() -> None:
+def test_pause_counts_for_the_last_fault() -> None:
     tally = Tally()
     tally.paused(0.2)
     tally.strokes += [FaultWindow("kill-decode", "decode-0/0", 1.0), FaultWindow("controller", "controller", 2.0)]

@@ -1,4 +1,4 @@
-"""`python -m benchmarks engine --json` keeps its contract: what it prints, and what it refuses."""
+"""Contract of `python -m benchmarks engine --json`: output and rejected options."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from core.model import source as model_source
 from tests.engine.tiny_models import MakeModel
 
 
-def test_it_prints_what_it_measured(
+def test_json_output(
     tiny_model: MakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _ = tiny_model("llama")
-    monkeypatch.setattr(model_source, "resolve", lambda source: directory)  # it has no tokenizer, so is no source
+    # The directory has no tokenizer, so it is not a valid source.
+    monkeypatch.setattr(model_source, "resolve", lambda source: directory)
     monkeypatch.setattr(bench, "_NUM_STEPS", 8)
     options = ["--batch", "1,3", "--context", "20", "--prefill", "33", "--dtype", "float32", "--threads", "1"]
     threads = torch.get_num_threads()
@@ -41,7 +42,7 @@ def test_it_prints_what_it_measured(
 
 
 @pytest.mark.parametrize("has_kernels", [True, False])
-def test_it_says_so_where_there_are_no_kernels(
+def test_missing_kernels_are_reported(
     has_kernels: bool, tiny_model: MakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_source, "resolve", lambda source: tiny_model("llama")[0])
@@ -52,7 +53,7 @@ def test_it_says_so_where_there_are_no_kernels(
     assert ("a C++ compiler" in capsys.readouterr().out) != has_kernels
 
 
-def test_it_runs_without_the_command_line(
+def test_runs_as_a_module(
     tiny_model: MakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _ = tiny_model("llama")
@@ -64,13 +65,13 @@ def test_it_runs_without_the_command_line(
     assert [row["batch"] for row in result["decode"]] == [2] and [row["tokens"] for row in result["prefill"]] == [9]
 
 
-def test_it_refuses_what_is_no_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_counts_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["engine", "--batch", "1,none"]) == 2
     assert "--batch 1,none" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(
+def test_missing_gpu_is_reported(
     tiny_model: MakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_source, "resolve", lambda source: tiny_model("llama")[0])

@@ -1,4 +1,4 @@
-"""What is measured of short kernels on a GPU, done by their references: nothing is given what it does not take."""
+"""Cases of short GPU kernels, run with the reference implementations to check their arguments."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from benchmarks.engine.few_tokens import few_tokens
 
 
-def test_every_case_can_be_run() -> None:
+def test_every_case_runs() -> None:
     cases = few_tokens(torch.device("cpu"))
     assert len({name for name, *_ in cases}) == len(cases) == 6
     for _, run, num_bytes, unit in cases:

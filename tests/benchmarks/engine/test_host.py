@@ -1,4 +1,4 @@
-"""`python -m benchmarks engine --host`: what it prints, and what it must not count."""
+"""Output of `python -m benchmarks engine --host`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.model import source as model_source
 from tests.engine.tiny_models import MakeModel
 
 
-def test_it_prints_what_it_measured(
+def test_json_output(
     tiny_model: MakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _ = tiny_model("llama")
@@ -28,11 +28,16 @@ def test_it_prints_what_it_measured(
     for row in result["host"]:
         assert 0 < row["host_ms"] and 0 < row["greedy_ms"] and 0 < row["ahead_ms"]
         assert row["idle_ms"] >= 0
-    told = {shape: row["rank_bytes"] for shape, row in zip(shapes, result["host"], strict=True)}
-    assert told[2, 20] == told[2, 404] < told[5, 404] == told[5, 20], "it grows with the rows, not with their contexts"
+    rank_bytes_by_shape = {shape: row["rank_bytes"] for shape, row in zip(shapes, result["host"], strict=True)}
+    assert (
+        rank_bytes_by_shape[2, 20]
+        == rank_bytes_by_shape[2, 404]
+        < rank_bytes_by_shape[5, 404]
+        == rank_bytes_by_shape[5, 20]
+    ), "bytes grow with the rows, not with their contexts"
 
 
-def test_it_says_it_in_words(
+def test_text_output(
     tiny_model: MakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _ = tiny_model("llama")

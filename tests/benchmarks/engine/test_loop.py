@@ -1,4 +1,4 @@
-"""Steps that are timed are steps: nothing has ended before the last of them."""
+"""Timed steps of the loop benchmark: no sequence may end during the measurement."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SMALL = {"vocab_size": 256, "num_hidden_layers": 2, "hidden_size": 64, "interme
 
 
 class FakeProposer:
-    """Says the same of every row."""
+    """Proposer that drafts the same for every row."""
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         return [Proposal([1] * max_tokens, [1] * max_tokens) for _ in sequences]
@@ -38,14 +38,14 @@ def runner() -> ModelRunner:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_every_step_chooses_a_token_of_each_row(is_async: bool, runner: ModelRunner) -> None:
+def test_every_step_samples_a_token_per_row(is_async: bool, runner: ModelRunner) -> None:
     engine, sequences = running_engine(runner, 2, _CONTEXT, _GREEDY, is_async=is_async)
     for _ in range(_NUM_STEPS):
         assert engine.step().did_work
     assert [len(sequence.tokens) for sequence in sequences] == [_CONTEXT + _NUM_STEPS] * 2
 
 
-def test_every_step_verifies_what_was_drafted_for_each_row(runner: ModelRunner) -> None:
+def test_every_step_verifies_drafts_of_each_row(runner: ModelRunner) -> None:
     speculation = Speculation({"fake": FakeProposer()}, max_tokens=3, vocab_size=256, backs_off=False)
     engine, _ = running_engine(runner, 2, _CONTEXT, _GREEDY, speculation=speculation)
     for _ in range(10):

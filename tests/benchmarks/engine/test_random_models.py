@@ -1,4 +1,4 @@
-"""Models without files: their shapes are whole, and their numbers follow from the tensors' names."""
+"""Random models without files: complete shapes, and weights seeded by tensor names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL |= {"num_attention_heads": 4, "moe_intermediate_size": 32, "num_experts": 
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_two_of_a_shape_compute_the_same(shape: str) -> None:
+def test_equal_shapes_have_equal_weights(shape: str) -> None:
     heads = {} if shape == "deepseek-v2-lite" else {"num_key_value_heads": 1}
     batch = Batch.of([Row(token_ids=[3, 1, 4], start=0, blocks=[0], num_logits=3)], block_size=16)
     first, second = (
@@ -26,6 +26,6 @@ def test_two_of_a_shape_compute_the_same(shape: str) -> None:
     assert 0.1 < float(first.std()) < 10 and not torch.equal(first[0], first[1])
 
 
-def test_a_shape_that_nobody_knows() -> None:
+def test_unknown_shape_is_rejected() -> None:
     with pytest.raises(SpecError, match="llama-8b"):
         random_runner("llama-9b")

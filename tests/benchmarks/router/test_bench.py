@@ -1,4 +1,4 @@
-"""What `python -m benchmarks router` measures by."""
+"""Clients and measurement of `python -m benchmarks router`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NUM_TOKENS = 4
 
 
 async def _check(fake: FakeTokenService, streams: list[TimedStream]) -> None:
-    """That each begins, and ends once all of it has come."""
+    """Check that each stream begins, and ends after all its tokens."""
     await asyncio.wait_for(fake.is_hanging.wait(), 30)
     assert not any(stream.ended.done() for stream in streams)
     fake.go_on.set()
@@ -32,31 +32,31 @@ async def _check(fake: FakeTokenService, streams: list[TimedStream]) -> None:
     assert all(stream.gaps_s and min(stream.gaps_s) >= 0 for stream in streams)
 
 
-async def test_its_http_clients_are_answered(completions: MakeCompletions) -> None:
+async def test_http_clients_receive_answers(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=1)
     app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as (_, port):
         await _check(fake, await open_http(port, _PROMPTS, num_tokens=_NUM_TOKENS))
 
 
-async def test_its_grpc_clients_are_answered(completions: MakeCompletions) -> None:
+async def test_grpc_clients_receive_answers(completions: MakeCompletions) -> None:
     fake = FakeTokenService(hang_after=1)
     endpoint = await open_grpc_api(completions(fake), access=Access.anybody(), host="127.0.0.1", port=0)
     await _check(fake, await open_grpc(endpoint.port, _PROMPTS, num_tokens=_NUM_TOKENS, per_connection=2))
     await endpoint.close(grace_s=0)
 
 
-async def test_a_client_that_is_cut_off_says_so(completions: MakeCompletions) -> None:
+async def test_cut_off_client_reports_an_error(completions: MakeCompletions) -> None:
     fake = FakeTokenService(fail_after=(2, ZeroDivisionError()))
     app = create_app(completions(fake), access=Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as (_, port):
         (stream,) = await open_http(port, _PROMPTS[:1], num_tokens=_NUM_TOKENS)
-        with pytest.raises(ConnectionError, match="an answer ended by"):
+        with pytest.raises(ConnectionError, match="an answer ended with"):
             await asyncio.wait_for(stream.ended, 30)
 
 
 @pytest.mark.slow
-def test_the_whole_of_it(tmp_path: Path) -> None:
+def test_complete_benchmark(tmp_path: Path) -> None:
     load = RouterLoad(
         requests=4, tokens=6, at_once=2, step_s=0.005, rounds=1, streams=(300,), rate=3000, seconds=0.5, prompt=2000
     )

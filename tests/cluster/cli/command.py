@@ -1,4 +1,4 @@
-"""Running the `cluster` command as an operator does: a process, its two streams, its exit code."""
+"""Runner of the `cluster` command as a process, with its two streams and exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _ROOT = Path(__file__).parents[3]
-# A suite that a shell started in the background ignores SIGINT, and so would every command that it starts.
+# A suite started in the background by a shell ignores SIGINT, and so would the commands it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -24,11 +24,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class ClusterCommand:
-    """The real command or, with `is_fake`, the one whose parts hold no model, with a state directory of its own."""
+    """The real command, or the one with fake parts (`is_fake`), with its own state directory."""
 
     state_root: Path
     ray_environment: tuple[tuple[str, str], ...] = ()
-    program: str = "cluster.cli"  # the real one
+    # The real command.
+    program: str = "cluster.cli"
 
     def run(self, *arguments: str, is_fake: bool = False, stdin: str = "", within_s: float = 150) -> Outcome:
         with self.start(*arguments, is_fake=is_fake) as process:
@@ -49,6 +50,11 @@ class ClusterCommand:
 
     @property
     def _environment(self) -> dict[str, str]:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
-        kept |= dict(self.ray_environment)
-        return {**kept, "PYTHONPATH": str(_ROOT), "CLUSTER_STATE_DIR": str(self.state_root), "PYTHONWARNINGS": "ignore"}
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        environment |= dict(self.ray_environment)
+        return {
+            **environment,
+            "PYTHONPATH": str(_ROOT),
+            "CLUSTER_STATE_DIR": str(self.state_root),
+            "PYTHONWARNINGS": "ignore",
+        }

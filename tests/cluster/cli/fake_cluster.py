@@ -1,4 +1,4 @@
-"""The `cluster` command with parts that hold no model: fake_cluster [--rank prefill=NAME] ARGUMENTS."""
+"""The `cluster` command with parts without a model: fake_cluster [--rank prefill=NAME] ARGUMENTS."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.cluster.control import fake_rank
 
 
 def fake_router(launch: Launch, endpoints: Endpoints) -> Any:
-    from tests.cluster.cli.fake_router import build  # it imports Ray: not before local_ray.join()
+    # Imports Ray, which must come after local_ray.join().
+    from tests.cluster.cli.fake_router import build
 
     return build(launch)
 

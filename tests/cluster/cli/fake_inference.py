@@ -1,4 +1,4 @@
-"""A cluster.v1.Inference that repeats what it was asked, word by word."""
+"""A cluster.v1.Inference that echoes the prompt word by word."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ class FakeInference(pb_grpc.InferenceServicer):
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
         self.authorizations: list[str | bytes | None] = []
-        self.is_held = False  # after its first word
+        # Pauses after the first word.
+        self.is_held = False
         self._released = threading.Event()
 
     def release(self) -> None:
@@ -35,8 +36,8 @@ class FakeInference(pb_grpc.InferenceServicer):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "every replica is full")
         if request.prompt == "lost":
             context.abort_with_status(rpc_status.to_status(status_of(ReplicaLost("no replica"))))
-        asked = request.prompt or request.chat.messages[-1].content
-        for number, word in enumerate(asked.split(" ")):
+        prompt = request.prompt or request.chat.messages[-1].content
+        for number, word in enumerate(prompt.split(" ")):
             text = word if number == 0 else f" {word}"
             yield pb.GenerateResponse(delta=pb.Delta(text=text, token_ids=[number]))
             if self.is_held:
@@ -57,7 +58,7 @@ class FakeInference(pb_grpc.InferenceServicer):
 
 @contextmanager
 def serving() -> Iterator[tuple[FakeInference, str]]:
-    """The servicer and its endpoint."""
+    """Yield the servicer and its endpoint."""
     servicer = FakeInference()
     server = grpc.server(ThreadPoolExecutor(4))
     pb_grpc.add_InferenceServicer_to_server(servicer, server)

@@ -1,4 +1,4 @@
-"""A router that serves nothing, and tells operators that it sees the replicas that the controller calls ready."""
+"""Router without a model that reports the controller's ready replicas on its admin port."""
 
 from __future__ import annotations
 

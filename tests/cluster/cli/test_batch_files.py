@@ -1,4 +1,4 @@
-"""Lines of `cluster batch`: malformed ones are named, and a cut answer is removed."""
+"""Input and output files of `cluster batch`: malformed lines are reported, partial answers removed."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ LINE: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completi
         (LINE | {"body": {"stream": True}}, "body.stream: must be false"),
     ],
 )
-def test_malformed_line_is_refused(line: bytes | dict[str, Any], error: str) -> None:
+def test_malformed_line_is_rejected(line: bytes | dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         parse_line(line if isinstance(line, bytes) else json.dumps(line).encode())
 
 
-def test_scan_skips_blank_lines_and_refuses_duplicates() -> None:
+def test_scan_skips_blank_lines_and_rejects_duplicates() -> None:
     first, second = json.dumps(LINE), json.dumps(LINE | {"custom_id": "b"})
     content = f"{first}\n\n{second}\n{first}\nhello\n{second}".encode()
     found = list(scan(io.BytesIO(content)))
@@ -45,7 +45,7 @@ def test_scan_skips_blank_lines_and_refuses_duplicates() -> None:
     assert "not JSON" in str(found[3][1]) and "duplicate of line 3" in str(found[4][1])
 
 
-def test_output_cut_anywhere_keeps_its_whole_lines(tmp_path: Path) -> None:
+def test_truncated_output_keeps_complete_lines(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     whole = b"".join(record(id, request_id=id, response={"body": "\u2028é"}, error=None) for id in "abc")
     for end in range(len(whole) + 1):
@@ -59,7 +59,7 @@ def test_output_cut_anywhere_keeps_its_whole_lines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"hello", b"hello\n", b'{"id": "batch_req_1"}\n', b'{"id": "batch_req_\n{}\n'])
-def test_a_file_with_something_else_is_left_alone(tmp_path: Path, content: bytes) -> None:
+def test_other_file_is_not_modified(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "out.jsonl"
     path.write_bytes(content)
     with pytest.raises(SpecError, match=r"out\.jsonl:1: not an answer of `cluster batch`"):
@@ -67,7 +67,7 @@ def test_a_file_with_something_else_is_left_alone(tmp_path: Path, content: bytes
     assert path.read_bytes() == content
 
 
-def test_only_one_process_at_a_time_writes(tmp_path: Path) -> None:
+def test_output_is_locked(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with open_output(path)[0], pytest.raises(SpecError, match="another `cluster batch` is writing to it"):
         open_output(path)

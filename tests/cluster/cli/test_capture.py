@@ -1,4 +1,4 @@
-"""`cluster capture stop`: the file that it writes where the operator is."""
+"""Output file of `cluster capture stop`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRACE = b'{"timestamp": 0.0}\n'
 
 @pytest.fixture(autouse=True)
 def controlled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller that has captured TRACE."""
+    """Fake controller with a capture of TRACE."""
 
     def ask(controller: object, method: str, *args: Any) -> Any:
         if method == "read_capture":
@@ -33,7 +33,7 @@ def controlled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("was", [None, "open to others, and longer than what comes"])
-def test_nobody_else_can_read_it(tmp_path: Path, was: str | None) -> None:
+def test_file_is_private(tmp_path: Path, was: str | None) -> None:
     path = tmp_path / "traffic.jsonl"
     if was:
         path.write_text(was)
@@ -42,7 +42,7 @@ def test_nobody_else_can_read_it(tmp_path: Path, was: str | None) -> None:
     assert path.read_bytes() == TRACE and path.stat().st_mode & 0o777 == 0o600
 
 
-def test_it_may_be_a_pipe(tmp_path: Path) -> None:
+def test_output_can_be_a_pipe(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -51,6 +51,6 @@ def test_it_may_be_a_pipe(tmp_path: Path) -> None:
     os.close(reader)
 
 
-def test_where_nothing_can_be_written_the_recording_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_write_keeps_the_recording(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["capture", "stop", "-o", str(tmp_path)]) != 0
-    assert capsys.readouterr().err.endswith(": Is a directory; the recording goes on\n")
+    assert capsys.readouterr().err.endswith(": Is a directory; the recording continues\n")

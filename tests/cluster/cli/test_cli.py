@@ -1,4 +1,4 @@
-"""`cluster deploy` to `cluster down`, as processes, with ranks and a router that hold no model."""
+"""`cluster deploy` to `cluster down` as processes, with ranks and a router without a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.waiting import until
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[ClusterCommand]:
-    """The command; whatever a test has left running is taken down afterwards."""
+    """Yield the command, and take down afterwards what a test left running."""
     command = ClusterCommand(tmp_path)
     yield command
     command.run("down")
@@ -32,7 +32,7 @@ def ports() -> list[str]:
 
 
 def left_of(cluster: ClusterCommand) -> list[int]:
-    """Every process that was started, directly or not, by one of this test's commands."""
+    """Return every process started, directly or not, by this test's commands."""
     return processes.marked(f"CLUSTER_STATE_DIR={cluster.state_root}")
 
 
@@ -50,7 +50,7 @@ def left_of(cluster: ClusterCommand) -> list[int]:
             "prefill: each replica needs 16 CPU, 64 GPU, on one node",
         ),
         (["deploy", "1P1D", "--set", "decode.labels.pool=x"], "decode: no node has the labels pool=x"),
-        (["deploy", "1P1D", "--grpc-port", "8000"], "router.http_port: 8000 is router.grpc_port, too"),
+        (["deploy", "1P1D", "--grpc-port", "8000"], "router.http_port: 8000 equals router.grpc_port"),
         (
             [*("deploy", "1P1D"), *("--set", "security={tls: files, ca: nowhere.pem, certificate: c, key: k}")],
             "security.ca: nowhere.pem No such file or directory",
@@ -67,10 +67,13 @@ def left_of(cluster: ClusterCommand) -> list[int]:
         (["keys", "create", "a b"], "NAME 'a b': write 1 to 64 letters"),
         (["keys", "create", "acme", "--priority", "5:2"], "--priority 5:2: write a number"),
         (["deploy", "1P1D", "--set", "router.tls_key=a.pem"], "router: tls_cert and tls_key: one needs the other"),
-        (["deploy", "1P1D", "--set", "router.host=0.0.0.0"], "router.keys: the doors open to a network, at 0.0.0.0"),
+        (
+            ["deploy", "1P1D", "--set", "router.host=0.0.0.0"],
+            "router.keys: not set, but the endpoints are open to the network at 0.0.0.0",
+        ),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], error: str) -> None:
+def test_user_error_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], error: str) -> None:
     cluster = ClusterCommand(tmp_path)
     outcome = cluster.run(*arguments)
     assert outcome.code == 2 and outcome.out == ""
@@ -89,7 +92,7 @@ def test_nothing_deployed(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(400)
-def test_the_life_of_a_deployment(cluster: ClusterCommand) -> None:
+def test_deployment_lifecycle(cluster: ClusterCommand) -> None:
     chosen = ports()
     deployed = cluster.run("deploy", "1P1D", "--name", "a", *chosen, is_fake=True)
     assert deployed.code == 0, deployed.err
@@ -129,10 +132,11 @@ def test_the_life_of_a_deployment(cluster: ClusterCommand) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_killed_deploy_is_cleared_away_and_a_failing_one_explains_itself(cluster: ClusterCommand) -> None:
+def test_killed_deploy_is_cleaned_up_and_failed_deploy_is_explained(cluster: ClusterCommand) -> None:
     with cluster.start("deploy", "1P1D", *ports(), is_fake=True) as killed:
         until(lambda: killed.poll() is not None or len(left_of(cluster)) >= 3)
-        assert killed.poll() is None  # there are the command, Ray's first process, and one that it has started
+        # The command, Ray's first process, and one that it has started are running.
+        assert killed.poll() is None
         killed.kill()
     assert left_of(cluster) != []
 
@@ -142,16 +146,16 @@ def test_a_killed_deploy_is_cleared_away_and_a_failing_one_explains_itself(clust
     lines = failed.err.splitlines()
     assert lines[0] == "clearing away what is left of an earlier cluster"
     reason = "did not start (loading): rank 0: ValueError: weights.safetensors is cut short"
-    [told] = [line for line in lines if line.startswith("cluster: decode-0 on ")]
-    assert told.endswith(reason)
-    assert "  | loading with 1 ranks" in lines[lines.index(told) :]
+    [failure_line] = [line for line in lines if line.startswith("cluster: decode-0 on ")]
+    assert failure_line.endswith(reason)
+    assert "  | loading with 1 ranks" in lines[lines.index(failure_line) :]
     assert left_of(cluster) == []
     assert cluster.run("status").code == 3
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_an_interrupted_deploy_leaves_nothing(cluster: ClusterCommand) -> None:
+def test_interrupted_deploy_leaves_nothing(cluster: ClusterCommand) -> None:
     arguments = ["--rank", "decode=slow_load", "deploy", "1P1D", *ports()]
     with cluster.start(*arguments, is_fake=True) as process:
         assert process.stderr is not None
@@ -167,7 +171,7 @@ def test_an_interrupted_deploy_leaves_nothing(cluster: ClusterCommand) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_ray_that_is_not_ours_is_left_as_it_was(three_nodes: str, tmp_path: Path) -> None:
+def test_shared_ray_is_left_unchanged(three_nodes: str, tmp_path: Path) -> None:
     names = ("RAY_AUTH_MODE", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
     cluster = ClusterCommand(tmp_path, tuple((name, os.environ[name]) for name in names))
     before = (ray.util.list_named_actors(all_namespaces=True), len(living_groups()))
@@ -179,14 +183,15 @@ def test_a_ray_that_is_not_ours_is_left_as_it_was(three_nodes: str, tmp_path: Pa
     elsewhere = ClusterCommand(tmp_path / "elsewhere", cluster.ray_environment)
     rejected = elsewhere.run(*deploy, *ports(), is_fake=True)
     assert rejected.code == 2
-    who = f"by {getpass.getuser()} on {socket.gethostname()}"
+    holder = f"by {getpass.getuser()} on {socket.gethostname()}"
     assert (
-        f"cluster: guest is deployed on this Ray already, or is being deployed, {who}; `cluster --addr" in rejected.err
+        f"cluster: guest is deployed on this Ray already, or is being deployed, {holder}; `cluster --addr"
+        in rejected.err
     )
     status = cluster.run("status", "--json")
     assert status.code == 0, "the one that was refused has taken nothing down"
-    asked = elsewhere.run("--address", three_nodes, "status", "--json")
-    assert asked.code == 0 and json.loads(asked.out)["endpoints"] == json.loads(status.out)["endpoints"]
+    remote_status = elsewhere.run("--address", three_nodes, "status", "--json")
+    assert remote_status.code == 0 and json.loads(remote_status.out)["endpoints"] == json.loads(status.out)["endpoints"]
 
     assert elsewhere.run("--address", three_nodes, "down").code == 0
     assert (ray.util.list_named_actors(all_namespaces=True), len(living_groups())) == before

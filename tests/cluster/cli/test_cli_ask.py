@@ -1,4 +1,4 @@
-"""`cluster generate` and `cluster chat`, as processes, against a server that repeats what it hears."""
+"""`cluster generate` and `cluster chat` as processes, against a server that echoes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.cluster.cli.fake_inference import FakeInference, serving
 
 @pytest.fixture
 def inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeInference]:
-    """The only deployment that the command line knows of."""
+    """Fake router, registered as the only deployment."""
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     with serving() as (servicer, endpoint):
         state.save(State(name="a", ray_address="", local_ray=None, grpc=endpoint, http="http://x", deploying=None))
@@ -32,7 +32,7 @@ def cluster(tmp_path: Path) -> ClusterCommand:
     return ClusterCommand(tmp_path)
 
 
-def test_an_answer_is_printed_as_text(inference: FakeInference, cluster: ClusterCommand) -> None:
+def test_answer_is_printed_as_text(inference: FakeInference, cluster: ClusterCommand) -> None:
     outcome = cluster.run("generate", "Grüße an alle")
     assert (outcome.code, outcome.out, outcome.err) == (0, "Grüße an alle\n", "")
     [request] = inference.requests
@@ -41,7 +41,7 @@ def test_an_answer_is_printed_as_text(inference: FakeInference, cluster: Cluster
     assert not request.sampling.HasField("temperature") and not request.sampling.HasField("seed")
 
 
-def test_every_option_reaches_the_router(inference: FakeInference, cluster: ClusterCommand) -> None:
+def test_options_reach_the_router(inference: FakeInference, cluster: ClusterCommand) -> None:
     options = "--max-tokens 5 --temperature 0 --top-p 0.5 --top-k 3 --seed 9 --stop a --stop b --system S".split()
     assert cluster.run("generate", "hi", "--chat", *options).code == 0
     [request] = inference.requests
@@ -52,7 +52,7 @@ def test_every_option_reaches_the_router(inference: FakeInference, cluster: Clus
     assert sampling.HasField("temperature")
 
 
-def test_the_account_is_one_json_object(inference: FakeInference, cluster: ClusterCommand) -> None:
+def test_json_output(inference: FakeInference, cluster: ClusterCommand) -> None:
     outcome = cluster.run("generate", "-", "--json", stdin="one two three")
     assert json.loads(outcome.out) == {
         "text": "one two three",
@@ -78,46 +78,46 @@ def test_the_account_is_one_json_object(inference: FakeInference, cluster: Clust
         ("full", 1, "cluster: resource_exhausted: every replica is full\n"),
     ],
 )
-def test_a_refusal_is_one_line(
+def test_rejection_is_one_line(
     inference: FakeInference, cluster: ClusterCommand, prompt: str, code: int, error: str
 ) -> None:
     outcome = cluster.run("generate", prompt)
     assert (outcome.code, outcome.out, outcome.err) == (code, "", error)
 
 
-def test_a_router_that_is_away_is_one_line(cluster: ClusterCommand) -> None:
+def test_unreachable_router_is_one_line(cluster: ClusterCommand) -> None:
     outcome = cluster.run("generate", "hi", "--endpoint", "127.0.0.1:9")
     assert (outcome.code, outcome.err) == (1, "cluster: no router answers at 127.0.0.1:9; see `cluster status`\n")
 
 
-def test_a_conversation_is_kept(inference: FakeInference, cluster: ClusterCommand) -> None:
+def test_chat_sends_the_history(inference: FakeInference, cluster: ClusterCommand) -> None:
     outcome = cluster.run("chat", "--system", "S", stdin="first\n\nsecond one\n/new\nthird\n/quit\nnever\n")
     assert (outcome.code, outcome.out, outcome.err) == (0, "first\nsecond one\nthird\n", "")
-    asked = [[(m.role, m.content) for m in request.chat.messages] for request in inference.requests]
+    histories = [[(m.role, m.content) for m in request.chat.messages] for request in inference.requests]
     system, first = ("system", "S"), ("user", "first")
-    assert asked == [
+    assert histories == [
         [system, first],
         [system, first, ("assistant", "first"), ("user", "second one")],
         [system, ("user", "third")],
     ]
 
 
-def test_a_key_comes_from_the_environment_or_is_this_machines_operators(
+def test_api_key_from_environment_or_operator_file(
     inference: FakeInference, cluster: ClusterCommand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cluster.run("generate", "hi").code == 0
     state.save(replace(state.find("a"), needs_keys=True))
-    assert cluster.run("generate", "hi").code == 0  # this machine has none
+    assert cluster.run("generate", "hi").code == 0  # this machine has no operator key
     state.operator_key_file("a").write_text("sk-own")
     assert cluster.run("generate", "hi").code == 0
     monkeypatch.setenv("XPYD_API_KEY", "sk-other")
-    told = cluster.run("generate", "hi")
-    assert (told.code, told.out, told.err) == (0, "hi\n", "")
+    answer = cluster.run("generate", "hi")
+    assert (answer.code, answer.out, answer.err) == (0, "hi\n", "")
     assert "sk-other" not in cluster.run("generate", "--help").out
     assert inference.authorizations == [None, None, "Bearer sk-own", "Bearer sk-other"]
 
 
-def test_asking_does_not_load_ray(tmp_path: Path) -> None:
+def test_generate_does_not_import_ray(tmp_path: Path) -> None:
     import subprocess
 
     code = (
@@ -142,16 +142,16 @@ def test_asking_does_not_load_ray(tmp_path: Path) -> None:
         (["top", "--once", "--admin", "localhost:notaport"], "no router answers"),
     ],
 )
-def test_a_mistake_is_one_line(
+def test_user_error_is_one_line(
     inference: FakeInference, capsys: pytest.CaptureFixture[str], arguments: list[str], error: str
 ) -> None:
     assert run(arguments) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and error in said.err and said.err.count("\n") == 1, said.err
+    printed = capsys.readouterr()
+    assert printed.out == "" and error in printed.err and printed.err.count("\n") == 1, printed.err
     assert not inference.requests
 
 
-def test_a_prompt_on_stdin_that_is_no_text_is_one_line(
+def test_binary_prompt_on_stdin_is_one_line(
     inference: FakeInference, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe"), encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""`cluster batch` against a real HTTP listener over a fake token service."""
+"""`cluster batch` against a real HTTP listener with a fake token service."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _CHAT, _MESSAGES = "/v1/chat/completions", "/v1/messages"
 
 
 @dataclass(kw_only=True)
-class FakeRefusals(FakeTokenService):
-    """Refuses as many requests as there are refusals, and serves those after."""
+class FakeRejections(FakeTokenService):
+    """Token service that rejects a given number of requests, then serves."""
 
     refusals: Iterator[Exception] = field(default_factory=lambda: iter(()))
 
@@ -48,7 +48,7 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> MakeCompletions:
+def make_completions(tmp_path_factory: pytest.TempPathFactory) -> MakeCompletions:
     directory = make_byte_level(tmp_path_factory.mktemp("byte_level"))
     return MakeCompletions(directory, Tokenizer(directory))
 
@@ -59,17 +59,17 @@ def no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-async def server(made: MakeCompletions) -> AsyncIterator[Server]:
-    async with serving(made) as one:
+async def server(make_completions: MakeCompletions) -> AsyncIterator[Server]:
+    async with serving(make_completions) as one:
         yield one
 
 
 @asynccontextmanager
 async def serving(
-    made: MakeCompletions, fake: FakeTokenService | None = None, *, access: Access | None = None
+    make_completions: MakeCompletions, fake: FakeTokenService | None = None, *, access: Access | None = None
 ) -> AsyncIterator[Server]:
     fake = fake or FakeTokenService()
-    service = made(fake)
+    service = make_completions(fake)
     app = create_app(service, access=access or Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as (host, port):
         yield Server(fake, f"http://{host}:{port}")
@@ -77,8 +77,8 @@ async def serving(
 
 
 def line(custom_id: str, *, url: str = _CHAT, **body: Any) -> dict[str, Any]:
-    asked = {"model": "tiny", "messages": [{"role": "user", "content": custom_id}], "max_tokens": 3} | body
-    return {"custom_id": custom_id, "method": "POST", "url": url, "body": asked}
+    request_body = {"model": "tiny", "messages": [{"role": "user", "content": custom_id}], "max_tokens": 3} | body
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": request_body}
 
 
 def write_lines(path: Path, *lines: Any) -> Path:
@@ -95,7 +95,7 @@ async def run_batch(*arguments: str | Path) -> int:
     return await asyncio.to_thread(run, ["batch", *map(str, arguments)])
 
 
-async def test_answers_and_failures_and_malformed_lines(
+async def test_answers_failures_and_malformed_lines(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = line("c", url=_MESSAGES)
@@ -104,11 +104,11 @@ async def test_answers_and_failures_and_malformed_lines(
     assert await run_batch(file, "-o", out, "--url", f"{server.url}/v1") == 1
     printed = capsys.readouterr()
     assert printed.out == f"2 answers in {out} (0 of them from an earlier run)\n3 lines failed; see {errors}\n"
-    said = printed.err.splitlines()
-    assert len(said) == 3
-    assert said[0].startswith(f"{file}:2: not JSON: ")
-    assert said[1] == f"{file}:5: custom_id: 'a' is a duplicate of line 1"
-    assert said[2].startswith(f"{file}:3: custom_id 'b': 400 temperature: ")
+    messages = printed.err.splitlines()
+    assert len(messages) == 3
+    assert messages[0].startswith(f"{file}:2: not JSON: ")
+    assert messages[1] == f"{file}:5: custom_id: 'a' is a duplicate of line 1"
+    assert messages[2].startswith(f"{file}:3: custom_id 'b': 400 temperature: ")
     answers = {one["custom_id"]: one for one in read_lines(out)}
     assert answers.keys() == {"a", "c"} and answers["a"]["error"] is None
     assert answers["a"]["response"]["status_code"] == 200
@@ -125,7 +125,7 @@ async def test_answers_and_failures_and_malformed_lines(
     assert "2 answers in" in capsys.readouterr().out
 
 
-async def test_requests_are_offline_unless_they_say_otherwise(server: Server, tmp_path: Path) -> None:
+async def test_requests_are_offline_by_default(server: Server, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "in.jsonl", line("a"), line("b", priority=-3))
     assert await run_batch(file, "-o", tmp_path / "1", "--url", server.url, "--concurrency", "1") == 0
     assert await run_batch(file, "-o", tmp_path / "2", "--url", server.url, "--concurrency", "1", "--online") == 0
@@ -133,7 +133,7 @@ async def test_requests_are_offline_unless_they_say_otherwise(server: Server, tm
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-async def test_resume_sends_only_what_has_no_answer(server: Server, tmp_path: Path, number: signal.Signals) -> None:
+async def test_resume_sends_only_unanswered_requests(server: Server, tmp_path: Path, number: signal.Signals) -> None:
     server.fake.hang_after = 3
     file = write_lines(tmp_path / "in.jsonl", line("a"), line("b"), line("c", max_tokens=4), line("d"))
     out = tmp_path / "out.jsonl"
@@ -147,7 +147,8 @@ async def test_resume_sends_only_what_has_no_answer(server: Server, tmp_path: Pa
         assert err == f"cluster: 2 answers in {out}; run it again to resume\n"
     whole = out.read_bytes()
     assert [one["custom_id"] for one in read_lines(out)] == ["a", "b"]
-    out.write_bytes(whole + whole[:40])  # the process was killed while it wrote
+    # The process was killed while writing.
+    out.write_bytes(whole + whole[:40])
     server.fake.go_on.set()
     assert await run_batch(*command[1:]) == 0
     assert out.read_bytes().startswith(whole)
@@ -155,26 +156,26 @@ async def test_resume_sends_only_what_has_no_answer(server: Server, tmp_path: Pa
     assert len(server.fake.started) == 5, "c was sent twice, all others once"
 
 
-async def test_a_full_or_failing_server_is_tried_again(
-    made: MakeCompletions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+async def test_full_or_failing_server_is_retried(
+    make_completions: MakeCompletions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    fake = FakeRefusals(refusals=iter([CapacityError("no room"), ReplicaLost("it left"), CapacityError("no room")]))
+    fake = FakeRejections(refusals=iter([CapacityError("no room"), ReplicaLost("it left"), CapacityError("no room")]))
     file = write_lines(tmp_path / "in.jsonl", line("a"))
-    async with serving(made, fake) as server:
+    async with serving(make_completions, fake) as server:
         assert await run_batch(file, "-o", tmp_path / "out", "--url", server.url) == 0
-    said = capsys.readouterr().err.splitlines()
-    assert said == ["retrying until the deadline: 429 no room", "retrying until the deadline: 503 it left"]
+    messages = capsys.readouterr().err.splitlines()
+    assert messages == ["retrying until the deadline: 429 no room", "retrying until the deadline: 503 it left"]
     assert len(read_lines(tmp_path / "out")) == 1
 
 
-async def test_of_several_urls_one_that_is_away_costs_nothing(server: Server, tmp_path: Path) -> None:
+async def test_unreachable_url_is_skipped(server: Server, tmp_path: Path) -> None:
     file = write_lines(tmp_path / "in.jsonl", *(line(str(number)) for number in range(8)))
     urls = f"http://127.0.0.1:{free_port()},{server.url}"
     assert await run_batch(file, "-o", tmp_path / "out", "--url", urls, "--concurrency", "8") == 0
     assert len(read_lines(tmp_path / "out")) == 8
 
 
-async def test_the_deadline_fails_what_has_no_answer(
+async def test_deadline_fails_unanswered_requests(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.fake.hang_after = 3
@@ -184,12 +185,15 @@ async def test_the_deadline_fails_what_has_no_answer(
     await server.fake.has_ended.wait()
 
 
-async def test_a_refused_key_ends_the_run(
-    made: MakeCompletions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+async def test_rejected_key_ends_the_run(
+    make_completions: MakeCompletions,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     key = issue("one", priorities=(0, 10))
     file = write_lines(tmp_path / "in.jsonl", line("a"), line("b"))
-    async with serving(made, access=access_with(key)) as server:
+    async with serving(make_completions, access=access_with(key)) as server:
         assert await run_batch(file, "-o", tmp_path / "out", "--url", server.url) == 2
         assert "an API key is needed" in capsys.readouterr().err
         monkeypatch.setenv("XPYD_API_KEY", key.secret)
@@ -210,7 +214,7 @@ async def test_a_refused_key_ends_the_run(
         (["in.jsonl", "-o", "out"], "no server answers at http://127.0.0.1:9; see `cluster status`"),
     ],
 )
-def test_what_is_wrong_is_said_before_anything_is_sent(
+def test_errors_are_reported_before_sending(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

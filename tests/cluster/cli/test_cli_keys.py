@@ -1,4 +1,4 @@
-"""`cluster keys`: what an operator is told of a change that routers have not heard of."""
+"""`cluster keys` when a change has not reached the routers."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ _KEY = new_key("acme", new_secret())
 
 @pytest.fixture(params=[True, False])
 def is_told(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether the controller has been able to tell the routers."""
-    told: bool = request.param
+    """Whether the controller could publish the change to the routers."""
+    has_published: bool = request.param
 
     def ask(controller: object, method: str, *keys: ApiKey) -> KeyRegistry | KeyChange:
-        return KeyChange(key=keys[0], is_told=told) if keys else KeyRegistry(version=1, keys=(_KEY,))
+        return KeyChange(key=keys[0], is_told=has_published) if keys else KeyRegistry(version=1, keys=(_KEY,))
 
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(connection, "find_state", lambda name, **_: None)
     monkeypatch.setattr(connection, "join_controller", lambda state: None)
     monkeypatch.setattr(driver, "ask", ask)
-    return told
+    return has_published
 
 
-def test_a_revoked_key_that_routers_still_take_is_an_error(is_told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unpublished_revocation_is_an_error(is_told: bool, capsys: pytest.CaptureFixture[str]) -> None:
     code, printed = run(["keys", "revoke", "acme"]), capsys.readouterr()
     assert (code == 0) == is_told
     assert printed.out == (f"{_KEY.id} of acme is revoked\n" if is_told else "")
-    assert ("Redis is away: routers that run let it in until" in printed.err) != is_told
+    assert ("Redis is unavailable: running routers accept it until" in printed.err) != is_told
 
 
 @pytest.mark.parametrize("is_told", [True], indirect=True)
-def test_a_revoked_key_that_could_not_be_saved_is_an_error(
+def test_unsaved_revocation_is_an_error(
     is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ask(controller: object, method: str, *keys: ApiKey) -> KeyRegistry | KeyChange:
@@ -51,15 +51,13 @@ def test_a_revoked_key_that_could_not_be_saved_is_an_error(
     assert f"{_KEY.id} of acme is revoked, but keys.json: No space left on device" in printed.err and not printed.out
 
 
-def test_a_key_that_there_is_not_is_named_with_those_that_there_are(
-    is_told: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_key_lists_the_existing_ones(is_told: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["keys", "revoke", "other"]) == 2
     assert "no key is called other; there are: acme" in capsys.readouterr().err
 
 
-def test_a_new_key_that_routers_do_not_know_yet_says_so(is_told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unpublished_new_key_is_reported(is_told: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["keys", "create", "acme"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("sk-")
-    assert ("Redis is away: routers take this key when it is back" in printed.err) != is_told
+    assert ("Redis is unavailable: routers accept this key when it is back" in printed.err) != is_told

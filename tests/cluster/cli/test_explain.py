@@ -1,4 +1,4 @@
-"""`cluster explain`: what it says of a request's drafts."""
+"""Draft summary of `cluster explain`."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from cluster.cli.app import run
 
 
 @pytest.mark.parametrize(
-    ("floors", "said"),
+    ("floors", "ending"),
     [
-        (20.0, "a drafted token had to be right with a chance of 0.50\n"),
-        (46.4, "not even a token that is always right would have paid, in a step as they were on average\n"),
+        (20.0, "drafting pays if a token is accepted with probability 0.50 or more\n"),
+        (46.4, "drafting would not pay even if every token were accepted\n"),
     ],
 )
-def test_it_says_what_a_drafted_token_needed(
-    floors: float, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_required_acceptance_rate_is_shown(
+    floors: float, ending: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tally = {"steps": 40, "drafts": 6, "unguessed": 5, "drafted": 32, "accepted": 14, "floors": floors}
     attempts: list[dict[str, Any]] = [{"options": [], "replicas": {}, "drafts": tally}]
     monkeypatch.setattr(explain, "remembered", lambda *_: {"r": attempts})
     assert run(["explain", "r"]) == 0
     out = capsys.readouterr().out
-    assert "drafts: 32 tokens, 14 of them right (44%), in 6 of 40 steps; in 5 nobody had a guess, in 29" in out
-    assert out.endswith(said)
+    assert "drafts: 32 tokens, 14 of them accepted (44%), in 6 of 40 steps; no draft found in 5" in out
+    assert "not worthwhile or no room in 29" in out
+    assert out.endswith(ending)

@@ -1,4 +1,4 @@
-"""`cluster --address USER@HEAD ...`: the command that ssh gets, and a real sshd on loopback that runs it."""
+"""`cluster --address USER@HEAD ...`: arguments for ssh, and a real sshd on loopback that runs the command."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _script(path: Path, text: str) -> Path:
 
 @dataclass(frozen=True)
 class _Client:
-    """Runs the real `cluster` with `directory` as its PATH."""
+    """Runner of the real `cluster` with `directory` as its PATH."""
 
     directory: Path
 
@@ -62,7 +62,7 @@ class _Client:
         )
 
     def remote_words(self, *arguments: str) -> list[str]:
-        """Arguments of the `cluster` on the head."""
+        """Return the arguments of the `cluster` command on the head."""
         done = self.run("--address", _HEAD, *arguments, FAILS="0")
         assert done.returncode == 0, done.stderr
         seen = (self.directory / "seen").read_text()
@@ -103,7 +103,7 @@ def test_remote_command_is_configurable(client: _Client) -> None:
     assert done.stdout == "['--first', 'status'] None \n"
 
 
-def test_scripts_are_never_asked_for_a_password(client: _Client) -> None:
+def test_scripts_get_no_password_prompt(client: _Client) -> None:
     client.remote_words("status")
     assert "BatchMode=yes" in (client.directory / "seen").read_text()
 
@@ -127,7 +127,7 @@ def test_missing_ssh_is_one_line(tmp_path: Path) -> None:
     assert done.stderr == f"cluster: --address {_HEAD}: ssh is not installed; install it (Debian: openssh-client)\n"
 
 
-def test_the_port_of_ray_is_refused(client: _Client) -> None:
+def test_ray_port_is_rejected(client: _Client) -> None:
     done = client.run("--address", f"{_HEAD}:6379", "status")
     assert done.returncode == 2 and "write ubuntu@head (or ssh://ubuntu@head:6379," in done.stderr
 
@@ -138,22 +138,22 @@ def test_other_addresses_are_left_to_ssh(client: _Client, address: str) -> None:
     assert f'"--", "{address}"' in (client.directory / "seen").read_text()
 
 
-def test_deploy_refuses_a_local_spec_file(client: _Client) -> None:
+def test_deploy_rejects_a_local_spec_file(client: _Client) -> None:
     (client.directory / "here.yaml").write_text("{}")
     done = client.run("--address", _HEAD, "deploy", "here.yaml")
-    assert done.returncode == 2 and "here.yaml is a file of this machine" in done.stderr
+    assert done.returncode == 2 and "here.yaml is a local file" in done.stderr
     assert f"`scp here.yaml {_HEAD}:`" in done.stderr
 
 
 @dataclass(frozen=True)
 class _Sshd:
-    """A real sshd on loopback, for this user, with keys of its own."""
+    """Real sshd on loopback for this user, with its own keys."""
 
     directory: Path
     port: int
 
     def client(self) -> _Client:
-        """Client whose ssh is the real one, and reads no configuration but this."""
+        """Return a client that uses the real ssh with only this configuration."""
         options = f"-F {self.directory / 'config'}"
         directory = self.directory / "client"
         _script(directory / "ssh", f'#!/bin/sh\nexec {shutil.which("ssh")} {options} "$@"\n')
@@ -185,7 +185,8 @@ def sshd(tmp_path: Path) -> Iterator[_Sshd]:
     }
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     if os.geteuid() == 0:
-        Path("/run/sshd").mkdir(exist_ok=True)  # root's sshd refuses to start without it
+        # root's sshd does not start without it.
+        Path("/run/sshd").mkdir(exist_ok=True)
     assert _SSHD
     process = subprocess.Popen([_SSHD, "-D", "-e", "-f", "/dev/null", *words], stderr=subprocess.PIPE, text=True)
     try:
@@ -212,7 +213,7 @@ def test_a_real_sshd_runs_the_command(sshd: _Sshd) -> None:
     assert missing.returncode == 2 and "/no/such/cluster was not found there" in missing.stderr
 
 
-def test_a_real_sshd_that_has_ended(sshd: _Sshd) -> None:
+def test_stopped_sshd_is_an_error(sshd: _Sshd) -> None:
     (sshd.directory / "config").write_text(f"Port {free_port()}\n")
     done = sshd.client().run("--address", f"{getpass.getuser()}@127.0.0.1", "status")
     assert done.returncode == 2 and "ssh failed; try `ssh " in done.stderr

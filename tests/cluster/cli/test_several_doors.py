@@ -1,4 +1,4 @@
-"""A client that knows several doors: it uses all of them, and one that is lost costs a request no more than a pause."""
+"""Client with several endpoints: it uses all of them, and a lost one costs only a short pause."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ def endpoints() -> Iterator[tuple[tuple[FakeInference, str], tuple[FakeInference
 
 
 def ask(client: InferenceClient, prompt: str = "well met") -> str:
-    """Within a third of what gRPC by itself would wait for a peer that has fallen silent."""
+    """Send a request with a third of gRPC's default timeout for a silent peer."""
     events = client.generate(pb.GenerateRequest(prompt=prompt), timeout_s=20)
     return "".join(event.delta.text for event in events)
 
 
-def test_it_uses_all_of_them(endpoints: tuple[tuple[FakeInference, str], tuple[FakeInference, str]]) -> None:
+def test_all_endpoints_are_used(endpoints: tuple[tuple[FakeInference, str], tuple[FakeInference, str]]) -> None:
     (one, one_at), (other, other_at) = endpoints
     with InferenceClient(f"{one_at},{other_at}", EndpointAccess()) as client:
         assert until(lambda: ask(client) == "well met" and one.requests and other.requests)
 
 
-def test_one_that_takes_a_connection_and_says_nothing_keeps_nobody_waiting() -> None:
+def test_silent_endpoint_does_not_block() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent, serving() as (_, open_one):
         with InferenceClient(f"127.0.0.1:{silent.getsockname()[1]},{open_one}", EndpointAccess()) as client:
             assert ask(client) == "well met"
 
 
-async def test_one_that_falls_silent_costs_a_pause(
+async def test_endpoint_that_falls_silent_costs_a_pause(
     endpoints: tuple[tuple[FakeInference, str], tuple[FakeInference, str]],
 ) -> None:
     (one, one_at), (other, other_at) = endpoints
@@ -50,16 +50,17 @@ async def test_one_that_falls_silent_costs_a_pause(
             while not (one.requests and other.requests):
                 await asyncio.to_thread(ask, client)
             cable.fall_silent()
-            heard, before = len(other.requests), len(one.requests)
-            for _ in range(2):  # each door's turn
+            num_other, before = len(other.requests), len(one.requests)
+            # One turn per endpoint.
+            for _ in range(2):
                 assert await asyncio.to_thread(ask, client) == "well met"
-            assert (len(one.requests), len(other.requests)) == (before, heard + 2)
+            assert (len(one.requests), len(other.requests)) == (before, num_other + 2)
 
 
-async def test_a_stream_whose_router_is_lost_ends_in_a_clear_error(
+async def test_stream_of_a_lost_router_ends_with_an_error(
     endpoints: tuple[tuple[FakeInference, str], tuple[FakeInference, str]],
 ) -> None:
-    """Its beginning is printed already, so that nobody but the client can ask again."""
+    """The beginning has been printed, so only the client can retry."""
     (one, one_at), (other, other_at) = endpoints
     other.is_held = one.is_held = True
     async with (
@@ -71,11 +72,13 @@ async def test_a_stream_whose_router_is_lost_ends_in_a_clear_error(
             assert (await asyncio.to_thread(next, events)).delta.text == "well"
             cable.pull_out()
             second_cable.pull_out()
-            with pytest.raises(RequestFailed, match=r"its router was lost .*; ask again: the same seed gives the same"):
+            with pytest.raises(
+                RequestFailed, match=r"the router was lost .*; retry the request: the same seed gives the same"
+            ):
                 await asyncio.to_thread(next, events)
 
 
-def test_what_a_router_says_is_asked_nowhere_else(
+def test_router_errors_are_not_retried_elsewhere(
     endpoints: tuple[tuple[FakeInference, str], tuple[FakeInference, str]],
 ) -> None:
     (one, one_at), (other, other_at) = endpoints

@@ -1,4 +1,4 @@
-"""What `cluster status` says of a deployment, to people and to scripts."""
+"""Text and exit code of `cluster status`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from cluster.cli.app import run
 from cluster.cli.status import as_text
 from core.types.errors import DeployError, NotDeployed
 
-if TYPE_CHECKING:  # it brings Ray
+# Imports Ray.
+if TYPE_CHECKING:
     from cluster.launch.status import DeploymentReport
 
 
 @pytest.mark.parametrize("tls", ["auto", "files", "off"])
-def test_it_says_when_the_processes_speak_in_clear(tls: str) -> None:
+def test_unencrypted_deployment_is_reported(tls: str) -> None:
     report: DeploymentReport = {
         "name": "a",
         "ready": True,
@@ -27,7 +28,7 @@ def test_it_says_when_the_processes_speak_in_clear(tls: str) -> None:
 
 
 @pytest.mark.parametrize(("error", "code"), [(DeployError("no Ray answers"), 1), (NotDeployed("nothing"), 3)])
-def test_its_exit_code_is_what_scripts_go_by(
+def test_exit_code(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def find_state(name: str | None) -> None:

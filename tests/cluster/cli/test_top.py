@@ -1,4 +1,4 @@
-"""`cluster top`, of what several routers see."""
+"""`cluster top` with the views of several routers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _view(router: str, *, state: str = "ready", request: str = "r-1") -> dict[st
             "decisions": [decision], "events": [], "autoscaler": []}  # fmt: skip
 
 
-def test_routers_are_added_up_and_replicas_are_not() -> None:
+def test_router_totals_are_summed_and_replicas_are_not() -> None:
     lines = plain([_view("a"), _view("b")]).splitlines()
     assert lines[0] == "d: 2 routers, 0P1D, 100 tokens/s, 4.0 requests/s, 4 waiting, TTFT 100.0 ms (P99 300), ITL -"
     rows = [line.split() for line in lines if line.startswith("decode-1")]
@@ -31,11 +31,11 @@ def test_routers_are_added_up_and_replicas_are_not() -> None:
     assert flow == ["handoff", "prefill-0", "decode-1", "2.00"]
 
 
-def test_a_replica_that_one_router_has_lost_is_lost() -> None:
+def test_replica_lost_by_one_router_is_lost() -> None:
     assert "lost" in plain([_view("a"), _view("b", state="lost")])
     assert "lost" in plain([_view("a", state="lost"), _view("b")])
 
 
-def test_a_clients_word_gives_a_terminal_no_orders() -> None:
+def test_client_text_is_stripped_of_control_codes() -> None:
     text = plain([_view("a", request="\x1b]0;owned\x07r")])
     assert "\x1b" not in text and "\x07" not in text and "?]0;owned?r" in text

@@ -1,4 +1,4 @@
-"""`cluster update`: what it says that it would do, and what becomes of what it asks for."""
+"""`cluster update`: dry runs, and outcomes of updates."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ POOLS = {role: {"replicas": [{"id": f"{role}-0", **REPLICA}], "failures": []} fo
 
 
 class FakeController:
-    """Says one after the other what its update has come to."""
+    """Controller that returns scripted update states in sequence."""
 
     def __init__(self, *steps: tuple[str, str]) -> None:
-        """steps: a phase, and what was said of the last update; "" as a phase: it is over."""
-        self.asked: list[str] = []
+        """steps: (phase, text of the last update); an empty phase means that the update has ended."""
+        self.methods: list[str] = []
         self._steps = list(steps)
 
     def ask(self, controller: object, method: str, *args: Any, **kwargs: Any) -> Any:
-        self.asked.append(method)
+        self.methods.append(method)
         if method == "status":
-            phase, last = self._steps.pop(0) if "update" in self.asked else ("", "")
+            phase, last = self._steps.pop(0) if "update" in self.methods else ("", "")
             update = {"revision": 2, "phase": phase, "reason": "it is slow", "step": "1 of 2", "share": 0.5}
             report = {"number": 1, "update": update if phase else None, "last_update": last}
             return {"spec": SPEC, "pools": POOLS, "revision": report}
@@ -54,20 +54,20 @@ def update(*arguments: str) -> int:
     return run(["update", *arguments])
 
 
-def test_a_dry_run_says_what_changes_and_who_goes_and_asks_for_nothing(
+def test_dry_run_prints_changes_and_requests_nothing(
     controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake = controlled()
     assert update("--set", "decode.max_running=32", "--set", "timeouts.drain_s=9", "--dry-run") == 0
-    said = capsys.readouterr().out
-    assert "decode.max_running: 64 -> 32    new decode replicas" in said
-    assert "prefill: prefill-0 stay" in said and "decode: decode-0 replaced" in said
-    assert fake.asked == ["status"]
+    output = capsys.readouterr().out
+    assert "decode.max_running: 64 -> 32    new decode replicas" in output
+    assert "prefill: prefill-0 stay" in output and "decode: decode-0 replaced" in output
+    assert fake.methods == ["status"]
     assert update("--set", "router.http_port=9", "--dry-run") == 0
     assert "an update cannot do this" in capsys.readouterr().out
 
 
-def test_a_dry_run_looks_at_what_need_not_be_fetched(
+def test_dry_run_checks_local_sources(
     controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controlled()
@@ -78,45 +78,45 @@ def test_a_dry_run_looks_at_what_need_not_be_fetched(
     monkeypatch.setattr(preflight, "check_model", reject)
     heads = ("--set", "speculation.method=eagle", "--set")
     assert update(*heads, "speculation.model=/heads", "--dry-run") == 2
-    told = capsys.readouterr()
-    assert "/heads: cut off" in told.err and "speculation.model" in told.out
+    printed = capsys.readouterr()
+    assert "/heads: cut off" in printed.err and "speculation.model" in printed.out
     assert update(*heads, "speculation.model=hf:org/heads", "--dry-run") == 0
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "output"),
     [
         (["--set", "router.http_port=9"], "router.http_port: cannot change while deployed"),
-        (["--set", "name=b"], "name: this spec is of b, and the deployment is a"),
+        (["--set", "name=b"], "name: the spec is named b, the deployment a"),
         (["--set", "decode.max_runing=9"], "did you mean max_running?"),
-        (["--set", "decode.max_running=9", "--canary", "2"], "--canary 2: a share of the requests"),
-        ([], "name a spec, or say --set PATH=VALUE"),
+        (["--set", "decode.max_running=9", "--canary", "2"], "--canary 2: must be a share of the requests"),
+        ([], "give a spec, --set PATH=VALUE"),
     ],
 )
-def test_what_cannot_be_is_one_line(
-    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+def test_invalid_update_is_one_line(
+    controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str], arguments: list[str], output: str
 ) -> None:
     fake = controlled()
     assert update(*arguments) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and "update" not in fake.asked
+    assert output in error and error.count("\n") == 1 and "update" not in fake.methods
 
 
-def test_it_waits_for_the_end_and_fails_where_the_update_was_taken_back(
+def test_waits_for_the_end_and_fails_after_a_rollback(
     controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cluster.cli.update.time.sleep", lambda seconds: None)
     controlled(("rolling", ""), ("", "revision 2 serves"))
     assert update("--restart") == 0
     assert "revision 2 serves, after" in capsys.readouterr().out
-    controlled(("canary", ""), ("returning", ""), ("", "revision 2 was taken back: it is slow"))
+    controlled(("canary", ""), ("returning", ""), ("", "revision 2 was rolled back: it is slow"))
     assert update("--restart") == 2
-    assert "cluster: revision 2 was taken back: it is slow" in capsys.readouterr().err
+    assert "cluster: revision 2 was rolled back: it is slow" in capsys.readouterr().err
 
 
-def test_what_already_is_changes_nothing(
+def test_equal_spec_changes_nothing(
     controlled: Callable[..., FakeController], capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake = controlled()
     assert update("--set", "decode.replicas=2") == 0
-    assert capsys.readouterr().out == "nothing changes\n" and fake.asked == ["status"]
+    assert capsys.readouterr().out == "nothing changes\n" and fake.methods == ["status"]

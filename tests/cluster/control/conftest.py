@@ -1,4 +1,4 @@
-"""Deployments in the Ray of three nodes, whose ranks hold no model."""
+"""Deployments on a Ray of three nodes, with ranks without a model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from tests.support.waiting import WITHIN_S, until
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # gone, or going while it was read
+    except (FileNotFoundError, ProcessLookupError):
+        # It has ended, or ended while it was read.
         return False
 
 
 class Deployment:
-    """A controller with fake ranks, and what a test asks of it."""
+    """Controller with fake ranks, and helpers for tests."""
 
     def __init__(
         self, log_dir: Path, spec: dict[str, Any], *, index_url: str = "redis://127.0.0.1:1", **parts: str
@@ -55,7 +56,7 @@ class Deployment:
         return self.call("status")["pools"][role]
 
     def until(self, condition: Callable[[dict[str, Any]], Any], *, within_s: float = WITHIN_S) -> dict[str, Any]:
-        """The pools as soon as `condition(pools)` holds."""
+        """Wait until `condition(pools)` holds. Returns the pools."""
         pools: dict[str, Any] = {}
 
         def holds() -> Any:
@@ -63,7 +64,8 @@ class Deployment:
             return condition(pools)
 
         try:
-            until(holds, within_s=within_s, look_s=0.1)  # each look is a call, and what it waits for wants the cores
+            # Each look is a call, which competes for the cores with what it waits for.
+            until(holds, within_s=within_s, look_s=0.1)
         except AssertionError:
             raise AssertionError(f"it never came to that; the pools: {pools}") from None
         return pools
@@ -74,8 +76,10 @@ class Deployment:
         )
 
     def restart(self) -> None:
-        """The controller is killed, and whoever asks from now on asks its next life: until its process has ended, what
-        is called may still reach that, and be called again."""
+        """Kill the controller and use its restarted actor from now on.
+
+        Waits for the old process to end: until then, a call may still reach it and be repeated.
+        """
         import ray
 
         pid = ray.get(self.controller.__ray_call__.remote(lambda _: os.getpid()), timeout=WITHIN_S)
@@ -91,7 +95,7 @@ class Deployment:
 
 @pytest.fixture
 def deploy(three_nodes: str, tmp_path: Path) -> Iterator[Callable[..., Deployment]]:
-    """deploy(spec, prefill="slow_load", index_url=…) -> Deployment; taken down at the end."""
+    """deploy(spec, prefill="slow_load", index_url=…) -> Deployment, taken down at the end."""
     made: list[Deployment] = []
 
     def make(spec: dict[str, Any], **more: str) -> Deployment:

@@ -1,4 +1,4 @@
-"""A rank without a model. What it does wrong, and when it has finished its work, the test decides."""
+"""Rank without a model. The test controls its faults and when it finishes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _LOOK_S = 0.02
 class FakeRank:
     """Implements core.types.rank_api.Rank.
 
-    fault: "raises in load" or "dies in load" (rank 0 alone), "slow load" (until the file `go` appears in the log
-    directory), or "slow drain" (until the file `<replica>.finished` appears there). Where the file `fails` is there, it
-    raises in load, whatever its fault.
+    fault: "raises in load" or "dies in load" (rank 0 only), "slow load" (until the file `go` appears in the log
+    directory), or "slow drain" (until the file `<replica>.finished` appears there). If the file `fails` exists, load
+    raises in any case.
     """
 
     def __init__(self, launch: Launch, *, identity: Identity, fault: str = "") -> None:
@@ -58,7 +58,7 @@ class FakeRank:
     def status(self) -> RankStatus:
         if self._state == "draining" and self._has_finished:
             self._state = "drained"
-        busy = 1 if self._replica.endswith("-0") else 0  # the oldest replica is the busy one
+        busy = 1 if self._replica.endswith("-0") else 0  # the oldest replica is busy
         blocks = {"total": 100, "free": 90, "cached": 10}
         return {"state": self._state, "running": busy, "waiting": 0, "blocks": blocks}
 

@@ -1,4 +1,4 @@
-"""A controller that Ray has started again, while Ray itself has only just come back."""
+"""Controller restarted by Ray while Ray itself is coming back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from core.types.errors import DeployError, RankUnreachable
 from core.types.launch import Launch
 
 
-async def test_what_lives_is_looked_for_until_ray_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_adoption_retries_until_ray_lists_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[list[str] | Exception] = [RpcError("the control store is away"), ["decode-3"], []]
     removed: list[str] = []
 
@@ -38,13 +38,13 @@ async def test_what_lives_is_looked_for_until_ray_says_it(monkeypatch: pytest.Mo
     await starting.__init__("a")  # type: ignore[misc,func-returns-value]
     with pytest.raises(DeployError, match="nothing has been deployed yet"):
         await starting.status()
-    assert removed == ["decode-3"], "nobody wants it: but it was found"
+    assert removed == ["decode-3"], "it was found, but is not desired"
     await starting.stop()
     assert not answers
 
 
-async def test_a_replica_that_cannot_be_reached_for_a_moment_is_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the controller's host has just come back, the others are not all there at once."""
+async def test_temporarily_unreachable_replica_is_adopted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts do not come back all at once when the controller's host has rebooted."""
     removed: list[str] = []
 
     class Timeline:
@@ -80,10 +80,8 @@ async def test_a_replica_that_cannot_be_reached_for_a_moment_is_adopted(monkeypa
     await starting.stop()
 
 
-async def test_what_was_captured_of_traffic_goes_with_whoever_could_fetch_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """With the controller that restarts, for it has the salt alone; and with the deployment."""
+async def test_capture_file_is_removed_with_its_controller(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its salt is lost with the controller process, and the capture belongs to the deployment."""
     launch = Launch(
         spec=parse_spec({"prefill": {"replicas": 0}, "decode": {"replicas": 0}}),
         log_dir=str(tmp_path / "logs"),

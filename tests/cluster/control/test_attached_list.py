@@ -1,4 +1,4 @@
-"""Which deployments name another's doors: as Ray's store says."""
+"""Attached deployments, as recorded in Ray's store."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def names(three_nodes: str) -> Iterator[list[str]]:
         name_lock.give_up(name)
 
 
-def test_they_are_those_that_are_there_now(names: list[str]) -> None:
+def test_list_follows_the_current_deployments(names: list[str]) -> None:
     main, a, b = names
     stored(spec_of(main, model="m", grpc_port=4001, keys="required", replicas=2))
     attached_deployments = AttachedList(main)
@@ -64,30 +64,28 @@ def test_they_are_those_that_are_there_now(names: list[str]) -> None:
     assert attached_to(main) == [b]
     newer = json.dumps({"spec": {"router": {"endpoints": main, "newer": 1}}})
     StoreEntry("desired", namespace=desired_state.namespace(a)).put(newer)
-    assert attached_to(main) == [b], "one that cannot be read keeps nobody else away"
+    assert attached_to(main) == [b], "an unreadable record hides no other deployment"
 
 
-def test_what_is_the_doors_is_taken_from_their_spec(names: list[str]) -> None:
+def test_endpoint_settings_come_from_the_owner(names: list[str]) -> None:
     main, a, b = names
-    with pytest.raises(SpecError, match=rf"router\.doors: {main} is not deployed on this Ray; deploy it first"):
+    with pytest.raises(SpecError, match=rf"router\.endpoints: {main} is not deployed on this Ray; deploy it first"):
         attach(spec_of(a, model="x", endpoints=main))
     stored(spec_of(main, model="m", grpc_port=4001, keys="required", replicas=2))
     lent = attach(spec_of(a, model="x", endpoints=main, policy="prefix", admin_port=9000))
-    said = lent.router
-    assert (said.endpoints, said.grpc_port, said.keys, said.replicas) == (main, 4001, "required", 2)
-    assert (said.policy, said.admin_ports, lent.num_routers) == ("prefix", [9000, 9001, 9002, 9003], 2)
-    with pytest.raises(
-        SpecError, match=rf"model\.served_name: m is what clients of these doors call the model of {main}"
-    ):
+    router = lent.router
+    assert (router.endpoints, router.grpc_port, router.keys, router.replicas) == (main, 4001, "required", 2)
+    assert (router.policy, router.admin_ports, lent.num_routers) == ("prefix", [9000, 9001, 9002, 9003], 2)
+    with pytest.raises(SpecError, match=rf"model\.served_name: m is already served by {main} at these endpoints"):
         attach(spec_of(a, model="m", endpoints=main))
     stored(spec_of(a, model="x", endpoints=main))
     with pytest.raises(SpecError, match=rf"call the model of {a}; set another"):
         attach(spec_of(b, model="x", endpoints=main))
-    with pytest.raises(SpecError, match=rf"router\.doors: {a} has none of its own; name {main}, whose it uses"):
+    with pytest.raises(SpecError, match=rf"router\.endpoints: {a} has no endpoints of its own; name {main} instead"):
         attach(spec_of(b, model="y", endpoints=a))
 
 
-def test_what_is_stored_of_one_and_cannot_be_read_is_its_own_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_record_affects_only_its_deployment(monkeypatch: pytest.MonkeyPatch) -> None:
     def text_of(name: str) -> bytes:
         credentials = DeploymentSecrets.new(index_url="redis://127.0.0.1:1")
         launch = Launch(spec=spec_of(name, model=name, endpoints="main"), log_dir="/nowhere", credentials=credentials)

@@ -1,4 +1,4 @@
-"""The autoscaler at work in a controller: what it sees, carries out, keeps, and leaves to others."""
+"""The autoscaler's control loop in a controller: observations, applied and stored decisions, conflicts."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from tests.support.waiting import becomes
 
 
 class FakeHistory:
-    """What Ray's store would keep."""
+    """Stand-in for the history in Ray's store."""
 
     def __init__(self) -> None:
-        self.kept: ScalingHistory | None = None
+        self.stored: ScalingHistory | None = None
 
     def load(self, name: str, /) -> ScalingHistory | None:
-        return self.kept
+        return self.stored
 
     def save(self, name: str, state: AutoscaleState, decisions: Iterable[ScalingDecision], /) -> None:
-        self.kept = ScalingHistory(state, list(decisions))
+        self.stored = ScalingHistory(state, list(decisions))
 
 
 class _Site:
-    """A deployment of 2P2D whose autoscaler wants 1P3D, once and for all."""
+    """Deployment of 2P2D whose autoscaler always wants 1P3D."""
 
     def __init__(self, tmp_path: Path, history: FakeHistory | None = None, **rules: Any) -> None:
         tree = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}, "autoscale": {"max_devices": 4, **rules}}
@@ -56,12 +56,12 @@ class _Site:
         )
         self.desired = Desired(launch=launch)
         self.history = history or FakeHistory()
-        self.asked: list[LiveObservation] = []
+        self.observations: list[LiveObservation] = []
         self.scaled: list[dict[str, int]] = []
         self.before_done = self.before_scaled = lambda: None
-        self.autoscaling = self.new_life()
+        self.autoscaling = self.restart()
 
-    def new_life(self) -> Autoscaling:
+    def restart(self) -> Autoscaling:
         return Autoscaling(
             "test",
             {role: RolePools(role, changed=lambda: None) for role in Role},
@@ -72,13 +72,15 @@ class _Site:
             store=self.history,
         )
 
-    async def _decide(self, state: AutoscaleState, sight: LiveObservation) -> tuple[AutoscaleState, ScalingDecision]:
-        self.asked.append(sight)
-        spec = sight.spec
+    async def _decide(
+        self, state: AutoscaleState, observation: LiveObservation
+    ) -> tuple[AutoscaleState, ScalingDecision]:
+        self.observations.append(observation)
+        spec = observation.spec
         number = state.number + 1
         decision = ScalingDecision(
             number=number,
-            time_s=sight.time_s,
+            time_s=observation.time_s,
             before=PoolSizes(spec.prefill.replicas, spec.decode.replicas),
             after=PoolSizes(1, 3),
             mode="simulator",
@@ -95,19 +97,19 @@ class _Site:
             self.desired.scale(Role(role), number)
 
 
-async def test_both_pools_are_scaled_as_one_change_and_it_is_known_why(tmp_path: Path) -> None:
+async def test_both_pools_scale_as_one_change_with_a_reason(tmp_path: Path) -> None:
     site = _Site(tmp_path)
     await site.autoscaling.decide_once()
     assert site.scaled == [{"prefill": 1, "decode": 3}]
     report = site.autoscaling.report()
     assert report["sizes"] == [1, 3] and report["decisions"][0]["reason"] == "so it is"
-    assert "began anew" in report["history"]
+    assert "started without history" in report["history"]
     assert [(shown.text.endswith(" -> 1P3D"), shown.reason) for shown in site.autoscaling.shown()] == [
         (True, "so it is")
     ]
 
 
-async def test_pools_that_are_alike_may_switch_and_others_may_not(tmp_path: Path) -> None:
+async def test_only_equal_pools_may_switch(tmp_path: Path) -> None:
     site = _Site(tmp_path)
     await site.autoscaling.decide_once()
     site.desired.launch = replace(
@@ -117,37 +119,37 @@ async def test_pools_that_are_alike_may_switch_and_others_may_not(tmp_path: Path
         ),
     )
     await site.autoscaling.decide_once()
-    alike, unlike = (sight.price.switch_s for sight in site.asked)
+    alike, unlike = (observation.price.switch_s for observation in site.observations)
     assert alike is not None and unlike is None
 
 
-async def test_a_dry_run_changes_nothing_and_says_the_same(tmp_path: Path) -> None:
+async def test_dry_run_reports_but_changes_nothing(tmp_path: Path) -> None:
     site = _Site(tmp_path, dry_run=True)
     decision = await site.autoscaling.decide_once()
     assert site.scaled == [] and decision and decision.is_change and decision.is_dry_run
 
 
-async def test_without_the_key_in_the_spec_nothing_is_asked(tmp_path: Path) -> None:
+async def test_no_decision_without_autoscale_in_the_spec(tmp_path: Path) -> None:
     site = _Site(tmp_path)
     site.desired.launch = replace(site.desired.launch, spec=site.desired.spec.model_copy(update={"autoscale": None}))
-    assert await site.autoscaling.decide_once() is None and not site.asked
+    assert await site.autoscaling.decide_once() is None and not site.observations
     assert site.autoscaling.report()["rules"] is None
 
 
-async def test_a_new_life_goes_on_from_what_was_decided(tmp_path: Path) -> None:
+async def test_restart_continues_the_history(tmp_path: Path) -> None:
     site = _Site(tmp_path)
     await site.autoscaling.decide_once()
-    again = site.new_life()
+    again = site.restart()
     decision = await again.decide_once()
     assert decision and decision.number == 2
     assert [one["number"] for one in again.report()["decisions"]] == [1, 2]
-    assert "taken over" in again.report()["history"]
+    assert "continued from an earlier run" in again.report()["history"]
 
 
-async def test_what_another_life_has_decided_meanwhile_stands(tmp_path: Path) -> None:
+async def test_concurrent_decision_of_another_run_wins(tmp_path: Path) -> None:
     site = _Site(tmp_path)
     await site.autoscaling.decide_once()
-    other = site.history.kept
+    other = site.history.stored
     assert other
 
     def another_decides() -> None:
@@ -160,15 +162,15 @@ async def test_what_another_life_has_decided_meanwhile_stands(tmp_path: Path) ->
     assert decision and decision.number == 8
 
 
-async def test_what_was_decided_of_other_sizes_than_an_operator_has_made_is_dropped(tmp_path: Path) -> None:
+async def test_decision_for_outdated_sizes_is_dropped(tmp_path: Path) -> None:
     site = _Site(tmp_path)
     site.before_done = lambda: site.desired.scale(Role.DECODE, 5)
     assert await site.autoscaling.decide_once() is None
     assert site.scaled == [] and site.autoscaling.report()["sizes"] == [2, 5]
 
 
-async def test_a_decision_by_rules_that_hold_no_more_is_dropped(tmp_path: Path) -> None:
-    """A decision may take minutes, in which an operator has turned the autoscaler off, or made it a dry run."""
+async def test_decision_by_outdated_rules_is_dropped(tmp_path: Path) -> None:
+    """A decision may take minutes, during which an operator turns the autoscaler off or makes it a dry run."""
     for rules in (None, AutoscaleSpec(max_devices=4, dry_run=True)):
         site = _Site(tmp_path)
         site.before_done = lambda site=site, rules=rules: site.desired.set_autoscale(rules)  # type: ignore[misc]
@@ -176,21 +178,22 @@ async def test_a_decision_by_rules_that_hold_no_more_is_dropped(tmp_path: Path) 
         assert site.scaled == [] and not site.autoscaling.report()["decisions"]
 
 
-async def test_during_an_update_nothing_is_decided_nor_noted_as_done(tmp_path: Path) -> None:
+async def test_no_decision_during_an_update(tmp_path: Path) -> None:
     site = _Site(tmp_path)
     update = Update(revision=2, spec=site.desired.spec, roles=frozenset(Role))
     site.before_done = lambda: setattr(site.desired, "update", update)
-    assert await site.autoscaling.decide_once() is None and len(site.asked) == 1  # it began meanwhile
-    assert await site.autoscaling.decide_once() is None and len(site.asked) == 1
-    assert site.scaled == [] and site.history.kept is None
+    # It began in the meantime.
+    assert await site.autoscaling.decide_once() is None and len(site.observations) == 1
+    assert await site.autoscaling.decide_once() is None and len(site.observations) == 1
+    assert site.scaled == [] and site.history.stored is None
 
 
-async def test_a_decision_is_kept_before_it_is_carried_out(tmp_path: Path) -> None:
-    """Else a controller that dies in between would decide it a second time, under the same number."""
+async def test_decision_is_stored_before_it_is_applied(tmp_path: Path) -> None:
+    """Otherwise a controller that dies in between would make the same decision again under the same number."""
     site = _Site(tmp_path)
 
     def fails() -> None:
-        assert site.history.kept and site.history.kept.state.number == 1
+        assert site.history.stored and site.history.stored.state.number == 1
         raise RuntimeError("the controller dies")
 
     site.before_scaled = fails
@@ -198,7 +201,7 @@ async def test_a_decision_is_kept_before_it_is_carried_out(tmp_path: Path) -> No
         await site.autoscaling.decide_once()
 
 
-async def test_an_error_that_nobody_thought_of_is_told_and_the_next_decision_is_made(tmp_path: Path) -> None:
+async def test_unexpected_error_is_reported_and_the_loop_continues(tmp_path: Path) -> None:
     site = _Site(tmp_path, interval_s=1)
 
     def fails() -> None:
@@ -213,9 +216,9 @@ async def test_an_error_that_nobody_thought_of_is_told_and_the_next_decision_is_
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_what_another_version_has_kept_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    kept: list[str] = []
-    store = SimpleNamespace(put=kept.append, get=lambda: kept[-1])
+async def test_history_of_another_version_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stored: list[str] = []
+    store = SimpleNamespace(put=stored.append, get=lambda: stored[-1])
     monkeypatch.setattr(scaling_history, "StoreEntry", lambda *names, **more: store)
     seen = Prediction(
         sizes=PoolSizes(1, 3), load=1.0, good_share=1.0, ttft_share=1.0, itl_share=1.0,
@@ -226,9 +229,9 @@ async def test_what_another_version_has_kept_is_read(monkeypatch: pytest.MonkeyP
     assert decision
     state, decisions = AutoscaleState(number=1, expected=seen), [replace(decision, tried=(seen,))]
     scaling_history.save("test", state, decisions)
-    tree = json.loads(kept[-1])
+    tree = json.loads(stored[-1])
     first, then = tree["state"], tree["decisions"][0]
     for part in (tree, first, first["trust"], first["expected"], then, then["moves"], then["tried"][0]):
         part["of a newer version"] = 1
-    kept.append(json.dumps(tree))
+    stored.append(json.dumps(tree))
     assert scaling_history.load("test") == ScalingHistory(state, decisions)

@@ -1,4 +1,4 @@
-"""The controller on a real Ray, with ranks that hold no model."""
+"""The controller on a real Ray, with ranks without a model."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def pids(pool: dict[str, Any]) -> list[int]:
 
 
 def await_death(pids: list[int]) -> None:
-    """Ray calls an actor dead a moment before its process is."""
+    """Wait for processes to end; Ray reports an actor as dead slightly earlier."""
     until(lambda: not any(is_alive(pid) for pid in pids))
 
 
-def test_every_rank_of_every_replica_serves(deploy: Deploy) -> None:
+def test_all_ranks_serve(deploy: Deploy) -> None:
     pools = deploy({"prefill": {"replicas": 1, "tensor_parallel": 2}, "decode": {"replicas": 2}}).until_ready()
     assert ids(pools["prefill"]) == ["prefill-0"]
     assert ids(pools["decode"]) == ["decode-0", "decode-1"]
@@ -44,7 +44,7 @@ def test_every_rank_of_every_replica_serves(deploy: Deploy) -> None:
     assert replica["blocks"] == {"total": 100, "free": 90, "cached": 10}
 
 
-def test_a_killed_rank_takes_its_gang_along_and_a_new_one_comes(deploy: Deploy) -> None:
+def test_killed_rank_replaces_the_whole_gang(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 1, "tensor_parallel": 2}, "decode": {"replicas": 1}})
     before = deployment.until_ready()
     os.kill(pids(before["prefill"])[1], signal.SIGKILL)
@@ -57,23 +57,25 @@ def test_a_killed_rank_takes_its_gang_along_and_a_new_one_comes(deploy: Deploy) 
     assert failure["text"].endswith("failed (ready): the process of rank 1 died: killed, out of memory, or crashed")
 
 
-def test_a_restarted_controller_adopts_what_lives(deploy: Deploy) -> None:
+def test_restarted_controller_adopts_replicas(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     deployment.until_ready()
     deployment.call("scale", {"decode": 2})
     before = deployment.until_ready()
     deployment.restart()
 
-    after = deployment.call("status")["pools"]  # its first answer has them all
+    # Its first answer includes all replicas.
+    after = deployment.call("status")["pools"]
     assert [pids(after[role]) for role in after] == [pids(before[role]) for role in before]
     deployment.call("scale", {"prefill": 2})
     grown = deployment.until_ready()["prefill"]
     assert ids(grown) == ["prefill-0", "prefill-1"], grown["failures"]
-    os.kill(pids(before["decode"])[0], signal.SIGKILL)  # it watches those that it adopted
+    # Adopted ranks are watched.
+    os.kill(pids(before["decode"])[0], signal.SIGKILL)
     deployment.until(lambda pools: "decode-2" in ids(pools["decode"]))
 
 
-def test_a_restarted_controller_removes_half_a_gang(deploy: Deploy) -> None:
+def test_restarted_controller_removes_incomplete_gang(deploy: Deploy) -> None:
     deployment = deploy(SMALL, prefill="slow_load")
     loading = deployment.until(lambda pools: pids(pools["prefill"]) and pools["prefill"]["replicas"][0]["fraction"])
     deployment.restart()
@@ -81,7 +83,7 @@ def test_a_restarted_controller_removes_half_a_gang(deploy: Deploy) -> None:
     await_death(pids(loading["prefill"]))
 
 
-def test_what_a_controller_does_not_remove_is_removed_without_it(three_nodes: str, tmp_path: Path) -> None:
+def test_down_without_controller_removes_leftovers(three_nodes: str, tmp_path: Path) -> None:
     deployment = Deployment(tmp_path / "logs", SMALL)
     pools = deployment.until_ready()
     driver.remove_by_force(deployment.name)
@@ -90,7 +92,7 @@ def test_what_a_controller_does_not_remove_is_removed_without_it(three_nodes: st
     assert not find_replicas(deployment.name)
 
 
-def test_scaling_touches_only_the_pool_named(deploy: Deploy) -> None:
+def test_scale_changes_only_the_named_pool(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     before = deployment.until_ready()
     assert deployment.call("scale", {"prefill": 3}) == {"prefill": (1, 3)}
@@ -105,28 +107,29 @@ def test_scaling_touches_only_the_pool_named(deploy: Deploy) -> None:
     assert ids(deployment.until_ready()["decode"]) == ["decode-0", "decode-1"]
 
 
-def test_a_replica_that_leaves_finishes_its_work_first(deploy: Deploy) -> None:
+def test_leaving_replica_finishes_its_work(deploy: Deploy) -> None:
     deployment = deploy(SMALL, decode="slow_drain")
     [pid] = pids(deployment.until_ready()["decode"])
     deployment.call("scale", {"decode": 0})
     pools = deployment.until(lambda pools: pools["decode"]["replicas"][0]["state"] == "draining")
     assert pools["decode"]["ready"] == 0 and is_alive(pid)
 
-    deployment.restart()  # it goes on draining after a restart
+    # Draining continues after a restart.
+    deployment.restart()
     deployment.until(lambda pools: [r["state"] for r in pools["decode"]["replicas"]] == ["draining"])
     (deployment.log_dir / "decode-0.finished").touch()
     deployment.until_ready()
     await_death([pid])
 
 
-def test_a_drain_that_takes_too_long_is_cut_short(deploy: Deploy) -> None:
+def test_drain_has_a_time_limit(deploy: Deploy) -> None:
     deployment = deploy({**SMALL, "timeouts": {"drain_s": 0.3}}, decode="slow_drain")
     deployment.until_ready()
     deployment.call("scale", {"decode": 0})
     deployment.until_ready()
 
 
-def test_a_drained_replica_is_replaced(deploy: Deploy) -> None:
+def test_drained_replica_is_replaced(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     deployment.until_ready()
     deployment.call("drain", "decode-0")
@@ -144,13 +147,14 @@ def test_a_drained_replica_is_replaced(deploy: Deploy) -> None:
         ("dies_in_load", 2, "the process of rank 0 died: killed, out of memory, or crashed", "about to die"),
         (
             "no_such_class",
-            1,  # all would fail, and whichever does so first be named
+            # Otherwise any rank could fail first.
+            1,
             "rank 0: AttributeError: module 'tests.cluster.control.fake_rank' has no attribute 'no_such_class'",
             "",
         ),
     ],
 )
-def test_a_failing_start_is_explained(deploy: Deploy, fault: str, num_ranks: int, reason: str, log: str) -> None:
+def test_failed_start_is_explained(deploy: Deploy, fault: str, num_ranks: int, reason: str, log: str) -> None:
     spec = {"prefill": {"replicas": 1, "tensor_parallel": num_ranks}, "decode": {"replicas": 0}}
     deployment = deploy(spec, prefill=fault)
     pools = deployment.until(lambda pools: pools["prefill"]["failures"])
@@ -162,7 +166,7 @@ def test_a_failing_start_is_explained(deploy: Deploy, fault: str, num_ranks: int
     assert Failure(**{key: value for key, value in failure.items() if key != "text"}).describe() == failure["text"]
 
 
-def test_failed_starts_come_slower_and_slower(deploy: Deploy) -> None:
+def test_failed_starts_back_off(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 2}, "decode": {"replicas": 0}}, prefill="raises_in_load")
     pool = deployment.until(lambda pools: pools["prefill"]["failed_rounds"] >= 2)["prefill"]
     assert len(pool["failures"]) <= 2 * pool["failed_rounds"], "two replicas that fail together are one round"
@@ -176,7 +180,7 @@ def test_progress_is_shown_while_loading(deploy: Deploy) -> None:
     assert (replica["state"], replica["stage"], replica["fraction"]) == ("loading", "reading weights", 0.25)
 
 
-def test_a_replica_without_a_place_says_what_it_waits_for(deploy: Deploy) -> None:
+def test_pending_replica_reports_what_it_waits_for(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 1, "labels": {"pool": "gpu"}}, "decode": {"replicas": 1}})
     pools = deployment.until(lambda pools: pools["prefill"]["replicas"][0]["stage"])
     replica = pools["prefill"]["replicas"][0]
@@ -184,7 +188,7 @@ def test_a_replica_without_a_place_says_what_it_waits_for(deploy: Deploy) -> Non
     assert replica["stage"] == "no node has the labels pool=gpu; nodes have pool=decode, pool=prefill"
 
 
-def test_each_pool_lands_where_its_labels_say(deploy: Deploy) -> None:
+def test_pools_are_placed_by_labels(deploy: Deploy) -> None:
     spec = {
         "prefill": {"replicas": 2, "tensor_parallel": 2, "labels": {"pool": "prefill"}},
         "decode": {"replicas": 3, "labels": {"pool": "in(decode, gpu)"}},
@@ -200,8 +204,8 @@ def test_each_pool_lands_where_its_labels_say(deploy: Deploy) -> None:
         deployment.call("scale", {"decode": 30})
 
 
-def test_replicas_of_a_pool_share_no_node_while_there_are_others(deploy: Deploy) -> None:
-    """So that a host that fails takes few of them along."""
+def test_replicas_of_a_pool_are_spread_over_nodes(deploy: Deploy) -> None:
+    """A failing host then takes few of them."""
     deployment = deploy({"prefill": {"replicas": 3}, "decode": {"replicas": 0}})
     replicas = deployment.until_ready()["prefill"]["replicas"]
     groups = [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
@@ -209,7 +213,7 @@ def test_replicas_of_a_pool_share_no_node_while_there_are_others(deploy: Deploy)
     assert len(set(homes)) == len(homes) == len(replicas) == 3
 
 
-def test_scaling_beyond_what_fits_is_refused(deploy: Deploy) -> None:
+def test_scale_beyond_capacity_is_rejected(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 1}, "decode": {"replicas": 1, "resources": {"cpus": 1}}})
     deployment.until_ready()
     with pytest.raises(DeployError, match=r"decode: room for \d+ of 40 replicas; each replica needs 1 CPU"):
@@ -219,7 +223,7 @@ def test_scaling_beyond_what_fits_is_refused(deploy: Deploy) -> None:
     assert deployment.pool("decode")["desired"] == 1
 
 
-def test_logs_of_the_living_and_the_dead(deploy: Deploy) -> None:
+def test_logs_of_running_and_ended_replicas(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     pools = deployment.until_ready()
     alive = deployment.call("logs", "decode-0", lines=1)[0]
@@ -232,20 +236,20 @@ def test_logs_of_the_living_and_the_dead(deploy: Deploy) -> None:
         deployment.call("logs", "decode-9")
 
 
-def test_the_controller_has_a_log_too(deploy: Deploy) -> None:
+def test_controller_log(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     deployment.until_ready()
     own = deployment.call("logs", "controller", lines=100)[0]
     assert "decode-0 is ready" in own.text
     assert deployment.call("logs", "controller", starts={0: own.end})[0].text == ""
-    assert deployment.call("logs", "router") == {}  # this deployment has none
+    assert deployment.call("logs", "router") == {}  # this deployment has no router
     for name, text in (("2-b", "second\n"), ("1-a", "first\n")):
         (deployment.log_dir / f"router-{name}.log").write_text(text)
     found = deployment.call("logs", "router", starts={1: 3})
     assert [(number, part.text) for number, part in found.items()] == [(0, "first\n"), (1, "ond\n")]
 
 
-def test_a_restarted_controller_issues_certificates_as_before(deploy: Deploy) -> None:
+def test_restarted_controller_issues_with_the_same_authority(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     name, keys = rank("decode-0", deployment=deployment.name), KeyPair()
     before = deployment.call("certify", name, keys.request)
@@ -258,7 +262,7 @@ def test_a_restarted_controller_issues_certificates_as_before(deploy: Deploy) ->
 
 
 @pytest.mark.parametrize("tls", ["auto", *(pytest.param(tls, marks=pytest.mark.slow) for tls in ("files", "off"))])
-def test_each_rank_has_papers_of_its_own_if_any(deploy: Deploy, tls: str, tmp_path: Path) -> None:
+def test_each_rank_has_its_own_certificate(deploy: Deploy, tls: str, tmp_path: Path) -> None:
     security = {"tls": tls}
     if tls == "files":
         root = issue_authority("root")
@@ -281,7 +285,7 @@ def test_stop_leaves_nothing(deploy: Deploy) -> None:
     assert not [g for g in groups if g["name"].startswith(f"xpyd-{deployment.name}/") and g["state"] != "REMOVED"]
 
 
-def test_what_all_replicas_share_cannot_be_applied_anew(deploy: Deploy) -> None:
+def test_shared_settings_cannot_change(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     deployment.until_ready()
     with pytest.raises(SpecError, match="model: cannot change while deployed"):

@@ -1,4 +1,4 @@
-"""What a controller keeps of a deployment, and finds again: also what another version has kept."""
+"""Stored desired state: round trips, and records of other versions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from core.spec.loader import parse_spec
 from core.types.launch import Launch
 from core.types.request import Role
 
-# As the oldest version that must work has written it (tests/support/oldest.py).
+# As written by the oldest supported version (tests/support/oldest.py).
 _OLDEST = {
     "spec": {"name": "kept", "prefill": {"replicas": 3}},
     "index_url": "redis://:pass@127.0.0.1:7000/0",
@@ -21,7 +21,7 @@ _OLDEST = {
 }
 
 
-def test_what_is_kept_is_found_again_scaled_as_it_was() -> None:
+def test_round_trip_keeps_scaling() -> None:
     launch = Launch(
         spec=parse_spec({"name": "kept"}), log_dir="/logs", credentials=DeploymentSecrets.new(index_url="redis://h")
     )
@@ -33,7 +33,7 @@ def test_what_is_kept_is_found_again_scaled_as_it_was() -> None:
     assert again.launch.credentials == launch.credentials
 
 
-def test_what_another_version_has_kept_is_read_and_what_it_added_passed_over() -> None:
+def test_other_version_is_read_and_unknown_fields_ignored() -> None:
     newer = json.loads(json.dumps(_OLDEST))
     for level in (newer, newer["credentials"], newer["parts"]):
         level["of a newer version"] = [1]
@@ -46,7 +46,7 @@ def test_what_another_version_has_kept_is_read_and_what_it_added_passed_over() -
         assert found.next_number == {Role.PREFILL: 4, Role.DECODE: 2}
 
 
-def test_what_a_replica_has_become_is_found_again() -> None:
+def test_round_trip_keeps_role_switches() -> None:
     launch = Launch(spec=parse_spec({}), log_dir="/logs", credentials=DeploymentSecrets.new(index_url="redis://h"))
     desired = Desired(launch=launch, switched={"decode-1": "prefill-3"})
     assert Desired.from_json(desired.to_json()) == desired

@@ -1,4 +1,4 @@
-"""Where the ranks of a replica are put, and what a pool knows of that."""
+"""Placement of a replica's ranks, and the pool's memory of failed starts."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from core.types.request import Role
 
 
 @pytest.mark.parametrize(("failures", "chosen"), [({}, "a"), ({"host-a": 1}, "b"), ({"host-a": 1, "host-b": 2}, "a")])
-async def test_a_node_where_starts_have_failed_is_not_the_next_ones(
+async def test_node_with_failed_starts_comes_last(
     monkeypatch: pytest.MonkeyPatch, failures: dict[str, int], chosen: str
 ) -> None:
-    """It has no replica, and the most room: by that alone it would be chosen until the pool gives up."""
+    """It has no replica and the most room, so it would be chosen until the pool gives up."""
     selectors: list[list[dict[str, str]]] = []
 
     def reserve(bundles: object, *, bundle_label_selector: list[dict[str, str]], **more: Any) -> Any:
@@ -45,17 +45,17 @@ async def test_a_node_where_starts_have_failed_is_not_the_next_ones(
     assert [selector["ray.io/node-id"] for [selector] in selectors] == [chosen]
 
 
-async def test_a_pool_remembers_where_starts_failed_while_one_of_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beside replicas that have served for long."""
-    told: list[Mapping[str, int]] = []
+async def test_pool_remembers_failed_starts_while_a_replica_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if other replicas have served for long."""
+    seen_failures: list[Mapping[str, int]] = []
 
     class Timeline:
         home = None
 
         def __init__(self, replica: str, desired: Desired, *, failures: Mapping[str, int]) -> None:
-            told.append(failures)
+            seen_failures.append(failures)
             self.view = ReplicaStatus(id=replica, role=role_of(replica), node="host-a")
-            self.serving_since: float | None = None if told[1:] else 0.0
+            self.serving_since: float | None = None if seen_failures[1:] else 0.0
 
         async def live(self) -> None:
             if self.serving_since is None:
@@ -64,7 +64,8 @@ async def test_a_pool_remembers_where_starts_failed_while_one_of_it_is_missing(m
 
         def leave(self, successor: object = None) -> None: ...
 
-    now = itertools.count(1000.0, 100.0)  # whenever somebody looks, far later
+    # Each reading of the clock is much later.
+    now = itertools.count(1000.0, 100.0)
     monkeypatch.setattr(pool_module, "time", SimpleNamespace(monotonic=lambda: next(now)))
     monkeypatch.setattr(pool_module, "ReplicaLifecycle", Timeline)
     changed = asyncio.Event()
@@ -77,5 +78,5 @@ async def test_a_pool_remembers_where_starts_failed_while_one_of_it_is_missing(m
         changed.clear()
         pool.reconcile(desired, lambda: f"decode-{next(numbers)}")
         await changed.wait()
-    assert told == [{}, {}, {"host-a": 1}]
+    assert seen_failures == [{}, {}, {"host-a": 1}]
     await pool.stop()

@@ -1,4 +1,4 @@
-"""What the controller's keeper says of Redis: whether routers were told, and that revoked keys leave nothing behind."""
+"""The key keeper and Redis: publication, and cleanup after revoked keys."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.waiting import becomes
 
 @pytest.fixture
 async def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[str], KeyKeeper]]:
-    """keep(index_url) -> KeyKeeper of one deployment, also of its later lives."""
+    """keep(index_url) -> KeyKeeper of one deployment, also after restarts."""
     stored: dict[bytes, bytes] = {}
     monkeypatch.setattr(internals, "put", lambda key, value, *, namespace: stored.update({key: value}))
     monkeypatch.setattr(internals, "get", lambda key, *, namespace: stored.get(key))
@@ -42,9 +42,7 @@ async def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         await one.close()
 
 
-async def test_who_changes_keys_hears_whether_routers_were_told(
-    keep: Callable[[str], KeyKeeper], redis_url: str
-) -> None:
+async def test_change_reports_whether_it_was_published(keep: Callable[[str], KeyKeeper], redis_url: str) -> None:
     key = new_key("a", new_secret())
     keeper = keep(redis_url)
     assert (await keeper.add(key)).is_told and (await keeper.revoke(key)).is_told
@@ -52,10 +50,10 @@ async def test_who_changes_keys_hears_whether_routers_were_told(
     assert not (await away.add(key)).is_told
     change = await away.revoke(key)
     assert (change.key, change.is_told) == (key, False)
-    assert away.registry == KeyRegistry(version=4), "it is kept all the same"
+    assert away.registry == KeyRegistry(version=4), "it is stored in any case"
 
 
-async def test_nothing_of_a_revoked_key_stays_also_when_its_keeper_has_died(
+async def test_counters_of_revoked_keys_are_deleted_after_a_restart(
     keep: Callable[[str], KeyKeeper], redis_url: str
 ) -> None:
     kept, revoked = new_key("a", new_secret(), rpm=1), new_key("b", new_secret(), rpm=1)
@@ -66,16 +64,18 @@ async def test_nothing_of_a_revoked_key_stays_also_when_its_keeper_has_died(
     for key in (kept, revoked):
         client.hset(places_of("kept", key.id)[0], "r1", 1)
     await first.revoke(revoked)
-    await first.close()  # before it has cleared up
-    internals.put(b"keys", first.registry.to_json().encode(), namespace=b"")  # it has died: nobody has taken it down
+    # Before it has cleaned up.
+    await first.close()
+    # As after a crash: it was not taken down.
+    internals.put(b"keys", first.registry.to_json().encode(), namespace=b"")
     keep(redis_url)
     await becomes(lambda: not client.exists(*places_of("kept", revoked.id)))
     assert client.exists(*places_of("kept", kept.id)) == 1
     client.close()
 
 
-async def test_who_is_asked_twice_to_revoke_says_the_same(keep: Callable[[str], KeyKeeper], redis_url: str) -> None:
-    """Ray asks a controller again whose answer was lost when it died, and that had done what it was asked."""
+async def test_revoke_is_idempotent(keep: Callable[[str], KeyKeeper], redis_url: str) -> None:
+    """Ray repeats a call whose answer was lost when the controller died."""
     key, other = new_key("a", new_secret()), new_key("b", new_secret())
     keeper = keep(redis_url)
     await keeper.add(key)
@@ -86,15 +86,15 @@ async def test_who_is_asked_twice_to_revoke_says_the_same(keep: Callable[[str], 
     assert again.registry == KeyRegistry(version=3, keys=(other,))
 
 
-async def test_a_revoked_key_is_refused_although_the_disk_is_full(
+async def test_revocation_works_on_a_full_disk(
     keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after the controller has died; and it is saved as soon as there is room."""
+    """Also after a restart of the controller; and it is saved as soon as there is room."""
     key = new_key("a", new_secret())
     keeper = keep(redis_url)
     await keeper.add(key)
-    with monkeypatch.context() as meanwhile:
-        fill_disk(meanwhile)
+    with monkeypatch.context() as patched:
+        fill_disk(patched)
         change = await keeper.revoke(key)
         assert change.is_told and "keys.json: No space left on device" in change.problem
         assert keeper.registry == keep(redis_url).registry == KeyRegistry(version=2)
@@ -104,24 +104,24 @@ async def test_a_revoked_key_is_refused_although_the_disk_is_full(
     await becomes(lambda: KeyRegistry.from_json((tmp_path / "keys.json").read_bytes()) == KeyRegistry(version=2))
 
 
-async def test_where_it_cannot_be_saved_no_key_is_made(
+async def test_unsaved_key_is_not_created(
     keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = new_key("a", new_secret()), new_key("b", new_secret())
     keeper = keep(redis_url)
     await keeper.add(first)
-    with monkeypatch.context() as meanwhile:
-        fill_disk(meanwhile)
-        with pytest.raises(DeployError, match=r"the key is not made: .*keys\.json: No space left on device"):
+    with monkeypatch.context() as patched:
+        fill_disk(patched)
+        with pytest.raises(DeployError, match=r"the key was not created: .*keys\.json: No space left on device"):
             await keeper.add(second)
     assert keeper.registry == keep(redis_url).registry == KeyRegistry(version=1, keys=(first,))
     assert [path.name for path in tmp_path.iterdir()] == ["keys.json"]
 
 
-async def test_a_keeper_that_comes_back_sees_that_the_file_says_what_ray_knows(
+async def test_restart_restores_the_file_from_ray(
     keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path
 ) -> None:
-    """The head may have a new disk; the next deployment has nothing but the file."""
+    """The head may have a new disk, and the next deployment has only the file."""
     key, file = new_key("a", new_secret()), tmp_path / "keys.json"
     registry = (await keep(redis_url).add(key)) and KeyRegistry(version=1, keys=(key,))
     file.unlink()
@@ -131,19 +131,19 @@ async def test_a_keeper_that_comes_back_sees_that_the_file_says_what_ray_knows(
         assert keep(redis_url).registry == KeyRegistry.from_json(file.read_bytes()) == registry
 
 
-async def test_it_is_mended_later_where_that_cannot_be_done_at_once(
+async def test_failed_restore_is_retried(
     keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await keep(redis_url).add(new_key("a", new_secret()))
     (tmp_path / "keys.json").unlink()
-    with monkeypatch.context() as meanwhile:
-        fill_disk(meanwhile)
+    with monkeypatch.context() as patched:
+        fill_disk(patched)
         registry = keep(redis_url).registry
     await becomes((tmp_path / "keys.json").exists)
     assert KeyRegistry.from_json((tmp_path / "keys.json").read_bytes()) == registry
 
 
-async def test_what_the_file_alone_knew_ray_knows_then(
+async def test_restart_restores_ray_from_the_file(
     keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path
 ) -> None:
     registry = KeyRegistry(version=1, keys=(new_key("a", new_secret()),))
@@ -156,12 +156,12 @@ async def test_what_the_file_alone_knew_ray_knows_then(
 @pytest.mark.parametrize(
     "left", ["", '{"version": 1, "keys": [', '{"version": 1}', "[]", '{"version": 1, "keys": [1]}']
 )
-async def test_what_is_left_of_a_file_is_no_empty_book(
+async def test_truncated_file_is_an_error(
     keep: Callable[[str], KeyKeeper], redis_url: str, tmp_path: Path, left: str
 ) -> None:
     (tmp_path / "keys.json").write_text(left)
     with pytest.raises(
-        DeployError, match=r"keys\.json: it is no book of API keys; put back a copy of it, or delete it"
+        DeployError, match=r"keys\.json: not a registry of API keys; put back a copy of it, or delete it"
     ):
         keep(redis_url)
     assert (tmp_path / "keys.json").read_text() == left

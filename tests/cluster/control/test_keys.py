@@ -1,4 +1,4 @@
-"""API keys as the controller keeps them: through its own death, a Redis that forgets, and the deployment's end."""
+"""API keys across a controller crash, a Redis that loses data, and the end of the deployment."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.support.waiting import until
 _NOBODY: dict[str, Any] = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
 
 
-def told(deployment: Deployment, redis_url: str) -> KeyRegistry | None:
-    """What a router that starts now reads."""
+def published(deployment: Deployment, redis_url: str) -> KeyRegistry | None:
+    """Return what a router reads when it starts."""
 
     async def read() -> KeyRegistry | None:
         signing_key = deployment.credentials.key(Purpose.API_KEYS)
@@ -37,7 +37,7 @@ def told(deployment: Deployment, redis_url: str) -> KeyRegistry | None:
 
 
 @pytest.mark.timeout(300)
-def test_keys_outlive_their_keeper_the_redis_and_the_deployment(
+def test_keys_outlive_controller_redis_and_deployment(
     deploy: Callable[..., Deployment], redis_url: str, tmp_path: Path
 ) -> None:
     deployment = deploy(_NOBODY, index_url=redis_url)
@@ -47,13 +47,13 @@ def test_keys_outlive_their_keeper_the_redis_and_the_deployment(
     with pytest.raises(SpecError, match="a key is called first already"):
         deployment.call("add_key", new_key("first", new_secret()))
     book = KeyRegistry(version=2, keys=(first, second))
-    assert deployment.call("keys") == book == told(deployment, redis_url), "at once"
+    assert deployment.call("keys") == book == published(deployment, redis_url), "at once"
 
     redis.Redis.from_url(redis_url).flushall()
-    until(lambda: told(deployment, redis_url) == book)
+    until(lambda: published(deployment, redis_url) == book)
     deployment.restart()
     assert deployment.call("revoke_key", second) == KeyChange(key=second, is_told=True)
-    assert told(deployment, redis_url) == KeyRegistry(version=3, keys=(first,))
+    assert published(deployment, redis_url) == KeyRegistry(version=3, keys=(first,))
 
     file = tmp_path / "keys.json"
     assert stat.S_IMODE(file.stat().st_mode) == 0o600

@@ -1,4 +1,4 @@
-"""A node that is lost with everything on it."""
+"""Loss of a node with everything on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SPEC = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_its_replicas_start_again_on_another(ray_nodes: Any, deploy: Callable[..., Deployment]) -> None:
+def test_replicas_of_a_lost_node_restart_elsewhere(ray_nodes: Any, deploy: Callable[..., Deployment]) -> None:
     spare = [ray_nodes.add_node(**NODE, **_SPARE)]
     try:
         deployment = deploy(_SPEC)

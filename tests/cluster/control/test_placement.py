@@ -1,4 +1,4 @@
-"""Which replicas fit where, and what an operator is told when they do not."""
+"""Placement of replicas, and the errors when they do not fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def prefill(count: int, pool: PoolSpec) -> ResourceDemand:
     return ResourceDemand(Role.PREFILL, pool, count)
 
 
-def test_a_bundle_names_only_what_is_needed() -> None:
+def test_bundle_has_only_needed_resources() -> None:
     assert bundle(pool(cpus=0.5)) == {"CPU": 0.5}
     assert bundle(pool(cpus=2, gpus=1, custom={"rail": 1})) == {"CPU": 2, "GPU": 1, "rail": 1}
 
@@ -57,18 +57,18 @@ def test_labels_match_by_rays_rules(selector: dict[str, str], fits: bool) -> Non
     assert matches({"pool": "decode", "gpu": "H200"}, selector) is fits
 
 
-def test_replicas_fill_nodes_without_sharing_what_is_taken() -> None:
+def test_replicas_do_not_share_resources() -> None:
     nodes = [node("a", CPU=4), node("b", CPU=4, free={"CPU": 3})]
     check_fit([prefill(3, pool(tensor_parallel=2))], nodes)
     with pytest.raises(DeployError, match=r"^prefill: room for 3 of 4 replicas; each replica needs 2 CPU$"):
         check_fit([prefill(4, pool(tensor_parallel=2))], nodes)
 
 
-def test_fractions_are_counted_as_ray_counts_them() -> None:
+def test_fractions_follow_rays_precision() -> None:
     check_fit([prefill(10, pool(cpus=0.1))], [node("a", CPU=1)])
 
 
-def test_the_pool_with_less_choice_is_placed_first() -> None:
+def test_pool_with_fewer_candidates_is_placed_first() -> None:
     nodes = [node("plain", CPU=1), node("labelled", labels={"pool": "decode"}, CPU=2)]
     check_fit([prefill(2, pool()), ResourceDemand(Role.DECODE, pool(labels={"pool": "decode"}), 1)], nodes)
 
@@ -78,13 +78,13 @@ def test_both_pools_compete_for_the_same_room() -> None:
         check_fit([prefill(1, pool()), ResourceDemand(Role.DECODE, pool(), 2)], [node("a", CPU=2)])
 
 
-def test_an_unmet_label_is_named_beside_what_there_is() -> None:
+def test_unmet_label_error_lists_existing_labels() -> None:
     nodes = [node("a", labels={"pool": "prefill", "zone": "z"}, CPU=8)]
     with pytest.raises(DeployError, match=r"^prefill: no node has the labels pool=gpu; nodes have pool=prefill$"):
         check_fit([prefill(1, pool(labels={"pool": "gpu"}))], nodes)
 
 
-def test_ranks_that_would_need_two_nodes_are_refused() -> None:
+def test_replica_must_fit_on_one_node() -> None:
     nodes = [node("a", CPU=8, GPU=4), node("b", CPU=8, GPU=4)]
     with pytest.raises(
         DeployError, match=r"each replica needs 8 CPU, 8 GPU, on one node; the most .* is 8 CPU, 4 GPU$"
@@ -92,25 +92,26 @@ def test_ranks_that_would_need_two_nodes_are_refused() -> None:
         check_fit([prefill(1, pool(tensor_parallel=8, cpus=1, gpus=1))], nodes)
 
 
-def test_an_empty_pool_asks_for_nothing() -> None:
+def test_empty_pool_needs_nothing() -> None:
     check_fit([prefill(0, pool(labels={"pool": "gpu"}))], [])
 
 
-def test_why_a_replica_waits() -> None:
+def test_pending_reason() -> None:
     full, free = node("a", CPU=2, free={"CPU": 0.5}), node("b", CPU=2)
     assert why_pending(pool(), [full]) == "no room at present; each replica needs 1 CPU"
     assert why_pending(pool(), [full, free]) == ""
     assert "no node has the labels" in why_pending(pool(labels={"x": "y"}), [free])
 
 
-def test_replicas_of_a_pool_go_to_different_nodes_while_there_is_room() -> None:
+def test_replicas_are_spread_over_nodes() -> None:
     nodes = [node("b", CPU=2), node("a", CPU=2), node("c", CPU=8), node("d", CPU=8, labels={"pool": "decode"})]
 
     def chosen(taken: dict[str, int], **labels: str) -> str | None:
         preferred = preferred_node(pool(labels=labels), nodes, taken=taken)
         return preferred and preferred.name
 
-    assert chosen({}) == "c"  # it has the most room
+    # Most room.
+    assert chosen({}) == "c"
     assert [chosen({"c": 1}), chosen({"c": 1, "d": 1}), chosen({"c": 1, "d": 1, "a": 1})] == ["d", "a", "b"]
     assert chosen({"a": 1, "b": 1, "c": 2, "d": 1}) == "d"
     assert chosen({"d": 3}, pool="decode") == "d"

@@ -1,4 +1,4 @@
-"""The Ray head's control store (GCS) is killed and comes back, with what it knew in a Redis of its own."""
+"""Loss and restart of the Ray head's control store (GCS), with its state in a Redis."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _MARK = "XPYD_TEST_HEAD"
 
 @dataclass
 class Head:
-    """A Ray of one node that keeps its state in a Redis, as an operator would start it."""
+    """Ray with one node that keeps its state in a Redis, as an operator would start it."""
 
     port: int
     mark: str
 
     def kill_store(self) -> tuple[list[str], dict[str, str]]:
-        """Kill the GCS; returns how it was started."""
+        """Kill the GCS. Returns its command line and environment."""
         pid = next(pid for pid in processes.marked(self.mark) if "gcs_server" in processes.title(pid).split()[0])
         command = Path(f"/proc/{pid}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
         environment = Path(f"/proc/{pid}/environ").read_bytes().rstrip(b"\0").split(b"\0")
@@ -63,7 +63,8 @@ def head(tmp_path: Path) -> Iterator[Head]:
     )
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--node-ip-address=127.0.0.1"]
     options = [f"--port={started.port}", "--num-cpus=8", "--include-dashboard=false", "--object-store-memory=80000000"]
-    temp_dir = f"/tmp/xpyd-head-{value[:8]}"  # short: Ray puts sockets into it
+    # Short, because Ray puts sockets into it.
+    temp_dir = f"/tmp/xpyd-head-{value[:8]}"
     try:
         subprocess.run(
             [*command, *options, f"--temp-dir={temp_dir}", "--disable-usage-stats"],
@@ -82,9 +83,7 @@ def head(tmp_path: Path) -> Iterator[Head]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_requests_go_on_while_it_is_away_and_the_pools_can_be_scaled_when_it_is_back(
-    head: Head, tmp_path: Path
-) -> None:
+def test_requests_continue_without_gcs_and_scaling_works_afterwards(head: Head, tmp_path: Path) -> None:
     cluster = ClusterCommand(tmp_path, (("RAY_AUTH_MODE", "disabled"), ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")))
     grpc_port = free_port()
     ports = ["--grpc-port", str(grpc_port), "--http-port", str(free_port())]
@@ -111,7 +110,7 @@ def test_requests_go_on_while_it_is_away_and_the_pools_can_be_scaled_when_it_is_
 
 
 def _ask(port: int) -> str:
-    """Through the router's own port; it needs no Ray."""
+    """Read from the router's own port; needs no Ray."""
     request = pb.GenerateRequest(prompt="The capital of France is", sampling=pb.SamplingParams(max_tokens=8))
     request.sampling.temperature = 0.0
     with grpc.insecure_channel(f"127.0.0.1:{port}", options=CLIENT_OPTIONS) as channel:

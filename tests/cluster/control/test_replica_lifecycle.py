@@ -1,4 +1,4 @@
-"""The life of a replica whose gang holds no process: how a start that takes too long, and one that is stopped, end."""
+"""Replica lifecycle with gangs without processes: slow and stopped starts, adoption, role switches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STATUS = {"state": "ready", "running": 0, "waiting": 0, "blocks": {"total": 1, "
 
 
 class FakeGang:
-    """Is placed at once, and never gets further than the stage given: "" for one whose processes do not even start."""
+    """Gang that is placed at once and stops at the given stage; "": its processes do not start."""
 
     home = None
     stage = ""
@@ -58,7 +58,7 @@ class FakeGang:
 
 
 class FakeRank:
-    """An actor's handle; each call is answered when the test says so."""
+    """Actor handle whose calls are answered by the test."""
 
     def __init__(self) -> None:
         self._calls: defaultdict[str, asyncio.Queue[asyncio.Future[Any]]] = defaultdict(asyncio.Queue)
@@ -73,7 +73,7 @@ class FakeRank:
         return SimpleNamespace(options=lambda concurrency_group: call)
 
     async def answer(self, method: str, answer: Any) -> None:
-        """The next call of it."""
+        """Answer the next call of a method."""
         (await self._calls[method].get()).set_result(answer)
 
 
@@ -82,7 +82,7 @@ def make_desired(spec: dict[str, Any]) -> Desired:
 
 
 @pytest.mark.parametrize(("stage", "at"), [("", ""), ("reading weights", ", at 'reading weights'")])
-async def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.MonkeyPatch, stage: str, at: str) -> None:
+async def test_start_timeout_is_explained(monkeypatch: pytest.MonkeyPatch, stage: str, at: str) -> None:
     gangs: list[FakeGang] = []
 
     def make(replica: str, desired: Desired, failures: Mapping[str, int]) -> FakeGang:
@@ -94,17 +94,18 @@ async def test_a_start_that_takes_too_long_is_explained(monkeypatch: pytest.Monk
     desired = make_desired({"timeouts": {"start_s": 1.0}})
     with pytest.raises(ReplicaFailed) as failure:
         await ReplicaLifecycle("prefill-0", desired).live()
-    assert str(failure.value) == f"not ready 1 s after it was placed (timeouts.start_s){at}"
+    assert str(failure.value) == f"not ready 1 s after placement (timeouts.start_s){at}"
     assert failure.value.will_repeat
     assert [gang.is_removed for gang in gangs] == [True]
 
 
 class Adopted:
-    """A replica of one such rank, which an earlier life of the controller started."""
+    """Replica of one such rank, started by an earlier run of the controller."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, pool: ReplicaPool | None = None) -> None:
         self.rank = FakeRank()
-        self.removed: list[bool] = []  # whether it was serving
+        # Whether it was serving.
+        self.removed: list[bool] = []
         self.pool = pool or ReplicaPool(Role.DECODE, changed=lambda: None)
 
         async def remove(gang: Gang, *, is_serving: bool) -> None:
@@ -125,19 +126,21 @@ class Adopted:
         self.pool.add(life)
 
 
-async def test_a_replica_that_answers_just_as_it_is_removed_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_late_answer_does_not_stop_removal(monkeypatch: pytest.MonkeyPatch) -> None:
     adopted = Adopted(monkeypatch)
     await adopted.join()
-    await adopted.rank.answer("status", STATUS)  # which nobody has heard yet
+    # Not processed yet.
+    await adopted.rank.answer("status", STATUS)
     async with asyncio.timeout(WITHIN_S):
         await adopted.pool.stop()
     assert adopted.removed == [True] and not adopted.pool.ids
 
 
-async def test_an_adopted_replica_that_is_one_too_many_drains(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_surplus_adopted_replica_drains(monkeypatch: pytest.MonkeyPatch) -> None:
     adopted = Adopted(monkeypatch)
     await adopted.join()
-    adopted.pool.retire("decode-0")  # before it has lived for a moment
+    # Before it has run at all.
+    adopted.pool.retire("decode-0")
     async with asyncio.timeout(WITHIN_S):
         await adopted.rank.answer("status", STATUS)
         await adopted.rank.answer("drain", None)
@@ -146,11 +149,11 @@ async def test_an_adopted_replica_that_is_one_too_many_drains(monkeypatch: pytes
     assert adopted.removed == [True]
 
 
-async def test_an_update_goes_on_at_once_with_what_served_before_the_controller(
+async def test_adopted_replicas_count_as_ready_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Else, at the end of an update, a controller that comes back has the old revision started once more, and all
-    requests sent there, until it takes its own replicas for seen."""
+    """Otherwise, at the end of an update, a restarted controller would start the old revision again and send all
+    requests there, until it counts its own replicas as seen."""
     pools = {role: RolePools(role, changed=lambda: None) for role in Role}
     adopted = Adopted(monkeypatch, pools[Role.DECODE].of(2))
     await adopted.join()
@@ -164,8 +167,8 @@ async def test_an_update_goes_on_at_once_with_what_served_before_the_controller(
     await adopted.pool.stop()
 
 
-class WaitingHeir:
-    """A replica that is to have the gang of another."""
+class WaitingSuccessor:
+    """Replica that waits for another one's gang."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gangs: list[FakeGang] = []
@@ -178,25 +181,25 @@ class WaitingHeir:
         return self.gangs[-1]
 
 
-async def test_an_heir_without_a_gang_starts_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    successor = WaitingHeir(monkeypatch)
+async def test_successor_without_gang_starts_normally(monkeypatch: pytest.MonkeyPatch) -> None:
+    successor = WaitingSuccessor(monkeypatch)
     await becomes(lambda: successor.life.view.stage == "waits for decode-1 to drain")
     assert not successor.life.inherit(None)
-    with pytest.raises(ReplicaFailed, match="not ready 1 s after it was placed"):
+    with pytest.raises(ReplicaFailed, match="not ready 1 s after placement"):
         await successor.living
     assert successor.gangs[0].is_removed
 
 
-async def test_a_gang_is_left_to_nobody_who_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    successor, gang = WaitingHeir(monkeypatch), FakeGang()
+async def test_cancelled_successor_takes_no_gang(monkeypatch: pytest.MonkeyPatch) -> None:
+    successor, gang = WaitingSuccessor(monkeypatch), FakeGang()
     await becomes(lambda: successor.life.view.stage)
     successor.living.cancel()
     await asyncio.gather(successor.living, return_exceptions=True)
-    assert not successor.life.inherit(gang), "whoever has it removes it"
+    assert not successor.life.inherit(gang), "the caller removes it"
 
 
-async def test_a_gang_that_was_taken_is_removed_by_who_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    successor, gang = WaitingHeir(monkeypatch), FakeGang()
+async def test_successor_removes_inherited_gang(monkeypatch: pytest.MonkeyPatch) -> None:
+    successor, gang = WaitingSuccessor(monkeypatch), FakeGang()
     await becomes(lambda: successor.life.view.stage)
     assert successor.life.inherit(gang)
     successor.living.cancel()
@@ -204,9 +207,9 @@ async def test_a_gang_that_was_taken_is_removed_by_who_has_it(monkeypatch: pytes
     assert gang.is_removed
 
 
-async def test_a_gang_that_does_not_come_through_the_change_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process was killed just then, or has not let go of all."""
-    successor, gang = WaitingHeir(monkeypatch), FakeGang()
+async def test_gang_that_fails_to_switch_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process was killed, or could not free everything."""
+    successor, gang = WaitingSuccessor(monkeypatch), FakeGang()
 
     async def become(replica: str, desired: Desired) -> None:
         assert replica == "prefill-1"
@@ -221,8 +224,8 @@ async def test_a_gang_that_does_not_come_through_the_change_is_removed(monkeypat
 
 
 @pytest.mark.parametrize(("ids", "whole"), [(["prefill-3", "prefill-3"], True), (["decode-0", "prefill-3"], False)])
-async def test_half_a_change_is_no_replica(monkeypatch: pytest.MonkeyPatch, ids: list[str], whole: bool) -> None:
-    """Where the controller died while its ranks changed their role, one after the other."""
+async def test_partial_switch_is_not_adopted(monkeypatch: pytest.MonkeyPatch, ids: list[str], whole: bool) -> None:
+    """The controller died while the ranks switched one after the other."""
     ranks = [FakeRank(), FakeRank()]
     monkeypatch.setattr(gang, "get_placement_group", lambda name: None)
     monkeypatch.setattr(gang, "placement_group_table", lambda group: {"bundles_to_node_id": {0: "a node"}})
@@ -235,7 +238,7 @@ async def test_half_a_change_is_no_replica(monkeypatch: pytest.MonkeyPatch, ids:
     for rank, id in zip(ranks, ids, strict=True):
         await rank.answer("replica", id)
     if not whole:
-        with pytest.raises(ReplicaFailed, match="not whole: its ranks are of decode-0 and of prefill-3"):
+        with pytest.raises(ReplicaFailed, match="incomplete: its ranks are of decode-0 and of prefill-3"):
             await adoption
         return
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Replicas that change their role in place: by the controller, on a real Ray, with ranks that hold no model."""
+"""In-place role switches by the controller, on a real Ray, with ranks without a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def is_whole(pools: dict[str, Any]) -> bool:
     return all(pool["ready"] == pool["desired"] == len(pool["replicas"]) for pool in pools.values())
 
 
-def test_a_replica_goes_to_the_other_pool_and_back_with_the_processes_that_it_has(deploy: Deploy) -> None:
+def test_replica_switches_and_returns_with_its_processes(deploy: Deploy) -> None:
     deployment = deploy({"prefill": {"replicas": 1}, "decode": {"replicas": 2}})
     before = pids(deployment.until_ready())
     assert deployment.call("switch", "decode-1") == "prefill-1"
@@ -42,7 +42,8 @@ def test_a_replica_goes_to_the_other_pool_and_back_with_the_processes_that_it_ha
     with pytest.raises(SpecError, match="decode-0 is the only decode replica that is ready"):
         deployment.call("switch", "decode-0")
 
-    deployment.restart()  # who comes then knows it by its new name
+    # The restarted controller knows it by its new id.
+    deployment.restart()
     assert pids(deployment.call("status")["pools"]) == pids(there)
     assert deployment.call("scale", {"prefill": 1, "decode": 2}) == {"prefill": (2, 1), "decode": (1, 2)}
     back = deployment.until(is_whole)
@@ -54,20 +55,22 @@ def test_a_replica_goes_to_the_other_pool_and_back_with_the_processes_that_it_ha
     ]
 
 
-def test_what_goes_wrong_on_the_way_is_repaired(deploy: Deploy) -> None:
+def test_interrupted_switch_is_repaired(deploy: Deploy) -> None:
     spec = {"prefill": {"replicas": 1}, "decode": {"replicas": 3}}
     deployment = deploy(spec, decode="slow_drain")
     before = pids(deployment.until_ready())
     deployment.call("switch", "decode-2")
     waiting = deployment.until(lambda pools: pools["prefill"]["replicas"][-1]["stage"])
     assert waiting["prefill"]["replicas"][-1]["stage"] == "waits for decode-2 to drain"
-    deployment.restart()  # it goes on with it
+    # The switch continues.
+    deployment.restart()
     deployment.until(lambda pools: ids(pools["prefill"]) == ["prefill-0", "prefill-1"])
-    assert deployment.call("switch", "decode-2") == "prefill-1", "whoever asks again is told the same"
+    assert deployment.call("switch", "decode-2") == "prefill-1", "a repeated call returns the same id"
     (deployment.log_dir / "decode-2.finished").touch()
     assert pids(deployment.until(is_whole))["prefill-1"] == before["decode-2"]
 
-    deployment.call("switch", "decode-1")  # which is lost: another one starts in its new role
+    # It is lost: another one starts in its new role.
+    deployment.call("switch", "decode-1")
     deployment.until(lambda pools: ids(pools["prefill"])[-1] == "prefill-2")
     os.kill(before["decode-1"], signal.SIGKILL)
     after = deployment.until(is_whole)

@@ -1,4 +1,4 @@
-"""Traffic as the controller collects it, and a capture of it."""
+"""The controller's traffic log and captures of it."""
 
 from __future__ import annotations
 
@@ -29,37 +29,39 @@ def _seen(ago_s: float, *, num_tokens: int = 150, ids: tuple[int, ...] = (11, 12
     return SeenRequest(arrival_s=ago_s, num_tokens=num_tokens, ids=ids, **more)  # type: ignore[arg-type]
 
 
-def _news(router: str, arrived: dict[int, SeenRequest], changed: dict[int, SeenRequest] | None = None) -> TrafficReport:
+def _report(
+    router: str, arrived: dict[int, SeenRequest], changed: dict[int, SeenRequest] | None = None
+) -> TrafficReport:
     return TrafficReport(router=router, arrived=arrived, changed=changed or {}, num_lost=0)
 
 
-def test_all_routers_requests_are_in_one_order_and_change_as_they_are_told() -> None:
+def test_requests_of_all_routers_are_merged_and_updated() -> None:
     clock = _Clock()
     book = TrafficLog(now=clock)
-    assert book.note(_news("a", {0: _seen(5.0), 1: _seen(1.0)})) == book.life
-    book.note(_news("b", {0: _seen(3.0)}))
+    assert book.note(_report("a", {0: _seen(5.0), 1: _seen(1.0)})) == book.life
+    book.note(_report("b", {0: _seen(3.0)}))
     assert [seen.arrival_s for seen in book.recent()] == [995.0, 997.0, 999.0]
     clock.now += 10
-    book.note(_news("a", {}, {0: _seen(15.5, num_output=7, ttft_s=0.1, itl_s=0.01)}))
+    book.note(_report("a", {}, {0: _seen(15.5, num_output=7, ttft_s=0.1, itl_s=0.01)}))
     first = book.recent()[0]
     assert first.arrival_s == 995.0 and first.num_output == 7
     clock.now += 2000
     assert book.recent() == []
 
 
-def test_what_is_told_twice_counts_once_and_another_life_has_another_name() -> None:
+def test_repeated_reports_count_once() -> None:
     book, ended = TrafficLog(now=_Clock()), []
     book.ended = ended.append
     over = {0: _seen(5.0, num_output=7)}
-    book.note(_news("a", dict(over)))
-    book.note(_news("a", {0: _seen(5.0, num_output=7)}))
+    book.note(_report("a", dict(over)))
+    book.note(_report("a", {0: _seen(5.0, num_output=7)}))
     assert len(book.recent()) == len(ended) == 1
     assert TrafficLog().life != book.life
 
 
 @pytest.fixture
 def files_end() -> Iterator[None]:
-    """No file grows beyond 2000 bytes."""
+    """Limit files to 2000 bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, hard))
     yield
@@ -74,10 +76,10 @@ def _capture(path: Path, rows: list[SeenRequest], **more: int) -> TrafficCapture
     return capture
 
 
-def test_a_capture_is_a_trace_in_which_prefixes_are_still_shared(tmp_path: Path) -> None:
+def test_capture_preserves_shared_prefixes(tmp_path: Path) -> None:
     rows = [
         _seen(104.0, num_output=9, ttft_s=0.2, itl_s=0.01),
-        _seen(99.0, num_output=9),  # before it began
+        _seen(99.0, num_output=9),  # before the capture began
         _seen(101.0, num_output=4, ids=(11, 12, 99)),
     ]
     capture = _capture(tmp_path / "one" / "capture.jsonl", rows)
@@ -88,7 +90,7 @@ def test_a_capture_is_a_trace_in_which_prefixes_are_still_shared(tmp_path: Path)
     assert capture.path.stat().st_mode & 0o077 == 0
 
 
-def test_two_captures_have_no_id_in_common_and_none_that_the_deployment_knows(tmp_path: Path) -> None:
+def test_captures_share_no_ids(tmp_path: Path) -> None:
     rows = [_seen(101.0, num_output=4)]
     found = []
     for name in ("one", "two"):
@@ -97,14 +99,14 @@ def test_two_captures_have_no_id_in_common_and_none_that_the_deployment_knows(tm
     assert len(found[0]) == 3 and not found[0] & found[1] and not found[0] & {11, 12, 13}
 
 
-def test_a_capture_ends_at_its_limit(tmp_path: Path) -> None:
+def test_capture_ends_at_its_size_limit(tmp_path: Path) -> None:
     capture = _capture(tmp_path / "capture", [_seen(101.0, num_output=4)] * 100, max_bytes=1000)
     report = capture.report(111.0)
     assert report["is_full"] and capture.path.stat().st_size == report["bytes"] <= 1000
     assert report["requests"] == len(capture.path.read_text().splitlines()) > 1
 
 
-def test_there_is_one_capture_at_a_time_and_its_file_goes_with_it(tmp_path: Path) -> None:
+def test_single_capture_whose_file_is_deleted(tmp_path: Path) -> None:
     book = TrafficLog()
     current = CurrentCapture(book)
     with pytest.raises(SpecError, match="no capture"):
@@ -112,21 +114,22 @@ def test_there_is_one_capture_at_a_time_and_its_file_goes_with_it(tmp_path: Path
     current.start(str(tmp_path / "logs"), max_bytes=10_000)
     with pytest.raises(SpecError, match="under way"):
         current.start(str(tmp_path / "logs"), max_bytes=10_000)
-    book.note(_news("a", {0: _seen(0.0, num_output=7)}))
+    book.note(_report("a", {0: _seen(0.0, num_output=7)}))
     report = current.report()
     assert report and report["requests"] == 1
     [line] = current.read(0, 10_000).splitlines()
     assert json.loads(line)["output_length"] == 7
     current.stop()
     assert current.report() is None and not list((tmp_path / "audit_log").iterdir())
-    book.note(_news("a", {1: _seen(0.0, num_output=7)}))  # nobody is told
+    # No capture is running.
+    book.note(_report("a", {1: _seen(0.0, num_output=7)}))
 
 
-def test_a_disk_without_room_ends_a_capture_and_no_more(tmp_path: Path, files_end: None) -> None:
-    """What routers tell still counts, and what was captured by then can be fetched: in whole lines."""
+def test_full_disk_ends_only_the_capture(tmp_path: Path, files_end: None) -> None:
+    """Traffic reports still count, and captured complete lines can be fetched."""
     capture, book = TrafficCapture(tmp_path / "capture", begin_s=0.0), TrafficLog(now=_Clock())
     book.ended = capture.note
-    book.note(_news("a", {number: _seen(1.0, num_output=4) for number in range(100)}))
+    book.note(_report("a", {number: _seen(1.0, num_output=4) for number in range(100)}))
     assert len(book.recent()) == 100
     report, text = capture.report(0.0), capture.read(0, 1 << 20)
     assert report["is_full"] and 1 < report["requests"] == len(text.splitlines()) < 100
@@ -135,9 +138,9 @@ def test_a_disk_without_room_ends_a_capture_and_no_more(tmp_path: Path, files_en
     assert not capture.path.exists()
 
 
-def test_a_capture_has_a_file_of_its_own_whatever_was_there(tmp_path: Path) -> None:
+def test_capture_replaces_existing_file_or_link(tmp_path: Path) -> None:
     elsewhere, path = tmp_path / "elsewhere", tmp_path / "capture"
-    elsewhere.write_text("of somebody")
+    elsewhere.write_text("other content")
     for kind in ("link", "open to others"):
         if kind == "link":
             path.symlink_to(elsewhere)
@@ -145,6 +148,6 @@ def test_a_capture_has_a_file_of_its_own_whatever_was_there(tmp_path: Path) -> N
             path.write_text("old")
             path.chmod(0o644)
         capture = _capture(path, [_seen(101.0, num_output=4)])
-        assert elsewhere.read_text() == "of somebody"
+        assert elsewhere.read_text() == "other content"
         assert not path.is_symlink() and path.stat().st_mode & 0o077 == 0
         capture.remove()

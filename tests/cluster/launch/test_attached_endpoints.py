@@ -1,4 +1,4 @@
-"""A deployment whose doors are another's: what its spec may say, where it is, and what must not go before it."""
+"""Attached deployments: allowed settings, lookup of the owner, and order of removal."""
 
 from __future__ import annotations
 
@@ -30,49 +30,54 @@ def remembered(name: str, **changes: Any) -> State:
 
 
 @pytest.mark.parametrize(
-    ("tree", "said"),
+    ("tree", "error"),
     [
-        ({"router": {"grpc_port": 4}}, r"router\.grpc_port: not beside router\.doors, for the doors are those of main"),
-        ({"router": {"keys": "none", "replicas": 2}}, r"router\.replicas, router\.keys: not beside"),
-        ({"tracing": {"otlp_endpoint": "http://a:4318"}}, r"tracing: not beside"),
-        ({"name": "main"}, r"router\.doors: main is this deployment itself"),
+        (
+            {"router": {"grpc_port": 4}},
+            r"router\.grpc_port: not allowed with router\.endpoints; set this in the spec of main",
+        ),
+        ({"router": {"keys": "none", "replicas": 2}}, r"router\.replicas, router\.keys: not allowed with"),
+        ({"tracing": {"otlp_endpoint": "http://a:4318"}}, r"tracing: not allowed with"),
+        ({"name": "main"}, r"router\.endpoints: main is this deployment"),
     ],
 )
-def test_what_is_the_doors_is_for_their_own_spec_to_say(tree: dict[str, Any], said: str) -> None:
+def test_endpoint_settings_are_rejected(tree: dict[str, Any], error: str) -> None:
     tree = {"name": "beside", **tree, "router": {"endpoints": "main", **tree.get("router", {})}}
-    with pytest.raises(SpecError, match=said):
+    with pytest.raises(SpecError, match=error):
         check_own(parse_spec(tree))
 
 
-def test_what_is_its_own_it_may_say() -> None:
+def test_own_settings_are_allowed() -> None:
     router = {"endpoints": "main", "policy": "prefix", "max_waiting": 5, "backup_tokens": 64, "admin_port": 9000}
     check_own(parse_spec({"name": "beside", "router": router}))
 
 
-def test_the_doors_are_there_first() -> None:
-    with pytest.raises(SpecError, match=r"router\.doors: main is not deployed from here: deploy it first or"):
+def test_owner_must_be_deployed_first() -> None:
+    with pytest.raises(SpecError, match=r"router\.endpoints: main is not deployed from this machine: deploy it first"):
         owner_state("main")
     remembered("main", deploying=Command.current())
-    with pytest.raises(SpecError, match="is not deployed from here"):
+    with pytest.raises(SpecError, match="is not deployed from this machine"):
         owner_state("main")
     main = remembered("main")
     assert owner_state("main") == main
     remembered("main", local_ray=LocalRay("/tmp/no-such-ray", 1))
-    with pytest.raises(SpecError, match="is not deployed from here"):
+    with pytest.raises(SpecError, match="is not deployed from this machine"):
         owner_state("main")
 
 
-def test_doors_that_serve_others_are_not_taken_down_before_these(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_with_attached_deployments_is_not_taken_down(monkeypatch: pytest.MonkeyPatch) -> None:
     ray, stopped = LocalRay("/tmp/one", 1), list[LocalRay]()
     monkeypatch.setattr(deployment.local_ray, "stop", stopped.append)
     main = remembered("main", local_ray=ray)
     remembered("a", lent_ray=ray, endpoints="main")
     remembered("b", lent_ray=ray, endpoints="main")
-    remembered("older", lent_ray=LocalRay("/tmp/another", 2), endpoints="main")  # of a Ray that is gone
-    said = "main: its doors serve a, b, too; `cluster down --name a` and `cluster down --name b` first, or add --force"
+    remembered("older", lent_ray=LocalRay("/tmp/another", 2), endpoints="main")  # of a Ray that has ended
+    error = (
+        "main: its endpoints also serve a, b; `cluster down --name a` and `cluster down --name b` first, or add --force"
+    )
     with pytest.raises(DeployError) as rejected:
         deployment.take_down(main)
-    assert str(rejected.value) == said and not stopped and states.load("main")
+    assert str(rejected.value) == error and not stopped and states.load("main")
     states.forget("a")
     states.forget("b")
     check_no_attached(main)
@@ -80,7 +85,7 @@ def test_doors_that_serve_others_are_not_taken_down_before_these(monkeypatch: py
     assert stopped == [ray] and states.load("main") is None
 
 
-def test_with_force_they_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_force_takes_the_owner_down(monkeypatch: pytest.MonkeyPatch) -> None:
     ray, stopped = LocalRay("/tmp/one", 1), list[LocalRay]()
     monkeypatch.setattr(deployment.local_ray, "stop", stopped.append)
     main = remembered("main", local_ray=ray)
@@ -89,7 +94,7 @@ def test_with_force_they_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert stopped == [ray]
 
 
-def test_one_whose_ray_has_gone_is_forgotten_without_asking_anybody() -> None:
+def test_deployment_of_an_ended_ray_is_forgotten() -> None:
     attached = remembered("a", lent_ray=LocalRay("/tmp/no-such-ray", 1), endpoints="main")
     assert deployment.take_down(attached) is None
     assert states.load("a") is None

@@ -1,4 +1,4 @@
-"""Who has changed a deployment, with what command, and what came of it."""
+"""Audit log of operator commands."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from cluster.cli.app import run
 @pytest.fixture(autouse=True)
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path / "state"))
-    monkeypatch.setenv("CLUSTER_ADDRESS", "")  # which a command may set, for itself
+    # A command may set it for its own process.
+    monkeypatch.setenv("CLUSTER_ADDRESS", "")
     monkeypatch.setenv("SSH_CONNECTION", "10.1.2.3 5000 10.1.2.4 22")
     return tmp_path / "state"
 
 
-def test_a_command_that_changes_something_is_noted_whatever_came_of_it(root: Path) -> None:
+def test_changing_commands_are_logged_with_their_outcome(root: Path) -> None:
     index = "index=redis://someone:s3cret@10.0.0.1:6379"
     assert run(["scale", "prefill=2"]) == 2
     assert run(["--address=10.0.0.1:1", "deploy", "no-such-file.yaml", "--set", index]) == 2
@@ -43,19 +44,19 @@ def test_a_command_that_changes_something_is_noted_whatever_came_of_it(root: Pat
         ("redis://h:1/0", "redis://h:1/0"),
     ],
 )
-def test_no_part_of_a_password_is_noted(root: Path, url: str, shown: str) -> None:
+def test_passwords_are_not_logged(root: Path, url: str, shown: str) -> None:
     assert run(["deploy", "no-such-file.yaml", "--set", f"index={url}"]) == 2
     text = (root / "commands.jsonl").read_text()
     assert "s3cret" not in text and json.loads(text)["command"][-1] == f"index={shown}"
 
 
-def test_what_only_looks_is_not_noted_nor_what_somebody_asks_a_model(root: Path) -> None:
+def test_read_only_commands_and_prompts_are_not_logged(root: Path) -> None:
     run(["logs", "decode-0"])
     run(["generate", "deploy"])
     run(["--help"])
     assert not (root / "commands.jsonl").exists()
 
 
-def test_a_note_that_cannot_be_written_keeps_nobody_from_anything(root: Path) -> None:
+def test_failed_write_is_ignored(root: Path) -> None:
     root.write_text("a file where the directory should be")
     assert run(["scale", "prefill=2"]) == 2

@@ -1,4 +1,4 @@
-"""A deployment whose operator has gone: nothing of it stays."""
+"""Deployments whose operator has disconnected leave nothing behind."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from core.types.errors import DeployError
 from tests.support.disks import fill_disk
 
 
-class Deaf:
-    """Implements cluster.launch.reporter.Reporter, over a connection that has broken."""
+class BrokenReporter:
+    """Reporter whose connection is broken."""
 
     def say(self, line: str) -> None:
         raise BrokenPipeError
@@ -37,9 +37,7 @@ def _spec() -> Spec:
     return parse_spec({"name": "a", "router": {"grpc_port": free_port(), "http_port": free_port()}})
 
 
-def test_what_was_started_is_removed_where_nobody_listens_any_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_closed_output_removes_the_deployment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stopped: list[local_ray.LocalRay] = []
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(deployment.preflight, "check_model", lambda spec, say: None)
@@ -47,12 +45,17 @@ def test_what_was_started_is_removed_where_nobody_listens_any_more(
     spec = _spec()
     with pytest.raises(BrokenPipeError):
         deployment.deploy(
-            spec, address=None, deadline=time.monotonic(), wait_for_nodes=False, parts=Parts(), reporter=Deaf()
+            spec,
+            address=None,
+            deadline=time.monotonic(),
+            wait_for_nodes=False,
+            parts=Parts(),
+            reporter=BrokenReporter(),
         )
     assert stopped and states.load("a") is None
 
 
-def test_a_deployment_that_was_removed_for_that_is_no_success(
+def test_closed_output_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def deploy(*arguments: object, **more: object) -> None:
@@ -61,11 +64,11 @@ def test_a_deployment_that_was_removed_for_that_is_no_success(
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(deployment, "deploy", deploy)
     assert run(["deploy", "1P1D"]) == 2
-    assert "nobody reads this output any more; what was started is removed again" in capsys.readouterr().err
+    assert "output pipe closed; the deployment was removed" in capsys.readouterr().err
 
 
-class Silent:
-    """Implements cluster.launch.reporter.Reporter, and forgets what it is told."""
+class SilentReporter:
+    """Reporter that discards everything."""
 
     def say(self, line: str) -> None: ...
 
@@ -75,26 +78,27 @@ class Silent:
 def deploy_a() -> states.State:
     end = time.monotonic()
     return deployment.deploy(
-        _spec(), address=None, deadline=end, wait_for_nodes=False, parts=Parts(), reporter=Silent()
+        _spec(), address=None, deadline=end, wait_for_nodes=False, parts=Parts(), reporter=SilentReporter()
     )
 
 
-def test_of_two_commands_at_once_the_second_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """While the first one fetches the model, nothing is remembered of it yet."""
+def test_concurrent_deploy_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """While the first one fetches the model, no state is stored yet."""
 
     def check_model(spec: object, say: Callable[[str], None]) -> None:
-        with pytest.raises(DeployError, match="a is being deployed by another command, which has just begun"):
+        with pytest.raises(DeployError, match="a is being deployed by another command"):
             deploy_a()
         raise DeployError("the first has come so far")
 
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(deployment.preflight, "check_model", check_model)
-    for _ in range(2):  # whoever was refused, or failed, is in nobody's way
+    # Failed or rejected commands leave no lock.
+    for _ in range(2):
         with pytest.raises(DeployError, match="the first has come so far"):
             deploy_a()
 
 
-def test_what_cannot_be_remembered_is_removed_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_unsaved_deployment_is_removed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stopped: list[local_ray.LocalRay] = []
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(deployment.preflight, "check_model", lambda spec, say: None)
@@ -108,7 +112,8 @@ def test_what_cannot_be_remembered_is_removed_again(monkeypatch: pytest.MonkeyPa
         for name in names.split():
             monkeypatch.setattr(module, name, lambda *arguments, **more: "")
     serve = SimpleNamespace(start_serve=lambda: None, start_router=lambda *arguments: None)
-    monkeypatch.setattr(cluster.launch, "router_app", serve, raising=False)  # the true one loads Ray Serve
+    # The real one imports Ray Serve.
+    monkeypatch.setattr(cluster.launch, "router_app", serve, raising=False)
     monkeypatch.setattr(router_admin, "await_seen", lambda *arguments, **more: fill_disk(monkeypatch))
     monkeypatch.setattr(local_ray, "stop", stopped.append)
     with pytest.raises(DeployError, match=r"state\.json: No space left on device"):

@@ -1,4 +1,4 @@
-"""What a driver finds, starts and ends in a Ray."""
+"""Actors that a driver finds, starts and ends in a Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.waiting import until
 
 
 class FakeActorClass:
-    """Notes with which of Ray's options an actor is made."""
+    """Actor class that records its Ray options."""
 
     def __init__(self) -> None:
         self.chosen: dict[str, Any] = {}
@@ -33,7 +33,7 @@ class FakeActorClass:
         pass
 
 
-def test_a_controller_starts_again_where_its_files_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_controller_restarts_on_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     made = FakeActorClass()
     monkeypatch.setattr(ray, "remote", lambda actor: made)
     start_controller("a")
@@ -41,12 +41,12 @@ def test_a_controller_starts_again_where_its_files_are(monkeypatch: pytest.Monke
     assert made.chosen["max_restarts"] == -1 and "scheduling_strategy" not in made.chosen
 
 
-@pytest.mark.filterwarnings("ignore")  # Serve's own, of pydantic
+@pytest.mark.filterwarnings("ignore")  # Serve's own pydantic warnings
 @pytest.mark.parametrize(("others", "is_shut_down"), [((), True), (("blue",), False)])
-def test_a_deployment_that_leaves_takes_no_routers_of_another_along(
+def test_stop_router_keeps_routers_of_other_deployments(
     monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...], is_shut_down: bool
 ) -> None:
-    """Also where Ray Serve was started for it: the other one came afterwards."""
+    """Also if Ray Serve was started for it: the other deployment came later."""
     from ray import serve
 
     from cluster.launch import router_app
@@ -62,7 +62,7 @@ def test_a_deployment_that_leaves_takes_no_routers_of_another_along(
     assert is_shut_down or list(applications) == ["blue"]
 
 
-def test_a_head_that_ray_up_has_made_will_not_stay_alone() -> None:
+def test_head_of_ray_up_is_detected() -> None:
     assert not driver.is_of_ray_up()
     command = [sys.executable, "-c", "input()", "--autoscaling-config=/home/ubuntu/ray_bootstrap_config.yaml"]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as autoscaler:
@@ -71,30 +71,30 @@ def test_a_head_that_ray_up_has_made_will_not_stay_alone() -> None:
     assert not driver.is_of_ray_up()
 
 
-def test_what_rays_nodes_say_is_no_part_of_an_answer(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`cluster status --json` has been followed by Ray's account of a host that had just been lost."""
+def test_node_messages_are_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`cluster status --json` used to be followed by Ray's message about a lost host."""
     from ray._private import worker
 
     monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)
     internals.keep_off_stdout()
-    said = [{"job_id": None, "error_message": "Raylet is terminated."}]
+    messages = [{"job_id": None, "error_message": "Raylet is terminated."}]
 
     class Subscriber:
         def subscribe(self) -> None: ...
 
         def poll(self) -> tuple[bytes, Any]:
-            if not said:
+            if not messages:
                 raise OSError
-            return b"", said.pop()
+            return b"", messages.pop()
 
     driver_of_ray: Any = SimpleNamespace(gcs_error_subscriber=Subscriber(), current_job_id=ray.JobID.nil())
     worker.listen_error_messages(driver_of_ray, threading.Event())
-    assert not said and not capsys.readouterr().out
+    assert not messages and not capsys.readouterr().out
 
 
 def test_address_for_ssh_names_the_option_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(DeployError, match=r"write `cluster --address ubuntu@head \.\.\.`"):
+    with pytest.raises(
+        DeployError, match=r"an SSH address goes before the command: `cluster --address ubuntu@head \.\.\.`"
+    ):
         driver.connect("ubuntu@head", "kept")

@@ -1,4 +1,4 @@
-"""Where doors are: on one machine, and on several."""
+"""Endpoints on one machine and on several."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plan(*nodes: Node, host: str | None = None) -> Endpoints:
     return plan_endpoints(RouterSpec(host=host), nodes, is_one_machine=len(nodes) == 1)
 
 
-def test_on_one_machine_they_are_on_loopback_unless_the_spec_says_otherwise() -> None:
+def test_one_machine_defaults_to_loopback() -> None:
     endpoints = plan(node("10.0.0.1", total=HEAD))
     assert (endpoints.grpc, endpoints.http) == ("127.0.0.1:50051", "http://127.0.0.1:8000")
     assert (endpoints.host, endpoints.actor_options) == ("127.0.0.1", {})
@@ -35,14 +35,14 @@ def test_on_one_machine_they_are_on_loopback_unless_the_spec_says_otherwise() ->
     assert (opened.grpc, opened.http, opened.host) == ("10.0.0.1:50051", "http://10.0.0.1:8000", "0.0.0.0")
 
 
-def test_on_several_they_are_on_the_head_at_its_address_among_the_others() -> None:
+def test_several_machines_default_to_the_heads_address() -> None:
     endpoints = plan(node("10.0.0.2", pool="decode"), node("10.0.0.1", total=HEAD))
     assert (endpoints.grpc, endpoints.http) == ("10.0.0.1:50051", "http://10.0.0.1:8000")
     assert endpoints.host is None
     assert endpoints.actor_options == {"resources": {"node:__internal_head__": 0.001}}
 
 
-def test_a_label_says_where_routers_run() -> None:
+def test_label_selects_router_nodes() -> None:
     nodes = [node("10.0.0.1", total=HEAD), *(node(f"10.0.0.{i}", pool="router") for i in (3, 4))]
     endpoints = plan(*nodes)
     assert endpoints.grpc == "10.0.0.3:50051,10.0.0.4:50051"
@@ -58,12 +58,12 @@ def test_a_label_says_where_routers_run() -> None:
 
 
 @pytest.mark.parametrize(("routers", "hosts", "at_most"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (3, 2, 2), (2, 3, 1)])
-def test_routers_share_no_host_while_there_are_others(routers: int, hosts: int, at_most: int) -> None:
+def test_routers_are_spread_over_hosts(routers: int, hosts: int, at_most: int) -> None:
     nodes = [node("10.0.0.1", total=HEAD), *(node(f"10.0.1.{i}", pool="router") for i in range(hosts))]
     assert plan_endpoints(RouterSpec(replicas=routers), nodes, is_one_machine=False).max_per_node == at_most
 
 
-def test_all_networks_only_when_that_is_asked_for() -> None:
+def test_wildcard_address_only_if_configured() -> None:
     nodes = [node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode")]
     endpoints = plan(*nodes, host="0.0.0.0")
     assert (endpoints.grpc, endpoints.host) == ("10.0.0.1:50051", "0.0.0.0")
@@ -73,38 +73,38 @@ def test_all_networks_only_when_that_is_asked_for() -> None:
         plan(*nodes, host="127.0.0.1")
 
 
-def test_doors_that_open_to_a_network_ask_for_a_word() -> None:
-    """Until there are keys: then they are required, and nobody is let in by a spec that says nothing."""
+def test_open_endpoints_need_a_keys_setting() -> None:
+    """Until keys exist; then they are required, even if the spec does not set `keys`."""
     here, several = (node("10.0.0.1", total=HEAD),), (node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode"))
     for endpoints in (plan(*here, host="0.0.0.0"), plan(*here, host="10.0.0.1"), plan(*several)):
-        with pytest.raises(SpecError, match=r"router.keys: .* at (0.0.0.0|10.0.0.1); set required, .*, or none, "):
+        with pytest.raises(SpecError, match=r"router.keys: .* at (0.0.0.0|10.0.0.1); set required, .*, or set none "):
             keys_of(RouterSpec(), endpoints, has_keys=False)
         assert keys_of(RouterSpec(), endpoints, has_keys=True) == "required"
         for word in ("required", "none"):
             assert keys_of(RouterSpec(keys=word), endpoints, has_keys=False) == word
 
 
-def test_on_loopback_nobody_needs_a_key() -> None:
+def test_loopback_needs_no_keys() -> None:
     for host in (None, "127.0.0.1", "::1", "localhost"):
         endpoints = plan(node("10.0.0.1", total=HEAD), host=host)
         assert keys_of(RouterSpec(host=host), endpoints, has_keys=True) == "none"
     assert keys_of(RouterSpec(keys="required"), endpoints, has_keys=False) == "required"
 
 
-def test_a_router_by_itself_asks_for_keys_off_loopback() -> None:
-    """Whatever `cluster deploy` did or did not decide."""
+def test_router_requires_keys_off_loopback() -> None:
+    """Whatever `cluster deploy` decided."""
     assert RouterSpec().needs_keys("10.0.0.1") and RouterSpec().needs_keys("0.0.0.0") and RouterSpec().needs_keys("a")
     assert not RouterSpec().needs_keys("127.0.0.1") and not RouterSpec(keys="none").needs_keys("10.0.0.1")
     assert RouterSpec(keys="required").needs_keys("127.0.0.1")
 
 
-def test_where_operators_ask() -> None:
+def test_admin_addresses() -> None:
     assert admin_addresses(RouterSpec(admin_port=9100)) == ("127.0.0.1:9100", "127.0.0.1:9101")
     opened = RouterSpec(admin_port=9100, admin_host="0.0.0.0", replicas=2)
     assert admin_addresses(opened) == tuple(f"127.0.0.1:{port}" for port in (9100, 9101, 9102, 9103))
 
 
-async def test_a_client_finds_the_door_that_is_open_among_several() -> None:
+async def test_client_finds_the_open_endpoint() -> None:
     server = aio.server()
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)

@@ -1,4 +1,4 @@
-"""Faults planted on this machine and in reports of other hosts, and the finding that `cluster deploy` shows."""
+"""Faults injected on this machine and in reports of other hosts, and the findings that `cluster deploy` shows."""
 
 from __future__ import annotations
 
@@ -55,7 +55,10 @@ def _no_driver(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 _PLANTED: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]]] = {
-    "error: 127.0.0.1: kv_disk_path: .*blocks is not a directory": ("file for a directory", _file_for_a_directory),
+    "error: 127.0.0.1: kv_disk_path: .*blocks is not a writable directory": (
+        "file for a directory",
+        _file_for_a_directory,
+    ),
     "error: 127.0.0.1: kv_disk_gib: .*blocks may take 1e\\+06": (
         "small disk",
         lambda path, monkeypatch: {"prefill": {"kv_disk_gib": 1_000_000}},
@@ -75,19 +78,19 @@ _PLANTED: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], dict[str, An
         lambda path, monkeypatch: {role: {"kv_memory_gib": 100_000} for role in ("prefill", "decode")},
     ),
     "warning: 127.0.0.1: a process may open 1024 files": ("few files", _few_files),
-    "warning: 127.0.0.1: no g\\+\\+": ("no compiler", _no_compiler),
+    "warning: 127.0.0.1: g\\+\\+ is missing": ("no compiler", _no_compiler),
 }
 
 
 @pytest.mark.parametrize("pattern", _PLANTED, ids=[name for name, _ in _PLANTED.values()])
-def test_planted_fault_is_found(pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_fault_is_found(pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = _findings({})
     _, plant = _PLANTED[pattern]
     [finding] = [one for one in _findings(plant(tmp_path, monkeypatch)) if one not in before and "NCCL" not in one]
     assert re.match(pattern, finding)
 
 
-def test_host_that_no_replica_fits_on_is_not_judged_by_its_needs(tmp_path: Path) -> None:
+def test_host_without_fitting_pool_is_not_checked_for_it(tmp_path: Path) -> None:
     tree = {"model": {"source": str(tmp_path / "no")}}
     assert not [one for one in examine(parse_spec(tree), [replace(_NODE, total={})]).findings if "error" in one]
 
@@ -144,7 +147,7 @@ def test_version_that_differs_is_named_on_its_host() -> None:
 
 
 @given(time_s=st.floats(-1e5, 1e5), begin_s=st.floats(-1e5, 1e5), took_s=st.floats(0, 60))
-def test_clock_is_named_only_beyond_the_bound(time_s: float, begin_s: float, took_s: float) -> None:
+def test_clock_skew_is_reported_beyond_the_limit(time_s: float, begin_s: float, took_s: float) -> None:
     found = list(compare([_report(1, time_s=time_s)], begin_s=begin_s, end_s=begin_s + took_s))
     is_off = time_s < begin_s - 2.0 or time_s > begin_s + took_s + 2.0
     distance_s = max(begin_s - time_s, time_s - begin_s - took_s)

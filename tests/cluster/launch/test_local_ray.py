@@ -11,14 +11,14 @@ from core.types.errors import DeployError
 
 
 class FakeRay:
-    """`ray start`, as a process that has said something and then ended, or not."""
+    """`ray start` as a process with scripted output that has ended or not."""
 
-    def __init__(self, said: bytes, returncode: int | None) -> None:
-        self._said = said
+    def __init__(self, output: bytes, returncode: int | None) -> None:
+        self._output = output
         self._returncode = returncode
 
     def __call__(self, command: list[str], *, stdout: IO[bytes], **_: Any) -> FakeRay:
-        stdout.write(self._said)
+        stdout.write(self._output)
         stdout.flush()
         return self
 
@@ -28,7 +28,7 @@ class FakeRay:
 
 @pytest.fixture
 def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRay], str]:
-    """Why such a Ray did not start."""
+    """Return the error of such a Ray's start."""
 
     def start(ray: FakeRay) -> str:
         stopped: list[local_ray.LocalRay] = []
@@ -44,8 +44,8 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRa
     return start
 
 
-def test_a_ray_that_ended_is_quoted(started: Callable[[FakeRay], str]) -> None:
-    assert "no such option: --colour (all of it" in started(FakeRay(b"usage\nno such option: --colour\n", 2))
+def test_error_of_an_ended_ray_is_quoted(started: Callable[[FakeRay], str]) -> None:
+    assert "no such option: --colour (full log" in started(FakeRay(b"usage\nno such option: --colour\n", 2))
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_a_ray_that_ended_is_quoted(started: Callable[[FakeRay], str]) -> None:
         FakeRay(b"Traceback:\nException: The current node timed out during startup. This could happen.\n", 1),
     ],
 )
-def test_a_machine_with_too_much_to_do_is_named_as_such(started: Callable[[FakeRay], str], ray: FakeRay) -> None:
+def test_overloaded_machine_is_reported(started: Callable[[FakeRay], str], ray: FakeRay) -> None:
     message = started(ray)
-    assert "try again when this machine has less to do" in message and "ray.log" in message
-    assert "Local node IP" not in message, "what Ray said last is no reason"
+    assert "retry when this machine is less busy" in message and "ray.log" in message
+    assert "Local node IP" not in message, "what Ray output last is no reason"

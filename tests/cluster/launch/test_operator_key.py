@@ -1,4 +1,4 @@
-"""The operator's own key, and what is said of the keys of clients."""
+"""The operator's key, and warnings about missing client keys."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from core.types.errors import DeployError
 
 
 class FakeController:
-    """Has a book of keys."""
+    """Controller with a key registry."""
 
     def __init__(self, book: KeyRegistry) -> None:
         self.book = book
 
     def ask(self, controller: object, method: str, *args: ApiKey) -> Any:
-        """As cluster.launch.driver.ask, of the controller that this is."""
+        """Stand-in for cluster.launch.driver.ask with this controller."""
         match method:
             case "add_key":
                 self.book = self.book.with_key(*args)
@@ -36,14 +36,14 @@ def state_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(book: KeyRegistry, monkeypatch: pytest.MonkeyPatch) -> tuple[KeyRegistry, list[str]]:
-    """The book afterwards, and what was said."""
-    controller, said = FakeController(book), list[str]()
+    """Return the registry afterwards and the messages."""
+    controller, messages = FakeController(book), list[str]()
     monkeypatch.setattr("cluster.launch.driver.ask", controller.ask)
-    operator_key.make(controller, "a", say=said.append)
-    return controller.book, said
+    operator_key.make(controller, "a", say=messages.append)
+    return controller.book, messages
 
 
-def test_this_machine_has_the_secret_of_the_operators_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_operator_secret_is_stored_here(monkeypatch: pytest.MonkeyPatch) -> None:
     first, _ = make(KeyRegistry(), monkeypatch)
     again, _ = make(first, monkeypatch)
     assert again == first
@@ -54,18 +54,21 @@ def test_this_machine_has_the_secret_of_the_operators_key(monkeypatch: pytest.Mo
     assert states.operator_key_file("a").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_deployment_that_knows_no_keys_of_clients_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    book, said = make(KeyRegistry(), monkeypatch)
-    assert "no client of a has an API key yet: `cluster keys create NAME` makes one (if some had, keys.json" in said[0]
+def test_missing_client_keys_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    book, messages = make(KeyRegistry(), monkeypatch)
+    assert (
+        "no client of a has an API key yet; create one with `cluster keys create NAME` (if keys existed, "
+        in messages[0]
+    )
     assert make(book.with_key(new_key("acme", new_secret())), monkeypatch)[1] == []
 
 
-def test_a_key_file_that_cannot_be_read_is_not_an_empty_one() -> None:
+def test_unreadable_key_file_is_an_error() -> None:
     file = key_file(str(states.log_dir("a")))
     assert not operator_key.has_keys("a")
     file.parent.mkdir()
     file.write_text(KeyRegistry().with_key(new_key("acme", new_secret())).to_json())
     assert operator_key.has_keys("a")
     file.write_text("")
-    with pytest.raises(DeployError, match=r"keys\.json: it is no book of API keys"):
+    with pytest.raises(DeployError, match=r"keys\.json: not a registry of API keys"):
         operator_key.has_keys("a")

@@ -1,4 +1,4 @@
-"""What is wrong between a spec, its model and its Redis is said before anything is placed."""
+"""Mismatches between spec, model and Redis are reported before anything is placed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_ranks_must_fit_the_model(tmp_path: Path, decode: dict[str, Any], error:
             check_model(spec, print)
 
 
-def test_a_template_of_the_operators_must_be_there_and_be_one(tmp_path: Path) -> None:
+def test_chat_template_must_exist_and_be_valid(tmp_path: Path) -> None:
     write(tmp_path, architectures=["LlamaForCausalLM"])
     write_no_weights(tmp_path)
     (tmp_path / "tokenizer.json").touch()
@@ -59,7 +59,7 @@ def test_a_template_of_the_operators_must_be_there_and_be_one(tmp_path: Path) ->
             check_model(parse_spec({"model": {"source": str(tmp_path), "chat_template": given}}), print)
 
 
-def test_a_redis_that_does_not_answer_is_named_without_its_password(redis_url: str) -> None:
+def test_unreachable_redis_is_named_without_password(redis_url: str) -> None:
     check_index("embedded")
     check_index(redis_url)
     port = free_port()
@@ -80,7 +80,7 @@ def test_a_redis_that_does_not_answer_is_named_without_its_password(redis_url: s
         ("redis://redis.example.org?password=s3cret", "no TLS"),
     ],
 )
-def test_a_redis_beyond_loopback_needs_a_password_and_tls(url: str, missing: str) -> None:
+def test_redis_off_loopback_needs_password_and_tls(url: str, missing: str) -> None:
     with pytest.raises(SpecError, match=rf"^index: .* is not on loopback and has {missing}; write rediss://") as raised:
         check_index(url)
     assert "s3cret" not in str(raised.value) and "\n" not in str(raised.value)
@@ -96,25 +96,24 @@ def test_a_redis_beyond_loopback_needs_a_password_and_tls(url: str, missing: str
         ("unix:///nowhere/redis.sock", False),
     ],
 )
-def test_a_redis_that_is_protected_or_trusted_is_only_asked_whether_it_is_there(
-    monkeypatch: pytest.MonkeyPatch, url: str, trust: bool
-) -> None:
-    asked: list[str] = []
+def test_protected_or_trusted_redis_is_only_probed(monkeypatch: pytest.MonkeyPatch, url: str, trust: bool) -> None:
+    urls: list[str] = []
 
     def answers(url: str, within_s: float) -> AbstractContextManager[SimpleNamespace]:
-        asked.append(url)
+        urls.append(url)
         return nullcontext(SimpleNamespace(smembers=lambda key: set()))
 
     monkeypatch.setattr(redis_server, "asked_once", answers)
     check_index(url, trust_network=trust)
-    assert asked == [url]
+    assert urls == [url]
 
 
-async def test_a_redis_takes_a_deployments_name_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is written under it, both would write."""
+async def test_redis_accepts_a_deployment_name_once(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two deployments of one name would overwrite each other's entries."""
     async with Redis.from_url(redis_url) as redis:
         await Membership(redis, name="green", key=bytes(32)).renew(make_member("decode-0"))
-        monkeypatch.setattr(membership, "LEASE_S", 0.0)  # for which it is looked at
+        # For how long existing members are awaited.
+        monkeypatch.setattr(membership, "LEASE_S", 0.0)
         with pytest.raises(DeployError, match=r"serves another deployment called green \(decode-0\); choose another"):
             await asyncio.to_thread(check_index, redis_url, name="green")
         await asyncio.to_thread(check_index, redis_url, name="blue")
@@ -132,7 +131,7 @@ def _node(ip: str, *, is_head: bool = True) -> Node:
 @pytest.mark.parametrize(
     ("tree", "error"),
     [
-        ({}, r"index: the embedded one would speak without TLS at 8\.8\.8\.8"),
+        ({}, r"index: the embedded Redis has no TLS and 8\.8\.8\.8"),
         ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "gloo"}}, r"kv\.trust_network: gloo"),
         ({"index": "rediss://:p@10.0.0.1", "kv": {"host_link": "links:Fast"}}, r"kv\.trust_network: links:Fast"),
         ({"index": "rediss://:p@10.0.0.1", **_GPUS}, r"kv\.trust_network: nccl"),
@@ -141,7 +140,7 @@ def _node(ip: str, *, is_head: bool = True) -> Node:
     ],
     ids=str,
 )
-def test_what_has_no_protection_does_not_leave_private_networks(tree: dict[str, Any], error: str | None) -> None:
+def test_unprotected_traffic_needs_a_private_network(tree: dict[str, Any], error: str | None) -> None:
     spec = parse_spec(tree)
     check_network(spec, [_node("10.0.0.1"), _node("192.168.0.2", is_head=False)])
     public = [_node("8.8.8.8"), _node("10.0.0.2", is_head=False)]
@@ -156,8 +155,8 @@ def test_what_has_no_protection_does_not_leave_private_networks(tree: dict[str, 
     check_network(trusting, public)
 
 
-def test_a_door_of_another_deployment_is_seen_on_every_host() -> None:
-    """The kernel would let the two share it."""
+def test_used_port_is_found_on_every_host() -> None:
+    """The kernel would let the two share the port."""
     spec = parse_spec({"router": {"replicas": 2}})
     looks: list[int] = []
 

@@ -1,4 +1,4 @@
-"""Strangers at the ports that routers could have: whatever they answer, they are no routers of this deployment."""
+"""Foreign listeners on router admin ports: whatever they answer, they are not routers of this deployment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def listening(answer: Answer) -> AsyncIterator[str]:
-    """Gives "host:port", where `answer` writes to whoever has asked for something."""
+    """Listen and reply to each request with `answer`. Yields "host:port"."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if task := asyncio.current_task():
@@ -38,7 +38,7 @@ async def listening(answer: Answer) -> AsyncIterator[str]:
         await asyncio.gather(*handling, return_exceptions=True)
 
 
-def says(body: bytes, *, head: str = "200 OK") -> Answer:
+def replies(body: bytes, *, head: str = "200 OK") -> Answer:
     async def answer(writer: asyncio.StreamWriter) -> None:
         writer.write(f"HTTP/1.1 {head}\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
 
@@ -49,14 +49,14 @@ def health(**changes: object) -> bytes:
     return json.dumps({"deployment": "d", "router": "r", "replicas": {"prefill": 1, "decode": 1}} | changes).encode()
 
 
-async def asked(*answers: Answer) -> list[AdminAnswer]:
+async def query(*answers: Answer) -> list[AdminAnswer]:
     async with AsyncExitStack() as stack:
         addresses = [await stack.enter_async_context(listening(answer)) for answer in answers]
         return await asyncio.wait_for(asyncio.to_thread(ask_here, "d", addresses, "/health"), WITHIN_S)
 
 
-async def test_what_does_not_answer_as_a_router_does_is_none() -> None:
-    strangers = [
+async def test_foreign_answers_are_ignored() -> None:
+    foreign_bodies = [
         b'{"deployment":"d"}',
         health(replicas=3),
         health(replicas={"decode": "1"}),
@@ -67,13 +67,15 @@ async def test_what_does_not_answer_as_a_router_does_is_none() -> None:
         b"",
         health(more="x" * (1 << 20)),
     ]
-    router = says(health(), head="503 Service Unavailable")
-    found = await asked(*map(says, strangers), router, says(b"", head="302 Found\r\nLocation: http://127.0.0.1:1/"))
+    router = replies(health(), head="503 Service Unavailable")
+    found = await query(
+        *map(replies, foreign_bodies), router, replies(b"", head="302 Found\r\nLocation: http://127.0.0.1:1/")
+    )
     assert [(answer.status, answer.body) for answer in found] == [(503, health())]
     assert seen_by(found) == {"prefill": 1, "decode": 1}
 
 
-async def test_who_answers_without_an_end_is_not_waited_for() -> None:
+async def test_endless_answer_times_out() -> None:
     async def drip(writer: asyncio.StreamWriter) -> None:
         while not writer.is_closing():
             writer.write(b"x" if begun else b"HTTP/1.1 200 OK\r\n\r\n")
@@ -83,24 +85,24 @@ async def test_who_answers_without_an_end_is_not_waited_for() -> None:
                 await asyncio.wait_for(asyncio.Event().wait(), 0.1)
 
     begun: list[bool] = []
-    assert await asked(drip) == [] and begun
+    assert await query(drip) == [] and begun
 
 
-async def test_who_stalls_keeps_no_other_from_being_heard() -> None:
+async def test_stalling_listener_does_not_delay_others() -> None:
     is_other_asked = asyncio.Event()
 
     async def late(writer: asyncio.StreamWriter) -> None:
         await is_other_asked.wait()
-        await says(health())(writer)
+        await replies(health())(writer)
 
     async def other(writer: asyncio.StreamWriter) -> None:
         is_other_asked.set()
-        await says(health())(writer)
+        await replies(health())(writer)
 
-    assert len(await asked(late, other)) == 2
+    assert len(await query(late, other)) == 2
 
 
-async def test_commands_pass_strangers_over(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_commands_ignore_foreign_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
     pending_peer = AdminAnswer("127.0.0.1:1", 200, b'{"deployment":"d"}')
     router = replace(pending_peer, body=health())
     assert seen_by([pending_peer]) is None
@@ -109,6 +111,6 @@ async def test_commands_pass_strangers_over(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("cluster.launch.router_admin.ask_routers", lambda state, path: [pending_peer])
     with pytest.raises(DeployError, match="no router answers"):
         await_seen(state, {"decode": 1}, within_s=0.0)
-    async with listening(says(b"not JSON")) as address:
+    async with listening(replies(b"not JSON")) as address:
         [answer] = await asyncio.to_thread(ask_at, f"http://{address}", "/debug/routes/r1")
     assert answer.json() == {}

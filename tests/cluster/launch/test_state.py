@@ -1,4 +1,4 @@
-"""What the command line remembers, and what it clears away."""
+"""State files of the command line, and their cleanup."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def dead_command() -> Command:
     return command
 
 
-def test_what_is_saved_is_found_again() -> None:
+def test_round_trip() -> None:
     saved = deployed("a", local_ray=LocalRay("/tmp/x", 20_123), deploying=Command.current())
     state.save(saved)
     assert state.load("a") == saved == state.find(None) == state.find("a")
@@ -56,7 +56,7 @@ def test_what_is_saved_is_found_again() -> None:
     assert state.load("a") is None
 
 
-def test_what_a_newer_version_has_remembered_beyond_this_is_passed_over() -> None:
+def test_unknown_fields_are_ignored() -> None:
     saved = deployed("a", local_ray=LocalRay("/tmp/x", 20_123), deploying=Command.current())
     state.save(saved)
     file = state.state_dir("a") / "state.json"
@@ -68,20 +68,18 @@ def test_what_a_newer_version_has_remembered_beyond_this_is_passed_over() -> Non
 
 
 @pytest.mark.parametrize("left", ["", '{"name": "a", ', "[]", "{}", '{"local_ray": null, "deploying": null}'])
-def test_what_is_left_of_a_file_is_named(left: str) -> None:
+def test_truncated_file_is_an_error(left: str) -> None:
     state.save(deployed("a"))
     file = state.state_dir("a") / "state.json"
     file.write_text(left)
     for ask in (lambda: state.find(None), lambda: state.load("a"), lambda: check_is_free("a", print)):
-        with pytest.raises(
-            DeployError, match=f"{file}: it is not what `cluster deploy` has written; see that nothing of a"
-        ):
+        with pytest.raises(DeployError, match=f"{file}: not a state file of `cluster deploy`; check that nothing of a"):
             ask()
     state.forget("a")
     check_is_free("a", print)
 
 
-def test_what_cannot_be_saved_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_save_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     state.save(deployed("a"))
     fill_disk(monkeypatch)
     with pytest.raises(DeployError, match=r"state\.json: No space left on device"):
@@ -89,7 +87,7 @@ def test_what_cannot_be_saved_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert state.load("a") == deployed("a")
 
 
-def test_a_name_is_reserved_once(state_root: Path) -> None:
+def test_name_is_reserved_once(state_root: Path) -> None:
     with state.reserve("a"), state.reserve("b"):
         with pytest.raises(DeployError, match="a is being deployed by another command"), state.reserve("a"):
             pass
@@ -98,10 +96,8 @@ def test_a_name_is_reserved_once(state_root: Path) -> None:
     assert list(state_root.iterdir()) == []
 
 
-def test_a_name_that_was_reserved_meanwhile_is_not_reserved_twice(
-    state_root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever had it removes its lock; who has opened that one before locks what is no longer there."""
+def test_deleted_lock_file_does_not_reserve(state_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The holder removes its lock; a process that opened it before locks a deleted file."""
 
     def flock(lock: object, operation: int) -> None:
         (state_root / "a.lock").unlink()
@@ -112,24 +108,22 @@ def test_a_name_that_was_reserved_meanwhile_is_not_reserved_twice(
         pass
 
 
-def test_where_nothing_can_be_remembered_nothing_is_reserved(state_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_directory_reserves_nothing(state_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (state_root / "file").touch()
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(state_root / "file"))
     with pytest.raises(DeployError, match=r"a\.lock: File exists"), state.reserve("a"):
         pass
 
 
-def test_where_it_remembers_is_one_place_wherever_a_process_stands(
-    state_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_directory_is_absolute(state_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for said, meant in (("kept", tmp_path / "kept"), ("~/kept", tmp_path / "home" / "kept")):
-        monkeypatch.setenv("CLUSTER_STATE_DIR", said)
+    for messages, meant in (("kept", tmp_path / "kept"), ("~/kept", tmp_path / "home" / "kept")):
+        monkeypatch.setenv("CLUSTER_STATE_DIR", messages)
         assert state.log_dir("a") == meant / "a" / "logs"
 
 
-def test_one_of_several_must_be_named() -> None:
+def test_one_of_several_must_be_chosen() -> None:
     with pytest.raises(NotDeployed, match="nothing is deployed"):
         state.find(None)
     state.save(deployed("a"))
@@ -140,14 +134,15 @@ def test_one_of_several_must_be_named() -> None:
         state.find("c")
 
 
-def test_an_interrupted_deploy_is_recognised() -> None:
+def test_interrupted_deploy_is_detected() -> None:
     assert not deployed("a", deploying=Command.current()).is_interrupted
     assert deployed("a", deploying=dead_command()).is_interrupted
-    reused = Command(os.getpid(), 1)  # our pid, but not our start
+    # Our pid with another start time.
+    reused = Command(os.getpid(), 1)
     assert deployed("a", deploying=reused).is_interrupted
 
 
-def test_a_name_that_is_taken_is_refused() -> None:
+def test_taken_name_is_rejected() -> None:
     state.save(deployed("a"))
     with pytest.raises(DeployError, match="a is deployed already; `cluster scale` resizes it"):
         check_is_free("a", print)
@@ -159,22 +154,22 @@ def test_a_name_that_is_taken_is_refused() -> None:
         check_is_free("a", print)
 
 
-def test_what_a_killed_command_left_is_cleared(tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_command_are_removed(tmp_path: Path) -> None:
     local = LocalRay(str(tmp_path / "ray"), free_port())
     left = subprocess.Popen(["sleep", "60"], env={"XPYD_LOCAL_RAY": local.temp_dir}, start_new_session=True)
     state.save(deployed("a", local_ray=local, deploying=dead_command()))
-    said: list[str] = []
-    check_is_free("a", said.append)
+    messages: list[str] = []
+    check_is_free("a", messages.append)
     assert left.wait(5) < 0
-    assert state.load("a") is None and said == ["clearing away what is left of an earlier a"]
+    assert state.load("a") is None and messages == ["removing leftovers of an earlier a"]
 
 
-def test_ports_in_use_are_found_before_anything_starts() -> None:
+def test_used_ports_are_found_before_start() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         http = taken.getsockname()[1]
         with pytest.raises(
             DeployError, match=f"HTTP port {http} on 127.0.0.1 is in use; choose another with --http-port"
         ):
             check_ports(RouterSpec(grpc_port=free_port(), http_port=http), "127.0.0.1")
-    with pytest.raises(SpecError, match=r"router.http_port: 7000 is router.grpc_port, too"):
+    with pytest.raises(SpecError, match=r"router.http_port: 7000 equals router.grpc_port"):
         check_ports(RouterSpec(grpc_port=7000, http_port=7000), "127.0.0.1")

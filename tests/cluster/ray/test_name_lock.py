@@ -1,4 +1,4 @@
-"""A deployment's name in a Ray: one has it, and nobody else takes that one down."""
+"""Lock on a deployment's name in a Ray."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def _state(name: str, address: str, lock: str) -> State:
     return State(name=name, claim=lock, ray_address=address, local_ray=None, grpc="", http="", deploying=None)
 
 
-def test_one_of_many_at_once_has_it(three_nodes: str) -> None:
-    name, wanted = f"t{uuid.uuid4().hex[:8]}", [NameLock.new("ann") for _ in range(8)]
+def test_one_of_many_concurrent_deploys_gets_the_lock(three_nodes: str) -> None:
+    name, locks = f"t{uuid.uuid4().hex[:8]}", [NameLock.new("ann") for _ in range(8)]
 
     def is_taken_by(lock: NameLock) -> bool:
         try:
@@ -37,26 +37,28 @@ def test_one_of_many_at_once_has_it(three_nodes: str) -> None:
         return True
 
     with ThreadPoolExecutor(8) as threads:
-        [holder] = [lock for lock, is_its in zip(wanted, threads.map(is_taken_by, wanted), strict=True) if is_its]
+        [holder] = [lock for lock, is_its in zip(locks, threads.map(is_taken_by, locks), strict=True) if is_its]
     assert name_lock.find(name) == holder and name in name_lock.claimed()
-    name_lock.take(name, holder)  # as when Ray asks its store twice
+    # As if Ray had sent the request twice.
+    name_lock.take(name, holder)
     name_lock.give_up(name)
     assert name_lock.find(name) is None and name not in name_lock.claimed()
 
 
-@pytest.mark.filterwarnings("ignore")  # Serve's own, of pydantic
-def test_nobody_takes_down_what_another_has_deployed(
+@pytest.mark.filterwarnings("ignore")  # Serve's own pydantic warnings
+def test_stale_state_does_not_take_down_another_deployment(
     three_nodes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A machine remembers what has died with its Ray, and another one has deployed under that name since."""
+    """This machine's state is stale: its deployment ended with its Ray, and another one has the name since."""
     from cluster.launch import remote
 
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
-    monkeypatch.setattr(ray, "shutdown", lambda: None)  # this process stays
+    monkeypatch.setattr(ray, "shutdown", lambda: None)  # keep this process connected
     deployment, lock = Deployment(tmp_path / "logs", _SMALL), NameLock.new("ann")
     name_lock.take(deployment.name, lock)
     deployment.until_ready()
-    for stale in ("0123456789abcdef", ""):  # "": by a version that made no claims
+    # Empty: written by a version without locks.
+    for stale in ("0123456789abcdef", ""):
         for force in (False, True):
             state = _state(deployment.name, three_nodes, stale)
             assert deploying.take_down(state, force=force) == lock
@@ -68,7 +70,7 @@ def test_nobody_takes_down_what_another_has_deployed(
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_was_cut_short_is_removed_from_anywhere(
+def test_interrupted_deployment_is_removed_from_any_machine(
     three_nodes: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from cluster.launch import remote

@@ -1,4 +1,4 @@
-"""Following the logs of routers while their hosts go and come back. Ray is left out: a node is a directory."""
+"""Following router logs while hosts leave and return. Without Ray: a node is a directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cluster.ray.node_logs import RouterLogs
 
 @pytest.fixture
 def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Those that Ray holds to be alive; one without a directory does not answer."""
+    """Live nodes; one without a directory does not answer."""
     alive: list[str] = []
 
     async def run_on(node_id: str, function: Callable[..., Any], where: str | Path, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return alive
 
 
-async def test_each_router_is_followed_on_whoever_goes_and_comes_back(nodes: list[str], tmp_path: Path) -> None:
+async def test_router_logs_are_followed_across_node_changes(nodes: list[str], tmp_path: Path) -> None:
     def write(node: str, name: str, text: str) -> None:
         (tmp_path / node).mkdir(exist_ok=True)
         with (tmp_path / node / f"router-{name}.log").open("a") as file:
@@ -41,7 +41,7 @@ async def test_each_router_is_followed_on_whoever_goes_and_comes_back(nodes: lis
 
     logs, ends = RouterLogs(), dict[int, int]()
 
-    async def news() -> dict[int, str]:
+    async def read_new() -> dict[int, str]:
         parts = await logs.read("logs", lines=50, starts=ends)
         ends.update({number: part.end for number, part in parts.items()})
         return {number: part.text for number, part in parts.items() if part.text}
@@ -49,15 +49,15 @@ async def test_each_router_is_followed_on_whoever_goes_and_comes_back(nodes: lis
     nodes += ["a", "b"]
     write("a", "20261122-100000-aa", "a1\n")
     write("b", "20261122-100001-bb", "b1\n")
-    assert await news() == {0: "a1\n", 1: "b1\n"}
-    assert await news() == {}
+    assert await read_new() == {0: "a1\n", 1: "b1\n"}
+    assert await read_new() == {}
     (tmp_path / "a").rename(tmp_path / "without power")
     write("b", "20261122-100001-bb", "b2\n")
-    assert await news() == {1: "b2\n"}, "Ray holds a node that has just died to be alive"
+    assert await read_new() == {1: "b2\n"}, "Ray holds a node that has just died to be alive"
     nodes.remove("a")
     write("b", "20261122-095959-cc", "c1\n")
-    assert await news() == {2: "c1\n"}, "whatever its clock says"
+    assert await read_new() == {2: "c1\n"}, "whatever its clock says"
     (tmp_path / "without power").rename(tmp_path / "a again")
     nodes.append("a again")
     write("a again", "20261122-100000-aa", "a2\n")
-    assert await news() == {0: "a2\n"}
+    assert await read_new() == {0: "a2\n"}

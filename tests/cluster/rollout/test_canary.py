@@ -21,13 +21,13 @@ def _counts(draw: st.DrawFn, *, least: int = 0) -> RevisionCounts:
     return RevisionCounts(attempts=attempts, failed=failed, answered=answered, ttft_s=ttft_s, itl_s=itl_s)
 
 
-def test_nothing_is_judged_before_the_first_request() -> None:
+def test_no_problem_before_the_first_request() -> None:
     assert _problem(None, None) == ""
 
 
 def test_more_errors_than_the_margin() -> None:
     old, bad = RevisionCounts(attempts=90, failed=9), RevisionCounts(attempts=20, failed=5)
-    assert _problem(old, bad) == "5 of 20 attempts failed on it, 9 of 90 on the old one"
+    assert _problem(old, bad) == "5 of 20 attempts failed on the new revision, 9 of 90 on the old one"
     assert _problem(old, RevisionCounts(attempts=20, failed=4)) == "", "exactly the margin"
     assert _problem(bad, old) == ""
 
@@ -36,25 +36,25 @@ def test_slower_than_the_factor() -> None:
     old = RevisionCounts(answered=100, ttft_s=10.0, itl_s=2.0)
     slow_start = RevisionCounts(answered=50, ttft_s=11.0, itl_s=1.0)
     slow_tokens = RevisionCounts(answered=50, ttft_s=5.0, itl_s=2.5)
-    assert _problem(old, slow_start).startswith("mean TTFT is 220.0 ms on it and 100.0 ms on the old one")
-    assert _problem(old, slow_tokens).startswith("mean ITL is 50.0 ms on it and 20.0 ms on the old one")
+    assert _problem(old, slow_start).startswith("mean TTFT is 220.0 ms on the new revision and 100.0 ms on the old one")
+    assert _problem(old, slow_tokens).startswith("mean ITL is 50.0 ms on the new revision and 20.0 ms on the old one")
     assert _problem(old, slow_start, latency=None) == "", "latency is compared only if an operator asks for it"
 
 
 @given(old=_counts(), new=_counts())
-def test_few_requests_prove_nothing(old: RevisionCounts, new: RevisionCounts) -> None:
+def test_few_requests_are_not_significant(old: RevisionCounts, new: RevisionCounts) -> None:
     new.attempts, new.answered = new.attempts % MIN_REQUESTS, new.answered % MIN_REQUESTS
     new.failed = min(new.failed, new.attempts)
     assert _problem(old, new) == ""
 
 
 @given(counts=_counts())
-def test_a_revision_is_never_worse_than_itself(counts: RevisionCounts) -> None:
+def test_revision_is_not_worse_than_itself(counts: RevisionCounts) -> None:
     assert _problem(counts, counts, latency=1.0) == ""
 
 
 @given(old=_counts(), new=_counts(least=MIN_REQUESTS))
-def test_more_failures_or_delay_never_clear_a_revision(old: RevisionCounts, new: RevisionCounts) -> None:
+def test_problem_is_monotonic_in_failures_and_delay(old: RevisionCounts, new: RevisionCounts) -> None:
     before = _problem(old, new)
     new.failed = min(new.attempts, new.failed + 1)
     new.ttft_s *= 1.1
@@ -62,7 +62,7 @@ def test_more_failures_or_delay_never_clear_a_revision(old: RevisionCounts, new:
 
 
 @given(old=_counts())
-def test_a_revision_that_always_fails_is_taken_back(old: RevisionCounts) -> None:
+def test_failing_revision_is_rolled_back(old: RevisionCounts) -> None:
     old.failed //= 2
     new = RevisionCounts(attempts=MIN_REQUESTS, failed=MIN_REQUESTS)
     assert _problem(old, new)

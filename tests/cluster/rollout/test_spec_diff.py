@@ -1,4 +1,4 @@
-"""What an update changes of a spec, and what each change needs."""
+"""Changes between specs, and what each needs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _changed(named: dict[str, Any], *, is_whole: bool = False) -> dict[str, Need
         ({"index": "redis://h"}, "index", Needs.DEPLOYMENT),
     ],
 )
-def test_each_change_has_its_need(named: dict[str, Any], path: str, needs: Needs) -> None:
+def test_needs_of_each_change(named: dict[str, Any], path: str, needs: Needs) -> None:
     assert _changed(named) == {path: needs}
 
 
@@ -59,10 +59,11 @@ def test_each_change_has_its_need(named: dict[str, Any], path: str, needs: Needs
         (("off", "/small"), ("draft", "/small"), Needs.DECODE),
     ],
 )
-def test_heads_that_are_named_already_come_and_go_on_both_roles(
+def test_switching_draft_heads_replaces_both_roles(
     before: tuple[str, str | None], after: tuple[str, str | None], needs: Needs
 ) -> None:
-    """Their layers are shipped: a prefill replica without them and a decode replica with them refuse each other."""
+    """Their layers are transferred, so a prefill replica without heads and a decode replica with them reject each
+    other."""
     old, new = (
         updated(BASE, {"speculation": {"method": method, "model": model}}, is_whole=False)
         for method, model in (before, after)
@@ -71,12 +72,12 @@ def test_heads_that_are_named_already_come_and_go_on_both_roles(
     assert (kind_of(old) == kind_of(new)) == (needs is Needs.DECODE), "running answers move where layers are the same"
 
 
-def test_rules_of_the_autoscaler_are_taken_live() -> None:
+def test_autoscaler_rules_apply_live() -> None:
     assert set(_changed({"autoscale": {"slo_ttft_ms": 500, "slo_itl_ms": 50}}).values()) == {Needs.NOTHING}
 
 
-def test_every_key_of_a_spec_is_thought_of() -> None:
-    """A new key is refused by an update until somebody has given it a rule, or has written it down here."""
+def test_every_spec_key_has_a_rule_or_is_listed() -> None:
+    """A new key is rejected by updates until it has a rule or is listed here."""
     beyond = {path for path in _paths(Spec) if SpecChange(path=path, old=0, new=1).needs is Needs.DEPLOYMENT}
     assert {path for path in beyond if not path.startswith(("router.", "security."))} == {
         "name", "index", "kv.block_size", "model.source", "model.served_name", "model.max_context", "model.tool_parser",
@@ -86,8 +87,8 @@ def test_every_key_of_a_spec_is_thought_of() -> None:
     assert not any(path.startswith(("router.", "security.")) for path in set(_paths(Spec)) - beyond)
 
 
-def test_what_a_spec_does_not_name_is_its_default_but_for_what_cannot_change() -> None:
-    """A spec file without the port and the model that the deployment has does not ask for others."""
+def test_unnamed_keys_get_defaults_unless_unchangeable() -> None:
+    """A spec file without the deployment's port and model does not change them."""
     deployed = parse_spec({"model": {"source": "hf:a/b", "dtype": "float32"}, "router": {"http_port": 9}, "name": "x"})
     new = updated(deployed, {"decode": {"max_running": 8}}, is_whole=True)
     assert (new.model.source, new.router.http_port, new.name) == ("hf:a/b", 9, "x")
@@ -98,7 +99,7 @@ def test_what_a_spec_does_not_name_is_its_default_but_for_what_cannot_change() -
     assert updated(deployed, {"decode": {"max_running": 8}}, is_whole=False).model.dtype == "float32"
 
 
-def test_a_label_that_a_spec_no_longer_has_is_gone() -> None:
+def test_removed_label_is_removed() -> None:
     labelled = parse_spec({"decode": {"labels": {"pool": "decode"}}})
     assert updated(labelled, {"decode": {"replicas": 1}}, is_whole=True).decode.labels == {}
     assert updated(labelled, {"decode": {"replicas": 1}}, is_whole=False).decode.labels == {"pool": "decode"}
@@ -119,10 +120,8 @@ _SPECS = st.fixed_dictionaries(
 
 @given(old=_SPECS, named=_SPECS, is_whole=st.booleans())
 @settings(max_examples=100, deadline=None)
-def test_whatever_the_keys_are_called_what_is_named_is_what_comes(
-    old: dict[str, Any], named: dict[str, Any], is_whole: bool
-) -> None:
-    """Labels have dots in their own names: those that Ray and Kubernetes give do."""
+def test_named_values_are_applied_for_any_key_names(old: dict[str, Any], named: dict[str, Any], is_whole: bool) -> None:
+    """Label names may contain dots, like those of Ray and Kubernetes."""
     before = parse_spec(old)
     after = updated(before, named, is_whole=is_whole)
     for section, keys in named.items():
@@ -134,25 +133,25 @@ def test_whatever_the_keys_are_called_what_is_named_is_what_comes(
     assert updated(after, named, is_whole=is_whole) == after
 
 
-def test_what_an_update_cannot_do_is_one_line_with_the_keys() -> None:
+def test_impossible_update_is_one_line_with_the_keys() -> None:
     changes = changes_of(BASE, updated(BASE, {"router": {"http_port": 9}, "kv": {"block_size": 8}}, is_whole=False))
     with pytest.raises(SpecError, match=r"^kv.block_size, router.http_port: cannot change while deployed"):
         check_possible(changes)
     check_possible(changes_of(BASE, updated(BASE, {"kv": {"pool_dtype": "int8"}}, is_whole=False)))
 
 
-def test_a_redis_password_is_never_shown() -> None:
+def test_redis_password_is_not_shown() -> None:
     (change,) = changes_of(BASE, updated(BASE, {"index": "rediss://:secret@h"}, is_whole=False))
     assert "secret" not in str(change)
 
 
-def test_only_the_roles_that_a_change_is_of_are_replaced() -> None:
+def test_only_affected_roles_are_replaced() -> None:
     decode = changes_of(BASE, updated(BASE, {"decode": {"max_running": 8, "replicas": 5}}, is_whole=False))
     assert roles_of(decode) == {Role.DECODE} and roles_of(decode, restarts_all=True) == set(Role)
     assert roles_of(changes_of(BASE, updated(BASE, {"prefill": {"replicas": 2}}, is_whole=False))) == set()
 
 
-def test_specs_that_give_the_same_tokens_and_those_between_which_answers_move() -> None:
+def test_token_and_transfer_compatibility() -> None:
     more, link, eight = (
         updated(BASE, named, is_whole=False)
         for named in ({"decode": {"tensor_parallel": 2}}, {"kv": {"host_link": "gloo"}}, {"kv": {"pool_dtype": "int8"}})

@@ -1,4 +1,4 @@
-"""Updates carried out by a controller on a real Ray, with ranks that hold no model."""
+"""Updates by a controller on a real Ray, with ranks without a model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def update(deployment: Deployment, named: dict[str, Any], **options: Any) -> boo
 
 
 def until_over(deployment: Deployment) -> str:
-    """What became of the update."""
+    """Wait for the update to end. Returns its outcome."""
     report: dict[str, Any] = {}
 
     def is_over() -> bool:
@@ -41,7 +41,7 @@ def until_over(deployment: Deployment) -> str:
     return last
 
 
-def test_only_the_replicas_of_a_role_that_changes_are_replaced_and_a_killed_controller_goes_on(deploy: Deploy) -> None:
+def test_update_replaces_affected_role_and_survives_controller_restart(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     deployment.until_ready()
     assert update(deployment, {"decode": {"max_running": 8}, "prefill": {"replicas": 2}})
@@ -60,7 +60,7 @@ def test_only_the_replicas_of_a_role_that_changes_are_replaced_and_a_killed_cont
         deployment.call("switch", "prefill-0")
 
 
-def test_a_revision_that_does_not_start_is_taken_back(deploy: Deploy) -> None:
+def test_failing_revision_is_rolled_back(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     before = deployment.until_ready()
     (deployment.log_dir / "fails").touch()  # from now on
@@ -72,7 +72,7 @@ def test_a_revision_that_does_not_start_is_taken_back(deploy: Deploy) -> None:
 
 
 @pytest.mark.slow
-def test_an_operator_takes_a_canary_back(deploy: Deploy) -> None:
+def test_operator_aborts_a_canary(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     deployment.until_ready()
     with pytest.raises(SpecError, match="no update is under way"):
@@ -85,7 +85,7 @@ def test_an_operator_takes_a_canary_back(deploy: Deploy) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_taken_live_replaces_nothing(deploy: Deploy) -> None:
+def test_live_change_replaces_nothing(deploy: Deploy) -> None:
     deployment = deploy(SMALL)
     before = deployment.until_ready()
     assert not update(deployment, {"timeouts": {"drain_s": 7}, "decode": {"replicas": 2}})

@@ -1,4 +1,4 @@
-"""From one revision to another: whenever the controller dies, some whole revision serves at each step, and it ends."""
+"""Update plan: at each step one revision is complete, and the update ends, even if the controller restarts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Replica:
 
 @dataclass
 class _World:
-    """Replicas of two revisions on nodes with so many places for each role."""
+    """Replicas of two revisions on nodes with a limited number of places per role."""
 
     targets: dict[Role, tuple[int, int]]  # old, new
     places: dict[Role, int]
@@ -42,7 +42,8 @@ class _World:
 
     def room(self, role: Role) -> int:
         taken = sum(len(self.replicas[role, revision]) for revision in (OLD, NEW))
-        return max(0, self.places[role] - taken)  # who waits counts, too
+        # Pending replicas count, too.
+        return max(0, self.places[role] - taken)
 
     def views(self, *, is_back: bool = False) -> dict[Role, RoleView]:
         leaving, candidate = (NEW, OLD) if is_back else (OLD, NEW)
@@ -58,14 +59,14 @@ class _World:
         }
 
     def carry_out(self, *, is_back: bool = False, is_trial: bool = False) -> None:
-        """One look of the controller, which remembers nothing from the last one."""
+        """Apply one stateless reconcile of the controller."""
         leaving, candidate = (NEW, OLD) if is_back else (OLD, NEW)
-        for role, wanted in next_step(self.views(is_back=is_back), is_trial=is_trial).items():
-            self._set(role, leaving, wanted.leaving)
-            self._set(role, candidate, wanted.candidate)
+        for role, targets_now in next_step(self.views(is_back=is_back), is_trial=is_trial).items():
+            self._set(role, leaving, targets_now.leaving)
+            self._set(role, candidate, targets_now.candidate)
 
     def happen(self) -> None:
-        """Something, to one replica."""
+        """Change the state of a random replica."""
         role, revision = self.random.choice(list(self.replicas))
         there = self.replicas[role, revision]
         if not there:
@@ -114,13 +115,14 @@ _SIZES = st.integers(1, 5)
     num_rolled=st.integers(0, 60),
     is_trial=st.booleans(),
 )
-def test_a_whole_revision_serves_at_each_step_and_it_ends_there_or_back(
+def test_a_complete_revision_serves_at_each_step_until_the_end(
     sizes: dict[Role, tuple[int, int]], spare: dict[Role, int], seed: int, num_rolled: int, is_trial: bool
 ) -> None:
-    """It rolls for a while, is taken back at any moment, and is rolled on at any moment of that."""
+    """The update runs for a while, is rolled back at any moment, and resumed at any moment of the rollback."""
     places = {role: max(sizes[role]) + spare[role] for role in Role}
     if any(not spare[role] and sizes[role][OLD] == 1 for role in Role):
-        places = {role: count + 1 for role, count in places.items()}  # an update refuses to begin otherwise
+        # Otherwise an update would be rejected.
+        places = {role: count + 1 for role, count in places.items()}
     world = _World(sizes, places, Random(seed))
     most = {role: max(sizes[role]) + surge_of(max(sizes[role])) for role in Role}
 
@@ -141,13 +143,13 @@ def test_a_whole_revision_serves_at_each_step_and_it_ends_there_or_back(
         assert is_at_end(world.views(is_back=is_back)), world
 
 
-def test_with_room_the_new_come_beside_the_old() -> None:
+def test_with_room_new_replicas_start_first() -> None:
     world = _World({role: (4, 4) for role in Role}, dict.fromkeys(Role, 8), Random(0))
     world.carry_out()
     assert all((world.count_of(role, OLD).ready, world.count_of(role, NEW).pending) == (4, 1) for role in Role)
 
 
-def test_without_room_one_makes_it_but_never_the_last() -> None:
+def test_without_room_an_old_replica_leaves_but_not_the_last() -> None:
     two = _World({role: (2, 2) for role in Role}, dict.fromkeys(Role, 2), Random(0))
     two.carry_out()
     assert all((two.count_of(role, OLD).ready, two.count_of(role, OLD).draining) == (1, 1) for role in Role)
@@ -156,7 +158,7 @@ def test_without_room_one_makes_it_but_never_the_last() -> None:
     assert all(one.count_of(role, OLD).ready == 1 for role in Role)
 
 
-def test_a_canary_leaves_the_old_ones_where_they_are() -> None:
+def test_canary_keeps_old_replicas() -> None:
     views = {
         role: RoleView(
             leaving=ReplicaCount(ready=4), candidate=ReplicaCount(ready=1), leaving_target=4, candidate_target=1, room=3
@@ -167,7 +169,7 @@ def test_a_canary_leaves_the_old_ones_where_they_are() -> None:
     assert all((one.leaving, one.candidate) == (0, 1) for one in next_step(views).values())
 
 
-def test_an_old_one_that_dies_meanwhile_is_replaced_by_its_like() -> None:
+def test_failed_old_replica_is_replaced_by_its_revision() -> None:
     views = {
         role: RoleView(
             leaving=ReplicaCount(ready=2),
@@ -182,5 +184,5 @@ def test_an_old_one_that_dies_meanwhile_is_replaced_by_its_like() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 4, 16])
-def test_there_is_a_bound_to_what_is_beside_the_old(replicas: int) -> None:
+def test_surge_is_bounded(replicas: int) -> None:
     assert surge_of(replicas) == max(1, replicas // 4)

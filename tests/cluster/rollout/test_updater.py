@@ -1,4 +1,4 @@
-"""What an update may begin beside, and what changes while it runs; without the replicas."""
+"""Start of updates, and changes during one, without replicas."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from core.types.revisions import RevisionCounts, RevisionTable
 OPTIONS = UpdateOptions(waits_for_nodes=True)
 
 
-class FakeTeller:
-    """Nobody listens."""
+class FakeReporter:
+    """Reporter without receivers."""
 
     counts: Mapping[int, RevisionCounts] = {}
 
@@ -37,21 +37,23 @@ class FakeTeller:
 
 def updater() -> Updater:
     pools = {role: RolePools(role, changed=lambda: None) for role in Role}
-    return Updater(pools, reporter=FakeTeller(), save=lambda: None)  # type: ignore[arg-type]
+    return Updater(pools, reporter=FakeReporter(), save=lambda: None)  # type: ignore[arg-type]
 
 
 def deployed(**sections: object) -> Desired:
-    launch = Launch(spec=wanted(**sections), log_dir="/logs", credentials=DeploymentSecrets.new(index_url="redis://h"))
+    launch = Launch(
+        spec=make_spec(**sections), log_dir="/logs", credentials=DeploymentSecrets.new(index_url="redis://h")
+    )
     return Desired(launch=launch)
 
 
-def wanted(**sections: object) -> Spec:
+def make_spec(**sections: object) -> Spec:
     return parse_spec({"name": "kept", **sections})
 
 
-def test_the_same_update_asked_again_is_one_but_not_once_it_was_taken_back() -> None:
-    """Ray asks again where a controller has died; an operator who aborts and begins anew asks for another."""
-    here, desired, spec = updater(), deployed(), wanted(engine={"cuda_graphs": "off"})
+def test_repeated_update_is_idempotent_until_rolled_back() -> None:
+    """Ray repeats calls after a crash; an operator who aborts and starts again wants another update."""
+    here, desired, spec = updater(), deployed(), make_spec(engine={"cuda_graphs": "off"})
     assert here.begin(desired, spec, OPTIONS)
     assert here.begin(desired, spec, OPTIONS) == []
     here.abort(desired, "an operator has taken it back")
@@ -60,32 +62,32 @@ def test_the_same_update_asked_again_is_one_but_not_once_it_was_taken_back() -> 
     assert desired.update and desired.update.phase is Phase.RETURNING
 
 
-def test_what_was_scaled_since_the_operator_looked_is_not_undone_unseen() -> None:
-    """Between `cluster update` asking what there is and saying what there shall be lie seconds, and an autoscaler."""
-    here, desired, seen = updater(), deployed(), wanted()
+def test_update_does_not_undo_unseen_scaling() -> None:
+    """Seconds pass between reading the spec and sending the update, and an autoscaler may act."""
+    here, desired, seen = updater(), deployed(), make_spec()
     desired.scale(Role.DECODE, 3)
-    for spec in (wanted(engine={"cuda_graphs": "off"}), wanted(timeouts={"drain_s": 7})):
+    for spec in (make_spec(engine={"cuda_graphs": "off"}), make_spec(timeouts={"drain_s": 7})):
         with pytest.raises(
-            SpecError, match=r"was changed meanwhile \(decode.replicas: 1 -> 3\): `cluster update` again"
+            SpecError, match=r"was changed in the meantime \(decode.replicas: 1 -> 3\): run `cluster update` again"
         ):
             here.begin(desired, spec, OPTIONS, seen=seen)
     assert desired.update is None and desired.spec.decode.replicas == 3
-    live = wanted(timeouts={"drain_s": 7}, decode={"replicas": 3})
+    live = make_spec(timeouts={"drain_s": 7}, decode={"replicas": 3})
     assert here.begin(desired, live, OPTIONS, seen=desired.spec)
-    assert here.begin(desired, live, OPTIONS, seen=wanted()) == [], "Ray asks again"
+    assert here.begin(desired, live, OPTIONS, seen=make_spec()) == [], "Ray repeats the call"
 
 
 @pytest.mark.parametrize(
     "options", [{"canary_s": math.nan}, {"max_latency_factor": math.nan}, {"max_error_increase": -1.0}]
 )
-def test_a_limit_that_is_no_number_or_negative_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=r"^--[a-z-]+ (nan|-1): must be a number from 0 on$"):
+def test_invalid_limits_are_rejected(options: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"^--[a-z-]+ (nan|-1): must be a number >= 0$"):
         UpdateOptions(**options)
 
 
-def test_an_autoscaler_that_is_turned_off_during_an_update_stays_off() -> None:
+def test_autoscaler_turned_off_during_update_stays_off() -> None:
     rules = {"max_devices": 4}
     desired = deployed(autoscale=rules)
-    updater().begin(desired, wanted(autoscale=rules, engine={"cuda_graphs": "off"}), OPTIONS)
+    updater().begin(desired, make_spec(autoscale=rules, engine={"cuda_graphs": "off"}), OPTIONS)
     desired.set_autoscale(None)
     assert desired.update and desired.spec.autoscale is desired.update.spec.autoscale is None

@@ -1,4 +1,4 @@
-"""`cluster autoscale status` and `explain`: what they say of the controller's report."""
+"""Output of `cluster autoscale status` and `explain` for reports of the controller."""
 
 from __future__ import annotations
 
@@ -26,26 +26,24 @@ def _report(monkeypatch: pytest.MonkeyPatch, **fields: Any) -> None:
     monkeypatch.setattr(cluster.cli.planning.autoscale, "ask_deployed", lambda name, method: report)
 
 
-def test_a_last_decision_that_is_a_change_is_told_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_decision_is_shown_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     stays, grows = PoolSizes(1, 1), PoolSizes(2, 1)
     _report(monkeypatch, decisions=[_decision(1, after=grows), _decision(2, after=stays), _decision(3, after=grows)])
     assert run(["autoscale", "status"]) == 0
-    told = [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()[2:]]
-    assert told == ["reason 1", "reason 3"]
+    reasons = [line.rpartition("  ")[2] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert reasons == ["reason 1", "reason 3"]
 
 
 @pytest.mark.parametrize(
     ("fields", "arguments", "error"),
     [
-        ({"rules": None}, [], "no decision yet: no `autoscale` in its spec"),
-        ({}, [], "no decision yet: one is made every 30 s; ask again after that"),
+        ({"rules": None}, [], "no decision yet: autoscaling is off"),
+        ({}, [], "no decision yet: one is made every 30 s; retry later"),
         ({"problem": "no router tells"}, [], "no decision yet: no router tells"),
-        ({"decisions": [_decision(3, after=PoolSizes(1, 1))]}, ["7"], "no decision 7: it remembers 3 to 3"),
+        ({"decisions": [_decision(3, after=PoolSizes(1, 1))]}, ["7"], "no decision 7: available: 3 to 3"),
     ],
 )
-def test_without_the_decision_it_says_why(
+def test_missing_decision_is_explained(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     fields: dict[str, Any],

@@ -1,4 +1,4 @@
-"""The options of commands that run a model without a deployment are those of the spec."""
+"""Options of commands that run a model without a deployment match those of the spec."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from core.spec.schema import KVSpec, ModelSpec
         (model_options.WireDType, KVSpec, "wire_dtype"),
     ],
 )
-def test_an_option_takes_what_the_spec_takes(option: Any, section: Any, field: str) -> None:
+def test_option_accepts_the_values_of_the_spec(option: Any, section: Any, field: str) -> None:
     literal, *_ = get_args(option)
     assert set(get_args(literal)) == set(get_args(get_type_hints(section)[field]))
 
 
-def test_the_defaults_are_the_specs() -> None:
+def test_defaults_match_the_spec() -> None:
     spec = ModelSpec()
     defaults = (model_options.DEFAULT_MODEL, model_options.DEFAULT_DTYPE, model_options.DEFAULT_WEIGHTS)
     assert defaults == (spec.source, spec.dtype, spec.weights)
