@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Generic, TypeVar
 
 from core.types.errors import CapacityError
-from core.types.request import OFFLINE, SequenceRequest
+from core.types.request import OFFLINE, Role, SequenceRequest
 from router.routing.admission import AdmissionQueue
 from router.routing.fair_queue import Places, QueuedRequest
 from router.serving.reservations import Pair, Reservations
@@ -134,6 +135,8 @@ class Admission:
         self._now = asyncio.get_running_loop().time
         reservations.on_change = self._waits.wake
         metrics.requests_waiting.set_function(lambda: self.num_waiting)
+        for role in Role:
+            metrics.usable_replicas.labels(role).set_function(partial(reservations.replicas.num_usable, role))
         metrics.tenants_at_share.set_function(lambda: self._queue.num_at_share)
 
     @property

@@ -17,7 +17,7 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.kernels.moe.expert_router import RoutedTokens
-from engine.model import expert_parallel
+from engine.model import expert_parallel as expert_parallel_module
 from engine.model.expert_bank import Bank
 from engine.runner.decode_graphs import Step
 from engine.runner.parallel import TensorParallel
@@ -124,10 +124,10 @@ def tokens(
     prompts: list[list[int]],
     expert_parallel: bool,
     redundant_experts: int = 0,
-    steps_between_plans: int = expert_parallel.STEPS_BETWEEN_PLANS,
+    steps_between_plans: int = expert_parallel_module.STEPS_BETWEEN_PLANS,
 ) -> list[list[int]]:
     """Return the tokens that the gang generates greedily."""
-    expert_parallel.STEPS_BETWEEN_PLANS = steps_between_plans
+    expert_parallel_module.STEPS_BETWEEN_PLANS = steps_between_plans
     parallel = join(place, prefix, rank, size)
     config = EngineConfig(
         model_dir=directory,
@@ -157,14 +157,14 @@ def experts_that_move(
 
     Returns the banks that this rank has made, and the output of each step.
     """
-    expert_parallel.STEPS_BETWEEN_PLANS = steps_between_plans
+    expert_parallel_module.STEPS_BETWEEN_PLANS = steps_between_plans
     banks: list[list[int]] = []
 
     def read(experts: Sequence[int]) -> Bank:
         banks.append(list(experts))
         return lambda x_TE, chosen_TC: (x_TE * torch.tensor(experts)[chosen_TC]).unsqueeze(1)
 
-    experts = expert_parallel.SpreadExperts(read, num_experts, join(place, prefix, rank, size), redundant=redundant)
+    experts = expert_parallel_module.SpreadExperts(read, num_experts, join(place, prefix, rank, size), redundant=redundant)
     chosen, weights = torch.full((5, 1), num_experts - 1), torch.ones(5, 1)
     outputs = [experts(torch.ones(5, 1), RoutedTokens(chosen, weights)).flatten().tolist() for _ in range(4)]
     return banks, outputs

@@ -79,7 +79,7 @@ def test_interrupted_deployment_is_removed_from_any_machine(
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     name = f"t{uuid.uuid4().hex[:8]}"
     name_lock.take(name, NameLock.new("ann"))
-    with pytest.raises(DeployError, match=f"{name}: it has no controller on Ray at .* removes what there is of it"):
+    with pytest.raises(DeployError, match=f"{name}: no controller on Ray at .* removes what is left of it"):
         remote.find(three_nodes, name)
     assert deploying.take_down(remote.find_any(three_nodes, name)) is None
     with pytest.raises(NotDeployed):
