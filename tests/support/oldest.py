@@ -19,7 +19,7 @@ from core.types.launch import Launch
 # Processes of this and of every later commit interoperate: an upgrade may start from any of them, replica by replica.
 # Update it when WIRE_VERSION changes (core/types/wire_version.py), or when no deployment is that old any more; then
 # adapt tests/support/oldest_process.py to that version's names.
-OLDEST = "57d7b86ad1f43210f4e947b47638a4e615be9e4d"
+OLDEST = "04b79ae962bfb8dada67e3d890b0753b02c794f9"
 
 _ROOT = Path(__file__).parents[2]
 _END_S = 10.0
@@ -63,7 +63,7 @@ class OldestProcess:
             "spec": launch.spec.model_dump(mode="json", exclude_unset=True),
             "index_url": launch.credentials.index_url,
             "secret": launch.credentials.secret.hex(),
-            "papers": {
+            "tls_credentials": {
                 "key": tls_credentials.key.decode(),
                 "chain": tls_credentials.certificate.chain.decode(),
                 "authorities": tls_credentials.certificate.authorities.decode(),

@@ -14,28 +14,33 @@ import os
 import sys
 from typing import Any
 
-from core.identity.credentials import Certificate, Identity, Papers
-from core.identity.deployment_secrets import Credentials
+from core.identity.credentials import Certificate, Identity, TlsCredentials
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.identity.process_name import ProcessName
 from core.spec.loader import parse_spec
+from core.types.launch import Launch
 
 
 def main() -> None:
     order = json.loads(sys.stdin.readline())
     name = ProcessName.parse(order["name"])
     assert name
-    identity = Identity(name, _papers(order["papers"]))
+    identity = Identity(name, _tls_credentials(order["tls_credentials"]))
     if name.is_router:
         asyncio.run(_route(order, identity))
     else:
         _work(order, identity)
 
 
-def _papers(tree: dict[str, Any]) -> Papers:
+def _tls_credentials(tree: dict[str, Any]) -> TlsCredentials:
     certificate = Certificate(
         chain=tree["chain"].encode(), authorities=tree["authorities"].encode(), life_s=tree["life_s"]
     )
-    return Papers(certificate=certificate, key=tree["key"].encode())
+    return TlsCredentials(certificate=certificate, key=tree["key"].encode())
+
+
+def _secrets(order: dict[str, Any]) -> DeploymentSecrets:
+    return DeploymentSecrets(secret=bytes.fromhex(order["secret"]), index_url=order["index_url"])
 
 
 def _work(order: dict[str, Any], identity: Identity) -> None:
@@ -47,13 +52,9 @@ def _work(order: dict[str, Any], identity: Identity) -> None:
         ceiling.arm()
     role = identity.name.replica.partition("-")[0]
     rank = importlib.import_module(f"{role}_worker.actor").make_rank(
-        order["spec"],
-        replica=identity.name.replica,
-        rank=identity.name.rank,
-        index_url=order["index_url"],
-        log_dir="unused",
-        credentials={"secret": order["secret"]},
+        Launch(spec=parse_spec(order["spec"]), log_dir="unused", credentials=_secrets(order)),
         identity=identity,
+        host="127.0.0.1",
     )
     address = rank.bind()["address"]
     rank.load([address])
@@ -72,8 +73,7 @@ async def _route(order: dict[str, Any], identity: Identity) -> None:
 
     service = await RouterService.open(
         parse_spec(order["spec"]),
-        index_url=order["index_url"],
-        credentials=Credentials(secret=bytes.fromhex(order["secret"])),
+        credentials=_secrets(order),
         identity=identity,
     )
     _say(grpc=f"127.0.0.1:{service.grpc_port}", admin="{}:{}".format(*service.admin_address))
