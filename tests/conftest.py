@@ -90,6 +90,14 @@ _SHARE_A_RAY = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests on a shared Ray as slow; the default run has one smoke test of a deployment (test_cli.py)."""
+    for item in items:
+        if "ray_head" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Schedule like `--dist loadfile`, but send all files that share a Ray to one process."""

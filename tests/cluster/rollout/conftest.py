@@ -1,0 +1,3 @@
+"""Fixtures of the control plane's tests."""
+
+from tests.cluster.control.conftest import deploy  # noqa: F401
