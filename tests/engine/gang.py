@@ -164,7 +164,9 @@ def experts_that_move(
         banks.append(list(experts))
         return lambda x_TE, chosen_TC: (x_TE * torch.tensor(experts)[chosen_TC]).unsqueeze(1)
 
-    experts = expert_parallel_module.SpreadExperts(read, num_experts, join(place, prefix, rank, size), redundant=redundant)
+    experts = expert_parallel_module.SpreadExperts(
+        read, num_experts, join(place, prefix, rank, size), redundant=redundant
+    )
     chosen, weights = torch.full((5, 1), num_experts - 1), torch.ones(5, 1)
     outputs = [experts(torch.ones(5, 1), RoutedTokens(chosen, weights)).flatten().tolist() for _ in range(4)]
     return banks, outputs

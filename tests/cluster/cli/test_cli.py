@@ -144,7 +144,7 @@ def test_killed_deploy_is_cleaned_up_and_failed_deploy_is_explained(cluster: Clu
     failed = cluster.run(*arguments, is_fake=True)
     assert failed.code == 2
     lines = failed.err.splitlines()
-    assert lines[0] == "clearing away what is left of an earlier cluster"
+    assert lines[0] == "removing leftovers of an earlier cluster"
     reason = "did not start (loading): rank 0: ValueError: weights.safetensors is cut short"
     [failure_line] = [line for line in lines if line.startswith("cluster: decode-0 on ")]
     assert failure_line.endswith(reason)
@@ -197,7 +197,7 @@ def test_shared_ray_is_left_unchanged(three_nodes: str, tmp_path: Path) -> None:
     assert (ray.util.list_named_actors(all_namespaces=True), len(living_groups())) == before
     assert elsewhere.run(*deploy, *ports(), is_fake=True).code == 0
     stale = cluster.run("down")
-    assert stale.code == 0 and "has ended with its Ray; the one of that name there now, by " in stale.out
+    assert stale.code == 0 and "has ended with its Ray; another one of that name, by " in stale.out
     assert cluster.run("status").code == 3
     assert elsewhere.run("status").code == 0, "it was not the one that was to be taken down"
     assert elsewhere.run("down").code == 0

@@ -79,7 +79,7 @@ def test_endpoint_settings_come_from_the_owner(names: list[str]) -> None:
     with pytest.raises(SpecError, match=rf"model\.served_name: m is already served by {main} at these endpoints"):
         attach(spec_of(a, model="m", endpoints=main))
     stored(spec_of(a, model="x", endpoints=main))
-    with pytest.raises(SpecError, match=rf"call the model of {a}; set another"):
+    with pytest.raises(SpecError, match=rf"is already served by {a} at these endpoints"):
         attach(spec_of(b, model="x", endpoints=main))
     with pytest.raises(SpecError, match=rf"router\.endpoints: {a} has no endpoints of its own; name {main} instead"):
         attach(spec_of(b, model="y", endpoints=a))

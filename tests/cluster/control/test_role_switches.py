@@ -39,7 +39,7 @@ def test_replica_switches_and_returns_with_its_processes(deploy: Deploy) -> None
     assert "prefill-1 goes on where decode-1 was drained" in text and f"{deployment.name}/prefill-1/0" in text
     with pytest.raises(SpecError, match="decode-1 has left already"):
         deployment.call("switch", "decode-1")
-    with pytest.raises(SpecError, match="decode-0 is the only decode replica that is ready"):
+    with pytest.raises(SpecError, match="decode-0 is the only ready decode replica"):
         deployment.call("switch", "decode-0")
 
     # The restarted controller knows it by its new id.
@@ -78,7 +78,7 @@ def test_interrupted_switch_is_repaired(deploy: Deploy) -> None:
     assert pids(after)["prefill-2"] != before["decode-1"] and after["prefill"]["replicas"][2]["was"] == ""
 
     deployment.apply({**spec, "prefill": {"replicas": 3, "kv_memory_gib": 2}, "decode": {"replicas": 1}})
-    with pytest.raises(SpecError, match=r"prefill-1 cannot become a decode replica as it is: the pools differ in kv_m"):
+    with pytest.raises(SpecError, match=r"prefill-1 cannot switch to decode in place: the pools differ in kv_m"):
         deployment.call("switch", "prefill-1")
     deployment.call("scale", {"prefill": 2, "decode": 2})
     assert "prefill-2" not in ids(deployment.until(is_whole)["prefill"]), "it was replaced"

@@ -47,7 +47,7 @@ def test_update_replaces_affected_role_and_survives_controller_restart(deploy: D
     assert update(deployment, {"decode": {"max_running": 8}, "prefill": {"replicas": 2}})
     with pytest.raises(SpecError, match="an update to revision 2 is under way"):
         update(deployment, {"decode": {"max_running": 9}})
-    with pytest.raises(SpecError, match="is under way: the pools' sizes are its own till then"):
+    with pytest.raises(SpecError, match="pool sizes cannot change until it ends"):
         deployment.call("scale", {"decode": 2})
     deployment.until(lambda pools: len(pools["decode"]["replicas"]) == 2)
     deployment.restart()
@@ -65,7 +65,7 @@ def test_failing_revision_is_rolled_back(deploy: Deploy) -> None:
     before = deployment.until_ready()
     (deployment.log_dir / "fails").touch()  # from now on
     update(deployment, {"engine": {"cuda_graphs": "off"}})
-    assert "was taken back: " in until_over(deployment)
+    assert "was rolled back: " in until_over(deployment)
     pools = deployment.until_ready()
     assert all(ids(pools[role]) == ids(before[role]) for role in pools)
     assert deployment.call("status")["spec"]["engine"]["cuda_graphs"] == "auto"
@@ -81,7 +81,7 @@ def test_operator_aborts_a_canary(deploy: Deploy) -> None:
     until(lambda: deployment.call("status")["revision"]["update"]["share"] == 0.25, look_s=0.1)
     assert all(len(pool["replicas"]) == 2 for pool in deployment.call("status")["pools"].values())
     assert deployment.call("abort_update") == 1
-    assert until_over(deployment) == "revision 2 was taken back: an operator has taken it back"
+    assert until_over(deployment) == "revision 2 was rolled back: aborted by an operator"
 
 
 @pytest.mark.slow

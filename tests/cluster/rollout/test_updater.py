@@ -56,7 +56,7 @@ def test_repeated_update_is_idempotent_until_rolled_back() -> None:
     here, desired, spec = updater(), deployed(), make_spec(engine={"cuda_graphs": "off"})
     assert here.begin(desired, spec, OPTIONS)
     assert here.begin(desired, spec, OPTIONS) == []
-    here.abort(desired, "an operator has taken it back")
+    here.abort(desired, "aborted by an operator")
     with pytest.raises(SpecError, match="an update to revision 2 is under way \\(returning\\)"):
         here.begin(desired, spec, OPTIONS)
     assert desired.update and desired.update.phase is Phase.RETURNING
