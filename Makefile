@@ -18,9 +18,8 @@ SUITE := -n 2 --dist loadfile --no-loadscope-reorder
 demo: $(VENV)/installed
 	@PATH="$(abspath $(BIN)):$$PATH" deploy/demo.sh
 
-# mypy runs at low priority next to the suite; the suite's summary comes last.
-test: style
-	@nice -n 19 $(BIN)/mypy & types=$$!; $(BIN)/python -m pytest $(SUITE); tests=$$?; wait $$types && exit $$tests
+test: lint
+	$(BIN)/python -m pytest $(SUITE)
 
 style: $(VENV)/installed-for-tests
 	$(BIN)/ruff format --check
