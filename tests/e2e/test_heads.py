@@ -60,8 +60,8 @@ Guesses = Callable[[list[int]], list[int]]
 class Recorded:
     """Proposer that drafts for every row of every step and records its drafts."""
 
-    def __init__(self, heads: ModelProposer, said: list[tuple[list[int], list[int]]]) -> None:
-        self._heads, self._said = heads, said
+    def __init__(self, heads: ModelProposer, drafts: list[tuple[list[int], list[int]]]) -> None:
+        self._heads, self._drafts = heads, drafts
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         proposals = self._heads.propose(sequences, _NUM_TOKENS)

@@ -81,7 +81,7 @@ def test_plan_compares_separate_and_colocated_roles(
     assert written.topology == "0P1D" and written.decode.resources.cpus == 2 and written.kv.block_size == 32
     assert run(asked) == 0
     said = capsys.readouterr().out
-    assert "of the same resources 0P1D (threads 2, chunks " in said and " against " in said
+    assert "with equal resources, 0P1D (threads 2, chunks " in said and " meets this SLO better than " in said
     assert sum("1P1D" in line for line in said.splitlines()) >= 2, "the losing topology has no row"
 
 
@@ -132,7 +132,7 @@ def test_plan_memory_refuses_ranks_that_do_not_fit_the_model(
     ("options", "error"),
     [
         (["--block-size", "0"], "--block-size"),
-        (["--kv-tokens-per-replica", "10"], "--kv-tokens-per-replica 10: less than a block, which has 64"),
+        (["--kv-tokens-per-replica", "10"], "--kv-tokens-per-replica 10: smaller than a block of 64 tokens"),
         (["--speedup", "nan"], "--speedup nan: must be above 0, and finite"),
         (["--speedup", "inf"], "--speedup inf: must be above 0, and finite"),
     ],
@@ -158,7 +158,7 @@ def test_plan_prints_the_draft_table(trace: str, capsys: pytest.CaptureFixture[s
     assert run(["simulate", "--trace", trace, "--colocated", "1", "--drafts", "0.9,0.8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["drafts"]["tokens_per_row"] > 2
     assert run(["simulate", "--trace", trace, "--colocated", "1", "--drafts", "0.9,0.8"]) == 0
-    assert "tokens a step and answer" in capsys.readouterr().out
+    assert "tokens per step and sequence" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("options", [[], ["--drafts", "1.1"], ["--drafts", "0.5xa"], ["--draft-pass-ms", "1"]])
