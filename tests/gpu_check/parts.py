@@ -12,7 +12,7 @@ from pathlib import Path
 
 _SMALL = (
     "test_elementwise or without_keys or (test_copies and shape0) or one_expert_for_all or logits_are_rounded"
-    " or (test_latent_attention and test_a_negative_slot) or (test_rows_of_any_length and 48-16-4-3 and bfloat16)"
+    " or (test_latent_attention and test_negative_slot) or (test_rows_of_any_length and 48-16-4-3 and bfloat16)"
 )
 
 
@@ -68,7 +68,7 @@ def parts(*, rehearses: bool) -> Iterator[Part]:
     )
     yield _tests(
         *("blocks that go to the host and back", "tests/engine/tiers/test_streams.py"),
-        few="all_of_it_is_in_order" if rehearses else "",
+        few="test_all_kinds_of_orders" if rehearses else "",
         timeout_s=60,
     )
     yield _tests(
