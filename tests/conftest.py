@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -25,6 +26,9 @@ if (
     "PYTEST_XDIST_WORKER" in os.environ
 ):  # the cores are shared among the processes of this suite: before torch is imported
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts background commands with SIGINT ignored, and their children inherit that; tests interrupt commands.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Hypothesis fails slow examples; on a busy machine any example may be slow.
 hypothesis.settings.register_profile(
