@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import Name
+from cluster.cli.deploy import AsJson, Name
 from cluster.cli.endpoint_options import ApiKeyOption, access_to
-from cluster.cli.planning.simulate import Scale, SloItl, SloTtft, Speedup, TraceFormat
+from cluster.cli.planning.simulate import Scale, SloItl, SloTtft, Speedup
 from core.trace.trace import TraceRequest, read_trace
 from core.trace.trace import poisson as make_poisson
 from core.types.errors import SpecError
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 def bench(
     trace: Annotated[Path | None, typer.Option("--trace", help="Requests to replay.")] = None,
-    format: Annotated[TraceFormat | None, typer.Option(help="Trace format; default: from the file name.")] = None,
     poisson: Annotated[
         float | None, typer.Option(min=0.001, help="Instead of a trace: requests per second at random times.")
     ] = None,
@@ -48,7 +47,7 @@ def bench(
     slo_itl_ms: SloItl = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one answer.")] = 600.0,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the prompts; a new seed avoids cached prefixes.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
     name: Name = None,
     api_key: ApiKeyOption = None,
 ) -> None:
@@ -61,9 +60,7 @@ def bench(
     if (trace is None) == (poisson is None):
         raise SpecError("give either --trace or --poisson")
     if trace:
-        load = read_trace(
-            trace, format=format and format.value, speedup=speedup, scale=scale_tokens, max_requests=requests
-        )
+        load = read_trace(trace, speedup=speedup, scale=scale_tokens, max_requests=requests)
     else:
         assert poisson is not None
         load = make_poisson(

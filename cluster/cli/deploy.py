@@ -19,6 +19,8 @@ TLS_IS_OFF = (
 )
 _INTERRUPT_S = 120.0
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+WaitForNodes = Annotated[bool, typer.Option(help="Wait for nodes that an autoscaler will add, instead of failing.")]
 Name = Annotated[str | None, typer.Option("--name", help="Deployment name; needed only if there are several.")]
 
 
@@ -42,9 +44,7 @@ def deploy(
     timeout: Annotated[
         float | None, typer.Option(help="Deadline in seconds; default: timeouts.start_s of the spec.")
     ] = None,
-    wait_for_nodes: Annotated[
-        bool, typer.Option(help="Wait for nodes that an autoscaler will add, instead of failing.")
-    ] = False,
+    wait_for_nodes: WaitForNodes = False,
     dry_run: Annotated[
         bool,
         typer.Option(help="Check the spec, the model (fetched if needed) and every host, without starting anything."),

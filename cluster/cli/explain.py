@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from cluster.cli.deploy import Name
+from cluster.cli.deploy import AsJson, Name
 from cluster.cli.routers import Admin, RequestId, remembered
 
 _PARTS = ("wait_s", "queue_s", "fetch_s", "compute_s", "keep_s", "transfer_s", "stall_s", "decode_s", "cost_s")
@@ -17,7 +15,7 @@ def explain(
     request_id: RequestId,
     name: Name = None,
     admin: Admin = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the replica pairs that the router considered for a request, with the predicted cost of each; the chosen pair
     is first.

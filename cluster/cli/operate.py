@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import Name
+from cluster.cli.deploy import Name, WaitForNodes
 from cluster.control.replica import number_of
 from cluster.control.report import Pools
 from core.process.log import LogPart
@@ -19,17 +19,16 @@ from core.types.errors import SpecError
 
 _FOLLOW_S = 0.5
 _SIZE = re.compile(r"(prefill|decode)=([0-9]+)")
+_Timeout = Annotated[
+    float | None, typer.Option(help="Deadline in seconds; default: timeouts.start_s + timeouts.drain_s.")
+]
 
 
 def scale(
     sizes: Annotated[list[str], typer.Argument(metavar="prefill=N decode=N", help="New number of replicas.")],
     name: Name = None,
-    timeout: Annotated[
-        float | None, typer.Option(help="Deadline in seconds; default: timeouts.start_s + timeouts.drain_s.")
-    ] = None,
-    wait_for_nodes: Annotated[
-        bool, typer.Option(help="Wait for nodes that an autoscaler will add, instead of failing.")
-    ] = False,
+    timeout: _Timeout = None,
+    wait_for_nodes: WaitForNodes = False,
 ) -> None:
     """Change the size of one pool or both, and return when it is done.
 
@@ -47,9 +46,7 @@ def scale(
 def switch(
     replica: Annotated[str, typer.Argument(help="Replica id, such as decode-1; see `cluster status`.")],
     name: Name = None,
-    timeout: Annotated[
-        float | None, typer.Option(help="Deadline in seconds; default: timeouts.start_s + timeouts.drain_s.")
-    ] = None,
+    timeout: _Timeout = None,
 ) -> None:
     """Turn a replica into one of the other pool, under a new id; its weights and cached blocks stay.
 
@@ -67,9 +64,7 @@ def switch(
 def drain(
     replica: Annotated[str, typer.Argument(help="Replica id, such as decode-1; see `cluster status`.")],
     name: Name = None,
-    timeout: Annotated[
-        float | None, typer.Option(help="Deadline in seconds; default: timeouts.start_s + timeouts.drain_s.")
-    ] = None,
+    timeout: _Timeout = None,
 ) -> None:
     """Let one replica finish or hand over its requests and leave; a new one replaces it.
 

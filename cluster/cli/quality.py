@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from cluster.cli.deploy import AsJson
 from cluster.cli.planning.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, Model, ModelDType
 from core.types.errors import SpecError
 
@@ -50,7 +51,7 @@ def perplexity(
     window: Annotated[int, typer.Option(min=32, help="Tokens per window.")] = 512,
     stride: Annotated[int, typer.Option(min=1, help="Tokens scored in each window.")] = 256,
     windows: Annotated[int, typer.Option(min=1, help="Maximum number of windows.")] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Measure the perplexity cost of 8-bit weights, KV pool and wire format, for FP8 and INT8, separately and combined.
 

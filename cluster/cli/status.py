@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
 from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import TLS_IS_OFF, Name
+from cluster.cli.deploy import TLS_IS_OFF, AsJson, Name
 from core.types.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
@@ -20,7 +20,7 @@ _NOT_READY, _NOTHING_DEPLOYED = 1, 3
 
 def status(
     name: Name = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show all replicas. Exit code: 0 ready, 1 not ready, 3 nothing deployed."""
     try:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from cluster.cli.deploy import Name
+from cluster.cli.deploy import AsJson, Name
 from cluster.cli.routers import Admin, RequestId, remembered
 from core.types.timeline import Span, critical_path, spans_of
 
@@ -21,7 +19,7 @@ def trace(
     request_id: RequestId,
     name: Name = None,
     admin: Admin = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Draw the timeline of a request: queue, route, pull, compute, wire, wait, decode. `#` marks its critical path.
 

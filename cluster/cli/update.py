@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.cli.connection import find_state, join_controller
-from cluster.cli.deploy import Name
+from cluster.cli.deploy import Name, WaitForNodes
 from core.types.errors import DeployError, SpecError
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ def update(
     ] = None,
     restart: Annotated[bool, typer.Option(help="Restart replicas even if their spec is unchanged.")] = False,
     abort: Annotated[bool, typer.Option(help="Roll back the running update.")] = False,
-    wait_for_nodes: Annotated[
-        bool, typer.Option(help="Wait for nodes that an autoscaler will add, instead of failing.")
-    ] = False,
+    wait_for_nodes: WaitForNodes = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds to watch; default: until the update ends.")] = None,
     name: Name = None,
 ) -> None:

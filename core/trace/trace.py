@@ -39,17 +39,17 @@ class TraceRequest:
 
 
 def read_trace(
-    path: Path, *, format: str | None = None, speedup: float = 1.0, scale: str = "1", max_requests: int | None = None
+    path: Path, *, speedup: float = 1.0, scale: str = "1", max_requests: int | None = None
 ) -> list[TraceRequest]:
     """Return the requests in order of arrival, `speedup` times as fast, with all lengths times `scale`.
 
-    format: "mooncake" or "azure"; None: by the file's suffix. scale: such as "1/16"; the scaled blocks must have whole
+    A .csv file is in Azure's format, any other in Mooncake's. scale: such as "1/16"; the scaled blocks must have whole
     numbers of tokens. Raises SpecError.
     """
     factor = _fraction(scale)
     if not 0 < speedup < math.inf:
         raise SpecError(f"--speedup {speedup:g}: must be above 0, and finite")
-    kind = format or ("azure" if path.suffix == ".csv" else "mooncake")
+    kind = "azure" if path.suffix == ".csv" else "mooncake"
     try:
         with path.open(newline="") as lines:
             rows = sorted(_azure(lines) if kind == "azure" else _mooncake(lines), key=lambda row: row[0])

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cluster.cli.connection import ask_deployed
-from cluster.cli.deploy import Name
+from cluster.cli.deploy import AsJson, Name
 from cluster.cli.planning.simulate import ProfileName, Scale, Simulator, Speedup
 from core.trace.trace import read_trace
 from core.types.errors import SpecError
@@ -28,7 +28,7 @@ _OFF = "off"
 @autoscale.command()
 def status(
     name: Name = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show the autoscaler's targets and its last changes."""
     from planner.autoscaler.scaling_decision import ScalingDecision
@@ -60,7 +60,7 @@ def status(
 def explain(
     number: Annotated[int | None, typer.Argument(help="Number of a decision; default: the last one.")] = None,
     name: Name = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show one decision in full: the load, the sizes tried, and the predicted result of each."""
     from planner.autoscaler.scaling_decision import ScalingDecision
@@ -111,7 +111,7 @@ def replay(
     scale_tokens: Scale = "1",
     profile: ProfileName = None,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Replay a trace against a simulated deployment with the autoscaler, in virtual time.
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.cli.deploy import AsJson
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
 from cluster.cli.planning.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of
 from core.trace.trace import read_trace
@@ -53,7 +54,7 @@ def plan(
         bool, typer.Option("--speculation", help="Show only the benefit of --drafts at --context; no trace needed.")
     ] = False,
     context: Annotated[int, typer.Option(min=0, help="With --speculation: context length in tokens.")] = 2048,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Find the cheapest topology that meets an SLO on a trace.
 

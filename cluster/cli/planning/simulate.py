@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.cli.deploy import AsJson
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, with_drafts
 from core.trace.trace import TraceRequest, read_trace
 from core.types.errors import SpecError
@@ -29,22 +29,10 @@ SloItl = Annotated[float | None, typer.Option("--slo-itl-ms", help="Mean ITL lim
 PolicyName = Annotated[str, typer.Option(help="cost, prefix, least_loaded, round_robin or your own MODULE:NAME.")]
 EvictionName = Annotated[str, typer.Option(help="reuse_value, lru or your own MODULE:NAME.")]
 
-# "reuse" is its older name in this command.
-_REUSE = "reuse_value"
-
-
-class TraceFormat(StrEnum):
-    MOONCAKE = "mooncake"
-    AZURE = "azure"
-
 
 def simulate(
     trace: TraceFile,
-    format: Annotated[TraceFormat | None, typer.Option(help="Trace format; default: from the file name.")] = None,
-    topology: Annotated[str | None, typer.Option(help="Topology such as 8P8D, or a spec file.")] = None,
-    colocated: Annotated[
-        int | None, typer.Option(min=1, help="Instead of --topology: number of colocated replicas.")
-    ] = None,
+    topology: Annotated[str, typer.Option(help="Topology such as 8P8D, or 0P8D for colocated roles, or a spec file.")],
     policy: PolicyName = "cost",
     kv_tokens_per_replica: Annotated[
         int | None, typer.Option(min=1, help="KV pool of a replica in tokens; default: the profile's.")
@@ -52,7 +40,7 @@ def simulate(
     block_size: BlockSize = 64,
     host_tokens: HostTokens = 0,
     fetch: Annotated[bool, typer.Option(help="With policy cost: let replicas fetch blocks from each other.")] = True,
-    eviction: EvictionName = _REUSE,
+    eviction: EvictionName = "reuse_value",
     speedup: Speedup = 1.0,
     scale_tokens: Scale = "1",
     slo_ttft_ms: SloTtft = None,
@@ -61,30 +49,32 @@ def simulate(
     drafts: DraftsOption = None,
     draft_pass_ms: DraftPass = 0.0,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Replay a trace against simulated replicas: reuse, latencies, goodput, transfers, load.
 
     Policy, schedulers, block manager and eviction are the production code; only time is simulated.
     """
+    from core.spec.loader import load_spec
     from planner.simulator.fleet_setup import FleetSetup
 
+    spec = load_spec(topology)
+    if not spec.decode.replicas:
+        raise SpecError(f"--topology {topology}: needs at least one decode replica")
     simulator = Simulator(profile, drafts, draft_pass_ms)
     kv_tokens = kv_tokens_per_replica or simulator.profile.kv.pool_tokens
     if kv_tokens < block_size:
         raise SpecError(f"--kv-tokens-per-replica {kv_tokens}: smaller than a block of {block_size} tokens")
     setup = FleetSetup(
-        **_pools(topology, colocated),
+        **pools_of(spec),
         policy=policy,
         block_size=block_size,
         kv_tokens=kv_tokens,
         host_tokens=host_tokens,
         prefix_fetches=fetch and policy == "cost",
-        eviction=_REUSE if eviction == "reuse" else eviction,
+        eviction=eviction,
     )
-    requests = read_trace(
-        trace, format=format and format.value, speedup=speedup, scale=scale_tokens, max_requests=max_requests
-    )
+    requests = read_trace(trace, speedup=speedup, scale=scale_tokens, max_requests=max_requests)
     report = simulator.run(setup, requests, slo_ttft_ms=slo_ttft_ms, slo_itl_ms=slo_itl_ms)
     print(json.dumps(report, indent=1) if as_json else _table(report))
 
@@ -124,21 +114,6 @@ class Simulator:
             slo_itl_s=slo_itl_ms / 1e3 if slo_itl_ms is not None else None,
         )
         return {"profile": self.profile.name, "profile_origin": self.profile.origin} | report
-
-
-def _pools(topology: str | None, colocated: int | None) -> dict[str, Any]:
-    """Return the arguments of `pools_of` for a topology or for colocated replicas."""
-    from core.spec.loader import load_spec
-
-    if (topology is None) == (colocated is None):
-        raise SpecError("give either --topology, such as 8P8D, or --colocated N")
-    if colocated is not None:
-        return {"num_prefill": 0, "num_decode": colocated}
-    assert topology is not None
-    spec = load_spec(topology)
-    if not spec.decode.replicas:
-        raise SpecError(f"{topology}: a topology needs a decode replica")
-    return pools_of(spec)
 
 
 def pools_of(spec: Spec) -> dict[str, Any]:

@@ -35,18 +35,18 @@ def test_simulate_prints_the_documented_fields(trace: str, capsys: pytest.Captur
     assert report["completed"] == 40 and 0 < report["reuse_share"] < 1 and report["goodput_rps"] > 0
     assert {"mean", "p50", "p90", "p99"} == set(report["ttft_ms"]) == set(report["itl_ms"])
     assert {"p50", "p95"} == set(report["decision_us"]) and report["wall_s"] > 0
-    assert run(["simulate", "--trace", trace, "--colocated", "2"]) == 0
+    assert run(["simulate", "--trace", trace, "--topology", "0P2D"]) == 0
     assert "reused" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("pools", [[], ["--topology", "1P1D", "--colocated", "2"], ["--topology", "1P0D"]])
-def test_simulate_needs_one_shape_with_a_decode_replica(trace: str, pools: list[str]) -> None:
+@pytest.mark.parametrize("pools", [[], ["--topology", "1P0D"]])
+def test_simulate_needs_a_topology_with_a_decode_replica(trace: str, pools: list[str]) -> None:
     assert run(["simulate", "--trace", trace, *pools]) == 2
 
 
 def test_missing_trace_or_profile_is_a_usage_error(trace: str) -> None:
-    assert run(["simulate", "--trace", "nowhere.jsonl", "--colocated", "1"]) == 2
-    assert run(["simulate", "--trace", trace, "--colocated", "1", "--profile", "nothing"]) == 2
+    assert run(["simulate", "--trace", "nowhere.jsonl", "--topology", "0P1D"]) == 2
+    assert run(["simulate", "--trace", trace, "--topology", "0P1D", "--profile", "nothing"]) == 2
 
 
 def test_a_plan_is_written_as_a_spec(trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,9 +155,9 @@ def test_plan_prints_the_draft_table(trace: str, capsys: pytest.CaptureFixture[s
     assert run(["plan", "--speculation", "--drafts", "0.8x4", "--json"]) == 0
     lines = json.loads(capsys.readouterr().out)
     assert lines[0]["rows"] == 1 and 1 < lines[-1]["speedup"] < lines[0]["speedup"] < 1 + 0.8 + 0.64 + 0.512 + 0.4096
-    assert run(["simulate", "--trace", trace, "--colocated", "1", "--drafts", "0.9,0.8", "--json"]) == 0
+    assert run(["simulate", "--trace", trace, "--topology", "0P1D", "--drafts", "0.9,0.8", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["drafts"]["tokens_per_row"] > 2
-    assert run(["simulate", "--trace", trace, "--colocated", "1", "--drafts", "0.9,0.8"]) == 0
+    assert run(["simulate", "--trace", trace, "--topology", "0P1D", "--drafts", "0.9,0.8"]) == 0
     assert "tokens per step and sequence" in capsys.readouterr().out
 
 
