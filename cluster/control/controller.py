@@ -29,8 +29,7 @@ from cluster.control.traffic_capture import CaptureReport
 from cluster.control.traffic_log import TrafficLog
 from cluster.ray import authority_store
 from cluster.ray.cleanup import remove_remains
-from cluster.ray.node_logs import RouterLogs
-from cluster.ray.rank_logs import read_rank
+from cluster.ray.node_logs import RouterLogs, read_rank
 from cluster.rollout.revision_reporter import RevisionReporter
 from cluster.rollout.role_pools import RolePools, pool_of
 from cluster.rollout.update import UpdateOptions
