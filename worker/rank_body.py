@@ -372,9 +372,5 @@ def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_t
         max_tokens=max_tokens,
         max_running=setup.pool.max_running,
         max_batch_tokens=setup.pool.max_batch_tokens,
-        keeps_grammars=True,
-        keeps_token_rules=True,
-        keeps_thinking_budgets=True,
-        tells_prompt_logprobs=True,
         local_decode_share=setup.pool.local_decode_share,
     )
