@@ -10,20 +10,20 @@ from core.spec.schema import Spec
 from core.types.launch import Launch
 from core.types.request import Role
 from decode_worker.drafts import draft_bytes, open_models
-from decode_worker.server import decode_servicer
 from decode_worker.worker import DecodeWorker
 from engine.config import EngineConfig
 from engine.spec_decode.speculation import Speculation
 from engine.spec_decode.suffix import Corpus
+from worker.answer_server import AnswerServicer
 from worker.rank_process import RankProcess
 from worker.role_parts import LeaderParts, RoleParts
 
 
-def make_rank(launch: Launch, **arguments: Any) -> RankProcess[DecodeWorker]:
+def make_rank(launch: Launch, **arguments: Any) -> RankProcess:
     """Create one rank of a decode replica. Called by the controller."""
     parts = RoleParts(
         role=Role.DECODE,
-        servicer=decode_servicer(),
+        servicer=AnswerServicer(),
         add_servicer=add_DecodeWorkerServicer_to_server,
         make_worker=_make_worker,
         configure=_configure,

@@ -13,7 +13,7 @@ from engine.spec_decode.draft_models.draft_model import DraftModel, OwnLayers, b
 from engine.spec_decode.draft_models.head_proposer import HeadProposer
 from engine.spec_decode.heads.head_row import Choose, HeadRow
 from engine.spec_decode.proposer import ModelProposer
-from worker.replica_engine import EngineParts
+from worker.worker import EngineParts
 
 
 def open_models(spec: Spec, parts: EngineParts) -> dict[str, ModelProposer]:

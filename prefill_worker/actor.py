@@ -16,7 +16,7 @@ from worker.rank_process import RankProcess
 from worker.role_parts import LeaderParts, RoleParts
 
 
-def make_rank(launch: Launch, **arguments: Any) -> RankProcess[PrefillWorker]:
+def make_rank(launch: Launch, **arguments: Any) -> RankProcess:
     """Create one rank of a prefill replica. Called by the controller."""
     parts = RoleParts(
         role=Role.PREFILL,

@@ -21,7 +21,6 @@ from kvtransfer.protocol.rank_transfer import Shipment
 from prefill_worker.worker import PrefillWorker
 from worker.answer_server import AnswerServicer
 from worker.request_validation import prefix_source_of
-from worker.role_parts import LiveReplica
 
 _Context: TypeAlias = aio.ServicerContext[Any, Any]
 
@@ -29,22 +28,11 @@ _Context: TypeAlias = aio.ServicerContext[Any, Any]
 def add_prefill_servicers(servicer: PrefillServicer, server: aio.Server) -> None:
     """Register the prefill service, and the decode service for local decodes."""
     rpc.add_PrefillWorkerServicer_to_server(servicer, server)
-    rpc.add_DecodeWorkerServicer_to_server(servicer.local_decodes, server)
+    rpc.add_DecodeWorkerServicer_to_server(servicer, server)
 
 
-class PrefillServicer(rpc.PrefillWorkerServicer):
-    """Servicer with one call per prompt. Serves once `live` is set, as does `local_decodes`."""
-
-    def __init__(self) -> None:
-        self.local_decodes: AnswerServicer[PrefillWorker] = AnswerServicer(lambda worker: worker.local_decodes)
-
-    @property
-    def live(self) -> LiveReplica[PrefillWorker] | None:
-        return self.local_decodes.live
-
-    @live.setter
-    def live(self, live: LiveReplica[PrefillWorker] | None) -> None:
-        self.local_decodes.live = live
+class PrefillServicer(rpc.PrefillWorkerServicer, AnswerServicer):
+    """Servicer with one call per prompt, and of local decodes."""
 
     async def Prefill(self, request: pb.PrefillRequest, context: _Context) -> AsyncIterator[pb.PrefillEvent]:
         live = self.live
@@ -57,16 +45,17 @@ class PrefillServicer(rpc.PrefillWorkerServicer):
             live.service.check_takes_work()  # last, because compiling a grammar takes time
         except ClusterError as error:
             await abort_with(context, error)
-        prompt = Prompt(sequence, fetch_only=request.fetch_only)
+        worker, prompt = live.worker, Prompt(sequence, fetch_only=request.fetch_only)
+        assert isinstance(worker, PrefillWorker)
         call = _Call(prompt, handoff)
-        live.service.post(lambda: live.worker.submit(prompt, handoff, call, prefix_source=prefix_source))
+        live.service.post(lambda: worker.prefill(prompt, handoff, call, prefix_source=prefix_source))
         try:
             async for event in call.events:
                 yield event
         except ClusterError as error:
             await abort_with(context, error)
         finally:
-            live.service.post(lambda: live.worker.cancel(prompt))
+            live.service.post(lambda: worker.cancel(prompt))
 
 
 class _Call:

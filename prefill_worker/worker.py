@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from core.rpc import worker_pb2 as pb
-from core.types.errors import ClusterError, HandoffExpired, TransferError
+from core.types.errors import CapacityError, ClusterError, HandoffExpired, TransferError
 from core.types.handoff import Handoff, HandoffKey, PrefixSource
 from core.types.request import SampledToken
+from core.types.step_timing import PromptSpent
 from core.types.validation import check
-from core.wire.frames import StreamToken
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.step import Prefilled, ScheduledStep
 from engine.scheduler.step_commands import BeginOrder, Orders
-from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
 from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.rank_transfer import Shipment
-from prefill_worker.local_decode import LocalDecoding
-from worker.replica_engine import EngineParts, ReplicaEngine
+from worker.answers import RequestListener
+from worker.migrations import MoveListener
+from worker.worker import EngineParts, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -45,23 +46,22 @@ class _Job:
     outgoing: OutgoingTransfer[Prompt] | None = None  # set in the first step
 
 
-class PrefillWorker:
-    """Prompts and local decodes of one prefill replica. All methods but the constructor run on the step thread.
+class PrefillWorker(Worker):
+    """Prompts of one prefill replica, and its local decodes: requests that it decodes while decode replicas are full.
 
-    A prompt holds its blocks while it is computed; its outgoing transfer holds them until no rank reads them.
+    A prompt holds its blocks while it is computed; its outgoing transfer holds them until no rank reads them. A local
+    decode has the calls, frames and migrations of a decode replica, but computes its own prompt.
     """
 
     def __init__(self, parts: EngineParts) -> None:
-        self.replica = ReplicaEngine(parts, self)
-        self._gang = parts.gang
+        super().__init__(parts)
         self._jobs: dict[Prompt, _Job] = {}
         self._outgoing_transfers: OutgoingTransfers[Prompt] = OutgoingTransfers(parts.blocks)
-        self.local_decodes = LocalDecoding(self.replica, parts, is_taken=self._ships)
         self._orders = Orders()  # for the next step
 
     # Requests from the event loop.
 
-    def submit(
+    def prefill(
         self,
         prompt: Prompt,
         handoff: Handoff | None,
@@ -74,37 +74,52 @@ class PrefillWorker:
             if handoff:  # checked here, because the link that would notice is shared with other handoffs
                 fits = handoff.num_tokens <= len(prompt.sequence.tokens) <= handoff.max_tokens
                 check(fits, "handoff.num_tokens", f"must fit a prompt of {len(prompt.sequence.tokens)} tokens")
-            if handoff and (self._ships(handoff.key) or self.local_decodes.knows(handoff.key)):
+            if handoff and (self._ships(handoff.key) or self.moves.knows(handoff.key)):
                 raise HandoffExpired(f"{prompt.id}: handoff was used before")
-            self.replica.add(prompt, prefix_source)
+            self._add(prompt, prefix_source)
         except ClusterError as error:
             listener.ended(None, error)
             return
         self._jobs[prompt] = _Job(listener, handoff)
 
-    def cancel(self, prompt: Prompt) -> None:
-        """Cancel a prompt. Does nothing if it has ended."""
-        if job := self._jobs.pop(prompt, None):
-            self.replica.totals.cancelled += 1
-            self._stop(prompt, job, HandoffExpired(f"{prompt.id} was cancelled"))
+    def submit(
+        self, prompt: Prompt, router: str, listener: RequestListener, *, prefix_source: PrefixSource | None = None
+    ) -> None:
+        """Queue a local decode."""
+        prompt.is_local_decode = True
+        if prompt.is_received or not self.engine.local_decodes.may_ever_fit(prompt):
+            error = f"{prompt.id}: request exceeds the local decode capacity of this prefill replica"
+            listener.ended(CapacityError(error))
+            return
+        super().submit(prompt, router, listener, prefix_source=prefix_source)
 
-    def landed(self, rank: int, landing: Landing) -> None:
-        """Record that a fetched prefix has landed on one rank."""
-        self.replica.fetches.landed(rank, landing)
+    def cancel(self, prompt: Prompt) -> None:
+        """Cancel a prompt or a local decode. Does nothing if it has ended."""
+        if job := self._jobs.pop(prompt, None):
+            self.totals.cancelled += 1
+            self._stop(prompt, job, HandoffExpired(f"{prompt.id} was cancelled"))
+        else:
+            super().cancel(prompt)
+
+    def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
+        if self._ships(handoff.key):
+            listener.stays("handoff was used before")
+        else:
+            super().migrate(router, stream, handoff, listener)
+
+    # Results of transfers.
 
     def shipped(self, rank: int, shipment: Shipment) -> None:
-        """Record that one rank has ended its part of a handoff."""
-        if granted := self.replica.served_fetches.shipped(rank, shipment):
+        if granted := self.served_fetches.shipped(rank, shipment):
             self._count(granted)
-        if moved := self.local_decodes.shipped(rank, shipment):
-            self.replica.count_shipment(moved)
+        self._shipped_move(rank, shipment)
         outgoing = self._outgoing_transfers.ended(rank, shipment)
         if outgoing is None:
             return
         prompt = outgoing.owner
         job = self._jobs.get(prompt)
         if outgoing.error and job:
-            self.replica.totals.transfer_failures += 1
+            self.totals.transfer_failures += 1
             self._stop(prompt, job, outgoing.error)
             self._end(prompt, None, outgoing.error)
         elif outgoing.is_over and not outgoing.error:
@@ -113,14 +128,16 @@ class PrefillWorker:
     # Steps.
 
     def step(self) -> bool:
-        """Run one step. Returns False if there was nothing to do."""
-        result = self.replica.step()
+        result = self._step_engine()
         for prompt in result.fetched:
             self._end(prompt, None, None)
+        local_decodes = []
         for prefilled in result.prefilled:
-            if not prefilled.prompt.is_local_decode:
+            if prefilled.prompt.is_local_decode:
+                local_decodes.append(prefilled)
+            else:
                 self._finish(prefilled)
-        self.local_decodes.take(result)
+        self.answers.take(replace(result, prefilled=local_decodes))
         for prompt, job in list(self._jobs.items()) if result.failed else ():
             if prompt.sequence in result.failed:
                 error = prompt.sequence.failure
@@ -129,23 +146,20 @@ class PrefillWorker:
         return result.did_work
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
-        """Prepare a step; implements KVConnector, as does `orders`.
-
-        Only prompts whose prefixes are fetched are admitted ahead of their first step.
-        """
-        fetches = self.replica.fetches
+        """Prepare a step. Only prompts whose prefixes are fetched are admitted ahead of their first step."""
         for prompt in admitted:
-            if fetches.is_fetch(prompt):
-                self.replica.save_evicted()
-            self.replica.clock.fetching(prompt)
-            fetches.begin(prompt)
-        self._orders = self.replica.orders()
-        self.local_decodes.begin_step(admitted, self._orders)
+            if self.fetches.is_fetch(prompt):
+                self.parts.save_evicted()
+            self.clock.fetching(prompt)
+            self.fetches.begin(prompt)
+        self._orders = self._common_orders()
+        self._report_admitted(admitted)
+        self.moves.add_to(self._orders)  # before rows are chosen, because a migration may pause its sequence
 
     def orders(self, step: ScheduledStep) -> Orders:
         orders = self._orders
-        self.replica.clock.computing(prompt for prompt, _ in step.prompts)
-        self.local_decodes.computing(prompt for prompt, _ in step.prompts)
+        self.clock.computing(prompt for prompt, _ in step.prompts)
+        self._report_admitted(prompt for prompt, _ in step.prompts)
         jobs = [(prompt, self._jobs.get(prompt)) for prompt, _ in step.prompts]  # None: local decode
         orders.begins += [
             self._begin(prompt, job) for prompt, job in jobs if job and job.handoff and job.outgoing is None
@@ -160,21 +174,27 @@ class PrefillWorker:
     @property
     def num_requests(self) -> int:
         """Number of prompts waiting, computing or shipping, local decodes and served fetches."""
-        return (
-            len(self._jobs) + len(self._outgoing_transfers) + len(self.local_decodes) + len(self.replica.served_fetches)
-        )
-
-    def take_tokens(self) -> dict[str, list[StreamToken]]:
-        # First tokens of shipped prompts are sent in each prompt's own call.
-        return self.local_decodes.take_tokens()
+        return super().num_requests + len(self._jobs) + len(self._outgoing_transfers)
 
     def status(self) -> pb.Status:
-        status = self.replica.status()
+        status, local_decodes = super().status(), self.engine.local_decodes
         status.running += len(self._outgoing_transfers)
-        self.local_decodes.add_to(status)
+        running = local_decodes.num_choices + self.moves.num_paused
+        if running or local_decodes.num_waiting:  # by which routers decide whether to send another one
+            status.local_decodes.running = running
+            status.local_decodes.waiting = local_decodes.num_waiting
+            status.local_decodes.blocks = local_decodes.num_blocks
+            self._add_decoding(status)
         return status
 
     # One prompt, from its first step to its end.
+
+    def _report_admitted(self, prompts: Iterable[Prompt]) -> None:
+        """Report local decodes that have their blocks now, once each."""
+        for prompt in prompts:
+            if prompt.is_local_decode and not prompt.is_restart and prompt.spent is None:
+                prompt.spent = PromptSpent(waited_s=self.clock.waited_s(prompt))
+                self.answers.listener(prompt).reserved(None, None, prompt.num_cached)
 
     def _ships(self, key: HandoffKey) -> bool:
         """Return whether a handoff is or was used for a prompt."""
@@ -183,7 +203,7 @@ class PrefillWorker:
 
     def _begin(self, prompt: Prompt, job: _Job) -> BeginOrder:
         assert job.handoff
-        ranks = sending_ranks(self._gang.runner.layout, num_receivers=len(job.handoff.ranks))
+        ranks = sending_ranks(self.gang.runner.layout, num_receivers=len(job.handoff.ranks))
         sequence = prompt.sequence
         job.outgoing = self._outgoing_transfers.begin(job.handoff, sequence.blocks, ranks=ranks, owner=prompt)
         return BeginOrder(job.handoff, sequence.blocks, sequence.num_computed)
@@ -193,13 +213,13 @@ class PrefillWorker:
         prompt, job = prefilled.prompt, self._jobs[prefilled.prompt]
         job.listener.first_tokens(prefilled.tokens)
         if job.handoff:
-            self._gang.commit(job.handoff.key, [token.token_id for token in prefilled.tokens])
+            self.gang.commit(job.handoff.key, [token.token_id for token in prefilled.tokens])
         else:
             self._end(prompt, None, None)
 
     def _stop(self, prompt: Prompt, job: _Job, error: TransferError) -> None:
         """Stop a prompt. Its blocks are freed when no rank reads them."""
-        self.replica.cancel(prompt)
+        self._cancel(prompt)
         if job.outgoing:
             self._outgoing_transfers.abort(job.outgoing, error)
 
@@ -216,9 +236,9 @@ class PrefillWorker:
         self._end(prompt, shipment, None)
 
     def _count(self, shipment: Shipment) -> None:
-        self.replica.totals.transfers += 1
-        self.replica.count_shipment(shipment)
-        self.replica.link_rate.add(shipment.wire_bytes, shipment.link_s)
+        self.totals.transfers += 1
+        self._count_shipment(shipment)
+        self.link_rate.add(shipment.wire_bytes, shipment.link_s)
 
     def _end(self, prompt: Prompt, shipment: Shipment | None, error: ClusterError | None) -> None:
         if job := self._jobs.pop(prompt, None):

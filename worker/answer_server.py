@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeAlias
 
 from grpc import aio
 
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
 from core.types.errors import ClusterError, ReplicaLost
-from core.types.handoff import Handoff, PrefixSource
+from core.types.handoff import Handoff
 from core.wire.call_errors import abort_with, rejects
 from core.wire.messages import handoff_to_proto, spent_to_proto
 from core.wire.prompt_logprob_messages import prompt_logprobs_to_proto
@@ -19,44 +19,18 @@ from core.wire.thread_events import CallEvents
 from engine.scheduler.prompts import KVSource, Prompt
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.rank_transfer import Shipment
-from worker.answers import RequestListener
-from worker.migrations import MoveListener
-from worker.replica_service import RoleWorker
 from worker.request_validation import check_streams, prefix_source_of
 from worker.role_parts import LiveReplica
 from worker.step_loop import Command
 
 _Context: TypeAlias = aio.ServicerContext[Any, Any]
-W = TypeVar("W", bound=RoleWorker)
 
 
-class AnsweringWorker(Protocol):
-    """Worker that decodes requests. All methods run on the step thread."""
-
-    def submit(
-        self, prompt: Prompt, router: str, listener: RequestListener, /, *, prefix_source: PrefixSource | None = None
-    ) -> None: ...
-
-    def cancel(self, prompt: Prompt, /) -> None:
-        """Free the request: its lease, the gRPC call, has ended."""
-        ...
-
-    def stop_streams(self, router: str, streams: Iterable[int], /) -> None: ...
-
-    def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener, /) -> None: ...
-
-    def cancel_move(self, router: str, stream: int, /) -> None:
-        """Cancel the migration of a choice."""
-        ...
-
-
-class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
+class AnswerServicer(rpc.DecodeWorkerServicer):
     """Servicer whose Generate call is the lease of a request's blocks. Serves once `live` is set."""
 
-    def __init__(self, answering: Callable[[W], AnsweringWorker]) -> None:
-        """answering: returns the part of the role's worker that decodes requests."""
-        self.live: LiveReplica[W] | None = None
-        self._answering = answering
+    def __init__(self) -> None:
+        self.live: LiveReplica | None = None
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> AsyncIterator[pb.GenerateEvent]:
         live = self.live
@@ -69,9 +43,9 @@ class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
             live.service.check_takes_work()  # last, because compiling a grammar takes time
         except ClusterError as error:
             await abort_with(context, error)
-        answers, prompt = self._answering(live.worker), Prompt(sequence, source=_source(request))
+        worker, prompt = live.worker, Prompt(sequence, source=_source(request))
         call = _Call(prompt, live.service.post)
-        live.service.post(lambda: answers.submit(prompt, request.router, call, prefix_source=prefix_source))
+        live.service.post(lambda: worker.submit(prompt, request.router, call, prefix_source=prefix_source))
         try:
             async for event in call.events:
                 if isinstance(event, Opening):
@@ -82,7 +56,7 @@ class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
         except ClusterError as error:
             await abort_with(context, error)
         finally:
-            live.service.post(lambda: answers.cancel(prompt))
+            live.service.post(lambda: worker.cancel(prompt))
 
     @rejects
     async def Migrate(self, request: pb.MigrateRequest, context: _Context) -> pb.MigrateReply:
@@ -90,19 +64,19 @@ class AnswerServicer(rpc.DecodeWorkerServicer, Generic[W]):
         if live is None:
             raise ReplicaLost("replica is still loading")
         check_streams(request.router, ())
-        answers, handoff, move = self._answering(live.worker), live.handoff_of(request.handoff), _Move()
-        live.service.post(lambda: answers.migrate(request.router, request.stream, handoff, move))
+        worker, handoff, move = live.worker, live.handoff_of(request.handoff), _Move()
+        live.service.post(lambda: worker.migrate(request.router, request.stream, handoff, move))
         try:
             return await move.reply
         finally:
             if not move.reply.done() or move.reply.cancelled():
-                live.service.post(lambda: answers.cancel_move(request.router, request.stream))
+                live.service.post(lambda: worker.cancel_move(request.router, request.stream))
 
     @rejects
     async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopReply:
         check_streams(request.router, request.streams)
         if live := self.live:
-            answers, streams = self._answering(live.worker), list(request.streams)
+            answers, streams = live.worker.answers, list(request.streams)
             live.service.post(lambda: answers.stop_streams(request.router, streams))
         return pb.StopReply()
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
+
+from torch import Tensor
 
 from core.types.errors import ClusterError
 from core.types.handoff import Handoff
 from core.types.request import SampledToken
 from core.wire.frames import StreamToken
+from engine.engine import Engine
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import Prefilled, StepResult
 from kvtransfer.protocol.frames import Opening
-from worker.migrations import MoveListener, Moves
-from worker.replica_engine import ReplicaEngine
+from worker.migrations import Moves
 
 
 class RequestListener(Protocol):
@@ -55,10 +57,11 @@ class Answers:
     A choice leaves with its last token, when it is stopped, or by a migration.
     """
 
-    def __init__(self, replica: ReplicaEngine, moves: Moves) -> None:
+    def __init__(self, engine: Engine[Tensor], moves: Moves, *, cancel: Callable[[Prompt], None]) -> None:
+        """cancel: frees a prompt in the engine and its fetches."""
         self._moves = moves
-        self._replica = replica
-        self._engine = replica.engine
+        self._engine = engine
+        self._cancel = cancel
         self._requests: dict[Prompt, LiveRequest] = {}
         self._stream_of: dict[Sequence, tuple[LiveRequest, int]] = {}
         self._tokens: dict[str, list[StreamToken]] = {}
@@ -80,24 +83,11 @@ class Answers:
             return None
         for sequence in list(request.choices.values()):
             self._release(sequence)
-        self._replica.cancel(prompt)
+        self._cancel(prompt)
         return request.listener
 
     def find(self, router: str, stream: int) -> Sequence | None:
         return next((r.choices[stream] for r in self._of(router) if stream in r.choices), None)
-
-    def migrate(self, router: str, stream: int, handoff: Handoff, listener: MoveListener) -> None:
-        """Migrate a choice to the replica that issued the handoff, if that is faster than decoding it here."""
-        sequence = self.find(router, stream)
-        if sequence and sequence in self._engine.decoding.running:
-            self._moves.begin(sequence, handoff, listener, step_s=self._replica.token_s)
-        else:
-            listener.stays("choice is not decoding on this replica")
-
-    def cancel_move(self, router: str, stream: int) -> None:
-        """Cancel the migration of a choice."""
-        if sequence := self.find(router, stream):
-            self._moves.cancel(sequence, "the migration was cancelled")
 
     def stop_streams(self, router: str, streams: Iterable[int]) -> None:
         """Stop these choices."""

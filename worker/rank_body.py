@@ -6,7 +6,6 @@ import asyncio
 import functools
 import os
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 import torch
 from grpc import aio
@@ -48,23 +47,21 @@ from worker.grammars import Grammars
 from worker.handover_state import HandoverState, LeaderHandoverState
 from worker.rank_group import OtherRanks, open_gang
 from worker.rank_setup import RankSetup
-from worker.replica_engine import EngineParts
-from worker.replica_service import ReplicaService, RoleWorker
+from worker.replica_service import ReplicaService
 from worker.role_parts import LeaderParts, LiveReplica, RoleParts
 from worker.step_inbox import Inbox
 from worker.tier_setup import open_tiers
+from worker.worker import EngineParts
 
-W = TypeVar("W", bound=RoleWorker)
 
-
-class RankBody(Generic[W]):
+class RankBody:
     """One rank. Rank 0 schedules and answers routers; every rank receives, computes and ships its own heads.
 
     The servicers answer from `register` on, before the model is loaded. `load` sets their empty slots: `live` of the
     role's servicer, `fetch_serving`, `receiver`, `on_report`, `service`, and the arguments of `Inbox.open`.
     """
 
-    def __init__(self, role: RoleParts[W], spec: Spec) -> None:
+    def __init__(self, role: RoleParts, spec: Spec) -> None:
         self.role = role
         self.device: torch.device = device_for(gpus=spec.pool(role.role).resources.gpus)
         self.service: ReplicaService | None = None  # on rank 0, once loaded
@@ -372,9 +369,5 @@ def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_t
         max_tokens=max_tokens,
         max_running=setup.pool.max_running,
         max_batch_tokens=setup.pool.max_batch_tokens,
-        keeps_grammars=True,
-        keeps_token_rules=True,
-        keeps_thinking_budgets=True,
-        tells_prompt_logprobs=True,
         local_decode_share=setup.pool.local_decode_share,
     )

@@ -6,7 +6,6 @@ import logging
 import os
 import socket
 from functools import partial
-from typing import Any, Generic, TypeVar
 
 from core.identity.credentials import Identity
 from core.process.background import BackgroundThread
@@ -18,7 +17,6 @@ from core.wire.rank_server import RankHost
 from worker.handover_state import HandoverState
 from worker.rank_body import RankBody
 from worker.rank_setup import RankSetup
-from worker.replica_service import RoleWorker
 from worker.role_parts import RoleParts
 
 logger = logging.getLogger(__name__)
@@ -26,17 +24,15 @@ logger = logging.getLogger(__name__)
 _CLOSE_S = 10.0
 _HAND_OVER_S = 10.0  # one step, and closing the last handoffs; usually milliseconds
 
-W = TypeVar("W", bound=RoleWorker)
 
-
-class RankProcess(Generic[W]):
+class RankProcess:
     """Implements core.types.rank_api.Rank."""
 
     def __init__(
         self,
         launch: Launch,
         *,
-        role: RoleParts[W],
+        role: RoleParts,
         identity: Identity,
         host: str | None = None,
         failpoint: Failpoint = unobserved,
@@ -90,7 +86,7 @@ class RankProcess(Generic[W]):
         if self._body.service:
             self._body.service.drain()
 
-    def succeed(self, before: RankProcess[Any]) -> None:
+    def succeed(self, before: RankProcess) -> None:
         handover_state = before.hand_over()
         handover_state.check(self._launch.spec, self._body.role.role)
         self._handover_state = handover_state

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from core.index.membership import Member
 from core.index.presence import Presence
@@ -19,14 +19,12 @@ from core.rpc import worker_pb2 as pb
 from core.types.errors import ReplicaFailed, ReplicaLost
 from core.types.rank_api import RankStatus
 from core.types.tier import Tier
-from core.wire.frames import STATUS_S, FrameHub, StreamToken
+from core.wire.frames import STATUS_S, FrameHub
 from core.wire.rank_server import RankHost
-from kvtransfer.protocol.ledger import Landing
-from kvtransfer.protocol.rank_transfer import Shipment
 from worker.metrics import MetricsServer, metrics_registry
 from worker.rank_liveness import watch_ranks
-from worker.replica_engine import ReplicaEngine
 from worker.step_loop import Command, StepLoop
+from worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -35,39 +33,10 @@ _VITAL = "presence"  # the replica ends if this task keeps failing
 _IDLE_S = 0.5  # interval of an idle engine's heartbeats to its other ranks
 
 
-class RoleWorker(Protocol):
-    """Worker of a role. All methods run on the step thread."""
-
-    replica: ReplicaEngine
-
-    def landed(self, rank: int, landing: Landing, /) -> None:
-        """Record that a handoff or a fetched prefix has landed on one rank."""
-        ...
-
-    def shipped(self, rank: int, shipment: Shipment, /) -> None:
-        """Record that one rank has ended its part of a handoff."""
-        ...
-
-    @property
-    def num_requests(self) -> int:
-        """Number of requests, transfers and served fetches in progress."""
-        ...
-
-    def step(self) -> bool:
-        """Run one step. Returns False if there was nothing to do."""
-        ...
-
-    def status(self) -> pb.Status: ...
-
-    def take_tokens(self) -> Mapping[str, Sequence[StreamToken]]:
-        """Return and clear the tokens sampled since the last call, by router."""
-        ...
-
-
 class ReplicaService:
     """Runs a worker on the step thread and publishes its results on the event loop."""
 
-    def __init__(self, worker: RoleWorker, host: RankHost, hub: FrameHub, *, replica: str) -> None:
+    def __init__(self, worker: Worker, host: RankHost, hub: FrameHub, *, replica: str) -> None:
         self._worker = worker
         self._host = host
         self._hub = hub
@@ -148,7 +117,7 @@ class ReplicaService:
     def stop(self, *, timeout_s: float = 5.0) -> None:
         """Leave the index and the membership, then end the step loop."""
         self._leave(timeout_s=timeout_s)
-        self._loop.stop(self._worker.replica.stop, timeout_s=timeout_s)
+        self._loop.stop(self._worker.stop, timeout_s=timeout_s)
 
     def end_whole(self, *, within_s: float) -> None:
         """Stop a drained replica once all its blocks are free or cached, so that a successor can use them.
@@ -161,7 +130,7 @@ class ReplicaService:
         self._leave(timeout_s=within_s)
         while not self._is_whole(timeout_s=deadline - time.monotonic()):
             time.sleep(_LOOK_S)  # the last handoffs are being closed
-        self._loop.stop(self._worker.replica.stop_ranks, timeout_s=deadline - time.monotonic())
+        self._loop.stop(self._worker.stop_ranks, timeout_s=deadline - time.monotonic())
         self._outcome.result(0)
 
     def _leave(self, *, timeout_s: float) -> None:
@@ -175,7 +144,7 @@ class ReplicaService:
 
     def _is_whole(self, *, timeout_s: float) -> bool:
         answer: Future[bool] = Future()
-        self.post(lambda: answer.set_result(not self._worker.num_requests and self._worker.replica.is_whole))
+        self.post(lambda: answer.set_result(not self._worker.num_requests and self._worker.is_whole))
         try:
             return answer.result(max(0.0, timeout_s))
         except TimeoutError:
@@ -212,7 +181,7 @@ class ReplicaService:
         return did_work
 
     def _idle(self) -> None:
-        self._worker.replica.heartbeat()
+        self._worker.heartbeat()
         self._publish()
 
     def _count_remaining(self) -> None:
@@ -222,7 +191,7 @@ class ReplicaService:
     def _publish(self, *, has_status: bool = True) -> None:
         """Post everything new since the last step to the event loop, in one call."""
         status = self._new_status() if has_status else self._status
-        tokens, changes = self._worker.take_tokens(), self._worker.replica.take_changes()
+        tokens, changes = self._worker.answers.take_tokens(), self._worker.take_changes()
         if tokens or changes or status != self._status:
             self._status = status
             self._host.post(self._publish_now, tokens, status, changes)
@@ -245,5 +214,5 @@ class ReplicaService:
 
     async def _snapshot(self) -> Mapping[bytes, Tier]:
         answer: asyncio.Future[Mapping[bytes, Tier]] = asyncio.get_running_loop().create_future()
-        self.post(lambda: self._host.post(answer.set_result, self._worker.replica.held()))
+        self.post(lambda: self._host.post(answer.set_result, self._worker.held()))
         return await answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 from grpc import aio
 
@@ -21,12 +21,10 @@ from kvtransfer.transfer.receiver import Receiver
 from worker.grammars import Grammars
 from worker.rank_group import OtherRanks
 from worker.rank_setup import RankSetup
-from worker.replica_engine import EngineParts
-from worker.replica_service import ReplicaService, RoleWorker
+from worker.replica_service import ReplicaService
 from worker.request_validation import check_request
 from worker.step_inbox import Inbox
-
-W = TypeVar("W", bound=RoleWorker)
+from worker.worker import EngineParts, Worker
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,11 +38,11 @@ class LeaderParts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LiveReplica(Generic[W]):
+class LiveReplica:
     """A loaded replica. Used by its servicers on the event loop."""
 
     service: ReplicaService
-    worker: W
+    worker: Worker
     others: OtherRanks
     layout: KVLayout
     max_tokens: int  # per sequence
@@ -69,20 +67,14 @@ class LiveReplica(Generic[W]):
         return handoff
 
 
-class RoleServicer(Protocol[W]):
-    """gRPC servicer of a role. Takes requests once `live` is set."""
-
-    live: LiveReplica[W] | None
-
-
 @dataclass(frozen=True, kw_only=True)
-class RoleParts(Generic[W]):
+class RoleParts:
     """Components that a role provides to its ranks."""
 
     role: Role
-    servicer: RoleServicer[W]
+    servicer: Any  # of AnswerServicer
     add_servicer: Callable[[Any, aio.Server], None]
-    make_worker: Callable[[LeaderParts], W]
+    make_worker: Callable[[LeaderParts], Worker]
     configure: Callable[[EngineConfig, Spec], EngineConfig] = lambda config, spec: (
         config
     )  # adapts the engine to the role

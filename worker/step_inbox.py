@@ -19,7 +19,7 @@ from kvtransfer.transfer.wire_messages import Part
 from worker.fetch_client import PrefixSourceChannels
 from worker.rank_group import OtherRanks
 from worker.rank_setup import RankSetup
-from worker.replica_service import RoleWorker
+from worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,11 @@ class Inbox:
     def __init__(self, setup: RankSetup, others: OtherRanks) -> None:
         self._setup = setup
         self._others = others
-        self._worker: RoleWorker | None = None
+        self._worker: Worker | None = None
         self._post: Callable[[Callable[[], None]], None] | None = None
         self._prefix_sources: PrefixSourceChannels | None = None
 
-    def open(self, worker: RoleWorker, post: Callable[[Callable[[], None]], None]) -> None:
+    def open(self, worker: Worker, post: Callable[[Callable[[], None]], None]) -> None:
         """Start delivering to `worker`. Must precede any report. `post` runs a command on the step thread."""
         self._worker, self._post = worker, post
 
@@ -45,7 +45,7 @@ class Inbox:
         elif isinstance(part, Shipment):
             self._deliver(lambda worker: worker.shipped(rank, part))
         else:
-            self._deliver(lambda worker: worker.replica.fetches.loaded(rank, part))
+            self._deliver(lambda worker: worker.fetches.loaded(rank, part))
 
     def on_report(self, rank: int, part: Part) -> None:
         """Deliver a report of another rank. Raises RequestError for an unknown rank."""
@@ -55,7 +55,7 @@ class Inbox:
 
     def missed(self, fetch: Fetch[Prompt], reason: str) -> None:
         """Deliver the failure of a fetch."""
-        self._deliver(lambda worker: worker.replica.fetches.missed(fetch, reason))
+        self._deliver(lambda worker: worker.fetches.missed(fetch, reason))
 
     def close_handoff(self, handoff: str, then: Callable[[], None]) -> None:
         """Close a handoff on the other ranks, then run a command on the step thread."""
@@ -94,7 +94,7 @@ class Inbox:
         if self._prefix_sources:
             await self._prefix_sources.close()
 
-    def _deliver(self, command: Callable[[RoleWorker], None]) -> None:
+    def _deliver(self, command: Callable[[Worker], None]) -> None:
         worker, post = self._worker, self._post
         assert worker and post, "call open() first"
         post(lambda: command(worker))

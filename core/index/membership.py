@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 
 from core.identity.signing import signed, verified
 from core.types.json_records import known_fields
-from core.types.request import Role, SequenceRequest
+from core.types.request import Role
 from core.types.wire_version import WIRE_VERSION
 
 logger = logging.getLogger(__name__)
@@ -30,9 +30,12 @@ logger = logging.getLogger(__name__)
 LEASE_S = 3.0
 RENEW_S = 1.0
 
-_DEFAULT_VERSION = 3  # version of records without one
 _MAX_RECORD_BYTES = 16 << 10
 _MAX_REMEMBERED = 1024  # rejected names that were logged
+# Routers of the oldest supported tree send such requests only to members that announce these features.
+_FEATURES = dict.fromkeys(
+    ("keeps_grammars", "keeps_token_rules", "keeps_thinking_budgets", "tells_prompt_logprobs"), True
+)
 
 
 class RejectionReason(StrEnum):
@@ -72,14 +75,9 @@ class Member:
     max_tokens: int  # of one sequence, limited by context and pool
     max_running: int = 64  # sequences in one step
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
-    # Features of requests that older versions would silently ignore:
-    keeps_grammars: bool = False
-    keeps_token_rules: bool = False
-    keeps_thinking_budgets: bool = False
-    tells_prompt_logprobs: bool = False
     # Fraction of a prefill replica's slots and blocks for local decodes.
     local_decode_share: float = 0.0
-    metrics_address: str = ""  # "host:port" of its Prometheus metrics; empty: from an older version
+    metrics_address: str = ""  # "host:port" of its Prometheus metrics
     wire_version: int = WIRE_VERSION
 
     @property
@@ -91,18 +89,8 @@ class Member:
     def max_local_decode_blocks(self) -> int:
         return int(self.local_decode_share * self.num_blocks)
 
-    def understands(self, request: SequenceRequest) -> bool:
-        """Return whether this replica supports every feature of the request that affects its tokens or logprobs."""
-        needed = (
-            (request.grammar is not None, self.keeps_grammars),
-            (request.sampling.token_rules is not None, self.keeps_token_rules),
-            (request.thinking is not None, self.keeps_thinking_budgets),
-            (request.num_prompt_logprobs is not None, self.tells_prompt_logprobs),
-        )
-        return all(supported for is_needed, supported in needed if is_needed)
-
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self) | _FEATURES)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Member:
@@ -113,7 +101,7 @@ class Member:
         fields = json.loads(text)
         if not isinstance(fields, dict):
             raise ValueError("not an object")
-        if (version := fields.get("wire_version", _DEFAULT_VERSION)) != WIRE_VERSION:
+        if (version := fields.get("wire_version")) != WIRE_VERSION:
             raise OtherVersion(
                 f"it speaks version {version!r:.20} on the wire, and this router {WIRE_VERSION}; update the older"
             )

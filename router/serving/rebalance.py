@@ -87,4 +87,4 @@ class Rebalancer:
 
     def _may_move(self, answer: DecodeStreams, source: Replica, target: Replica) -> bool:
         has_room = target.load().has_room_to_decode(num_blocks=answer.num_blocks, num_streams=1)
-        return has_room and target.member.understands(answer.request) and answer.only_on(source) is not None
+        return has_room and answer.only_on(source) is not None

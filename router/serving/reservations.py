@@ -157,7 +157,7 @@ class Reservations:
         """
         self.replicas.availability.check()
         self.check_fit(demand.request, share=1.0)  # the first replica may have joined after admission began
-        decodes = self._loads(Role.DECODE, demand)
+        decodes = self._loads(Role.DECODE)
         some: Sequence[ReplicaLoad] = with_room(decodes, demand.need)
         if not some and may_displace:
             some = [load for load in decodes if demand.need.num_streams <= load.free_streams]
@@ -186,7 +186,7 @@ class Reservations:
         while True:
             self.replicas.availability.check()
             self.check_fit(request, share=1.0)
-            decodes = self._loads(Role.DECODE, demand)
+            decodes = self._loads(Role.DECODE)
             # Prefill replicas without room qualify here: the prompt may queue where its prefix is cached.
             for revision in self._revisions.for_continuation(
                 served_by, untried={load.replica for load in decodes} - avoid
@@ -212,9 +212,7 @@ class Reservations:
             return None
         demand, decode = self.demand(request), pair.decode
         prefills = [
-            load
-            for load in self._loads(Role.PREFILL, demand)
-            if self._revisions.in_one_revision(load.replica, decode.id)
+            load for load in self._loads(Role.PREFILL) if self._revisions.in_one_revision(load.replica, decode.id)
         ]
         decision = self._chooser.choose_prefill(demand.need, prefills, decode.load(), self._depths(demand), avoid=avoid)
         return self._pair(demand, decision, decode, pair.answer, pair.revision) if decision else None
@@ -223,7 +221,7 @@ class Reservations:
         """Return a stream on another decode replica, preferably one with room, for a choice on draining `source`."""
         demand = self.demand(request)
         depths = self._depths(demand)
-        decodes = [load for load in self._loads(Role.DECODE, demand) if self._revisions.may_move(source, load.replica)]
+        decodes = [load for load in self._loads(Role.DECODE) if self._revisions.may_move(source, load.replica)]
         for some in (with_room(decodes, demand.need), decodes):
             decision = self._chooser.choose(demand.need, [], some, depths)
             if decision and (replica := self._replica(decision.decode)):
@@ -306,7 +304,7 @@ class Reservations:
         """Reserve the cheapest pair of `revision` (None: all replicas are of one revision)."""
         if not (decodes := _of_revision(revision, decodes)):
             return None
-        prefills = _of_revision(revision, self._loads(Role.PREFILL, demand))
+        prefills = _of_revision(revision, self._loads(Role.PREFILL))
         depths = self._depths(demand)
         decision = self._chooser.choose(
             demand.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
@@ -330,7 +328,7 @@ class Reservations:
         decodes = _of_revision(revision, decodes)
         if (decodes and demand.is_offline) or with_room(decodes, demand.need):
             return None
-        prefills = _of_revision(revision, self._loads(Role.PREFILL, demand))
+        prefills = _of_revision(revision, self._loads(Role.PREFILL))
         hosts = [
             load
             for load in with_room_for_local_decode(prefills, demand.need)
@@ -399,10 +397,8 @@ class Reservations:
     def _predicted_tokens(self, request: SequenceRequest) -> int:
         return self._answers.predict(max(1, request.sampling.max_tokens - request.num_generated))
 
-    def _loads(self, role: Role, demand: Demand) -> list[ReplicaLoad]:
-        """Return the loads of the usable replicas that support all features of the request."""
-        usable = self.replicas.usable(role)
-        return [replica.load() for replica in usable if replica.member.understands(demand.request)]
+    def _loads(self, role: Role) -> list[ReplicaLoad]:
+        return [replica.load() for replica in self.replicas.usable(role)]
 
     def _depths(self, demand: Demand) -> Mapping[str, Depths]:
         """Return how much of the prompt each replica holds; empty if all of it must be computed anyway."""

@@ -51,7 +51,7 @@ def _run(worker: DecodeWorker, router: str = "router-0") -> dict[int, list[int]]
     """Step until there is nothing to do. Returns the tokens of each stream."""
     tokens: dict[int, list[int]] = {}
     while worker.step():
-        for stream, token in worker.take_tokens().get(router, []):
+        for stream, token in worker.answers.take_tokens().get(router, []):
             tokens.setdefault(stream, []).append(token.token_id)
     return tokens
 
@@ -182,8 +182,8 @@ def test_stream_stopped_before_it_starts_gets_no_token(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeAnswerListener()
     worker.submit(rank.prompt(_PROMPT, source=KVSource.PREFILL, n=2), "router-0", listener)
     worker.step()
-    worker.stop_streams("router-0", [2])
-    worker.stop_streams("router-1", [1])  # another router's stream
+    worker.answers.stop_streams("router-0", [2])
+    worker.answers.stop_streams("router-1", [1])  # another router's stream
     worker.landed(0, listener.landing(7, 8))
     assert set(_run(worker)) == {1} and listener.events[-1] == "ended"
     assert rank.num_held == 0

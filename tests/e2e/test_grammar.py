@@ -113,15 +113,3 @@ async def test_failing_grammar_fails_its_own_request_only(model_dir: Path, redis
         assert isinstance(kept, Answer) and isinstance(free, Answer)
         _check(kept)
         await cluster.idle()
-
-
-async def test_old_worker_gets_no_unsupported_requests(model_dir: Path, redis_url: str) -> None:
-    ruled = replace(_SAMPLED, token_rules=TokenRules(bad_words=((_Z,),)))
-    async with local_cluster(model_dir, redis_url, **exact_tree(1, 2)) as cluster:
-        old = cluster.seen(cluster.pools[Role.DECODE][0])
-        old.member = replace(old.member, keeps_grammars=False)
-        answers = [await cluster.generate(prompt, _SAMPLED, grammar=_GRAMMAR) for prompt in _PROMPTS]
-        assert old.id not in {answer.route.decode_replica for answer in answers}
-        old.member = replace(old.member, keeps_grammars=True, keeps_token_rules=False)
-        answers = [await cluster.generate(prompt, ruled, grammar=_GRAMMAR) for prompt in _PROMPTS]
-        assert old.id not in {answer.route.decode_replica for answer in answers}

@@ -119,14 +119,6 @@ async def test_migration_before_within_and_after_the_marker(
         assert answer.ids == expected[4]
 
 
-async def test_old_worker_gets_no_requests_with_budgets(model_dir: Path, redis_url: str) -> None:
-    async with local_cluster(model_dir, redis_url, **exact_tree(1, 2)) as cluster:
-        old = cluster.seen(cluster.pools[Role.DECODE][0])
-        old.member = replace(old.member, keeps_thinking_budgets=False)
-        answers = [await cluster.generate(prompt, _SAMPLED, thinking=_budget(2)) for prompt in _PROMPTS]
-        assert old.id not in {answer.route.decode_replica for answer in answers}
-
-
 async def test_grammar_starts_after_the_marker(model_dir: Path, redis_url: str) -> None:
     text = 'start: thinking answer\nthinking[suffix="</think>"]: /(?s:.*)/\nanswer: "yes, indeed"'
     grammar = Grammar(kind=GrammarKind.LARK, text=text)

@@ -51,13 +51,13 @@ class Guest:
         return self.listener.events[-1:] == ["ended"]
 
     def submit(self, worker: PrefillWorker) -> Guest:
-        worker.local_decodes.submit(self.prompt, _ROUTER, self.listener)
+        worker.submit(self.prompt, _ROUTER, self.listener)
         return self
 
 
 def _step(worker: PrefillWorker, output: dict[int, list[int]]) -> bool:
     did_work = worker.step()
-    for stream, token in worker.take_tokens().get(_ROUTER, []):
+    for stream, token in worker.answers.take_tokens().get(_ROUTER, []):
         output.setdefault(stream, []).append(token.token_id)
     return did_work
 
@@ -106,7 +106,7 @@ def test_prompts_are_shipped_beside_local_decodes(rank: RankOfOne) -> None:
     ]
     while len(output) < 2:
         _step(worker, output)
-    worker.submit(rank.prompt(_THIRD), handoff, listener)
+    worker.prefill(rank.prompt(_THIRD), handoff, listener)
     while not listener.tokens:
         _step(worker, output)
     assert rank.sender.passages[handoff.key].committed == (18, listener.tokens)
@@ -121,7 +121,7 @@ def test_prompts_are_shipped_beside_local_decodes(rank: RankOfOne) -> None:
 def test_local_decode_beyond_the_share_waits_and_prompts_overtake_it(rank: RankOfOne) -> None:
     worker, listener = _worker(rank, max_local_decodes=1), FakeListener()
     first, second = (Guest(rank, tokens, stream=i).submit(worker) for i, tokens in ((1, _PROMPT), (2, _OTHER)))
-    worker.submit(rank.prompt(_THIRD), None, listener)
+    worker.prefill(rank.prompt(_THIRD), None, listener)
     while not listener.ends:
         worker.step()
     assert not first.is_over and second.listener.events == [] and worker.status().local_decodes.waiting == 1
@@ -161,7 +161,7 @@ def test_local_decodes_are_preempted_for_a_larger_prompt(rank: RankOfOne) -> Non
         Guest(rank, tokens, stream=stream, max_tokens=24).submit(worker)
     while len(output) < 2:
         _step(worker, output)
-    worker.submit(rank.prompt(_LARGE), handoff, listener)
+    worker.prefill(rank.prompt(_LARGE), handoff, listener)
     for _ in range(12):
         _step(worker, output)
     assert listener.tokens and worker.status().totals.preemptions and max(map(len, output.values())) < 24
@@ -179,7 +179,7 @@ def test_preempted_local_decode_waits_until_the_prompt_has_its_blocks(rank: Rank
     Guest(rank, long, stream=1, max_tokens=26).submit(worker)
     while 1 not in output:
         _step(worker, output)
-    worker.submit(rank.prompt(larger), None, listener)
+    worker.prefill(rank.prompt(larger), None, listener)
     for _ in range(10):
         _step(worker, output)
     assert listener.tokens, "the local decode and the prompt preempt each other"
@@ -201,7 +201,7 @@ def test_single_local_decode_is_preempted_for_a_prompt_without_room(rank: RankOf
     if is_scored:
         prompt.sequence.request = replace(prompt.sequence.request, num_prompt_logprobs=0)
         prompt.sequence.is_scored = True
-    worker.submit(prompt, None, listener)
+    worker.prefill(prompt, None, listener)
     while not listener.tokens:
         assert _step(worker, output)
     assert not local_decode.is_over and worker.status().totals.preemptions == 1
@@ -218,7 +218,7 @@ def test_local_decode_whose_lease_ends_frees_its_blocks(rank: RankOfOne, steps: 
     local_decode = Guest(rank, _PROMPT, stream=1, max_tokens=20).submit(worker)
     for _ in range(steps):
         worker.step()
-    worker.local_decodes.cancel(local_decode.prompt)
+    worker.cancel(local_decode.prompt)
     assert not worker.step() and (worker.num_requests, rank.num_held) == (0, 0)
     assert worker.status().totals.cancelled == 1
 
@@ -230,7 +230,7 @@ def test_local_decode_migrates_to_a_decode_replica(rank: RankOfOne, monkeypatch:
     while 1 not in output:
         _step(worker, output)
     handoff = replace(rank.handoff(20), max_tokens=40)
-    worker.local_decodes.migrate(_ROUTER, 1, handoff, moving)
+    worker.migrate(_ROUTER, 1, handoff, moving)
     _step(worker, output)
     _step(worker, output)
     assert not _step(worker, output), "the choice is paused and everything is shipped"
@@ -251,8 +251,8 @@ def test_local_decode_preempted_before_its_migration_stays(rank: RankOfOne, monk
     Guest(rank, long, stream=1, max_tokens=26).submit(worker)
     while 1 not in output:
         _step(worker, output)
-    worker.submit(rank.prompt(larger), None, listener)
-    worker.local_decodes.migrate(_ROUTER, 1, replace(rank.handoff(36), max_tokens=64), moving)
+    worker.prefill(rank.prompt(larger), None, listener)
+    worker.migrate(_ROUTER, 1, replace(rank.handoff(36), max_tokens=64), moving)
     while _step(worker, output):
         pass
     assert moving.stayed == ["the choice was preempted"] and not rank.sender.passages
@@ -267,7 +267,7 @@ def test_prompts_do_not_wait_for_a_local_decode_beyond_the_share(rank: RankOfOne
     while worker.status().local_decodes.blocks <= _BLOCKS:
         _step(worker, output)
     _, asked = prompts(20, 46)  # without a common prefix
-    worker.submit(rank.prompt(asked), None, listener)
+    worker.prefill(rank.prompt(asked), None, listener)
     for _ in range(5):
         _step(worker, output)
     assert listener.tokens and not local_decode.is_over
@@ -286,11 +286,11 @@ def test_handoff_is_used_once_by_moves_and_prompts(rank: RankOfOne, monkeypatch:
         _step(worker, output)
     first, second, prompt, late = FakeMoveListener(), FakeMoveListener(), FakeListener(), FakeMoveListener()
     other = rank.handoff(18, id="other")
-    worker.submit(rank.prompt(_THIRD), other, FakeListener())
-    worker.local_decodes.migrate(_ROUTER, 1, handoff, first)
-    worker.local_decodes.migrate(_ROUTER, 2, handoff, second)
-    worker.local_decodes.migrate(_ROUTER, 2, replace(other, max_tokens=60), late)
-    worker.submit(rank.prompt(_THIRD), replace(handoff, max_tokens=18), prompt)
+    worker.prefill(rank.prompt(_THIRD), other, FakeListener())
+    worker.migrate(_ROUTER, 1, handoff, first)
+    worker.migrate(_ROUTER, 2, handoff, second)
+    worker.migrate(_ROUTER, 2, replace(other, max_tokens=60), late)
+    worker.prefill(rank.prompt(_THIRD), replace(handoff, max_tokens=18), prompt)
     assert second.stayed == ["choice is migrating already, or the handoff was used before"]
     assert late.stayed == ["handoff was used before"]
     assert len(prompt.ends) == 1 and "was used before" in str(prompt.ends[0])

@@ -55,28 +55,28 @@ def _run(worker: PrefillWorker) -> None:
 
 def test_prompt_without_a_handoff_ships_nothing(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeListener()
-    worker.submit(rank.prompt(_PROMPT), None, listener)
+    worker.prefill(rank.prompt(_PROMPT), None, listener)
     _run(worker)
     assert len(listener.tokens) == 1 and listener.ends == [(None, None)]
     assert (worker.num_requests, rank.num_held, rank.sender.passages) == (0, 0, {})
-    assert len(worker.replica.clock) == 0
+    assert len(worker.clock) == 0
 
 
 def test_prompt_timing_is_reported_with_first_tokens(rank: RankOfOne) -> None:
     worker, listener, prompt = _worker(rank), FakeListener(), rank.prompt(_PROMPT)
     left = rank.prompt(_PROMPT)
-    worker.submit(prompt, None, listener)
-    worker.submit(left, None, FakeListener())
+    worker.prefill(prompt, None, listener)
+    worker.prefill(left, None, FakeListener())
     worker.cancel(left)
     _run(worker)
     spent = prompt.spent
     assert spent and spent.waited_s > 0 and spent.computed_s > 0 and spent.fetched_s == 0
-    assert left.spent is None and len(worker.replica.clock) == 0, "the clock must forget a cancelled prompt"
+    assert left.spent is None and len(worker.clock) == 0, "the clock must forget a cancelled prompt"
 
 
 def test_layers_are_shipped_as_computed_and_the_last_chunk_commits(rank: RankOfOne) -> None:
     worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
-    worker.submit(rank.prompt(_PROMPT), handoff, listener)
+    worker.prefill(rank.prompt(_PROMPT), handoff, listener)
     assert worker.step()
     transfer = rank.sender.passages[handoff.key]
     layers = range(rank.runner.layout.num_layers)
@@ -108,8 +108,8 @@ def test_prompt_with_non_finite_logits_fails_alone(rank: RankOfOne, monkeypatch:
     monkeypatch.setattr(rank.runner, "forward", poison)
     bad, beside, handoff = FakeListener(), FakeListener(), rank.handoff(8)
     poisoned = rank.prompt(_PROMPT[:8], id="bad")
-    worker.submit(poisoned, handoff, bad)
-    worker.submit(rank.prompt(_PROMPT[8:16]), None, beside)
+    worker.prefill(poisoned, handoff, bad)
+    worker.prefill(rank.prompt(_PROMPT[8:16]), None, beside)
     _run(worker)
     assert isinstance(bad.ends[0][1], LogitsNotFinite) and not bad.tokens
     assert beside.ends == [(None, None)] and len(beside.tokens) == 1
@@ -121,15 +121,15 @@ def test_prompt_with_non_finite_logits_fails_alone(rank: RankOfOne, monkeypatch:
 
 def test_every_choice_gets_its_first_token(rank: RankOfOne) -> None:
     worker, listener = _worker(rank), FakeListener()
-    worker.submit(rank.prompt(_PROMPT, n=3), rank.handoff(20), listener)
+    worker.prefill(rank.prompt(_PROMPT, n=3), rank.handoff(20), listener)
     _run(worker)
     assert len(listener.tokens) == 3
 
 
 def test_a_handoff_serves_one_prompt(rank: RankOfOne) -> None:
     worker, first, second = _worker(rank), FakeListener(), FakeListener()
-    worker.submit(rank.prompt(_PROMPT), rank.handoff(20), first)
-    worker.submit(rank.prompt(_PROMPT, id="again"), rank.handoff(20), second)
+    worker.prefill(rank.prompt(_PROMPT), rank.handoff(20), first)
+    worker.prefill(rank.prompt(_PROMPT, id="again"), rank.handoff(20), second)
     assert [type(error) for _, error in second.ends] == [HandoffExpired]
     _run(worker)
     assert len(first.tokens) == 1 and not second.tokens
@@ -139,7 +139,7 @@ def test_a_handoff_serves_one_prompt(rank: RankOfOne) -> None:
 def test_handoff_that_does_not_fit_the_prompt_is_rejected_before_the_link(rank: RankOfOne, num_tokens: int) -> None:
     """Otherwise the receiver would close the link, with all its transfers."""
     worker, listener = _worker(rank), FakeListener()
-    worker.submit(rank.prompt(_PROMPT), rank.handoff(num_tokens), listener)
+    worker.prefill(rank.prompt(_PROMPT), rank.handoff(num_tokens), listener)
     [(_, error)] = listener.ends
     assert isinstance(error, RequestError) and error.param == "handoff.num_tokens"
     _run(worker)
@@ -149,7 +149,7 @@ def test_handoff_that_does_not_fit_the_prompt_is_rejected_before_the_link(rank: 
 def test_cancelled_prompt_frees_its_blocks_after_the_sender_stops_reading(rank: RankOfOne) -> None:
     worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
     prompt = rank.prompt(_PROMPT)
-    worker.submit(prompt, handoff, listener)
+    worker.prefill(prompt, handoff, listener)
     worker.step()
     worker.cancel(prompt)
     assert rank.num_held == 3, "the sender still reads the blocks"
@@ -162,7 +162,7 @@ def test_cancelled_prompt_frees_its_blocks_after_the_sender_stops_reading(rank: 
 
 def test_a_link_that_fails_ends_the_prompt_with_its_error(rank: RankOfOne) -> None:
     worker, listener, handoff = _worker(rank), FakeListener(), rank.handoff(20)
-    worker.submit(rank.prompt(_PROMPT), handoff, listener)
+    worker.prefill(rank.prompt(_PROMPT), handoff, listener)
     worker.step()
     worker.shipped(0, shipment(handoff, LinkClosed("gone")))
     assert [type(error) for _, error in listener.ends] == [LinkClosed]

@@ -24,7 +24,7 @@ from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.transfer.serve_fetches import ServedFetches
 from tests.engine.tiny_models import random_model, tiny_config
 from worker.gang_runner import GangRunner
-from worker.replica_engine import EngineParts
+from worker.worker import EngineParts
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 8
 _LIMITS = SchedulerConfig(max_batch_tokens=16, max_running=4, max_waiting=8)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ReplicaLost
-from core.wire.frames import FrameHub, StreamToken
+from core.types.tier import Tier
+from core.wire.frames import FrameHub
 from core.wire.rank_server import RankHost
 from tests.support.identities import in_clear, rank
 from tests.support.members import make_member
@@ -23,9 +23,7 @@ class SlowWorker:
     """Fake worker whose steps are continuous and take as long as the test wants."""
 
     def __init__(self) -> None:
-        self.replica: Any = SimpleNamespace(
-            take_changes=dict, heartbeat=lambda: None, stop=lambda: None, held=dict[bytes, Any]
-        )
+        self.answers = SimpleNamespace(take_tokens=dict)
         self.hub: FrameHub
         self.host: RankHost
         self.num_requests = 0
@@ -34,9 +32,15 @@ class SlowWorker:
         self.is_stepping = threading.Event()
         self.may_end = threading.Event()
 
-    def landed(self, rank: int, landing: Any, /) -> None: ...
+    def heartbeat(self) -> None: ...
 
-    def shipped(self, rank: int, shipment: Any, /) -> None: ...
+    def stop(self) -> None: ...
+
+    def held(self) -> Mapping[bytes, Tier]:
+        return {}
+
+    def take_changes(self) -> Mapping[bytes, Tier | None]:
+        return {}
 
     def step(self) -> bool:
         if not self.num_requests:
@@ -50,15 +54,12 @@ class SlowWorker:
         self.num_statuses += 1
         return pb.Status(running=self.num_requests, totals=pb.Totals(generated_tokens=self.num_steps))
 
-    def take_tokens(self) -> Mapping[str, Sequence[StreamToken]]:
-        return {}
-
 
 @pytest.fixture
 def served(redis_url: str) -> Iterator[tuple[SlowWorker, ReplicaService]]:
     host, worker = RankHost("127.0.0.1", in_clear(rank("decode-0"))), SlowWorker()
     worker.hub, worker.host = FrameHub(), host
-    service = ReplicaService(worker, host, worker.hub, replica="decode-0")
+    service = ReplicaService(worker, host, worker.hub, replica="decode-0")  # type: ignore[arg-type]
     service.start(
         index_url=redis_url,
         name="c",

@@ -96,7 +96,6 @@ class World:
         self.clients: list[Client] = []
         self.born_at: dict[str, float] = {}
         self.tenant_share = 1.0
-        self.tells_prompt_logprobs = True  # applies to workers added from now on
         self.local_decode_share = 0.0  # applies to prefill replicas added from now on
         self._gone: list[FakeWorker] = []
         self._num_made = 0
@@ -137,7 +136,6 @@ class World:
             bytes_per_token=1,
             max_tokens=MAX_CONTEXT,
             max_running=6,
-            tells_prompt_logprobs=self.tells_prompt_logprobs,
             local_decode_share=self.local_decode_share if role is Role.PREFILL else 0.0,
         )
         self.replicas.add(member)

@@ -368,27 +368,17 @@ def test_tokens_left_unread_are_bounded() -> None:
     scenarios.play(play, 0)
 
 
-def test_prompt_logprobs_ignore_caches_and_need_a_replica_that_supports_them() -> None:
+def test_prompt_logprobs_ignore_caches() -> None:
     async def play(world: World) -> None:
-        world.tells_prompt_logprobs = False
-        older = _seen(world, world.add(Role.DECODE).name)
-        await pass_time(0.1)
-        tokens = tuple(range(9))
-        client = world.ask(num_tokens=9, n=1, max_tokens=30, num_prompt_logprobs=1)
-        world.replicas.index.store(older.id, block_hashes(root_hash("model"), tokens, block_size=4))
-        await pass_time(1.0)
-        assert not client.is_over and not older.promised_streams, (
-            "the older replica would ignore the request for log-probabilities"
-        )
-        world.tells_prompt_logprobs = True
         decode = _seen(world, world.add(Role.DECODE).name)
-        world.replicas.index.store(decode.id, block_hashes(root_hash("model"), tokens, block_size=4))
+        await pass_time(0.1)
+        world.replicas.index.store(decode.id, block_hashes(root_hash("model"), tuple(range(9)), block_size=4))
+        client = world.ask(num_tokens=9, n=1, max_tokens=30, num_prompt_logprobs=1)
         await until(lambda: decode.promised_streams)
         assert decode.pending_tokens == 9
         await until(lambda: client.is_over)
         assert client.error is None
-        for replica in (older, decode):
-            world.replicas.index.drop(replica.id)
+        world.replicas.index.drop(decode.id)
 
     scenarios.play(play, 0)
 
