@@ -25,7 +25,7 @@ def open_models(spec: Spec, parts: EngineParts) -> dict[str, ModelProposer]:
     if drafts is None:
         return {}
     if drafts.heads:
-        return {drafts.heads: HeadProposer(_GangHeads(parts), by_place=drafts.heads == "medusa")}
+        return {drafts.heads: HeadProposer(_GangHeads(parts))}
     check_same_tokens(drafts.directory, model_source.resolve(spec.model.source))
     config = _own_config(spec, drafts.directory, device=str(runner.device))
     num_tokens = runner.pool.num_blocks * runner.layout.block_size

@@ -131,7 +131,6 @@ class Engine(Generic[Logits]):
         step = self._schedule(may_draft=behind is None)
         step.orders = self._connector.orders(step)
         step.orders.tiers += self._tier_orders()
-        step.orders.copies += step.forks if step.drafts else []
         if step.has_rows:
             if self._pace:
                 self._pace.begin()
@@ -168,7 +167,7 @@ class Engine(Generic[Logits]):
             sampled=step.known,
             num_known=len(step.known),
             num_rows=len(step.decoding),
-            num_drafted=sum(draft.num_tokens for draft in step.drafts.values()),
+            num_drafted=sum(len(draft.tokens) for draft in step.drafts.values()),
         )
         for sequence, token in step.known:
             if token.finish_reason:
@@ -220,8 +219,8 @@ class Engine(Generic[Logits]):
         ids = [token.token_id for token in tokens]
         if tally := sequence.drafts:
             tally.drafts += 1
-            tally.drafted += draft.num_guessed
-            tally.accepted += draft.right(ids).num_tokens
+            tally.drafted += len(draft.tokens)
+            tally.accepted += draft.num_right(ids)
         self._drafting.verified(draft, ids)
         if not is_found:
             self._fail(sequence, result)

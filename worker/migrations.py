@@ -117,7 +117,6 @@ class Moves:
         ):
             self._under_way[sequence] = Move(sequence, handoff, listener)
             sequence.most_tokens = handoff.max_tokens  # capacity of the receiver
-            sequence.keeps_blocks = True
         else:
             listener.stays("choice is expected to finish sooner on this replica")
 
@@ -198,7 +197,6 @@ class Moves:
         if self._under_way.pop(move.sequence, None) is None:
             return
         move.sequence.most_tokens = move.sequence.max_context
-        move.sequence.keeps_blocks = False
         if move.outgoing:
             self._outgoing_transfers.abort(move.outgoing, error)
         if move.state is MoveState.PAUSED:

@@ -69,11 +69,10 @@ def bench_speculation(
     """Measure, and return plain JSON values.
 
     prompts: token ids, per kind as many as the largest batch. answers: number of answers per prompt, with successive
-    seeds; None: any number of prompts, all answered once regardless of the batch. methods: including `off`; a method
-    that ends with LINEAR drafts without branches. drafts: source for methods that need one. every_step: draft even if
-    it does not pay. draft_tokens: maximum draft length. answered: how often each prompt has been answered before in the
-    fleet, with other seeds. tell: called with partial results, first without rows, then with the rows of each kind and
-    batch.
+    seeds; None: any number of prompts, all answered once regardless of the batch. methods: including `off`. drafts:
+    source for methods that need one. every_step: draft even if it does not pay. draft_tokens: maximum draft length.
+    answered: how often each prompt has been answered before in the fleet, with other seeds. tell: called with partial
+    results, first without rows, then with the rows of each kind and batch.
     """
     if threads is not None or cpu_time:
         torch.set_num_threads(1 if cpu_time else threads or 1)
@@ -131,8 +130,7 @@ def _rows(kind: str, batch: int, rounds: Seq[Mapping[str, TimedAnswers]]) -> lis
             "steps": last[method].num_steps,
             "drafted": last[method].drafted.total(),
             "accepted": last[method].accepted.total(),
-            "by_place": _by_place(last[method], in_branches=False),
-            "branches_by_place": _by_place(last[method], in_branches=True),
+            "by_place": _by_place(last[method]),
         }
         # In the requested order.
         for method in rounds[0]
@@ -144,8 +142,7 @@ def _beside(answers: TimedAnswers, plain: TimedAnswers) -> float:
     return answers.tokens_per_s / plain.tokens_per_s if plain.tokens_per_s else 1.0
 
 
-def _by_place(answers: TimedAnswers, *, in_branches: bool) -> list[tuple[int, int]]:
+def _by_place(answers: TimedAnswers) -> list[tuple[int, int]]:
     """Return (drafted, accepted) by position."""
     drafted, accepted = answers.drafted, answers.accepted
-    num_places = 1 + max((place for is_in_branch, place in drafted if is_in_branch == in_branches), default=-1)
-    return [(drafted[in_branches, place], accepted[in_branches, place]) for place in range(num_places)]
+    return [(drafted[place], accepted[place]) for place in range(1 + max(drafted, default=-1))]

@@ -44,9 +44,6 @@ def speculation(
         int | None,
         typer.Option(min=1, help="Answers per prompt and round. Default: 3; always 1 with --prompts."),
     ] = None,
-    linear: Annotated[
-        bool, typer.Option("--linear", help="Also measure each method without branching drafts.")
-    ] = False,
     every_step: Annotated[
         bool, typer.Option("--every-step", help="Draft at every step, to measure acceptance rates.")
     ] = False,
@@ -69,7 +66,6 @@ def speculation(
     steps, and by draft position (the first four) the acceptance rate, given that all tokens before were accepted.
     """
     from benchmarks.speculation.bench import bench_speculation, prompt_texts
-    from benchmarks.speculation.methods_in_turn import LINEAR
     from core.model.source import resolve
     from core.spec.schema import SpeculationSpec
 
@@ -101,7 +97,7 @@ def speculation(
         directory,
         encoded,
         batches=batches,
-        methods=["off", *methods, *([one + LINEAR for one in methods] if linear else [])],
+        methods=["off", *methods],
         drafts=drafts,
         temperature=temperature,
         max_tokens=max_tokens,
@@ -204,13 +200,11 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def _shares(row: dict[str, Any]) -> str:
-    """Format acceptance rates by position, given that all tokens before were accepted; for branches the total."""
-    places, branches = row["by_place"], row["branches_by_place"]
+    """Format acceptance rates by position, given that all tokens before were accepted."""
+    places = row["by_place"]
     before = [drafted for drafted, _ in places[:1]] + [accepted for _, accepted in places]
     reached = [min(drafted, count) for (drafted, _), count in zip(places, before, strict=False)]
     shares = [
         f"{accepted / count:.0%}" for (_, accepted), count in zip(places[:_SHOWN], reached, strict=False) if count
     ]
-    text = f"; by place {', '.join(shares)}" if shares else ""
-    drafted, accepted = (sum(counts) for counts in zip(*branches, strict=True)) if branches else (0, 0)
-    return text + (f"; {accepted} of {drafted} in branches" if drafted else "")
+    return f"; by place {', '.join(shares)}" if shares else ""

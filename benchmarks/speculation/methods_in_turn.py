@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from core.model.draft_heads import HeadsPlace
 from core.model.draft_source import DraftSource
-from core.types.request import BRANCHES, Sampling, SequenceRequest
+from core.types.request import Sampling, SequenceRequest
 from engine.config import EngineConfig
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -33,13 +33,11 @@ from engine.timing.pace import HostEvent, Pace
 
 BLOCK_SIZE = 16
 MOST_DRAFTED = 16  # tokens per row
-LINEAR = "-linear"
 # Default of a decode replica.
 _MAX_RUNNING = 64
 _TURN = 16  # tokens per row
 
-# Token counts by (in a branch, position in the draft).
-Places = Counter[tuple[bool, int]]
+Places = Counter[int]  # token counts by position in the draft
 Known = Mapping[tuple[int, ...], Seq[Seq[int]]]  # earlier answers, by prompt
 
 
@@ -101,7 +99,7 @@ class MethodParts:
         if self._drafts is None or method not in (self._drafts.kind, "auto"):
             return {}
         if self._drafts.heads:
-            return {self._drafts.heads: HeadProposer(runner, by_place=self._drafts.heads == "medusa")}
+            return {self._drafts.heads: HeadProposer(runner)}
         own = replace(self._config, model_dir=self._drafts.directory, num_blocks=None)
         num_tokens = blocks.num_blocks * BLOCK_SIZE
         return {"draft": DraftModel.open(own, vocab_size=runner.config.vocab_size, num_tokens=num_tokens)}
@@ -112,7 +110,6 @@ class MethodReplica:
 
     def __init__(self, method: str, parts: MethodParts, *, cpu_time: bool) -> None:
         self.method = method
-        may_branch, method = not method.endswith(LINEAR), method.removesuffix(LINEAR)
         self.pace = None if parts.every_step else Pace(_CpuEvent if cpu_time else HostEvent)
         self.corpus = Corpus()
         self.runner, self.blocks = parts.with_runner(method)
@@ -126,7 +123,6 @@ class MethodReplica:
                 vocab_size=self.runner.config.vocab_size,
                 models=parts.models(method, self.runner, self.blocks),
                 corpus=self.corpus,
-                may_branch=may_branch,
                 backs_off=not parts.every_step,
                 clock=parts.clock,
             )
@@ -135,10 +131,9 @@ class MethodReplica:
     def count(self) -> tuple[Places, Places]:
         """Return tokens drafted and accepted so far."""
         drafted, accepted = Places(), Places()
-        for method, counts in self.speculation.counts.items() if self.speculation else ():
-            for found, by_place in ((drafted, counts.drafted), (accepted, counts.accepted)):
-                for place, count in by_place.items():
-                    found[method == BRANCHES, place] += count
+        for counts in self.speculation.counts.values() if self.speculation else ():
+            drafted.update(counts.drafted)
+            accepted.update(counts.accepted)
         return drafted, accepted
 
 

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import Any
 
 from core.types.errors import ClusterError
-from core.types.request import BRANCHES, Role
+from core.types.request import Role
 from core.types.step_timing import StepTiming
 
 
@@ -30,7 +30,7 @@ def learned_rates(replicas: Sequence[Mapping[str, Any]]) -> LearnedRates:
     links = [one["link_bytes_per_s"] for one in replicas if one["link_bytes_per_s"]]
     if not links or not all(timings.values()):
         raise ClusterError("the replicas have not learned their rates yet: run a load, such as `cluster bench`, first")
-    drafts = [draft for one in replicas for draft in one["drafts"] if draft["method"] != BRANCHES]
+    drafts = [draft for one in replicas for draft in one["drafts"]]
     decode = [one for one in replicas if one["role"] == Role.DECODE]
     return LearnedRates(
         steps={

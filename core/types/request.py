@@ -121,10 +121,6 @@ class DraftTally:
         self.floors += other.floors
 
 
-# Counted beside the draft methods: the branches of drafts.
-BRANCHES = "branches"
-
-
 # Allocated for each token of each row: keyword arguments would double the cost.
 @dataclass(slots=True)
 class SampledToken:

@@ -185,7 +185,6 @@ class DraftDraws(ctypes.Structure):
         ("kinds", c_void_p),
         ("temperatures", c_void_p),
         ("numbers", c_void_p),
-        ("nearby", c_float),
         ("is_drawn", c_int32),
         ("tokens", c_void_p),
         ("shares", c_void_p),

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
 from engine.batch.batch import Batch, DeviceTokens, KeptRows
-from engine.batch.rows import Ints, Row, RowChanges, num_blocks
+from engine.batch.rows import Ints, RowChanges, num_blocks
 from engine.scheduler.next_tokens import NextTokens
 from engine.scheduler.prompt_scoring import ScoredRow
 from engine.scheduler.sequence import Sequence
@@ -35,12 +33,10 @@ class LastRows:
         num_tokens: Seq[int],
         scored: Seq[ScoredRow] = (),
         drafts: Mapping[int, Seq[int]] = MappingProxyType({}),
-        branches: Seq[Row] = (),
     ) -> RowChanges:
         """Return the difference from the last step to one in which each sequence computes its next `num_tokens` tokens.
 
-        drafts: further tokens by row; all positions from the last own token on get logits. branches: rows behind these
-        that belong to no sequence and are not continued.
+        drafts: further tokens by row; all positions from the last own token on get logits.
         """
         starts = np.array([one.num_computed + one.sampling_row.num_in_flight for one in sequences])
         tables = [sequence.blocks for sequence in sequences]
@@ -54,7 +50,7 @@ class LastRows:
         growing = np.flatnonzero(num_added)
         added = [tables[row][counts[row] - num_added[row] : counts[row]] for row in growing.tolist()]
         assert sum(map(len, added)) == num_added.sum(), "a row has no block for its tokens"
-        changes = RowChanges(
+        return RowChanges(
             number=self._kept.number + 1,
             kept=kept,
             query_lens=lens,
@@ -65,7 +61,6 @@ class LastRows:
             blocks=np.array(list(chain.from_iterable(added)), dtype=np.int64),
             scored=np.array([(one.row, len(one.next_tokens)) for one in scored], dtype=np.int64).reshape(-1, 2),
         )
-        return _with_rows(changes, RowChanges.of(branches, block_size=self._block_size)) if branches else changes
 
     def next_tokens(self, planned: NextTokens) -> RowChanges | None:
         """Return the difference to a pure decode step.
@@ -102,13 +97,6 @@ class LastRows:
         is_behind = kept >= 0
         is_behind[is_behind] = self._kept.ends[kept[is_behind]] == starts[is_behind]
         return np.where(is_behind, kept, -1)
-
-
-def _with_rows(changes: RowChanges, more: RowChanges) -> RowChanges:
-    """Append new rows `more` behind the others."""
-    names = "kept", "query_lens", "num_logits", "starts", "adapters", "token_ids", "blocks"
-    both: dict[str, Any] = {name: np.concatenate((getattr(changes, name), getattr(more, name))) for name in names}
-    return replace(changes, **both)
 
 
 def _num_logits(sequences: list[Sequence], ends: Ints, drafts: Mapping[int, Seq[int]]) -> Ints:

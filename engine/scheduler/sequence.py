@@ -66,8 +66,6 @@ class Sequence:
         self.stops = frozenset(request.sampling.stop_token_ids)
         # Forced tokens stop here, because the replica that it moves to has room for this many.
         self.most_tokens = max_context
-        # Another reader uses its blocks, so none of them may be replaced.
-        self.keeps_blocks = False
         self.block_size = block_size
         self.model = model
         self._root = root_hash(model, adapter=request.adapter, salt=request.salt)

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 from core.types.request import SampledToken
 from engine.batch.batch import Batch, DeviceTokens
-from engine.batch.rows import Row, RowChanges
+from engine.batch.rows import RowChanges
 from engine.sampling.params import Sampled, SamplingRow
 from engine.scheduler.next_tokens import NextTokens
 from engine.scheduler.prompt_scoring import ScoredRow, Scores
@@ -60,7 +60,7 @@ class ScheduledStep:
         """Return the rows to sample and the positions of their logits; None for the positions if they are in order.
 
         Decoding sequences come first, then every choice of each complete prompt. A row with a draft adds one row per
-        drafted token and per branch token, unless each choice depends on the one before it.
+        drafted token, unless each choice depends on the one before it.
         """
         if self.next_tokens:
             return self.next_tokens.rows.sampling_rows, None
@@ -79,30 +79,22 @@ class ScheduledStep:
         rows: list[SamplingRow] = []
         positions: list[int] = []
         first_logits = 0
-        in_branches = len(self.decoding) + len(self.whole) + sum(len(draft.tokens) for draft in self.drafts.values())
         for sequence, _ in self.decoding:
             row, draft = sequence.sampling_row, self.drafts.get(sequence)
             rows.append(row)
             positions.append(first_logits)
             if draft:
                 draft.first_logits, num_drafted = first_logits, len(draft.tokens)
-                is_parallel = not row.is_sequential(draft.depth)
-                if is_parallel:
+                if not row.is_sequential(num_drafted):
                     rows += [row.behind(i) for i in range(1, num_drafted + 1)]
                     positions += range(first_logits + 1, first_logits + num_drafted + 1)
                 first_logits += num_drafted
-                for branch in draft.branches:
-                    branch.first_logits, count = in_branches, len(branch.tokens)
-                    if is_parallel:
-                        rows += [row.behind(branch.place + i) for i in range(1, count + 1)]
-                        positions += range(in_branches, in_branches + count)
-                    in_branches += count
             first_logits += 1
         for position, prompt in enumerate(self.whole, first_logits):
             rows += [prompt.sequence.sampling_row_of(choice) for choice in prompt.choices]
             positions += [position] * len(prompt.choices)
         # Without positions the sampler works on the logits in place: a copy would take megabytes per step.
-        is_in_order = positions == list(range(in_branches))
+        is_in_order = positions == list(range(first_logits + len(self.whole)))
         return rows, None if is_in_order else positions
 
     def store_scores(self) -> None:
@@ -116,20 +108,8 @@ class ScheduledStep:
 
     @property
     def num_tokens(self) -> int:
-        num_drafted = sum(draft.num_tokens for draft in self.drafts.values())
+        num_drafted = sum(len(draft.tokens) for draft in self.drafts.values())
         return num_drafted + sum(num_tokens for _, num_tokens in (*self.decoding, *self.prompts))
-
-    @property
-    def branches(self) -> list[Row]:
-        """Rows of draft branches, placed behind those of the sequences."""
-        pairs = ((one, self.drafts[one]) for one, _ in self.decoding if one in self.drafts)
-        return [branch.row(sequence, draft) for sequence, draft in pairs for branch in draft.branches]
-
-    @property
-    def forks(self) -> list[tuple[int, int]]:
-        """Blocks to copy for draft branches before the step, as (source, target)."""
-        copies = (branch.copy(one) for one, draft in self.drafts.items() for branch in draft.branches)
-        return [copy for copy in copies if copy]
 
     @cached_property
     def changes(self) -> RowChanges:
@@ -139,7 +119,7 @@ class ScheduledStep:
         sequences = [sequence for sequence, _ in self.decoding] + [prompt.sequence for prompt, _ in self.prompts]
         num_tokens = [num_tokens for _, num_tokens in (*self.decoding, *self.prompts)]
         drafts = {row: self.drafts[one].tokens for row, (one, _) in enumerate(self.decoding) if one in self.drafts}
-        return self.last_rows.changes(sequences, num_tokens, self.scored, drafts, self.branches if drafts else ())
+        return self.last_rows.changes(sequences, num_tokens, self.scored, drafts)
 
     @cached_property
     def batch(self) -> Batch:

@@ -7,17 +7,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.proposer import NUM_KINDS, Proposal, ProposedBranch
+from engine.spec_decode.proposer import NUM_KINDS, Proposal
 
 _PRIOR = 4.0  # tokens; weight of the prior rates
 _MEMORY = 256.0  # tokens of a kind; beyond that the older half counts half
 # Kinds of look-ups grow with the length of the match, so longer matches start with a higher rate.
 _PRIOR_BY_KIND = [(1 + kind % 16) / (5 + kind % 16) for kind in range(NUM_KINDS)]
-_PRIOR_OF_BRANCHES = [0.1] * NUM_KINDS
 # Rates of model proposers by place, used before they are called. The first one is low, so that only trials, which
 # have a budget, show whether calls pay; later places are rarely reached by trials, so their prior is optimistic.
 _PRIOR_BY_PLACE = [0.2] + [0.7] * (NUM_KINDS - 1)
@@ -68,15 +66,6 @@ class SequenceFactor:
         return min(high, max(low, (self._right + _FACTOR_PRIOR) / (self._expected + _FACTOR_PRIOR)))
 
 
-class RatedBranch(NamedTuple):
-    """Branch of a proposal. chances: by token, that it and all before it, in proposal and branch, are right."""
-
-    place: int
-    tokens: Seq[int]
-    kind: int  # of the first token
-    chances: Seq[float]
-
-
 @dataclass(eq=False, slots=True)
 class RatedProposal:
     """Proposal for the tokens that a sequence has now. chances: by token, that it and all before it are right."""
@@ -86,7 +75,6 @@ class RatedProposal:
     tokens: Seq[int]
     kinds: Seq[int]
     chances: Seq[float]
-    branches: Seq[RatedBranch] = ()
 
     def outcome(self, tokens: Seq[int]) -> tuple[int, int]:
         """Return (right tokens, judged tokens) where the sequence has these tokens."""
@@ -98,7 +86,6 @@ class RatedProposal:
 class _Method:
     def __init__(self, *, is_model: bool) -> None:
         self.by_kind = AcceptanceRate()
-        self.branches = AcceptanceRate(_PRIOR_OF_BRANCHES)
         self.by_place = AcceptanceRate(_PRIOR_BY_PLACE, _MEMORY_BY_PLACE) if is_model else None
 
 
@@ -138,11 +125,7 @@ class AcceptanceTracker:
         factor = row.factors[method].value if method in row.factors else 1.0
         kinds = proposal.kinds[: len(tokens)]
         chances = list(accumulate([min(1.0, rates[kind] * factor) for kind in kinds], mul))
-        rated = RatedProposal(method, len(sequence.tokens), tokens, kinds, chances)
-        if proposal.branches:
-            found = (self._branch(rated, branch, factor) for branch in proposal.branches)
-            rated.branches = [branch for branch in found if branch]
-        row.proposals[method] = rated
+        row.proposals[method] = RatedProposal(method, len(sequence.tokens), tokens, kinds, chances)
 
     def best(self, sequence: Sequence) -> RatedProposal | None:
         """Return the proposal with the most expected tokens, if there is any."""
@@ -181,17 +164,6 @@ class AcceptanceTracker:
             return tokens
         return tokens[: next((i for i, token in enumerate(tokens) if not 0 <= token < self._vocab_size), len(tokens))]
 
-    def _branch(self, rated: RatedProposal, branch: ProposedBranch, factor: float) -> RatedBranch | None:
-        place, tokens = branch.place, self._valid(branch.tokens)
-        if not 0 <= place < len(rated.tokens) or not tokens or tokens[0] == rated.tokens[place]:
-            return None
-        method, kind = self._methods[rated.method], branch.kinds[0]
-        before = rated.chances[place - 1] if place else 1.0
-        # Only one token can come next, so the chances at one place add up to at most `before`.
-        first = min(before * method.branches.rates[kind], before - rated.chances[place])
-        then = (min(1.0, method.by_kind.rates[kind] * factor) for kind in branch.kinds[1 : len(tokens)])
-        return RatedBranch(place, tokens, kind, list(accumulate((first, *then), mul)))
-
     def _row(self, sequence: Sequence) -> _Row:
         row = self._rows.get(sequence)
         if row is None:
@@ -200,10 +172,6 @@ class AcceptanceTracker:
 
     def _learn(self, row: _Row, rated: RatedProposal, tokens: Seq[int]) -> None:
         name, method = rated.method, self._methods[rated.method]
-        for branch in rated.branches:
-            at = rated.start + branch.place
-            if at < len(tokens) and tokens[rated.start : at] == list(rated.tokens[: branch.place]):
-                method.branches.observe((branch.kind,), tokens[at] == branch.tokens[0], 1)
         num_right, num_reached = rated.outcome(tokens)
         kinds = rated.kinds[:num_reached]
         factor = row.factors.setdefault(name, SequenceFactor())

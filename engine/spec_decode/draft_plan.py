@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import accumulate, chain, repeat
-from typing import NamedTuple
 
 from engine.spec_decode.step_cost import ProposalCost, StepCost
 
@@ -17,78 +16,24 @@ _MIN_CALL_GAIN = 1.02  # costs and rates are estimates, and the flattering ones 
 _MAX_ROUNDS = 4
 
 
-class BranchOffer(NamedTuple):
-    """Branch that the step may compute beside a row's draft."""
-
-    row: int
-    place: int  # it needs that many tokens of the draft
-    chances: Seq[float]  # by token, that it and all before it are right
-    num_again: int  # tokens that are computed once more for it
-    fork: float  # see StepCost.fork
-
-
-class DraftPlan(NamedTuple):
-    lengths: list[int]  # of each row's draft
-    branches: list[int]  # tokens taken of each offer
-
-
-# Tokens taken together or not at all, because they pay together. A plain tuple, for speed; its order is the order in
-# which parts are taken: (-tokens per cost, is branch, number of the row or offer, first place, sum of the chances, cost
-# in tokens, tokens computed again, tokens).
-_Part = tuple[float, bool, int, int, float, float, int, int]
-
-
 def plan_drafts(chances: Seq[Seq[float]], num_rows: int, cost: StepCost, max_tokens: int) -> list[int]:
-    """Return the draft length of each row; all 0 if drafts gain nothing.
+    """Return the draft length of each row, of max_tokens together; all 0 if drafts gain nothing.
 
     chances: by row and place, that the token and all before it are right. num_rows: rows that get one token anyway.
     """
-    return plan_tree(chances, (), num_rows, cost, max_tokens).lengths
-
-
-def plan_tree(
-    chances: Seq[Seq[float]], offers: Seq[BranchOffer], num_rows: int, cost: StepCost, max_tokens: int
-) -> DraftPlan:
-    """Return the draft lengths and the branches, of max_tokens together."""
     floor = cost.break_even(num_rows)
-    parts: list[_Part] = [
-        (-chance, False, i, place, chance, 1.0, 0, 1)
-        for i, row in enumerate(chances)
-        for place, chance in enumerate(row)
-        if chance > floor
-    ]
-    for number, offer in enumerate(offers):
-        parts += [part for part in _parts_of(number, offer) if -part[0] > floor]
+    tokens = sorted((-chance, row) for row, own in enumerate(chances) for chance in own if chance > floor)[:max_tokens]
     best, best_rate = 0, num_rows / cost.plain * (_MIN_DRAFT_GAIN if cost.token else 1.0)
-    taken: list[tuple[bool, int, int]] = []
-    rejected = set[int]()  # offers whose first part has no room
-    expected, work, room = float(num_rows), 0.0, max_tokens
-    for _, is_branch, number, _, value, part_cost, num_again, length in sorted(parts):
-        num_tokens = num_again + length
-        if num_tokens > room or (is_branch and number in rejected):
-            if is_branch:
-                rejected.add(number)
-            continue
-        taken.append((is_branch, number, length))
-        expected, work, room = expected + value, work + part_cost, room - num_tokens
-        num_draft_tokens = max_tokens - room
-        rate = expected / cost.step(num_draft_tokens, work - num_draft_tokens)
+    expected = float(num_rows)
+    for count, (chance, _) in enumerate(tokens, 1):
+        expected -= chance
+        rate = expected / cost.step(count)
         if rate > best_rate:
-            best, best_rate = len(taken), rate
-    plan = DraftPlan([0] * len(chances), [0] * len(offers))
-    for is_branch, number, length in taken[:best]:
-        (plan.branches if is_branch else plan.lengths)[number] += length
-    return plan
-
-
-def _parts_of(number: int, offer: BranchOffer) -> list[_Part]:
-    """Return the first tokens of the branch, as many as give most per cost, and each further token."""
-    overhead = offer.num_again + offer.fork
-    sums = list(accumulate(offer.chances))
-    density, length = max((value / (overhead + i), i) for i, value in enumerate(sums, 1))
-    first = (-density, True, number, 0, sums[length - 1], overhead + length, offer.num_again, length)
-    rest = enumerate(offer.chances[length:], length)
-    return [first, *((-chance, True, number, place, chance, 1.0, 0, 1) for place, chance in rest)]
+            best, best_rate = count, rate
+    lengths = [0] * len(chances)
+    for _, row in tokens[:best]:
+        lengths[row] += 1
+    return lengths
 
 
 @dataclass(frozen=True, slots=True)

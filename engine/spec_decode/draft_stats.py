@@ -11,7 +11,7 @@ _MIN_DRAFTED = 1e-6  # tokens; a smaller mean is the rest of drafts long ago
 
 @dataclass(eq=False, slots=True)
 class DraftCounts:
-    """Drafted and accepted tokens of one method, or of branches, by place in the draft."""
+    """Drafted and accepted tokens of one method, by place in the draft."""
 
     drafted: Counter[int] = field(default_factory=Counter)
     accepted: Counter[int] = field(default_factory=Counter)

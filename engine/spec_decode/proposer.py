@@ -4,19 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from engine.scheduler.sequence import Sequence
 
 NUM_KINDS = 48
-
-
-class ProposedBranch(NamedTuple):
-    """Alternative to the tokens of a proposal from one place on."""
-
-    place: int  # tokens of the proposal before it
-    tokens: Seq[int]  # the first one differs from the proposal's
-    kinds: Seq[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +21,6 @@ class Proposal:
 
     tokens: Seq[int]
     kinds: Seq[int]
-    branches: Seq[ProposedBranch] = ()
 
 
 NO_PROPOSAL = Proposal((), ())

@@ -9,13 +9,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
-from core.types.request import BRANCHES, DraftTally
+from core.types.request import DraftTally
 from core.types.step_timing import StepTiming
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.acceptance import AcceptanceTracker, RatedBranch, RatedProposal
-from engine.spec_decode.draft import Draft, fork, take_room
-from engine.spec_decode.draft_plan import BranchOffer, plan_drafts, plan_tree
+from engine.spec_decode.acceptance import AcceptanceTracker, RatedProposal
+from engine.spec_decode.draft import Draft, take_room
+from engine.spec_decode.draft_plan import plan_drafts
 from engine.spec_decode.draft_scheduler import DraftScheduler
 from engine.spec_decode.draft_stats import DraftCounts
 from engine.spec_decode.proposer import ModelProposer, Proposer
@@ -37,21 +37,19 @@ class Speculation:
         models: Mapping[str, ModelProposer] = MappingProxyType({}),
         max_tokens: int,
         vocab_size: int,
-        may_branch: bool = True,
         backs_off: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """lookups, models: proposers by method; each row is drafted by the one with the most expected tokens.
 
-        max_tokens: of a draft. may_branch: False for linear drafts. backs_off: False to look up every row before
-        every step. clock: seconds that calls of the models take.
+        max_tokens: of a draft. backs_off: False to look up every row before every step. clock: seconds that calls of
+        the models take.
         """
         every = [*lookups, *models]
-        self.counts = {method: DraftCounts() for method in [*every, BRANCHES]}
+        self.counts = {method: DraftCounts() for method in every}
         self._lookups = lookups
         self._models = models
         self._max_tokens = max_tokens
-        self._may_branch = may_branch
         self._backs_off = backs_off
         self._tracker = AcceptanceTracker(every, models, max_tokens=max_tokens, vocab_size=vocab_size)
         self._scheduler = DraftScheduler(models, self._tracker, clock=clock)
@@ -65,7 +63,6 @@ class Speculation:
         vocab_size: int,
         models: Mapping[str, ModelProposer] = MappingProxyType({}),
         corpus: Corpus | None = None,
-        may_branch: bool = True,
         backs_off: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> Speculation:
@@ -83,7 +80,6 @@ class Speculation:
             models={name: proposer for name, proposer in models.items() if method in (name, "auto")},
             max_tokens=max_tokens,
             vocab_size=vocab_size,
-            may_branch=may_branch,
             backs_off=backs_off,
             clock=clock,
         )
@@ -108,9 +104,7 @@ class Speculation:
             best = [self._tracker.best(row) for row in looked_up]
             chances = _chances(best, limits)
         self._scheduler.end_step()
-        branches = self._branches(looked_up, best, limits)
-        offers = [_offer(i, looked_up[i], branch, cost) for i, branch in branches]
-        lengths, branch_lengths = plan_tree(chances, offers, len(rows), cost, max_tokens)
+        lengths = plan_drafts(chances, len(rows), cost, max_tokens)
         self._scheduler.note_lengths(zip(looked_up, lengths, strict=True))
         if not any(lengths):
             lengths = self._scheduler.trial_draft(chances, cost, max_tokens)
@@ -120,11 +114,6 @@ class Speculation:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
                     drafts[row] = Draft(tokens=proposal.tokens[:taken], num_blocks=num_blocks, method=proposal.method)
-        for (i, branch), length in zip(branches, branch_lengths, strict=True):
-            draft = drafts.get(looked_up[i])
-            if length and draft and branch.place <= len(draft.tokens):
-                if forked := fork(looked_up[i], branch.place, branch.tokens[:length], blocks):
-                    draft.branches.append(forked)
         return drafts
 
     def would_draft(self, rows: Seq[Sequence], cost_of: Callable[[], StepCost], *, max_tokens: int) -> bool:
@@ -149,14 +138,9 @@ class Speculation:
 
     def verified(self, draft: Draft, chosen: Seq[int]) -> None:
         """Count a draft, once the next tokens of its sequence are chosen."""
-        counts, right = self.counts[draft.method], draft.right(chosen)
+        counts = self.counts[draft.method]
         counts.drafted.update(range(len(draft.tokens)))
-        counts.accepted.update(range(right.num_first))
-        counts = self.counts[BRANCHES]
-        for branch in draft.branches:
-            counts.drafted.update(range(branch.place, branch.place + len(branch.tokens)))
-        if right.branch:
-            counts.accepted.update(range(right.branch.place, right.branch.place + right.num_then))
+        counts.accepted.update(range(draft.num_right(chosen)))
 
     def finished(self, sequence: Sequence) -> None:
         """Note that the sequence has its last token."""
@@ -196,30 +180,9 @@ class Speculation:
         self._scheduler.budget.earn_uncosted()
         self._scheduler.end_step()
 
-    def _branches(
-        self, rows: Seq[Sequence], best: Seq[RatedProposal | None], limits: Seq[int]
-    ) -> list[tuple[int, RatedBranch]]:
-        """Return the branches within the limits, each with the number of its row.
-
-        None for a row whose block table another step still reads: a branch may replace the last block.
-        """
-        found: list[tuple[int, RatedBranch]] = []
-        if not self._may_branch:
-            return found
-        for i, (row, proposal, limit) in enumerate(zip(rows, best, limits, strict=True)):
-            for branch in proposal.branches if proposal and not row.keeps_blocks else ():
-                if (length := limit - branch.place) > 0:
-                    found.append((i, branch._replace(tokens=branch.tokens[:length], chances=branch.chances[:length])))
-        return found
-
 
 def _chances(best: Seq[RatedProposal | None], limits: Seq[int]) -> list[Seq[float]]:
     return [proposal.chances[:limit] if proposal else () for proposal, limit in zip(best, limits, strict=True)]
-
-
-def _offer(number: int, row: Sequence, branch: RatedBranch, cost: StepCost) -> BranchOffer:
-    num_again = row.num_missing + branch.place
-    return BranchOffer(number, branch.place, branch.chances, num_again, cost.fork(len(row.tokens)))
 
 
 class StepTimes(Protocol):
@@ -296,7 +259,7 @@ class Drafting:
             return
         rows = [sequence for sequence, _ in decoding]
         if self._break_even[0] != len(rows):
-            self._cost(rows, num_tokens - sum(draft.num_tokens for draft in drafts.values()))
+            self._cost(rows, num_tokens - sum(len(draft.tokens) for draft in drafts.values()))
         for row in rows:
             tally = row.drafts = row.drafts or DraftTally()
             tally.steps += 1
@@ -336,5 +299,4 @@ class Drafting:
             token=timing.token_s * _MARGIN,
             num_tokens=num_tokens,
             factors=self._times.draft_factors,
-            context=timing.context_s * _MARGIN,
         )

@@ -20,7 +20,6 @@ SAMPLE_EVERY = 4  # steps without drafts; one of them stands for all, because th
 _KEEP_PROPOSAL = 0.97  # weight of the past at each new proposal
 _MAX_SURPRISE = 2.0  # times the expected seconds; the rest is noise of the machine
 _FIRST_SOLVES, _SOLVE_EVERY = 16, 4  # proposals
-_FORK = 1.0  # tokens; copying a block and adding a row
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +30,12 @@ class StepCost:
     token: float  # each draft token
     num_tokens: int = 0  # of the step without drafts
     factors: Seq[float] = (1.0,)  # applied to steps with drafts; see LearnedDraftCost.factors
-    context: float = 0.0  # each position that an additional row reads
 
-    def step(self, num_draft_tokens: int, extra: float = 0.0) -> float:
-        """Return the cost of the step with these draft tokens. extra: further work, counted in tokens."""
+    def step(self, num_draft_tokens: int) -> float:
+        """Return the cost of the step with these draft tokens."""
         if not num_draft_tokens:
             return self.plain
-        return (self.plain + self.token * (num_draft_tokens + extra)) * self.factor(num_draft_tokens)
+        return (self.plain + self.token * num_draft_tokens) * self.factor(num_draft_tokens)
 
     def factor(self, num_draft_tokens: int) -> float:
         return factor_of(self.factors, self.num_tokens + num_draft_tokens)
@@ -45,10 +43,6 @@ class StepCost:
     def break_even(self, num_rows: int) -> float:
         """Return the chance above which one more draft token pays, where each row gets one token anyway."""
         return self.token * num_rows / self.plain
-
-    def fork(self, num_context: int) -> float:
-        """Return the cost of one more row with this context, counted in draft tokens."""
-        return _FORK + self.context * num_context / self.token if self.token else 0.0
 
 
 FREE = StepCost(plain=1.0, token=0.0)  # used until step times are known; drafts everything that may be accepted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Sequence as Seq
 from typing import NamedTuple
@@ -10,14 +9,13 @@ from weakref import WeakKeyDictionary
 
 from core.types.request import SequenceRequest
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.proposer import NO_PROPOSAL, NUM_KINDS, Proposal, ProposedBranch
+from engine.spec_decode.proposer import NO_PROPOSAL, NUM_KINDS, Proposal
 
 MAX_MATCH = 16  # tokens; a longer match predicts no better
 _MAX_PLACES = 16  # earlier places per lookup, the latest first
 _MATCH_SLACK = 4  # tokens; places that match that many fewer than the best one have no vote
 _CERTAIN = 0.75  # share of the votes below which a token is of another kind
 _MIN_SHARE = 0.3  # share of the votes below which nothing is proposed
-_MAX_BRANCHES = 2
 
 MAX_CORPUS_TOKENS = 1 << 17  # of all scopes; a token takes about 200 bytes
 MAX_SCOPE_TOKENS = 1 << 16
@@ -139,8 +137,8 @@ class Suffix:
     """Proposer after SuffixDecoding (Oliaro et al. 2024, arXiv:2411.04975).
 
     Earlier places vote for the next token with the length of their match; places that voted for another token drop
-    out. The runner-up at the first two splits becomes a branch. Kinds: match length up to the token, plus MAX_MATCH
-    where the vote was not clear. Without a corpus this is prompt lookup (Saxena 2023), the method `ngram`.
+    out. Kinds: match length up to the token, plus MAX_MATCH where the vote was not clear. Without a corpus this is
+    prompt lookup (Saxena 2023), the method `ngram`.
     """
 
     def __init__(self, corpus: Corpus | None = None) -> None:
@@ -169,27 +167,20 @@ class Suffix:
             return NO_PROPOSAL
         best = max(num_tokens for num_tokens, _ in places)
         places = [place for place in places if place[0] + _MATCH_SLACK > best]
-        tokens, kinds, splits = _vote(places, best, 0, max_tokens)
-        branches: list[ProposedBranch] = []
-        for place, token, kind, voters in splits[:_MAX_BRANCHES]:
-            then = _vote(voters, best, place + 1, max_tokens)
-            branches.append(ProposedBranch(place, [token, *then[0]], [kind, *then[1]]))
-        return Proposal(tokens, kinds, branches)
+        return _vote(places, best, max_tokens)
 
 
 _Place = tuple[int, list[int]]  # length of the match, tokens that followed
-_Split = tuple[int, int, int, list[_Place]]  # place, runner-up token, its kind, its voters
 
 
-def _vote(places: list[_Place], best: int, start: int, max_tokens: int) -> tuple[list[int], list[int], list[_Split]]:
-    """Return the tokens with most votes from `start` on, their kinds, and the splits."""
+def _vote(places: list[_Place], best: int, max_tokens: int) -> Proposal:
+    """Return the tokens with most votes, and their kinds."""
     tokens: list[int] = []
     kinds: list[int] = []
-    splits: list[_Split] = []
-    for i in range(start, max_tokens):
+    for i in range(max_tokens):
         if len(places) == 1:  # the common case: copy the rest
             tokens += places[0][1][i:max_tokens]
-            kinds += [min(best + place, MAX_MATCH) - 1 for place in range(i, start + len(tokens))]
+            kinds += [min(best + place, MAX_MATCH) - 1 for place in range(i, len(tokens))]
             break
         votes: dict[int, int] = {}
         for num_tokens, followed in places:
@@ -197,16 +188,12 @@ def _vote(places: list[_Place], best: int, start: int, max_tokens: int) -> tuple
                 votes[followed[i]] = votes.get(followed[i], 0) + num_tokens
         if not votes:
             break
-        token, *second = heapq.nlargest(2, votes, key=votes.__getitem__) if len(votes) > 1 else votes
-        total, kind = sum(votes.values()), min(best + i, MAX_MATCH) - 1
-        share = votes[token] / total
+        token = max(votes, key=votes.__getitem__)
+        share = votes[token] / sum(votes.values())
         if share < _MIN_SHARE:
             break
-        for other in second:
-            is_weak = votes[other] / total < _MIN_SHARE
-            voters = [place for place in places if i < len(place[1]) and place[1][i] == other]
-            splits.append((i, other, kind + MAX_MATCH * is_weak, voters))
+        if len(votes) > 1:
             places = [place for place in places if len(place[1]) <= i or place[1][i] == token]
         tokens.append(token)
-        kinds.append(kind + (MAX_MATCH if share < _CERTAIN else 0))
-    return tokens, kinds, splits
+        kinds.append(min(best + i, MAX_MATCH) - 1 + (MAX_MATCH if share < _CERTAIN else 0))
+    return Proposal(tokens, kinds)

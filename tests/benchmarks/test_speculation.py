@@ -78,7 +78,7 @@ def test_prompts_from_a_file(tiny_model: MakeModel, tmp_path: Path, capsys: pyte
     options += ["--draft-model", str(first_layers(directory, 2))]
     threads = torch.get_num_threads()
     try:
-        assert run(["speculation", *options, "--linear", "--json"]) == 0
+        assert run(["speculation", *options, "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
         assert run(["speculation", *options, "--most-prompts", "1"]) == 2
         assert "--batch 2 needs as many prompts, but --prompts has 1; use --batch 1" in capsys.readouterr().err
@@ -86,11 +86,11 @@ def test_prompts_from_a_file(tiny_model: MakeModel, tmp_path: Path, capsys: pyte
         outputs = capsys.readouterr().out
     finally:
         torch.set_num_threads(threads)
-    off, drafting, linear = result["rows"]
+    off, drafting = result["rows"]
     assert off["tokens"] == 38 and all(row["is_same"] for row in result["rows"]), "two at a time: of three, two"
-    assert len(linear["by_place"]) <= 3 and linear["by_place"][0][0] > 10 and not linear["branches_by_place"]
+    assert len(drafting["by_place"]) <= 3 and drafting["by_place"][0][0] > 10
     assert all(right <= drafted for drafted, right in drafting["by_place"])
-    assert drafting["drafted"] == sum(n for n, _ in (*drafting["by_place"], *drafting["branches_by_place"]))
+    assert drafting["drafted"] == sum(n for n, _ in drafting["by_place"])
     assert "prompts" in outputs and "    19 tokens" in outputs and "; by place " in outputs
 
 

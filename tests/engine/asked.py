@@ -12,7 +12,7 @@ from torch import Tensor
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
 from core.grammar.thinking_mask import ThinkingMask
 from core.types.constraints import Grammar, GrammarKind
-from core.types.request import BRANCHES, SampledToken, Sampling, SequenceRequest
+from core.types.request import SampledToken, Sampling, SequenceRequest
 from core.types.thinking_budget import ThinkingBudget
 from core.types.token_rules import TokenRules
 from engine.engine import Engine, SchedulerConfig
@@ -23,7 +23,6 @@ from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence as TokenSequence
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import Orders
-from engine.spec_decode.proposer import Proposal, ProposedBranch
 from engine.spec_decode.speculation import Speculation
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.support.character_tokenizer import END, save_tokenizer
@@ -116,40 +115,6 @@ class Oracle:
                 wanted = range(len(tokens), min(len(whole), len(tokens) + max_tokens))
                 return [whole[i] if self._is_right(i) else (whole[i] + 1) % VOCAB_SIZE for i in wanted]
         return [0] * max_tokens
-
-
-class Branching:
-    """Proposer whose draft is wrong from some place on, where a branch of it is right; next to a draft that is
-    right."""
-
-    def __init__(self, outputs: AnswerText, asked: Sequence[Asked], *, every: int) -> None:
-        """every: distance between wrong places, in tokens."""
-        self._right = Oracle(outputs, asked)
-        self._wrong = Oracle(outputs, asked, lambda position: position % every > 0)
-
-    def propose(self, sequences: Sequence[TokenSequence], max_tokens: int) -> list[Proposal]:
-        return [self._propose(sequence.tokens, max_tokens) for sequence in sequences]
-
-    def _propose(self, tokens: Sequence[int], max_tokens: int) -> Proposal:
-        right, draft = self._right(tokens, max_tokens), self._wrong(tokens, max_tokens)
-        kinds = [1] * len(draft)
-        place = next((i for i, (one, other) in enumerate(zip(right, draft, strict=True)) if one != other), None)
-        if place is None:
-            return Proposal(draft, kinds)
-        neither = [(token + 2) % VOCAB_SIZE for token in right[place:]]
-        branches = [
-            ProposedBranch(place, neither, kinds[place:]),
-            ProposedBranch(place, right[place:], kinds[place:]),
-        ]
-        return Proposal(draft, kinds, branches)
-
-    def finished(self, sequence: TokenSequence) -> None:
-        pass
-
-
-def num_in_branches(speculation: Speculation) -> int:
-    """Return the number of tokens that were accepted in branches."""
-    return speculation.counts[BRANCHES].accepted.total()
 
 
 def num_accepted(speculation: Speculation) -> int:

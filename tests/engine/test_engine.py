@@ -19,7 +19,7 @@ from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import OFFLINE, Sampling, SequenceRequest, choice_seed
 from engine import engine as engine_module
 from engine.batch.batch import Batch, DeviceTokens, KeptRows
-from engine.batch.rows import Row, RowChanges
+from engine.batch.rows import RowChanges
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.sampling.params import Sampled, SamplingRow
@@ -32,14 +32,14 @@ from engine.scheduler.step import Prefilled, ScheduledStep
 from engine.scheduler.step_commands import Orders
 from engine.spec_decode import speculation as speculation_module
 from engine.spec_decode import verification
-from engine.spec_decode.draft import Branch, Draft
-from engine.spec_decode.proposer import NUM_KINDS, Proposal, ProposedBranch
+from engine.spec_decode.draft import Draft
+from engine.spec_decode.proposer import NUM_KINDS, Proposal
 from engine.spec_decode.speculation import Speculation
 from engine.spec_decode.verification import Choose
 
 _BLOCK = 4
 _NUM_BLOCKS = 24
-_NUM_TEMPERS = 8  # of HostileProposer
+_NUM_TEMPERS = 5  # of HostileProposer
 POISON = 99  # a token that no token can follow
 UNSCORABLE = 98  # a token without scores
 
@@ -556,7 +556,6 @@ class EngineMachine(RuleBasedStateMachine):
     def read(self, sequence: TokenSequence) -> None:
         """Start shipping the blocks of a sequence, which must stay in place from then on."""
         if sequence.blocks and sequence not in self.read_blocks:
-            sequence.keeps_blocks = True
             self.num_preempted = self.engine.decoding.num_preemptions
             self.read_blocks[sequence] = list(sequence.blocks[: sequence.num_blocks_for(sequence.num_computed)])
 
@@ -566,7 +565,6 @@ class EngineMachine(RuleBasedStateMachine):
             if sequence in self.engine.decoding.running and self.num_preempted == self.engine.decoding.num_preemptions:
                 assert sequence.blocks[: len(blocks)] == blocks
             else:  # it may have been preempted and resumed
-                sequence.keeps_blocks = False
                 del self.read_blocks[sequence]
 
     @invariant()
@@ -646,14 +644,7 @@ class SpeculatingMachine(EngineMachine):
     drafts = True
 
 
-class BranchingMachine(SpeculatingMachine):
-    """State machine with drafts and room for branches."""
-
-    max_batch_tokens = 32
-    max_running = 32
-
-
-class SpeculatingAheadMachine(BranchingMachine):
+class SpeculatingAheadMachine(SpeculatingMachine):
     """State machine with drafts and async scheduling."""
 
     is_async = True
@@ -663,8 +654,6 @@ class HostileProposer:
     """Proposer whose proposals are right, nearly right, or invalid."""
 
     temper = 0
-
-    # Tempers up to 4 have no branches; from 5 on the right one, several, or invalid ones.
 
     def propose(self, sequences: Seq[TokenSequence], max_tokens: int) -> list[Proposal]:
         return [self._propose(sequence, max_tokens) for sequence in sequences]
@@ -684,31 +673,7 @@ class HostileProposer:
         elif self.temper == 4:
             guess = guess[: dice % 3]
         kinds = [dice % NUM_KINDS] * len(guess)
-        return Proposal(guess, kinds, self._branches(guess, kinds, dice) if self.temper > 4 else ())
-
-    def _branches(self, guess: list[int], kinds: list[int], dice: int) -> list[ProposedBranch]:
-        right, place = list(guess), dice % 3
-        wrong = [(token + 1) % UNSCORABLE for token in right]
-        if self.temper == 5:  # the branch continues where the draft becomes wrong
-            guess[place] = wrong[place]
-            return [ProposedBranch(place, right[place:], kinds)]
-        if self.temper == 6:  # partly right branches, or at a wrong place
-            guess[place:] = wrong[place:]
-            return [
-                ProposedBranch(0, [wrong[0], *right[1:]], kinds),
-                *(ProposedBranch(at, [right[at], wrong[at]], kinds) for at in (0, 1, 2, 2)),
-                ProposedBranch(1, right[2:], kinds),
-                ProposedBranch(2, right[1:], kinds),
-            ]
-        bad = (-1, UNSCORABLE, POISON, 1 << 40)[dice % 4]
-        return [
-            ProposedBranch(-1, right, kinds),
-            ProposedBranch(99, right, kinds),
-            ProposedBranch(0, [bad, *right], kinds),
-            ProposedBranch(1, [], []),
-            ProposedBranch(1, right[1:], kinds),  # equal to the draft
-            ProposedBranch(1, [wrong[1], bad, *right], kinds * 2),
-        ]
+        return Proposal(guess, kinds)
 
     def finished(self, sequence: TokenSequence) -> None:
         assert sequence.num_generated > 0, "finished without a last token"  # a choice may get it before it gets blocks
@@ -725,7 +690,7 @@ _SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derand
 
 @pytest.mark.parametrize(
     "machine",
-    [EngineMachine, PrefillingMachine, AheadMachine, SpeculatingMachine, BranchingMachine, SpeculatingAheadMachine],
+    [EngineMachine, PrefillingMachine, AheadMachine, SpeculatingMachine, SpeculatingAheadMachine],
 )
 def test_random_runs_keep_sequences_and_blocks_consistent(machine: type[EngineMachine]) -> None:
     run_state_machine_as_test(machine, settings=_SETTINGS)
@@ -887,7 +852,7 @@ def _one_too_many(
     draft: Draft, sequence: TokenSequence, num_tokens: int, choose: Choose, blocks: BlockManager
 ) -> object:
     """Fault: accept the token chosen behind the first drafted token, although that is not the sequence's next token."""
-    first = choose(None, 0)
+    first = choose(0)
     draft.tokens = [first[0] if first else -1, *draft.tokens[1:]]
     return _verify(draft, sequence, num_tokens, choose, blocks)
 
@@ -912,43 +877,13 @@ def _one_position_early(self: SamplingRow, num_drafted: int) -> SamplingRow:
     return _behind(self, num_drafted - 1)
 
 
-def _stay_where_it_was(self: Branch, sequence: TokenSequence) -> None:
-    """Fault: free the branch's blocks although the sequence continues in them."""
-
-
-def _in_the_same_table(self: Branch, sequence: TokenSequence) -> None:
-    """Fault: change the block table in place, so that holders of the list miss the change."""
-    table = sequence.blocks
-    _take_over(self, sequence)
-    table[:] = sequence.blocks
-    sequence.blocks = table
-
-
-def _without_the_branches(self: Draft, sequence: TokenSequence, blocks: BlockManager) -> None:
-    self.branches = []
-    _give_back(self, sequence, blocks)
-
-
-def _wherever_it_begins(self: Draft, place: int, token: int) -> Branch | None:
-    return next((branch for branch in self.branches if branch.tokens[0] == token), None)
-
-
-def _behind_nothing(self: Branch, sequence: TokenSequence, draft: Draft) -> Row:
-    """Fault: treat every branch as if it began at the first place."""
-    row = _row(self, sequence, draft)
-    own = len(sequence.tokens) - sequence.num_computed
-    token_ids = [*row.token_ids[:own], *self.tokens, *draft.tokens[: self.place]]
-    return Row(token_ids, row.start, row.blocks, row.num_logits)
-
-
 _verify, _behind = verification.verify, SamplingRow.behind
-_take_over, _row, _give_back = Branch.take_over, Branch.row, Draft.give_back
 
 
 def _with_every_temper() -> None:
     """Run a few requests with drafts to the end, once with each temper."""
     for temper, length, max_tokens in product(range(_NUM_TEMPERS), (3, 6), (5, 11)):
-        machine = (BranchingMachine if temper > 4 else SpeculatingMachine)()
+        machine = SpeculatingMachine()
         machine.hostile.temper = temper
         for kind in range(2):
             mask = FakeMask() if kind else None
@@ -978,13 +913,6 @@ def test_any_drafts_keep_sequences_and_blocks_consistent() -> None:
         (SamplingRow, "is_sequential", lambda self, num_drafted: False),
         (Draft, "give_back", lambda self, sequence, blocks: None),
         (speculation_module, "take_room", _without_asking),
-        (Branch, "take_over", _stay_where_it_was),
-        (Branch, "take_over", _in_the_same_table),
-        (Branch, "copy", lambda self, sequence: None),
-        (Branch, "row", _behind_nothing),
-        (Draft, "give_back", _without_the_branches),
-        (Draft, "branch_at", _wherever_it_begins),
-        (TokenSequence, "keeps_blocks", property(lambda self: False, lambda self, value: None)),
     ],
 )
 def test_state_machine_finds_faults_of_drafts(

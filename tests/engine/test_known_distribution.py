@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from core.types.request import BRANCHES, Sampling
+from core.types.request import Sampling
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.sampling.sampler import sample
@@ -59,19 +59,12 @@ class _Drawing:
         pass
 
 
-def _expected_acceptance(p_V: Tensor, q_V: Tensor) -> tuple[float, float]:
-    """Return the expected acceptance rates of the draft token and of the alternative.
-
-    The first is how often tokens of p and q drawn with the same number agree. The alternative has the largest share of
-    q within 0.05 of the number.
-    """
+def _expected_acceptance(p_V: Tensor, q_V: Tensor) -> float:
+    """Return how often tokens of p and q drawn with the same number agree."""
     numbers = (torch.arange(100_000).double() + 0.5) / 100_000
     chosen = torch.searchsorted(p_V.cumsum(0), numbers).clamp_max(_VOCAB - 1)
     drafted = torch.searchsorted(q_V.cumsum(0), numbers).clamp_max(_VOCAB - 1)
-    ends = q_V.cumsum(0)
-    inside = torch.minimum(ends, numbers[:, None] + 0.05) - torch.maximum(ends - q_V, numbers[:, None] - 0.05)
-    instead = inside.scatter(1, drafted[:, None], -1.0).argmax(1)
-    return float((chosen == drafted).double().mean()), float((chosen == instead).double().mean())
+    return float((chosen == drafted).double().mean())
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
@@ -94,10 +87,7 @@ def test_drafts_keep_the_distribution_and_match_expected_acceptance(temperature:
     assert len(outputs) == _ROWS * _TOKENS
     assert chi_square(outputs, p_V) < 4, "drafts must not change the distribution"
     assert chi_square(outputs, q_V) > 6, "the test must distinguish the distributions"
-    first, instead = _expected_acceptance(p_V, q_V)
-    own, branches = speculation.counts["q"], speculation.counts[BRANCHES]
-    for share, counts in ((first, own), (instead, branches)):
-        drafted, right = counts.drafted[0], counts.accepted[0]
-        assert drafted > 3000
-        assert abs(right / drafted - share) < 4 * math.sqrt(share * (1 - share) / drafted)
-    assert 0.02 < instead < first
+    share, counts = _expected_acceptance(p_V, q_V), speculation.counts["q"]
+    drafted, right = counts.drafted[0], counts.accepted[0]
+    assert drafted > 3000
+    assert abs(right / drafted - share) < 4 * math.sqrt(share * (1 - share) / drafted)

@@ -24,7 +24,6 @@ from tests.engine import asked as asked_module
 from tests.engine.asked import (
     AMPLE,
     Asked,
-    Branching,
     Oracle,
     answers,
     check_with_leavers,
@@ -199,13 +198,12 @@ def test_logits_are_kept_only_for_sequential_verification(
         assert (True in copied) == (ruled in some) and False in copied
 
 
-@pytest.mark.parametrize("every", [1, 3])
 def test_logits_are_not_read_after_sampling(
-    every: int, runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
+    runner: ModelRunner, asked: list[Asked], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sampler may overwrite logits that it reads in order; this one clears them.
 
-    Beside rows that choose in sequence, branches, prompts that become complete, and choices.
+    Beside rows that choose in sequence, prompts that become complete, and choices.
     """
     spoilt = 0
 
@@ -225,8 +223,8 @@ def test_logits_are_not_read_after_sampling(
         num_rows, spoilt = sum(one.num_choices for one in some), 0
         with monkeypatch.context() as patch:
             patch.setattr(asked_module, "sample", spoiling)
-            for proposer in (FakeProposer(Oracle(expected, some)), Branching(expected, some, every=every)):
-                compare(answers(runner, some, speculation=_speculation(one=proposer)), expected)
+            speculation = _speculation(one=FakeProposer(Oracle(expected, some)))
+            compare(answers(runner, some, speculation=speculation), expected)
         assert spoilt or some is asked
 
 
@@ -269,3 +267,14 @@ def test_other_model_families(family: str, tiny_model: MakeModel, make_runner: M
     # Attention over latents sums in another order for one query than for several, so float32 rounds differently.
     compare(answers(runner, asked, speculation=speculation), expected, atol=1e-3 if "deepseek" in family else 1e-4)
     assert num_accepted(speculation) > 40
+
+
+def test_two_methods_in_one_step(runner: ModelRunner, asked: list[Asked]) -> None:
+    """Each method is wrong where the other is right."""
+    expected = answers(runner, asked)
+    speculation = _speculation(
+        one=FakeProposer(Oracle(expected, asked, lambda i: i % 5 > 1)),
+        other=FakeProposer(Oracle(expected, asked, lambda i: i % 5 < 3)),
+    )
+    compare(answers(runner, asked, speculation=speculation), expected)
+    assert num_accepted(speculation) > 20

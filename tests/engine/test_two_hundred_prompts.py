@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from core.types.request import BRANCHES
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from tests.engine.asked import Asked, answers, check_with_leavers, compare, letters_grammar, one_of_each_kind
@@ -55,8 +54,6 @@ def test_answers_equal_those_without_drafts(
     drafted = drafting.num_drafted
     # model proposers are rarely called while they are right only by chance
     assert min(drafted) > 10 and sum(drafted) > 300
-    in_branches = [one.counts[BRANCHES].drafted.total() for one in drafting.made]
-    assert any(in_branches) == (method != "ngram")
 
 
 @pytest.mark.gpu

@@ -66,7 +66,6 @@ def _step_s(runner: ModelRunner, num_rows: int, *, asks: bool) -> float:
             {"eagle": heads},
             max_tokens=_ASKED,
             vocab_size=runner.config.vocab_size,
-            may_branch=False,
             backs_off=False,
         )
     engine, sequences = running_engine(runner, num_rows, _CONTEXT, Sampling(temperature=0.0), speculation=speculation)

@@ -30,11 +30,10 @@ class HeadProposer:
     Steps, or the KV that arrives, leave what heads need of a sequence, so only resting heads have to catch up.
     """
 
-    def __init__(self, heads: RankHeads, sampler: DraftSampler | None = None, *, by_place: bool = False) -> None:
-        """sampler: None for a new one. by_place: heads propose each place independently of the draft before it."""
+    def __init__(self, heads: RankHeads, sampler: DraftSampler | None = None) -> None:
+        """sampler: None for a new one."""
         self._heads = heads
         self._sampler = sampler or DraftSampler()
-        self._by_place = by_place
 
     def num_behind(self, sequence: Sequence) -> int | None:
         return self._heads.num_behind(_row(sequence)) if _decodes(sequence) else None
@@ -50,7 +49,7 @@ class HeadProposer:
         called = [(sequence, draft) for sequence, draft in drafts if _decodes(sequence)]
         if called and max_tokens > 0:
             self._heads.draft([_row(sequence) for sequence, _ in called], max_tokens, partial(self._choose, called))
-        return [draft.proposal(by_place=self._by_place) for _, draft in drafts]
+        return [draft.proposal() for _, draft in drafts]
 
     def forget(self, sequence: Sequence) -> None:
         pass

@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from core.types.request import SequenceRequest
 from engine.scheduler.sequence import Sequence
-from engine.spec_decode.proposer import Proposal, ProposedBranch, Proposer
+from engine.spec_decode.proposer import Proposal, Proposer
 from engine.spec_decode.step_cost import ProposalCost
 from engine.spec_decode.suffix import Corpus, Suffix
 
@@ -124,31 +124,3 @@ class FakeModelProposer:
         seconds = self._price.seconds(depth, num_tokens)
         self.spent_s += seconds
         self._clock.now += seconds
-
-
-class Diverted:
-    """Proposer that makes one token of another proposer's drafts wrong, and moves the rest of that draft into a branch.
-
-    The wrong place is the first whose position in the sequence is divisible by `every`.
-    """
-
-    def __init__(self, proposer: Proposer, *, every: int, vocab_size: int) -> None:
-        self._proposer = proposer
-        self._every = every
-        self._vocab_size = vocab_size
-
-    def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
-        proposals = self._proposer.propose(sequences, max_tokens)
-        return [self._divert(one.tokens, proposal) for one, proposal in zip(sequences, proposals, strict=True)]
-
-    def finished(self, sequence: Sequence) -> None:
-        self._proposer.finished(sequence)
-
-    def _divert(self, known: Seq[int], proposal: Proposal) -> Proposal:
-        tokens, kinds = list(proposal.tokens), list(proposal.kinds)
-        place = -len(known) % self._every
-        if place >= len(tokens):
-            return proposal
-        branch = ProposedBranch(place, tokens[place:], kinds[place:])
-        tokens[place] = (tokens[place] + 1) % self._vocab_size
-        return Proposal(tokens, kinds, [*(one for one in proposal.branches if one.place < place), branch])

@@ -14,7 +14,7 @@ from cluster.bench.learned_rates import learned_rates
 from core.rpc.worker_pb2 import Drafted, Status, StepTiming, Totals
 from core.trace.trace import TraceRequest, poisson
 from core.types.errors import ClusterError
-from core.types.request import BRANCHES, Role
+from core.types.request import Role
 from planner.simulator.draft_table import best_of, draft_table
 from planner.simulator.drafts import DraftRates
 from planner.simulator.fleet_setup import FleetSetup
@@ -88,12 +88,11 @@ def test_a_run_with_drafts_is_reproducible() -> None:
 
 def test_what_replicas_have_drafted_says_how_good_drafts_are() -> None:
     told = Drafted(method="suffix", tokens=[100, 80, 40, 3], accepted=[80, 40, 10, 3])
-    beside = Drafted(method=BRANCHES, tokens=[50, 10], accepted=[5, 1])
     decode = Status(
         tokens_per_row=1.5,
         link_bytes_per_s=1e9,
         timing=StepTiming(base_s=0.01),
-        totals=Totals(generated_tokens=300, drafted=[told, beside]),
+        totals=Totals(generated_tokens=300, drafted=[told]),
     )
     prefill = Status(timing=StepTiming(base_s=0.01))
     with pytest.raises(ClusterError, match="run a load"):

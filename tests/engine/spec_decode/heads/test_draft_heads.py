@@ -29,7 +29,7 @@ from engine.spec_decode.draft_models.head_proposer import HeadProposer
 from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
 from engine.spec_decode.proposer import Proposal
 from engine.spec_decode.speculation import Speculation
-from tests.engine.asked import Asked, Branching, answers, num_in_branches
+from tests.engine.asked import Asked, answers
 from tests.engine.spec_decode.heads.eagle1_files import eagle1_reference, write_eagle1
 from tests.engine.spec_decode.heads.head_files import (
     Choice,
@@ -118,25 +118,6 @@ class Checked:
         pass
 
 
-class BranchChecked(Checked):
-    """Check the heads in one step of three, after one without a draft and one in which only a branch is right.
-
-    So deferred entries exist when a block is copied.
-    """
-
-    num_looks = 0
-
-    def __init__(self, case: Case, tree: Branching) -> None:
-        super().__init__(case)
-        self._tree = tree
-
-    def propose(self, sequences: Any, max_tokens: int) -> Any:
-        self.num_looks += 1
-        if self.num_looks % 3 == 0:
-            super().propose(sequences, max_tokens)
-        return self._tree.propose(sequences, max_tokens if self.num_looks % 3 != 1 else 0)
-
-
 class SeldomChecked(Checked):
     """Check the heads in one step of seven; propose rarely right tokens in the others."""
 
@@ -210,22 +191,6 @@ def test_drafts_equal_reference_and_do_not_change_answers(case: Case, asked: lis
     assert found.ids == expected.ids
     assert bool(found.num_preemptions) == (num_blocks == 30)
     assert checked.num_checked > 100 and not checked.num_empty
-
-
-@pytest.mark.parametrize(
-    ("case", "num_blocks"),
-    [("medusa", 512), ("eagle", 512), ("eagle", 40), ("eagle1", 40), ("mtp", 40)],
-    indirect=["case"],
-)
-def test_drafts_after_accepted_branch_equal_reference(case: Case, asked: list[Asked], num_blocks: int) -> None:
-    """Features are found by the slot of the keys, in whichever block that is now."""
-    expected = answers(case.runner, asked)
-    checked = BranchChecked(case, Branching(expected, asked, every=3))
-    speculation = Speculation({"heads": checked}, max_tokens=_NUM_TOKENS, vocab_size=VOCAB_SIZE)
-    room = replace(_SMALL, max_batch_tokens=96, max_running=64)
-    found = answers(case.runner, asked, room, num_blocks, speculation=speculation)
-    assert found.ids == expected.ids
-    assert num_in_branches(speculation) > 20 and checked.num_checked > 15 and not checked.num_empty
 
 
 @pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])

@@ -92,6 +92,5 @@ def _answers(
         {"heads": recorder},
         max_tokens=_NUM_TOKENS,
         vocab_size=VOCAB_SIZE,
-        may_branch=False,  # the branches depend on measured step times
     )
     return answers(runner, asked, num_blocks=256, speculation=speculation), recorder.guesses
