@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from core.rpc.worker_pb2_grpc import add_DecodeWorkerServicer_to_server
 from core.spec.schema import Spec
 from core.types.launch import Launch
 from core.types.request import Role
@@ -24,7 +23,6 @@ def make_rank(launch: Launch, **arguments: Any) -> RankProcess:
     parts = RoleParts(
         role=Role.DECODE,
         servicer=AnswerServicer(),
-        add_servicer=add_DecodeWorkerServicer_to_server,
         make_worker=_make_worker,
         configure=_configure,
     )
@@ -40,7 +38,7 @@ def _make_worker(parts: LeaderParts) -> DecodeWorker:
         name=parts.setup.replica,
         addresses=parts.setup.addresses,
         handoff_s=parts.setup.spec.timeouts.handoff_s,
-        close_handoff=parts.inbox.close_handoff,
+        close_handoff=parts.service.close_handoff,
         speculation=speculation,
         corpus=corpus if speculation and "suffix" in speculation.counts else None,
     )

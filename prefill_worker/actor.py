@@ -10,7 +10,7 @@ from core.types.launch import Launch
 from core.types.request import Role
 from core.types.role_switch import hindrance
 from engine.config import EngineConfig
-from prefill_worker.server import PrefillServicer, add_prefill_servicers
+from prefill_worker.server import PrefillServicer
 from prefill_worker.worker import PrefillWorker
 from worker.rank_process import RankProcess
 from worker.role_parts import LeaderParts, RoleParts
@@ -21,7 +21,6 @@ def make_rank(launch: Launch, **arguments: Any) -> RankProcess:
     parts = RoleParts(
         role=Role.PREFILL,
         servicer=PrefillServicer(),
-        add_servicer=add_prefill_servicers,
         make_worker=_make_worker,
         configure=_configure,
     )

@@ -25,37 +25,35 @@ from worker.request_validation import prefix_source_of
 _Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
-def add_prefill_servicers(servicer: PrefillServicer, server: aio.Server) -> None:
-    """Register the prefill service, and the decode service for local decodes."""
-    rpc.add_PrefillWorkerServicer_to_server(servicer, server)
-    rpc.add_DecodeWorkerServicer_to_server(servicer, server)
-
-
 class PrefillServicer(rpc.PrefillWorkerServicer, AnswerServicer):
     """Servicer with one call per prompt, and of local decodes."""
 
+    def register(self, server: aio.Server) -> None:
+        rpc.add_PrefillWorkerServicer_to_server(self, server)
+        super().register(server)
+
     async def Prefill(self, request: pb.PrefillRequest, context: _Context) -> AsyncIterator[pb.PrefillEvent]:
-        live = self.live
-        if live is None:
+        service = self.service
+        if service is None:
             await abort_with(context, ReplicaLost("replica is still loading"))
         try:
-            sequence = await live.sequence_of(request.sequence)
-            handoff = live.handoff_of(request.handoff) if request.HasField("handoff") else None
+            sequence = await service.sequence_of(request.sequence)
+            handoff = service.handoff_of(request.handoff) if request.HasField("handoff") else None
             prefix_source = prefix_source_of(request)
-            live.service.check_takes_work()  # last, because compiling a grammar takes time
+            service.check_takes_work()  # last, because compiling a grammar takes time
         except ClusterError as error:
             await abort_with(context, error)
-        worker, prompt = live.worker, Prompt(sequence, fetch_only=request.fetch_only)
+        worker, prompt = service.worker, Prompt(sequence, fetch_only=request.fetch_only)
         assert isinstance(worker, PrefillWorker)
         call = _Call(prompt, handoff)
-        live.service.post(lambda: worker.prefill(prompt, handoff, call, prefix_source=prefix_source))
+        service.post(lambda: worker.prefill(prompt, handoff, call, prefix_source=prefix_source))
         try:
             async for event in call.events:
                 yield event
         except ClusterError as error:
             await abort_with(context, error)
         finally:
-            live.service.post(lambda: worker.cancel(prompt))
+            service.post(lambda: worker.cancel(prompt))
 
 
 class _Call:

@@ -19,65 +19,69 @@ from core.wire.thread_events import CallEvents
 from engine.scheduler.prompts import KVSource, Prompt
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.rank_transfer import Shipment
+from worker.replica_service import ReplicaService
 from worker.request_validation import check_streams, prefix_source_of
-from worker.role_parts import LiveReplica
 from worker.step_loop import Command
 
 _Context: TypeAlias = aio.ServicerContext[Any, Any]
 
 
 class AnswerServicer(rpc.DecodeWorkerServicer):
-    """Servicer whose Generate call is the lease of a request's blocks. Serves once `live` is set."""
+    """Servicer whose Generate call is the lease of a request's blocks. Serves once `service` is set."""
 
     def __init__(self) -> None:
-        self.live: LiveReplica | None = None
+        self.service: ReplicaService | None = None
+
+    def register(self, server: aio.Server) -> None:
+        """Add the services of the role to a server."""
+        rpc.add_DecodeWorkerServicer_to_server(self, server)
 
     async def Generate(self, request: pb.GenerateRequest, context: _Context) -> AsyncIterator[pb.GenerateEvent]:
-        live = self.live
-        if live is None:
+        service = self.service
+        if service is None:
             await abort_with(context, ReplicaLost("replica is still loading"))
         try:
             check_streams(request.router, ())
-            sequence = await live.sequence_of(request.sequence)
+            sequence = await service.sequence_of(request.sequence)
             prefix_source = prefix_source_of(request)
-            live.service.check_takes_work()  # last, because compiling a grammar takes time
+            service.check_takes_work()  # last, because compiling a grammar takes time
         except ClusterError as error:
             await abort_with(context, error)
-        worker, prompt = live.worker, Prompt(sequence, source=_source(request))
-        call = _Call(prompt, live.service.post)
-        live.service.post(lambda: worker.submit(prompt, request.router, call, prefix_source=prefix_source))
+        worker, prompt = service.worker, Prompt(sequence, source=_source(request))
+        call = _Call(prompt, service.post)
+        service.post(lambda: worker.submit(prompt, request.router, call, prefix_source=prefix_source))
         try:
             async for event in call.events:
                 if isinstance(event, Opening):
-                    await live.others.open(event)
+                    await service.others.open(event)
                 else:
                     yield event
-            yield pb.GenerateEvent(finished=pb.Finished(frames=live.service.num_frames(request.router)))
+            yield pb.GenerateEvent(finished=pb.Finished(frames=service.num_frames(request.router)))
         except ClusterError as error:
             await abort_with(context, error)
         finally:
-            live.service.post(lambda: worker.cancel(prompt))
+            service.post(lambda: worker.cancel(prompt))
 
     @rejects
     async def Migrate(self, request: pb.MigrateRequest, context: _Context) -> pb.MigrateReply:
-        live = self.live
-        if live is None:
+        service = self.service
+        if service is None:
             raise ReplicaLost("replica is still loading")
         check_streams(request.router, ())
-        worker, handoff, move = live.worker, live.handoff_of(request.handoff), _Move()
-        live.service.post(lambda: worker.migrate(request.router, request.stream, handoff, move))
+        worker, handoff, move = service.worker, service.handoff_of(request.handoff), _Move()
+        service.post(lambda: worker.migrate(request.router, request.stream, handoff, move))
         try:
             return await move.reply
         finally:
             if not move.reply.done() or move.reply.cancelled():
-                live.service.post(lambda: worker.cancel_move(request.router, request.stream))
+                service.post(lambda: worker.cancel_move(request.router, request.stream))
 
     @rejects
     async def Stop(self, request: pb.StopRequest, context: _Context) -> pb.StopReply:
         check_streams(request.router, request.streams)
-        if live := self.live:
-            answers, streams = live.worker.answers, list(request.streams)
-            live.service.post(lambda: answers.stop_streams(request.router, streams))
+        if service := self.service:
+            answers, streams = service.worker.answers, list(request.streams)
+            service.post(lambda: answers.stop_streams(request.router, streams))
         return pb.StopReply()
 
 

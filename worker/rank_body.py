@@ -20,7 +20,7 @@ from core.process.background import BackgroundThread
 from core.rpc import transfer_pb2_grpc, worker_pb2_grpc
 from core.spec.schema import Spec
 from core.types.errors import ReplicaFailed
-from core.types.network import check_link, is_loopback
+from core.types.network import check_link
 from core.types.role_switch import largest_step
 from core.wire.frames import FrameHub
 from engine.config import EngineConfig, device_for
@@ -48,8 +48,7 @@ from worker.handover_state import HandoverState, LeaderHandoverState
 from worker.rank_group import OtherRanks, open_gang
 from worker.rank_setup import RankSetup
 from worker.replica_service import ReplicaService
-from worker.role_parts import LeaderParts, LiveReplica, RoleParts
-from worker.step_inbox import Inbox
+from worker.role_parts import LeaderParts, RoleParts
 from worker.tier_setup import open_tiers
 from worker.worker import EngineParts
 
@@ -57,8 +56,8 @@ from worker.worker import EngineParts
 class RankBody:
     """One rank. Rank 0 schedules and answers routers; every rank receives, computes and ships its own heads.
 
-    The servicers answer from `register` on, before the model is loaded. `load` sets their empty slots: `live` of the
-    role's servicer, `fetch_serving`, `receiver`, `on_report`, `service`, and the arguments of `Inbox.open`.
+    The servicers answer from `register` on, before the model is loaded. `load` sets their empty slots: `service` of
+    the role's servicer, `fetch_serving`, `receiver` and `on_report`.
     """
 
     def __init__(self, role: RoleParts, spec: Spec) -> None:
@@ -73,7 +72,6 @@ class RankBody:
         self._others: OtherRanks | None = None
         self._sender: Sender | None = None
         self._tiers: RankTiers | None = None
-        self._inbox: Inbox | None = None
         self._grammars: Grammars | None = None
         self._loaded: tuple[RankSetup, ModelRunner] | None = None
         self._parts: EngineParts | None = None  # on rank 0
@@ -82,7 +80,7 @@ class RankBody:
         """Add the servicers, before anything is loaded."""
         transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
         worker_pb2_grpc.add_PrefixFetchServicer_to_server(self._prefixes, server)
-        self.role.add_servicer(self.role.servicer, server)
+        self.role.servicer.register(server)
 
     def load(self, setup: RankSetup, handover_state: HandoverState | None = None) -> None:
         """Form the gang, load the weights and start serving. Raises ClusterError.
@@ -139,8 +137,8 @@ class RankBody:
             await self._sender.close()
         if self._tiers:
             await asyncio.to_thread(self._tiers.close)
-        if self._inbox:
-            await self._inbox.close()
+        if self.service:
+            await self.service.close()
         if self._grammars:
             self._grammars.close()
         if self._others:
@@ -233,37 +231,24 @@ class RankBody:
         self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, handover_state: HandoverState | None
     ) -> None:
         """Start taking requests, on rank 0."""
-        inbox = self._inbox = Inbox(setup, others)
-        receiver, gang = self._connect(setup, runner, functools.partial(inbox.on_part, 0), handover_state)
+        service = ReplicaService(setup, others, self._hub)
+        receiver, gang = self._connect(setup, runner, functools.partial(service.on_part, 0), handover_state)
         inherited = handover_state.leader if handover_state else None
-        parts = _leader_parts(setup, gang, receiver, inbox, inherited)
+        parts = _leader_parts(setup, gang, receiver, service, inherited)
         self._parts = parts.engine
-        worker = self.role.make_worker(parts)
-        self.service = ReplicaService(worker, setup.host, self._hub, replica=setup.replica)
-        inbox.open(worker, self.service.post)
         self._grammars = inherited.grammars if inherited else _open_grammars(setup, runner)
-        live = LiveReplica(
-            service=self.service,
-            worker=worker,
-            others=others,
-            layout=runner.layout,
+        service.open(
+            self.role.make_worker(parts),
+            runner.layout,
+            self._grammars,
             vocab_size=runner.config.vocab_size,
-            grammars=self._grammars,
             max_tokens=min(runner.max_tokens, setup.spec.model.max_context or runner.max_tokens),
         )
-        self.role.servicer.live = live
-        self._prefixes.fetch_serving = FetchServing(parts.engine.served_fetches, runner.layout, self.service.post)
-        self._ranks.on_report = inbox.on_report
-        credentials = setup.launch.credentials
-        self.service.start(
-            index_url=credentials.index_url,
-            name=setup.spec.name,
-            key=credentials.key(Purpose.MEMBERS),
-            member=_member(setup, runner, setup.host.serve_frames(self._hub), max_tokens=live.max_tokens),
-            other_ranks=setup.addresses[1:],
-            model=setup.spec.model.name,
-            metrics_host=_metrics_host(setup),
-        )
+        self.service = self.role.servicer.service = service
+        self._prefixes.fetch_serving = FetchServing(parts.engine.served_fetches, runner.layout, service.post)
+        self._ranks.on_report = service.on_report
+        frames_address = setup.host.serve_frames(self._hub)
+        service.start(_member(setup, runner, frames_address, max_tokens=service.max_tokens))
 
     def _connect(
         self,
@@ -323,7 +308,11 @@ def _open_grammars(setup: RankSetup, runner: ModelRunner) -> Grammars:
 
 
 def _leader_parts(
-    setup: RankSetup, gang: GangRunner, receiver: Receiver, inbox: Inbox, inherited: LeaderHandoverState | None
+    setup: RankSetup,
+    gang: GangRunner,
+    receiver: Receiver,
+    service: ReplicaService,
+    inherited: LeaderHandoverState | None,
 ) -> LeaderParts:
     spec, pool, layout = setup.spec, setup.pool, gang.runner.layout
     if inherited:
@@ -342,17 +331,11 @@ def _leader_parts(
             max_local_decodes=int(pool.local_decode_share * pool.max_running),
             max_local_decode_blocks=int(pool.local_decode_share * blocks.num_blocks),
         ),
-        prefix_fetches=inbox.make_fetches(layout, receiver, blocks),
+        prefix_fetches=service.make_fetches(layout, receiver, blocks),
         served_fetches=ServedFetches(blocks, layout, tiers, failpoint=setup.failpoint),
         tiers=tiers,
     )
-    return LeaderParts(setup=setup, receiver=receiver, inbox=inbox, engine=engine)
-
-
-def _metrics_host(setup: RankSetup) -> str:
-    """Loopback as long as the routers' admin listeners are there, else the address of this node."""
-    admin_host = setup.spec.router.admin_host
-    return admin_host if is_loopback(admin_host) else setup.host.host
+    return LeaderParts(setup=setup, receiver=receiver, service=service, engine=engine)
 
 
 def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_tokens: int) -> Member:

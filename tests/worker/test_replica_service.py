@@ -8,14 +8,21 @@ from types import SimpleNamespace
 
 import pytest
 
+from core.identity.deployment_secrets import DeploymentSecrets
 from core.rpc import worker_pb2 as pb
+from core.spec.loader import parse_spec
 from core.types.errors import ReplicaLost
+from core.types.launch import Launch
+from core.types.request import Role
 from core.types.tier import Tier
 from core.wire.frames import FrameHub
 from core.wire.rank_server import RankHost
+from kvtransfer.transfer.step_count import StepCount
 from tests.support.identities import in_clear, rank
 from tests.support.members import make_member
 from tests.support.waiting import WITHIN_S, until
+from worker.rank_group import OtherRanks
+from worker.rank_setup import RankSetup
 from worker.replica_service import ReplicaService
 
 
@@ -59,16 +66,18 @@ class SlowWorker:
 def served(redis_url: str) -> Iterator[tuple[SlowWorker, ReplicaService]]:
     host, worker = RankHost("127.0.0.1", in_clear(rank("decode-0"))), SlowWorker()
     worker.hub, worker.host = FrameHub(), host
-    service = ReplicaService(worker, host, worker.hub, replica="decode-0")  # type: ignore[arg-type]
-    service.start(
-        index_url=redis_url,
-        name="c",
-        key=bytes(32),
-        member=make_member(),
-        other_ranks=[],
-        model="m",
-        metrics_host="127.0.0.1",
+    launch = Launch(
+        spec=parse_spec({"model": {"source": "hub:m"}}),
+        log_dir="unused",
+        credentials=DeploymentSecrets.new(index_url=redis_url),
     )
+    setup = RankSetup(
+        launch=launch, role=Role.DECODE, addresses=["127.0.0.1:1"], host=host, on_progress=lambda stage, fraction: None
+    )
+    others = OtherRanks(setup.addresses, identity=host.identity, steps=StepCount(), timeout_s=WITHIN_S)
+    service = ReplicaService(setup, others, worker.hub)
+    service.worker = worker  # type: ignore[assignment]
+    service.start(make_member())
     try:
         yield worker, service
     finally:

@@ -21,6 +21,7 @@ from core.rpc import worker_pb2, worker_pb2_grpc
 from core.types.errors import HandoffExpired, RequestError, TransferError
 from core.types.handoff import Handoff
 from core.types.wire_version import WIRE_VERSION
+from core.wire.frames import FrameHub
 from core.wire.messages import handoff_to_proto
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
@@ -39,7 +40,7 @@ from kvtransfer.transfer.sender import Sender
 from tests.support.identities import in_clear
 from tests.support.identities import rank as named
 from tests.support.waiting import becomes
-from worker.step_inbox import Inbox
+from worker.replica_service import ReplicaService
 
 _LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")
 _NUM_BLOCKS, _NUM_TOKENS = 12, 20
@@ -403,11 +404,12 @@ def _shipped(**changes: Any) -> pb.ShippedPart:
 )
 async def test_a_report_that_no_rank_of_ours_would_make_is_refused(field: str, report: pb.ReportRequest) -> None:
     posted: list[Callable[[], None]] = []
-    setup: Any = SimpleNamespace(addresses=["127.0.0.1:1", "127.0.0.1:2"])
-    inbox, worker = Inbox(setup, SimpleNamespace()), SimpleNamespace()  # type: ignore[arg-type]
-    inbox.open(worker, posted.append)  # type: ignore[arg-type]
+    host = SimpleNamespace(identity=None)
+    setup: Any = SimpleNamespace(addresses=["127.0.0.1:1", "127.0.0.1:2"], host=host, replica="decode-0")
+    service = ReplicaService(setup, SimpleNamespace(), FrameHub())  # type: ignore[arg-type]
+    service.post = posted.append  # type: ignore[method-assign]
     async with _rank() as rank:
-        rank.servicer.on_report = inbox.on_report
+        rank.servicer.on_report = service.on_report
         assert await rank.rejects("Report", report, field)
         assert posted == []
         await rank.stub.Report(pb.ReportRequest(rank=1, shipped=_GOOD), timeout=10)
