@@ -6,7 +6,7 @@ WIRE_VERSION = 4
 # 1: payload as drawn in kvtransfer/transfer/codec.py; checksum as in engine.kv.checksum.
 # 2: a commit carries the number of positions sent, and its next tokens may be those of a migrated sequence.
 # 3: the ends of a tcp link authenticate with the deployment's secret; its payloads may be encrypted.
-# 4: token frames have a port of their own, without gRPC (core/wire/frame_server.py); a member announces it.
+# 4: token frames have a port of their own, without gRPC (core/wire/frames.py); a member announces it.
 #
 # New fields of messages and records need no new version: older processes ignore them. Raise the version when an
 # existing field changes its meaning; processes of different versions then refuse to work together.

@@ -1,20 +1,47 @@
-"""Token frames of one worker: the output of its step loop, bundled per router."""
+"""Worker side of the token frames: the output of its step loop, bundled per router, and the port beside gRPC's.
+
+A router connects, with mutual TLS if this worker has credentials, and names itself in a FramesRequest. Frames follow
+until either end closes the connection. A rejection is one frame with `error`. As a sign of life the router sends an
+empty message each second, and the worker a frame every HEARTBEAT_S.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
+import ssl
 from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing, suppress
+from typing import Any
 
+from google.protobuf.message import DecodeError
+
+from core.identity.credentials import Identity, TlsCredentials
+from core.identity.process_name import ProcessName
+from core.identity.rules import FRAMES_RULE
 from core.rpc import worker_pb2 as pb
-from core.types.errors import CapacityError
+from core.types.errors import CapacityError, ClusterError, RequestError
 from core.types.request import SampledToken
+from core.types.validation import check_name
+from core.wire.message_stream import BadMessage, MessageStream
 from core.wire.messages import stream_token_to_proto
+from core.wire.tls_contexts import server_context
+
+logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 1.0
 # Maximum age of a replica's status at the routers while its set of requests is unchanged. Sending it with each token
 # would take 0.2 ms between two steps, and time on each router.
 STATUS_S = 0.05
 MAX_ROUTERS = 1024
+_OPEN_S = 10.0  # for TLS and the request
+_MAX_REQUEST_BYTES = 4096
+MAX_UNNAMED = 128  # connections before their FramesRequest; beyond, the oldest is dropped
+_DRAIN_S = 20.0  # a router that reads nothing for this long is dropped, which bounds its next frame
+_CLOSE_S = 1.0
+_LOOK_S, _MAX_QUIET_LOOKS = 0.5, 6  # checks without a byte from the router, which sends something each second
+_ACCEPT_AGAIN_S = 0.5
 
 StreamToken = tuple[int, SampledToken]  # (key of the stream, its next token)
 
@@ -77,6 +104,171 @@ class FrameHub:
                 del self._outboxes[router]
 
 
+class FrameServer:
+    """Server of the frames of `hub`. Lives on one event loop."""
+
+    def __init__(
+        self,
+        hub: FrameHub,
+        identity: Identity,
+        *,
+        open_s: float = _OPEN_S,
+        drain_s: float = _DRAIN_S,
+        look_s: float = _LOOK_S,
+    ) -> None:
+        self._hub = hub
+        self._identity = identity
+        self._open_s = open_s
+        self._drain_s = drain_s
+        self._look_s = look_s
+        self._tls_credentials: TlsCredentials | None = None  # credentials of `_tls`
+        self._tls: ssl.SSLContext | None = None
+        self._listening: socket.socket | None = None
+        self._loops: list[asyncio.Task[None]] = []
+        self._serving: set[asyncio.Task[None]] = set()
+        self._unnamed: dict[asyncio.Task[None], None] = {}  # tasks without a request yet, oldest first
+        self._streams: dict[MessageStream, str] = {}  # of named routers; the value is for logs
+
+    def start(self, host: str) -> int:
+        """Listen on a free port of `host` and return it. Raises OSError."""
+        host = host.strip("[]")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = self._listening = socket.create_server((host, 0), family=family)
+        listening.setblocking(False)
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # accepted sockets inherit it
+        self._loops = [asyncio.ensure_future(self._accept(listening)), asyncio.ensure_future(self._drop_silent())]
+        return int(listening.getsockname()[1])
+
+    async def close(self) -> None:
+        """Stop listening and drop every connection."""
+        for tasks in (self._loops, [*self._serving]):
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if self._listening:
+            self._listening.close()
+
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                connection, _ = await loop.sock_accept(listening)
+            except OSError as error:  # out of file descriptors, for example
+                logger.warning("cannot accept a router's connection: %s", error)
+                await asyncio.sleep(_ACCEPT_AGAIN_S)
+                continue
+            task = loop.create_task(self._serve(connection))
+            self._serving.add(task)
+            self._unnamed[task] = None
+            task.add_done_callback(self._forget)
+            await asyncio.sleep(0)  # let the task take ownership of the connection, and others run in a burst
+            if len(self._unnamed) > MAX_UNNAMED:
+                oldest = next(iter(self._unnamed))
+                del self._unnamed[oldest]
+                oldest.cancel()
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._serving.discard(task)
+        self._unnamed.pop(task, None)
+
+    async def _drop_silent(self) -> None:
+        """Drop silent routers. Counts checks instead of seconds: after a pause of this process, pending bytes count."""
+        while True:
+            await asyncio.sleep(self._look_s)
+            for stream, router in list(self._streams.items()):
+                stream.num_quiet += 1
+                if stream.num_quiet > _MAX_QUIET_LOOKS:
+                    logger.warning(
+                        "dropped connection router=%s: silent for %g s", router, stream.num_quiet * self._look_s
+                    )
+                    stream.abort()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        request: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        def take(message: bytes) -> None:
+            if request.done():
+                raise BadMessage("a router sends one request")
+            request.set_result(message)
+
+        stream = MessageStream(take, max_message_bytes=_MAX_REQUEST_BYTES)
+        peer = _peer(connection)
+        try:
+            async with asyncio.timeout(self._open_s):
+                caller = await self._connect(stream, connection)
+                either: set[asyncio.Future[Any]] = {request, stream.ended}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if request.done():
+                await self._answer(stream, request.result(), caller)
+            elif error := stream.ended.result():
+                raise error
+        except ClusterError as error:
+            logger.warning("refused frames peer=%s: %s", peer, error)
+            await self._reject(stream, error)
+        except (OSError, ValueError) as error:  # of TLS, too
+            logger.info("dropped connection peer=%s: %r", peer, error)
+        finally:
+            stream.abort()
+
+    async def _connect(self, stream: MessageStream, connection: socket.socket) -> ProcessName | None:
+        """Return the name in the caller's certificate; None if it has none, or without TLS."""
+        try:
+            tls = self._context()
+        except OSError as error:
+            logger.warning("cannot use this worker's certificate: %s", error)
+            connection.close()
+            raise
+        transport, _ = await asyncio.get_running_loop().connect_accepted_socket(lambda: stream, connection, ssl=tls)
+        shown = transport.get_extra_info("peercert") or {}
+        uris = [value for kind, value in shown.get("subjectAltName", ()) if kind == "URI"]
+        return ProcessName.parse(uris[0]) if len(uris) == 1 else None
+
+    async def _answer(self, stream: MessageStream, message: bytes, caller: ProcessName | None) -> None:
+        """Send frames until the connection or the hub ends. Raises ClusterError for a rejection."""
+        try:
+            request = pb.FramesRequest.FromString(message)
+        except DecodeError as error:
+            raise RequestError(f"not a FramesRequest: {error}") from None
+        check_name(request.router, "router")
+        if self._identity.tls_credentials and (rejection := FRAMES_RULE.verdict(request, caller, self._identity.name)):
+            raise RequestError(rejection)
+        task = asyncio.current_task()
+        assert task
+        self._unnamed.pop(task, None)
+        self._streams[stream] = request.router
+        stream.ended.add_done_callback(lambda _: task.cancel())
+        try:
+            async with aclosing(self._hub.frames(request.router)) as frames:
+                async for frame in frames:
+                    if stream.ended.done():
+                        return
+                    stream.send(frame.SerializeToString())
+                    await stream.drained(self._drain_s)
+            await self._close(stream)
+        except TimeoutError:
+            logger.warning("dropped connection router=%s: it read nothing for %g s", request.router, self._drain_s)
+        finally:
+            del self._streams[stream]
+
+    async def _reject(self, stream: MessageStream, error: ClusterError) -> None:
+        stream.send(pb.Frame(error=str(error)).SerializeToString())
+        await self._close(stream)
+
+    async def _close(self, stream: MessageStream) -> None:
+        """Close after the router has read the last frames, or after a timeout."""
+        stream.close()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_CLOSE_S):
+                await asyncio.wait({stream.ended})
+
+    def _context(self) -> ssl.SSLContext | None:
+        """Return the context of the current credentials. Raises OSError if they are unusable."""
+        if (tls_credentials := self._identity.tls_credentials) is not self._tls_credentials:
+            self._tls = server_context(tls_credentials) if tls_credentials else None
+            self._tls_credentials = tls_credentials
+        return self._tls
+
+
 class _Outbox:
     """Next frame of one router."""
 
@@ -106,3 +298,10 @@ class _Outbox:
         frame.streams.extend(rich)
         self.number += 1
         return frame
+
+
+def _peer(connection: socket.socket) -> str:
+    try:
+        return str(connection.getpeername())
+    except OSError:  # disconnected already
+        return "unknown"

@@ -14,8 +14,7 @@ from grpc import aio
 from core.identity.credentials import Identity
 from core.types.errors import DeployError
 from core.wire.channel import listen, make_server
-from core.wire.frame_server import FrameServer
-from core.wire.frames import FrameHub
+from core.wire.frames import FrameHub, FrameServer
 
 T = TypeVar("T")
 

@@ -18,10 +18,9 @@ from core.identity.credentials import Identity
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ReplicaLost
 from core.types.request import SampledToken
-from core.wire import frame_server, frames
+from core.wire import frames
 from core.wire.frame_client import follow_frames
-from core.wire.frame_server import FrameServer
-from core.wire.frames import FrameHub
+from core.wire.frames import FrameHub, FrameServer
 from tests.support.event_loops import on_both_loops
 from tests.support.identities import DEPLOYMENT, in_clear, proven, rank, router, tls_credentials
 from tests.support.waiting import becomes
@@ -317,7 +316,7 @@ async def test_a_peer_that_names_itself_too_late_is_dropped(tls: bool) -> None:
 
 
 async def test_oldest_unnamed_connection_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame_server, "MAX_UNNAMED", 2)
+    monkeypatch.setattr(frames, "MAX_UNNAMED", 2)
     async with _serving(FrameHub()) as address:
         following = _follow(address)
         await following.next()

@@ -20,8 +20,7 @@ from core.process.supervisor import Supervisor
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ReplicaLost
 from core.types.request import FinishReason, SampledToken, SequenceRequest
-from core.wire.frame_server import FrameServer
-from core.wire.frames import FrameHub
+from core.wire.frames import FrameHub, FrameServer
 from router.serving.discovery import Discovery
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replica import Replica

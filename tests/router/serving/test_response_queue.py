@@ -8,7 +8,7 @@ import pytest
 
 from core.types.errors import ReplicaLost
 from core.types.request import SampledToken
-from router.serving.response_queue import ResponseQueue
+from router.serving.request_state import ResponseQueue
 
 
 async def _ids(responses: ResponseQueue) -> dict[int, list[int]]:
