@@ -1,23 +1,58 @@
-"""Process of one rank of any role; implements core.types.rank_api."""
+"""Process of one rank of any role: its gang, model and KV transfer, and on rank 0 the service."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
+from collections.abc import Callable
 from functools import partial
 
+from grpc import aio
+
+from core.grammar.compiler import GrammarCompiler
 from core.identity.credentials import Identity
+from core.identity.deployment_secrets import Purpose
+from core.index.membership import Member
+from core.model import source as model_source
 from core.process.background import BackgroundThread
 from core.process.stopwatch import Stopwatch
+from core.rpc import transfer_pb2_grpc, worker_pb2_grpc
+from core.types.errors import ReplicaFailed
 from core.types.failpoint import Failpoint, unobserved
 from core.types.launch import Launch
+from core.types.network import check_link
 from core.types.rank_api import Binding, Progress, RankStatus
+from core.wire.frames import FrameHub
 from core.wire.rank_server import RankHost
-from worker.handover_state import HandoverState
-from worker.rank_body import RankBody
-from worker.rank_setup import RankSetup
-from worker.role_parts import RoleParts
+from engine.config import device_for
+from engine.engine import SchedulerConfig
+from engine.kv.block_manager import BlockManager
+from engine.kv.eviction import make_eviction
+from engine.runner.parallel import TensorParallel
+from engine.runner.runner import ModelRunner
+from engine.tiers.rank_tiers import RankTiers
+from engine.tiers.tiers import Tiers
+from kvtransfer.links.backends import backend_for
+from kvtransfer.links.interface import guide_nccl
+from kvtransfer.links.link import LinkGuard
+from kvtransfer.transfer.fetch_servicer import FetchServicer, FetchServing
+from kvtransfer.transfer.link_config import LinkConfig
+from kvtransfer.transfer.rank_servicer import RankServicer
+from kvtransfer.transfer.receiver import Receiver
+from kvtransfer.transfer.sender import Sender
+from kvtransfer.transfer.serve_fetches import ServedFetches
+from kvtransfer.transfer.step_count import StepCount
+from kvtransfer.transfer.wire_messages import Part, part_to_report
+from worker.gang_runner import GangRunner
+from worker.grammars import Grammars
+from worker.handover_state import HandoverState, LeaderHandoverState
+from worker.rank_group import OtherRanks, open_gang
+from worker.rank_setup import RankSetup, load_model, open_tiers
+from worker.replica_service import ReplicaService
+from worker.role_parts import LeaderParts, RoleParts
+from worker.worker import EngineParts
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +61,12 @@ _HAND_OVER_S = 10.0  # one step, and closing the last handoffs; usually millisec
 
 
 class RankProcess:
-    """Implements core.types.rank_api.Rank."""
+    """Implements core.types.rank_api.Rank.
+
+    Rank 0 schedules and answers routers; every rank receives, computes and ships its own heads. The servicers answer
+    from `bind` on, before the model is loaded. `load` sets their empty slots: `service` of the role's servicer,
+    `fetch_serving`, `receiver` and `on_report`.
+    """
 
     def __init__(
         self,
@@ -38,35 +78,57 @@ class RankProcess:
         failpoint: Failpoint = unobserved,
     ) -> None:
         """host: address to listen on; None: the node's address in Ray."""
-        self._launch = launch
-        self._body = RankBody(role, launch.spec)
-        self._setup = partial(
+        self._spec = launch.spec
+        self._role = role
+        self._new_setup = partial(
             RankSetup, launch=launch, role=role.role, on_progress=self._note_progress, failpoint=failpoint
         )
+        self._device = device_for(gpus=launch.spec.pool(role.role).resources.gpus)
         self._address = host
         self._identity = identity
         self._host: RankHost | None = None
         self._binding: Binding | None = None
         self._watch = Stopwatch()
         self._progress: Progress = {"stage": "starting", "fraction": 0.0}
+        self._hub = FrameHub()
+        self._steps = StepCount()
+        self._ranks = RankServicer(self._steps)
+        self._prefixes = FetchServicer()
         self._handover_state: HandoverState | None = None  # of this process's previous rank, until `load`
+        self._loaded: tuple[RankSetup, ModelRunner] | None = None
+        self._others: OtherRanks | None = None
+        self._sender: Sender | None = None
+        self._tiers: RankTiers | None = None
+        self._following: BackgroundThread | None = None  # on ranks other than 0
+        self._service: ReplicaService | None = None  # on rank 0, once loaded
+        self._grammars: Grammars | None = None  # on rank 0
+        self._parts: EngineParts | None = None  # on rank 0
 
     def bind(self) -> Binding:
         if self._binding is None:
             self._host = RankHost(self._address or _address_of_node(), self._identity)
-            address = self._host.serve(self._body.register)
             self._binding = {
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
-                "address": address,
-                "device": str(self._body.device),
+                "address": self._host.serve(self._register),
+                "device": str(self._device),
             }
         return self._binding
 
     def load(self, addresses: list[str]) -> None:
         assert self._host, "call bind() first"
         self._watch = Stopwatch()
-        self._body.load(self._setup(addresses=addresses, host=self._host), self._handover_state)
+        setup, handover_state = self._new_setup(addresses=addresses, host=self._host), self._handover_state
+        if handover_state:
+            self._others, runner = self._reconnect(setup), handover_state.runner
+        else:
+            self._others, parallel = self._join_gang(setup)
+            runner = load_model(setup, parallel, self._device, self._role.configure)
+        self._loaded = setup, runner
+        if setup.rank == 0:
+            self._lead(setup, runner, self._others, handover_state)
+        else:
+            self._follow(setup, runner, self._others, handover_state)
         self._handover_state = None
         self._note_progress("serving", 1.0)
         logger.info("loaded: %s", self._watch)
@@ -75,45 +137,234 @@ class RankProcess:
         return self._progress
 
     def run_forever(self) -> None:
-        self._body.run()
+        running = self._service or self._following
+        assert running, "call load() first"
+        running.run()
 
     def status(self) -> RankStatus:
-        if self._body.service:
-            return self._body.service.status()
+        if self._service:
+            return self._service.status()
         return {"state": "loading", "running": 0, "waiting": 0, "blocks": {"total": 0, "free": 0, "cached": 0}}
 
     def drain(self) -> None:
-        if self._body.service:
-            self._body.service.drain()
+        if self._service:
+            self._service.drain()
 
     def succeed(self, before: RankProcess) -> None:
         handover_state = before.hand_over()
-        handover_state.check(self._launch.spec, self._body.role.role)
+        handover_state.check(self._spec, self._role.role)
         self._handover_state = handover_state
 
     def hand_over(self) -> HandoverState:
-        """End this rank and return its state for a successor. Raises ReplicaFailed.
+        """End this drained rank and return its state for a successor. Raises ReplicaFailed.
 
         After return the rank rejects all calls. Its connections, which no longer touch blocks, are closed in the
         background, because peers may be slow.
         """
-        handover_state = self._body.hand_over(within_s=_HAND_OVER_S)
+        assert self._loaded, "call load() first"
+        self._prefixes.fetch_serving = None  # reject new fetches, which nothing would serve
+        setup, runner = self._loaded
+        leader = None
+        if self._service:
+            assert self._parts and self._grammars
+            self._service.end_whole(within_s=_HAND_OVER_S)
+            leader = LeaderHandoverState(blocks=self._parts.blocks, tiers=self._parts.tiers, grammars=self._grammars)
+        elif self._following:
+            self._following.join(_HAND_OVER_S)  # rank 0 sends stop
+            if self._following.is_running or self._following.failure:
+                raise ReplicaFailed(
+                    f"rank {setup.rank} did not stop following rank 0 within {_HAND_OVER_S} s, or failed"
+                )
+        receiver, self._ranks.receiver = self._ranks.receiver, None
+        if receiver:
+            receiver.close_all()
+        runner.rest(None)  # the successor configures the draft heads again
+        handover_state = HandoverState(
+            spec=setup.spec, role=setup.role, runner=runner, tiers=self._tiers, leader=leader
+        )
+        self._tiers = self._grammars = None  # owned by the successor, so _disconnect() must not close them
         BackgroundThread(self._close, name="closing").start()
         return handover_state
 
     def stop(self) -> None:
-        if self._body.service:
-            self._body.service.stop()
+        if self._service:
+            self._service.stop()
         self._close()
 
     def _close(self) -> None:
         if self._host:
-            self._host.call(self._body.close(), timeout_s=_CLOSE_S)
+            self._host.call(self._disconnect(), timeout_s=_CLOSE_S)
             self._host.stop()
+
+    async def _disconnect(self) -> None:
+        """Close the connections to other ranks. Runs on the event loop."""
+        if self._sender:
+            await self._sender.close()
+        if self._tiers:
+            await asyncio.to_thread(self._tiers.close)
+        if self._service:
+            await self._service.close()
+        if self._grammars:
+            self._grammars.close()
+        if self._others:
+            await self._others.disconnect()
 
     def _note_progress(self, stage: str, fraction: float) -> None:
         self._watch.lap(self._progress["stage"])
         self._progress = {"stage": stage, "fraction": fraction}
+
+    def _register(self, server: aio.Server) -> None:
+        transfer_pb2_grpc.add_RankServicer_to_server(self._ranks, server)
+        worker_pb2_grpc.add_PrefixFetchServicer_to_server(self._prefixes, server)
+        self._role.servicer.register(server)
+
+    def _join_gang(self, setup: RankSetup) -> tuple[OtherRanks, TensorParallel]:
+        timeouts = setup.spec.timeouts
+        if self._device.type == "cuda":
+            gpus = setup.spec.pool(self._role.role).resources.gpus
+            own_name = f"{setup.host.host}/{os.getpid()}" if gpus < 1 else ""
+            guide_nccl(os.environ, host=setup.host.host, rank_on_shared_gpu=own_name)
+        setup.on_progress("connecting to the other ranks", 0.0)
+        return open_gang(
+            self._ranks,
+            setup.host,
+            setup.addresses,
+            rank=setup.rank,
+            steps=self._steps,
+            device=self._device,
+            start_s=timeouts.start_s,
+            ask_s=timeouts.handoff_s,
+        )
+
+    def _reconnect(self, setup: RankSetup) -> OtherRanks:
+        """Connect to the other ranks under their new names and addresses. The process group is kept."""
+        timeouts = setup.spec.timeouts
+        connecting = OtherRanks.connect(
+            setup.addresses, identity=setup.host.identity, steps=self._steps, timeout_s=timeouts.handoff_s
+        )
+        return setup.host.call(connecting, timeout_s=timeouts.start_s)
+
+    def _follow(
+        self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, handover_state: HandoverState | None
+    ) -> None:
+        """Follow rank 0 and report transfers and loads to it. For ranks other than 0."""
+
+        def report(part: Part) -> None:
+            setup.host.spawn(others.report(part_to_report(part, rank=setup.rank)))
+
+        _, gang = self._connect(setup, runner, report, handover_state)
+        self._following = BackgroundThread(gang.follow, name="following")
+        self._following.start()
+
+    def _lead(
+        self, setup: RankSetup, runner: ModelRunner, others: OtherRanks, handover_state: HandoverState | None
+    ) -> None:
+        """Start taking requests, on rank 0."""
+        service = ReplicaService(setup, others, self._hub)
+        receiver, gang = self._connect(setup, runner, partial(service.on_part, 0), handover_state)
+        inherited = handover_state.leader if handover_state else None
+        parts = _leader_parts(setup, gang, receiver, service, inherited)
+        self._parts = parts.engine
+        self._grammars = inherited.grammars if inherited else _open_grammars(setup, runner)
+        service.open(
+            self._role.make_worker(parts),
+            runner.layout,
+            self._grammars,
+            vocab_size=runner.config.vocab_size,
+            max_tokens=min(runner.max_tokens, setup.spec.model.max_context or runner.max_tokens),
+        )
+        self._service = self._role.servicer.service = service
+        self._prefixes.fetch_serving = FetchServing(parts.engine.served_fetches, runner.layout, service.post)
+        self._ranks.on_report = service.on_report
+        frames_address = setup.host.serve_frames(self._hub)
+        service.start(_member(setup, runner, frames_address, max_tokens=service.max_tokens))
+
+    def _connect(
+        self,
+        setup: RankSetup,
+        runner: ModelRunner,
+        on_part: Callable[[Part], None],
+        handover_state: HandoverState | None,
+    ) -> tuple[Receiver, GangRunner]:
+        """Create the receiver, the sender and the lower tiers. `on_part` is called with their results."""
+        backend = backend_for(runner.device, host_link=setup.spec.kv.host_link)
+        check_link(backend, setup.host.host, trust_network=setup.spec.kv.trust_network)
+        config = LinkConfig(
+            rank=setup.rank,
+            identity=setup.host.identity,
+            pool=runner.pool,
+            wire_dtype=setup.spec.kv.wire_dtype,
+            backend=backend,
+            host=setup.host.host,
+            timeout_s=setup.spec.timeouts.transfer_s,
+            guard=LinkGuard(setup.launch.credentials.key(Purpose.LINKS), is_encrypted=setup.spec.kv.encrypt),
+            failpoint=setup.failpoint,
+        )
+        config.codec.warm_up(runner.device)
+        receiver = self._ranks.receiver = Receiver(config, rendezvous=self._ranks.rendezvous, on_landed=on_part)
+        self._sender = Sender(config, loop=setup.host.loop, on_shipped=on_part)
+        if handover_state:
+            self._tiers = handover_state.tiers
+            if self._tiers:
+                self._tiers.on_loaded = on_part
+            runner.parallel.least(0)  # barrier
+        else:
+            self._tiers = open_tiers(setup, runner, on_part)
+        return receiver, GangRunner(runner, self._sender, self._tiers, steps=self._steps, failpoint=setup.failpoint)
+
+
+def _open_grammars(setup: RankSetup, runner: ModelRunner) -> Grammars:
+    model_dir = model_source.resolve(setup.spec.model.source)
+    return Grammars(GrammarCompiler(model_dir, vocab_size=runner.config.vocab_size))
+
+
+def _leader_parts(
+    setup: RankSetup,
+    gang: GangRunner,
+    receiver: Receiver,
+    service: ReplicaService,
+    inherited: LeaderHandoverState | None,
+) -> LeaderParts:
+    spec, pool, layout = setup.spec, setup.pool, gang.runner.layout
+    if inherited:
+        blocks, tiers = inherited.blocks, inherited.tiers
+    else:
+        num_blocks, eviction = gang.runner.pool.num_blocks, spec.kv.eviction
+        blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))
+        tiers = Tiers(blocks, gang.tiers, layout, eviction=eviction, timeout_s=spec.timeouts.transfer_s)
+    engine = EngineParts(
+        gang=gang,
+        blocks=blocks,
+        limits=SchedulerConfig(
+            max_batch_tokens=pool.max_batch_tokens,
+            max_running=pool.max_running,
+            max_waiting=pool.max_waiting,
+            max_local_decodes=int(pool.local_decode_share * pool.max_running),
+            max_local_decode_blocks=int(pool.local_decode_share * blocks.num_blocks),
+        ),
+        prefix_fetches=service.make_fetches(layout, receiver, blocks),
+        served_fetches=ServedFetches(blocks, layout, tiers, failpoint=setup.failpoint),
+        tiers=tiers,
+    )
+    return LeaderParts(setup=setup, receiver=receiver, service=service, engine=engine)
+
+
+def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_tokens: int) -> Member:
+    layout = runner.layout
+    return Member(
+        replica=setup.replica,
+        role=setup.role,
+        address=setup.addresses[0],
+        frames_address=frames_address,
+        layout=layout.fingerprint,
+        num_blocks=runner.pool.num_blocks,
+        block_size=layout.block_size,
+        bytes_per_token=layout.bytes_per_token() * layout.tensor_parallel,
+        max_tokens=max_tokens,
+        max_running=setup.pool.max_running,
+        max_batch_tokens=setup.pool.max_batch_tokens,
+        local_decode_share=setup.pool.local_decode_share,
+    )
 
 
 def _address_of_node() -> str:

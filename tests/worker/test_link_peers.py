@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from core.spec.loader import parse_spec
-from worker.rank_body import num_link_peers
+from worker.rank_setup import num_link_peers
 
 _WIDE = {"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 3, "replicas": 2}}
 
