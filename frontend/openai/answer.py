@@ -15,9 +15,9 @@ from frontend.openai.chunks import ChoiceChunks
 from frontend.openai.forms import Form, ending
 from frontend.openai.prompt_logprobs import PromptScores, prompt_scores
 from frontend.openai.tool_calls import WholeChoice
+from frontend.text.answer_events import UnreadLimit
 from frontend.text.completion import Completion
 from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage
-from frontend.text.slow_client import UnreadLimit
 from frontend.text.text_threads import TextThreads
 from frontend.text.tokenizer import Tokenizer
 

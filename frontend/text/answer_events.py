@@ -1,20 +1,25 @@
-"""Event stream of one completion: tokens, detokenized and cut at stop strings."""
+"""Event stream of one completion, detokenized and cut at stop strings, with its latencies and its unread limit."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
+from time import monotonic
+from types import TracebackType
+from typing import TypeVar
 
-from core.types.errors import ClusterError, ReplicaLost
+from core.types.errors import ClientTooSlow, ClusterError, ReplicaLost
 from core.types.request import SampledToken
 from frontend.text.choice_text import ChoiceText
 from frontend.text.events import Event, Summary
-from frontend.text.slow_client import UnreadLimit
-from frontend.text.token_timing import TokenClock
 from router.generation import Generation
+from router.telemetry.metrics import Metrics
+
+T = TypeVar("T")
 
 _ACCOUNT_S = 1.0  # maximum wait for the route summary after the last token
+_CHECKS = 4  # checks per limit
 
 
 class AnswerEvents:
@@ -89,3 +94,99 @@ class AnswerEvents:
                 async for _ in self._tokens:
                     pass
         return self._summary()
+
+
+class TokenClock:
+    """Clock started at a request's arrival. Observes the latency of each token and keeps the means."""
+
+    def __init__(self, metrics: Metrics, *, num_choices: int) -> None:
+        self._metrics = metrics
+        self._observe = metrics.inter_token_latency.observe
+        self.began = monotonic()
+        self._last: list[float | None] = [None] * num_choices  # arrival of each choice's last token
+        self._gaps_s = 0.0  # the sum over all choices
+        self._num_gaps = 0
+        self.ttft_s = 0.0  # 0 before the first token
+
+    @property
+    def elapsed_s(self) -> float:
+        return monotonic() - self.began
+
+    @property
+    def itl_s(self) -> float:
+        """Mean inter-token latency in seconds; 0 if no choice has two tokens."""
+        return self._gaps_s / self._num_gaps if self._num_gaps else 0.0
+
+    def tick(self, choice: int, num_tokens: int = 1) -> None:
+        """Record tokens of a choice that arrived together, now."""
+        now = monotonic()
+        last, self._last[choice] = self._last[choice], now
+        if self.ttft_s == 0.0:
+            self.ttft_s = now - self.began
+            self._metrics.time_to_first_token.observe(self.ttft_s)
+        if last is not None:
+            gap_s = now - last
+            self._gaps_s += gap_s
+            self._num_gaps += 1
+            self._observe(gap_s)
+        if num_tokens > 1:
+            self._num_gaps += num_tokens - 1
+            self._observe(0.0, num_tokens - 1)
+
+
+class UnreadLimit:
+    """Ends its `async with` block with ClientTooSlow, wherever it waits, if a given event is not consumed in time.
+    Enter it once, in the consuming task."""
+
+    def __init__(self, limit_s: float, *, request_id: str) -> None:
+        self._limit_s = limit_s
+        self._request_id = request_id
+        self.is_passed = False  # valid after the block
+        self._scope: asyncio.Timeout | None = (
+            None  # set within the block only: it refers to the task and so to the request
+        )
+        self._given_at: float | None = None  # None: the consumer waits for an event
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> UnreadLimit:
+        self._scope = asyncio.timeout(None)
+        await self._scope.__aenter__()
+        self._check()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._timer:
+            self._timer.cancel()
+        scope, self._scope = self._scope, None
+        assert scope
+        self.is_passed = scope.expired()
+        try:
+            await scope.__aexit__(kind, error, traceback)
+        except TimeoutError:
+            raise ClientTooSlow(f"request {self._request_id}: not read for {self._limit_s:g} s") from None
+
+    def given(self) -> None:
+        """Note that an event was handed to the consumer."""
+        self._given_at = self._loop.time()
+
+    def consumed(self) -> None:
+        """Note that the consumer asks for the next event."""
+        self._given_at = None
+
+    async def watched(self, events: AsyncIterator[T]) -> AsyncIterator[T]:
+        """Yield the same events; asking for the next one marks the previous one as consumed."""
+        async for event in events:
+            self.given()
+            yield event
+            self.consumed()
+
+    def _check(self) -> None:
+        # Polled: setting a timer for each token would cost more than the token.
+        now = self._loop.time()
+        if self._scope and self._given_at is not None and now - self._given_at > self._limit_s:
+            self._scope.reschedule(now)
+        else:
+            self._timer = self._loop.call_later(self._limit_s / _CHECKS, self._check)

@@ -29,7 +29,7 @@ from frontend.chat.thinking_budget import thinking_budget
 from frontend.structured_output.constrained_answer import bound_answer, may_think
 from frontend.structured_output.grammar_check import GrammarCheck
 from frontend.structured_output.special_tokens import SpecialTokens
-from frontend.text.answer_events import AnswerEvents
+from frontend.text.answer_events import AnswerEvents, TokenClock, UnreadLimit
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.audit_log import RequestAuditLog
 from frontend.text.best_of import best_of
@@ -45,9 +45,7 @@ from frontend.text.completion_request import (
 )
 from frontend.text.events import Event, Summary, TokenUsage
 from frontend.text.prompt_encoder import PromptEncoder, num_chars
-from frontend.text.slow_client import UnreadLimit
 from frontend.text.text_threads import TextThreads
-from frontend.text.token_timing import TokenClock
 from frontend.text.tokenizer import Tokenizer
 from frontend.text.usage import Account
 from router.generation import Generation, RequestRoute, TokenService

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from core.types.errors import ClusterError, outcome_of
 from core.types.request import OFFLINE
 from core.types.timeline import RequestPhase, Timeline
+from frontend.text.answer_events import TokenClock
 from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.events import TokenUsage
-from frontend.text.token_timing import TokenClock
 from router.generation import RequestRoute
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Trace

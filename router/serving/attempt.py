@@ -11,13 +11,16 @@ import asyncio
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
+from time import monotonic
 
 from core.rpc import worker_pb2 as pb
-from core.types.errors import ClusterError, ReplicaLost
+from core.types.errors import ClusterError, ReplicaLost, TransferError
 from core.types.handoff import Handoff, PrefixSource
+from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import SequenceRequest
+from core.types.timeline import RequestPhase, Timeline
 from core.wire.messages import handoff_from_proto, tokens_from_proto
-from router.serving.call_events import LeaseSteps, PromptParts, PromptSteps
+from core.wire.prompt_logprob_messages import prompt_logprobs_from_proto
 from router.serving.choices import AttemptTasks, Choices
 from router.serving.decode_streams import DecodeStreams
 from router.serving.flows import Flows
@@ -113,8 +116,8 @@ class Attempt:
         prefill_here = self._pair.prefill is None
         request = self._request if prefill_here else replace(self._request, num_prompt_logprobs=None)
         reservation, num_frames = Reservation(decode, num_requests=1), 0
-        parts = PromptParts(request, vocab_size=self._vocab_size)
-        steps = LeaseSteps(self._state.life, decode.id)
+        parts = _PromptParts(request, vocab_size=self._vocab_size)
+        steps = _LeaseSteps(self._state.life, decode.id)
         call = decode.worker.generate(
             request,
             prefill_here=prefill_here,
@@ -185,8 +188,8 @@ class Attempt:
     async def _call_prefill(self, prefill: Replica, handoff: Handoff | None) -> None:
         """Compute and ship the prompt on `prefill`. Raises ClusterError if the prompt's KV did not arrive."""
         reservation = Reservation(prefill, num_requests=1)
-        parts = PromptParts(self._request, vocab_size=self._vocab_size)
-        steps = PromptSteps(self._state.life, prefill.id)
+        parts = _PromptParts(self._request, vocab_size=self._vocab_size)
+        steps = _PromptSteps(self._state.life, prefill.id)
         call = prefill.worker.prefill(
             self._request,
             handoff=handoff,
@@ -219,7 +222,7 @@ class Attempt:
             reservation.end()
             call.cancel()
 
-    def _take_logprobs(self, parts: PromptParts) -> None:
+    def _take_logprobs(self, parts: _PromptParts) -> None:
         """Store the prompt's log-probabilities. Raises TransferError if some are missing."""
         if (logprobs := parts.joined()) is not None:
             self._state.prompt_logprobs = logprobs
@@ -231,3 +234,89 @@ class Attempt:
     def _prefix_source_for(self, replica: Replica) -> PrefixSource | None:
         prefix_source = self._pair.prefix_source
         return prefix_source if prefix_source and prefix_source.replica != replica.id else None
+
+
+class _LeaseSteps:
+    """Phase times of the call to a decode replica."""
+
+    def __init__(self, life: Timeline, replica: str) -> None:
+        self._life = life
+        self._replica = replica
+        self._at = monotonic()  # time of the last event
+        self._is_decoding = False
+
+    def reserved(self, reserved: pb.Reserved) -> None:
+        now = monotonic()
+        turn = self._life.add_before(now, self._replica, [(RequestPhase.WAIT, reserved.waited_s)], since=self._at)
+        self._life.add(RequestPhase.ROUTE, self._replica, self._at, turn)
+        self._at = now
+
+    def started(self, started: pb.Started, *, prefill_here: bool) -> None:
+        now, begun = monotonic(), self._at
+        if prefill_here:
+            spent = started.spent  # all zero from a replica of an older version
+            parts = [(RequestPhase.FETCH, spent.fetched_s), (RequestPhase.COMPUTE, spent.computed_s)]
+            begun = self._life.add_before(now, self._replica, parts, since=self._at)
+        # With a local prefill this is the wait for its turn, otherwise the wait for the KV in transfer.
+        self._life.add(RequestPhase.WAIT, self._replica, self._at, begun if prefill_here else now)
+        self._at, self._is_decoding = now, True
+
+    def ended(self) -> None:
+        """Record the end of the call, successful or not."""
+        self._life.add(RequestPhase.DECODE if self._is_decoding else RequestPhase.WAIT, self._replica, self._at)
+
+
+class _PromptSteps:
+    """Phase times of the call to a prefill replica."""
+
+    def __init__(self, life: Timeline, replica: str) -> None:
+        self._life = life
+        self._replica = replica
+        self._called = monotonic()
+
+    def first_tokens(self, event: pb.FirstTokens) -> None:
+        now, spent = monotonic(), event.spent  # all zero from a replica of an older version
+        parts = [
+            (RequestPhase.WAIT, spent.waited_s),
+            (RequestPhase.FETCH, spent.fetched_s),
+            (RequestPhase.COMPUTE, spent.computed_s),
+        ]
+        begun = self._life.add_before(now, self._replica, parts, since=self._called)
+        self._life.add(RequestPhase.ROUTE, self._replica, self._called, begun)
+
+    def shipped(self, shipped: pb.Shipped) -> None:
+        self._life.add_before(monotonic(), self._replica, [(RequestPhase.WIRE, shipped.seconds)], since=self._called)
+
+
+class _PromptParts:
+    """Assembly of a prompt's log-probabilities from the parts of one call.
+
+    Parts of a broken call are discarded: the next call sends all of them again.
+    """
+
+    def __init__(self, request: SequenceRequest, *, vocab_size: int) -> None:
+        self._request = request
+        self._vocab_size = vocab_size
+        self._num_top = request.num_prompt_logprobs
+        self._num_missing = 0 if self._num_top is None else request.num_prompt_tokens - 1
+        self._parts: list[PromptLogprobs] = []
+
+    def add(self, message: pb.PromptLogprobs) -> None:
+        """Add a part. Raises TransferError for more tokens than the prompt has, or for implausible values."""
+        if self._num_top is None:
+            return
+        part = prompt_logprobs_from_proto(message, num_top=self._num_top, vocab_size=self._vocab_size)
+        self._num_missing -= len(part)
+        if self._num_missing < 0:
+            raise TransferError(f"request {self._request.id}: received log-probabilities of more tokens than requested")
+        self._parts.append(part)
+
+    def joined(self) -> PromptLogprobs | None:
+        """Return the joined parts; None if the request asked for none. Raises TransferError if some are missing."""
+        if self._num_top is None:
+            return None
+        if self._num_missing:
+            raise TransferError(
+                f"request {self._request.id}: the log-probabilities of {self._num_missing} prompt tokens are missing"
+            )
+        return PromptLogprobs.joined(self._parts, num_top=min(self._num_top, self._vocab_size))
