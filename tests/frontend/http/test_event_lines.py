@@ -31,7 +31,7 @@ _CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "chat thoughts": ("/v1/chat/completions", {"messages": _HI}, _THOUGHT),
     "text": ("/v1/completions", {"prompt": "hi", "max_tokens": 200, "return_token_ids": True}, _ENDS),
     "echo": ("/v1/completions", {"prompt": _ENDS, "max_tokens": 200, "echo": True, "logprobs": 1}, _ENDS),
-    "stop": ("/v1/completions", {"prompt": "hi", "max_tokens": 200, "stop": "\u2029"}, _ENDS),
+    "stop": ("/v1/completions", {"prompt": "hi", "max_tokens": 200, "stop": "\u2029z"}, _ENDS),
     "messages": ("/v1/messages", {"messages": _HI, "max_tokens": 200}, _ENDS),
     "messages calls": (
         "/v1/messages",
