@@ -25,6 +25,7 @@ from frontend.http.body import BodyReader
 from frontend.http.connections import HTTP_ENDPOINT
 from frontend.http.error_format import ErrorForm
 from frontend.http.errors import answer_to, error_response, handle_errors
+from frontend.http.methods import Methods
 from frontend.http.openapi import OpenapiApi
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
 from frontend.http.tracing import HttpTraces, add_trace_header
@@ -72,13 +73,14 @@ def create_app(
     openai, anthropic = OpenAIApi(models, request_contexts), AnthropicApi(models, request_contexts)
     responses = ResponsesApi(models, request_contexts, stored or StoredResponses.in_memory(_IN_MEMORY))
     answering = {**openai.endpoints, **responses.endpoints, **anthropic.endpoints}
+    app.add_middleware(Methods, routes=app.routes)
     app.add_middleware(_DirectRoutes, endpoints=answering)
     app.add_middleware(_Gate, access=access)
     app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the last one added runs first
     if tracing := models.default.tracing:
         app.add_middleware(HttpTraces, tracing=tracing, paths=frozenset(answering))
     if cors_origins:  # outside the gate: a browser's preflight request has no API key
-        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
+        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "HEAD", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
     TokensApi(models, request_contexts).add_to(app)

@@ -41,7 +41,10 @@ def encodings_of(headers: Iterable[str]) -> list[str]:
 
 
 def decoded(body: bytes, encodings: list[str], *, max_bytes: int) -> bytes:
-    """Undo the encodings, the last one first. No result grows beyond `max_bytes`. Raises RequestTooLarge, RequestError."""
+    """Undo the encodings, the last one first; no result grows beyond `max_bytes`.
+
+    Raises RequestTooLarge, and RequestError for a body that is not what its encoding names.
+    """
     for name in reversed(encodings):
         try:
             body = _READERS[name](body, max_bytes + 1)
