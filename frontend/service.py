@@ -211,9 +211,8 @@ class RouterService:
             access=self._access,
             is_healthy=self._is_healthy,
             probes=self.probes,
-            rejects_unknown_fields=router.unknown_fields == "refuse",
+            spec=router,
             stored=self._stored,
-            cors_origins=[one.strip() for one in router.cors_origins.split(",") if one.strip()],
         )
         self._http = await HttpListener.open(
             app,

@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from fastapi.routing import APIRoute
 
+from core.spec.schema import RouterSpec
 from frontend.access.access import Access
 from frontend.admin.admin_api import create_admin_app
 from frontend.admin.health_api import HealthProbes
@@ -33,7 +34,9 @@ class Listener(NamedTuple):
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def listeners(completions: MakeCompletions) -> AsyncIterator[dict[str, Listener]]:
     service = completions(FakeTokenService())
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, probes=_PROBES, cors_origins=["*"])
+    app = create_app(
+        service, access=Access.anybody(), is_healthy=lambda: True, probes=_PROBES, spec=RouterSpec(cors_origins="*")
+    )
     admin = create_admin_app(
         deployment="d",
         router="r",

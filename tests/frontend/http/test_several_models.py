@@ -138,12 +138,12 @@ async def test_unavailable_model_is_503_and_others_are_served(endpoints: Endpoin
 async def test_models_can_be_added_and_removed_and_the_first_of_a_name_wins(completions: MakeCompletions) -> None:
     first, second, twin = (completions(FakeTokenService(), name=name) for name in ("a", "b", "b"))
     models = Models(first)
-    models.report_unavailable("b", "the model is loading")
+    models.report_unavailable(["b"], "the model is loading")
     with pytest.raises(ModelUnavailable, match="'b' is unavailable at this router: the model is loading"):
         models.find("b")
     assert models.names == ["a"], "unavailable models are not listed"
     assert models.add(second) and not models.add(twin) and not models.add(completions(FakeTokenService(), name="a"))
-    models.report_unavailable("b", "of its twin")
+    models.report_unavailable(["b"], "of its twin")
     models.remove(twin)
     assert models.find("b") is second and models.find("") is models.find("a") is first
     models.remove(second)

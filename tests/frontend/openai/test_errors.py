@@ -197,7 +197,7 @@ async def test_unknown_routes(endpoint: OpenAIEndpoint) -> None:
     missing = await endpoint.http.get("/v2/nothing")
     assert missing.status_code == 404 and missing.json()["error"]["code"] == "not_found"
     wrong = await endpoint.http.get("/v1/completions")
-    assert wrong.status_code == 405 and wrong.headers["allow"] == "POST"
+    assert wrong.status_code == 405 and wrong.headers["allow"] == "OPTIONS, POST"
     assert "GET /v1/completions" in wrong.json()["error"]["message"]
 
 
