@@ -81,9 +81,8 @@ def create_app(
     app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the last one added runs first
     if tracing := models.default.tracing:
         app.add_middleware(HttpTraces, tracing=tracing, paths=frozenset(answering))
-    if cors_origins := [
-        origin.strip() for origin in spec.cors_origins.split(",") if origin.strip()
-    ]:  # outside the gate: a browser's preflight request has no API key
+    cors_origins = [origin.strip() for origin in spec.cors_origins.split(",") if origin.strip()]
+    if cors_origins:  # outside the gate: a browser's preflight request has no API key
         app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "HEAD", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)

@@ -293,7 +293,6 @@ def _check_choices(request: CompletionRequest, model: ModelCard) -> None:
     if num > model.max_choices:
         text = f"{called}: is {num}; a replica runs at most {model.max_choices} choices at once"
         raise RequestError(text, param=called)
-    check_total(num * (request.reserved_tokens or 1), model, param=request.max_tokens_field)
 
 
 def _check_chat(chat: Chat, model: ModelCard) -> None:
