@@ -15,7 +15,7 @@ from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Opener, ParsedBo
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
 from frontend.openai.answer import OpenAIAnswer
 from frontend.openai.forms import ChatForm, Form, TextForm
-from frontend.openai.types import ChatBody, TextBody
+from frontend.openai.types import ChatBody, StreamOptions, TextBody
 from frontend.text.completion import Completion
 from frontend.text.completion_request import ModelCard
 from frontend.text.models import Models
@@ -90,12 +90,14 @@ class OpenAIApi:
         headers: Mapping[str, str],
     ) -> Response:
         body, service = parsed.body, opened[0].service
+        streamed = body.stream_options or StreamOptions()
         answer = OpenAIAnswer(
             id=forms[0].id_prefix + request.state.request_id,
             model=opened[0].model_name,
             completions=opened,
             forms=forms,
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            include_usage=bool(streamed.include_usage),
+            has_running_usage=bool(streamed.include_usage and streamed.continuous_usage_stats),
             return_token_ids=bool(body.return_token_ids),
             num_prompt_logprobs=body.prompt_logprobs,
             tokenizer=service.tokenizer,
