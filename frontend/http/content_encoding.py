@@ -18,7 +18,7 @@ else:
 SUPPORTED = "gzip, deflate, zstd"
 _MAX_ENCODINGS = 4  # applied to one body, one after the other
 # RFC 9659 limits the window of this content encoding to 8 MB.
-_ZSTD_BOUNDS = {zstd.DecompressionParameter.window_log_max: 23}
+_ZSTD_BOUNDS: Mapping[int, int] = {zstd.DecompressionParameter.window_log_max: 23}
 
 
 def encodings_of(headers: Iterable[str]) -> list[str]:
