@@ -138,10 +138,13 @@ class ServedModel:
             ),
             model=ModelCard(
                 id=spec.model.name,
+                aliases=spec.model.names[1:],
+                root=spec.model.source_name,
                 max_context=min(config.max_context, spec.model.max_context or config.max_context),
                 vocab_size=config.vocab_size,
                 dtype=spec.model.dtype,
                 max_choices=min(MAX_CHOICES, spec.decode.max_running),
+                max_held=replicas.max_tokens,
             ),
             metrics=metrics,
             max_request_s=spec.timeouts.request_s,

@@ -53,6 +53,7 @@ class RouterService:
         tracing: Tracing | None,
         tasks: Supervisor,
         drain_s: float,
+        shutdown_delay_s: float,
     ) -> None:
         self._own = own
         self._attached_deployments = attached_deployments
@@ -63,6 +64,7 @@ class RouterService:
         self._grpc: GrpcApi | None = None
         self._http: HttpListener | None = None
         self._drain_s = drain_s
+        self._shutdown_delay_s = shutdown_delay_s
         self._is_closing = False
         self._tasks = tasks
 
@@ -128,8 +130,17 @@ class RouterService:
                 max_bytes=spec.router.stored_responses_mib * 2**20, ttl_s=spec.router.stored_responses_s
             ),
         )
-        drain_s = spec.timeouts.drain_s
-        service = cls(own, attached_deployments, models, access, stored, tracing=tracing, tasks=tasks, drain_s=drain_s)
+        service = cls(
+            own,
+            attached_deployments,
+            models,
+            access,
+            stored,
+            tracing=tracing,
+            tasks=tasks,
+            drain_s=spec.timeouts.drain_s,
+            shutdown_delay_s=spec.router.shutdown_delay(host),
+        )
         await service._open_endpoints(spec, host=host)
         service._start()
         logger.info(
@@ -175,7 +186,7 @@ class RouterService:
         return not self._tasks.failing
 
     def is_ready(self) -> bool:
-        """Return whether at least one model can be served."""
+        """Return whether at least one model can be served, and the router is not closing."""
         return not self._is_closing and self._is_healthy()
 
     def report_traffic(self, tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
@@ -183,8 +194,18 @@ class RouterService:
         self._own.report_traffic(tell)
 
     async def close(self) -> None:
-        """Report not ready, drain running requests for at most `drain_s`, and close."""
+        """Report not ready for the shutdown delay, drain running requests for at most `drain_s`, and close.
+
+        New calls are served during the delay, because load balancers notice only at their next health check. Another
+        call of `close` skips the delay.
+        """
+        delay_s = 0.0 if self._is_closing else self._shutdown_delay_s
         self._is_closing = True
+        if self._grpc:
+            self._grpc.set_health(is_live=self.is_live(), is_ready=False)
+        if self._http:
+            self._http.send_away()
+        await asyncio.sleep(delay_s)
         endpoints = [endpoint for endpoint in (self._grpc, self._http) if endpoint]
         await asyncio.gather(*(endpoint.close(grace_s=self._drain_s) for endpoint in endpoints))
         await self._access.close()
@@ -209,11 +230,10 @@ class RouterService:
         app = create_app(
             self._models,
             access=self._access,
-            is_healthy=self._is_healthy,
+            is_healthy=self.is_ready,
             probes=self.probes,
-            rejects_unknown_fields=router.unknown_fields == "refuse",
+            spec=router,
             stored=self._stored,
-            cors_origins=[one.strip() for one in router.cors_origins.split(",") if one.strip()],
         )
         self._http = await HttpListener.open(
             app,

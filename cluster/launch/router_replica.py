@@ -51,7 +51,8 @@ def build(launch: Launch, actor_options: dict[str, Any], *, max_per_node: int | 
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=_LOOK_S,
-        graceful_shutdown_timeout_s=launch.spec.timeouts.drain_s + _LEAVE_S,  # for close()
+        # For close().
+        graceful_shutdown_timeout_s=router.shutdown_delay(router.host or "") + launch.spec.timeouts.drain_s + _LEAVE_S,
         **on_nodes,
     )(Router)
     return deployment.bind(launch)

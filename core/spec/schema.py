@@ -21,6 +21,7 @@ from core.types.network import is_loopback
 from core.types.request import Role
 
 MAX_REPLICAS = 4096  # per pool
+_SHUTDOWN_DELAY_S = 5.0  # two health checks of common load balancers
 _NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, json_schema_extra={"unit": "s"})]
@@ -28,6 +29,7 @@ GiB = Annotated[float, Field(json_schema_extra={"unit": "GiB"})]
 Tokens = Annotated[int, Field(json_schema_extra={"unit": "tokens"})]
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
+ServedName = Annotated[str, Field(min_length=1)]
 DType = Literal["bfloat16", "float16", "float32"]
 Weights = Literal["as_stored", "int8", "quantized"]
 ToolParser = Literal["auto", "none", "deepseek_v3", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"]
@@ -80,8 +82,9 @@ class ModelSpec(_Section):
     weights are converted to int8 at load and multiplied in int8 (bfloat16 on a CPU). `quantized`: checkpoints keep
     their low-bit format: on a GPU FP8, INT8, GGUF, AWQ and GPTQ (other formats are widened), on a CPU in bfloat16 GGUF,
     AWQ and GPTQ (other formats are slow)."""
-    served_name: str | None = None
-    """Model name in the API. null: derived from `source`."""
+    served_name: ServedName | Annotated[list[ServedName], Field(min_length=1)] | None = None
+    """Model name in the API, or a list of names. Answers repeat the name in the request; metrics and logs have the
+    first one. null: derived from `source`."""
     max_context: Annotated[Tokens, Field(ge=16)] | None = None
     """Maximum length of prompt and answer together. null: the model's own limit."""
     tool_parser: ToolParser = "auto"
@@ -101,10 +104,19 @@ class ModelSpec(_Section):
         return str(Path(value or "").expanduser().absolute()) if is_file else value
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names in the API, without duplicates."""
+        given = [self.served_name] if isinstance(self.served_name, str) else self.served_name
+        return tuple(dict.fromkeys(given or [self.source_name]))
+
+    @property
     def name(self) -> str:
-        """Model name in the API; a name derived from the source has no version, revision or file extension."""
-        if self.served_name:
-            return self.served_name
+        """First name in the API, which metrics and logs use."""
+        return self.names[0]
+
+    @property
+    def source_name(self) -> str:
+        """Name of the source, without version, revision, file extension and the directories around it."""
         kind, _, name = self.source.partition(":")
         if kind in ("pypi", "hf"):
             return name.split("@")[0].split("==")[0].removesuffix(".gguf")
@@ -320,6 +332,16 @@ class RouterSpec(_Section):
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     """Treatment of unknown fields in a request. `ignore`: they are listed in the response header `x-ignored-fields`.
     `refuse`: the request fails with 400. Known but unsupported fields that affect the answer always fail."""
+    max_tokens_beyond_context: Literal["refuse", "clamp"] = "refuse"
+    """Treatment of a `max_tokens` for which the context has no room on `/v1/completions` and `/v1/chat/completions`.
+    `refuse`: the request fails with 400. `clamp`: the answer may fill the context, as on `/v1/messages` and
+    `/v1/responses`."""
+    keepalive_s: Seconds = 10.0
+    """Silence after which a stream sends a keep-alive, before the first token and between tokens. Set it below the idle
+    timeout of proxies."""
+    shutdown_delay_s: Annotated[float, Field(ge=0, le=3600, json_schema_extra={"unit": "s"})] | None = None
+    """Time for which a closing router fails its readiness probes and still takes calls, so that load balancers leave
+    first. null: 0 on loopback, otherwise 5."""
     cors_origins: str = ""
     """Comma-separated origins of web pages that may call the OpenAI API, such as `https://chat.example.com`. `*`: any.
     Empty: none."""
@@ -350,6 +372,12 @@ class RouterSpec(_Section):
     def needs_keys(self, host: str) -> bool:
         """Return whether clients of an endpoint on `host` must send an API key."""
         return self.keys == "required" or (self.keys is None and not is_loopback(host))
+
+    def shutdown_delay(self, host: str) -> float:
+        """Return the shutdown delay of endpoints on `host`, in seconds."""
+        if self.shutdown_delay_s is None:
+            return 0.0 if is_loopback(host) else _SHUTDOWN_DELAY_S
+        return self.shutdown_delay_s
 
     @property
     def admin_ports(self) -> list[int]:

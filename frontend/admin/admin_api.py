@@ -17,6 +17,7 @@ from core.types.request import Role
 from frontend.admin.ui_page import UiPage
 from frontend.http.connections import ADMIN
 from frontend.http.http_listener import HttpListener
+from frontend.http.methods import Methods
 from frontend.openai.forms import ChatForm, TextForm
 from router.telemetry.metrics import CONTENT_TYPE
 
@@ -41,6 +42,7 @@ def create_admin_app(
     their time went. model: what clients call it. routers: where each of the deployment answers operators, by its name.
     members: the replicas of the deployment. page: None: there is none."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Methods, routes=app.routes)
     if page:
         page.add_to(app)
 

@@ -118,7 +118,7 @@ class MessagesBody(ConversationBody):
     """POST /v1/messages"""
 
     max_tokens: int
-    """Maximum number of tokens of the answer, including thinking."""
+    """Maximum number of tokens of the answer, including thinking. Clamped to the rest of the context."""
     stream: bool | None = None
     stop_sequences: (
         Annotated[
@@ -168,7 +168,7 @@ class MessagesBody(ConversationBody):
         elif format is not None:
             fields["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(format[1].schema_))
             fields["grammar_field"] = f"{format[0]}.schema"
-        return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
+        return [CompletionRequest(id=request_id, peer=peer, prompt=chat, clamps_max_tokens=True, **fields)]
 
     @property
     def hides_thinking(self) -> bool:

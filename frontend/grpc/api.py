@@ -223,14 +223,14 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 served = self._models.find(completion_request.model)
                 ids = await served.prompts.tokenize(completion_request)
             await self._send_rate_limits(context)
-            return pb.TokenizeResponse(token_ids=ids, max_context=served.model.max_context)
+            return pb.TokenizeResponse(token_ids=ids, max_context=served.model.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         async with _statuses(context), self._counted():
             client = self._client(context)
             with self._audited("", context, client):
                 served = self._models.find(request.model)
-                max_context = served.model.max_context
+                max_context = served.model.max_model_len
                 completion_request = client.bound(
                     detokenize_request_of(request, max_context=max_context, peer=context.peer())
                 )
@@ -288,7 +288,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         client = self._client(context)
         with self._audited(request.request_id[:128], context, client):
             served = self._models.find(request.model)
-            max_context = served.model.max_context
+            max_context = served.model.max_model_len
             build = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
             completion_request = client.bound(await self._build(build, request, client))
             request_context.check(served.prompts.least_tokens(completion_request))
@@ -320,7 +320,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         async with _statuses(context), self._counted():
             cards = self._models.cards
             return pb.ListModelsResponse(
-                models=[pb.Model(id=card.id, max_context=card.max_context, dtype=card.dtype) for card in cards]
+                models=[
+                    pb.Model(id=name, max_context=card.max_model_len, dtype=card.dtype)
+                    for card in cards
+                    for name in card.names
+                ]
             )
 
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.types.errors import DeployError
 from frontend.http.certificates import Certificates
@@ -29,7 +30,8 @@ _UNSENT_BYTES = 64 << 10  # of an answer in the kernel's buffer, beyond the byte
 class HttpListener:
     """Server, from `open` until `close`."""
 
-    def __init__(self, server: uvicorn.Server, listener: socket.socket) -> None:
+    def __init__(self, server: uvicorn.Server, listener: socket.socket, connections: _Connections) -> None:
+        self._connections = connections
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._server = server
         self._serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -57,8 +59,9 @@ class HttpListener:
         except OSError as error:
             raise DeployError(f"HTTP port {host}:{port} cannot be opened; is it in use?") from error
         limits = _with_files(limits)
+        connections = _Connections(_HeaderBounds(app, limits))
         config = uvicorn.Config(
-            _HeaderBounds(app, limits),
+            connections,
             http="h11",  # bounds a header before it is complete, and reads the body of a request that offers h2c
             h11_max_incomplete_event_size=4 * limits.header_bytes,  # up to that size, the rejection is JSON
             limit_concurrency=limits.connections,
@@ -74,7 +77,11 @@ class HttpListener:
             server_header=False,
         )
         config.load()
-        return cls(_Server(config), listener)
+        return cls(_Server(config), listener, connections)
+
+    def send_away(self) -> None:
+        """End each connection with its next response, so that clients connect elsewhere. Requests are still taken."""
+        self._connections.are_ending = True
 
     async def close(self, *, grace_s: float) -> None:
         """Accept no more connections, let running requests finish for grace_s, then cancel them."""
@@ -90,6 +97,26 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the process: the server is one part of it."""
         yield
+
+
+class _Connections:
+    """ASGI middleware: add `Connection: close` to responses once the connections are ending."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.are_ending = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, _ending(send) if self.are_ending else send)
+
+
+def _ending(send: Send) -> Send:
+    async def send_ending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["connection"] = "close"
+        await send(message)
+
+    return send_ending
 
 
 class _HeaderBounds:

@@ -59,6 +59,7 @@ def _strings(value: Any) -> Any:
 
 class StreamOptions(OpenAIObject):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class _Sampled(GenerationBody):
@@ -82,7 +83,8 @@ class _Sampled(GenerationBody):
     tenants have API keys, `router.tenant_share` limits one tenant to a part of `decode.max_running`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    """Only with `stream`. `include_usage` adds a chunk before `[DONE]` with the usage of all choices."""
+    """Only with `stream`. `include_usage` adds a chunk before `[DONE]` with the usage of all choices; with
+    `continuous_usage_stats`, an extension, each chunk also has the usage of its choice so far."""
     top_k: int | None = None
     """Extension. 0 and -1 turn it off."""
     min_p: float | None = None

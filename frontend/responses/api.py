@@ -14,7 +14,7 @@ from starlette.responses import Response
 from core.types.errors import RequestError, UnsupportedField
 from frontend.access.request_context import RequestContext
 from frontend.http.connections import HTTP_ENDPOINT
-from frontend.http.event_stream import EventStream, whole_answer
+from frontend.http.event_stream import whole_answer
 from frontend.http.held_answer import HeldAnswer
 from frontend.http.json_response import JSON, json_answer, to_json
 from frontend.http.open_requests import Opener
@@ -79,7 +79,7 @@ class ResponsesApi:
 
         answer = ResponseAnswer(
             id=id,
-            model=completion.service.model.id,
+            model=completion.model_name,
             completion=completion,
             form=ChatForm(completion.service.tokenizer),
             echoed_fields=turn.echoed_fields,
@@ -88,7 +88,8 @@ class ResponsesApi:
             is_streamed=bool(body.stream),
         )
         if body.stream:
-            return EventStream(answer.events(), more_headers=headers, errors=ResponsesErrors(answer))
+            request.state.errors = ResponsesErrors(answer)
+            return self._request_contexts.stream(request, answer.events(), headers)
         return await whole_answer(request.receive, answer.whole(), headers)
 
     async def _resolve(self, turn: Turn, request: Request) -> Turn:

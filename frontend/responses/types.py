@@ -102,7 +102,8 @@ class ResponsesBody(GenerationBody):
     """Store the response, so that it can be continued or fetched. Default true. The response's `store` is true if it
     was stored."""
     max_output_tokens: int | None = None
-    """Maximum number of tokens of the output, including reasoning and calls. Default: the rest of the context."""
+    """Maximum number of tokens of the output, including reasoning and calls. Default: the rest of the context, to which
+    larger values are clamped."""
     temperature: float | None = None
     """Default 1. 0 means greedy decoding."""
     top_p: float | None = None
@@ -120,7 +121,8 @@ class ResponsesBody(GenerationBody):
     reasoning: ReasoningConfig | None = None
     """`effort`: see `reasoning_effort` of /v1/chat/completions. `summary` is ignored: there are no summaries."""
     truncation: Literal["disabled", "auto"] | None = None
-    """`auto`: keep only the last tokens of a prompt that is too long."""
+    """`auto`: keep only the last tokens of a prompt that is too long. `max_output_tokens`, at most half of the context,
+    are left for the answer."""
     include: Annotated[list[str], Field(max_length=64)] | None = None
     """`message.output_text.logprobs`; other values have no effect."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -179,7 +181,8 @@ class ResponsesBody(GenerationBody):
         (request,) = self._chat().requests(request_id, peer=peer)
         is_formatted = request.grammar_field.startswith("response_format")
         field = "text.format" if is_formatted else request.grammar_field
-        return [replace(request, max_tokens_field="max_output_tokens", grammar_field=field)]
+        fields: JSON = {"max_tokens_field": "max_output_tokens", "clamps_max_tokens": True, "grammar_field": field}
+        return [replace(request, **fields)]
 
     def check_items(self) -> None:
         """Check that there is input, and each item. Raises RequestError."""

@@ -265,6 +265,11 @@ class Completion:
         self._over(None)
 
     @property
+    def model_name(self) -> str:
+        """The model's name in the request, which the answer repeats; the first served name if there is none."""
+        return self.request.model or self.service.model.id
+
+    @property
     def prompt_logprobs(self) -> PromptLogprobs | None:
         """Log-probabilities of the prompt's tokens after the first, if requested; available from the first event on."""
         return self._generation.prompt_logprobs if self._generation else None

@@ -47,7 +47,7 @@ class PromptEncoder:
         """Return a lower bound of the tokens it needs, from its size alone: as if every token were the longest one."""
         least, num_kept = self._least_in(request), request.truncate_prompt_tokens
         if num_kept is not None:
-            least = min(least, num_kept if num_kept > 0 else self._model.max_context)
+            least = min(least, num_kept if num_kept > 0 else self._model.max_model_len)
         return least + request.num_choices
 
     def _least_in(self, request: CompletionRequest) -> int:
@@ -65,8 +65,8 @@ class PromptEncoder:
     async def detokenize(self, request: CompletionRequest) -> str:
         """Return the text of a prompt of token ids, including special tokens. Raises RequestError."""
         assert isinstance(request.prompt, tuple)
-        if (number := len(request.prompt)) > self._model.max_context:
-            text = f"tokens: has {number} tokens; this model's context holds {self._model.max_context}"
+        if (number := len(request.prompt)) > self._model.max_model_len:
+            text = f"tokens: has {number} tokens; this model's context holds {self._model.max_model_len}"
             raise ContextLengthExceeded(text, param="tokens")
         check_token_ids(request.prompt, self._model, param="tokens")
         check(request, self._model)
@@ -88,9 +88,9 @@ class PromptEncoder:
             text = "tools: the call format of this model is unknown; the operator can set it with model.tool_parser"
             raise RequestError(text, param="tools")
         # A prompt that would not fit even if every token were the longest one is rejected without tokenizing.
-        if self._least_in(request) > self._model.max_context:
+        if self._least_in(request) > self._model.max_model_len:
             raise ContextLengthExceeded(
-                f"this model's context holds {self._model.max_context} tokens; the prompt of {num_chars(prompt)} "
+                f"this model's context holds {self._model.max_model_len} tokens; the prompt of {num_chars(prompt)} "
                 "characters exceeds it",
                 param="messages" if isinstance(prompt, Chat) else "prompt",
             )

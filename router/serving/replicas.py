@@ -33,6 +33,7 @@ class Replicas:
         self._replicas: dict[str, Replica] = {}
         self._changed = asyncio.Event()
         self._next_stream = 1
+        self._max_tokens: int | None = None
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
@@ -50,6 +51,11 @@ class Replicas:
 
     def num_usable(self, role: Role) -> int:
         return len(self.usable(role))
+
+    def max_tokens(self) -> int | None:
+        """Return the tokens of one sequence that the largest decode replica holds; None before one is known."""
+        self._max_tokens = max((one.member.max_tokens for one in self.usable(Role.DECODE)), default=self._max_tokens)
+        return self._max_tokens
 
     def get(self, replica: str) -> Replica | None:
         return self._replicas.get(replica)

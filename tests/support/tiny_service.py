@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from core.grammar.compiler import GrammarCompiler
@@ -30,6 +31,8 @@ class MakeCompletions:
         max_request_s: float = 60,
         max_unread_s: float = 60,
         max_choices: int = MAX_CHOICES,
+        aliases: tuple[str, ...] = (),
+        max_held: Callable[[], int | None] = lambda: None,
         audit_log: Path | None = None,
         chat_template: str | None = None,
         has_grammars: bool = False,
@@ -48,6 +51,9 @@ class MakeCompletions:
                 vocab_size=tokenizer.vocab_size,
                 dtype="float32",
                 max_choices=max_choices,
+                aliases=aliases,
+                root="org/tiny",
+                max_held=max_held,
             ),
             metrics=Metrics(),
             max_request_s=max_request_s,

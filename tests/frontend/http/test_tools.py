@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
+from core.spec.schema import RouterSpec
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.grpc.chat import chat_of
@@ -243,7 +244,9 @@ async def test_unknown_fields_are_ignored_and_listed(completions: MakeCompletion
 
 async def test_unknown_fields_are_rejected_with_their_path(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, rejects_unknown_fields=True)
+    app = create_app(
+        service, access=Access.anybody(), is_healthy=lambda: True, spec=RouterSpec(unknown_fields="refuse")
+    )
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
         for unknown, param in (
             ({"mood": 1}, "mood"),
