@@ -91,6 +91,13 @@ class Member:
     def max_local_decode_blocks(self) -> int:
         return int(self.local_decode_share * self.num_blocks)
 
+    @property
+    def max_decoded_tokens(self) -> int:
+        """Maximum length of a sequence that this replica decodes, in tokens; 0: none."""
+        if self.role is Role.DECODE:
+            return self.max_tokens
+        return min(self.max_tokens, self.max_local_decode_blocks * self.block_size)
+
     def understands(self, request: SequenceRequest) -> bool:
         """Return whether this replica supports every feature of the request that affects its tokens or logprobs."""
         needed = (
