@@ -188,9 +188,9 @@ class PoolSpec(_Section):
 class PrefillPoolSpec(PoolSpec):
     max_batch_tokens: Annotated[Tokens, Field(ge=16)] = 2048
     """Maximum tokens per step. Longer prompts are computed in chunks. Steps may be long: no decode waits for them."""
-    answer_share: Annotated[float, Field(ge=0, le=0.9)] = 0.0
+    answer_share: Annotated[float, Field(ge=0, le=0.9)] = 0.5
     """Fraction of a replica's slots and KV blocks for answers that it decodes itself, if every decode replica is full
-    and waiting would take longer, or if there is none. 0: prefill only."""
+    and waiting would take longer, or if none holds the sequence or lives. 0: prefill only."""
 
     @property
     def local_decode_share(self) -> float:
