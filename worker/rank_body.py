@@ -377,4 +377,5 @@ def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_t
         keeps_thinking_budgets=True,
         tells_prompt_logprobs=True,
         local_decode_share=setup.pool.local_decode_share,
+        answers_overflow=setup.pool.answers_overflow,
     )

@@ -79,6 +79,7 @@ class Member:
     tells_prompt_logprobs: bool = False
     # Fraction of a prefill replica's slots and blocks for local decodes.
     local_decode_share: float = 0.0
+    answers_overflow: bool = False  # it also decodes while every decode replica is full
     metrics_address: str = ""  # "host:port" of its Prometheus metrics; empty: from an older version
     wire_version: int = WIRE_VERSION
 

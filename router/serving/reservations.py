@@ -271,12 +271,15 @@ class Reservations:
         return self._need(request).num_blocks
 
     def free_places(self) -> Places:
-        """Sum the free places of decode replicas, and of prefill replicas for local decodes."""
+        """Sum the free places of decode replicas, and of prefill replicas that would decode now."""
         free = NO_PLACES
-        for replica in self.replicas.usable(Role.DECODE):
+        decodes = self.replicas.usable(Role.DECODE)
+        for replica in decodes:
             load = replica.load()
             free = free.plus(Places(load.free_streams, load.free_blocks))
         for replica in self.replicas.usable(Role.PREFILL):
+            if decodes and not replica.member.answers_overflow:
+                continue
             load = replica.load()
             free = free.plus(Places(load.free_local_decodes, load.free_local_decode_blocks))
         return free
@@ -340,7 +343,8 @@ class Reservations:
         avoid: Set[Culprit] = NO_CULPRITS,
         prefill_needs_room: bool = False,
     ) -> Pair | None:
-        """Reserve a prefill replica that answers alone, if no decode replica has room and waiting for one costs more.
+        """Reserve a prefill replica that answers alone, if there is no decode replica, or if none has room and waiting
+        for one costs more.
 
         An offline request decodes locally only if there is no decode replica.
         """
@@ -351,7 +355,7 @@ class Reservations:
         hosts = [
             load
             for load in with_room_for_local_decode(prefills, demand.need)
-            if load.has_room_to_prefill or not prefill_needs_room
+            if (load.has_room_to_prefill or not prefill_needs_room) and (load.member.answers_overflow or not decodes)
         ]
         if not hosts:
             return None

@@ -97,6 +97,7 @@ class World:
         self.born_at: dict[str, float] = {}
         self.tenant_share = 1.0
         self.tells_prompt_logprobs = True  # applies to workers added from now on
+        self.answers_overflow = True  # applies to prefill replicas added from now on
         self.local_decode_share = 0.0  # applies to prefill replicas added from now on
         self._gone: list[FakeWorker] = []
         self._num_made = 0
@@ -141,6 +142,7 @@ class World:
             max_running=6,
             tells_prompt_logprobs=self.tells_prompt_logprobs,
             local_decode_share=self.local_decode_share if role is Role.PREFILL else 0.0,
+            answers_overflow=self.answers_overflow,
         )
         self.replicas.add(member)
         return worker
