@@ -90,8 +90,8 @@ class Attempt:
             try:
                 await self._choices.wait()
             except ClusterError:
-                # No call has failed, so a token stream has.
-                self.culprits = self.culprits or self.streams.replicas()
+                if not self.culprits:  # no call has failed, so a token stream has
+                    self.culprits |= self.streams.replicas()
                 raise
             if self._prefilling and self._choices.is_decoding:
                 await asyncio.wait({self._prefilling}, timeout=_SHIPPED_S)
