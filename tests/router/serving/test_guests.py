@@ -145,6 +145,7 @@ def test_the_model_is_available_while_prefill_replicas_answer() -> None:
 
 def test_answers_of_a_lost_last_decode_replica_continue_on_prefill_replicas() -> None:
     async def play(world: World) -> None:
+        world.answers_overflow = False
         prefill, decode = await _deployed(world)
         clients = _ask(world, _GUESTS)
         await until(lambda: all(len(client.received.get(0, [])) > 2 for client in clients))
