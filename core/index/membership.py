@@ -77,6 +77,7 @@ class Member:
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
     # Fraction of a prefill replica's slots and blocks for local decodes.
     local_decode_share: float = 0.0
+    answers_overflow: bool = False  # it also decodes while every decode replica is full
     metrics_address: str = ""  # "host:port" of its Prometheus metrics
     wire_version: int = WIRE_VERSION
 
@@ -88,6 +89,13 @@ class Member:
     @property
     def max_local_decode_blocks(self) -> int:
         return int(self.local_decode_share * self.num_blocks)
+
+    @property
+    def max_decoded_tokens(self) -> int:
+        """Maximum length of a sequence that this replica decodes, in tokens; 0: none."""
+        if self.role is Role.DECODE:
+            return self.max_tokens
+        return min(self.max_tokens, self.max_local_decode_blocks * self.block_size)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | _FEATURES)

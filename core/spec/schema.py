@@ -196,17 +196,29 @@ class PoolSpec(_Section):
         """Fraction of slots and blocks for local decodes of a prefill replica."""
         return 0.0
 
+    @property
+    def answers_overflow(self) -> bool:
+        """True if local decodes also run while every decode replica is full."""
+        return False
+
 
 class PrefillPoolSpec(PoolSpec):
     max_batch_tokens: Annotated[Tokens, Field(ge=16)] = 2048
     """Maximum tokens per step. Longer prompts are computed in chunks. Steps may be long: no decode waits for them."""
-    answer_share: Annotated[float, Field(ge=0, le=0.9)] = 0.0
-    """Fraction of a replica's slots and KV blocks for answers that it decodes itself, if every decode replica is full
-    and waiting would take longer, or if there is none. 0: prefill only."""
+    answer_share: Annotated[float, Field(ge=0, le=0.9)] = 0.5
+    """Fraction of a replica's slots and KV blocks for answers that it decodes itself, if no decode replica lives or
+    holds the sequence. 0: prefill only."""
+    answer_overflow: bool = False
+    """Also decode if every decode replica is full and waiting is predicted to take longer. Requests then start sooner
+    under overload, but prompts slow these answers down."""
 
     @property
     def local_decode_share(self) -> float:
         return self.answer_share
+
+    @property
+    def answers_overflow(self) -> bool:
+        return self.answer_overflow
 
 
 class DecodePoolSpec(PoolSpec):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 
 from core.types.request import SequenceRequest
 from router.generation import Generation
-from router.routing.chooser import Chooser
+from router.routing.chooser import Chooser, Culprit
 from router.routing.decisions import Decisions
 from router.routing.revisions import Revisions
 from router.serving.admission import Admission
@@ -73,7 +73,7 @@ class RouterCore:
         self.decisions.live(request.id, relay.life, tenant=request.tenant, drafts=relay.route.drafts)
         return relay
 
-    def attempt(self, state: RequestState, request: SequenceRequest, pair: Pair, avoid: Set[str]) -> Attempt:
+    def attempt(self, state: RequestState, request: SequenceRequest, pair: Pair, avoid: Set[Culprit]) -> Attempt:
         """Create an attempt at the rest of a request; the caller runs it."""
         return Attempt(
             state,

@@ -119,7 +119,9 @@ class Availability:
         """Mark the model as no longer served by this router, so that no request waits for a replica."""
         self._has_ended = True
 
-    def error(self) -> ModelUnavailable:
+    def error(self, *, num_tokens: int = 0) -> ModelUnavailable:
+        """num_tokens: length of the sequence that a replica must hold."""
         called = f"model {self._model!r}" if self._model else "this model"
-        why = "this router leaves it" if self._has_ended else "it has no decode replica"
+        why = "it has no decode replica" + (f" that holds {num_tokens} tokens" if num_tokens else "")
+        why = "this router leaves it" if self._has_ended else why
         return ModelUnavailable(f"{called} cannot be served at present: {why}", retry_after_s=1.0)

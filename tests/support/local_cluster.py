@@ -9,7 +9,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,22 +121,28 @@ class LocalCluster:
         prepare: Callable[[], None] | None = None,
         log: str = RANKS_LOG,
         on: Host | None = None,
+        kv_memory_gib: float | None = None,
     ) -> LocalReplica:
         """Start one more replica and wait until the router sees it.
 
+        kv_memory_gib: its KV pool; None: as in the spec.
         Faults, ceiling, prepare, log and a remote host are for ranks in their own processes.
         """
         replica = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
-        for rank in range(self.spec.pool(role).tensor_parallel):
+        pool, launch = self.spec.pool(role), self.launch
+        if kv_memory_gib is not None:
+            pool = pool.model_copy(update={"kv_memory_gib": kv_memory_gib})
+            launch = replace(launch, spec=self.spec.model_copy(update={role.value: pool}))
+        for rank in range(pool.tensor_parallel):
             identity = self.identity(ProcessName.of_rank(self.spec.name, replica.id, rank))
             place: dict[str, Any] = {"host": on.address, "network": on.network} if on else {"host": "127.0.0.1"}
             made: Any
             if self.processes:
                 how: dict[str, Any] = {"faults": faults, "ceiling": ceiling, "prepare": prepare, "log": log}
-                made = RankInProcess(role, self.launch, identity=identity, **how, **place)
+                made = RankInProcess(role, launch, identity=identity, **how, **place)
             else:
-                made = _MAKERS[role](self.launch, identity=identity, **place)
+                made = _MAKERS[role](launch, identity=identity, **place)
             replica.ranks.append(made)
         self.pools[role].append(replica)
         bindings = await asyncio.gather(*(asyncio.to_thread(rank.bind) for rank in replica.ranks))
