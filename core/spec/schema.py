@@ -109,6 +109,8 @@ class ModelSpec(_Section):
         if kind in ("pypi", "hf"):
             return name.split("@")[0].split("==")[0].removesuffix(".gguf")
         path = Path(self.source).expanduser()
+        if cached := next((part for part in path.parts if part.startswith("models--")), None):  # the hub's cache
+            return cached.removeprefix("models--").replace("--", "/")
         return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
