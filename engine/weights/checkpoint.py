@@ -64,12 +64,14 @@ def check_tensors(
                for name in expected if name not in found]  # fmt: skip
     wrong = [f"{name} is {found[name]}, not {shape}" for name, shape in expected.items()
              if name in found and found[name] != shape]  # fmt: skip
-    surplus = [name for name in found if name not in expected and name not in optional]
+    surplus = [name for name in found if name not in expected and name not in optional and not _BUFFER.search(name)]
     scales = [name for name in surplus if _SCALE.search(name)]
     owners = tuple({_owner(name) for name in (*expected, *optional)})
-    inside = [name for name in surplus if name.startswith(owners) and name not in scales and not _BUFFER.search(name)]
-    outside = [name for name in surplus if not name.startswith(owners)]
+    inside = [name for name in surplus if name.startswith(owners) and name not in scales]
+    outside = [name for name in surplus if not name.startswith(owners) and name not in scales]
     refused = [name for name in inside if not name.endswith(_ZEROS) or bool(checkpoint.read(name).float().any())]
+    if missing or wrong:
+        refused += outside  # probably the missing ones under other names
     complaints = [
         f"{what}: {_listed(names)}"
         for what, names in (("missing", missing), ("not expected", refused), ("wrong shape", wrong))
