@@ -114,11 +114,12 @@ def _check_repeated(body: TextBody | ChatBody, opened: Sequence[Completion], num
 
 
 def _model(model: ModelCard) -> JSON:
-    """Return OpenAI's model object. max_model_len is an extension, named as in vLLM."""
+    """Return OpenAI's model object. max_model_len, named as in vLLM, and default_sampling_params are extensions."""
     return {
         "id": model.id,
         "object": "model",
         "created": model.created,
         "owned_by": "cluster",
         "max_model_len": model.max_context,
+        "default_sampling_params": dict(model.sampling_defaults),
     }

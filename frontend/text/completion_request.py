@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from core.types.constraints import Grammar
 from core.types.errors import ContextLengthExceeded, RequestError, UnknownModel
@@ -52,6 +53,11 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
     "truncate_prompt_tokens": (-1, 2**31 - 1, True),
 }
 
+# Values of omitted fields for a model without defaults of its own.
+NEUTRAL: Mapping[str, float] = MappingProxyType(
+    {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
@@ -63,6 +69,8 @@ class ModelCard:
     dtype: str
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds; when this router loaded it
     max_choices: int = MAX_CHOICES  # that one replica can run at once
+    # Values of omitted fields: all of NEUTRAL, and perhaps max_tokens, which the room in the context limits.
+    sampling_defaults: Mapping[str, float] = NEUTRAL
 
     @property
     def max_answer_tokens(self) -> int:
@@ -82,11 +90,12 @@ class CompletionRequest:
     max_tokens: int | None = None  # None: up to the context
     max_tokens_field: str = "max_tokens"  # the client's name of the field
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0  # 0 and -1: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    # None: the model's default
+    temperature: float | None = None
+    top_k: int | None = None  # 0 and -1: off
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
@@ -249,14 +258,17 @@ def sampling_of(
         text = f"{request.grammar_field}: not supported; this model has no end-of-sequence token to end the answer"
         raise RequestError(text, param=request.grammar_field)
     seed = random_seed() if request.seed is None else request.seed & _SEED_BITS
+    own = {name: value for name in NEUTRAL if (value := getattr(request, name)) is not None}
+    chosen = {**model.sampling_defaults, **own}
+    usual = max(int(chosen.get("max_tokens", room)), request.min_tokens)
     return Sampling(
-        max_tokens=request.max_tokens or min(room, request.max_answer or room),
+        max_tokens=request.max_tokens or min(room, usual, request.max_answer or room),
         min_tokens=request.min_tokens,
-        temperature=0.0 if request.temperature < GREEDY_BELOW else request.temperature,
-        top_k=max(0, request.top_k),
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
+        temperature=0.0 if chosen["temperature"] < GREEDY_BELOW else chosen["temperature"],
+        top_k=max(0, int(chosen["top_k"])),
+        top_p=chosen["top_p"],
+        min_p=chosen["min_p"],
+        repetition_penalty=chosen["repetition_penalty"],
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         seed=seed,
