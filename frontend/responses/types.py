@@ -189,8 +189,10 @@ class ResponsesBody(GenerationBody):
             item.check(f"input[{number}]")
 
     def echoed_fields(self) -> JSON:
-        """Return the request fields that a response repeats; large ones are encoded already. None for omitted temperature
-        and top_p, whose defaults are the model's."""
+        """Return the request fields that a response repeats; large ones are encoded already.
+
+        An omitted temperature or top_p is None, because its default is the model's.
+        """
         tools = [tool.model_dump(by_alias=True, exclude_unset=True) for tool in self.tools or ()]
         config = self.text.format if self.text else None
         shown = config.model_dump(by_alias=True, exclude_none=True) if config else {"type": "text"}

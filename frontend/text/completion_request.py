@@ -70,7 +70,7 @@ class ModelCard:
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds; when this router loaded it
     max_choices: int = MAX_CHOICES  # that one replica can run at once
     # Values of omitted fields: all of NEUTRAL, and perhaps max_tokens, which the room in the context limits.
-    sampling_defaults: Mapping[str, float] = NEUTRAL
+    sampling_defaults: Mapping[str, float] = field(default_factory=lambda: NEUTRAL)
 
     @property
     def max_answer_tokens(self) -> int:
