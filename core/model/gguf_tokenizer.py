@@ -111,7 +111,7 @@ def _control_tokens(metadata: dict[str, Any]) -> list[str]:
 
 
 def _typed_tokens(metadata: dict[str, Any]) -> list[tuple[str, int]]:
-    types = metadata.get("tokenizer.ggml.token_type", ())
+    types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
     return list(zip_longest(tokens := _tokens(metadata), types[: len(tokens)], fillvalue=_NORMAL))
 
 

@@ -47,8 +47,9 @@ def check_format(names: Collection[str], config: Mapping[str, Any]) -> None:
         by_suffix.setdefault(stem.rpartition(".")[2], name)  # adapters and some quantizers write X.suffix.weight
     if (packed := by_suffix.get("weight_packed")) is not None:
         raise SpecError(f"{packed}: {_packed_format(by_suffix)} is not supported; {INSTEAD}")
-    if suffix := next((suffix for suffix in _UNSUPPORTED if suffix in by_suffix), None):
-        raise SpecError(f"{by_suffix[suffix]}: {_UNSUPPORTED[suffix]} is not supported; {INSTEAD}")
+    for last, kind in _UNSUPPORTED.items():
+        if last in by_suffix:
+            raise SpecError(f"{by_suffix[last]}: {kind} is not supported; {INSTEAD}")
     if native := next((name for name in names if name.endswith(_NATIVE)), None):
         raise SpecError(
             f"{native}: tensors under Mistral's or Meta's own names are not supported; use the repository's "

@@ -35,7 +35,7 @@ def generation_config_dir(model_dir: Path, choice: str) -> Path:
 def sampling_defaults(model_dir: Path, choice: str) -> Mapping[str, float]:
     """Return the values for fields that a request omits, by the request's names; max_tokens only if the file has one.
 
-    choice: `auto`, `vllm` or a directory, as in the spec. `do_sample: false` in the file means greedy. Raises SpecError.
+    choice: `auto`, `vllm` or a directory, as in the spec. The file's `do_sample: false` means greedy. Raises SpecError.
     """
     if choice == "vllm":
         return NEUTRAL
