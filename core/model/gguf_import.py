@@ -35,6 +35,10 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_SAMPLING = {f"general.sampling.{key}": key for key in ("top_k", "top_p", "min_p")} | {
+    "general.sampling.temp": "temperature",
+    "general.sampling.penalty_repeat": "repetition_penalty",
+}
 _MAX_COUNT = 1 << 31
 _ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies (Llama 3.1)
 
@@ -68,7 +72,8 @@ def import_gguf(gguf: Path, into: Path) -> None:
         raise SpecError(f"{gguf}: invalid metadata: {text}") from error
     write_table(into, tensors)
     ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_token_ids(header.metadata)}
-    (into / "generation_config.json").write_text(json.dumps(ends, indent=2))
+    sampling = {name: value for key, name in _SAMPLING.items() if (value := header.metadata.get(key)) is not None}
+    (into / "generation_config.json").write_text(json.dumps(ends | sampling, indent=2))
     (into / "config.json").write_text(json.dumps(config, indent=2))
 
 

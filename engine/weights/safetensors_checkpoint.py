@@ -32,20 +32,25 @@ class SafetensorsCheckpoint:
             logger.warning(
                 "%s: %d tensors that the index does not name are not read: %s", model_dir, len(self.unindexed), named
             )
+        # Saved from the model without its head. Draft heads have the same names, and `fc`.
+        is_base = "embed_tokens.weight" in located and "fc.weight" not in located
         opened = {path: safe_open(path, framework="pt") for path in sorted(set(located.values()))}
-        self._file_of: dict[str, Any] = {name: opened[path] for name, path in located.items()}
-        stored = {name: file.get_slice(name) for name, file in self._file_of.items()}
-        self.shapes: dict[str, Shape] = {name: tuple(tensor.get_shape()) for name, tensor in stored.items()}
-        self.dtypes: dict[str, str] = {name: tensor.get_dtype() for name, tensor in stored.items()}
+        self._stored: dict[str, tuple[Any, str]] = {  # file, and the tensor's name in it
+            f"model.{name}" if is_base and not name.startswith("lm_head.") else name: (opened[path], name)
+            for name, path in located.items()
+        }
+        slices = {name: file.get_slice(stored) for name, (file, stored) in self._stored.items()}
+        self.shapes: dict[str, Shape] = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
+        self.dtypes: dict[str, str] = {name: tensor.get_dtype() for name, tensor in slices.items()}
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        file, stored = self._stored[name]
         if rows is None and columns is None:
             # get_slice does not support scalars.
-            whole: Tensor = self._file_of[name].get_tensor(name)
+            whole: Tensor = file.get_tensor(stored)
             return whole
-        stored = self._file_of[name].get_slice(name)
-        taken = slice(*rows or (None,))
-        tensor: Tensor = stored[taken] if columns is None else stored[taken, slice(*columns)]
+        taken, part = slice(*rows or (None,)), file.get_slice(stored)
+        tensor: Tensor = part[taken] if columns is None else part[taken, slice(*columns)]
         return tensor
 
     def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> None:

@@ -314,6 +314,12 @@ def test_a_repository_of_safetensors(hub: FakeHub, model_dir: Path) -> None:
     assert fetched == {path.name for path in model_dir.iterdir()}
 
 
+def test_a_repository_of_consolidated_weights(hub: FakeHub) -> None:
+    hub.files["consolidated.safetensors"] = hub.files.pop("model.safetensors")
+    stdout, stderr = from_hub(hub, "hf:org/name")
+    assert (Path(stdout) / "consolidated.safetensors").exists(), stderr
+
+
 def test_a_repository_of_gguf_files(hub: FakeHub, model_file: Path) -> None:
     hub.files = {"Tiny-Q.gguf": model_file.read_bytes(), "README.md": b"#"}
     stdout, stderr = from_hub(hub, "hf:org/name")

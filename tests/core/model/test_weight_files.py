@@ -14,6 +14,7 @@ from core.model.weight_files import locate_tensors, weight_files
 from core.spec.schema import ModelSpec
 from core.types.errors import SpecError
 from tests.core.model.test_config import LLAMA
+from tests.core.model.test_source import run_resolve
 
 _INDEX = "model.safetensors.index.json"
 _SET = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -130,6 +131,13 @@ def test_repository_of_the_hubs_cache(cached: Path) -> None:
     (cached / "refs" / "main").write_text("gone")
     with pytest.raises(SpecError, match="the snapshot gone of refs/main is missing"):
         resolve(str(cached))
+
+
+def test_hub_source_is_found_in_the_hubs_cache(cached: Path, tmp_path: Path) -> None:
+    (cached.parent / "version.txt").write_text("1")
+    environment = {"HF_HUB_CACHE": str(cached.parent), "HF_HUB_OFFLINE": "1", "CLUSTER_CACHE": str(tmp_path / "ours")}
+    stdout, stderr = run_resolve("hf:org/Tiny-1B", **environment).communicate(timeout=50)
+    assert stdout.strip() == str(cached / "snapshots" / "c0ffee"), stderr
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,15 @@ def test_tensors_outside_the_model_pass_with_a_warning(tmp_path: Path, caplog: p
         logits_of(tmp_path)
 
 
+def test_names_without_the_prefix_of_the_model(tmp_path: Path) -> None:
+    """Embedding models are saved from the part below the head."""
+    model = written(tmp_path, "qwen3", tie_word_embeddings=True)
+    model.model.save_pretrained(tmp_path)
+    assert "norm.weight" in load_file(tmp_path / "model.safetensors")
+    edit(tmp_path, lambda tensors: None, architectures=["Qwen3ForCausalLM"])
+    check_equal(tmp_path, model)
+
+
 W = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
 
 
