@@ -168,6 +168,11 @@ def test_fingerprint_depends_on_the_weights(tmp_path: Path) -> None:
     assert fingerprint_of("c", weights + b"x") != first
     assert fingerprint_of("d", weights[:-1] + b"x") != first
     assert fingerprint_of("e", weights, rope_theta=3.0) != first
+    index = tmp_path / "a" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "model.safetensors"}}))
+    indexed = model_config.fingerprint(tmp_path / "a")
+    index.write_text(json.dumps({"weight_map": {"y": "model.safetensors"}}))
+    assert len({first, indexed, model_config.fingerprint(tmp_path / "a")}) == 3
 
 
 def test_gguf_fingerprint_is_independent_of_the_path(tmp_path: Path) -> None:
