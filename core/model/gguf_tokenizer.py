@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import re
-from itertools import zip_longest
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -111,8 +110,8 @@ def _control_tokens(metadata: dict[str, Any]) -> list[str]:
 
 
 def _typed_tokens(metadata: dict[str, Any]) -> list[tuple[str, int]]:
-    types: list[int] = metadata.get("tokenizer.ggml.token_type", [])
-    return list(zip_longest(tokens := _tokens(metadata), types[: len(tokens)], fillvalue=_NORMAL))
+    tokens, types = _tokens(metadata), metadata.get("tokenizer.ggml.token_type", [])
+    return list(zip(tokens, [*types, *[_NORMAL] * (len(tokens) - len(types))], strict=False))
 
 
 def _tokens(metadata: dict[str, Any]) -> list[str]:
