@@ -26,6 +26,7 @@ from frontend.chat.output_format import OutputFormat
 from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, ModelCard
+from frontend.text.sampling_defaults import generation_config_dir, sampling_defaults
 from frontend.text.tokenizer import Tokenizer
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
@@ -90,7 +91,8 @@ class ServedModel:
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
-        tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
+        generation_dir = generation_config_dir(model_dir, spec.model.generation_config)
+        tokenizer = await asyncio.to_thread(Tokenizer, model_dir, generation_dir=generation_dir)
         grammars = await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size)
         replicas = Replicas(
             lambda member: GrpcWorker(member, identity=identity),
@@ -145,6 +147,7 @@ class ServedModel:
                 dtype=spec.model.dtype,
                 max_choices=min(MAX_CHOICES, spec.decode.max_running),
                 max_held=replicas.max_tokens,
+                sampling_defaults=sampling_defaults(model_dir, spec.model.generation_config),
             ),
             metrics=metrics,
             max_request_s=spec.timeouts.request_s,

@@ -87,6 +87,10 @@ class ModelSpec(_Section):
     first one. null: derived from `source`."""
     max_context: Annotated[Tokens, Field(ge=16)] | None = None
     """Maximum length of prompt and answer together. null: the model's own limit."""
+    generation_config: str = "auto"
+    """Sampling defaults of requests that omit a field. `auto`: the model's generation_config.json (temperature, top_k,
+    top_p, min_p, repetition_penalty, max_new_tokens, and do_sample: false as temperature 0). `vllm`: none, as in vLLM.
+    A directory on the routers' hosts: its generation_config.json."""
     tool_parser: ToolParser = "auto"
     """Format of the model's tool calls. `auto`: detected from its chat template. `none`: requests with tools are
     rejected."""
@@ -96,6 +100,11 @@ class ModelSpec(_Section):
     chat_template: str | None = None
     """Chat template: Jinja text (recognized by its braces), or the path of a file on the routers' hosts. null: the
     model's own."""
+
+    @field_validator("generation_config")
+    @classmethod
+    def _word_or_directory(cls, value: str) -> str:
+        return value if value in ("auto", "vllm") else _whole_path(value)
 
     @field_validator("chat_template")
     @classmethod
@@ -121,6 +130,8 @@ class ModelSpec(_Section):
         if kind in ("pypi", "hf"):
             return name.split("@")[0].split("==")[0].removesuffix(".gguf")
         path = Path(self.source).expanduser()
+        if cached := next((part for part in path.parts if part.startswith("models--")), None):  # the hub's cache
+            return cached.removeprefix("models--").replace("--", "/")
         return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 

@@ -129,7 +129,7 @@ class MessagesBody(ConversationBody):
     ) = None
     """The text ends before the first match."""
     temperature: float | None = None
-    """Default 1. 0 means greedy decoding."""
+    """0 means greedy decoding. Default, as of `top_p` and `top_k`: the model's; see /v1/chat/completions."""
     top_p: float | None = None
     top_k: int | None = None
     """0 turns it off."""

@@ -120,7 +120,7 @@ def _check_repeated(body: TextBody | ChatBody, opened: Sequence[Completion], num
 
 
 def _model(model: ModelCard, name: str) -> JSON:
-    """Return OpenAI's model object under one of the model's names, with extensions named as in vLLM."""
+    """Return OpenAI's model object under one of the model's names, with extensions."""
     return {
         "id": name,
         "object": "model",
@@ -129,4 +129,5 @@ def _model(model: ModelCard, name: str) -> JSON:
         "root": model.root,
         "parent": None,
         "max_model_len": model.max_model_len,
+        "default_sampling_params": dict(model.sampling_defaults),
     }

@@ -68,9 +68,10 @@ class _Sampled(GenerationBody):
     model: str | None = None
     """Default: the model of the router's own deployment."""
     max_tokens: int | None = None
-    """Default: 16 for a text; for a chat, the rest of the context."""
+    """Default: 16 for a text; for a chat, the model's `max_tokens` in `/v1/models`, else the rest of the context."""
     temperature: float | None = None
-    """Default 1. 0 means greedy decoding."""
+    """0 means greedy decoding. Default, as of `top_p`, `top_k`, `min_p` and `repetition_penalty`: the model's, as in
+    `default_sampling_params` of `/v1/models`."""
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -90,7 +91,7 @@ class _Sampled(GenerationBody):
     min_p: float | None = None
     """Extension."""
     repetition_penalty: float | None = None
-    """Extension. Applied to tokens of prompt and answer, as in transformers. Default 1."""
+    """Extension. Applied to tokens of prompt and answer, as in transformers."""
     min_tokens: int | None = None
     """Extension: no stop token is sampled, and no stop string matches, before this many tokens."""
     stop_token_ids: list[int] | None = None

@@ -72,6 +72,8 @@ class ResponsesApi:
         (completion,) = await self._opener.open(turn.parsed, request, request_context)
         headers = {**await request_context.charge([completion]), **turn.parsed.ignored}
         body, tenant = turn.parsed.body, tenant_of(request)
+        defaults, echoed = completion.service.model.sampling_defaults, turn.echoed_fields
+        chosen = {name: defaults[name] for name in ("temperature", "top_p") if echoed[name] is None}
 
         async def keep(response: JSON) -> bool:
             value = to_json({"response": response, "input": turn.items})
@@ -82,7 +84,7 @@ class ResponsesApi:
             model=completion.model_name,
             completion=completion,
             form=ChatForm(completion.service.tokenizer),
-            echoed_fields=turn.echoed_fields,
+            echoed_fields={**echoed, **chosen},
             keep=keep,
             stores=body.store is not False and self._stored.stores,
             is_streamed=bool(body.stream),

@@ -105,7 +105,7 @@ class ResponsesBody(GenerationBody):
     """Maximum number of tokens of the output, including reasoning and calls. Default: the rest of the context, to which
     larger values are clamped."""
     temperature: float | None = None
-    """Default 1. 0 means greedy decoding."""
+    """0 means greedy decoding. Default, as of `top_p`: the model's; see /v1/chat/completions."""
     top_p: float | None = None
     stream: bool | None = None
     text: TextConfig | None = None
@@ -192,7 +192,10 @@ class ResponsesBody(GenerationBody):
             item.check(f"input[{number}]")
 
     def echoed_fields(self) -> JSON:
-        """Return the request fields that a response repeats; large ones are encoded already."""
+        """Return the request fields that a response repeats; large ones are encoded already.
+
+        An omitted temperature or top_p is None, because its default is the model's.
+        """
         tools = [tool.model_dump(by_alias=True, exclude_unset=True) for tool in self.tools or ()]
         config = self.text.format if self.text else None
         shown = config.model_dump(by_alias=True, exclude_none=True) if config else {"type": "text"}
@@ -206,12 +209,12 @@ class ResponsesBody(GenerationBody):
             "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": self.reasoning.effort if self.reasoning else None, "summary": None},
             "service_tier": "default",
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": self.temperature,
             "text": Raw(to_json({"format": shown})),
             "tool_choice": {"type": "function", "name": choice.name} if isinstance(choice, ToolNamed) else choice,
             "tools": Raw(to_json([{"parameters": None, "strict": None, **tool} for tool in tools])),
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": self.top_p,
             "truncation": self.truncation or "disabled",
             "user": self.user,
         }

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from core.types.constraints import Grammar
 from core.types.errors import ContextLengthExceeded, RequestError, UnknownModel
@@ -52,6 +53,11 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
     "truncate_prompt_tokens": (-1, 2**31 - 1, True),
 }
 
+# Values of omitted fields for a model without defaults of its own.
+NEUTRAL: Mapping[str, float] = MappingProxyType(
+    {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
@@ -76,6 +82,8 @@ class ModelCard:
         """Limit of prompt and answer together: the context, or what the largest replica holds, if that is less."""
         held = self.max_held()
         return self.max_context if held is None else min(self.max_context, held)
+    # Values of omitted fields: all of NEUTRAL, and perhaps max_tokens, which the room in the context limits.
+    sampling_defaults: Mapping[str, float] = field(default_factory=lambda: NEUTRAL)
 
     @property
     def max_answer_tokens(self) -> int:
@@ -96,11 +104,12 @@ class CompletionRequest:
     max_tokens_field: str = "max_tokens"  # the client's name of the field
     clamps_max_tokens: bool = False  # max_tokens is an upper bound, which may exceed the room for the answer
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0  # 0 and -1: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    # None: the model's default
+    temperature: float | None = None
+    top_k: int | None = None  # 0 and -1: off
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
@@ -269,14 +278,17 @@ def sampling_of(
         text = f"{request.grammar_field}: not supported; this model has no end-of-sequence token to end the answer"
         raise RequestError(text, param=request.grammar_field)
     seed = random_seed() if request.seed is None else request.seed & _SEED_BITS
+    own = {name: value for name in NEUTRAL if (value := getattr(request, name)) is not None}
+    chosen = {**model.sampling_defaults, **own}
+    usual = max(int(chosen.get("max_tokens", room)), request.min_tokens)
     return Sampling(
-        max_tokens=reserved or min(room, request.max_tokens or room, request.max_answer or room),
+        max_tokens=reserved or min(room, request.max_tokens or usual, request.max_answer or room),
         min_tokens=request.min_tokens,
-        temperature=0.0 if request.temperature < GREEDY_BELOW else request.temperature,
-        top_k=max(0, request.top_k),
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
+        temperature=0.0 if chosen["temperature"] < GREEDY_BELOW else chosen["temperature"],
+        top_k=max(0, int(chosen["top_k"])),
+        top_p=chosen["top_p"],
+        min_p=chosen["min_p"],
+        repetition_penalty=chosen["repetition_penalty"],
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         seed=seed,

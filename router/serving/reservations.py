@@ -167,7 +167,7 @@ class Reservations:
         """
         self.replicas.availability.check()
         self.check_fit(demand.request, share=1.0)  # the first replica may have joined after admission began
-        decodes = self._loads(Role.DECODE)
+        decodes = self._loads(Role.DECODE, demand)
         some: Sequence[ReplicaLoad] = with_room(decodes, demand.need)
         if not some and may_displace:
             some = [load for load in decodes if demand.need.num_streams <= load.free_streams]
@@ -233,7 +233,7 @@ class Reservations:
         """Return a stream on another decode replica, preferably one with room, for a choice on draining `source`."""
         demand = self.demand(request)
         depths = self._depths(demand)
-        decodes = [load for load in self._loads(Role.DECODE) if self._revisions.may_move(source, load.replica)]
+        decodes = [load for load in self._loads(Role.DECODE, demand) if self._revisions.may_move(source, load.replica)]
         for some in (with_room(decodes, demand.need), decodes):
             decision = self._chooser.choose(demand.need, [], some, depths)
             if decision and (replica := self._replica(decision.decode)):

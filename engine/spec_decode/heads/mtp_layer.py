@@ -47,9 +47,8 @@ class MtpLayer:
         reader, shape, index = room.reader, config.shape, model.num_layers
         assert shape is not None and shape.latent is not None
         prefix, eps = f"model.layers.{index}", shape.rms_norm_eps
-        found = {name: size for name, size in reader.checkpoint.shapes.items() if name.startswith(f"{prefix}.")}
         copies = frozenset({f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight"})
-        check_tensors(found, _expected(shape, index), optional=copies)
+        check_tensors(reader.checkpoint, _expected(shape, index), optional=copies, prefix=f"{prefix}.")
         self._model = room.model
         self._is_interleaved = shape.latent.is_interleaved
         self._scale = shape.attention_scale

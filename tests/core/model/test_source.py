@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from core.model import config as model_config
 from core.model import source as model_source
 from core.model.source import resolve
+from core.model.weight_files import weight_files
 from core.types.errors import SpecError
 from tests.core.model.test_config import write_no_weights
 from tests.support.disks import FakeDisk
@@ -103,7 +104,7 @@ def test_a_gguf_file_is_imported_once(model_file: Path) -> None:
     assert (config.vocab_size, config.num_kv_heads, config.eos_token_ids) == (4, 2, (3,))
     assert Tokenizer.from_file(str(directory / "tokenizer.json")).encode("ab<|end|>").ids == [2, 3]
     assert json.loads((directory / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
-    assert model_config.weight_files(directory) == [model_file]
+    assert weight_files(directory).paths == (model_file,)
     assert resolve(str(model_file), progress=messages.append) == directory
     assert messages == ["reading Tiny-Q.gguf"]
     os.utime(model_file, ns=(1, 1))
@@ -187,11 +188,11 @@ def _cut(directory: Path) -> None:
     ("spoil", "complaint"),
     [
         (lambda d: (d / "config.json").unlink(), "no such file; a model directory has config.json beside its weights"),
-        (lambda d: (d / "model.safetensors").unlink(), "no weights: expected model.safetensors"),
+        (lambda d: (d / "model.safetensors").unlink(), "no weights: expected .safetensors files"),
         (lambda d: (d / "model.safetensors").write_bytes(b"weights"), "not readable as safetensors: "),
         (lambda d: save_file({"x": np.zeros(9)}, d / "model.safetensors") or _cut(d), "; download it again"),
         (lambda d: (d / "model.safetensors").write_text(_POINTER), "a Git LFS pointer: run `git lfs pull`"),
-        (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer.json; write one with transformers"),
+        (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer.json; write one (`pip install transformers"),
         (lambda d: (d / "config.json").write_text('{"architectures": ["X"]}'), "architecture X is not supported"),
     ],
 )
@@ -311,6 +312,12 @@ def test_a_repository_of_safetensors(hub: FakeHub, model_dir: Path) -> None:
     assert any("/revision/v1" in path for path in hub.requests)
     fetched = {path.rsplit("/", 1)[-1] for path in hub.requests if path.startswith("GET /org")}
     assert fetched == {path.name for path in model_dir.iterdir()}
+
+
+def test_a_repository_of_consolidated_weights(hub: FakeHub) -> None:
+    hub.files["consolidated.safetensors"] = hub.files.pop("model.safetensors")
+    stdout, stderr = from_hub(hub, "hf:org/name")
+    assert (Path(stdout) / "consolidated.safetensors").exists(), stderr
 
 
 def test_a_repository_of_gguf_files(hub: FakeHub, model_file: Path) -> None:
