@@ -134,7 +134,10 @@ class ServedModel:
             tokenizer=tokenizer,
             chat_template=template,
             output_format=OutputFormat.of(
-                template.source, tool_parser=spec.model.tool_parser, reasoning_parser=spec.model.reasoning_parser
+                template.source,
+                tool_parser=spec.model.tool_parser,
+                reasoning_parser=spec.model.reasoning_parser,
+                is_special=tokenizer.has_special,
             ),
             model=ModelCard(
                 id=spec.model.name,

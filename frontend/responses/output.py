@@ -47,7 +47,10 @@ class ResponseOutput:
         if delta.thinking:
             self._opened("reasoning")
             self._piece(delta.thinking)
-        start = 0
+        start = delta.num_thought or 0
+        if delta.num_thought is not None:
+            self._add_text(delta.text[:start])
+            self._end_thinking()
         for call in delta.calls:
             if delta.text[start : call.at]:
                 self._add_text(delta.text[start : call.at])
@@ -70,6 +73,13 @@ class ResponseOutput:
     def items(self) -> list[JSON]:
         """All items that have ended."""
         return [item.whole() for item in self._items if item.status and not item.is_broken]
+
+    def _end_thinking(self) -> None:
+        """Turn the text so far into thinking; in a stream it has been sent as a message."""
+        if self._open and not self._reporter:
+            self._open.kind, self._open.texts = "reasoning", ["".join(self._open.texts).strip()]
+            self._open.id = f"{_PREFIX['reasoning']}_{self._id}_{self._open.index}"
+            self._open.logprobs = None
 
     def _add_text(self, text: str, logprobs: list[JSON] | None = None) -> None:
         item = self._opened("message")

@@ -26,7 +26,7 @@ from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking_budget import thinking_budget
-from frontend.structured_output.constrained_answer import bound_answer, may_think
+from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.grammar_check import GrammarCheck
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.text.answer_events import AnswerEvents
@@ -95,7 +95,7 @@ class Completions:
             tokenizer,
             chat_template,
             model=model,
-            output_format=replace(output_format or OutputFormat.of(chat_template.source), special=special),
+            output_format=replace(output_format or OutputFormat.of(chat_template.source, is_special=tokenizer.has_special), special=special),
             threads=self.threads,
         )
         self._grammars = GrammarCheck(grammars)
@@ -220,8 +220,9 @@ class Completion:
         if not isinstance(self.request.prompt, Chat):
             return None
         end = service.prompts.end_of(self.prompt_ids)
-        thinks = may_think(self.request.grammar, self.request.prompt, end)
-        return AnswerReader.of(self.request.prompt, service.prompts.output_format, end, may_think=thinks)
+        return AnswerReader.of(
+            self.request.prompt, service.prompts.output_format, end, grammar=self.request.grammar
+        )
 
     @asynccontextmanager
     async def run(

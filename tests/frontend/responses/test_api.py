@@ -444,8 +444,11 @@ async def test_truncated_answer_is_incomplete(serve: Serve) -> None:
             (item,) = whole.output
             assert (item.type, item.status) == (kind, whole.status)  # type: ignore[union-attr]
         served.say(_PARIS)
-        cut = await served.responses.create(input="hi", tools=[_FUNCTION], max_output_tokens=60)
-        assert cut.status == "incomplete" and _PARIS.startswith(cut.output_text) and len(cut.output_text) > 40
+        whole, last, _ = await both(served, input="hi", tools=[_FUNCTION], max_output_tokens=60)
+        assert same(whole) == same(last) and whole.status == "incomplete"
+        (call,) = whole.output
+        assert call.type == "function_call" and call.status == "incomplete", "a call that is cut off remains one"
+        assert call.arguments and call.arguments in _PARIS
 
 
 async def test_failed_stream_ends_with_an_event(serve: Serve) -> None:

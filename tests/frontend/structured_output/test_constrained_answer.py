@@ -14,7 +14,8 @@ from core.types.constraints import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from core.types.errors import RequestError
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
-from frontend.structured_output.constrained_answer import bound_answer, may_think
+from frontend.parsers.thinking import THINK
+from frontend.structured_output.constrained_answer import bound_answer
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ _TOOLS: tuple[dict[str, Any], ...] = (
     {"type": "function", "function": {"name": "now"}},
 )
 _USER = {"role": "user", "content": "hi"}
-_HERMES, _LLAMA, _THINKS = OutputFormat("hermes"), OutputFormat("llama3_json"), OutputFormat(None, thinks=True)
+_HERMES, _LLAMA, _THINKS = OutputFormat("hermes"), OutputFormat("llama3_json"), OutputFormat(tags=THINK)
 _LOOK, _NOW = (
     f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
     for name, arguments in (("look", '{"y": true}'), ("now", "{}"))
@@ -129,8 +130,7 @@ def test_thinking_precedes_the_answer(
     request = _request()
     assert _accepts(compiler, byte_level, request, _THINKS, text, prompt) is is_accepted
     assert isinstance(request.prompt, Chat)
-    thinks = may_think(request.grammar, request.prompt, prompt)
-    reader = AnswerReader.of(request.prompt, _THINKS, prompt, may_think=thinks)
+    reader = AnswerReader.of(request.prompt, _THINKS, prompt, grammar=request.grammar)
     if is_accepted and reader is not None:
         said = [reader.add(text), reader.finish()]
         assert "".join(one.text for one in said) == _ROME
