@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from core.types.constraints import Grammar, GrammarKind
@@ -13,7 +13,7 @@ from core.types.json_schema import DROPPED, rewritten
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import Start, Tags
-from frontend.structured_output.json_schema import in_lark, lenient, moved
+from frontend.structured_output.json_schema import LOOKING_AROUND, in_lark, lenient, moved, weakened
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.structured_output.structural_tag import structural_tag_rules
 from frontend.text.completion_request import CompletionRequest
@@ -43,14 +43,29 @@ def may_think(grammar: Grammar | None, start: Start) -> bool:
     return grammar is None or (grammar.kind in (*_SCHEMAS, GrammarKind.STRUCTURAL_TAG) and start != "after")
 
 
+def without_look_around(request: CompletionRequest) -> tuple[CompletionRequest, list[str]]:
+    """Return the request with a strict schema that a grammar can follow, and the paths of patterns that were weakened.
+
+    Raises RequestError.
+    """
+    grammar, param = request.grammar, request.grammar_field
+    if grammar is None or grammar.kind is not GrammarKind.JSON_SCHEMA or not LOOKING_AROUND.search(grammar.text):
+        return request, []
+    grammar.check(param)
+    try:
+        schema, paths = weakened(_object(grammar.text, param), param)
+    except RecursionError:
+        raise _too_deep(param) from None
+    return replace(request, grammar=Grammar(kind=grammar.kind, text=json.dumps(schema))), paths
+
+
 def bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt: str) -> Grammar | None:
     """Return the grammar of the whole answer. Raises RequestError if there is none. prompt: its last characters
     suffice."""
     try:
         return _bound_answer(request, output_format, prompt)
     except RecursionError:
-        text = f"{request.grammar_field}: it, or a tool's schema, is nested too deeply"
-        raise RequestError(text, param=request.grammar_field) from None
+        raise _too_deep(request.grammar_field) from None
 
 
 def _bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt: str) -> Grammar | None:
@@ -83,6 +98,10 @@ def _bound_answer(request: CompletionRequest, output_format: OutputFormat, promp
     schema = _object(grammar.text, request.grammar_field)
     rules.append(_rule("answer", schema, is_lenient=grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA))
     return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
+
+
+def _too_deep(param: str) -> RequestError:
+    return RequestError(f"{param}: it, or a tool's schema, is nested too deeply", param=param)
 
 
 def _thought(tags: Tags, special: SpecialTokens, *, is_open: bool) -> Iterator[str]:

@@ -95,7 +95,7 @@ class Completions:
             tokenizer,
             chat_template,
             model=model,
-            output_format=replace(output_format or OutputFormat.of(chat_template.source, is_special=tokenizer.has_special), special=special),
+            output_format=replace(output_format or OutputFormat.of(chat_template.sources, is_special=tokenizer.has_special), special=special),
             threads=self.threads,
         )
         self._grammars = GrammarCheck(grammars)
