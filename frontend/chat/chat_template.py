@@ -26,6 +26,7 @@ _ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 _DEVELOPER = "developer"  # OpenAI's newer name of system
 _PROBE = "PROBE-5e0c-"
 _SHORT: list[Message] = [{"role": "user", "content": "a"}]
+_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
 _SWITCHES = ("enable_thinking", "thinking", "reasoning")  # boolean template variables of model families
 EFFORT = "reasoning_effort"  # a template variable as well
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -71,7 +72,9 @@ class ChatTemplate:
             return  # an unusual template, about which probes say nothing
         self._calls = CallShape.of(self._try)
         self._history = History.of(
-            lambda messages: self._try(self._calls.convert(messages)), knows_developer=_DEVELOPER in source
+            lambda messages: self._try(self._calls.convert(messages)),
+            with_tools=lambda messages: self._try(messages, tools=[_TOOL] if self.knows_tools else None),
+            knows_developer=_DEVELOPER in source,
         )
         known = [name for name in _SWITCHES if name in self.variables]
         self.switches = tuple(name for name in known if self._try_with(name, True) != self._try_with(name, False))
@@ -168,7 +171,13 @@ class ChatTemplate:
 
     def _try(self, messages: Sequence[Message], **variables: Any) -> str | None:
         """Render a probe. Return None if the template rejects it."""
-        context = {**variables, **self._special_tokens, "messages": messages, "add_generation_prompt": True, "tools": None}
+        context = {
+            "tools": None,
+            **variables,
+            **self._special_tokens,
+            "messages": messages,
+            "add_generation_prompt": True,
+        }
         try:
             return self._guarded(context)
         except RequestError:

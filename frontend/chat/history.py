@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
@@ -38,15 +38,16 @@ class History:
     keeps_assistant_first: bool = True
     keeps_user_after_tool: bool = True
     keeps_calls: bool = True
+    keeps_orphans: bool = True  # results of tools that no message calls
     keeps_parallel_calls: bool = True
     splits_text: str | None = None  # messages for the text beside a call, in the letters of _ROLES; None: one
     reasoning: str = _REASONING[0]  # field of an assistant's thoughts
     keeps_reasoning_beside_text: bool = True  # in a message with calls
 
     @classmethod
-    def of(cls, render: Render, *, knows_developer: bool) -> History:
-        """Return the arrangement that a template needs. render: also converts call arguments. knows_developer: the
-        template names the role developer."""
+    def of(cls, render: Render, *, with_tools: Render, knows_developer: bool) -> History:
+        """Return the arrangement that a template needs. render: also converts call arguments. with_tools: likewise, for
+        a chat with tools. knows_developer: the template names the role developer."""
 
         def keeps(letters: str) -> bool:
             return _is_kept(render, _conversation(letters))
@@ -61,9 +62,10 @@ class History:
             keeps_late_system=keeps("suasu"),
             keeps_users=keeps("uuau"),
             keeps_assistants=keeps("uaau"),
-            keeps_assistant_first=keeps("au"),
+            keeps_assistant_first=keeps("au") and _is_kept(with_tools, _conversation("au")),
             keeps_user_after_tool=not has_calls or keeps("uctu"),
             keeps_calls=has_calls,
+            keeps_orphans=not has_calls or keeps("utuct"),
             keeps_parallel_calls=not has_calls or keeps("uCttau"),
             splits_text=None
             if not has_calls or keeps("uTtau")
@@ -86,6 +88,7 @@ class History:
         if not self.keeps_calls:
             arranged = [_as_text(message) for message in arranged]
         else:
+            arranged = arranged if self.keeps_orphans else _without_orphans(arranged)
             arranged = [part for message in arranged for part in self._split_text(message)]
             arranged = arranged if self.keeps_parallel_calls else _one_call_each(arranged)
         arranged = self._in_turns(arranged)
@@ -96,10 +99,11 @@ class History:
             if message.get("tool_calls") and message["content"] and not self.keeps_reasoning_beside_text:
                 thoughts, message["content"] = _BETWEEN.join((thoughts, message["content"])), None
             message[self.reasoning] = thoughts
-        if not self.keeps_assistant_first:
-            at = next((at for at, message in enumerate(arranged) if message["role"] not in _INSTRUCTIONS), None)
-            if at is not None and arranged[at]["role"] == "assistant":
-                arranged.insert(at, {"role": "user", "content": ""})
+        at = next((at for at, message in enumerate(arranged) if message["role"] not in _INSTRUCTIONS), len(arranged))
+        first = arranged[at] if at < len(arranged) else {"role": "user"}
+        is_called = first["role"] == "tool" or "tool_calls" in first  # no template expects that
+        if is_called or (first["role"] == "assistant" and not self.keeps_assistant_first):
+            arranged.insert(at, {"role": "user", "content": ""})
         return arranged
 
     def _with_instructions(self, messages: _Messages) -> _Messages:
@@ -171,6 +175,17 @@ def _as_text(message: Message) -> dict[str, Any]:
     return {**rest, "content": _BETWEEN.join(said)}
 
 
+def _without_orphans(messages: _Messages) -> _Messages:
+    """Write results as text that no call precedes."""
+    kept: _Messages = []
+    num_open = 0
+    for message in messages:
+        is_result = message["role"] == "tool"
+        num_open = num_open - 1 if is_result else len(message.get("tool_calls", ()))
+        kept.append(_as_text(message) if is_result and num_open < 0 else message)
+    return kept
+
+
 def _one_call_each(messages: _Messages) -> _Messages:
     """Give each of several parallel calls a message of its own, followed by its result."""
     split: _Messages = []
@@ -208,7 +223,7 @@ def _conversation(letters: str) -> _Messages:
             pending += ids
             message["tool_calls"] = [_call(id, f"{_CALL}{number}_{i}") for i, id in enumerate(ids)]
         if letter == "t":
-            message["tool_call_id"] = pending.pop(0)
+            message["tool_call_id"] = pending.pop(0) if pending else "orphan000"
         messages.append(message)
     return messages
 

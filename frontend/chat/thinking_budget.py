@@ -19,10 +19,12 @@ def thinking_budget(
     num_tokens, field, tags = request.thinking_token_budget, request.thinking_field, output_format.tags
     if num_tokens is None:
         return None
+    chat, grammar = request.prompt, request.grammar
+    if tags is None and isinstance(chat, Chat) and chat.thinks is not None:
+        return None  # part of a wish to think, which is ignored as a whole
     if tags is None:
         text = f"{field}: not supported; this model does not think (the operator can set model.reasoning_parser)"
         raise UnsupportedField(text, param=field)
-    chat, grammar = request.prompt, request.grammar
     start = output_format.start(chat if isinstance(chat, Chat) else None, prompt)
     if not (may_think(grammar, start) if isinstance(chat, Chat) else grammar is None):
         return None

@@ -110,10 +110,16 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
         (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL),
     ),
     "mistral": CallFormat(mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), ("[TOOL_CALLS]",)),
-    "qwen3_coder": CallFormat(qwen3_coder, ("<tool_call>", "<function="), ("<tool_call>", "</tool_call>"), ("<function=",)),
+    "qwen3_coder": CallFormat(
+        qwen3_coder, ("<tool_call>", "<function="), ("<tool_call>", "</tool_call>"), ("<function=",)
+    ),
     "hermes": CallFormat(hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>"), ("<tool_call>",)),
-    "pythonic": CallFormat(pythonic, (PYTHON_START, "[NAME("), (PYTHON_START, PYTHON_END), (PYTHON_START, "func_name1(")),
-    "llama3_json": CallFormat(llama3_json, ("<|python_tag|>", '{"name"'), ("<|python_tag|>",), ("<|python_tag|>", '"parameters": dictionary')),
+    "pythonic": CallFormat(
+        pythonic, (PYTHON_START, "[NAME("), (PYTHON_START, PYTHON_END), (PYTHON_START, "func_name1(")
+    ),
+    "llama3_json": CallFormat(
+        llama3_json, ("<|python_tag|>", '{"name"'), ("<|python_tag|>",), ("<|python_tag|>", '"parameters": dictionary')
+    ),
 }
 
 

@@ -84,7 +84,9 @@ class ThinkingReader:
         held, self._held = self._held, ""
         if self._state == "in calls":
             return "", "", "".join([*self._in_calls, held])
-        return (held.rstrip(), "", "") if self.is_inside else ("", held.lstrip() if self._state == "closed" else held, "")
+        return (
+            (held.rstrip(), "", "") if self.is_inside else ("", held.lstrip() if self._state == "closed" else held, "")
+        )
 
     def _open(self) -> None:
         begun, opening = self._held.lstrip(), self._tags.opening

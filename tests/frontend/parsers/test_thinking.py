@@ -96,7 +96,8 @@ def test_answer_is_read_alike_however_it_is_split(case: str, byte_level: Tokeniz
     end, answer, thinking, text, calls = _ANSWERS[case]
     for tags in TAGS:
         prompt, raw, *expected = (
-            one.replace("<think>", tags.opening).replace("</think>", tags.closing) for one in (end, answer, thinking, text)
+            one.replace("<think>", tags.opening).replace("</think>", tags.closing)
+            for one in (end, answer, thinking, text)
         )
         made = [(name, json.loads(json.dumps(of).replace("</think>", tags.closing))) for name, of in calls]
         splits = [[raw], list(raw), *([raw[:at], raw[at:]] for at in range(len(raw)))]
