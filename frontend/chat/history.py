@@ -65,7 +65,7 @@ class History:
             keeps_assistant_first=keeps("au") and _is_kept(with_tools, _conversation("au")),
             keeps_user_after_tool=not has_calls or keeps("uctu"),
             keeps_calls=has_calls,
-            keeps_orphans=not has_calls or keeps("utuct"),
+            keeps_orphans=keeps("utuct" if has_calls else "utu"),
             keeps_parallel_calls=not has_calls or keeps("uCttau"),
             splits_text=None
             if not has_calls or keeps("uTtau")
@@ -79,14 +79,15 @@ class History:
         """The arrangement with the fewest demands on a template: user and assistant in turns, and nothing else."""
         return History(
             keeps_system=False, keeps_late_system=False, keeps_users=False, keeps_assistants=False,
-            keeps_assistant_first=False, keeps_calls=False,
+            keeps_assistant_first=False, keeps_calls=False, keeps_orphans=False,
         )  # fmt: skip
 
     def arranged(self, messages: Iterable[Message]) -> _Messages:
         """Return copies of the messages, arranged."""
         arranged = self._with_instructions([dict(message) for message in messages])
         if not self.keeps_calls:
-            arranged = [_as_text(message) for message in arranged]
+            kept = ("tool",) if self.keeps_orphans else ()
+            arranged = [message if message["role"] in kept else _as_text(message) for message in arranged]
         else:
             arranged = arranged if self.keeps_orphans else _without_orphans(arranged)
             arranged = [part for message in arranged for part in self._split_text(message)]
