@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from core.types.errors import RequestError
-from core.types.json_schema import DROPPED, LITERAL, WRITTEN, rewritten, target
+from core.types.json_schema import DROPPED, LITERAL, NAMED, WRITTEN, rewritten, target
 
 _TYPES = frozenset(("null", "boolean", "number", "integer", "string", "array", "object"))
 # Look-around, word boundaries and back-references, which no automaton can follow; also matches escaped ones.
@@ -44,13 +44,18 @@ def weakened(schema: Any, param: str) -> tuple[Any, list[str]]:
     """
     paths = list[str]()
 
-    def weaker(value: Any, path: str) -> Any:
+    def weaker(value: Any, path: str, *, is_named: bool = False) -> Any:
         if isinstance(value, list):
             return [weaker(one, f"{path}[{number}]") for number, one in enumerate(value)]
         if not isinstance(value, Mapping):
             return value
-        return {key: pattern(one, f"{path}.{key}") if key == "pattern" and isinstance(one, str)
-                else one if key in LITERAL else weaker(one, f"{path}.{key}") for key, one in value.items()}  # fmt: skip
+        found = dict(value)
+        for key, one in value.items():
+            if key == "pattern" and isinstance(one, str) and not is_named:
+                found[key] = pattern(one, f"{path}.{key}")
+            elif key not in LITERAL or is_named:
+                found[key] = weaker(one, f"{path}.{key}", is_named=key in NAMED and not is_named)
+        return found
 
     def pattern(value: str, path: str) -> str:
         if (found := without_look_around(value)) is None:

@@ -15,7 +15,9 @@ from core.types.errors import RequestError
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.thinking import THINK
+from frontend.structured_output import constrained_answer
 from frontend.structured_output.constrained_answer import bound_answer
+from frontend.structured_output.json_schema import without_look_around
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer
@@ -195,3 +197,44 @@ def test_deeply_nested_schema_is_rejected_by_name() -> None:
     with pytest.raises(RequestError, match="too deeply") as rejected:
         bound_answer(_request(schema, GrammarKind.LENIENT_JSON_SCHEMA), OutputFormat(), "")
     assert rejected.value.param == "field"
+
+
+_DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # written by pydantic
+
+
+@pytest.mark.parametrize(
+    ("pattern", "weaker"),
+    [
+        (_DECIMAL, r"^[+-]?0*\d*\.?\d*$"),
+        (r"\bword\b", "word"),
+        (r"a(?=b(c|d)*)+e", "ae"),
+        (r"(?<!x)(?:y)(?<=z){2}k", "(?:y)k"),
+        (r"(?=[)])x", "x"),
+        (r"[\b(?=]a", r"[\b(?=]a"),
+        (r"\(?=a\\b", r"\(?=a\\b"),
+        (r"(a)\1", None),
+        (r"(?P<n>a)\k<n>", None),
+    ],
+)
+def test_pattern_without_look_around(pattern: str, weaker: str | None) -> None:
+    assert without_look_around(pattern) == weaker
+
+
+def test_strict_schema_with_look_around_is_weakened_by_name(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    price = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": _DECIMAL}]}
+    schema = {
+        "type": "object",
+        "properties": {"default": price, "pattern": {"const": r"(?=a)"}},
+        "required": ["default", "pattern"],
+        "additionalProperties": False,
+    }
+    request, weakened = constrained_answer.without_look_around(_request(schema))
+    assert weakened == ["field.properties.default.anyOf[1].pattern"]
+    for value, is_accepted in (('"1.50"', True), ('"1.5x"', False), ("1.5", True)):
+        text = f'{{"default": {value}, "pattern": "(?=a)"}}'
+        assert _accepts(compiler, byte_level, request, OutputFormat(), text, "") is is_accepted
+    plain = _request({"type": "object"})
+    assert constrained_answer.without_look_around(plain) == (plain, [])
+    schema["properties"] = {"a": {"type": "string", "pattern": r"(a)\1"}}
+    with pytest.raises(RequestError, match=r"field.properties.a.pattern: back-references are not supported"):
+        constrained_answer.without_look_around(_request(schema))
