@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from core.types.errors import RequestError
-from frontend.chat.chat_template import Message
+from frontend.chat.history import Message
 
 
 @dataclass(frozen=True, kw_only=True)

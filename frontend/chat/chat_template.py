@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
 from jinja2.exceptions import SecurityError
 
 from core.types.errors import ClusterError, RequestError, SpecError
@@ -42,7 +42,7 @@ class ChatTemplate:
         named = {DEFAULT: source} if isinstance(source, str) else dict(source or {})
         default = named.get(DEFAULT, next(iter(named.values()), None))
         self._special_tokens = dict(special_tokens)
-        self._template = None
+        self._template: Template | None = None
         self._with_tools: ChatTemplate | None = None
         self.source = default or ""
         self.variables = frozenset[str]()  # referenced by the template

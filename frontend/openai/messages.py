@@ -288,7 +288,7 @@ class ChatSettings(OpenAIObject):
             raise RequestError(f"tools: the name {duplicate!r} appears twice", param="tools")
         paths = tuple(one._path or f"messages[{number}]" for number, one in enumerate(messages))
         thinks_field, thinks = self._thinks
-        effort, of_reasoning = self.reasoning_effort, self.reasoning and self.reasoning.effort
+        effort, of_reasoning = self.reasoning_effort, self.reasoning.effort if self.reasoning else None
         return Chat(
             messages=tuple(one.for_template(path) for one, path in zip(messages, paths, strict=True)),
             paths=paths,

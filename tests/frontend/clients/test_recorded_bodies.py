@@ -67,3 +67,77 @@ async def test_billing_header_does_not_defeat_the_prefix_cache(
             assert ("x-ignored-fields" in answer.headers) is (system != "Be brief.")
     service.close()
     assert len({one.token_ids for one in fake.started}) == 1
+
+
+def _chat(*messages: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}, *messages], **fields}
+
+
+def _claude(*blocks: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
+    called = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}, **fields}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [*blocks]}
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [called]}]
+    return "/v1/messages", {"messages": [*said, {"role": "user", "content": [result]}]}
+
+
+def _items(*items: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/responses", {"input": [{"role": "user", "content": "hi"}, *items]}
+
+
+def _called(arguments: Any, **more: Any) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+
+_ODD: dict[str, tuple[tuple[str, dict[str, Any]], str, str]] = {  # request, part of the prompt, ignored fields
+    "arguments as an object": (_chat(_called({"a": 1})), '"arguments": {"a": 1}', ""),
+    "arguments of null": (_chat(_called(None)), '"arguments": {}', ""),
+    "arguments with NaN": (_chat(_called('{"a": NaN}')), '"arguments": "{\\"a\\": NaN}"', ""),
+    "a custom tool's call": (
+        _chat({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "p", "input": "x"}}]}),
+        '{"name": "p", "arguments": {"input": "x"}}', "",
+    ),
+    "an unknown call": (_chat({"role": "assistant", "content": "C", "tool_calls": [{"type": "mcp"}]}), "\nC<|im_end|>",
+                        "messages[1].tool_calls[0].mcp"),
+    "a tool that is no function": (_chat(tools=[{"type": "code_interpreter"}]), "hi", "tools[0].code_interpreter"),
+    "a refusal": (_chat({"role": "assistant", "content": None, "refusal": "NO"}), "NO", ""),
+    "a file in a result": (_chat(_called("{}"), {"role": "tool", "tool_call_id": "a", "content": [{"type": "file"}]}),
+                           "[file omitted: this model reads text only]", "messages[2].content[0].file"),
+    "input of null": (_claude(input=None), '"arguments": {}', ""),
+    "input of text": (_claude(input="ls -l"), '"arguments": "ls -l"', ""),
+    "input of a list": (_claude(input=["a"]), '"arguments": "[\\"a\\"]"', ""),
+    "no input": (_claude(input=0), '"arguments": {}', ""),
+    "a text document": (_claude({"type": "document", "source": {"type": "text", "data": "DATA"}}), "DATA", ""),
+    "a document": (_claude({"type": "document", "source": {"type": "base64", "data": "eA=="}}),
+                   "[document omitted: this model reads text only]", "messages[2].content[0].content[0].document"),
+    "a tool reference": (_claude({"type": "tool_reference", "tool_name": "x"}), "[tool_reference omitted",
+                         "messages[2].content[0].content[0].tool_reference"),
+    "a search result": (_claude({"type": "search_result", "content": [{"type": "text", "text": "F"}]}), "\nF\n", ""),
+    "a result that is no block": (_claude("FOUND"), "FOUND", ""),
+    "an item of a computer": (
+        _items({"type": "computer_call", "call_id": "c", "action": {"type": "click"}},
+               {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}}),
+        '{"name": "computer", "arguments": {"action": {"type": "click"}}}', "input[2].output[0].computer_screenshot",
+    ),
+    "an unknown item": (_items({"type": "mcp_list_tools", "id": "m"}), "hi", "input[1].mcp_list_tools"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _ODD)
+async def test_odd_turn_does_not_end_the_session(
+    completions: MakeCompletions, byte_level: Tokenizer, case: str
+) -> None:
+    (path, body), shown, ignored = _ODD[case]
+    for message in body.get("messages", ()) if case == "no input" else ():
+        for block in message["content"] if isinstance(message["content"], list) else ():
+            block.pop("input", None)
+    fake = FakeTokenService(max_context=4096)
+    service = completions(fake, chat_template=_TEMPLATES["hermes_tools"], max_context=4096)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    limit = {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        answer = await http.post(path, json=body | limit)
+    service.close()
+    assert answer.status_code == 200, answer.text
+    assert shown in byte_level.decode(fake.started[0].token_ids, skip_special_tokens=False)
+    assert answer.headers.get("x-ignored-fields", "") == ignored
