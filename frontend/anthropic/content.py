@@ -32,13 +32,15 @@ class ContentBlocks(Protocol):
 
 def write_delta(delta: Delta, blocks: ContentBlocks) -> None:
     """Pass all parts of a delta to `blocks`, in order."""
+    for call in delta.calls[: delta.num_continued]:
+        blocks.call(call)
     if delta.thinking:
         blocks.think(delta.thinking)
     at = delta.num_thought or 0
     if delta.num_thought is not None:
         blocks.text(delta.text[:at])
         blocks.end_thinking()
-    for call in delta.calls:
+    for call in delta.calls[delta.num_continued :]:
         if call.at > at:
             blocks.text(delta.text[at : call.at])
             at = call.at

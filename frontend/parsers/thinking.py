@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -46,7 +47,8 @@ class ThinkingReader:
         """calls: texts with which a tool call may begin."""
         self._tags = tags
         self._start = start
-        self._calls = tuple(calls)
+        self._marks = (tags.closing, *calls)
+        self._may_begin_mark = re.compile("|".join({re.escape(mark[0]) for mark in self._marks})).search
         self._held = ""
         self._in_calls: list[str] = []  # text from the first call in the thinking on, before `_held`
         self._state = "opened" if start == "inside" else "before"
@@ -54,7 +56,11 @@ class ThinkingReader:
 
     def fresh(self) -> ThinkingReader:
         """Return a fresh reader in the initial state."""
-        return ThinkingReader(self._tags, self._start, calls=self._calls)
+        return ThinkingReader(self._tags, self._start, calls=self._marks[1:])
+
+    def behind_call(self) -> ThinkingReader:
+        """Return a reader for the text behind a call, which may begin with thinking again."""
+        return ThinkingReader(self._tags, "after")
 
     @property
     def is_inside(self) -> bool:
@@ -97,7 +103,10 @@ class ThinkingReader:
 
     def _look_for_closing(self) -> str:
         """Return text before the closing tag, or before a call, behind which no thinking can end."""
-        at, mark = _first(self._held, (self._tags.closing, *self._calls))
+        if not self._may_begin_mark(self._held):
+            text, self._held = self._held, ""
+            return text
+        at, mark = _first(self._held, self._marks)
         if mark == self._tags.closing:
             text, self._held = self._held[:at], self._held[at + len(mark) :]
             self._state, self.is_unopened = "closed", True
@@ -118,7 +127,7 @@ class ThinkingReader:
             self._held, self._state = begun, "inside"
         if self._state == "in calls":
             return self._think_in_calls()
-        at, mark = _first(self._held, (self._tags.closing, *self._calls))
+        at, mark = _first(self._held, self._marks)
         if mark == self._tags.closing:
             thought, self._held, self._state = self._held[:at], self._held[at + len(mark) :], "closed"
             return thought.rstrip()
@@ -132,7 +141,9 @@ class ThinkingReader:
 
     def _overlap(self) -> int:
         """Return how many of the last characters may belong to the closing tag or to a call."""
-        return max(overlap(self._held, mark) for mark in (self._tags.closing, *self._calls))
+        if not self._may_begin_mark(self._held):
+            return 0
+        return max(overlap(self._held, mark) for mark in self._marks)
 
     def _think_in_calls(self) -> str:
         before, closing, behind = self._held.partition(self._tags.closing)

@@ -44,6 +44,8 @@ class ResponseOutput:
             if delta.text or (delta.has_logprobs and self._open and self._open.kind == "message"):
                 self._add_text(delta.text, self._logprobs_of(delta) if delta.has_logprobs else None)
             return
+        for call in delta.calls[: delta.num_continued]:
+            self._call(call)
         if delta.thinking:
             self._opened("reasoning")
             self._piece(delta.thinking)
@@ -51,7 +53,7 @@ class ResponseOutput:
         if delta.num_thought is not None:
             self._add_text(delta.text[:start])
             self._end_thinking()
-        for call in delta.calls:
+        for call in delta.calls[delta.num_continued :]:
             if delta.text[start : call.at]:
                 self._add_text(delta.text[start : call.at])
             start = call.at

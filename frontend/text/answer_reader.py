@@ -64,6 +64,7 @@ class AnswerReader:
         self._calls = calls
         self._is_parallel = is_parallel
         self._is_forced = is_forced
+        self._behind_call: ThinkingReader | None = None  # of the text behind the last call
 
     @classmethod
     def of(
@@ -115,7 +116,9 @@ class AnswerReader:
             assert self._calls
             return self._calls_in_thinking([*self._calls.add(in_thinking), *self._calls.finish()])
         pieces: list[Piece] = [*self._calls.add(text), *self._calls.finish()] if self._calls else [text]
-        return self._parsed(thought, takewhile(lambda piece: not (is_cut and isinstance(piece, CallBroken)), pieces))
+        parsed = self._parsed(thought, takewhile(lambda piece: not (is_cut and isinstance(piece, CallBroken)), pieces))
+        self._end_text(parsed)
+        return parsed
 
     def _calls_in_thinking(self, pieces: Sequence[Piece]) -> AnswerText:
         """Return the complete calls of thinking that was never closed; the rest is thinking."""
@@ -135,20 +138,36 @@ class AnswerReader:
         parsed = AnswerText(thinking=thought)
         for piece in pieces:
             match piece:
+                case str() if self._is_forced:
+                    pass
+                case str() if self._behind_call:
+                    thought, text = self._behind_call.add(piece)
+                    parsed.thinking += thought
+                    parsed.text += text
                 case str():
-                    parsed.text += "" if self._is_forced else piece
+                    parsed.text += piece
                 case CallBegun(number, name):
+                    self._end_text(parsed)
                     parsed.calls.append(CallText(number, id=_call_id(), name=name, at=len(parsed.text)))
                 case CallArguments(number, text):
                     _part_of(parsed, number).arguments += text
                 case CallBroken(number, raw, rest) if not self._is_forced:
                     parsed.calls.append(CallText(number, broken=raw, rest=rest, at=len(parsed.text)))
                 case CallEnded():
+                    self._behind_call = self._thinking.behind_call() if self._thinking else None
                     self.num_calls += 1
                     self.is_over = not self._is_parallel
             if self.is_over:
                 break
         return parsed
+
+    def _end_text(self, parsed: AnswerText) -> None:
+        """Add what the reader of the text behind a call still holds."""
+        if self._behind_call:
+            thought, text, _ = self._behind_call.finish()
+            parsed.thinking += thought
+            parsed.text += text
+            self._behind_call = None
 
 
 def _format(chat: Chat, output_format: OutputFormat) -> Format:

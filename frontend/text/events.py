@@ -31,6 +31,11 @@ class Delta:
         """True if it has thinking or calls beside text."""
         return bool(self.thinking or self.calls) or self.num_thought is not None
 
+    @property
+    def num_continued(self) -> int:
+        """Number of call parts that belong to a call of an earlier delta; they precede this one's thinking."""
+        return next((at for at, call in enumerate(self.calls) if call.id), len(self.calls))
+
     def add(self, parsed: AnswerText) -> None:
         for call in parsed.calls:
             call.at += len(self.text)

@@ -10,16 +10,19 @@ import pytest
 
 from core.types.constraints import Grammar, GrammarKind
 from core.types.request import FinishReason, SampledToken
+from frontend.anthropic.content import WholeContent, write_delta
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
+from frontend.http.json_response import to_json
 from frontend.openai.forms import ChatForm
 from frontend.openai.tool_calls import WholeChoice
 from frontend.parsers.formats import CALL_FORMATS
 from frontend.parsers.thinking import TAGS, THINK, Tags, ThinkingReader
+from frontend.responses.output import ResponseOutput
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.choice_text import ChoiceText
 from frontend.text.completion_request import CompletionRequest
-from frontend.text.events import Delta
+from frontend.text.events import Delta, Finished
 from frontend.text.tokenizer import Tokenizer
 from tests.frontend.parsers.recorded import RECORDED, TOOLS
 from tests.support.growth import growth
@@ -45,6 +48,14 @@ _ANSWERS: dict[str, tuple[str, str, str, str, list[tuple[str, Any]]]] = {
     "two calls in thinking that is never closed": ("<think>", f"r\n{_CALL}\n{_CALL}\n", "r", "", _NOW * 2),
     "a call quoted in thinking": ("<think>", f"r {_CALL} s</think>a", f"r {_CALL} s", "a", []),
     "a call quoted, another made": ("<think>", f"r {_CALL}</think>{_CALL}", f"r {_CALL}", "", _NOW),
+    "thinking between calls": (
+        "",
+        f"<think>r</think>{_CALL}\n<think>\ns\n</think>\n{_CALL}<think>t",
+        "rst",
+        "",
+        _NOW * 2,
+    ),
+    "text between calls": ("", f"<think>r</think>{_CALL}a <think> b{_CALL}c", "r", "a <think> bc", _NOW * 2),
     "no call in thinking that is never closed": ("<think>", "r <tool_call> s", "r <tool_call> s", "", []),
     "a closing tag in a call": (
         "",
@@ -107,6 +118,24 @@ def test_answer_is_read_alike_however_it_is_split(case: str, byte_level: Tokeniz
             assert (said, [(name, json.loads(of)) for name, of in called]) == (expected, made), parts
             if not any(delta.num_thought is not None for delta in deltas):  # a stream cannot take text back
                 assert _streamed(deltas, byte_level) == (*said, called)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 40, 200])
+def test_parts_of_an_answer_keep_their_blocks(size: int) -> None:
+    """Thinking behind a call never interrupts the rest of that call, however many tokens a delta has."""
+    call = _CALL.replace("{}", '{"city": "Paris"}')
+    raw = f"<think>r</think>a{call}<think>s</think>{call}<think>t</think>b"
+    deltas = _deltas(_reader(""), [raw[at : at + size] for at in range(0, len(raw), size)])
+    blocks, output = WholeContent(hides_thinking=False), ResponseOutput("x", lambda _: [])
+    for delta in deltas:
+        write_delta(delta, blocks)
+        output.add(delta)
+    output.finish(Finished(0, FinishReason.STOP))
+    made = [(block["type"], json.loads(to_json(block.get("input")))) for block in blocks.content()]
+    assert [of for kind, of in made if kind == "tool_use"] == [{"city": "Paris"}] * 2
+    arguments = [item["arguments"] for item in output.items if item["type"] == "function_call"]
+    assert [json.loads(of) for of in arguments] == [{"city": "Paris"}] * 2
+    assert "".join(block.get("thinking", "") for block in blocks.content()) == "rst"
 
 
 def test_stream_of_unopened_thinking_loses_nothing_but_the_tag(byte_level: Tokenizer) -> None:
