@@ -37,8 +37,9 @@ def write_delta(delta: Delta, blocks: ContentBlocks) -> None:
     if delta.thinking:
         blocks.think(delta.thinking)
     at = delta.num_thought or 0
-    if delta.num_thought is not None:
+    if at:
         blocks.text(delta.text[:at])
+    if delta.num_thought is not None:
         blocks.end_thinking()
     for call in delta.calls[delta.num_continued :]:
         if call.at > at:
@@ -65,7 +66,8 @@ class WholeContent:
     def end_thinking(self) -> None:
         thought = "".join(piece for _, pieces in self._blocks for piece in pieces).strip()
         self._blocks.clear()
-        self.think(thought)
+        if thought:
+            self.think(thought)
 
     def call(self, call: CallText) -> None:
         if call.broken is not None:

@@ -53,7 +53,9 @@ class ContentPart(OpenAIObject):
         return self.refusal or "" if self.type == "refusal" else None
 
     def text_for(self, role: str, path: str) -> str:
-        """Return the text for a message of `role`. Raises UnsupportedField for another part of the user's."""
+        """Return the text for a message of `role`. Raises RequestError for what the user cannot send."""
+        if role not in _MAY_BE_EMPTY and self.type in TEXT_PARTS and self.text is None:
+            raise RequestError(f"{path}.text: required", param=f"{path}.text")
         if self.written is not None:
             return self.written
         if role not in _MAY_BE_EMPTY:

@@ -50,8 +50,9 @@ class ResponseOutput:
             self._opened("reasoning")
             self._piece(delta.thinking)
         start = delta.num_thought or 0
-        if delta.num_thought is not None:
+        if start:
             self._add_text(delta.text[:start])
+        if delta.num_thought is not None:
             self._end_thinking()
         for call in delta.calls[delta.num_continued :]:
             if delta.text[start : call.at]:

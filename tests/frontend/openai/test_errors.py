@@ -97,6 +97,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "required"),
     ({"messages": [{"role": "user", "content": 1}]}, "messages[0].content", "must be a string or a list"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "a string or a list"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text", "required"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].type",
