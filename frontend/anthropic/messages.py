@@ -28,7 +28,7 @@ from frontend.text.completion_request import MAX_MESSAGES
 
 
 def _blocks(value: Any) -> Any:
-    """Return the blocks of a tool's result, of which a malformed one counts as text."""
+    """Return the blocks of a tool's result; a malformed block counts as text."""
     if isinstance(value, dict):
         value = [value]
     parts = as_parts(value)

@@ -22,7 +22,7 @@ class CallShape:
     """Form of tool calls for one template."""
 
     has_objects: bool = True  # arguments are objects; False: JSON text
-    takes_text: bool = True  # arguments that are no JSON object may be given as text
+    takes_text: bool = True  # arguments may be text instead of a JSON object
     takes_any_id: bool = True  # False: ids have nine alphanumerics, as in Mistral's templates
     no_content: str | None = None  # content of a message that has only calls
 

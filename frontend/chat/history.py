@@ -188,7 +188,7 @@ def _without_orphans(messages: _Messages) -> _Messages:
 
 
 def _one_call_each(messages: _Messages) -> _Messages:
-    """Give each of several parallel calls a message of its own, followed by its result."""
+    """Give each of several parallel calls its own message, followed by its result."""
     split: _Messages = []
     at = 0
     while at < len(messages):

@@ -30,7 +30,7 @@ def as_parts(value: Any) -> Any:
 
 
 class ContentPart(OpenAIObject):
-    """Part of a message. Parts that are no text become a placeholder, unless they are the user's."""
+    """Part of a message. Parts without text become a placeholder, unless they are the user's."""
 
     type: str = "text"
     text: str | None = None
@@ -47,7 +47,7 @@ class ContentPart(OpenAIObject):
 
     @property
     def written(self) -> str | None:
-        """The part's text; None if it is no text."""
+        """The part's text; None for an image or the like."""
         if self.type in TEXT_PARTS:
             return self.text or ""
         return self.refusal or "" if self.type == "refusal" else None
@@ -116,8 +116,8 @@ class ChatMessage(OpenAIObject):
     """A string, or a list of parts of type `text`, which are joined by newlines. Other types are rejected; in messages
     of `assistant` and `tool` a placeholder stands for them. May be null for these two only."""
     tool_calls: Annotated[list[CallInHistory], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
-    """Tool calls of an earlier answer, sent back unchanged. `arguments` that are no JSON object are given to the
-    template as text, or as an empty object if it needs one."""
+    """Tool calls of an earlier answer, sent back unchanged. Other `arguments` than a JSON object are given to
+    the template as text, or as an empty object if it needs one."""
     tool_call_id: str | None = None
     """Id of the tool call that a message of role `tool` answers."""
     name: str | None = None

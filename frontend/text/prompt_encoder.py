@@ -113,7 +113,7 @@ class PromptEncoder:
         )
 
     def unheeded(self, chat: Chat, prompt_ids: tuple[int, ...]) -> list[str]:
-        """Return the client's fields that ask to think, or not to, in vain."""
+        """Return the client's fields about thinking that have no effect with this model."""
         return unheeded_fields(chat, self.chat_template, self.output_format, self.end_of(prompt_ids))
 
     def end_of(self, prompt_ids: tuple[int, ...]) -> str:
