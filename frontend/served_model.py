@@ -21,8 +21,9 @@ from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.request import Role
 from core.types.revisions import RevisionTable
 from frontend.admin.admin_server import AdminServer
-from frontend.chat.chat_template import ChatTemplate, find_chat_template
+from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
+from frontend.chat.template_files import find_chat_template
 from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, ModelCard
@@ -136,7 +137,10 @@ class ServedModel:
             tokenizer=tokenizer,
             chat_template=template,
             output_format=OutputFormat.of(
-                template.source, tool_parser=spec.model.tool_parser, reasoning_parser=spec.model.reasoning_parser
+                template.sources,
+                tool_parser=spec.model.tool_parser,
+                reasoning_parser=spec.model.reasoning_parser,
+                is_special=tokenizer.has_special,
             ),
             model=ModelCard(
                 id=spec.model.name,

@@ -208,10 +208,12 @@ def _read_f32(path: Path, tensor: GGUFTensor) -> list[float]:
 
 def _write_tokenizer(metadata: dict[str, Any], into: Path) -> None:
     build_tokenizer(metadata).save(str(into / "tokenizer.json"))
-    template = metadata.get("tokenizer.chat_template")
-    if names := metadata.get("tokenizer.chat_templates"):
-        named = {"default": template} | {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
-        template = [{"name": name, "template": text} for name, text in named.items() if text is not None]
+    prefix = "tokenizer.chat_template"
+    template = metadata.get(prefix)
+    named = {key.removeprefix(f"{prefix}."): text for key, text in metadata.items() if key.startswith(f"{prefix}.")}
+    if named:
+        named |= {} if template is None else {"default": template}
+        template = [{"name": name, "template": text} for name, text in named.items()]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": special_token(metadata, "bos"),

@@ -94,9 +94,10 @@ class ModelSpec(_Section):
     tool_parser: ToolParser = "auto"
     """Format of the model's tool calls. `auto`: detected from its chat template. `none`: requests with tools are
     rejected."""
-    reasoning_parser: Literal["auto", "none", "think"] = "auto"
-    """`think`: text between `<think>` and `</think>` is returned as `reasoning_content`. `auto`: `think` if the chat
-    template uses these tags. `none`: it stays in the answer."""
+    reasoning_parser: Literal["auto", "none", "think", "deepseek_r1"] = "auto"
+    """`think`: text between the model's thinking tags (`<think>`, `[THINK]`, …) is returned as `reasoning_content`.
+    `auto`: `think` if the chat template or the special tokens have such tags. `deepseek_r1`: likewise, for a model that
+    begins to think without an opening tag. `none`: thinking stays in the answer."""
     chat_template: str | None = None
     """Chat template: Jinja text (recognized by its braces), or the path of a file on the routers' hosts. null: the
     model's own."""

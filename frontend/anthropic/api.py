@@ -12,6 +12,7 @@ from frontend.http.event_stream import whole_answer
 from frontend.http.json_response import json_answer
 from frontend.http.open_requests import Opener
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts, client_of
+from frontend.openai.fields import also_ignored
 from frontend.text.models import Models
 
 
@@ -33,7 +34,7 @@ class AnthropicApi:
     async def _messages(self, request: Request, request_context: RequestContext) -> Response:
         parsed = await self._opener.read(MessagesBody, request)
         opened = await self._opener.open(parsed, request, request_context)
-        headers = {**await request_context.charge(opened), **parsed.ignored}
+        headers = {**await request_context.charge(opened), **also_ignored(parsed.ignored, opened[0].ignored)}
         answer = AnthropicAnswer(
             id=f"msg_{request.state.request_id}",
             model=opened[0].model_name,

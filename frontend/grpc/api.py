@@ -33,6 +33,7 @@ from frontend.grpc.messages import (
 )
 from frontend.http.certificates import Certificates
 from frontend.http.connections import GRPC_ENDPOINT, ConnectionLimits
+from frontend.openai.fields import also_ignored
 from frontend.text.completion import Completion, Completions
 from frontend.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
 from frontend.text.models import Models
@@ -192,7 +193,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             request_context = self._request_contexts[context]
             served, completion_request = await self._read(request, context, request_context)
             completion = await served.open(completion_request, trace=trace)
-            if headers := await request_context.charge([completion]):  # rate-limit headers precede the first token
+            # Headers precede the first token.
+            if headers := {**await request_context.charge([completion]), **also_ignored({}, completion.ignored)}:
                 await context.send_initial_metadata(tuple(headers.items()))
             is_first, tokenizer = True, completion.service.tokenizer
             async with completion.run() as arrivals:

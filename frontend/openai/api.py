@@ -14,6 +14,7 @@ from frontend.http.json_response import JSON
 from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Opener, ParsedBody
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
 from frontend.openai.answer import OpenAIAnswer
+from frontend.openai.fields import also_ignored
 from frontend.openai.forms import ChatForm, Form, TextForm
 from frontend.openai.types import ChatBody, StreamOptions, TextBody
 from frontend.text.completion import Completion
@@ -103,8 +104,7 @@ class OpenAIApi:
             tokenizer=service.tokenizer,
             threads=service.threads,
         )
-        if parsed.ignored:
-            headers = {**headers, **parsed.ignored}
+        headers = {**headers, **also_ignored(parsed.ignored, [name for one in opened for name in one.ignored])}
         if body.stream:
             return self._request_contexts.stream(request, answer.chunks(), headers)
         return await whole_answer(request.receive, answer.whole(), headers)

@@ -188,6 +188,9 @@ class _Sampled(GenerationBody):
         if len(set(given.values())) > 1:
             text = "thinking_budget: conflicts with thinking_token_budget, of which it is an alias"
             raise RequestError(text, param="thinking_budget")
+        thinking = getattr(self, "thinking", None)
+        if not given and thinking and thinking.thinks and thinking.budget_tokens is not None:
+            return {"thinking_token_budget": thinking.budget_tokens, "thinking_field": "thinking.budget_tokens"}
         return next(({"thinking_token_budget": given[name], "thinking_field": name} for name in given), {})
 
 
@@ -253,8 +256,6 @@ class ChatBody(_Sampled, ChatSettings):
     chat_template: Unsupported = None
     documents: Unsupported = None
     input_ids: Unsupported = None
-    thinking: Unsupported = None
-    reasoning: Annotated[Any, AfterValidator(Only(EMPTY, "reasoning_effort"))] = None
     include_reasoning: Annotated[bool | None, AfterValidator(Only((True,)))] = None
     functions: Annotated[Any, AfterValidator(Only(EMPTY, "tools"))] = None
     function_call: Annotated[Any, AfterValidator(Only(("none", "auto"), "tool_choice"))] = None
@@ -281,7 +282,7 @@ class ChatBody(_Sampled, ChatSettings):
             if self.structured_outputs:
                 text = "tool_choice: a required call cannot be combined with structured_outputs"
                 raise RequestError(text, param="tool_choice")
-            fields["grammar"] = forced_grammar(forced, self.tools or (), is_parallel=is_parallel)
+            fields["grammar"] = forced_grammar(forced, self.function_tools, is_parallel=is_parallel)
             fields["grammar_field"] = "tools"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
 

@@ -20,6 +20,7 @@ from frontend.http.json_response import JSON, json_answer, to_json
 from frontend.http.open_requests import Opener
 from frontend.http.pagination import is_newest_first, page_size
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts, client_of, tenant_of
+from frontend.openai.fields import also_ignored
 from frontend.openai.forms import ChatForm
 from frontend.responses.answer import ResponseAnswer
 from frontend.responses.errors import ResponsesErrors
@@ -70,7 +71,8 @@ class ResponsesApi:
             turn = await self._resolve(turn, request)
         assert turn.parsed
         (completion,) = await self._opener.open(turn.parsed, request, request_context)
-        headers = {**await request_context.charge([completion]), **turn.parsed.ignored}
+        ignored = also_ignored(turn.parsed.ignored, completion.ignored)
+        headers = {**await request_context.charge([completion]), **ignored}
         body, tenant = turn.parsed.body, tenant_of(request)
         defaults, echoed = completion.service.model.sampling_defaults, turn.echoed_fields
         chosen = {name: defaults[name] for name in ("temperature", "top_p") if echoed[name] is None}

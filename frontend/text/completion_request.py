@@ -82,6 +82,7 @@ class ModelCard:
         """Limit of prompt and answer together: the context, or what the largest replica holds, if that is less."""
         held = self.max_held()
         return self.max_context if held is None else min(self.max_context, held)
+
     # Values of omitted fields: all of NEUTRAL, and perhaps max_tokens, which the room in the context limits.
     sampling_defaults: Mapping[str, float] = field(default_factory=lambda: NEUTRAL)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import Any
 
-from core.types.errors import ContextLengthExceeded, RequestError, UnsupportedField
+from core.types.errors import ContextLengthExceeded, RequestError
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.effort import thinking_variables, unheeded_fields
 from frontend.chat.output_format import OutputFormat
 from frontend.text.bad_words import bad_words_as_tokens
 from frontend.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
@@ -18,7 +17,6 @@ from frontend.text.tokenizer import Tokenizer
 _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenizing; longer texts go to another thread
 _MANY_TOKENS = 4096  # some 2 ms of decoding
 _MESSAGE = 64  # template cost of one message or call, in characters
-_EFFORT, _THINKING = "reasoning_effort", "enable_thinking"  # template variables
 _MAX_KNOWN = 64  # cached bad_words lists: all prompts of one body share theirs, and may be a thousand
 _MARK = 16  # tokens; covers any marker at the end of a prompt
 
@@ -114,28 +112,9 @@ class PromptEncoder:
             bool(chat.tools) and self.chat_template.knows_tools and not self.output_format.calls and chat.forced is None
         )
 
-    def _variables(self, chat: Chat) -> Mapping[str, Any]:
-        """Return the template's variables. Those set by the client take precedence."""
-        effort, known = chat.reasoning_effort, self.chat_template.variables
-        variables = {**self._thinking(), **chat.variables} if chat.thinks else chat.variables
-        if effort is None:
-            return variables
-        if _EFFORT in known:
-            return {_EFFORT: effort, **variables}
-        if effort == "none" and _THINKING in known:
-            return {_THINKING: False, **variables}
-        if effort == "none" and not self.output_format.thinks:
-            return variables
-        text = f"{chat.effort_field}: {effort!r} is not supported by this model's chat template"
-        raise UnsupportedField(text, param=chat.effort_field)
-
-    def _thinking(self) -> Mapping[str, Any]:
-        """Return the variables that enable thinking. Raises UnsupportedField."""
-        if _THINKING in self.chat_template.variables:
-            return {_THINKING: True}
-        if not self.output_format.thinks and _EFFORT not in self.chat_template.variables:
-            raise UnsupportedField("thinking: not supported by this model", param="thinking")
-        return {}
+    def unheeded(self, chat: Chat, prompt_ids: tuple[int, ...]) -> list[str]:
+        """Return the client's fields about thinking that have no effect with this model."""
+        return unheeded_fields(chat, self.chat_template, self.output_format, self.end_of(prompt_ids))
 
     def end_of(self, prompt_ids: tuple[int, ...]) -> str:
         """Return the last few characters of a prompt, including special tokens."""
@@ -145,10 +124,11 @@ class PromptEncoder:
         if isinstance(prompt, Chat):
             text = self.chat_template.render(
                 prompt.messages,
-                variables=self._variables(prompt),
+                variables=thinking_variables(prompt, self.chat_template),
                 tools=prompt.tools,
                 opens_answer=prompt.opens_answer,
                 is_continued=prompt.is_continued,
+                paths=prompt.paths,
             )
             # The template has written the special tokens.
             return tuple(self.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens)))

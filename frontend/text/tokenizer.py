@@ -75,6 +75,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
+    def has_special(self, token: str) -> bool:
+        """Return whether the text is a special token, which decoding leaves out."""
+        return not self.ids_of([token]).isdisjoint(self._special_ids)
+
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
         """Return the ids of those strings that are tokens."""
         return frozenset(i for token in tokens if (i := self._fast.token_to_id(token)) is not None)

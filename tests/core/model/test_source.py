@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -64,7 +64,7 @@ def model_dir(model_file: Path, tmp_path: Path) -> Path:
     return directory
 
 
-def write_gguf(path: Path, *, architecture: str = "llama") -> Path:
+def write_gguf(path: Path, *, architecture: str = "llama", templates: Mapping[str, str] | None = None) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     for add, value in [
         (writer.add_block_count, 1),
@@ -82,6 +82,8 @@ def write_gguf(path: Path, *, architecture: str = "llama") -> Path:
         (writer.add_chat_template, "{{ messages }}"),
     ]:
         add(value)
+    for name, text in (templates or {}).items():
+        writer.add_string(f"tokenizer.chat_template.{name}", text)
     writer.add_tensor("token_embd.weight", np.ones((4, 8), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -95,6 +97,13 @@ def run_resolve(source: str, **environment: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+def test_named_chat_templates_of_a_gguf_file_are_imported(model_file: Path) -> None:
+    write_gguf(model_file, templates={"tool_use": "{{ tools }}"})
+    config = json.loads((resolve(str(model_file)) / "tokenizer_config.json").read_text())
+    named = {one["name"]: one["template"] for one in config["chat_template"]}
+    assert named == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
 
 
 def test_a_gguf_file_is_imported_once(model_file: Path) -> None:

@@ -53,7 +53,7 @@ _WRONG: list[tuple[str, dict[str, Any]]] = [
         {"guided_json": {"a": 1}}, {"typical_p": 0.5}, {"seed": "a"}, {"logprobs": True},
     )),
     *(("/v1/chat/completions", {"messages": USER, **wrong}) for wrong in (
-        {"messages": "a"}, {"messages": [{"content": "a"}]}, {"tools": [{"type": "custom"}]}, {"tool_choice": "any"},
+        {"messages": "a"}, {"messages": [{"content": "a"}]}, {"tools": [{"function": {}}]}, {"tool_choice": "any"},
         {"logprobs": 5}, {"web_search_options": {}}, {"modalities": ["audio"]}, {"top_logprobs": 21},
     )),
     ("/v1/responses", {}),
