@@ -31,6 +31,7 @@ from frontend.responses.store import StoreBounds
 from frontend.responses.stored import StoredResponses
 from frontend.served_model import ServedModel
 from frontend.text.models import Models
+from router.serving.discovery import FindMembers
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 
@@ -79,13 +80,14 @@ class RouterService:
         keys: KeyRegistry | None = None,
         revisions: RevisionTable | None = None,
         find_attached: FindAttached | None = None,
+        find_members: FindMembers | None = None,
     ) -> RouterService:
         """Load the models, discover the replicas and open both endpoints. Raises SpecError, DeployError.
 
         identity: its router name is unique within the deployment. host: address that the endpoints bind to. node:
         address of this machine for other machines; None: `host`. audit_log: file with one line per request. keys,
         revisions: API keys and serving revisions from the controller; None: read them from Redis alone.
-        find_attached: list the attached deployments; None: there are none.
+        find_attached: list the attached deployments; None: there are none. find_members: see Discovery.
         """
         metrics = Metrics()
         tasks = Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())
@@ -111,6 +113,7 @@ class RouterService:
             node=node or host,
             audit_log=audit_log,
             revisions=revisions,
+            find_members=find_members,
             has_many_tenants=lambda: access.has_many_tenants,
             tracing=tracing,
         )

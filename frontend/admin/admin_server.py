@@ -40,9 +40,11 @@ class AdminServer:
         core: RouterCore,
         metrics: Metrics,
         health: Callable[[], Mapping[str, int]],
+        problem: Callable[[], str],
         tasks: Supervisor,
     ) -> AdminServer:
-        """node: address of this machine for other machines. health: number of usable replicas by role. tasks:
+        """node: address of this machine for other machines. health: number of usable replicas by role. problem:
+        why Redis does not serve this router; empty if it does. tasks:
         supervisor of the background tasks. Raises DeployError."""
         known: dict[str, str] = {}
         scaling: list[Mapping[str, Any]] = []
@@ -61,6 +63,7 @@ class AdminServer:
             model=spec.model.name,
             router=router,
             health=health,
+            problem=problem,
             metrics=metrics.render,
             explain_route=core.decisions.explain,
             lives=core.decisions.lives,

@@ -17,6 +17,8 @@ from router.serving.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+NO_DECODE_REPLICA = "it has no decode replica"
+
 
 class Replicas:
     """Registry of all replicas. Lives on the event loop; `router.serving.discovery` keeps it up to date."""
@@ -94,6 +96,7 @@ class Availability:
         self._now = asyncio.get_running_loop().time
         self._since: float | None = None
         self._has_ended = False
+        self.missing = NO_DECODE_REPLICA  # what clients are told while no replica can answer
 
     def look(self) -> float | None:
         """Check for a replica that can answer. Return None if there is one, else the seconds since none was found."""
@@ -115,5 +118,5 @@ class Availability:
 
     def error(self) -> ModelUnavailable:
         called = f"model {self._model!r}" if self._model else "this model"
-        why = "this router leaves it" if self._has_ended else "it has no decode replica"
+        why = "this router leaves it" if self._has_ended else self.missing
         return ModelUnavailable(f"{called} cannot be served at present: {why}", retry_after_s=1.0)
