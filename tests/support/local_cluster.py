@@ -240,6 +240,33 @@ class LocalCluster:
         return found
 
 
+@asynccontextmanager
+async def second_router(
+    cluster: LocalCluster, *, index_url: str = "", has_controller: bool = False
+) -> AsyncIterator[Replicas]:
+    """Yield the replicas as another router finds them. index_url: of another Redis. has_controller: ask the replicas
+    for their records, as the controller does."""
+
+    async def find_members() -> list[bytes]:
+        every = [replica for pool in cluster.pools.values() for replica in pool]
+        return [replica.ranks[0].status()["member"] for replica in every]
+
+    replicas = Replicas(lambda member: GrpcWorker(member, identity=cluster.router))
+    discovery = Discovery(
+        connect_redis(index_url or cluster.credentials.index_url),
+        replicas,
+        name=cluster.spec.name,
+        key=cluster.credentials.key(Purpose.MEMBERS),
+        find_members=find_members if has_controller else None,
+    )
+    discovery.start()
+    try:
+        yield replicas
+    finally:
+        await discovery.close()
+        await replicas.close()
+
+
 async def moved(cluster: LocalCluster, answering: Coroutine[Any, Any, Answer], under: Ceiling) -> Answer:
     """Migrate the answer stopped at the ceiling from the first decode replica to a new one, and let it end there."""
     task = asyncio.create_task(answering)
