@@ -17,7 +17,7 @@ from core.process.supervisor import Supervisor
 from core.spec.schema import Spec
 from core.trace.traffic import TrafficAnswer, TrafficReport
 from core.types.api_key import KeyRegistry
-from core.types.network import is_loopback
+from core.types.network import format_address, is_loopback
 from core.types.revisions import RevisionTable
 from frontend.access.access import Access
 from frontend.admin.health_api import HealthProbes
@@ -136,11 +136,11 @@ class RouterService:
         await service._open_endpoints(spec, host=host)
         service._start()
         logger.info(
-            "router open router=%s grpc=%s:%d http=%s:%d admin=%s:%d",
+            "router open router=%s grpc=%s http=%s admin=%s",
             identity.name.router,
-            *(host, service.grpc_port),
-            *service.http_address,
-            *service.admin_address,
+            format_address(host, service.grpc_port),
+            format_address(*service.http_address),
+            format_address(*service.admin_address),
         )
         return service
 

@@ -74,7 +74,7 @@ class LocalRay:
 
 def prepare() -> LocalRay:
     """Choose a directory and a port without starting anything. Store the result first, so that stop() always works."""
-    return LocalRay(tempfile.mkdtemp(prefix="xpyd-ray-"), free_port())
+    return LocalRay(f"{tempfile.gettempdir()}/xpyd-ray-{secrets.token_hex(4)}", free_port())
 
 
 def start(local: LocalRay, *, log: Path) -> None:
@@ -82,7 +82,11 @@ def start(local: LocalRay, *, log: Path) -> None:
 
     On failure raises DeployError with Ray's message, and nothing keeps running.
     """
-    # The directory is private; Ray makes its own accessible to all users.
+    try:
+        # The directory is private; Ray makes its own accessible to all users.
+        Path(local.temp_dir).mkdir(mode=0o700)
+    except OSError as error:
+        raise DeployError(f"{local.temp_dir}: {error.strerror}; set TMPDIR to a writable directory") from None
     local._token.touch(mode=0o600)
     local._token.write_text(secrets.token_hex(32))
     command = [

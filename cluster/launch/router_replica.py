@@ -61,6 +61,7 @@ class Router:
 
     # Serve awaits it.
     async def __init__(self, launch: Launch) -> None:  # type: ignore[misc]
+        self._service: RouterService | None = None
         spec, log_dir = launch.spec, launch.log_dir
         name = f"router-{uuid4().hex[:8]}"
         # Names that sort by start time.
@@ -75,7 +76,7 @@ class Router:
         process_name = ProcessName.of_router(spec.name, name)
         identity = await asyncio.to_thread(open_identity, process_name, tls=spec.security.tls)
         attached_deployments = _AttachedFinder(spec.name, router=name, log=log)
-        self._service = await RouterService.open(
+        self._service = service = await RouterService.open(
             spec,
             credentials=launch.credentials,
             identity=identity,
@@ -87,7 +88,7 @@ class Router:
             find_attached=attached_deployments.find,
             find_members=functools.partial(_ask, spec.name, "members"),
         )
-        self._service.report_traffic(functools.partial(_ask, spec.name, "note_traffic"))
+        service.report_traffic(functools.partial(_ask, spec.name, "note_traffic"))
         spare_the_old()
 
     async def check_health(self) -> None:
@@ -95,11 +96,12 @@ class Router:
 
         Serve calls this every few seconds and then starts a replacement.
         """
-        if not self._service.is_live():
+        if self._service and not self._service.is_live():
             raise ReplicaFailed("router background tasks are crash-looping; see its log")
 
     async def __del__(self) -> None:
-        await self._service.close()
+        if self._service:
+            await self._service.close()
 
 
 class _AttachedFinder:

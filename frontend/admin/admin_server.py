@@ -10,6 +10,7 @@ from core.index.redis_client import connect_redis
 from core.index.router_addresses import RouterAddresses
 from core.process.supervisor import Supervisor
 from core.spec.schema import Spec
+from core.types.network import format_address
 from frontend.admin.admin_api import create_admin_app, open_admin_listener
 from frontend.admin.ui_page import UiPage
 from frontend.http.http_listener import HttpListener
@@ -79,7 +80,7 @@ class AdminServer:
             name=spec.name,
             key=credentials.key(Purpose.ROUTERS),
             router=router,
-            address=f"{node if host in _ANY else host}:{port}",
+            address=format_address(node if host in _ANY else host, port),
         )
         tasks.start("addresses", addresses.run)
         tasks.start("view", view.run)

@@ -98,6 +98,7 @@ class LocalCluster:
     replicas: Replicas
     core: RouterCore
     processes: bool = False
+    host: str = "127.0.0.1"  # of ranks that run on no other Host
     pools: dict[Role, list[LocalReplica]] = field(default_factory=lambda: {role: [] for role in Role})
     _next_id: int = 0
     _identities: list[Identity] = field(default_factory=list)
@@ -130,7 +131,7 @@ class LocalCluster:
         self._next_id += 1
         for rank in range(self.spec.pool(role).tensor_parallel):
             identity = self.identity(ProcessName.of_rank(self.spec.name, replica.id, rank))
-            place: dict[str, Any] = {"host": on.address, "network": on.network} if on else {"host": "127.0.0.1"}
+            place: dict[str, Any] = {"host": on.address, "network": on.network} if on else {"host": self.host}
             made: Any
             if self.processes:
                 how: dict[str, Any] = {"faults": faults, "ceiling": ceiling, "prepare": prepare, "log": log}
@@ -228,7 +229,7 @@ class LocalCluster:
         if self.processes:
             rank.become(role, identity)
             return rank
-        successor: Any = _MAKERS[role](self.launch, identity=identity, host="127.0.0.1")
+        successor: Any = _MAKERS[role](self.launch, identity=identity, host=self.host)
         successor.bind()
         successor.succeed(rank)
         return successor
@@ -311,6 +312,7 @@ async def local_cluster(
     redis_url: str,
     *,
     processes: bool = False,
+    host: str = "127.0.0.1",
     policy: Policy | None = None,
     is_alone: bool = True,
     **tree: Any,
@@ -339,7 +341,7 @@ async def local_cluster(
         max_waiting=spec.router.max_waiting,
         metrics=Metrics(),
     )
-    cluster = LocalCluster(launch, authority, router, fingerprint, replicas, core, processes)
+    cluster = LocalCluster(launch, authority, router, fingerprint, replicas, core, processes, host)
     discovery.start()
     try:
         starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]

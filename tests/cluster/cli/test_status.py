@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import json
 
 import pytest
 
 from cluster.cli.app import run
 from cluster.cli.status import as_text
+from cluster.launch.router_admin import AdminAnswer
+from cluster.launch.status import DeploymentReport, missing_at_routers
 from core.types.errors import DeployError, NotDeployed
-
-# Imports Ray.
-if TYPE_CHECKING:
-    from cluster.launch.status import DeploymentReport
 
 
 @pytest.mark.parametrize("tls", ["auto", "files", "off"])
@@ -20,11 +18,24 @@ def test_unencrypted_deployment_is_reported(tls: str) -> None:
     report: DeploymentReport = {
         "name": "a",
         "ready": True,
+        "missing": [],
         "endpoints": {"grpc": "127.0.0.1:50051", "http": "http://127.0.0.1:8000", "admin": []},
         "tls": tls,
         "pools": {},
     }
     assert ("security.tls is off" in as_text(report)) is (tls == "off")
+
+
+def test_router_that_sees_too_few_replicas_is_named_with_the_reason() -> None:
+    def router(problem: str, **seen: int) -> AdminAnswer:
+        return AdminAnswer("[::1]:8090", 503, json.dumps({"replicas": seen, "problem": problem}).encode())
+
+    routers = [router("Redis refuses: full", prefill=1, decode=0), router("", prefill=1, decode=1), router("")]
+    assert missing_at_routers(routers, {"prefill": 1, "decode": 1}) == [
+        "the router at [::1]:8090 sees decode 0/1: Redis refuses: full",
+        "the router at [::1]:8090 sees prefill 0/1 decode 0/1; see `cluster logs router`",
+    ]
+    assert missing_at_routers([], {"decode": 1}) == ["no router answers; see `cluster logs router`"]
 
 
 @pytest.mark.parametrize(("error", "code"), [(DeployError("no Ray answers"), 1), (NotDeployed("nothing"), 3)])

@@ -35,6 +35,16 @@ def test_one_machine_defaults_to_loopback() -> None:
     assert (opened.grpc, opened.http, opened.host) == ("10.0.0.1:50051", "http://10.0.0.1:8000", "0.0.0.0")
 
 
+def test_ipv6_addresses_have_brackets() -> None:
+    opened = plan(node("fd00::7", total=HEAD), host="::")
+    assert (opened.grpc, opened.http, opened.host) == ("[fd00::7]:50051", "http://[fd00::7]:8000", "::")
+    assert openai_urls(opened.http) == "http://[fd00::7]:8000/v1"
+    loopback = plan(node("10.0.0.1", total=HEAD), host="[::1]")
+    assert (loopback.grpc, loopback.host, loopback.opens_to) == ("[::1]:50051", "::1", "")
+    assert open_ones("http://[fd00::7]:8000,http://[fd00::8]:8000", {"fd00::8"}) == "http://[fd00::8]:8000"
+    assert admin_addresses(RouterSpec(admin_host="::", admin_port=9))[0] == "[::1]:9"
+
+
 def test_several_machines_default_to_the_heads_address() -> None:
     endpoints = plan(node("10.0.0.2", pool="decode"), node("10.0.0.1", total=HEAD))
     assert (endpoints.grpc, endpoints.http) == ("10.0.0.1:50051", "http://10.0.0.1:8000")
@@ -68,7 +78,7 @@ def test_wildcard_address_only_if_configured() -> None:
     endpoints = plan(*nodes, host="0.0.0.0")
     assert (endpoints.grpc, endpoints.host) == ("10.0.0.1:50051", "0.0.0.0")
     with pytest.raises(
-        SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; leave it out, or set 0.0.0.0"
+        SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; unset it, or set 0.0.0.0"
     ):
         plan(*nodes, host="127.0.0.1")
 

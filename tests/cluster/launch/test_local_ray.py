@@ -35,7 +35,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRa
         monkeypatch.setattr(local_ray, "START_S", -1.0)
         monkeypatch.setattr(local_ray, "stop", stopped.append)
         monkeypatch.setattr(local_ray.subprocess, "Popen", ray)
-        place = local_ray.LocalRay(str(tmp_path), 1)
+        place = local_ray.LocalRay(str(tmp_path / "ray"), 1)
         with pytest.raises(DeployError) as caught:
             local_ray.start(place, log=tmp_path / "ray.log")
         assert stopped == [place]
