@@ -112,6 +112,9 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             # Exit through SystemExit, to clean up as on Ctrl-C.
             signal.signal(number, lambda number, _: sys.exit(128 + number))
+    # A terminal in another encoding than UTF-8 shows "?" for characters that it lacks.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
     code = run(sys.argv[1:])
     if any(thread.name == "joining Ray" for thread in threading.enumerate()):
         # It hangs in Ray's C++ code, which would crash or wait in a regular exit.

@@ -187,7 +187,9 @@ def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs:
             raise error.cause from None
         raise DeployError(f"{method}: {type(error.cause).__name__}: {' '.join(str(error.cause).split())}") from error
     except GetTimeoutError:
-        raise DeployError(f"{method}: no answer within {within_s:g} s") from None
+        raise DeployError(
+            f"{method}: no answer within {within_s:g} s; its process restarts, is overloaded or stands still"
+        ) from None
     except RayActorError as error:
         raise DeployError(f"{method}: {' '.join(str(error).split())}") from error
 

@@ -88,7 +88,7 @@ def start(local: LocalRay, *, log: Path) -> None:
     except OSError as error:
         raise DeployError(f"{local.temp_dir}: {error.strerror}; set TMPDIR to a writable directory") from None
     local._token.touch(mode=0o600)
-    local._token.write_text(secrets.token_hex(32))
+    local._token.write_text(secrets.token_hex(32), encoding="utf-8")
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address=127.0.0.1", f"--port={local.port}", f"--temp-dir={local.temp_dir}/ray"),
@@ -145,5 +145,9 @@ def _why_not(log: Path, *, has_ended: bool) -> str:
 
 
 def _last_line(log: Path) -> str:
-    lines = [line for line in _COLOURS.sub("", log.read_text(errors="replace")).splitlines() if line.strip()]
+    lines = [
+        line
+        for line in _COLOURS.sub("", log.read_text(encoding="utf-8", errors="replace")).splitlines()
+        if line.strip()
+    ]
     return lines[-1].strip() if lines else "no output"

@@ -67,7 +67,7 @@ class RedisServer:
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                lines = self._log.read_text(errors="replace").split("\n")
+                lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
                 raise DeployError(f"the embedded Redis did not start on port {self._address.port}: {lines[-2:][0]}")
             time.sleep(_PAUSE_S)
 

@@ -113,7 +113,7 @@ def fingerprint(path: Path) -> str:
 
 def _read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text())
+        tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         if missing_ok:
             return {}

@@ -247,7 +247,7 @@ def _check_same(directory: Path, name: str, found: int, expected: int) -> None:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        tree = json.loads(path.read_text())
+        tree = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SpecError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(tree, dict):

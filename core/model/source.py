@@ -12,7 +12,6 @@ under a file lock, in a temporary directory that is moved into place when comple
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import subprocess
@@ -30,6 +29,7 @@ from core.model import config as model_config
 from core.model.gguf_import import IMPORT_VERSION, import_gguf
 from core.model.gguf_table import TABLE
 from core.process.atomic_file import move_whole
+from core.process.user_dirs import user_dir
 from core.types.errors import SpecError
 
 logger = logging.getLogger(__name__)
@@ -89,7 +89,7 @@ def resolve_heads(source: str, *, progress: Progress | None = None) -> Path:
 
 
 def cache_root() -> Path:
-    return Path(os.environ.get("CLUSTER_CACHE") or Path.home() / ".cache" / "xpyd")
+    return user_dir("CLUSTER_CACHE", ".cache", "xpyd")
 
 
 def _check(path: Path) -> None:

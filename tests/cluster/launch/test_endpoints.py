@@ -77,9 +77,7 @@ def test_wildcard_address_only_if_configured() -> None:
     nodes = [node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode")]
     endpoints = plan(*nodes, host="0.0.0.0")
     assert (endpoints.grpc, endpoints.host) == ("10.0.0.1:50051", "0.0.0.0")
-    with pytest.raises(
-        SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; unset it, or set 0.0.0.0"
-    ):
+    with pytest.raises(SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; unset it, or set 0.0.0.0"):
         plan(*nodes, host="127.0.0.1")
 
 
