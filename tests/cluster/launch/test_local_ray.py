@@ -59,3 +59,14 @@ def test_overloaded_machine_is_reported(started: Callable[[FakeRay], str], ray: 
     message = started(ray)
     assert "retry when this machine is less busy" in message and "ray.log" in message
     assert "Local node IP" not in message, "what Ray output last is no reason"
+
+
+def test_nothing_is_made_before_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A deploy that a later check stops leaves no directory behind."""
+    monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: str(tmp_path))
+    local_ray.prepare()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
+    place = local_ray.prepare()
+    with pytest.raises(DeployError, match="No such file or directory; set TMPDIR to a writable directory"):
+        local_ray.start(place, log=tmp_path / "ray.log")
