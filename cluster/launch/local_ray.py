@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,15 +106,15 @@ def start(local: LocalRay, *, log: Path) -> None:
         # Workers should not yield to other processes of this machine.
         "RAY_worker_niceness": "0",
     }
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
     deadline = time.monotonic() + START_S
+    process = _spawn(command, environment, log)
     while _READY not in log.read_bytes():
-        has_ended = process.poll() is not None
-        if has_ended or time.monotonic() > deadline:
+        has_ended, is_late = process.poll() is not None, time.monotonic() > deadline
+        if has_ended and not is_late and _LATE in log.read_bytes():
+            # Ray gives up after 30 s, which a busy machine may need.
+            processes.end(local.mark, grace_s=_STOP_S)
+            process = _spawn(command, environment, log)
+        elif has_ended or is_late:
             stop(local)
             raise DeployError(_why_not(log, has_ended=has_ended))
         time.sleep(_PAUSE_S)
@@ -136,6 +137,14 @@ def disable_client_server(parameters: Any, is_head: bool) -> None:
     """Disable Ray's client server, via its start hook: `ray start` has no such option, and all Rays would share port
     10001."""
     parameters.ray_client_server_port = None
+
+
+def _spawn(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
 
 
 def _why_not(log: Path, *, has_ended: bool) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import grpc
 import httpx
 import pytest
@@ -17,19 +15,11 @@ from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
 from tests.support.identities import router
+from tests.support.ipv6 import needs_ipv6
 from tests.support.local_cluster import local_cluster
 from tests.support.waiting import becomes
 
-
-def _has_ipv6() -> bool:
-    try:
-        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
-    except OSError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not _has_ipv6(), reason="this machine has no ::1")
+pytestmark = needs_ipv6
 
 
 @pytest.mark.parametrize("tls", ["auto", "off"])

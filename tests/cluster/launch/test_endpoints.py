@@ -14,7 +14,9 @@ from cluster.launch.endpoints import Endpoints, admin_addresses, keys_of, open_o
 from core.process.ports import free_port
 from core.spec.schema import RouterSpec
 from core.types.errors import SpecError
+from core.types.network import format_address
 from core.wire.client_access import EndpointAccess
+from tests.support.ipv6 import needs_ipv6
 
 HEAD = {"node:__internal_head__": 1.0}
 
@@ -112,13 +114,14 @@ def test_admin_addresses() -> None:
     assert admin_addresses(opened) == tuple(f"127.0.0.1:{port}" for port in (9100, 9101, 9102, 9103))
 
 
-async def test_client_finds_the_open_endpoint() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+async def test_client_finds_the_open_endpoint(host: str) -> None:
     server = aio.server()
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(format_address(host, 0))
     await server.start()
-    endpoints = f"127.0.0.1:{free_port()},127.0.0.1:{port},127.0.0.1:{free_port()}"
+    endpoints = ",".join(format_address(host, one) for one in (free_port(host), port, free_port(host)))
 
     def ask() -> Any:
         with EndpointAccess().blocking_channel(endpoints) as channel:

@@ -70,3 +70,10 @@ def test_nothing_is_made_before_the_start(monkeypatch: pytest.MonkeyPatch, tmp_p
     place = local_ray.prepare()
     with pytest.raises(DeployError, match="No such file or directory; set TMPDIR to a writable directory"):
         local_ray.start(place, log=tmp_path / "ray.log")
+
+
+def test_ray_that_gave_up_on_a_busy_machine_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    starts = [FakeRay(b"The current node timed out during startup.\n", 1), FakeRay(b"Ray runtime started.\n", None)]
+    monkeypatch.setattr(local_ray.subprocess, "Popen", lambda command, **how: starts.pop(0)(command, **how))
+    local_ray.start(local_ray.LocalRay(str(tmp_path / "ray"), 1), log=tmp_path / "ray.log")
+    assert not starts
