@@ -87,7 +87,7 @@ def connect(address: str, name: str, *, within_s: float = _JOIN_S) -> None:
 def _join(joined: Future[None], address: str, arguments: dict[str, Any]) -> None:
     try:
         ray.init(address=address, **arguments)
-    except BaseException as error:  # whatever it is, the caller raises it
+    except BaseException as error:  # the caller raises it
         joined.set_exception(error)
     else:
         joined.set_result(None)

@@ -96,7 +96,7 @@ class Availability:
         self._now = asyncio.get_running_loop().time
         self._since: float | None = None
         self._has_ended = False
-        self.missing = NO_DECODE_REPLICA  # what clients are told while no replica can answer
+        self.missing = NO_DECODE_REPLICA  # for the error while no replica can answer
 
     def look(self) -> float | None:
         """Check for a replica that can answer. Return None if there is one, else the seconds since none was found."""
