@@ -116,10 +116,10 @@ def test_deployment_lifecycle(cluster: ClusterCommand) -> None:
     scaled = cluster.run("scale", "decode=2")
     assert (scaled.code, scaled.out.startswith("scaled decode 1 -> 2 in ")) == (0, True)
     drained = cluster.run("drain", "decode-0")
-    assert drained.out.startswith("decode-0 has left, decode-2 serves in its place, after ")
+    assert drained.out.startswith("decode-0 has left, decode-2 replaced it after ")
     assert cluster.run("logs", "decode-0", "-n", "1").out == "loading with 1 ranks\n"
     switched = cluster.run("switch", "decode-1")
-    assert switched.out.startswith("decode-1 is prefill-1 now, after "), switched.err
+    assert switched.out.startswith("decode-1 became prefill-1 after "), switched.err
     assert switched.out.endswith(" s: prefill=2 decode=1\n")
     scaled = cluster.run("scale", "prefill=1", "decode=2")
     assert scaled.out.startswith("scaled prefill 2 -> 1, decode 1 -> 2 in ")
