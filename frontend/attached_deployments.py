@@ -23,6 +23,7 @@ from core.types.errors import ClusterError
 from core.types.revisions import RevisionTable
 from frontend.served_model import ServedModel
 from frontend.text.models import Models
+from router.serving.discovery import FindMembers
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 
@@ -44,6 +45,7 @@ class AttachedIdentity:
     audit_log: Path | None = None
     revisions: RevisionTable | None = None
     tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]] | None = None  # traffic reports to its controller
+    find_members: FindMembers | None = None
     # Release the identity. May block.
     leave: Callable[[], None] = lambda: None
 
@@ -198,6 +200,7 @@ class AttachedDeployments:
                 node=self._node,
                 audit_log=entered.audit_log,
                 revisions=entered.revisions,
+                find_members=entered.find_members,
                 has_many_tenants=self._has_many_tenants,
                 tracing=self._tracing,
             )

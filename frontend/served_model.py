@@ -32,7 +32,7 @@ from frontend.text.tokenizer import Tokenizer
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
 from router.serving.core import RouterCore
-from router.serving.discovery import Discovery
+from router.serving.discovery import Discovery, FindMembers
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
 from router.serving.revision_watch import RevisionWatch
@@ -80,6 +80,7 @@ class ServedModel:
         node: str,
         audit_log: Path | None = None,
         revisions: RevisionTable | None = None,
+        find_members: FindMembers | None = None,
         has_many_tenants: Callable[[], bool] = lambda: False,
         tracing: Tracing | None = None,
     ) -> ServedModel:
@@ -87,7 +88,8 @@ class ServedModel:
 
         identity: its router name is unique within the deployment. tasks: supervisor of the background tasks, closed
         with the model. node: address of this machine for other machines. audit_log: file with one line per request.
-        revisions: serving revisions from the controller; None: read them from Redis alone. has_many_tenants: whether
+        revisions: serving revisions from the controller; None: read them from Redis alone. find_members: see Discovery.
+        has_many_tenants: whether
         more than one tenant sends requests at present.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
@@ -105,6 +107,7 @@ class ServedModel:
             replicas,
             name=spec.name,
             key=credentials.key(Purpose.MEMBERS),
+            find_members=find_members,
             tasks=tasks,
             count_rejected=lambda why: metrics.members_rejected.labels(why).inc(),
         )
@@ -230,6 +233,7 @@ class ServedModel:
             core=self._core,
             metrics=self.metrics,
             health=self.health,
+            problem=lambda: self._discovery.problem,
             tasks=self._tasks,
         )
         self._discovery.start()

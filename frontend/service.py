@@ -17,7 +17,7 @@ from core.process.supervisor import Supervisor
 from core.spec.schema import Spec
 from core.trace.traffic import TrafficAnswer, TrafficReport
 from core.types.api_key import KeyRegistry
-from core.types.network import is_loopback
+from core.types.network import format_address, is_loopback
 from core.types.revisions import RevisionTable
 from frontend.access.access import Access
 from frontend.admin.health_api import HealthProbes
@@ -31,6 +31,7 @@ from frontend.responses.store import StoreBounds
 from frontend.responses.stored import StoredResponses
 from frontend.served_model import ServedModel
 from frontend.text.models import Models
+from router.serving.discovery import FindMembers
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 
@@ -81,13 +82,14 @@ class RouterService:
         keys: KeyRegistry | None = None,
         revisions: RevisionTable | None = None,
         find_attached: FindAttached | None = None,
+        find_members: FindMembers | None = None,
     ) -> RouterService:
         """Load the models, discover the replicas and open both endpoints. Raises SpecError, DeployError.
 
         identity: its router name is unique within the deployment. host: address that the endpoints bind to. node:
         address of this machine for other machines; None: `host`. audit_log: file with one line per request. keys,
         revisions: API keys and serving revisions from the controller; None: read them from Redis alone.
-        find_attached: list the attached deployments; None: there are none.
+        find_attached: list the attached deployments; None: there are none. find_members: see Discovery.
         """
         metrics = Metrics()
         tasks = Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())
@@ -113,6 +115,7 @@ class RouterService:
             node=node or host,
             audit_log=audit_log,
             revisions=revisions,
+            find_members=find_members,
             has_many_tenants=lambda: access.has_many_tenants,
             tracing=tracing,
         )
@@ -144,11 +147,11 @@ class RouterService:
         await service._open_endpoints(spec, host=host)
         service._start()
         logger.info(
-            "router open router=%s grpc=%s:%d http=%s:%d admin=%s:%d",
+            "router open router=%s grpc=%s http=%s admin=%s",
             identity.name.router,
-            *(host, service.grpc_port),
-            *service.http_address,
-            *service.admin_address,
+            format_address(host, service.grpc_port),
+            format_address(*service.http_address),
+            format_address(*service.admin_address),
         )
         return service
 

@@ -73,8 +73,8 @@ def import_gguf(gguf: Path, into: Path) -> None:
     write_table(into, tensors)
     ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_token_ids(header.metadata)}
     sampling = {name: value for key, name in _SAMPLING.items() if (value := header.metadata.get(key)) is not None}
-    (into / "generation_config.json").write_text(json.dumps(ends | sampling, indent=2))
-    (into / "config.json").write_text(json.dumps(config, indent=2))
+    (into / "generation_config.json").write_text(json.dumps(ends | sampling, indent=2), encoding="utf-8")
+    (into / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _parts(gguf: Path) -> list[Path]:
@@ -226,4 +226,4 @@ def _write_tokenizer(metadata: dict[str, Any], into: Path) -> None:
         "chat_template": template,
     }
     written = {key: value for key, value in config.items() if value is not None}
-    (into / "tokenizer_config.json").write_text(json.dumps(written, ensure_ascii=False, indent=2))
+    (into / "tokenizer_config.json").write_text(json.dumps(written, ensure_ascii=False, indent=2), encoding="utf-8")

@@ -108,9 +108,9 @@ class StoredTensor:
 
 
 def write_table(model_dir: Path, tensors: list[StoredTensor]) -> None:
-    (model_dir / TABLE).write_text(json.dumps([asdict(tensor) for tensor in tensors]))
+    (model_dir / TABLE).write_text(json.dumps([asdict(tensor) for tensor in tensors]), encoding="utf-8")
 
 
 def read_table(model_dir: Path) -> list[StoredTensor]:
-    rows = json.loads((model_dir / TABLE).read_text())
+    rows = json.loads((model_dir / TABLE).read_text(encoding="utf-8"))
     return [StoredTensor(**{**row, "shape": tuple(row["shape"])}) for row in rows]

@@ -14,7 +14,6 @@ under a file lock, in a temporary directory that is moved into place when comple
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import subprocess
@@ -34,6 +33,7 @@ from core.model.gguf_table import TABLE
 from core.model.weight_files import locate_tensors, weight_files
 from core.model.weight_formats import check_format
 from core.process.atomic_file import move_whole
+from core.process.user_dirs import user_dir
 from core.types.errors import SpecError
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def resolve_heads(source: str, *, progress: Progress | None = None) -> Path:
 
 
 def cache_root() -> Path:
-    return Path(os.environ.get("CLUSTER_CACHE") or Path.home() / ".cache" / "xpyd")
+    return user_dir("CLUSTER_CACHE", ".cache", "xpyd")
 
 
 def _check(path: Path) -> None:

@@ -59,7 +59,7 @@ def _read(source: str | dict[str, Any]) -> dict[str, Any]:
             }
         raise SpecError(f"{source}: no such file, and not a topology such as 2P4D")
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SpecError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

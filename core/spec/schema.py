@@ -62,6 +62,8 @@ def _whole_path(source: str) -> str:
 
 
 Source = Annotated[str, AfterValidator(_whole_path)]
+# An IPv6 address may be written with brackets, as in URLs.
+Host = Annotated[str, AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))]
 
 
 class _Section(BaseModel):
@@ -323,9 +325,9 @@ class RouterSpec(_Section):
     replicas: Count = 1
     """Number of router processes. On several hosts each gets a node with the label `pool: router` to itself, as far as
     there are enough."""
-    host: str | None = None
+    host: Host | None = None
     """Listening address of both endpoints. null: loopback on a single machine; on several, the node's address in their
-    network. `0.0.0.0`: all networks."""
+    network. `0.0.0.0`: all networks; `::`: those of IPv6, too."""
     grpc_port: Port = 50051
     """Port of the gRPC API, `cluster.v1.Inference`."""
     http_port: Port = 8000
@@ -338,7 +340,7 @@ class RouterSpec(_Section):
     """Certificate of both endpoints with its chain: a PEM file on the routers' hosts. null: no TLS."""
     tls_key: str | None = None
     """Private key of `tls_cert`, a PEM file. Both files are reloaded when they change."""
-    admin_host: str = "127.0.0.1"
+    admin_host: Host = "127.0.0.1"
     """Listening address of each router's admin endpoint, without TLS and keys: `/metrics`, detailed `/health`,
     `/debug`. Workers serve `/metrics` on loopback, or on their node's address if this is not loopback."""
     admin_port: Port | None = None

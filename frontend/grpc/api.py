@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as pb_grpc
 from core.types.errors import ClusterError, DeployError, RateLimited, ReplicaLost, outcome_of
+from core.types.network import format_address
 from core.wire.channel import PINGS_ALLOWED, keepalive
 from frontend.access.access import Access
 from frontend.access.identity import Client
@@ -108,13 +109,16 @@ async def open_grpc_api(
     pb_grpc.add_InferenceServicer_to_server(inference, server)
     health_pb2_grpc.add_HealthServicer_to_server(endpoint_health, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    address = format_address(host, port)
     try:
         if certificates is None:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = server.add_insecure_port(address)
         else:
-            bound = server.add_secure_port(f"{host}:{port}", certificates.for_grpc())
+            bound = server.add_secure_port(address, certificates.for_grpc())
     except RuntimeError as error:
-        raise DeployError(f"gRPC port {host}:{port} cannot be opened; is it in use?") from error
+        raise DeployError(
+            f"gRPC port {address} cannot be opened; it is in use, or not an address of this host: {error}"
+        ) from error
     await server.start()
     endpoint = GrpcApi(server, inference, endpoint_health, bound)
     endpoint.set_health(is_ready=True)

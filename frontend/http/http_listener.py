@@ -16,6 +16,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.types.errors import DeployError
+from core.types.network import format_address
 from frontend.http.certificates import Certificates
 from frontend.http.connections import HttpLimits
 from frontend.http.json_response import json_answer
@@ -57,7 +58,10 @@ class HttpListener:
         try:
             listener = _listen(host, port, is_port_shared=is_port_shared, vanished_s=2 * max_unread_s)
         except OSError as error:
-            raise DeployError(f"HTTP port {host}:{port} cannot be opened; is it in use?") from error
+            raise DeployError(
+                f"HTTP port {format_address(host, port)} cannot be opened; it is in use, or not an address of this "
+                f"host: {error.strerror}"
+            ) from error
         limits = _with_files(limits)
         connections = _Connections(_HeaderBounds(app, limits))
         config = uvicorn.Config(

@@ -17,6 +17,8 @@ from router.serving.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+NO_DECODE_REPLICA = "it has no decode replica"
+
 
 class Replicas:
     """Registry of all replicas. Lives on the event loop; `router.serving.discovery` keeps it up to date."""
@@ -100,6 +102,7 @@ class Availability:
         self._now = asyncio.get_running_loop().time
         self._since: float | None = None
         self._has_ended = False
+        self.missing = NO_DECODE_REPLICA  # for the error while no replica can answer
 
     def look(self) -> float | None:
         """Check for a replica that can answer. Return None if there is one, else the seconds since none was found."""
@@ -122,6 +125,7 @@ class Availability:
     def error(self, *, num_tokens: int = 0) -> ModelUnavailable:
         """num_tokens: length of the sequence that a replica must hold."""
         called = f"model {self._model!r}" if self._model else "this model"
-        why = "it has no decode replica" + (f" that holds {num_tokens} tokens" if num_tokens else "")
-        why = "this router leaves it" if self._has_ended else why
+        why = "this router leaves it" if self._has_ended else self.missing
+        if why == NO_DECODE_REPLICA and num_tokens:
+            why += f" that holds {num_tokens} tokens"
         return ModelUnavailable(f"{called} cannot be served at present: {why}", retry_after_s=1.0)

@@ -118,7 +118,9 @@ def plan(
 
         draw(found, plot, good_share=good)
     if output and found.best:
-        output.write_text(_as_spec(source, overrides, given, found.best, threads=simulator.profile.threads))
+        output.write_text(
+            _as_spec(source, overrides, given, found.best, threads=simulator.profile.threads), encoding="utf-8"
+        )
     print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, times=simulator.times_note))
     raise typer.Exit(0 if found.best else 1)
 
