@@ -99,7 +99,7 @@ class ReplicaLifecycle:
         self._leave.set()
 
     def inherit(self, gang: Gang | None) -> bool:
-        """Take over the predecessor's gang, or None if it has none to give.
+        """Take over the predecessor's gang. gang: None if the predecessor has none to give.
 
         Returns False if the gang was not taken; the caller removes it then.
         """

@@ -2,7 +2,7 @@
 
 _RequestIds   sets the request id and the error format
 _Gate         checks the API key before anything of the request is read
-_Straight     calls generation endpoints directly, bypassing the application's routes
+_DirectRoutes calls generation endpoints directly, bypassing the application's routes
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def create_app(
     OpenapiApi(models).add_to(app)
     openai.add_to(app)
     responses.add_to(app)
-    # POST requests are taken by _Straight; the routes reject other methods and redirect trailing slashes.
+    # POST requests are taken by _DirectRoutes; the routes reject other methods and redirect trailing slashes.
     for path, endpoint in answering.items():
         app.add_api_route(path, endpoint, methods=["POST"])
 

@@ -19,5 +19,5 @@ class ErrorForm(Protocol):
         ...
 
     def events(self, error: BaseException) -> bytes:
-        """Return the last events of a started stream."""
+        """Return the events that report `error` and end a started stream."""
         ...

@@ -52,8 +52,8 @@ class HttpListener:
         """Serve `app` on host:port (0: any free port), with TLS if there are certificates. Raises DeployError.
 
         is_port_shared: several processes of one node listen on the same port, and the kernel distributes connections.
-        max_unread_s: the kernel resets a connection whose client acknowledges nothing for twice that time. Twice,
-        because requests apply the same limit to unread tokens and end with an error message.
+        max_unread_s: time after which a request with unread tokens ends with an error message. The kernel resets a
+        silent connection only after twice that time, so that the message goes first.
         """
         try:
             listener = _listen(host, port, is_port_shared=is_port_shared, vanished_s=2 * max_unread_s)

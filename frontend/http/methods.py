@@ -17,7 +17,7 @@ class Methods:
     """
 
     def __init__(self, app: ASGIApp, *, routes: Sequence[BaseRoute]) -> None:
-        """routes: of the application, complete by the first request."""
+        """routes: the application's routes; all must be added before the first request."""
         self._app = app
         self._routes = [route for route in routes if isinstance(route, Route) and route.methods]
         for route in self._routes:

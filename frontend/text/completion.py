@@ -238,7 +238,7 @@ class Completion:
     ) -> AsyncIterator[AsyncIterator[list[Event]]]:
         """Run it, once. Leaving the block ends it on all replicas.
 
-        turn: context entered before the start, to wait for admission.
+        turn: context entered before the start; it limits how many completions of one response run at a time.
         Yields the events, to be consumed in the task that entered. The block raises ClusterError: DeadlineExceeded past
         the deadline, and ClientTooSlow if events are not consumed in time, wherever the block is waiting.
         """

@@ -28,7 +28,7 @@ from router.serving.replica import Replica
 from router.serving.request_state import RequestState
 from router.serving.reservations import Pair, Reservation, Reservations, may_retry
 
-_SHIPPED_S = 1.0  # a transfer report may arrive shortly after the tokens decoded from it
+_SHIPPED_S = 1.0  # wait for the transfer report, which may follow the tokens decoded from that KV
 _STOP_S = 1.0
 
 
@@ -59,7 +59,7 @@ class Attempt:
         self._flows = flows
         self._vocab_size = vocab_size
         self._avoid = avoid
-        self.culprits: set[Culprit] = set()  # what did not answer
+        self.culprits: set[Culprit] = set()  # replicas and links to blame
         self._choices = Choices(
             state,
             request.choices,
@@ -90,7 +90,7 @@ class Attempt:
             try:
                 await self._choices.wait()
             except ClusterError:
-                if not self.culprits:  # no call has failed, so a token stream has
+                if not self.culprits:  # no call failed, so a token stream did
                     self.culprits |= self.streams.replicas()
                 raise
             if self._prefilling and self._choices.is_decoding:

@@ -94,7 +94,7 @@ class Backup:
         return answer.num_tokens() - (answer.num_given if answer.prefill_replica else 0)
 
     def _home_of(self, answer: DecodeStreams) -> str:
-        """Return the prefill replica that holds the beginning of the answer, or "" if there is none."""
+        """Return the prefill replica with a copy of the answer, else the one that computed its prompt; "" if none."""
         copied = self._copied.get(answer)
         return copied.prefill if copied else answer.prefill_replica
 

@@ -1,8 +1,8 @@
 """Choices of one attempt: their tokens, joined from the two replicas that serve it.
 
 The first tokens come from the prefill replica (P) and the others from the decode replica (D), over two connections and
-so in any order. D's tokens are buffered until both replicas have reported the same epoch of the handoff: the KV of an
-abandoned prefill replica may still have arrived, and decoding then began with *its* first tokens.
+so in any order. D's tokens are buffered until both have reported the same epoch of the handoff. Otherwise D may have
+started from the KV and first tokens of an abandoned prefill replica.
 
 D also sends tokens and prompt statistics (cached tokens, log-probabilities) over separate connections. No token is
 appended before the statistics, or the answer could end without them.
@@ -38,7 +38,7 @@ class Choices:
         may_hold: Callable[[int], bool],
     ) -> None:
         """has_prefill: the first tokens come from a prefill replica. max_tokens: longest sequence of the decode
-        replica. may_hold: returns whether some replica decodes sequences longer than so many tokens."""
+        replica. may_hold: returns whether some replica decodes sequences longer than the given number of tokens."""
         self._state = state
         self._choices = choices
         self._has_prefill = has_prefill
@@ -161,7 +161,7 @@ class Choices:
             self.finish(choice)
 
     def _is_cut(self, choice: int, num_new: int) -> bool:
-        """Return whether only its replica's size ends a choice after num_new more tokens, and another holds more."""
+        """Return whether the choice ends after num_new more tokens only because its replica is full, not others."""
         num_tokens, num_generated = self._lengths(choice, num_new)
         return num_generated < self._state.request.sampling.max_tokens and self._may_hold(num_tokens)
 

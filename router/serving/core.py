@@ -39,7 +39,7 @@ class RouterCore:
         tenant_share: Callable[[], float] = lambda: 1.0,
     ) -> None:
         """model: fingerprint, as in the prefix hashes. queue_s: maximum wait for a replica with room.
-        tenant_share: returns the part of the decode replicas that one tenant may use beside the others."""
+        tenant_share: returns the share of the decode capacity that one tenant may take beside others."""
         self.replicas = replicas
         self.revisions = Revisions()
         self.decisions = Decisions()

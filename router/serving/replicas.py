@@ -55,7 +55,7 @@ class Replicas:
         return len(self.usable(role))
 
     def max_tokens(self) -> int | None:
-        """Return the tokens of one sequence that the largest decode replica holds; None before one is known."""
+        """Return the length of the longest sequence that a decode replica can hold; None until one is known."""
         self._max_tokens = max((one.member.max_tokens for one in self.usable(Role.DECODE)), default=self._max_tokens)
         return self._max_tokens
 

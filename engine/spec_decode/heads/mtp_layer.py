@@ -82,7 +82,7 @@ class MtpLayer:
         return self._model.head(feature_RE)
 
     def _entry(self, token_ids_T: Tensor, before_TE: Tensor) -> Tensor:
-        """(T, E)"""
+        """Return the layer's input (T, E): embeddings joined with the features before them."""
         embedded_TE = self._embedding_norm(self._model.embed(token_ids_T))
         return self._join(torch.cat((embedded_TE, self._feature_norm(before_TE)), dim=-1))
 
