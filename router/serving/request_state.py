@@ -85,7 +85,7 @@ class RequestState:
             raise DeadlineExceeded(f"request {self.request.id}: not finished within {deadline_s:g} s")
 
     def continuation(self, choices: Sequence[int], *, stream: int = 0) -> SequenceRequest:
-        """Return the request that continues these choices: one choice with its tokens so far, or several that have none."""
+        """Return the request that continues these choices: one with its tokens so far, or several without tokens."""
         return replace(
             self.request,
             token_ids=self.request.token_ids + tuple(self.tokens[choices[0]]),
