@@ -25,7 +25,7 @@ from worker.worker import EngineParts, Worker
 
 
 class DecodeWorker(Worker):
-    """Requests of one decode replica, most of which wait for KV of a prefill replica.
+    """Requests of one decode replica, most of which get their KV from a prefill replica.
 
     `close_handoff` closes a handoff on the other ranks and then runs its callback on this thread.
     """
@@ -77,8 +77,8 @@ class DecodeWorker(Worker):
             self._fail(
                 prompt,
                 TransferError(
-                    f"received {num_tokens} positions with {len(next_tokens)} invalid next tokens, starting "
-                    f"{list(next_tokens)[:4]}"
+                    f"received {num_tokens} positions and {len(next_tokens)} next tokens, starting "
+                    f"{list(next_tokens)[:4]}, which do not fit the request"
                 ),
             )
 

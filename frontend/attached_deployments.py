@@ -23,6 +23,7 @@ from core.types.errors import ClusterError
 from core.types.revisions import RevisionTable
 from frontend.served_model import ServedModel
 from frontend.text.models import Models
+from router.serving.discovery import FindMembers
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 
@@ -44,6 +45,7 @@ class AttachedIdentity:
     audit_log: Path | None = None
     revisions: RevisionTable | None = None
     tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]] | None = None  # traffic reports to its controller
+    find_members: FindMembers | None = None
     # Release the identity. May block.
     leave: Callable[[], None] = lambda: None
 
@@ -151,17 +153,18 @@ class AttachedDeployments:
                     self._add(attached)
 
     def _add(self, attached: AttachedDeployment) -> None:
-        name, model = attached.spec.name, attached.spec.model.name
-        taken = [self._models.default.model.id, *(entry.attached.spec.model.name for entry in self._entries.values())]
-        if model in taken:
+        name, names = attached.spec.name, attached.spec.model.names
+        others = [entry.attached.spec.model.names for entry in self._entries.values()]
+        taken = set(self._models.default.model.names).union(*others)
+        if shared := taken.intersection(names):
             if name not in self._rejected:
                 text = "attached deployment %s: model name %s is taken; set model.served_name to another one"
-                logger.error(text, name, model)
+                logger.error(text, name, min(shared))
             self._rejected.add(name)
             return
         self._rejected.discard(name)
         entry = self._entries[name] = _Entry(attached)
-        self._models.report_unavailable(model, _OPENING)
+        self._models.report_unavailable(names, _OPENING)
         entry.opening = asyncio.create_task(self._open(entry), name=f"attached-deployment {name}")
 
     async def _open(self, entry: _Entry) -> None:
@@ -175,7 +178,7 @@ class AttachedDeployments:
                     trace = None if is_ours else error
                     logger.error("attached deployment %s: not opened: %s", spec.name, error, exc_info=trace)
                 self._models.report_unavailable(
-                    spec.model.name, "its deployment is unreachable, or its model files cannot be read"
+                    spec.model.names, "its deployment is unreachable, or its model files cannot be read"
                 )
                 entry.was_tried.set()
                 await asyncio.sleep(_RETRY_S)
@@ -197,6 +200,7 @@ class AttachedDeployments:
                 node=self._node,
                 audit_log=entered.audit_log,
                 revisions=entered.revisions,
+                find_members=entered.find_members,
                 has_many_tenants=self._has_many_tenants,
                 tracing=self._tracing,
             )
@@ -215,11 +219,11 @@ class AttachedDeployments:
         if entry.opening:
             entry.opening.cancel()
             await asyncio.gather(entry.opening, return_exceptions=True)
-        self._models.forget_unavailable(entry.attached.spec.model.name)
+        self._models.forget_unavailable(entry.attached.spec.model.names)
         if entry.served:
             self._models.remove(entry.served.completions)
         if successor:
-            self._models.report_unavailable(successor.spec.model.name, _OPENING)
+            self._models.report_unavailable(successor.spec.model.names, _OPENING)
         try:
             if entry.served:
                 async with asyncio.timeout(_CLOSE_S):

@@ -21,16 +21,18 @@ from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.request import Role
 from core.types.revisions import RevisionTable
 from frontend.admin.admin_server import AdminServer
-from frontend.chat.chat_template import ChatTemplate, find_chat_template
+from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
+from frontend.chat.template_files import find_chat_template
 from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion import Completions
 from frontend.text.completion_request import MAX_CHOICES, ModelCard
+from frontend.text.sampling_defaults import generation_config_dir, sampling_defaults
 from frontend.text.tokenizer import Tokenizer
 from router.routing.chooser import Chooser
 from router.routing.plain_policies import make_policy
 from router.serving.core import RouterCore
-from router.serving.discovery import Discovery
+from router.serving.discovery import Discovery, FindMembers
 from router.serving.grpc_worker import GrpcWorker
 from router.serving.replicas import Replicas
 from router.serving.revision_watch import RevisionWatch
@@ -78,6 +80,7 @@ class ServedModel:
         node: str,
         audit_log: Path | None = None,
         revisions: RevisionTable | None = None,
+        find_members: FindMembers | None = None,
         has_many_tenants: Callable[[], bool] = lambda: False,
         tracing: Tracing | None = None,
     ) -> ServedModel:
@@ -85,12 +88,14 @@ class ServedModel:
 
         identity: its router name is unique within the deployment. tasks: supervisor of the background tasks, closed
         with the model. node: address of this machine for other machines. audit_log: file with one line per request.
-        revisions: serving revisions from the controller; None: read them from Redis alone. has_many_tenants: whether
+        revisions: serving revisions from the controller; None: read them from Redis alone. find_members: see Discovery.
+        has_many_tenants: whether
         more than one tenant sends requests at present.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
         config = model_config.load(model_dir)
-        tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
+        generation_dir = generation_config_dir(model_dir, spec.model.generation_config)
+        tokenizer = await asyncio.to_thread(Tokenizer, model_dir, generation_dir=generation_dir)
         grammars = await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size)
         replicas = Replicas(
             lambda member: GrpcWorker(member, identity=identity),
@@ -102,6 +107,7 @@ class ServedModel:
             replicas,
             name=spec.name,
             key=credentials.key(Purpose.MEMBERS),
+            find_members=find_members,
             tasks=tasks,
             count_rejected=lambda why: metrics.members_rejected.labels(why).inc(),
         )
@@ -134,14 +140,21 @@ class ServedModel:
             tokenizer=tokenizer,
             chat_template=template,
             output_format=OutputFormat.of(
-                template.source, tool_parser=spec.model.tool_parser, reasoning_parser=spec.model.reasoning_parser
+                template.sources,
+                tool_parser=spec.model.tool_parser,
+                reasoning_parser=spec.model.reasoning_parser,
+                is_special=tokenizer.has_special,
             ),
             model=ModelCard(
                 id=spec.model.name,
+                aliases=spec.model.names[1:],
+                root=spec.model.source_name,
                 max_context=min(config.max_context, spec.model.max_context or config.max_context),
                 vocab_size=config.vocab_size,
                 dtype=spec.model.dtype,
                 max_choices=min(MAX_CHOICES, spec.decode.max_running),
+                max_held=replicas.max_tokens,
+                sampling_defaults=sampling_defaults(model_dir, spec.model.generation_config),
             ),
             metrics=metrics,
             max_request_s=spec.timeouts.request_s,
@@ -220,6 +233,7 @@ class ServedModel:
             core=self._core,
             metrics=self.metrics,
             health=self.health,
+            problem=lambda: self._discovery.problem,
             tasks=self._tasks,
         )
         self._discovery.start()

@@ -17,7 +17,7 @@ from core.process.supervisor import Supervisor
 from core.spec.schema import Spec
 from core.trace.traffic import TrafficAnswer, TrafficReport
 from core.types.api_key import KeyRegistry
-from core.types.network import is_loopback
+from core.types.network import format_address, is_loopback
 from core.types.revisions import RevisionTable
 from frontend.access.access import Access
 from frontend.admin.health_api import HealthProbes
@@ -31,6 +31,7 @@ from frontend.responses.store import StoreBounds
 from frontend.responses.stored import StoredResponses
 from frontend.served_model import ServedModel
 from frontend.text.models import Models
+from router.serving.discovery import FindMembers
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
 
@@ -53,6 +54,7 @@ class RouterService:
         tracing: Tracing | None,
         tasks: Supervisor,
         drain_s: float,
+        shutdown_delay_s: float,
     ) -> None:
         self._own = own
         self._attached_deployments = attached_deployments
@@ -63,6 +65,7 @@ class RouterService:
         self._grpc: GrpcApi | None = None
         self._http: HttpListener | None = None
         self._drain_s = drain_s
+        self._shutdown_delay_s = shutdown_delay_s
         self._is_closing = False
         self._tasks = tasks
 
@@ -79,13 +82,14 @@ class RouterService:
         keys: KeyRegistry | None = None,
         revisions: RevisionTable | None = None,
         find_attached: FindAttached | None = None,
+        find_members: FindMembers | None = None,
     ) -> RouterService:
         """Load the models, discover the replicas and open both endpoints. Raises SpecError, DeployError.
 
         identity: its router name is unique within the deployment. host: address that the endpoints bind to. node:
         address of this machine for other machines; None: `host`. audit_log: file with one line per request. keys,
         revisions: API keys and serving revisions from the controller; None: read them from Redis alone.
-        find_attached: list the attached deployments; None: there are none.
+        find_attached: list the attached deployments; None: there are none. find_members: see Discovery.
         """
         metrics = Metrics()
         tasks = Supervisor(died=lambda name: metrics.task_deaths.labels(name.partition(" ")[0]).inc())
@@ -111,6 +115,7 @@ class RouterService:
             node=node or host,
             audit_log=audit_log,
             revisions=revisions,
+            find_members=find_members,
             has_many_tenants=lambda: access.has_many_tenants,
             tracing=tracing,
         )
@@ -128,16 +133,25 @@ class RouterService:
                 max_bytes=spec.router.stored_responses_mib * 2**20, ttl_s=spec.router.stored_responses_s
             ),
         )
-        drain_s = spec.timeouts.drain_s
-        service = cls(own, attached_deployments, models, access, stored, tracing=tracing, tasks=tasks, drain_s=drain_s)
+        service = cls(
+            own,
+            attached_deployments,
+            models,
+            access,
+            stored,
+            tracing=tracing,
+            tasks=tasks,
+            drain_s=spec.timeouts.drain_s,
+            shutdown_delay_s=spec.router.shutdown_delay(host),
+        )
         await service._open_endpoints(spec, host=host)
         service._start()
         logger.info(
-            "router open router=%s grpc=%s:%d http=%s:%d admin=%s:%d",
+            "router open router=%s grpc=%s http=%s admin=%s",
             identity.name.router,
-            *(host, service.grpc_port),
-            *service.http_address,
-            *service.admin_address,
+            format_address(host, service.grpc_port),
+            format_address(*service.http_address),
+            format_address(*service.admin_address),
         )
         return service
 
@@ -175,7 +189,7 @@ class RouterService:
         return not self._tasks.failing
 
     def is_ready(self) -> bool:
-        """Return whether at least one model can be served."""
+        """Return whether at least one model can be served, and the router is not closing."""
         return not self._is_closing and self._is_healthy()
 
     def report_traffic(self, tell: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
@@ -183,8 +197,18 @@ class RouterService:
         self._own.report_traffic(tell)
 
     async def close(self) -> None:
-        """Report not ready, drain running requests for at most `drain_s`, and close."""
+        """Report not ready for the shutdown delay, drain running requests for at most `drain_s`, and close.
+
+        New calls are served during the delay, because load balancers notice only at their next health check. Another
+        call of `close` skips the delay.
+        """
+        delay_s = 0.0 if self._is_closing else self._shutdown_delay_s
         self._is_closing = True
+        if self._grpc:
+            self._grpc.set_health(is_live=self.is_live(), is_ready=False)
+        if self._http:
+            self._http.send_away()
+        await asyncio.sleep(delay_s)
         endpoints = [endpoint for endpoint in (self._grpc, self._http) if endpoint]
         await asyncio.gather(*(endpoint.close(grace_s=self._drain_s) for endpoint in endpoints))
         await self._access.close()
@@ -209,11 +233,10 @@ class RouterService:
         app = create_app(
             self._models,
             access=self._access,
-            is_healthy=self._is_healthy,
+            is_healthy=self.is_ready,
             probes=self.probes,
-            rejects_unknown_fields=router.unknown_fields == "refuse",
+            spec=router,
             stored=self._stored,
-            cors_origins=[one.strip() for one in router.cors_origins.split(",") if one.strip()],
         )
         self._http = await HttpListener.open(
             app,

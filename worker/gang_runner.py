@@ -240,7 +240,8 @@ class GangRunner:
     def _shipped(self, batch: Batch, orders: Orders) -> list[tuple[RankTransfer, int, int]] | None:
         """Return the active transfers of the batch, each with the positions [start, end) that its row computes.
 
-        Transfers that have failed, or send no heads of this rank, are left out. Returns None if the orders ship no row.
+        Transfers that have failed, or to which this rank sends no heads, are left out. Returns None if the orders ship
+        no row.
         """
         if not any(orders.rows):
             return None

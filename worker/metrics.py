@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from core.rpc import worker_pb2
 from core.types.errors import DeployError
+from core.types.network import format_address
 
 # Fields of Status.
 _GAUGES = (
@@ -87,14 +88,13 @@ class MetricsServer:
 
     def __init__(self, registry: CollectorRegistry, *, host: str) -> None:
         """Listen on a free port of `host`. Raises DeployError."""
-        host = host.strip("[]")
         try:
             server, _ = start_http_server(0, addr=host, registry=registry)
         except OSError as error:
             raise DeployError(f"metrics cannot be served on {host}: {error}; see router.admin_host") from error
         server.RequestHandlerClass = RequestHandler
         self._server = server
-        self.address = f"[{host}]:{server.server_port}" if ":" in host else f"{host}:{server.server_port}"
+        self.address = format_address(host, server.server_port)
 
     def close(self) -> None:
         """Close the port within half a second, without waiting for it."""

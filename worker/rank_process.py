@@ -364,6 +364,7 @@ def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_t
         max_running=setup.pool.max_running,
         max_batch_tokens=setup.pool.max_batch_tokens,
         local_decode_share=setup.pool.local_decode_share,
+        answers_overflow=setup.pool.answers_overflow,
     )
 
 

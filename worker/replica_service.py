@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from core.identity.deployment_secrets import Purpose
-from core.index.membership import Member
+from core.index.membership import Member, signed_record
 from core.index.presence import Presence
 from core.index.redis_client import connect_redis
 from core.process.supervisor import Supervisor
@@ -71,6 +71,7 @@ class ReplicaService:
         self._loop = StepLoop(step=self._step, idle=self._idle, idle_s=_IDLE_S, ended=lambda: self._end(None))
         self._outcome: Future[None] = Future()  # result of the step loop, or the error that ends the replica early
         self._watching: Future[None] | None = None
+        self._record = b""  # see RankStatus
         self._presence: Presence | None = None
         self._presence_task: Future[None] | None = None
         self._metrics: MetricsServer | None = None
@@ -99,12 +100,10 @@ class ReplicaService:
         member = replace(member, metrics_address=self._metrics.address)
         self._watching = self._host.spawn(self._watch(setup.addresses[1:]))
         self._loop.start()
+        key = credentials.key(Purpose.MEMBERS)
+        self._record = signed_record(member, key)
         self._presence = Presence(
-            connect_redis(credentials.index_url),
-            name=spec.name,
-            key=credentials.key(Purpose.MEMBERS),
-            member=member,
-            snapshot=self._snapshot,
+            connect_redis(credentials.index_url), name=spec.name, key=key, member=member, snapshot=self._snapshot
         )
         self._presence_task = self._host.spawn(self._tasks.keep_running(_VITAL, self._presence.run))
 
@@ -122,7 +121,8 @@ class ReplicaService:
         is_drained = self._is_counted and not self._num_requests
         state = "ready" if not self.is_draining else "drained" if is_drained else "draining"
         blocks = {"total": status.blocks_total, "free": status.blocks_free, "cached": status.blocks_cached}
-        return {"state": state, "running": status.running, "waiting": status.waiting, "blocks": blocks}  # type: ignore[typeddict-item]
+        counts = {"running": status.running, "waiting": status.waiting}
+        return {"state": state, **counts, "blocks": blocks, "member": self._record}  # type: ignore[typeddict-item]
 
     # Requests, on the event loop.
 

@@ -164,6 +164,8 @@ def random_runner(
 class RandomCheckpoint:
     """Checkpoint with random tensors for a config.json."""
 
+    unindexed = ()
+
     def __init__(self, model_dir: Path, dtype: torch.dtype, device: torch.device) -> None:
         self._dtype = dtype
         self._device = device

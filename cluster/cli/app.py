@@ -9,7 +9,9 @@ Commands import what they need when they run, so that `cluster generate` does no
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from typing import Annotated
 
@@ -33,6 +35,7 @@ from cluster.cli import (
 from cluster.cli.connection import ADDRESS
 from cluster.cli.over_ssh import run_over_ssh
 from cluster.cli.planning import autoscale, plan, profile, simulate
+from core.process.processes import ENDINGS
 from core.types.errors import ClusterError, Interrupted
 
 app = typer.Typer(
@@ -104,7 +107,21 @@ _UsageError = typer.BadParameter.__base__
 
 
 def main() -> None:
-    sys.exit(run(sys.argv[1:]))
+    for number in ENDINGS:
+        # Signals stay ignored, for example under nohup.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            # Exit through SystemExit, to clean up as on Ctrl-C.
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    # A terminal in another encoding than UTF-8 shows "?" for characters that it lacks.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    code = run(sys.argv[1:])
+    if any(thread.name == "joining Ray" for thread in threading.enumerate()):
+        # It hangs in Ray's C++ code, which would crash or wait in a regular exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def run(arguments: list[str]) -> int:
@@ -141,7 +158,19 @@ def run_app(commands: typer.Typer, arguments: list[str], *, name: str) -> tuple[
     except Exception as error:
         if not (_UsageError and isinstance(error, _UsageError)):
             raise
-        message = error.format_message()  # type: ignore[attr-defined]
+        message = error.format_message() + _misplaced(commands, arguments, error)  # type: ignore[attr-defined]
         print(f"{name}: {message}", file=sys.stderr)
         return 2, message
     return code if isinstance(code, int) else 0, ""
+
+
+def _misplaced(commands: typer.Typer, arguments: list[str], error: Exception) -> str:
+    """Return the right form, if an option was given before its command."""
+    option = str(getattr(error, "option_name", ""))
+    known = getattr(typer.main.get_command(commands), "commands", {})
+    command = next((one for one in arguments if one in known), "")
+    if not option or not command or option not in arguments[: arguments.index(command)]:
+        return ""
+    if not any(option in parameter.opts for parameter in known[command].params):
+        return ""
+    return f"; options of a command follow it: `cluster {command} {option} ...`"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from typing import Annotated, Any
 
@@ -74,11 +73,6 @@ def deploy(
             deployment.check(spec, address=address or None, wait_for_nodes=wait_for_nodes, reporter=report)
         print(f"{spec.name}: every check passed, nothing was started")
         return
-    for number in deployment.ENDINGS:
-        # Signals stay ignored, for example under nohup.
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            # Exit through SystemExit, to clean up as on Ctrl-C.
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         with reporter(is_new=True) as report:
             state = deployment.deploy(

@@ -56,8 +56,8 @@ def _replicas_table(replicas: dict[str, dict[str, Any]]) -> str:
         timing = view["timing"]
         rates = [timing["base_s"] * 1e3, timing["token_s"] * 1e6, timing["pair_s"] * 1e9, timing["context_s"] * 1e9]
         numbers = [view["cached_tokens"], round(view["queue_s"] * 1e3), view["num_streams"], view["available_blocks"]]
-        cells = [*map(str, numbers), *(f"{rate:.3g}" for rate in (*rates, view["link_bytes_per_s"] / 1e6))]
-        rows.append([name, *cells])
+        learnt = [f"{rate:.3g}" for rate in rates] if view.get("is_learnt", True) else ["not learnt yet", "-", "-", "-"]
+        rows.append([name, *map(str, numbers), *learnt, f"{view['link_bytes_per_s'] / 1e6:.3g}"])
     return columns(rows)
 
 

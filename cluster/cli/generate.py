@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -184,12 +185,15 @@ def _stdin() -> str:
 
 
 def _utf8(source: str, text: str) -> str:
-    """Raise SpecError if the text is not UTF-8. Python turns undecodable argument bytes into surrogates."""
+    """Return the text as UTF-8. Raises SpecError if it is none.
+
+    Python turns bytes that the locale does not have into surrogates: all but ASCII with LC_ALL=C.
+    """
     try:
-        text.encode()
-    except UnicodeEncodeError:
+        has_surrogates = any("\ud800" <= one <= "\udfff" for one in text)
+        return os.fsencode(text).decode("utf-8") if has_surrogates else text
+    except UnicodeError:
         raise SpecError(f"{source} is not UTF-8") from None
-    return text
 
 
 def _system(text: str | None) -> list[pb.ChatMessage]:

@@ -13,6 +13,7 @@ from core.types.errors import DeployError, NotDeployed
 
 if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
     from cluster.control.report import RevisionReport
+    from cluster.launch.state import State
     from cluster.launch.status import DeploymentReport
 
 _NOT_READY, _NOTHING_DEPLOYED = 1, 3
@@ -23,6 +24,7 @@ def status(
     as_json: AsJson = False,
 ) -> None:
     """Show all replicas. Exit code: 0 ready, 1 not ready, 3 nothing deployed."""
+    state = None
     try:
         state = find_state(name)
         if state.joined_ray is not None and not state.joined_ray.is_running:
@@ -36,9 +38,23 @@ def status(
         raise typer.Exit(_NOTHING_DEPLOYED) from None
     except DeployError as error:
         typer.echo(f"cluster: {error}", err=True)
+        if state is not None and state.joined_ray is not None:
+            for line in _seen_without_ray(state):
+                typer.echo(line, err=True)
         raise typer.Exit(_NOT_READY) from None
     print(json.dumps(report, indent=1) if as_json else as_text(report))
     raise typer.Exit(0 if report["ready"] else _NOT_READY)
+
+
+def _seen_without_ray(state: State) -> list[str]:
+    """Return what the routers of this machine report, which serve without Ray's control plane."""
+    from cluster.launch.endpoints import openai_urls
+    from cluster.launch.router_admin import ask_here
+
+    routers = ask_here(state.name, state.admin, "/health")
+    counts = (" ".join(f"{role} {count}" for role, count in (one.replicas() or {}).items()) for one in routers)
+    lines = [f"the router at {one.where} serves with {seen}" for one, seen in zip(routers, counts, strict=True)]
+    return [*lines, f"gRPC {state.grpc} · OpenAI {openai_urls(state.http)}"] if lines else ["no router answers"]
 
 
 def update_lines(revision: RevisionReport | None) -> list[str]:
@@ -59,7 +75,7 @@ def as_text(report: DeploymentReport) -> str:
     from cluster.launch.endpoints import openai_urls
 
     rows = [["REPLICA", "STATE", "NODE", "DEVICES", "BLOCKS", "FREE", "CACHED", "RUNNING", "WAITING", ""]]
-    notes = []
+    notes = list(report["missing"])
     for pool in report["pools"].values():
         for replica in pool["replicas"]:
             blocks = replica["blocks"]

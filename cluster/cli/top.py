@@ -164,7 +164,9 @@ def _tables(views: Sequence[View]) -> list[tuple[str, list[str], list[list[str]]
 def _decision(one: Mapping[str, Any]) -> list[str]:
     best = one["options"][0] if one["options"] else {}
     pair = f"{best.get('prefill') or '-'} {best.get('decode') or '-'}" if best else "-"
-    predicted = f"{1e3 * best['cost_s']:.0f} ms" if best else "-"
+    predicted = "-"
+    if best:
+        predicted = f"{1e3 * best['cost_s']:.0f} ms" if best.get("is_learnt", True) else "not learnt yet"
     took = [f"{1e3 * one[key]:.0f} ms" if one[key] else "-" for key in ("first_token_s", "seconds")]
     return [_text(one["request"]), _text(one["tenant"]) or "-", pair, predicted, one["outcome"] or "-", *took]
 

@@ -158,6 +158,11 @@ class Controller:
         await self._has_adopted.wait()
         return self._updates.tell(self._known).to_json()
 
+    async def members(self) -> list[bytes]:
+        """Return the signed records of all serving replicas, for routers that do not find them in Redis."""
+        await self._has_adopted.wait()
+        return [member for pools in self._pools.values() for member in pools.members]
+
     async def switch(self, replica: str) -> str:
         """Turn a serving replica into one of the other pool, with its processes, weights and cached blocks.
 

@@ -132,6 +132,11 @@ class ReplicaPool:
         return [member.life for member in self._members.values()]
 
     @property
+    def members(self) -> list[bytes]:
+        """Signed records of the replicas that serve."""
+        return [life.member for life in self.lives if life.member]
+
+    @property
     def num_draining(self) -> int:
         return sum(member.life.view.state is ReplicaState.DRAINING for member in self._members.values())
 

@@ -42,6 +42,8 @@ class ReplicaLifecycle:
         self.serving_since: float | None = None  # time.monotonic()
         # It served before this run of the controller, so routers already have it.
         self.is_adopted = False
+        # Signed record by which routers find it; empty until it serves.
+        self.member = b""
         self._answered_at = 0.0
         self._desired = desired
         self._timeouts = desired.spec.timeouts
@@ -97,7 +99,7 @@ class ReplicaLifecycle:
         self._leave.set()
 
     def inherit(self, gang: Gang | None) -> bool:
-        """Take over the predecessor's gang, or None if it has none to give.
+        """Take over the predecessor's gang. gang: None if the predecessor has none to give.
 
         Returns False if the gang was not taken; the caller removes it then.
         """
@@ -233,6 +235,7 @@ class ReplicaLifecycle:
         """Update the view and return the state that rank 0 reports. Raises TimeoutError."""
         status: RankStatus = await self._gang.ask(0, "status")
         self.view.blocks = status["blocks"]
+        self.member = status.get("member", b"")
         self.view.running, self.view.waiting = status["running"], status["waiting"]
         return status["state"]
 

@@ -13,7 +13,7 @@ from core.types.errors import DeployError, SpecError
 # Router settings that belong to the endpoints, not to a model behind them.
 _OF_ENDPOINTS = (
     "replicas", "host", "grpc_port", "http_port", "keys", "tls_cert", "tls_key", "unknown_fields", "cors_origins",
-    "stored_responses_mib", "stored_responses_s",
+    "stored_responses_mib", "stored_responses_s", "max_tokens_beyond_context", "keepalive_s", "shutdown_delay_s",
 )  # fmt: skip
 
 
@@ -64,7 +64,7 @@ def attach(spec: Spec) -> AttachedEndpoints:
     from cluster.control import desired_state as desired_store
     from cluster.control.attached_list import AttachedList
 
-    endpoints, model = spec.router.endpoints, spec.model.name
+    endpoints, names = spec.router.endpoints, spec.model.names
     assert endpoints
     owner = desired_store.load(endpoints)
     if owner is None:
@@ -74,10 +74,12 @@ def attach(spec: Spec) -> AttachedEndpoints:
             f"router.endpoints: {endpoints} has no endpoints of its own; name {owner.spec.router.endpoints} instead"
         )
     behind = [owner.spec, *(launch.spec for launch in AttachedList(endpoints).launches())]
-    if taken := next((one.name for one in behind if one.model.name == model), None):
-        raise SpecError(
-            f"model.served_name: {model} is already served by {taken} at these endpoints; choose another name"
-        )
+    for one in behind:
+        if shared := [name for name in names if name in one.model.names]:
+            raise SpecError(
+                f"model.served_name: {shared[0]} is already served by {one.name} at these endpoints; "
+                "choose another name"
+            )
     lent = {field: getattr(owner.spec.router, field) for field in _OF_ENDPOINTS}
     ports = {"admin_port": spec.router.admin_port or free_ports(2 * owner.spec.router.replicas)}
     return AttachedEndpoints(

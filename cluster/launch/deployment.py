@@ -30,6 +30,7 @@ from core.identity.deployment_secrets import DeploymentSecrets
 from core.process.background import BackgroundThread
 from core.process.log import clear_logs
 from core.process.ports import free_ports
+from core.process.processes import ENDINGS
 from core.process.stopwatch import Stopwatch
 from core.spec.schema import RouterSpec, Spec
 from core.types.errors import DeployError
@@ -41,8 +42,6 @@ if TYPE_CHECKING:  # Ray must not be imported before local_ray.join()
 
 logger = logging.getLogger(__name__)
 
-# Signals that end a command, besides Ctrl-C.
-ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 _STOP_S = 60.0
 _SERVE_S = 60.0
 _ROUTER_HOSTS_S = 60.0
@@ -264,7 +263,7 @@ def _start_ray(state: State, local: local_ray.LocalRay) -> None:
     local_ray.join(local)
     from cluster.launch import driver
 
-    driver.connect(local.address, state.name)
+    driver.connect(local.address, state.name, within_s=local_ray.START_S)
 
 
 def _start(

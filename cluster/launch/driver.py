@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
+import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,21 +27,26 @@ from core.index import embedded as embedded_index
 from core.index.embedded import EmbeddedIndex
 from core.index.redis_server import RedisAddress
 from core.process.ports import free_port, is_free
+from core.process.processes import ENDINGS
 from core.types.errors import ClusterError, DeployError
+from core.types.network import format_address, split_address
 
 T = TypeVar("T")
 
 _PORT = 6379  # Ray's default
 _PROBE_S = 3.0
+_JOIN_S = 15.0
+# Name of the thread that joins Ray. While it hangs, a process has to end without waiting for it.
+JOINING = "joining Ray"
 _ELSEWHERE = " (this machine must be one of its nodes and have its token; elsewhere, use `cluster --address USER@{}`)"
 # Longer than a controller needs to restart.
 _ASK_S = 60.0
 
 
-def connect(address: str, name: str) -> None:
+def connect(address: str, name: str, *, within_s: float = _JOIN_S) -> None:
     """Join the Ray cluster at `address` ("host", "host:port" or "auto"), once.
 
-    Raises DeployError if it does not answer.
+    Raises DeployError if it does not answer. The thread that joins may stay then; see JOINING.
     """
     if ray.is_initialized():
         return
@@ -47,22 +55,42 @@ def connect(address: str, name: str) -> None:
     if "@" in address:
         raise DeployError(f"{address}: an SSH address goes before the command: `cluster --address {address} ...`")
     if address != "auto":
-        address = address if ":" in address else f"{address}:{_PORT}"
+        is_bare_ipv6 = address.count(":") > 1 and not address.startswith("[")
+        if is_bare_ipv6 or ":" not in address.rpartition("]")[2]:
+            address = format_address(address, _PORT)
         _probe(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
     internals.keep_off_stdout()
     # One attempt of 45 s; Ray's default is twenty.
     os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "1")
+    # Ray replaces the handlers; its own prints a C++ stack.
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, *ENDINGS)}
+    joined: Future[None] = Future()
+    arguments = {"namespace": namespace(name), "log_to_driver": False, "logging_level": logging.ERROR}
+    threading.Thread(target=_join, args=(joined, address, arguments), name=JOINING, daemon=True).start()
     try:
-        ray.init(
-            address=address,
-            namespace=namespace(name),
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+        joined.result(within_s)
+    except TimeoutError:
+        raise DeployError(
+            f"Ray at {address} does not answer within {within_s:g} s: its control store or the raylet of this host is "
+            "overloaded or stands still; running replicas and routers keep serving"
+        ) from None
     except (ConnectionError, RuntimeError, ValueError, RayError) as error:
         there = "" if address == "auto" else _ELSEWHERE.format(address.rpartition(":")[0])
         raise DeployError(f"Ray at {address}: {' '.join(str(error).split())}{there}") from error
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+
+
+def _join(joined: Future[None], address: str, arguments: dict[str, Any]) -> None:
+    try:
+        ray.init(address=address, **arguments)
+    except BaseException as error:  # the caller raises it
+        joined.set_exception(error)
+    else:
+        joined.set_result(None)
 
 
 def start_controller(name: str) -> Any:
@@ -159,7 +187,9 @@ def ask(actor: Any, method: str, *args: Any, within_s: float = _ASK_S, **kwargs:
             raise error.cause from None
         raise DeployError(f"{method}: {type(error.cause).__name__}: {' '.join(str(error.cause).split())}") from error
     except GetTimeoutError:
-        raise DeployError(f"{method}: no answer within {within_s:g} s") from None
+        raise DeployError(
+            f"{method}: no answer within {within_s:g} s; its process restarts, is overloaded or stands still"
+        ) from None
     except RayActorError as error:
         raise DeployError(f"{method}: {' '.join(str(error).split())}") from error
 
@@ -178,8 +208,7 @@ def _detached(name: str, actor: str) -> dict[str, Any]:
 
 def _probe(address: str) -> None:
     """Check that the port accepts connections; Ray would retry for minutes."""
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), _PROBE_S).close()
+        socket.create_connection(split_address(address), _PROBE_S).close()
     except (OSError, ValueError) as error:
         raise DeployError(f"no Ray answers at {address} ({error})") from None

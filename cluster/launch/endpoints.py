@@ -10,7 +10,7 @@ from typing import Any, Literal
 from cluster.control.placement import Node, as_a_router, router_nodes
 from core.spec.schema import RouterSpec
 from core.types.errors import SpecError
-from core.types.network import is_loopback
+from core.types.network import format_address, is_loopback
 
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = ("0.0.0.0", "::")
@@ -41,7 +41,7 @@ def plan_endpoints(router: RouterSpec, nodes: Sequence[Node], *, is_one_machine:
         return _endpoints(router, [seen], host=host, opens_to="" if is_loopback(host) else host)
     if router.host is not None and router.host not in EVERYWHERE:
         raise SpecError(
-            f"router.host: {router.host} is on one machine, and this Ray has several; leave it out, or set 0.0.0.0"
+            f"router.host: {router.host} is on one machine, and this Ray has several; unset it, or set 0.0.0.0 or ::"
         )
     ips = [node.ip for node in router_nodes(nodes)]
     opens_to = router.host or next((ip for ip in ips if not is_loopback(ip)), "")
@@ -57,7 +57,7 @@ def open_ones(endpoints: str, ips: Collection[str]) -> str:
         return endpoints
     where, _, port = one.rpartition(":")
     scheme = where[: where.rfind("/") + 1]
-    return ",".join(f"{scheme}{ip}:{port}" for ip in sorted(ips))
+    return ",".join(scheme + format_address(ip, port) for ip in sorted(ips))
 
 
 def openai_urls(http: str) -> str:
@@ -68,8 +68,8 @@ def openai_urls(http: str) -> str:
 def _endpoints(router: RouterSpec, ips: Sequence[str], **more: Any) -> Endpoints:
     scheme = "https" if router.tls_cert else "http"
     return Endpoints(
-        grpc=",".join(f"{ip}:{router.grpc_port}" for ip in ips),
-        http=",".join(f"{scheme}://{ip}:{router.http_port}" for ip in ips),
+        grpc=",".join(format_address(ip, router.grpc_port) for ip in ips),
+        http=",".join(f"{scheme}://{format_address(ip, router.http_port)}" for ip in ips),
         **more,
     )
 
@@ -93,5 +93,5 @@ def keys_of(router: RouterSpec, endpoints: Endpoints, *, has_keys: bool) -> Lite
 
 def admin_addresses(router: RouterSpec) -> tuple[str, ...]:
     """Return the admin addresses of the routers, each on its router's node."""
-    host = {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(router.admin_host, router.admin_host)
-    return tuple(f"{host}:{port}" for port in router.admin_ports)
+    host = {"0.0.0.0": LOOPBACK, "::": "::1"}.get(router.admin_host, router.admin_host)
+    return tuple(format_address(host, port) for port in router.admin_ports)

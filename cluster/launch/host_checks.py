@@ -154,7 +154,7 @@ def _memory_bytes() -> int:
     """Memory of the machine, or the limit of the container."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with contextlib.suppress(OSError, ValueError):  # "max" means no limit
-        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
+        total = min(total, int(Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8")))
     return total
 
 

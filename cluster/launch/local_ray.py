@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,7 +75,7 @@ class LocalRay:
 
 def prepare() -> LocalRay:
     """Choose a directory and a port without starting anything. Store the result first, so that stop() always works."""
-    return LocalRay(tempfile.mkdtemp(prefix="xpyd-ray-"), free_port())
+    return LocalRay(f"{tempfile.gettempdir()}/xpyd-ray-{secrets.token_hex(4)}", free_port())
 
 
 def start(local: LocalRay, *, log: Path) -> None:
@@ -82,9 +83,13 @@ def start(local: LocalRay, *, log: Path) -> None:
 
     On failure raises DeployError with Ray's message, and nothing keeps running.
     """
-    # The directory is private; Ray makes its own accessible to all users.
+    try:
+        # The directory is private; Ray makes its own accessible to all users.
+        Path(local.temp_dir).mkdir(mode=0o700)
+    except OSError as error:
+        raise DeployError(f"{local.temp_dir}: {error.strerror}; set TMPDIR to a writable directory") from None
     local._token.touch(mode=0o600)
-    local._token.write_text(secrets.token_hex(32))
+    local._token.write_text(secrets.token_hex(32), encoding="utf-8")
     command = [
         *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
         *("--node-ip-address=127.0.0.1", f"--port={local.port}", f"--temp-dir={local.temp_dir}/ray"),
@@ -101,15 +106,15 @@ def start(local: LocalRay, *, log: Path) -> None:
         # Workers should not yield to other processes of this machine.
         "RAY_worker_niceness": "0",
     }
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
     deadline = time.monotonic() + START_S
+    process = _spawn(command, environment, log)
     while _READY not in log.read_bytes():
-        has_ended = process.poll() is not None
-        if has_ended or time.monotonic() > deadline:
+        has_ended, is_late = process.poll() is not None, time.monotonic() > deadline
+        if has_ended and not is_late and _LATE in log.read_bytes():
+            # Ray gives up after 30 s, which a busy machine may need.
+            processes.end(local.mark, grace_s=_STOP_S)
+            process = _spawn(command, environment, log)
+        elif has_ended or is_late:
             stop(local)
             raise DeployError(_why_not(log, has_ended=has_ended))
         time.sleep(_PAUSE_S)
@@ -134,6 +139,14 @@ def disable_client_server(parameters: Any, is_head: bool) -> None:
     parameters.ray_client_server_port = None
 
 
+def _spawn(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+
+
 def _why_not(log: Path, *, has_ended: bool) -> str:
     if has_ended and _LATE not in log.read_bytes():
         return f"Ray did not start: {_last_line(log)} (full log: {log})"
@@ -141,5 +154,9 @@ def _why_not(log: Path, *, has_ended: bool) -> str:
 
 
 def _last_line(log: Path) -> str:
-    lines = [line for line in _COLOURS.sub("", log.read_text(errors="replace")).splitlines() if line.strip()]
+    lines = [
+        line
+        for line in _COLOURS.sub("", log.read_text(encoding="utf-8", errors="replace")).splitlines()
+        if line.strip()
+    ]
     return lines[-1].strip() if lines else "no output"

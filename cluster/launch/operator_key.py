@@ -38,7 +38,7 @@ def make(controller: Any, name: str, *, say: Callable[[str], None]) -> None:
 def read(name: str) -> str | None:
     """Return the operator's secret, or None if this machine has none."""
     try:
-        return states.operator_key_file(name).read_text().strip() or None
+        return states.operator_key_file(name).read_text(encoding="utf-8").strip() or None
     except OSError:
         return None
 

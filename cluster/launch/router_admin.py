@@ -125,7 +125,9 @@ def await_seen(
             return
         if time.monotonic() > deadline:
             problem = f"a router sees {seen} of {dict(min_counts)}" if seen else "no router answers"
-            raise DeployError(f"the replicas are ready, but {problem} at {', '.join(state.admin)}")
+            reasons = {str(answer.json().get("problem") or "") for answer in answers} - {""}
+            why = f" ({'; '.join(sorted(reasons))})" if reasons else ""
+            raise DeployError(f"the replicas are ready, but {problem} at {', '.join(state.admin)}{why}")
         time.sleep(_POLL_S)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import time
 
 import ray
@@ -96,11 +97,24 @@ def _end_replicas(name: str) -> None:
                 ray.kill(ray.get_actor(replica["actor_name"], namespace="serve"))
 
 
+def cause_of(message: str) -> str:
+    """Return the router's own error from Serve's message about a failed start; empty if there is none.
+
+    An operator can act on such an error at once, so there is no need to wait for Serve's retries.
+    """
+    errors = re.findall(r"^(?:\w+\.)*core\.types\.errors\.\w+: (.+)$", message, re.MULTILINE)
+    return str(errors[-1]) if errors else ""
+
+
 def _await_running(name: str) -> None:
     deadline = time.monotonic() + _START_S
     while (application := serve.status().applications.get(name)) is None or application.status != "RUNNING":
+        messages = [part.message for part in application.deployments.values()] if application else []
+        if cause := next((cause for message in messages if (cause := cause_of(message))), ""):
+            raise DeployError(f"router: {cause}")
         if application is not None and application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            raise DeployError(f"router: {application.message}")
+            last_lines = [message.strip().splitlines()[-1] for message in messages if message.strip()]
+            raise DeployError(f"router: {'; '.join(last_lines) or application.message}")
         if time.monotonic() > deadline:
             state = application.status.value if application else "unknown"
             raise DeployError(f"router: not running after {_START_S:g} s ({state}); if this machine is busy, try again")

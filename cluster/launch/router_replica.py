@@ -21,7 +21,6 @@ from cluster.ray.controller_call import ask_controller
 from core.identity.process_name import ProcessName
 from core.process.gc_tuning import spare_the_old
 from core.process.log import redirect_output
-from core.trace.traffic import TrafficAnswer, TrafficReport
 from core.types.errors import DeployError, ReplicaFailed
 from core.types.launch import Launch
 from core.types.revisions import RevisionTable
@@ -51,7 +50,8 @@ def build(launch: Launch, actor_options: dict[str, Any], *, max_per_node: int | 
         health_check_period_s=2,
         health_check_timeout_s=10,
         graceful_shutdown_wait_loop_s=_LOOK_S,
-        graceful_shutdown_timeout_s=launch.spec.timeouts.drain_s + _LEAVE_S,  # for close()
+        # For close().
+        graceful_shutdown_timeout_s=router.shutdown_delay(router.host or "") + launch.spec.timeouts.drain_s + _LEAVE_S,
         **on_nodes,
     )(Router)
     return deployment.bind(launch)
@@ -62,6 +62,7 @@ class Router:
 
     # Serve awaits it.
     async def __init__(self, launch: Launch) -> None:  # type: ignore[misc]
+        self._service: RouterService | None = None
         spec, log_dir = launch.spec, launch.log_dir
         name = f"router-{uuid4().hex[:8]}"
         # Names that sort by start time.
@@ -76,7 +77,7 @@ class Router:
         process_name = ProcessName.of_router(spec.name, name)
         identity = await asyncio.to_thread(open_identity, process_name, tls=spec.security.tls)
         attached_deployments = _AttachedFinder(spec.name, router=name, log=log)
-        self._service = await RouterService.open(
+        self._service = service = await RouterService.open(
             spec,
             credentials=launch.credentials,
             identity=identity,
@@ -86,8 +87,9 @@ class Router:
             keys=await asyncio.to_thread(ask_controller, spec.name, "keys"),
             revisions=await asyncio.to_thread(_revisions, spec.name),
             find_attached=attached_deployments.find,
+            find_members=functools.partial(_ask, spec.name, "members"),
         )
-        self._service.report_traffic(functools.partial(_report_to_controller, spec.name))
+        service.report_traffic(functools.partial(_ask, spec.name, "note_traffic"))
         spare_the_old()
 
     async def check_health(self) -> None:
@@ -95,11 +97,12 @@ class Router:
 
         Serve calls this every few seconds and then starts a replacement.
         """
-        if not self._service.is_live():
+        if self._service and not self._service.is_live():
             raise ReplicaFailed("router background tasks are crash-looping; see its log")
 
     async def __del__(self) -> None:
-        await self._service.close()
+        if self._service:
+            await self._service.close()
 
 
 class _AttachedFinder:
@@ -135,18 +138,16 @@ class _AttachedFinder:
             identity=tls_credentials.identity,
             audit_log=Path(launch.log_dir).with_name("audit_log") / Path(self._log).with_suffix(".jsonl"),
             revisions=_revisions(spec.name),
-            tell=functools.partial(_report_to_controller, spec.name, threads=self._threads),
+            tell=functools.partial(_ask, spec.name, "note_traffic", threads=self._threads),
+            find_members=functools.partial(_ask, spec.name, "members", threads=self._threads),
             leave=tls_credentials.stop,
         )
 
 
-async def _report_to_controller(
-    deployment: str, report: TrafficReport, *, threads: Executor | None = None
-) -> TrafficAnswer:
-    """Send a traffic report to the deployment's controller. Raises ClusterError."""
-    ask = functools.partial(ask_controller, deployment, "note_traffic", report)
-    answer: TrafficAnswer = await asyncio.get_running_loop().run_in_executor(threads, ask)
-    return answer
+async def _ask(deployment: str, method: str, *args: Any, threads: Executor | None = None) -> Any:
+    """Call a method of the deployment's controller on a thread. Raises ClusterError."""
+    ask = functools.partial(ask_controller, deployment, method, *args)
+    return await asyncio.get_running_loop().run_in_executor(threads, ask)
 
 
 def _revisions(deployment: str) -> RevisionTable | None:

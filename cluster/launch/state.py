@@ -17,6 +17,7 @@ from pathlib import Path
 from cluster.launch.local_ray import LocalRay
 from core.process import processes
 from core.process.atomic_file import write_whole
+from core.process.user_dirs import user_dir
 from core.types.errors import DeployError, NotDeployed, SpecError
 from core.types.json_records import known_fields
 
@@ -108,7 +109,7 @@ def reserve(name: str) -> Iterator[None]:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         lock = file.open("w")
     except OSError as error:
-        raise DeployError(f"{file}: {error.strerror}") from None
+        raise DeployError(f"{file}: {error.strerror}; set CLUSTER_STATE_DIR to a writable directory") from None
     with lock:
         try:
             # The kernel releases the lock when this process ends.
@@ -137,7 +138,7 @@ def load(name: str) -> State | None:
     """
     file = state_dir(name) / _FILE
     try:
-        return _parse(file.read_text())
+        return _parse(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -197,5 +198,4 @@ def _parse(text: str) -> State:
 
 def _root() -> Path:
     """Return the absolute state directory; it is sent to processes with other working directories."""
-    directory = os.environ.get("CLUSTER_STATE_DIR")
-    return Path(directory).expanduser().absolute() if directory else Path.home() / ".local" / "state" / "xpyd"
+    return user_dir("CLUSTER_STATE_DIR", ".local", "state", "xpyd")

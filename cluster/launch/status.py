@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NotRequired, TypedDict
 
 from cluster.control.report import ControllerReport, Pools, RevisionReport
 from cluster.launch import driver
 from cluster.launch.endpoints import open_ones
-from cluster.launch.router_admin import ask_routers, seen_by
+from cluster.launch.router_admin import AdminAnswer, ask_routers
 from cluster.launch.state import State
 from core.types.request import Role
 
-# A restarted controller adopts its replicas first.
-_ASK_S = 45.0
+# A restarted controller adopts its replicas first; `status` reports that it does not answer yet.
+_ASK_S = 15.0
 
 
 class Endpoints(TypedDict):
@@ -30,6 +31,8 @@ class DeploymentReport(TypedDict):
     name: str
     # Every pool has its desired replicas, and the routers see them.
     ready: bool
+    # What the routers lack, one line each.
+    missing: list[str]
     endpoints: Endpoints
     # TLS between its processes: security.tls of the spec.
     tls: str
@@ -43,10 +46,8 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     report: ControllerReport = driver.ask(controller, "status", within_s=_ASK_S)
     pools = report["pools"]
     routers = ask_routers(state, "/health") if state.admin else []
-    seen = seen_by(routers)
-    ready = all(pools[role]["ready"] >= pools[role]["desired"] for role in Role)
-    if state.admin:
-        ready = ready and seen is not None and all(seen.get(role, 0) >= pools[role]["desired"] for role in Role)
+    missing = missing_at_routers(routers, {role.value: pools[role]["desired"] for role in Role}) if state.admin else []
+    ready = not missing and all(pools[role]["ready"] >= pools[role]["desired"] for role in Role)
     admin = [answer.where for answer in routers]
     reachable = with_open_endpoints(state)
     endpoints: Endpoints = {"grpc": reachable.grpc, "http": reachable.http, "admin": admin}
@@ -55,11 +56,27 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     return {
         "name": state.name,
         "ready": ready,
+        "missing": missing,
         "endpoints": endpoints,
         "tls": tls,
         "pools": pools,
         "revision": revision,
     }
+
+
+def missing_at_routers(routers: Sequence[AdminAnswer], desired: Mapping[str, int]) -> list[str]:
+    """Return one line for each router that sees too few replicas, from its /health response."""
+    if not routers:
+        return ["no router answers; see `cluster logs router`"]
+    lines = []
+    for router in routers:
+        seen = router.replicas() or {}
+        few = [f"{role} {seen.get(role, 0)}/{count}" for role, count in desired.items() if seen.get(role, 0) < count]
+        if few:
+            problem = router.json().get("problem")
+            why = f": {problem}" if problem else "; see `cluster logs router`"
+            lines.append(f"the router at {router.where} sees {' '.join(few)}{why}")
+    return lines
 
 
 def with_open_endpoints(state: State) -> State:

@@ -93,6 +93,11 @@ class RolePools:
         return [replica for pool in self._pools.values() for replica in pool.ids]
 
     @property
+    def members(self) -> list[bytes]:
+        """Signed records of the replicas that serve."""
+        return [member for pool in self._pools.values() for member in pool.members]
+
+    @property
     def num_draining(self) -> int:
         return sum(pool.num_draining for pool in self._pools.values())
 

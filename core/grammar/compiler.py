@@ -164,7 +164,7 @@ def _source(grammar: Grammar) -> str:
 
 
 def _exact_rule(rule: re.Match[str]) -> str:
-    """Rewrite a Lark rule that is a schema. Invalid schemas are left to llguidance's error message."""
+    """Rewrite a Lark rule that is a schema. A rule that is no JSON object stays, for llguidance to report."""
     try:
         options = json.loads(rule[2]).get("x-guidance", {})
     except (ValueError, AttributeError, RecursionError):

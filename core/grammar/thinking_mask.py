@@ -69,7 +69,7 @@ class ThinkingMask:
         self._thinking.take(tokens, start)
 
     def fork(self) -> ThinkingMask:
-        """Return a copy. It reads the tokens again; there are rarely any yet."""
+        """Return a copy. Its thinking parser starts over and reads the tokens again; at a fork there are hardly any."""
         grammar = self._grammar.fork() if self._grammar else None
         return ThinkingMask(self._budget, bytes_of=self._bytes_of, vocab_size=self._vocab_size, grammar=grammar)
 

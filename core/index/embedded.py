@@ -28,11 +28,13 @@ class EmbeddedIndex:
         await asyncio.shield(self._first_start)
 
     async def _keep(self) -> None:
+        last_error = ""
         while True:
             try:
                 self._server.start()  # blocks this loop for about 0.1 s; the loop has no other work
             except (DeployError, OSError) as error:  # such as no memory or no file descriptors, possibly temporary
-                logger.error("failed to start the embedded Redis: %s", error)
+                if last_error != (last_error := str(error)):
+                    logger.error("failed to start the embedded Redis: %s", error)
                 if not self._first_start.done():
                     self._first_start.set_exception(error)
             else:

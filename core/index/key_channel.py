@@ -18,6 +18,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from core.identity.signing import is_signed, sign
+from core.index.redis_client import repaired
 from core.types.api_key import KeyRegistry
 
 logger = logging.getLogger(__name__)
@@ -35,13 +36,14 @@ class KeyPublisher:
         """Write the registry to Redis unless it is there already."""
         text = registry.to_json()
         values = [text.encode(), sign(self._signing_key, text.encode())]
-        # Compare both fields: other writers of this Redis may have changed either.
-        if await self._redis.hmget(_place(self._name), "book", "seal") != values:
-            async with self._redis.pipeline(transaction=True) as pipeline:
-                pipeline.hset(_place(self._name), mapping=dict(zip(("book", "seal"), values, strict=True)))
-                if registry.keys:
-                    pipeline.sadd(_counted(self._name), *(key.id for key in registry.keys))
-                await pipeline.execute()
+        async with repaired(self._redis, {_place(self._name): "hash", _counted(self._name): "set"}):
+            # Compare both fields: other writers of this Redis may have changed either.
+            if await self._redis.hmget(_place(self._name), "book", "seal") != values:
+                async with self._redis.pipeline(transaction=True) as pipeline:
+                    pipeline.hset(_place(self._name), mapping=dict(zip(("book", "seal"), values, strict=True)))
+                    if registry.keys:
+                        pipeline.sadd(_counted(self._name), *(key.id for key in registry.keys))
+                    await pipeline.execute()
 
     async def forget_others(self, kept: Set[str]) -> None:
         """Delete the counters of all keys whose ids are not in `kept`."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 
@@ -21,6 +22,7 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from core.identity.signing import signed, verified
+from core.index.redis_client import repaired
 from core.types.json_records import known_fields
 from core.types.request import Role
 from core.types.wire_version import WIRE_VERSION
@@ -77,6 +79,7 @@ class Member:
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks
     # Fraction of a prefill replica's slots and blocks for local decodes.
     local_decode_share: float = 0.0
+    answers_overflow: bool = False  # it also decodes while every decode replica is full
     metrics_address: str = ""  # "host:port" of its Prometheus metrics
     wire_version: int = WIRE_VERSION
 
@@ -88,6 +91,13 @@ class Member:
     @property
     def max_local_decode_blocks(self) -> int:
         return int(self.local_decode_share * self.num_blocks)
+
+    @property
+    def max_decoded_tokens(self) -> int:
+        """Maximum length of a sequence that this replica decodes, in tokens; 0: none."""
+        if self.role is Role.DECODE:
+            return self.max_tokens
+        return min(self.max_tokens, self.max_local_decode_blocks * self.block_size)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self) | _FEATURES)
@@ -110,6 +120,11 @@ class Member:
             return cls(**{**known, "role": Role(known.get("role", ""))})
         except TypeError as error:
             raise ValueError(str(error)) from None
+
+
+def signed_record(member: Member, key: bytes) -> bytes:
+    """Return the record by which routers accept the member. key: 32-byte signing key of the deployment."""
+    return signed(member.to_json().encode(), key)
 
 
 def living_members(redis: BlockingRedis, name: str) -> list[str]:
@@ -139,12 +154,12 @@ class Membership:
 
     async def renew(self, member: Member) -> bool:
         """Join, or stay for another LEASE_S. Returns False if Redis had no lease: it may have lost all its data."""
-        text = member.to_json().encode()
-        record = signed(text, self._key)
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            pipeline.set(self._record + member.replica, record, px=int(LEASE_S * 1000), get=True)
-            pipeline.sadd(self._set, member.replica)
-            before, _ = await pipeline.execute()
+        name, record = self._record + member.replica, signed_record(member, self._key)
+        async with repaired(self._redis, {name: "string", self._set: "set"}):
+            async with self._redis.pipeline(transaction=False) as pipeline:
+                pipeline.set(name, record, px=int(LEASE_S * 1000), get=True)
+                pipeline.sadd(self._set, member.replica)
+                before, _ = await pipeline.execute()
         return before is not None
 
     async def leave(self, replica: str) -> None:
@@ -165,12 +180,23 @@ class Membership:
         found = [(replica, record) for replica, record in zip(replicas, records, strict=True) if record is not None]
         return [member for replica, record in found if (member := self._read(replica, record))]
 
+    def opened(self, records: Iterable[bytes]) -> list[Member]:
+        """Return the members of those signed records that are valid. Invalid ones are logged when Redis has them."""
+        members = []
+        for record in records:
+            with suppress(ValueError):
+                members.append(self._open(record))
+        return members
+
+    def _open(self, record: bytes) -> Member:
+        """Parse a signed record. Raises ValueError."""
+        if len(record) > _MAX_RECORD_BYTES or (text := verified(record, self._key)) is None:
+            raise _Unsigned("it is not signed by this deployment")
+        return Member.from_json(text)
+
     def _read(self, replica: str, record: str | bytes) -> Member | None:
-        record = record.encode() if isinstance(record, str) else record
         try:
-            if len(record) > _MAX_RECORD_BYTES or (text := verified(record, self._key)) is None:
-                raise _Unsigned("it is not signed by this deployment")
-            member = Member.from_json(text)
+            member = self._open(record.encode() if isinstance(record, str) else record)
             if member.replica != replica:
                 raise _Unsigned(f"it belongs to {member.replica}")
         except ValueError as error:

@@ -29,7 +29,7 @@ class PrefixIndex:
     """
 
     def __init__(self) -> None:
-        self._prefix_sources: dict[bytes, int] = {}
+        self._holders: dict[bytes, int] = {}
         self._shifts: dict[str, int] = {}  # position of each replica's bits; the lowest is the device's
         self._names: dict[int, str] = {}
         self._next_shift = 0
@@ -39,7 +39,7 @@ class PrefixIndex:
         self._expected: dict[str, dict[bytes, int]] = {}
 
     def __len__(self) -> int:
-        return len(self._prefix_sources)
+        return len(self._holders)
 
     def store(self, replica: str, hashes: Iterable[bytes], tier: Tier = Tier.DEVICE) -> None:
         """Record that `replica` holds these blocks in this tier and in none above it."""
@@ -59,7 +59,7 @@ class PrefixIndex:
         Call `settle` when that prompt ends.
         """
         shift = self._shift(replica)
-        bits = {prefix_hash: self._prefix_sources.get(prefix_hash, 0) >> shift & _ALL for prefix_hash in hashes}
+        bits = {prefix_hash: self._holders.get(prefix_hash, 0) >> shift & _ALL for prefix_hash in hashes}
         new = {prefix_hash: held for prefix_hash, held in bits.items() if held != _ALL}
         self._expected.setdefault(replica, {}).update(new)
         self._set(replica, new, _ALL)
@@ -78,7 +78,7 @@ class PrefixIndex:
             del self._names[shift]
             self._alive &= ~(_ALL << shift)
             if not self._alive:
-                self._prefix_sources.clear()
+                self._holders.clear()
             elif len(self._shifts) * 2 * _WIDTH < self._next_shift:
                 self._sweep()
 
@@ -101,7 +101,7 @@ class PrefixIndex:
         """Check every block. Returns pairs (mask of the bits that end here, leading blocks they hold)."""
         depths: list[tuple[int, int]] = []
         for depth, prefix_hash in enumerate(hashes):
-            holding = self._prefix_sources.get(prefix_hash, 0) & walking
+            holding = self._holders.get(prefix_hash, 0) & walking
             if holding != walking:
                 if depth:
                     depths.append((walking & ~holding, depth))
@@ -114,8 +114,8 @@ class PrefixIndex:
         """Like `_walk`, but check only between two blocks with different holders."""
         depths: list[tuple[int, int]] = []
         last = len(hashes) - 1
-        walking &= self._prefix_sources.get(hashes[0], 0)
-        spans = [(0, last, self._prefix_sources.get(hashes[last], 0))]  # (first block, last block, holders of the last)
+        walking &= self._holders.get(hashes[0], 0)
+        spans = [(0, last, self._holders.get(hashes[last], 0))]  # (first block, last block, holders of the last)
         # Leftmost span first. All bits of `walking` hold its first block.
         while spans and walking:
             low, high, holding = spans.pop()
@@ -127,7 +127,7 @@ class PrefixIndex:
                 continue
             middle = (low + high) // 2
             spans.append((middle, high, holding))
-            spans.append((low, middle, self._prefix_sources.get(hashes[middle], 0)))
+            spans.append((low, middle, self._holders.get(hashes[middle], 0)))
         return [*depths, (walking, len(hashes))] if walking else depths
 
     def _depths_by_replica(self, dropouts: Iterable[tuple[int, int]]) -> dict[str, Depths]:
@@ -144,12 +144,12 @@ class PrefixIndex:
         """Set the replica's bits of these blocks to exactly `bits`."""
         shift = self._shift(replica)
         others, bits = self._alive & ~(_ALL << shift), bits << shift
-        prefix_sources, masks = self._prefix_sources, self._masks
+        holders, masks = self._holders, self._masks
         for prefix_hash in hashes:
-            if mask := prefix_sources.get(prefix_hash, 0) & others | bits:
-                prefix_sources[prefix_hash] = masks.setdefault(mask, mask)
+            if mask := holders.get(prefix_hash, 0) & others | bits:
+                holders[prefix_hash] = masks.setdefault(mask, mask)
             else:
-                prefix_sources.pop(prefix_hash, None)
+                holders.pop(prefix_hash, None)
 
     def _shift(self, replica: str) -> int:
         if replica not in self._shifts:
@@ -166,10 +166,10 @@ class PrefixIndex:
         self._names = {shift: replica for replica, shift in self._shifts.items()}
         self._next_shift = len(self._shifts) * _WIDTH
         self._alive = (1 << self._next_shift) - 1
-        old, self._prefix_sources, self._masks = self._prefix_sources, {}, {}
-        for prefix_hash, prefix_sources in old.items():
-            if mask := sum((prefix_sources >> shift & _ALL) << i * _WIDTH for i, shift in enumerate(old_shifts)):
-                self._prefix_sources[prefix_hash] = self._masks.setdefault(mask, mask)
+        old, self._holders, self._masks = self._holders, {}, {}
+        for prefix_hash, holders in old.items():
+            if mask := sum((holders >> shift & _ALL) << i * _WIDTH for i, shift in enumerate(old_shifts)):
+                self._holders[prefix_hash] = self._masks.setdefault(mask, mask)
 
 
 _ALL = (1 << _WIDTH) - 1

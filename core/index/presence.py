@@ -95,7 +95,7 @@ class Presence:
     async def _try(self, action: Callable[[], Awaitable[None]]) -> None:
         try:
             await action()
-            self._reach.found()
+            self._reach.found(action.__name__)
         except RedisError as error:
-            self._reach.missed(error)
+            self._reach.missed(error, action.__name__)
             self._is_whole = False

@@ -1,53 +1,139 @@
-"""Async Redis clients with deadlines, and one-time logging of outages."""
+"""Async Redis clients that follow a failover, repair of keys of another type, and rare logging of outages."""
 
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, ResponseError
 
 logger = logging.getLogger(__name__)
 
 _REDIS_TIMEOUT_S = 2.0
 _MOST_CONNECTIONS = 64  # of one client: a server accepts about 10,000 in total, and more would only queue in Redis
+# After this, a connection is made again: a name that moved to another server closes none, and the old server may answer
+# reads from old data.
+_MAX_AGE_S = 10.0
+_LOG_EVERY_S = 10.0  # minimum interval between two lines with different reasons
+_QUIET_S = 3.0  # without failures, before Redis counts as back in the log
+_MAX_REASON = 200  # characters
+_WRONG_TYPE = "WRONGTYPE"
 
 
 def connect_redis(url: str, *, within_s: float = _REDIS_TIMEOUT_S) -> Redis:
-    """Return a client that connects on first use and never retries.
+    """Return a client that connects on first use, resolves the name for each connection, and never retries.
 
     within_s: limit for an answer, and for a free connection if all are in use: many concurrent calls are no outage.
-    Without retries the caller notices an outage, after which Redis may be empty.
+    Without retries the caller notices an outage, after which Redis may be empty. A server that refuses a command loses
+    its connection: it may be a primary that became a replica (READONLY, MASTERDOWN) or lost its replicas (NOREPLICAS).
     """
-    pool = BlockingConnectionPool.from_url(
+    pool = _Pool.from_url(
         url,
         max_connections=_MOST_CONNECTIONS,
         timeout=within_s,
         socket_timeout=within_s,
         socket_connect_timeout=within_s,
         retry=Retry(NoBackoff(), 0),
+        retry_on_error=[ResponseError],  # redis-py disconnects on these; with 0 retries it repeats nothing
     )
     return Redis.from_pool(pool)
 
 
+class _Pool(BlockingConnectionPool):
+    """Pool that makes connections older than _MAX_AGE_S again before their next use."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._made_at: WeakKeyDictionary[Any, float] = WeakKeyDictionary()
+
+    async def ensure_connection(self, connection: Any) -> None:
+        now = time.monotonic()
+        if now - self._made_at.get(connection, now) > _MAX_AGE_S:
+            await connection.disconnect()
+        if not connection.is_connected:
+            self._made_at[connection] = now
+        await super().ensure_connection(connection)
+
+
+@asynccontextmanager
+async def repaired(redis: Redis, types: Mapping[str, str]) -> AsyncIterator[None]:
+    """Delete those keys that have another type, if a command in the block fails for that; the error is raised anyway.
+
+    types: Redis type by key, of keys that belong to the caller. Other writers of this Redis may have set them.
+    """
+    try:
+        yield
+    except ResponseError as error:
+        if _WRONG_TYPE in str(error):
+            async with redis.pipeline(transaction=False) as pipeline:
+                for key in types:
+                    pipeline.type(key)
+                found = await pipeline.execute()
+            pairs = zip(types.items(), found, strict=True)
+            wrong = [key for (key, kind), type_now in pairs if type_now.decode() not in (kind, "none")]
+            if wrong:
+                await redis.unlink(*wrong)
+                logger.warning("deleted keys of another type in Redis keys=%s", ",".join(wrong))
+        raise
+
+
+def is_about_one_key(error: RedisError) -> bool:
+    """Return whether Redis works, but the keys of this call do not."""
+    # redis-py drops the code ERR of scripts; the codes of a server that refuses, such as MISCONF, stay.
+    return type(error) is ResponseError and (_WRONG_TYPE in str(error) or not str(error).split(" ")[0].isupper())
+
+
+def reason_of(error: RedisError) -> str:
+    """Return the server's words, or the client's if no server answered, in one line without a command's bytes."""
+    # redis-py puts the command in front of the error of a pipeline.
+    words = str(error).rpartition(" of pipeline caused error: ")[2].strip("()'\",")
+    has_refused = isinstance(error, (ResponseError, BusyLoadingError, AuthenticationError))
+    text = "".join(one if one.isprintable() else "?" for one in words)[:_MAX_REASON]
+    return f"Redis {'refuses' if has_refused else 'is unreachable'}: {text}"
+
+
 class RedisReach:
-    """State of Redis as one of its users last saw it. Logs each change once."""
+    """State of Redis as one of its users last saw it.
+
+    Logs the first failure, another reason, and the return, at a bounded rate.
+    """
 
     def __init__(self, meanwhile: str) -> None:
         """meanwhile: short description of the degraded mode, for the log."""
         self._meanwhile = meanwhile
-        self.is_unavailable = False
+        self._failing: dict[str, str] = {}  # reason by action
+        self._logged = ""  # last reason in the log; empty: Redis is back
+        self._logged_at = self._missed_at = 0.0
 
-    def found(self) -> None:
-        """Record a successful call."""
-        if self.is_unavailable:
+    @property
+    def is_unavailable(self) -> bool:
+        return bool(self._failing)
+
+    @property
+    def problem(self) -> str:
+        """Reason of the last failure; empty if every action succeeded last time."""
+        return next(reversed(self._failing.values()), "")
+
+    def found(self, action: str = "") -> None:
+        """Record a successful call. action: one that fails on its own, such as reads or writes."""
+        self._failing.pop(action, None)
+        if self._logged and not self._failing and time.monotonic() - self._missed_at >= _QUIET_S:
             logger.info("Redis is reachable again")
-        self.is_unavailable = False
+            self._logged = ""
 
-    def missed(self, error: RedisError) -> None:
+    def missed(self, error: RedisError, action: str = "") -> None:
         """Record a failed call."""
-        if not self.is_unavailable:
-            logger.warning("Redis is unreachable; %s: %s", self._meanwhile, error)
-        self.is_unavailable = True
+        now, reason = time.monotonic(), reason_of(error)
+        self._failing.pop(action, None)
+        self._failing[action] = reason
+        self._missed_at = now
+        if reason != self._logged and not (self._logged and now - self._logged_at < _LOG_EVERY_S):
+            logger.warning("%s; meanwhile %s", reason, self._meanwhile)
+            self._logged, self._logged_at = reason, now

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from core.types.errors import DeployError
+from core.types.network import format_address
 
 if TYPE_CHECKING:  # starting a server does not need the client library
     import redis
@@ -42,7 +43,7 @@ class RedisAddress:
 
     @property
     def url(self) -> str:
-        return f"redis://:{self.password}@{self.host}:{self.port}/0"
+        return f"redis://:{self.password}@{format_address(self.host, self.port)}/0"
 
 
 class RedisServer:
@@ -66,7 +67,7 @@ class RedisServer:
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self.stop()
-                lines = self._log.read_text(errors="replace").split("\n")
+                lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
                 raise DeployError(f"the embedded Redis did not start on port {self._address.port}: {lines[-2:][0]}")
             time.sleep(_PAUSE_S)
 

@@ -15,6 +15,7 @@ from typing import Any
 from redis.asyncio import Redis
 
 from core.identity.signing import signed, verified
+from core.index.redis_client import repaired
 from core.types.revisions import RevisionCounts, RevisionTable, counts_from_json, counts_to_json
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class RevisionChannel:
 
     async def read(self) -> RevisionTable | None:
         """Return the table if it is newer than the last one read, else None."""
-        found: Any = await self._redis.get(self._table)
+        async with repaired(self._redis, {self._table: "string"}):
+            found: Any = await self._redis.get(self._table)
         text = verified(found, self._key, b"table") if found else None
         if text is None:
             if found and found != self._rejected:
@@ -54,12 +56,14 @@ class RevisionChannel:
     async def tell(self, router: str, counts: Mapping[int, RevisionCounts]) -> None:
         """Write this router's cumulative counts."""
         text = counts_to_json(counts).encode()
-        await self._redis.hset(self._counts, router, signed(text, self._key, *_of_router(router.encode())))
+        async with repaired(self._redis, {self._counts: "hash"}):
+            await self._redis.hset(self._counts, router, signed(text, self._key, *_of_router(router.encode())))
 
     async def counts(self, update: Set[int] | None = None) -> dict[int, RevisionCounts]:
         """Return the sum over all routers. update: revisions of the current update; records with other revisions are
         ignored, because they are stale or replayed. None: accept all."""
-        found: Any = await self._redis.hgetall(self._counts)
+        async with repaired(self._redis, {self._counts: "hash"}):
+            found: Any = await self._redis.hgetall(self._counts)
         total: dict[int, RevisionCounts] = {}
         for router, record in found.items():
             if (text := verified(record, self._key, *_of_router(router))) is None:

@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from core.identity.signing import signed, verified
-from core.index.redis_client import RedisReach
+from core.index.redis_client import RedisReach, repaired
 
 _LEASE_S, _RENEW_S = 10.0, 3.0
 _MAX_RECORD_BYTES = 1 << 10
@@ -67,7 +67,10 @@ class RouterAddresses:
 
     async def _renew(self) -> None:
         text = json.dumps({"router": self._router, "address": self._address}).encode()
-        async with self._redis.pipeline(transaction=False) as pipeline:
+        async with (
+            repaired(self._redis, {self._set: "set"}),
+            self._redis.pipeline(transaction=False) as pipeline,
+        ):
             pipeline.set(self._record + self._router, signed(text, self._key), px=int(_LEASE_S * 1e3))
             pipeline.sadd(self._set, self._router)
             await pipeline.execute()

@@ -18,6 +18,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from core.index.prefix_index import PrefixIndex
+from core.index.redis_client import repaired
 from core.types.prefix_hash import HASH_BYTES
 from core.types.tier import Tier
 
@@ -28,6 +29,7 @@ _EVENT_BLOCKS = 512  # hashes per event, 8 KiB at most
 _RESET_BLOCKS = 4096  # hashes per command without an event
 _SCAN_BLOCKS = 2048  # hashes that Redis scans per call
 _SET_TTL_S = 60
+_NO_STREAM = "no such key"  # the server's words
 _FIELDS: dict[Tier | None, str] = {None: "removed", **{tier: tier.name.lower() for tier in Tier}}  # fields of an event
 
 
@@ -38,6 +40,7 @@ class IndexWriter:
         self._redis = redis
         self._events = f"{name}:events"
         self._sets = _set_names(name, replica)
+        self._types = {self._events: "stream", **dict.fromkeys(self._sets.values(), "set")}
         self._sizes = dict.fromkeys(Tier, 0)  # sizes of the sets, as counted by Redis
         self._replica = replica
 
@@ -55,7 +58,8 @@ class IndexWriter:
         for start in range(0, len(items), _RESET_BLOCKS):
             await self._write(_by_tier(items[start : start + _RESET_BLOCKS]), has_event=False)
         event: dict[Any, Any] = {"replica": self._replica, "reset": b"1"}
-        await self._redis.xadd(self._events, event, maxlen=_MAX_EVENTS, approximate=True)
+        async with repaired(self._redis, self._types):
+            await self._redis.xadd(self._events, event, maxlen=_MAX_EVENTS, approximate=True)
 
     async def renew(self) -> bool:
         """Extend the TTL of the sets to _SET_TTL_S. Returns False if Redis lost one of them: call `reset`."""
@@ -81,7 +85,8 @@ class IndexWriter:
                 event: dict[Any, Any] = {_FIELDS[tier]: b"".join(hashes) for tier, hashes in blocks.items()}
                 event["replica"] = self._replica
                 pipeline.xadd(self._events, event, maxlen=_MAX_EVENTS, approximate=True)
-            answers = await pipeline.execute()
+            async with repaired(self._redis, self._types):
+                answers = await pipeline.execute()
         for (tier, sign), count in zip(changed, answers, strict=False):
             self._sizes[tier] += sign * count
 
@@ -132,8 +137,10 @@ class IndexReader:
         """Return the number of events ever added, the number trimmed, and the id of the newest."""
         try:
             stream: Any = await self._redis.xinfo_stream(self._events)
-        except ResponseError:  # no such key: nothing was published yet, or Redis restarted empty
-            return 0, 0, b"0-0"
+        except ResponseError as error:
+            if _NO_STREAM not in str(error):
+                raise
+            return 0, 0, b"0-0"  # nothing was published yet, or Redis restarted empty
         return stream["entries-added"], stream["entries-added"] - stream["length"], stream["last-generated-id"]
 
     async def load(self, replicas: Iterable[str]) -> None:

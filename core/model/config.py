@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from core.model.gguf_table import TABLE, read_table
+from core.model.json_file import read_object
 from core.model.shape import ExpertsConfig, LatentConfig, ModelConfig, RopeScaling
+from core.model.weight_files import weight_files
+from core.model.weight_formats import check_method
 from core.types.errors import SpecError
 
 SUPPORTED_ARCHITECTURES = (
@@ -18,9 +19,7 @@ SUPPORTED_ARCHITECTURES = (
     *("MixtralForCausalLM", "Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"),
     *("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"),
 )
-QUANTIZATION_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq")
 
-_SINGLE_FILES = ("model.safetensors", "medusa_lm_head.safetensors")
 _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "factors")
 _ROPE_PARAMETERS = (
     *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
@@ -46,8 +45,8 @@ _MOST = (1 << 31) - 1
 
 def load(path: Path) -> ModelConfig:
     """Read config.json and generation_config.json of a model directory. Raises SpecError."""
-    generation = _read_json(path / "generation_config.json", missing_ok=True)
-    return parse(_read_json(path / "config.json"), path / "config.json", generation)
+    generation = read_object(path / "generation_config.json", missing_ok=True)
+    return parse(read_object(path / "config.json"), path / "config.json", generation)
 
 
 def parse(
@@ -73,35 +72,25 @@ def parse(
         raise SpecError(f"{origin}: {error}") from error
 
 
-def weight_files(path: Path) -> list[Path]:
-    """Return the weight files of a model directory, sorted. Raises SpecError if there are none."""
-    index = path / "model.safetensors.index.json"
-    if (path / TABLE).exists():
-        files = sorted({Path(tensor.file) for tensor in read_table(path)})
-    elif index.exists():
-        files = sorted({path / name for name in _read_json(index)["weight_map"].values()})
-    elif single := next((path / name for name in _SINGLE_FILES if (path / name).exists()), None):
-        files = [single]
-    else:
-        raise SpecError(f"{path}: no weights: expected model.safetensors, model.safetensors.index.json or a .gguf file")
-    if missing := [str(file) for file in files if not file.exists()]:
-        raise SpecError(f"{path}: weight files are missing: {', '.join(missing)}")
-    return files
-
-
-def quantization_config(path: Path) -> dict[str, Any] | None:
-    """Return config.json's settings of quantized weights; None if the weights are not quantized."""
-    return _read_json(path / "config.json").get("quantization_config")
+def quantization_config(path: Path) -> dict[str, Any]:
+    """Return the settings of quantized weights: config.json's, or ModelOpt's own file; empty if not quantized."""
+    if given := read_object(path / "config.json").get("quantization_config"):
+        return dict(given)
+    settings = read_object(path / "hf_quant_config.json", missing_ok=True).get("quantization") or {}
+    return {"quant_method": "modelopt", **settings} if settings.get("quant_algo") else {}
 
 
 def fingerprint(path: Path) -> str:
     """Return an identity of the weights: equal on every machine with the same files, and fast for any size.
 
-    Hashes config.json and the size and byte samples of each weight file.
+    Hashes config.json, the index, and the size and byte samples of each weight file.
     """
     digest = blake2b(digest_size=16, person=b"model")
     digest.update((path / "config.json").read_bytes())
-    for file in weight_files(path):
+    files = weight_files(path)
+    for name, file in sorted((files.index or {}).items()):
+        digest.update(f"{name} {file.name} ".encode())
+    for file in files.paths:
         size = file.stat().st_size
         digest.update(size.to_bytes(8, "little"))
         with file.open("rb") as data:
@@ -109,20 +98,6 @@ def fingerprint(path: Path) -> str:
                 data.seek(max(0, size - _SAMPLE_BYTES) * sample // (_SAMPLES - 1))
                 digest.update(data.read(_SAMPLE_BYTES))
     return digest.hexdigest()
-
-
-def _read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text())
-    except FileNotFoundError:
-        if missing_ok:
-            return {}
-        raise SpecError(f"{path}: no such file; a model directory has config.json beside its weights") from None
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise SpecError(f"{path}: not a JSON object")
-    return tree
 
 
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -249,10 +224,7 @@ def _reject_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
         raise SpecError(f"architecture {architecture} is not supported; supported: {supported}")
     if raw.get("hidden_act", "silu") != "silu":
         raise SpecError(f"hidden_act {raw['hidden_act']} is not supported; supported: silu")
-    method = (raw.get("quantization_config") or {}).get("quant_method")
-    if method not in (None, *QUANTIZATION_METHODS):
-        known = ", ".join(QUANTIZATION_METHODS)
-        raise SpecError(f"weights quantised by {method} are not supported; supported: {known}, and GGUF files")
+    check_method(raw.get("quantization_config") or raw.get("quantization") or {})
     if (_rope(raw).get("partial_rotary_factor") or 1.0) != 1.0:
         raise SpecError("partial_rotary_factor other than 1 is not supported")
 

@@ -7,14 +7,15 @@ named `layers.0.*`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from core.model import config as model_config
+from core.model.json_file import read_object
 from core.model.shape import ModelConfig
+from core.model.weight_files import locate_tensors, weight_files
 from core.types.errors import SpecError
 
 HeadsKind = Literal["medusa", "eagle", "mtp"]
@@ -86,7 +87,7 @@ def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsCon
 
     Raises SpecError if they are not heads of this kind, or do not fit the model.
     """
-    raw = _read_json(directory / "config.json")
+    raw = read_object(directory / "config.json")
     try:
         return _READERS[kind](directory, raw, model)
     except KeyError as error:
@@ -186,22 +187,19 @@ def _aux_layers(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> 
 
 def is_eagle1(directory: Path) -> bool:
     """Return whether the tensors are those of EAGLE-1. Raises SpecError if the directory has none."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import safe_open
 
-    for file in model_config.weight_files(directory):
-        try:
-            with safe_open(file, framework="numpy") as tensors:
-                if "fc.weight" in tensors.keys():
-                    rows, columns = tensors.get_slice("fc.weight").get_shape()
-                    return bool(columns == 2 * rows)
-        except (OSError, SafetensorError, ValueError) as error:
-            raise SpecError(f"{file}: not readable as safetensors: {error}") from None
-    return False
+    located, _ = locate_tensors(weight_files(directory))
+    if (file := located.get("fc.weight")) is None:
+        return False
+    with safe_open(file, framework="numpy") as tensors:
+        rows, columns = tensors.get_slice("fc.weight").get_shape()
+    return bool(columns == 2 * rows)
 
 
 def predicts_further(directory: Path) -> bool:
     """Return whether a model directory has MTP layers."""
-    return bool(_read_json(directory / "config.json").get(_FURTHER))
+    return bool(read_object(directory / "config.json").get(_FURTHER))
 
 
 def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
@@ -243,13 +241,3 @@ def _count(found: Any, name: str, *, least: int) -> int:
 def _check_same(directory: Path, name: str, found: int, expected: int) -> None:
     if found != expected:
         raise SpecError(f"{directory}: {name} is {found}, and the model's is {expected}: use heads made for this model")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        tree = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SpecError(f"{path}: not readable as JSON: {error}") from error
-    if not isinstance(tree, dict):
-        raise SpecError(f"{path}: not a JSON object")
-    return tree

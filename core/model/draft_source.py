@@ -103,7 +103,7 @@ def _heads(source: str, progress: Progress | None) -> DraftSource | None:
         return None  # a GGUF model
     directory = model_source.resolve_heads(source, progress=progress)
     try:
-        raw = json.loads((directory / "config.json").read_text())
+        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None  # reported when it is loaded as a model
     if not isinstance(raw, dict):

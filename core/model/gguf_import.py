@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from core.model.gguf_file import GGUFHeader, GGUFTensor, read_header
-from core.model.gguf_table import GGML_TYPES, StoredTensor, write_table
-from core.model.gguf_tokenizer import adds_bos, build_tokenizer, end_token_ids, special_token
+from core.model.gguf_table import GGML_TYPES, StoredTensor, type_name, write_table
+from core.model.gguf_tokenizer import adds_bos, build_tokenizer, end_token_ids, special_token, special_token_id
 from core.types.errors import SpecError
 
-IMPORT_VERSION = 2  # increment it when the written files change, so that cached imports are made again
+IMPORT_VERSION = 3  # increment it when the written files change, so that cached imports are made again
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
@@ -34,6 +34,10 @@ _IN_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_SAMPLING = {f"general.sampling.{key}": key for key in ("top_k", "top_p", "min_p")} | {
+    "general.sampling.temp": "temperature",
+    "general.sampling.penalty_repeat": "repetition_penalty",
 }
 _MAX_COUNT = 1 << 31
 _ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies (Llama 3.1)
@@ -68,8 +72,9 @@ def import_gguf(gguf: Path, into: Path) -> None:
         raise SpecError(f"{gguf}: invalid metadata: {text}") from error
     write_table(into, tensors)
     ends = {"bos_token_id": config["bos_token_id"], "eos_token_id": end_token_ids(header.metadata)}
-    (into / "generation_config.json").write_text(json.dumps(ends, indent=2))
-    (into / "config.json").write_text(json.dumps(config, indent=2))
+    sampling = {name: value for key, name in _SAMPLING.items() if (value := header.metadata.get(key)) is not None}
+    (into / "generation_config.json").write_text(json.dumps(ends | sampling, indent=2), encoding="utf-8")
+    (into / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
 
 
 def _parts(gguf: Path) -> list[Path]:
@@ -133,8 +138,8 @@ def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
         "tie_word_embeddings": "output.weight" not in names,
         "vocab_size": next((t.shape[0] for t in header.tensors if t.name == "token_embd.weight"), None)
         or len(header.metadata.get("tokenizer.ggml.tokens", ())),
-        "bos_token_id": header.metadata.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": header.metadata.get("tokenizer.ggml.eos_token_id"),
+        "bos_token_id": special_token_id(header.metadata, "bos"),
+        "eos_token_id": special_token_id(header.metadata, "eos"),
         "torch_dtype": "bfloat16",
     }
 
@@ -155,8 +160,10 @@ def _rope_scaling(metadata: dict[str, Any], architecture: str) -> dict[str, Any]
 
 def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any]) -> StoredTensor:
     if tensor.ggml_type not in GGML_TYPES:
-        known = ", ".join(sorted(kind.name for kind in GGML_TYPES.values()))
-        raise SpecError(f"tensor {tensor.name} has ggml type {tensor.ggml_type}; supported: {known}")
+        raise SpecError(
+            f"tensor {tensor.name} has type {type_name(tensor.ggml_type)}, which is not supported; use "
+            f"a file of type Q4_K_M, Q8_0 or IQ4_XS; supported: {', '.join(kind.name for kind in GGML_TYPES.values())}"
+        )
     kind, row = GGML_TYPES[tensor.ggml_type], tensor.shape[-1] if len(tensor.shape) > 1 else 1
     if row % kind.block:  # a slice of rows would not start at a block boundary
         raise SpecError(
@@ -179,6 +186,10 @@ def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any]) -> StoredTen
 
 def _hugging_face_name(name: str) -> str:
     stem, _, suffix = name.rpartition(".")
+    if suffix not in ("weight", "bias"):
+        raise SpecError(
+            f"tensor {name} scales another one, as in NVFP4 files: not supported; use a Q4_K_M or Q8_0 file"
+        )
     if stem in _WHOLE:
         return f"{_WHOLE[stem]}.{suffix}"
     match stem.split("."):
@@ -197,10 +208,12 @@ def _read_f32(path: Path, tensor: GGUFTensor) -> list[float]:
 
 def _write_tokenizer(metadata: dict[str, Any], into: Path) -> None:
     build_tokenizer(metadata).save(str(into / "tokenizer.json"))
-    template = metadata.get("tokenizer.chat_template")
-    if names := metadata.get("tokenizer.chat_templates"):
-        named = {"default": template} | {name: metadata.get(f"tokenizer.chat_template.{name}") for name in names}
-        template = [{"name": name, "template": text} for name, text in named.items() if text is not None]
+    prefix = "tokenizer.chat_template"
+    template = metadata.get(prefix)
+    named = {key.removeprefix(f"{prefix}."): text for key, text in metadata.items() if key.startswith(f"{prefix}.")}
+    if named:
+        named |= {} if template is None else {"default": template}
+        template = [{"name": name, "template": text} for name, text in named.items()]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": special_token(metadata, "bos"),
@@ -213,4 +226,4 @@ def _write_tokenizer(metadata: dict[str, Any], into: Path) -> None:
         "chat_template": template,
     }
     written = {key: value for key, value in config.items() if value is not None}
-    (into / "tokenizer_config.json").write_text(json.dumps(written, ensure_ascii=False, indent=2))
+    (into / "tokenizer_config.json").write_text(json.dumps(written, ensure_ascii=False, indent=2), encoding="utf-8")

@@ -19,7 +19,7 @@ class GGMLType(NamedTuple):
     num_bytes: int
 
 
-# Keyed by ggml's type number. Those that the gguf package can dequantize, except for the rare IQ and TQ types.
+# Keyed by ggml's type number. Those that the gguf package can dequantize.
 GGML_TYPES = {
     0: GGMLType("F32", 1, 4),
     1: GGMLType("F16", 1, 2),
@@ -33,8 +33,58 @@ GGML_TYPES = {
     12: GGMLType("Q4_K", 256, 144),
     13: GGMLType("Q5_K", 256, 176),
     14: GGMLType("Q6_K", 256, 210),
+    16: GGMLType("IQ2_XXS", 256, 66),
+    17: GGMLType("IQ2_XS", 256, 74),
+    18: GGMLType("IQ3_XXS", 256, 98),
+    19: GGMLType("IQ1_S", 256, 50),
+    20: GGMLType("IQ4_NL", 32, 18),
+    21: GGMLType("IQ3_S", 256, 110),
+    22: GGMLType("IQ2_S", 256, 82),
+    23: GGMLType("IQ4_XS", 256, 136),
+    29: GGMLType("IQ1_M", 256, 56),
     30: GGMLType("BF16", 1, 2),
+    34: GGMLType("TQ1_0", 256, 54),
+    35: GGMLType("TQ2_0", 256, 66),
+    39: GGMLType("MXFP4", 32, 17),
+    40: GGMLType("NVFP4", 64, 36),
 }
+# The other types of ggml, past ones included, and those of the fork ik_llama.cpp.
+_OTHER_TYPES = {
+    4: "Q4_2",
+    5: "Q4_3",
+    9: "Q8_1",
+    15: "Q8_K",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    31: "Q4_0_4_4",
+    32: "Q4_0_4_8",
+    33: "Q4_0_8_8",
+    36: "IQ4_NL_4_4",
+    37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+    41: "Q1_0",
+    133: "Q6_0",
+    134: "IQ1_BN",
+    135: "IQ2_BN",
+    137: "IQ2_K",
+    138: "IQ3_K",
+    139: "IQ4_K",
+    140: "IQ5_K",
+    141: "IQ6_K",
+    144: "IQ4_KS",
+    145: "IQ2_KS",
+    146: "IQ4_KSS",
+    152: "IQ5_KS",
+}
+
+
+def type_name(ggml_type: int) -> str:
+    """Return the name of a type of ggml."""
+    known = GGML_TYPES.get(ggml_type)
+    return known.name if known else _OTHER_TYPES.get(ggml_type, f"number {ggml_type}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +108,9 @@ class StoredTensor:
 
 
 def write_table(model_dir: Path, tensors: list[StoredTensor]) -> None:
-    (model_dir / TABLE).write_text(json.dumps([asdict(tensor) for tensor in tensors]))
+    (model_dir / TABLE).write_text(json.dumps([asdict(tensor) for tensor in tensors]), encoding="utf-8")
 
 
 def read_table(model_dir: Path) -> list[StoredTensor]:
-    rows = json.loads((model_dir / TABLE).read_text())
+    rows = json.loads((model_dir / TABLE).read_text(encoding="utf-8"))
     return [StoredTensor(**{**row, "shape": tuple(row["shape"])}) for row in rows]

@@ -6,46 +6,40 @@ is SentencePiece BPE with byte fallback, whose merges follow from the tokens' sc
 
 from __future__ import annotations
 
+import logging
+import re
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from core.model.gguf_words import ADD_BOS, COMPOSED, WHOLE_WORDS_FIRST, WORDS
 from core.types.errors import SpecError
 
-_CONTROL, _USER_DEFINED = 3, 4  # token types
-# Control tokens that end a turn. Files often name only one of those they contain.
+logger = logging.getLogger(__name__)
+
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4  # token types
+# Tokens that end a turn. Files often name only one of those they contain, or type them as ordinary tokens.
 _END_OF_GENERATION = frozenset(
-    ("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>")
+    (
+        *("<|endoftext|>", "<|im_end|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"),
+        *("</s>", "<eos>", "[EOS]", "<EOT>", "_<EOT>", "[EOT]", "<end_of_utterance>", "<turn|>", "<|tool_response>"),
+        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "[e~[", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    )
 )
-
-_CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
-_GPT2_WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
-_LLAMA3_WORDS = (
-    _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTROL_NAMES = _END_OF_GENERATION | frozenset(
+    (
+        *("<|im_start|>", "<|im_sep|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"),
+        *("<|start_of_role|>", "<|end_of_role|>", "<|startoftext|>", "<|system|>", "<|user|>", "<|assistant|>"),
+        *("<s>", "<bos>", "<start_of_turn>", "[INST]", "[/INST]", "<\uff5cUser\uff5c>", "<\uff5cAssistant\uff5c>"),
+        "<\uff5cbegin\u2581of\u2581sentence\uff5c>",
+    )
 )
-_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-_TEKKEN_WORDS = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_DEFAULT_WORDS = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2_WORDS, r"\p{N}+", "[0-9][0-9][0-9]")
-
-# Each regular expression splits the pieces of the one before it. Keys: `tokenizer.ggml.pre`, as in llama.cpp.
-_WORDS: dict[str, tuple[str, ...]] = {
-    "default": _DEFAULT_WORDS,
-    "gpt-2": (_GPT2_WORDS,),
-    "smollm": (r"\p{N}", _GPT2_WORDS),
-    "llama-bpe": (_LLAMA3_WORDS,),
-    "llama3": (_LLAMA3_WORDS,),
-    "llama-v3": (_LLAMA3_WORDS,),
-    "falcon3": (_LLAMA3_WORDS,),
-    "qwen2": (_QWEN2_WORDS,),
-    "deepseek-r1-qwen": (_QWEN2_WORDS,),
-    "tekken": (_TEKKEN_WORDS,),
-}
-_WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")  # words in the vocabulary are not split
-_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # text is normalized to NFC
+# llama.cpp's converter types tokens of this form as control tokens.
+_LOOKS_SPECIAL = re.compile(r"<(\|[^\s|]+\||\uff5c[^\s\uff5c]+\uff5c)>")
+# In vocabularies with one of these pairs, <|end|> separates messages of one answer.
+_NOT_LAST = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
+# Ids that SentencePiece files leave out if they are the usual ones.
+_USUAL_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
 
 def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
@@ -58,44 +52,66 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     else:
         raise SpecError(f"the GGUF's tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, llama")
     # Both kinds match their literal text and keep their ids in the vocabulary.
-    tokenizer.add_special_tokens([AddedToken(t, normalized=False) for t in _tokens_of_type(metadata, _CONTROL)])
-    tokenizer.add_tokens([AddedToken(t, normalized=False) for t in _tokens_of_type(metadata, _USER_DEFINED)])
+    control = _control_tokens(metadata)
+    user_defined = [token for token, kind in _typed_tokens(metadata) if kind == _USER_DEFINED and token not in control]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
     if adds_bos(metadata):
         bos = special_token(metadata, "bos")
         if bos is None:
             raise SpecError("the GGUF requires a beginning-of-sequence token and does not name it")
         tokenizer.post_processor = processors.TemplateProcessing(
-            single=[bos, "$A"], special_tokens=[(bos, metadata["tokenizer.ggml.bos_token_id"])]
+            single=[bos, "$A"], special_tokens=[(bos, special_token_id(metadata, "bos"))]
         )
     return tokenizer
 
 
 def adds_bos(metadata: dict[str, Any]) -> bool:
     """Return whether prompts start with the beginning-of-sequence token. The default is llama.cpp's."""
-    is_default = (
-        metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in _WHOLE_WORDS_FIRST
-    )
+    is_default = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") in ADD_BOS
     return bool(metadata.get("tokenizer.ggml.add_bos_token", is_default))
 
 
+def special_token_id(metadata: dict[str, Any], role: str) -> int | None:
+    """Return the id of a special token ("bos", "eos", "unknown", "padding"), or None."""
+    usual = _USUAL_IDS.get(role) if metadata.get("tokenizer.ggml.model") == "llama" else None
+    index = metadata.get(f"tokenizer.ggml.{role}_token_id", usual)
+    return index if isinstance(index, int) and 0 <= index < len(_tokens(metadata)) else None
+
+
 def special_token(metadata: dict[str, Any], role: str) -> str | None:
-    """Return the text of a special token ("bos", "eos", "unknown", "padding"), or None."""
-    index = metadata.get(f"tokenizer.ggml.{role}_token_id")
-    tokens = _tokens(metadata)
-    return tokens[index] if isinstance(index, int) and 0 <= index < len(tokens) else None
+    """Return the text of a special token, or None."""
+    index = special_token_id(metadata, role)
+    return None if index is None else _tokens(metadata)[index]
 
 
 def end_token_ids(metadata: dict[str, Any]) -> list[int]:
-    """Return the ids that end generation: the file's own, then the known control tokens in its vocabulary."""
-    own = (metadata.get(f"tokenizer.ggml.{role}_token_id") for role in ("eos", "eot", "eom"))
-    known = set(_tokens_of_type(metadata, _CONTROL)) & _END_OF_GENERATION
-    others = (index for index, token in enumerate(_tokens(metadata)) if token in known)
+    """Return the ids that end generation: the file's own, then the tokens of the vocabulary that are known to."""
+    own = (special_token_id(metadata, role) for role in ("eos", "eot", "eom"))
+    tokens = _tokens(metadata)
+    known = _END_OF_GENERATION.intersection(tokens)
+    if any(pair <= known for pair in _NOT_LAST):
+        known -= {"<|end|>"}
+    others = (index for index, token in enumerate(tokens) if token in known)
     return list(dict.fromkeys([*(index for index in own if index is not None), *others]))
 
 
-def _tokens_of_type(metadata: dict[str, Any], token_type: int) -> list[str]:
-    types = metadata.get("tokenizer.ggml.token_type", ())
-    return [token for token, kind in zip(_tokens(metadata), types, strict=False) if kind == token_type]
+def _control_tokens(metadata: dict[str, Any]) -> list[str]:
+    """Return the control tokens: by type, and by name where the type is wrong. Warns about those."""
+    tokens = _typed_tokens(metadata)
+    renamed = [
+        token
+        for token, kind in tokens
+        if kind != _CONTROL and (token in _CONTROL_NAMES or (kind != _USER_DEFINED and _LOOKS_SPECIAL.fullmatch(token)))
+    ]
+    if renamed:
+        logger.warning("tokens that the GGUF does not type as control tokens are taken as such: %s", ", ".join(renamed))
+    return [token for token, kind in tokens if kind == _CONTROL or token in set(renamed)]
+
+
+def _typed_tokens(metadata: dict[str, Any]) -> list[tuple[str, int]]:
+    tokens, types = _tokens(metadata), metadata.get("tokenizer.ggml.token_type", [])
+    return list(zip(tokens, [*types, *[_NORMAL] * (len(tokens) - len(types))], strict=False))
 
 
 def _tokens(metadata: dict[str, Any]) -> list[str]:
@@ -107,20 +123,23 @@ def _tokens(metadata: dict[str, Any]) -> list[str]:
 
 def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre")
-    if pre not in _WORDS:
+    if pre is None:
+        logger.warning("the GGUF names no pre-tokenizer (tokenizer.ggml.pre): words are split by llama.cpp's default")
+        pre = "default"
+    if pre not in WORDS:
         raise SpecError(
             f"the GGUF's pre-tokenizer (tokenizer.ggml.pre) {pre!r} is not supported; supported: "
-            f"{', '.join(sorted(_WORDS))}. Use the model's Hugging Face directory instead"
+            f"{', '.join(sorted(WORDS))}. Use the model's Hugging Face directory instead"
         )
     vocab = {token: index for index, token in enumerate(_tokens(metadata))}
     # A merge is two tokens separated by a space; tokens contain no space, because it is spelled Ġ.
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
     if not merges:
         raise SpecError("the GGUF has no merges (tokenizer.ggml.merges)")
-    tokenizer = _bpe(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST)
-    if pre in _COMPOSED:
+    tokenizer = _bpe(vocab=vocab, merges=merges, ignore_merges=pre in WHOLE_WORDS_FIRST)
+    if pre in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
-    splits = [pre_tokenizers.Split(Regex(words), behavior="isolated") for words in _WORDS[pre]]
+    splits = [pre_tokenizers.Split(Regex(words), behavior="isolated") for words in WORDS[pre]]
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_level])
     tokenizer.decoder = decoders.ByteLevel()

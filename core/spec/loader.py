@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,15 +17,15 @@ from core.types.errors import SpecError
 _SHORTHAND = re.compile(r"(?P<prefill>[0-9]+)P(?P<decode>[0-9]+)D", re.IGNORECASE)
 
 
-def load_spec(source: str, *, overrides: list[str] | None = None) -> Spec:
-    """Read a spec from a YAML file, or from a shorthand such as "2P4D", and apply `PATH=VALUE` overrides.
+def load_spec(source: str | dict[str, Any], *, overrides: list[str] | None = None) -> Spec:
+    """Read a spec from a YAML file, a shorthand such as "2P4D", or plain values, and apply `PATH=VALUE` overrides.
 
     Raises SpecError with one line that names the path of every mistake and, where possible, the fix.
     """
     tree = _read(source)
     for override in overrides or []:
         _override(tree, override)
-    return parse_spec(tree, origin=source)
+    return parse_spec(tree, origin=source if isinstance(source, str) else "spec")
 
 
 def named_keys(source: str | None, overrides: list[str]) -> dict[str, Any]:
@@ -46,7 +47,9 @@ def parse_spec(tree: dict[str, Any], *, origin: str = "spec") -> Spec:
         raise SpecError(f"{origin}: " + "; ".join(_explain(e) for e in error.errors())) from None
 
 
-def _read(source: str) -> dict[str, Any]:
+def _read(source: str | dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(source, str):
+        return deepcopy(source)
     path = Path(source)
     if not path.exists():
         if shorthand := _SHORTHAND.fullmatch(source):
@@ -56,7 +59,7 @@ def _read(source: str) -> dict[str, Any]:
             }
         raise SpecError(f"{source}: no such file, and not a topology such as 2P4D")
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise SpecError(f"{source}: not readable as YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):

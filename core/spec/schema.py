@@ -21,6 +21,7 @@ from core.types.network import is_loopback
 from core.types.request import Role
 
 MAX_REPLICAS = 4096  # per pool
+_SHUTDOWN_DELAY_S = 5.0  # two health checks of common load balancers
 _NAME = r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$"
 
 Seconds = Annotated[float, Field(gt=0, le=86_400, json_schema_extra={"unit": "s"})]
@@ -28,6 +29,7 @@ GiB = Annotated[float, Field(json_schema_extra={"unit": "GiB"})]
 Tokens = Annotated[int, Field(json_schema_extra={"unit": "tokens"})]
 Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
+ServedName = Annotated[str, Field(min_length=1)]
 DType = Literal["bfloat16", "float16", "float32"]
 Weights = Literal["as_stored", "int8", "quantized"]
 ToolParser = Literal["auto", "none", "deepseek_v3", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"]
@@ -60,6 +62,8 @@ def _whole_path(source: str) -> str:
 
 
 Source = Annotated[str, AfterValidator(_whole_path)]
+# An IPv6 address may be written with brackets, as in URLs.
+Host = Annotated[str, AfterValidator(lambda host: host.removeprefix("[").removesuffix("]"))]
 
 
 class _Section(BaseModel):
@@ -80,19 +84,30 @@ class ModelSpec(_Section):
     weights are converted to int8 at load and multiplied in int8 (bfloat16 on a CPU). `quantized`: checkpoints keep
     their low-bit format: on a GPU FP8, INT8, GGUF, AWQ and GPTQ (other formats are widened), on a CPU in bfloat16 GGUF,
     AWQ and GPTQ (other formats are slow)."""
-    served_name: str | None = None
-    """Model name in the API. null: derived from `source`."""
+    served_name: ServedName | Annotated[list[ServedName], Field(min_length=1)] | None = None
+    """Model name in the API, or a list of names. Answers repeat the name in the request; metrics and logs have the
+    first one. null: derived from `source`."""
     max_context: Annotated[Tokens, Field(ge=16)] | None = None
     """Maximum length of prompt and answer together. null: the model's own limit."""
+    generation_config: str = "auto"
+    """Sampling defaults of requests that omit a field. `auto`: the model's generation_config.json (temperature, top_k,
+    top_p, min_p, repetition_penalty, max_new_tokens, and do_sample: false as temperature 0). `vllm`: none, as in vLLM.
+    A directory on the routers' hosts: its generation_config.json."""
     tool_parser: ToolParser = "auto"
     """Format of the model's tool calls. `auto`: detected from its chat template. `none`: requests with tools are
     rejected."""
-    reasoning_parser: Literal["auto", "none", "think"] = "auto"
-    """`think`: text between `<think>` and `</think>` is returned as `reasoning_content`. `auto`: `think` if the chat
-    template uses these tags. `none`: it stays in the answer."""
+    reasoning_parser: Literal["auto", "none", "think", "deepseek_r1"] = "auto"
+    """`think`: text between the model's thinking tags (`<think>`, `[THINK]`, …) is returned as `reasoning_content`.
+    `auto`: `think` if the chat template or the special tokens have such tags. `deepseek_r1`: likewise, for a model that
+    begins to think without an opening tag. `none`: thinking stays in the answer."""
     chat_template: str | None = None
     """Chat template: Jinja text (recognized by its braces), or the path of a file on the routers' hosts. null: the
     model's own."""
+
+    @field_validator("generation_config")
+    @classmethod
+    def _word_or_directory(cls, value: str) -> str:
+        return value if value in ("auto", "vllm") else _whole_path(value)
 
     @field_validator("chat_template")
     @classmethod
@@ -101,14 +116,25 @@ class ModelSpec(_Section):
         return str(Path(value or "").expanduser().absolute()) if is_file else value
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """Names in the API, without duplicates."""
+        given = [self.served_name] if isinstance(self.served_name, str) else self.served_name
+        return tuple(dict.fromkeys(given or [self.source_name]))
+
+    @property
     def name(self) -> str:
-        """Model name in the API; a name derived from the source has no version, revision or file extension."""
-        if self.served_name:
-            return self.served_name
+        """First name in the API, which metrics and logs use."""
+        return self.names[0]
+
+    @property
+    def source_name(self) -> str:
+        """Name of the source, without version, revision, file extension and the directories around it."""
         kind, _, name = self.source.partition(":")
         if kind in ("pypi", "hf"):
             return name.split("@")[0].split("==")[0].removesuffix(".gguf")
         path = Path(self.source).expanduser()
+        if cached := next((part for part in path.parts if part.startswith("models--")), None):  # the hub's cache
+            return cached.removeprefix("models--").replace("--", "/")
         return path.stem if path.suffix == ".gguf" else path.resolve().name
 
 
@@ -184,17 +210,29 @@ class PoolSpec(_Section):
         """Fraction of slots and blocks for local decodes of a prefill replica."""
         return 0.0
 
+    @property
+    def answers_overflow(self) -> bool:
+        """True if local decodes also run while every decode replica is full."""
+        return False
+
 
 class PrefillPoolSpec(PoolSpec):
     max_batch_tokens: Annotated[Tokens, Field(ge=16)] = 2048
     """Maximum tokens per step. Longer prompts are computed in chunks. Steps may be long: no decode waits for them."""
-    answer_share: Annotated[float, Field(ge=0, le=0.9)] = 0.0
-    """Fraction of a replica's slots and KV blocks for answers that it decodes itself, if every decode replica is full
-    and waiting would take longer, or if there is none. 0: prefill only."""
+    answer_share: Annotated[float, Field(ge=0, le=0.9)] = 0.5
+    """Fraction of a replica's slots and KV blocks for answers that it decodes itself, if no decode replica lives or
+    holds the sequence. 0: prefill only."""
+    answer_overflow: bool = False
+    """Also decode if every decode replica is full and waiting is predicted to take longer. Requests then start sooner
+    under overload, but prompts slow these answers down."""
 
     @property
     def local_decode_share(self) -> float:
         return self.answer_share
+
+    @property
+    def answers_overflow(self) -> bool:
+        return self.answer_overflow
 
 
 class DecodePoolSpec(PoolSpec):
@@ -287,9 +325,9 @@ class RouterSpec(_Section):
     replicas: Count = 1
     """Number of router processes. On several hosts each gets a node with the label `pool: router` to itself, as far as
     there are enough."""
-    host: str | None = None
+    host: Host | None = None
     """Listening address of both endpoints. null: loopback on a single machine; on several, the node's address in their
-    network. `0.0.0.0`: all networks."""
+    network. `0.0.0.0`: all networks; `::`: those of IPv6, too."""
     grpc_port: Port = 50051
     """Port of the gRPC API, `cluster.v1.Inference`."""
     http_port: Port = 8000
@@ -302,7 +340,7 @@ class RouterSpec(_Section):
     """Certificate of both endpoints with its chain: a PEM file on the routers' hosts. null: no TLS."""
     tls_key: str | None = None
     """Private key of `tls_cert`, a PEM file. Both files are reloaded when they change."""
-    admin_host: str = "127.0.0.1"
+    admin_host: Host = "127.0.0.1"
     """Listening address of each router's admin endpoint, without TLS and keys: `/metrics`, detailed `/health`,
     `/debug`. Workers serve `/metrics` on loopback, or on their node's address if this is not loopback."""
     admin_port: Port | None = None
@@ -320,6 +358,16 @@ class RouterSpec(_Section):
     unknown_fields: Literal["ignore", "refuse"] = "ignore"
     """Treatment of unknown fields in a request. `ignore`: they are listed in the response header `x-ignored-fields`.
     `refuse`: the request fails with 400. Known but unsupported fields that affect the answer always fail."""
+    max_tokens_beyond_context: Literal["refuse", "clamp"] = "refuse"
+    """Treatment of a `max_tokens` for which the context has no room on `/v1/completions` and `/v1/chat/completions`.
+    `refuse`: the request fails with 400. `clamp`: the answer may fill the context, as on `/v1/messages` and
+    `/v1/responses`."""
+    keepalive_s: Seconds = 10.0
+    """Silence after which a stream sends a keep-alive, before the first token and between tokens. Set it below the idle
+    timeout of proxies."""
+    shutdown_delay_s: Annotated[float, Field(ge=0, le=3600, json_schema_extra={"unit": "s"})] | None = None
+    """Time for which a closing router fails its readiness probes and still takes calls, so that load balancers leave
+    first. null: 0 on loopback, otherwise 5."""
     cors_origins: str = ""
     """Comma-separated origins of web pages that may call the OpenAI API, such as `https://chat.example.com`. `*`: any.
     Empty: none."""
@@ -350,6 +398,12 @@ class RouterSpec(_Section):
     def needs_keys(self, host: str) -> bool:
         """Return whether clients of an endpoint on `host` must send an API key."""
         return self.keys == "required" or (self.keys is None and not is_loopback(host))
+
+    def shutdown_delay(self, host: str) -> float:
+        """Return the shutdown delay of endpoints on `host`, in seconds."""
+        if self.shutdown_delay_s is None:
+            return 0.0 if is_loopback(host) else _SHUTDOWN_DELAY_S
+        return self.shutdown_delay_s
 
     @property
     def admin_ports(self) -> list[int]:

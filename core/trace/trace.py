@@ -51,7 +51,7 @@ def read_trace(
         raise SpecError(f"--speedup {speedup:g}: must be above 0, and finite")
     kind = "azure" if path.suffix == ".csv" else "mooncake"
     try:
-        with path.open(newline="") as lines:
+        with path.open(encoding="utf-8", newline="") as lines:
             rows = sorted(_azure(lines) if kind == "azure" else _mooncake(lines), key=lambda row: row[0])
     except OSError as error:
         raise SpecError(f"{path}: {error.strerror}") from None
@@ -98,7 +98,7 @@ def _fraction(scale: str) -> Fraction:
 def write_trace(trace: Sequence[TraceRequest], path: Path) -> None:
     """Write the trace in mooncake format. Requests without ids get unique ones."""
     unknown = 1 + max((id for request in trace for id in request.ids or ()), default=0)
-    with path.open("w") as lines:
+    with path.open("w", encoding="utf-8") as lines:
         for request in trace:
             num_ids = -(-request.num_tokens // request.tokens_per_id)
             ids = request.ids or range(unknown, unknown := unknown + num_ids)

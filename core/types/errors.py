@@ -16,7 +16,8 @@ ClusterError
 │   ├── UnknownResponse     no stored response with that id for this tenant
 │   ├── UnsupportedField    valid field, unsupported value
 │   ├── ContextLengthExceeded
-│   └── RequestTooLarge
+│   ├── RequestTooLarge
+│   └── UnsupportedEncoding
 ├── CapacityError           overloaded; retry after `retry_after_s`
 │   ├── ModelUnavailable    no replica serves this model at present; other models may be served
 │   └── RateLimited         the API key's own limit, not the cluster's
@@ -125,6 +126,10 @@ class ContextLengthExceeded(RequestError):
 
 class RequestTooLarge(RequestError):
     """Request with more bytes than an endpoint reads."""
+
+
+class UnsupportedEncoding(RequestError):
+    """Request body in a Content-Encoding that is not supported."""
 
 
 class CapacityError(ClusterError):
@@ -236,6 +241,7 @@ _OUTCOMES: tuple[tuple[type[ClusterError], Outcome], ...] = (
     (UnsupportedField, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "unsupported_parameter")),
     (ContextLengthExceeded, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "context_length_exceeded")),
     (RequestTooLarge, Outcome("RESOURCE_EXHAUSTED", 413, "invalid_request_error", "request_too_large")),
+    (UnsupportedEncoding, Outcome("INVALID_ARGUMENT", 415, "invalid_request_error", "unsupported_encoding")),
     (RequestError, Outcome("INVALID_ARGUMENT", 400, "invalid_request_error", "invalid_value")),
     (RateLimited, Outcome("RESOURCE_EXHAUSTED", 429, "rate_limit_error", "rate_limit_exceeded")),
     (ModelUnavailable, Outcome("UNAVAILABLE", 503, "server_error", "model_unavailable")),

@@ -15,7 +15,7 @@ WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 DROPPED = object()
 _MAX_DIGITS = 9  # of an array index in a reference
 LITERAL = frozenset(("const", "enum", "default", "examples"))  # keywords whose values are not schemas
-_NAMED = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))  # name -> schema
+NAMED = frozenset(("properties", "patternProperties", "dependentSchemas", "$defs", "definitions"))  # name -> schema
 
 
 def rewritten(schema: Any, rule: Callable[[str, Any], Any]) -> Any:
@@ -56,6 +56,6 @@ def target(document: Any, reference: str) -> Any:
 def _inside(key: str, value: Any, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Any:
     if key in LITERAL:
         return value
-    if key in _NAMED and isinstance(value, Mapping):
+    if key in NAMED and isinstance(value, Mapping):
         return {name: changed(one, change) for name, one in value.items()}
     return changed(value, change)

@@ -1,4 +1,4 @@
-"""Classification of network addresses, and the check of unprotected links."""
+"""Form and classification of network addresses, and the check of unprotected links."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from core.types.errors import SpecError
 # Links that authenticate their peer. All others, plugins included, are assumed to accept bytes from anyone who reaches
 # their ports.
 _PROTECTED = ("tcp",)
+
+
+def format_address(host: str, port: int | str) -> str:
+    """Return "host:port", with brackets around an IPv6 address."""
+    bare = host.removeprefix("[").removesuffix("]")
+    return f"[{bare}]:{port}" if ":" in bare else f"{bare}:{port}"
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Return host, without brackets, and port of "host:port". Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def is_loopback(host: str) -> bool:

@@ -17,7 +17,7 @@ rank, then step 2 onwards.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, TypedDict
 
 if TYPE_CHECKING:  # CLI commands import RankStatus and must not wait for pydantic
     from core.identity.credentials import Identity
@@ -46,6 +46,7 @@ class RankStatus(TypedDict):
     running: int  # sequences
     waiting: int
     blocks: Blocks
+    member: NotRequired[bytes]  # signed record by which routers find it (core.index.membership); absent until it serves
 
 
 class Progress(TypedDict):

@@ -69,7 +69,9 @@ _SERVER_OPTIONS: list[tuple[str, Any]] = [
 
 def to_endpoints(endpoints: str) -> tuple[str, list[tuple[str, Any]]]:
     """Return the target and the options of a client channel to "host:port" or "host:port,host:port"."""
-    return (f"ipv4:{endpoints}", _ENDPOINT_OPTIONS) if "," in endpoints else (endpoints, CLIENT_OPTIONS)
+    if "," not in endpoints:
+        return endpoints, CLIENT_OPTIONS
+    return f"{'ipv6' if endpoints.startswith('[') else 'ipv4'}:{endpoints}", _ENDPOINT_OPTIONS
 
 
 def open_channel(address: str, *, peer: ProcessName, identity: Identity) -> aio.Channel:

@@ -13,6 +13,7 @@ from grpc import aio
 from grpc_status import rpc_status
 
 from core.types.errors import SpecError
+from core.types.network import split_address
 from core.wire.channel import to_endpoints
 
 _TLS = "grpcs://"
@@ -83,7 +84,7 @@ def _name_of(endpoints: str) -> list[tuple[str, str]]:
     """Return the expected name for several addresses, where gRPC has no default: the first address's host name, which
     the certificate of every endpoint must contain."""
     first, *others = endpoints.removeprefix(_TLS).split(",")
-    return [("grpc.ssl_target_name_override", first.rpartition(":")[0])] if others else []
+    return [("grpc.ssl_target_name_override", split_address(first)[0])] if others else []
 
 
 def is_from_router(error: Any) -> bool:

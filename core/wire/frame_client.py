@@ -11,6 +11,7 @@ from core.identity.credentials import Identity
 from core.identity.process_name import ProcessName
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ReplicaLost
+from core.types.network import split_address
 from core.wire.channel import MAX_MESSAGE_BYTES, PING_EVERY_S
 from core.wire.message_stream import BadMessage, MessageStream
 from core.wire.tls_contexts import client_context
@@ -64,14 +65,14 @@ async def follow_frames(
 async def _connect(
     stream: MessageStream, address: str, peer: ProcessName, identity: Identity, connect_s: float
 ) -> None:
-    host, _, port = address.rpartition(":")
     try:
+        host, port = split_address(address)
         tls = client_context(identity.tls_credentials) if identity.tls_credentials else None
         async with asyncio.timeout(connect_s):
             await asyncio.get_running_loop().create_connection(
                 lambda: stream,
-                host.strip("[]"),
-                int(port),
+                host,
+                port,
                 ssl=tls,
                 server_hostname=peer.host if tls else None,
             )

@@ -13,6 +13,7 @@ from grpc import aio
 
 from core.identity.credentials import Identity
 from core.types.errors import DeployError
+from core.types.network import format_address
 from core.wire.channel import listen, make_server
 from core.wire.frames import FrameHub, FrameServer
 
@@ -71,11 +72,11 @@ class RankHost:
         self._server = make_server(self.identity)
         register(self._server)
         try:
-            port = listen(self._server, f"{self.host}:0", self.identity)
+            port = listen(self._server, format_address(self.host, 0), self.identity)
         except RuntimeError as error:
             raise DeployError(f"cannot listen on {self.host}: {error}") from error
         await self._server.start()
-        return f"{self.host}:{port}"
+        return format_address(self.host, port)
 
     async def _serve_frames(self, hub: FrameHub) -> str:
         server = FrameServer(hub, self.identity)
@@ -84,7 +85,7 @@ class RankHost:
         except OSError as error:
             raise DeployError(f"cannot listen on {self.host} for token frames: {error}") from error
         self._frame_servers.append(server)
-        return f"{self.host}:{port}"
+        return format_address(self.host, port)
 
     async def _stop(self) -> None:
         for frames in self._frame_servers:

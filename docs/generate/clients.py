@@ -42,7 +42,7 @@ _LIMITS = {
     "n": f"1 to {rules.MAX_CHOICES}, and to `decode.max_running`",
     "best_of": f"`n` to {rules.MAX_CHOICES}, and to `decode.max_running`",
     "max_tokens": "1 to the context; times `n` and prompts: `decode.max_running` contexts",
-    "max_output_tokens": "1 to the context",
+    "max_output_tokens": "at least 1",
     "user": f"{rules.MAX_USER_CHARS} characters",
     "messages": f"{rules.MAX_MESSAGES:,}",
     "system": f"{MAX_PARTS:,} blocks",
@@ -112,7 +112,8 @@ def responses() -> str:
 
 def anthropic_fields() -> str:
     """Return the table of fields of Anthropic's endpoint, and the ignored and refused fields below it."""
-    supports = {name: _support(name, field) for name, field in MessagesBody.model_fields.items()}
+    clamped = {"max_tokens": "max_output_tokens"}
+    supports = {name: _support(clamped.get(name, name), field) for name, field in MessagesBody.model_fields.items()}
     others = {name: support for name, support in supports.items() if support[0] in ("ignored", "refused")}
     rows = [(f"`{name}`", *support[1:]) for name, support in supports.items() if name not in others]
     rows.sort(key=lambda row: not row[2].startswith("Required"))

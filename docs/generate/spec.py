@@ -78,6 +78,8 @@ def _type(field: dict[str, Any]) -> str:
         return " or ".join(_type(kind) for kind in field["anyOf"])
     if values := field.get("enum") or field.get("examples"):
         return ", ".join(f"`{value}`" for value in values)
+    if field["type"] == "array":
+        return f"list of {_type(field['items'])}"
     if field["type"] == "object":
         return f"mapping of string to {_type(field['additionalProperties'])}"
     return " ".join(part for part in (field["type"], _bounds(field)) if part)

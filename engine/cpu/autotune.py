@@ -152,7 +152,7 @@ def _best_of_tries(ways: Ways, best: dict[str, float]) -> dict[str, float]:
 def _read(path: Path) -> Times:
     """Read stored times; empty if the file is missing or malformed."""
     try:
-        times = json.loads(path.read_text())
+        times = json.loads(path.read_text(encoding="utf-8"))
         return {
             str(workload): {
                 str(name): took for name, value in ways.items() if 0 < (took := float(value)) < float("inf")

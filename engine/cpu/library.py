@@ -123,7 +123,13 @@ def load_kernels() -> Kernels | None:
 def _place(compiler: str) -> Path:
     """Return the library's path for these sources, this compiler and this processor."""
     sources = sorted((*_SOURCES.glob("*.h"), *_SOURCES.glob("*.cpp")))
-    facts = [compiler, _run(compiler, "--version"), *FLAGS, description(), *(path.read_text() for path in sources)]
+    facts = [
+        compiler,
+        _run(compiler, "--version"),
+        *FLAGS,
+        description(),
+        *(path.read_text(encoding="utf-8") for path in sources),
+    ]
     key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
     return cache_root() / "kernels" / f"{key}.so"
 

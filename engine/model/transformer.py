@@ -6,6 +6,7 @@ The families differ only in their configs: biases, norms on queries and keys, sl
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
@@ -40,6 +41,8 @@ from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
 from engine.weights.checkpoint import Shape, check_tensors
 
+logger = logging.getLogger(__name__)
+
 # T tokens of the step, R rows with logits, E hidden_size, H query heads of this rank, D head_dim, F half of its rotated
 # part, V vocabulary, S scored positions, N of them per slice
 
@@ -47,6 +50,8 @@ from engine.weights.checkpoint import Shape, check_tensors
 MIN_TOKENS = 64
 # Logits per slice; those of a long chunk would not fit beside the pool.
 SLICE_BYTES = 32 << 20
+_EMBEDDING, _HEAD = "model.embed_tokens", "lm_head"
+_ROWS_COMPARED = 8192
 
 OnLayer = Callable[[int], None]
 OnLogits = Callable[[Tensor], None]
@@ -78,12 +83,13 @@ class Transformer:
 
     def __init__(self, config: ModelConfig, reader: ShardReader, layout: KVLayout, *, on_read: OnLayer) -> None:
         """Read the weights and call `on_read` after each layer. Raises SpecError if tensors do not match the config."""
-        found = reader.checkpoint.shapes
-        check_tensors(found, expected_tensors(config), optional=_optional_tensors(config, found))
+        embedding, head = _embedding_and_head(config, reader)
+        expected = expected_tensors(config, (embedding, head))
+        check_tensors(reader.checkpoint, expected, optional=_optional_tensors(config, reader.checkpoint.shapes))
         self._config = config
         self._parallel = reader.parallel
         self._kernels = reader.kernels
-        self._embedding = reader.embedding("model.embed_tokens", config.vocab_size)
+        self._embedding = reader.embedding(embedding, config.vocab_size)
         # Exactly one of these two lists is filled.
         self._layers: list[DecoderLayer] = []
         self._latent_layers: list[LatentLayer] = []
@@ -94,10 +100,10 @@ class Transformer:
                 self._layers.append(DecoderLayer.read(reader, config, layout, index))
             on_read(index)
         self._norm = reader.norm("model.norm", config.rms_norm_eps)
-        if config.tie_embeddings:
+        if head == embedding:
             self._head = Linear(reader.tied(self._embedding))
         else:
-            self._head = reader.linear({"lm_head": reader.parallel.span(config.vocab_size)})
+            self._head = reader.linear({head: reader.parallel.span(config.vocab_size)})
         self._rotary = Rotary(config, reader.device)
         self._compiled: CompiledLayers | None = None
         self._compiled_head: CompiledHead | None = None
@@ -288,17 +294,62 @@ def _pass(
     return x.total()
 
 
-def expected_tensors(config: ModelConfig) -> Mapping[str, Shape]:
-    """Return the name and shape of every tensor of the checkpoint."""
+def expected_tensors(config: ModelConfig, ends: tuple[str, str] | None = None) -> Mapping[str, Shape]:
+    """Return the name and shape of every tensor of the checkpoint.
+
+    ends: names of the token embedding and the output matrix; None: as config.json says.
+    """
     hidden = config.hidden_size
     tensors: dict[str, Shape] = {}
     for index in range(config.num_layers):
         tensors |= (latent_layer if config.latent else decoder_layer).expected_tensors(config, index)
         tensors |= (experts if config.is_sparse(index) else gated_mlp).expected_tensors(config, index)
-    tensors |= {"model.embed_tokens.weight": (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
+    for name in ends or (_EMBEDDING, _EMBEDDING if config.tie_embeddings else _HEAD):
+        tensors[f"{name}.weight"] = (config.vocab_size, hidden)
+    return tensors | {"model.norm.weight": (hidden,)}
+
+
+def _embedding_and_head(config: ModelConfig, reader: ShardReader) -> tuple[str, str]:
+    """Return the names of the token embedding and of the output matrix; the same one if they are tied.
+
+    The file decides before the config: a head of its own is used, and a missing one is tied, each with a warning.
+    """
+    found = reader.checkpoint.shapes
+    if f"{_HEAD}.weight" not in found:
+        is_missing = not config.tie_embeddings and f"{_HEAD}.weight" not in reader.checkpoint.unindexed
+        if is_missing:
+            logger.warning(
+                "no %s.weight, and tie_word_embeddings is not true: the token embedding is used as the head, where "
+                "transformers would use random numbers; set tie_word_embeddings: true in config.json",
+                _HEAD,
+            )
+        return _EMBEDDING, _EMBEDDING if config.tie_embeddings or is_missing else _HEAD
     if not config.tie_embeddings:
-        tensors["lm_head.weight"] = (config.vocab_size, hidden)
-    return tensors
+        return _EMBEDDING, _HEAD
+    if f"{_EMBEDDING}.weight" not in found:
+        return _HEAD, _HEAD
+    if _is_same(reader, config.vocab_size):
+        return _EMBEDDING, _EMBEDDING
+    logger.warning(
+        "%s.weight differs from the token embedding although tie_word_embeddings is true: the file's own head is used; "
+        "set tie_word_embeddings: false in config.json",
+        _HEAD,
+    )
+    return _EMBEDDING, _HEAD
+
+
+def _is_same(reader: ShardReader, vocab_size: int) -> bool:
+    """Compare this rank's rows of the embedding and of the head, as the model would use them."""
+    first, end = reader.parallel.span(vocab_size)
+    checkpoint, names = reader.checkpoint, (f"{_EMBEDDING}.weight", f"{_HEAD}.weight")
+    if checkpoint.shapes[names[0]] != checkpoint.shapes[names[1]] or checkpoint.shapes[names[0]][0] < end:
+        return False
+    for start in range(first, end, _ROWS_COMPARED):
+        rows = start, min(start + _ROWS_COMPARED, end)
+        embedding, head = (checkpoint.read(name, rows=rows).to(reader.dtype) for name in names)
+        if not torch.equal(embedding, head):
+            return False
+    return True
 
 
 def _optional_tensors(config: ModelConfig, found: Iterable[str]) -> frozenset[str]:
@@ -306,4 +357,4 @@ def _optional_tensors(config: ModelConfig, found: Iterable[str]) -> frozenset[st
     is_past_the_last = re.compile(r"model\.layers\.(\d+)\.").match
     layers = {name: int(match[1]) for name in found if (match := is_past_the_last(name))}
     optional = {name for name, layer in layers.items() if layer >= config.num_layers} if config.latent else set()
-    return frozenset(optional | ({"lm_head.weight"} if config.tie_embeddings else set()))
+    return frozenset(optional | {f"{_HEAD}.weight"})

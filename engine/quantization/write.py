@@ -100,7 +100,7 @@ def quantize_checkpoint(
     """
     if kind not in _FORMATS:
         raise SpecError(f"unknown quantization format {kind!r}; choose one of {', '.join(_FORMATS)}")
-    config = json.loads((model_dir / "config.json").read_text())
+    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     if config.get("quantization_config"):
         raise SpecError(f"{model_dir} is already quantized; use the unquantized checkpoint")
     try:
@@ -113,7 +113,9 @@ def quantize_checkpoint(
             if file.name not in (TABLE, "config.json"):
                 shutil.copy(file, into)
     _write_tensors(open_checkpoint(model_dir), into, quantize, grams)
-    (into / "config.json").write_text(json.dumps(config | {"quantization_config": description}, indent=2))
+    (into / "config.json").write_text(
+        json.dumps(config | {"quantization_config": description}, indent=2), encoding="utf-8"
+    )
 
 
 def _write_tensors(checkpoint: Checkpoint, into: Path, quantize: _Quantize, grams: Mapping[str, Tensor]) -> None:
@@ -138,4 +140,4 @@ def _write_tensors(checkpoint: Checkpoint, into: Path, quantize: _Quantize, gram
             flush()
     flush()
     index = {"metadata": {}, "weight_map": file_of}
-    (into / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    (into / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")

@@ -196,7 +196,7 @@ class DecodeGraphs:
             tokens_M[places] = device_tokens.token_ids[sources].clamp_min(0)
 
     def _is_next(self, batch: Batch) -> bool:
-        """True if the block tables of the step before are in place, in the same rows."""
+        """True if the static buffers still hold the block tables of the step directly before, in the same rows."""
         number, tables = self._last
         return batch.number == number + 1 and batch.block_tables.base is tables
 

@@ -150,7 +150,7 @@ class AcceptanceTracker:
         return by_place.rates[0]
 
     def expected(self, method: str, sequence: Sequence, num_tokens: int) -> list[float]:
-        """Return the chances of the next proposal of a model method, by place, before the method is called."""
+        """Predict the acceptance of a model method's next proposal, by place, from learned rates alone."""
         by_place, factors = self._methods[method].by_place, self._row(sequence).place_factors
         assert by_place
         factor = factors[method].value if method in factors else 1.0

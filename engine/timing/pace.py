@@ -60,6 +60,7 @@ class Pace:
         self._timing = StepTimeModel()
         self._draft_cost = LearnedDraftCost()
         self._num_plain = 0  # steps without drafts
+        self._is_warm = False  # the first step also loads kernels and touches memory, so it is not measured
         # End of the last step, which is the begin of the next one if that follows at once.
         self._last: StepEvent | None = None
         self._aside_s = 0.0  # since the last step
@@ -94,6 +95,9 @@ class Pace:
         self._last = None
 
     def _count(self, step: _Step) -> None:
+        if not self._is_warm:
+            self._is_warm = True
+            return
         batch, whole_s = step.batch, step.end.seconds_since(step.begin)
         seconds = max(0.0, whole_s - step.aside_s)
         only_decodes = not step.has_prompts or batch.num_tokens == len(batch.query_lens)
@@ -131,5 +135,5 @@ class Pace:
 
     @property
     def timing(self) -> StepTiming | None:
-        """None before the first measurement."""
+        """None before enough steps to learn it."""
         return self._timing.timing

@@ -13,6 +13,7 @@ _SUM_UP_EVERY = 8  # steps
 # Solve at the latest after this many steps, or after this fraction of all steps so far. A solve costs a few percent of
 # a small step.
 _SOLVE_EVERY, _SOLVE_AFTER = 32, 1 / 4
+_MIN_STEPS = 8  # fewer steps do not determine the four terms
 # Limits the ratio of measured to expected time: beyond it the expectation is useless.
 _MOST_SURPRISE = 10.0
 _NUM_FEATURES = 4  # the terms of StepTiming
@@ -33,7 +34,7 @@ class StepTimeModel:
         self._targets = {kind: np.zeros(_NUM_FEATURES) for kind in (False, True)}
         self._steps: list[_Step] = []  # not in the sums yet, because adding eight at once costs as much as one
         self._num_steps = 0
-        self._solve_at = 1  # steps
+        self._solve_at = _MIN_STEPS
         self._timing: StepTiming | None = None
 
     def add(self, *, num_tokens: int, num_pairs: int, num_context: int, seconds: float) -> None:
@@ -56,7 +57,7 @@ class StepTimeModel:
 
     @property
     def timing(self) -> StepTiming | None:
-        """Fitted model, solved again every few steps; None before the first measurement."""
+        """Fitted model, solved again every few steps; None before enough steps to learn it."""
         if self._num_steps >= self._solve_at:
             self._solve_at = self._num_steps + max(1, min(_SOLVE_EVERY, int(self._num_steps * _SOLVE_AFTER)))
             self._sum_up()

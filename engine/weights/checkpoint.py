@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -14,8 +16,18 @@ from engine.weights.quantized_weight import QuantizedWeight
 Span = tuple[int, int]
 Shape = tuple[int, ...]
 
-# Tensors listed in an error message.
+logger = logging.getLogger(__name__)
+
+# Tensors listed in a message.
 _NAMED_AT_MOST = 5
+_LAYER = re.compile(r"(.*\.)?layers\.\d+\.")
+# Of the KV cache, of activations, and of attention's intermediate results.
+_SCALE = re.compile(
+    r"(^|\.)((k|v|q|kv|prob|input|output)_(scale|scale_ub|global_scale|zero_point)|activation_scale(_inv)?)$"
+)
+# Buffers that old versions of transformers saved; they follow from the config.
+_BUFFER = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
+_ZEROS = (".bias", "zero_point")
 
 
 class Checkpoint(Protocol):
@@ -23,6 +35,11 @@ class Checkpoint(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
+
+    @property
+    def unindexed(self) -> Collection[str]:
+        """Tensors of the files that the index leaves out, and that are therefore not read."""
+        ...
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
         """Read a tensor or a slice in its stored dtype (quantized ones as fp32). Raises SpecError."""
@@ -33,20 +50,48 @@ class Checkpoint(Protocol):
         ...
 
 
-def check_tensors(found: Mapping[str, Shape], expected: Mapping[str, Shape], *, optional: frozenset[str]) -> None:
-    """Raise one SpecError that lists all differences. `optional` names may be present and are not read."""
-    missing = [name for name in expected if name not in found]
-    # Buffers that old versions of transformers saved; they follow from the config.
-    surplus = [n for n in found if n not in expected and n not in optional and not n.endswith("rotary_emb.inv_freq")]
-    wrong = [
-        f"{name} is {found[name]}, not {shape}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
+def check_tensors(
+    checkpoint: Checkpoint, expected: Mapping[str, Shape], *, optional: frozenset[str] = frozenset(), prefix: str = ""
+) -> None:
+    """Raise one SpecError that lists all differences of the tensors whose names start with `prefix`.
+
+    `optional` names may be present and are not read. Of the others, those pass that cannot change the result: scales of
+    KV and activations, which have scales of their own here; zero biases and zero points; and, with a warning, parts of
+    the checkpoint outside the modules of `expected`, as in transformers.
+    """
+    found = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(prefix)}
+    missing = [f"{name} (not in the index)" if name in checkpoint.unindexed else name
+               for name in expected if name not in found]  # fmt: skip
+    wrong = [f"{name} is {found[name]}, not {shape}" for name, shape in expected.items()
+             if name in found and found[name] != shape]  # fmt: skip
+    surplus = [name for name in found if name not in expected and name not in optional and not _BUFFER.search(name)]
+    scales = [name for name in surplus if _SCALE.search(name)]
+    owners = tuple({_owner(name) for name in (*expected, *optional)})
+    inside = [name for name in surplus if name.startswith(owners) and name not in scales]
+    outside = [name for name in surplus if not name.startswith(owners) and name not in scales]
+    refused = [name for name in inside if not name.endswith(_ZEROS) or bool(checkpoint.read(name).float().any())]
+    if missing or wrong:
+        refused += outside  # probably the missing ones under other names
     complaints = [
-        f"{what}: {', '.join(names[:_NAMED_AT_MOST])}" + (" …" if len(names) > _NAMED_AT_MOST else "")
-        for what, names in (("missing", missing), ("not expected", surplus), ("wrong shape", wrong))
+        f"{what}: {_listed(names)}"
+        for what, names in (("missing", missing), ("not expected", refused), ("wrong shape", wrong))
         if names
     ]
+    if any(name.endswith(".bias") for name in refused):
+        complaints.append("biases that are not zero need attention_bias or mlp_bias: true")
     if complaints:
         raise SpecError(f"weights do not match config.json: tensors {'; '.join(complaints)}")
+    if scales:
+        logger.warning("not used, because KV and activations have their own scales: tensors %s", _listed(scales))
+    if outside:
+        logger.warning("not part of the model, and not read: tensors %s", _listed(outside))
+
+
+def _owner(name: str) -> str:
+    """Return the prefix of a tensor's layer, or of its module outside layers."""
+    match = _LAYER.match(name)
+    return match[0] if match else name.rpartition(".")[0] + "."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:_NAMED_AT_MOST]) + (" …" if len(names) > _NAMED_AT_MOST else "")

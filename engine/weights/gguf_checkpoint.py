@@ -18,6 +18,8 @@ from engine.weights.quantized_weight import GGMLWeight
 class GGUFCheckpoint:
     """Implements Checkpoint over memory-mapped GGUF files."""
 
+    unindexed = ()
+
     def __init__(self, model_dir: Path) -> None:
         self._tensors = {tensor.name: tensor for tensor in read_table(model_dir)}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}

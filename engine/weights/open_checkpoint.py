@@ -6,19 +6,27 @@ from pathlib import Path
 
 from core.model.config import quantization_config
 from core.model.gguf_table import TABLE
+from core.model.weight_formats import INSTEAD, check_format, check_method
+from core.types.errors import SpecError
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.gguf_checkpoint import GGUFCheckpoint
 from engine.weights.quantized_checkpoint import QuantizedCheckpoint
-from engine.weights.safetensors_checkpoint import SafetensorsCheckpoint
+from engine.weights.safetensors_checkpoint import FLOATS, SafetensorsCheckpoint
 
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Open the weights of a model directory for reading. Raises SpecError."""
     if (model_dir / TABLE).exists():
         return GGUFCheckpoint(model_dir)
-    plain = SafetensorsCheckpoint(model_dir)
-    config = quantization_config(model_dir)
-    return QuantizedCheckpoint(plain, config) if config else plain
+    plain, config = SafetensorsCheckpoint(model_dir), quantization_config(model_dir)
+    check_format(plain.shapes, config)
+    check_method(config)
+    if config:
+        return QuantizedCheckpoint(plain, config)
+    if coded := [name for name, kind in plain.dtypes.items() if name.endswith(".weight") and kind not in FLOATS]:
+        kind = plain.dtypes[coded[0]]
+        raise SpecError(f"{coded[0]} has dtype {kind}, and config.json has no quantization_config; {INSTEAD}")
+    return plain
 
 
 def is_quantized(model_dir: Path) -> bool:

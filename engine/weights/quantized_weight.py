@@ -35,7 +35,7 @@ class GroupedWeight:
     """Matrix with scales per group of inputs; covers FP8, INT8, AWQ and GPTQ.
 
     weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] with g = group[i].
-    codes: (O, I) float8_e4m3fn, int8 or uint8; or 4-bit (O, ceil(I / 2)) uint8, the even input in the low half.
+    codes: (O, I) float8, int8 or uint8; or 4-bit (O, ceil(I / 2)) uint8, the even input in the low half.
     scales: (O, G) fp32. zeros: (O, G) fp32, or None for symmetric codes. group: (I,) int64.
     """
 

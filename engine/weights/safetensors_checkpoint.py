@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from core.model.config import weight_files
-from core.types.errors import SpecError
+from core.model.weight_files import locate_tensors, weight_files
 from engine.weights.checkpoint import Shape, Span
+
+logger = logging.getLogger(__name__)
+
+# Dtypes of values that are stored as they are.
+FLOATS = ("F64", "F32", "F16", "BF16")
+_LOGGED = 3  # tensors named in a log line
 
 
 class SafetensorsCheckpoint:
-    """Implements Checkpoint over one or several memory-mapped files."""
+    """Implements Checkpoint over one or several memory-mapped files. dtypes: in safetensors' words, such as F32."""
 
     def __init__(self, model_dir: Path) -> None:
-        self.shapes: dict[str, Shape] = {}
-        self._file_of: dict[str, Any] = {}
-        for path in weight_files(model_dir):
-            try:
-                file = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise SpecError(f"{path}: not a usable safetensors file: {error}") from error
-            for name in file.keys():
-                self.shapes[name] = tuple(file.get_slice(name).get_shape())
-                self._file_of[name] = file
+        files = weight_files(model_dir)
+        located, self.unindexed = locate_tensors(files)
+        if files.note:
+            logger.warning("%s: %s", model_dir, files.note)
+        if self.unindexed:
+            named = ", ".join(sorted(self.unindexed)[:_LOGGED])
+            logger.warning(
+                "%s: %d tensors that the index does not name are not read: %s", model_dir, len(self.unindexed), named
+            )
+        # Saved from the model without its head. Draft heads have the same names, and `fc`.
+        is_base = "embed_tokens.weight" in located and "fc.weight" not in located
+        opened = {path: safe_open(path, framework="pt") for path in sorted(set(located.values()))}
+        self._stored: dict[str, tuple[Any, str]] = {  # file, and the tensor's name in it
+            f"model.{name}" if is_base and not name.startswith("lm_head.") else name: (opened[path], name)
+            for name, path in located.items()
+        }
+        slices = {name: file.get_slice(stored) for name, (file, stored) in self._stored.items()}
+        self.shapes: dict[str, Shape] = {name: tuple(tensor.get_shape()) for name, tensor in slices.items()}
+        self.dtypes: dict[str, str] = {name: tensor.get_dtype() for name, tensor in slices.items()}
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        file, stored = self._stored[name]
         if rows is None and columns is None:
             # get_slice does not support scalars.
-            whole: Tensor = self._file_of[name].get_tensor(name)
+            whole: Tensor = file.get_tensor(stored)
             return whole
-        stored = self._file_of[name].get_slice(name)
-        taken = slice(*rows or (None,))
-        tensor: Tensor = stored[taken] if columns is None else stored[taken, slice(*columns)]
+        taken, part = slice(*rows or (None,)), file.get_slice(stored)
+        tensor: Tensor = part[taken] if columns is None else part[taken, slice(*columns)]
         return tensor
 
     def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> None:

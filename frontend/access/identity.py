@@ -52,8 +52,8 @@ class Client:
         return self._within_key(bound, self.key) if self.key else bound
 
     def _within_key(self, request: CompletionRequest, key: ApiKey) -> CompletionRequest:
-        requested, limit = request.max_tokens, key.max_tokens
-        if requested is not None and limit is not None and requested > limit:
+        requested, limit = request.reserved_tokens, key.max_tokens
+        if limit is not None and requested > limit:
             param = request.max_tokens_field
             raise RequestError(f"{param}: is {requested}; this API key allows at most {limit}", param=param)
         priority = request.priority

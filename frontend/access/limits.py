@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
-from redis.exceptions import RedisError, ResponseError
+from redis.exceptions import RedisError
 
-from core.index.redis_client import RedisReach
+from core.index.redis_client import RedisReach, is_about_one_key
 from core.types.api_key import ApiKey
 from core.types.errors import ClusterError, RateLimited
 from frontend.access.identity import Client
@@ -199,7 +199,7 @@ class Limits:
         task.add_done_callback(self._settling.discard)
 
     def _on_redis_error(self, error: RedisError) -> None:
-        if isinstance(error, ResponseError):  # Redis is available; only this key's counters are broken
+        if is_about_one_key(error):
             if not self._has_failed:
                 logger.warning("Redis cannot count for one key; enforcing this router's share of its limits: %s", error)
             self._has_failed = True

@@ -19,6 +19,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from core.index.key_channel import places_of
+from core.index.redis_client import repaired
 from core.types.api_key import ApiKey
 from frontend.access.limiter import LEASE_S, WINDOW, LimitStatus, Reservation, rejection
 
@@ -144,6 +145,7 @@ class RedisLimiter:
         self, redis: Redis, *, name: str, now_ms: Callable[[], int] = lambda: _NONE, delay_s: float = _DELAY_S
     ) -> None:
         """now_ms: clock to use in place of Redis's. delay_s: how long returned tokens wait for the key's next call."""
+        self._redis = redis
         self._name = name
         self._delay_s = delay_s
         self._now_ms = now_ms
@@ -162,10 +164,10 @@ class RedisLimiter:
         return await self._counted(taken.key, taken.id, [*limits, 0, num_tokens, 0])
 
     async def _counted(self, key: ApiKey, id: str, amounts: list[int]) -> Reservation:
-        answer = await self._take(
-            keys=places_of(self._name, key.id),
-            args=[self._now_ms(), WINDOW, round(LEASE_S * 1e3), id, *amounts, *self._returns.pop(key.id, [])],
-        )
+        args = [self._now_ms(), WINDOW, round(LEASE_S * 1e3), id, *amounts, *self._returns.pop(key.id, [])]
+        used, running = places = places_of(self._name, key.id)
+        async with repaired(self._redis, {used: "hash", running: "zset"}):
+            answer = await self._take(keys=places, args=args)
         rejected, retry_ms, second, num_tokens, num_in_window, requests_ms, tokens_in_window, tokens_ms = answer
         status = LimitStatus(
             num_requests=num_in_window,

@@ -51,7 +51,7 @@ class RequestContext:
         Return the rate-limit headers.
 
         Raises RateLimited, or RequestError if the request exceeds the key's tokens per minute. Answers without
-        max_tokens are shortened to fit.
+        reserved tokens are shortened to fit.
         """
         self._completions = completions
         if self.place is None:
@@ -69,7 +69,7 @@ class RequestContext:
 
 
 def _fit(completions: Sequence[Completion], tpm: int) -> None:
-    """Shorten answers without max_tokens so that all completions need at most `tpm` tokens. Raises RequestError."""
+    """Shorten answers without reserved tokens, so that all completions fit into `tpm` tokens. Raises RequestError."""
     num_prompt = sum(len(one.prompt_ids) for one in completions)
     if num_prompt > tpm:
         raise RequestError(
@@ -77,8 +77,8 @@ def _fit(completions: Sequence[Completion], tpm: int) -> None:
         )
     if sum(one.most_tokens for one in completions) <= tpm:
         return
-    unbounded = [one for one in completions if one.request.max_tokens is None]
-    named = sum(one.max_answer_tokens for one in completions if one.request.max_tokens is not None)
+    unbounded = [one for one in completions if not one.request.reserved_tokens]
+    named = sum(one.max_answer_tokens for one in completions if one.request.reserved_tokens)
     room = (tpm - num_prompt - named) // max(1, sum(one.num_choices for one in unbounded))
     if not unbounded or room < max(1, *(one.request.min_tokens for one in unbounded)):
         param = completions[0].request.max_tokens_field

@@ -17,6 +17,7 @@ from core.types.request import Role
 from frontend.admin.ui_page import UiPage
 from frontend.http.connections import ADMIN
 from frontend.http.http_listener import HttpListener
+from frontend.http.methods import Methods
 from frontend.openai.forms import ChatForm, TextForm
 from router.telemetry.metrics import CONTENT_TYPE
 
@@ -28,6 +29,7 @@ def create_admin_app(
     deployment: str,
     router: str,
     health: Callable[[], Mapping[str, int]],
+    problem: Callable[[], str] = str,
     metrics: Callable[[], bytes],
     explain_route: Callable[[str], Mapping[str, Any]],
     lives: Callable[[str], Mapping[str, Any]] = lambda request_id: {},
@@ -36,18 +38,19 @@ def create_admin_app(
     members: Callable[[], Iterable[Member]] = tuple,
     page: UiPage | None = None,
 ) -> FastAPI:
-    """The ASGI application. health: usable replicas by role. metrics: Prometheus's text. explain_route: why the
-    requests of an id, or of an answer's, went where they went; empty when that is not known. lives: likewise, where
-    their time went. model: what clients call it. routers: where each of the deployment answers operators, by its name.
+    """Return the ASGI application. health: usable replicas by role. problem: why Redis does not serve it; empty
+    if it does. metrics: Prometheus's text. explain_route: the routing of the requests of an id, or of an answer's;
+    empty if unknown. lives: likewise, their timelines. model: name used by clients. routers: admin address by router.
     members: the replicas of the deployment. page: None: there is none."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_middleware(Methods, routes=app.routes)
     if page:
         page.add_to(app)
 
     @app.get("/health")
     async def report_health() -> Response:
         usable = health()
-        content = {"deployment": deployment, "router": router, "replicas": dict(usable)}
+        content = {"deployment": deployment, "router": router, "replicas": dict(usable), "problem": problem()}
         return JSONResponse(content, status_code=200 if usable.get(Role.DECODE) else 503)
 
     @app.get("/metrics")

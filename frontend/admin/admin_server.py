@@ -10,6 +10,7 @@ from core.index.redis_client import connect_redis
 from core.index.router_addresses import RouterAddresses
 from core.process.supervisor import Supervisor
 from core.spec.schema import Spec
+from core.types.network import format_address
 from frontend.admin.admin_api import create_admin_app, open_admin_listener
 from frontend.admin.ui_page import UiPage
 from frontend.http.http_listener import HttpListener
@@ -40,9 +41,11 @@ class AdminServer:
         core: RouterCore,
         metrics: Metrics,
         health: Callable[[], Mapping[str, int]],
+        problem: Callable[[], str],
         tasks: Supervisor,
     ) -> AdminServer:
-        """node: address of this machine for other machines. health: number of usable replicas by role. tasks:
+        """node: address of this machine for other machines. health: number of usable replicas by role. problem:
+        why Redis does not serve this router; empty if it does. tasks:
         supervisor of the background tasks. Raises DeployError."""
         known: dict[str, str] = {}
         scaling: list[Mapping[str, Any]] = []
@@ -61,6 +64,7 @@ class AdminServer:
             model=spec.model.name,
             router=router,
             health=health,
+            problem=problem,
             metrics=metrics.render,
             explain_route=core.decisions.explain,
             lives=core.decisions.lives,
@@ -76,7 +80,7 @@ class AdminServer:
             name=spec.name,
             key=credentials.key(Purpose.ROUTERS),
             router=router,
-            address=f"{node if host in _ANY else host}:{port}",
+            address=format_address(node if host in _ANY else host, port),
         )
         tasks.start("addresses", addresses.run)
         tasks.start("view", view.run)

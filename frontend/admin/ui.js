@@ -137,7 +137,8 @@ function reason(options) {
   if (!options.length) return "";
   const parts = PARTS.filter((part) => options[0][part] > 0).map((part) => `${part.slice(0, -2)} ${seconds(options[0][part])}`);
   const second = options[1] ? `; next best ${pair(options[1])} ${seconds(options[1].cost_s)}` : "";
-  return `${seconds(options[0].cost_s)}: ${parts.join(", ") || "nothing"}${second}`;
+  const predicted = options[0].is_learnt ? seconds(options[0].cost_s) : "not learnt yet";
+  return `${predicted}: ${parts.join(", ") || "nothing"}${second}`;
 }
 
 const pair = (option) => `${option.prefill || "–"} → ${option.decode || "–"}${option.fetch_from ? ` (from ${option.fetch_from})` : ""}`;

@@ -69,6 +69,10 @@ class UiPage:
         """Stream server-sent events: the full state first, then updates twice a second."""
         if rejected := self.rejected(request):
             return rejected
+        if request.method == "HEAD":
+            head = Response(media_type="text/event-stream", headers=HEADERS)
+            del head.headers["content-length"]
+            return head
         if self._num_watching >= _MAX_WATCHING:
             return JSONResponse({"error": "too many pages are open"}, status_code=503)
         return StreamingResponse(self._updates(), media_type="text/event-stream", headers=HEADERS)

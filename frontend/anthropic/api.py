@@ -8,10 +8,11 @@ from starlette.responses import Response
 from frontend.access.request_context import RequestContext
 from frontend.anthropic.answer import AnthropicAnswer
 from frontend.anthropic.types import CountTokensBody, MessagesBody
-from frontend.http.event_stream import EventStream, whole_answer
+from frontend.http.event_stream import whole_answer
 from frontend.http.json_response import json_answer
 from frontend.http.open_requests import Opener
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts, client_of
+from frontend.openai.fields import also_ignored
 from frontend.text.models import Models
 
 
@@ -33,15 +34,15 @@ class AnthropicApi:
     async def _messages(self, request: Request, request_context: RequestContext) -> Response:
         parsed = await self._opener.read(MessagesBody, request)
         opened = await self._opener.open(parsed, request, request_context)
-        headers = {**await request_context.charge(opened), **parsed.ignored}
+        headers = {**await request_context.charge(opened), **also_ignored(parsed.ignored, opened[0].ignored)}
         answer = AnthropicAnswer(
             id=f"msg_{request.state.request_id}",
-            model=opened[0].service.model.id,
+            model=opened[0].model_name,
             completion=opened[0],
             hides_thinking=parsed.body.hides_thinking,
         )
         if parsed.body.stream:
-            return EventStream(answer.events(), more_headers=headers, errors=request.state.errors)
+            return self._request_contexts.stream(request, answer.events(), headers)
         return await whole_answer(request.receive, answer.whole(), headers)
 
     async def _count_tokens(self, request: Request, request_context: RequestContext) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import msgspec
+from pydantic_core import from_json
 
 from frontend.http.event_stream import data
 from frontend.http.json_response import JSON, to_json
@@ -23,15 +24,24 @@ class ContentBlocks(Protocol):
 
     def text(self, text: str) -> None: ...
 
+    def end_thinking(self) -> None:
+        """Note that all text so far was thinking; a stream cannot take it back."""
+
     def call(self, call: CallText) -> None: ...
 
 
 def write_delta(delta: Delta, blocks: ContentBlocks) -> None:
     """Pass all parts of a delta to `blocks`, in order."""
+    for call in delta.calls[: delta.num_continued]:
+        blocks.call(call)
     if delta.thinking:
         blocks.think(delta.thinking)
-    at = 0
-    for call in delta.calls:
+    at = delta.num_thought or 0
+    if at:
+        blocks.text(delta.text[:at])
+    if delta.num_thought is not None:
+        blocks.end_thinking()
+    for call in delta.calls[delta.num_continued :]:
         if call.at > at:
             blocks.text(delta.text[at : call.at])
             at = call.at
@@ -52,6 +62,12 @@ class WholeContent:
 
     def text(self, text: str) -> None:
         self._of("text").append(text)
+
+    def end_thinking(self) -> None:
+        thought = "".join(piece for _, pieces in self._blocks for piece in pieces).strip()
+        self._blocks.clear()
+        if thought:
+            self.think(thought)
 
     def call(self, call: CallText) -> None:
         if call.broken is not None:
@@ -95,6 +111,9 @@ class StreamedContent:
         if self._type != "text":
             self._open({"type": "text", "text": ""}, "text_delta", "text")
         self._add(text)
+
+    def end_thinking(self) -> None:
+        """Send nothing: the text has been sent."""
 
     def call(self, call: CallText) -> None:
         if call.broken is not None:
@@ -142,10 +161,19 @@ def _call(call: CallText) -> JSON:
     return {"type": "tool_use", "id": call.id, "name": call.name}
 
 
+def _input(text: str) -> object:
+    """Return the model's JSON object, verbatim; of one that is cut off, the members that are complete."""
+    try:
+        msgspec.json.decode(text or "{}")
+    except msgspec.DecodeError:
+        return from_json(text, allow_partial=True)
+    return msgspec.Raw(text.encode() or b"{}")
+
+
 def _filled(block: JSON, text: str) -> JSON:
     match block["type"]:
         case "thinking":
             return {**block, "thinking": text, "signature": _SIGNATURE}
-        case "tool_use":  # the model's JSON object, verbatim
-            return {**block, "input": msgspec.Raw(text.encode() or b"{}")}
+        case "tool_use":
+            return {**block, "input": _input(text)}
     return {**block, "text": text}

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from core.types.errors import CapacityError, RateLimited, outcome_of
+from frontend.http.event_stream import data
 from frontend.openai.errors import error_body
 
 _OVERLOADED = 529  # the cluster is full; 429 is for an API key's limits
@@ -26,6 +27,8 @@ _TYPES = {
 class AnthropicErrors:
     """Anthropic's error format for one request."""
 
+    keepalive = data({"type": "ping"}, name="ping")
+
     def __init__(self, request_id: str) -> None:
         self._request_id = request_id
 
@@ -37,8 +40,8 @@ class AnthropicErrors:
     def http(self, status: int, *, phrase: str, message: str) -> dict[str, Any]:
         return self._body(status, message)
 
-    def event(self, error: BaseException) -> tuple[str, dict[str, Any]]:
-        return "error", self.whole(error)[1]
+    def events(self, error: BaseException) -> bytes:
+        return data(self.whole(error)[1], name="error")
 
     def _body(self, status: int, message: str) -> dict[str, Any]:
         type = _TYPES.get(status) or ("invalid_request_error" if status < 500 else "api_error")

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field
 
-from core.types.errors import RequestError
-from frontend.openai.fields import UNSUPPORTED, Ignored, OpenAIObject
+from core.types.errors import RequestError, UnsupportedField
+from frontend.openai.fields import Ignored, OpenAIObject
 from frontend.openai.messages import (
     MAX_CALLS,
     MAX_PARTS,
@@ -19,13 +17,23 @@ from frontend.openai.messages import (
     CalledFunction,
     CallInHistory,
     ChatMessage,
+    ContentPart,
     FunctionAsTool,
     FunctionName,
-    TextPart,
     ToolGiven,
     as_parts,
+    placeholder,
 )
 from frontend.text.completion_request import MAX_MESSAGES
+
+
+def _blocks(value: Any) -> Any:
+    """Return the blocks of a tool's result; a malformed block counts as text."""
+    if isinstance(value, dict):
+        value = [value]
+    parts = as_parts(value)
+    return parts and [one if isinstance(one, dict) else {"type": "text", "text": str(one)} for one in parts]
+
 
 _BLOCKS_OF = {  # by role
     "user": ("text", "tool_result"),
@@ -33,28 +41,26 @@ _BLOCKS_OF = {  # by role
     "system": ("text",),
 }
 _BLOCKS = frozenset(type for types in _BLOCKS_OF.values() for type in types)
-_NEEDED = {"text": "text", "thinking": "thinking", "tool_use": "input", "tool_result": "tool_use_id"}
-
-
-@dataclass(frozen=True)
-class _Known:
-    """Validator that rejects other values of `type` by name."""
-
-    noun: str
-    types: frozenset[str]
-
-    def __call__(self, value: str | None) -> str | None:
-        if value is not None and value not in self.types:
-            context = {"noun": self.noun, "type": repr(value[:64])}
-            raise PydanticCustomError(UNSUPPORTED, "{noun} of type {type} are not supported", context)
-        return value
+_NEEDED = {"text": "text", "thinking": "thinking", "tool_use": "name", "tool_result": "tool_use_id"}
+# The first line of Claude Code's `system`. It is meant for Anthropic's API, which does not show it to the model, and it
+# differs from request to request, so that no prefix would ever be reused.
+_BILLING = "x-anthropic-billing-header"
 
 
 class TextBlock(OpenAIObject):
-    type: Annotated[str, AfterValidator(_Known("blocks", frozenset(["text"])))]
+    type: Literal["text"]
     text: str
     citations: Ignored = None
     cache_control: Ignored = None
+
+    @property
+    def skipped(self) -> str:
+        return _BILLING if self.text.startswith(f"{_BILLING}:") else ""
+
+    @property
+    def shown(self) -> str:
+        """The text without a billing header."""
+        return self.text.partition("\n")[2] if self.skipped else self.text
 
 
 Texts = Annotated[Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS)], BeforeValidator(as_parts)]
@@ -63,14 +69,18 @@ Texts = Annotated[Annotated[list[TextBlock], Field(fail_fast=True, max_length=MA
 class ContentBlock(OpenAIObject):
     """Part of a message, with the fields of its type."""
 
-    type: Annotated[str, AfterValidator(_Known("blocks", _BLOCKS))]
+    type: str
     text: str | None = None
     thinking: str | None = None
     id: str | None = None
     name: str | None = None
-    input: dict[str, Any] | None = None
+    input: Any = None
     tool_use_id: str | None = None
-    content: Texts | None = None
+    content: Annotated[
+        Annotated[list[ContentBlock], Field(fail_fast=True, max_length=MAX_PARTS)] | None, BeforeValidator(_blocks)
+    ] = None
+    source: Any = None
+    title: Any = None
     # Templates have no field for is_error, so the text has to say it. Signatures and redacted data are not ours.
     is_error: Ignored = None
     signature: Ignored = None
@@ -78,6 +88,21 @@ class ContentBlock(OpenAIObject):
     citations: Ignored = None
     caller: Ignored = None
     cache_control: Ignored = None
+
+    @property
+    def skipped(self) -> str:
+        return "" if self.type in _BLOCKS or self.in_result != placeholder(self.type) else self.type
+
+    @property
+    def in_result(self) -> str:
+        """The block's text in a tool's result, or a placeholder."""
+        if self.text is not None:
+            return self.text
+        if isinstance(self.source, dict) and self.source.get("type") == "text":
+            return str(self.source.get("data"))
+        if self.content:
+            return "\n".join(one.in_result for one in self.content)
+        return placeholder(self.type)
 
 
 class AnthropicMessage(OpenAIObject):
@@ -88,14 +113,18 @@ class AnthropicMessage(OpenAIObject):
 
     def turns(self, path: str) -> Iterator[_Turn]:
         """Yield the message's turns, in order; each tool result is a turn of its own. Raises RequestError."""
-        turn = _Turn(self.role)
+        turn = _Turn(self.role, path)
         for number, block in enumerate(self.content):
-            _check(block, self.role, f"{path}.content[{number}]")
+            if self.role == "assistant" and block.type not in _BLOCKS:
+                continue  # of a tool that ran on Anthropic's servers
+            place = f"{path}.content[{number}]"
+            _check(block, self.role, place)
             if block.type == "tool_result":
                 if turn.parts:
                     yield turn
-                    turn = _Turn(self.role)
-                yield _Turn("tool", parts=[_part(one.text) for one in block.content or ()], answered=block.tool_use_id)
+                    turn = _Turn(self.role, path)
+                parts = [_part(one.in_result) for one in block.content or ()]
+                yield _Turn("tool", place, parts=parts, answered=block.tool_use_id)
             else:
                 turn.add(block)
         if len(turn.calls) > MAX_CALLS:
@@ -110,7 +139,8 @@ AnthropicMessages = Annotated[list[AnthropicMessage], Field(fail_fast=True, max_
 
 def chat_messages(system: Sequence[TextBlock] | None, messages: Sequence[AnthropicMessage]) -> list[ChatMessage]:
     """Convert a conversation; consecutive messages of one role are merged. Raises RequestError."""
-    turns = [_Turn("system", parts=[_part(one.text) for one in system])] if system else []
+    parts = [_part(one.shown) for one in system or () if one.shown or not one.skipped]
+    turns = [_Turn("system", "system", parts=parts)] if parts else []
     for number, message in enumerate(messages):
         for turn in message.turns(f"messages[{number}]"):
             if turns and turns[-1].role == turn.role != "tool":
@@ -127,7 +157,8 @@ class _Turn:
     """Chat message under construction."""
 
     role: str
-    parts: list[TextPart] = field(default_factory=list)
+    path: str
+    parts: list[ContentPart] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[CallInHistory] = field(default_factory=list)
     answered: str | None = None  # id of the answered call
@@ -142,7 +173,7 @@ class _Turn:
         elif block.type == "thinking":
             self.thoughts.append(block.thinking or "")
         elif block.type == "tool_use":
-            function = CalledFunction(name=block.name or "", arguments=json.dumps(block.input, ensure_ascii=False))
+            function = CalledFunction(name=block.name or "", arguments=block.input)
             self.calls.append(CallInHistory(id=block.id, function=function))
 
     def join(self, more: _Turn) -> None:
@@ -151,25 +182,31 @@ class _Turn:
         self.calls += more.calls
 
     def message(self) -> ChatMessage:
-        return ChatMessage.model_construct(
+        message = ChatMessage.model_construct(
             role=self.role,
             content=None if self.calls and not self.parts else self.parts,
             tool_calls=self.calls or None,
             tool_call_id=self.answered,
             reasoning_content="\n".join(self.thoughts) if self.thoughts else None,
         )
+        message._path = self.path
+        return message
 
 
 class AnthropicTool(OpenAIObject):
     """Tool that the model may call; the client runs it."""
 
-    type: Annotated[str | None, AfterValidator(_Known("tools", frozenset(["custom"])))] = None
+    type: str | None = None
     name: FunctionName
     description: str | None = None
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None
+
+    @property
+    def skipped(self) -> str:
+        return "" if self.type in (None, "custom") else str(self.type)
 
     def given(self) -> ToolGiven:
         function = FunctionAsTool(
@@ -195,14 +232,15 @@ class AnthropicToolChoice(OpenAIObject):
 
 
 def _check(block: ContentBlock, role: str, path: str) -> None:
+    if block.type not in _BLOCKS:
+        text = f"{path}.type: blocks of type {block.type[:64]!r} are not supported"
+        raise UnsupportedField(text, param=f"{path}.type")
     if block.type not in _BLOCKS_OF[role]:
         text = f"{path}.type: {block.type} is not allowed in a message of role {role}"
         raise RequestError(text, param=f"{path}.type")
-    needed = _NEEDED.get(block.type)
-    for name in (needed, "name" if needed == "input" else None):
-        if name and getattr(block, name) is None:
-            raise RequestError(f"{path}.{name}: required", param=f"{path}.{name}")
+    if (name := _NEEDED.get(block.type)) and getattr(block, name) is None:
+        raise RequestError(f"{path}.{name}: required", param=f"{path}.{name}")
 
 
-def _part(text: str | None) -> TextPart:
-    return TextPart(type="text", text=text or "")
+def _part(text: str | None) -> ContentPart:
+    return ContentPart(type="text", text=text or "")

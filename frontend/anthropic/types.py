@@ -16,15 +16,9 @@ from frontend.anthropic.messages import AnthropicMessages, AnthropicToolChoice, 
 from frontend.chat.chat import Chat
 from frontend.http.open_requests import GenerationBody
 from frontend.openai.fields import Ignored, OpenAIObject, Unsupported
-from frontend.openai.messages import ChatSettings
+from frontend.openai.messages import ChatSettings, ThinkingGiven, ToolGiven
 from frontend.openai.tool_choice import forced_grammar
 from frontend.text.completion_request import MAX_STOP_CHARS, MAX_STOPS, MAX_USER_CHARS, CompletionRequest
-
-
-class AnthropicThinking(OpenAIObject):
-    type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
 
 
 class JsonFormat(OpenAIObject):
@@ -52,17 +46,18 @@ class ConversationBody(GenerationBody):
     system: Texts | None = None
     """A string, or a list of blocks of type `text`, which are joined by newlines."""
     tools: AnthropicTools | None = None
-    """The client's tools: `name`, `description`, `input_schema`, `strict`. Anthropic's built-in tools are rejected."""
+    """The client's tools: `name`, `description`, `input_schema`, `strict`. Anthropic's built-in tools are skipped, and
+    listed in `x-ignored-fields`."""
     tool_choice: AnthropicToolChoice | None = None
     """`auto` (default), `none`, `any`, or `tool` with its `name`. With `disable_parallel_tool_use`, the answer ends
     after its first call."""
-    thinking: AnthropicThinking | None = None
-    """`enabled`: requires a model that thinks. `disabled`: requires a template that can turn thinking off, or a model
-    that does not think. `adaptive`: as the template decides. `budget_tokens`, from 0 on: maximum number of thinking
-    tokens; the server then writes the end of thinking. `display: omitted` leaves the thinking text out."""
+    thinking: ThinkingGiven | None = None
+    """`enabled` and `adaptive` turn thinking on, `disabled` turns it off, by the template's own variable; listed in
+    `x-ignored-fields` where it has none. `budget_tokens`, from 0 on: maximum number of thinking tokens; the server then
+    writes the end of thinking. `display: omitted` leaves the thinking text out."""
     output_config: OutputConfig | None = None
-    """`format`: a JSON schema, to which the answer conforms unless it ends by `max_tokens`. `effort`: passed to a
-    template that supports `reasoning_effort`."""
+    """`format`: a JSON schema, to which the answer conforms unless it ends by `max_tokens`. `effort`: see
+    `reasoning_effort` of /v1/chat/completions."""
     output_format: JsonFormat | None = None
     """The older name of `output_config.format`."""
     chat_template_kwargs: dict[str, Any] | None = None
@@ -76,8 +71,9 @@ class ConversationBody(GenerationBody):
         settings = ChatSettings(
             chat_template_kwargs=self.chat_template_kwargs,
             continue_final_message=bool(messages) and messages[-1].role == "assistant",
-            reasoning_effort=self._effort,
-            tools=[tool.given() for tool in self.tools or ()],
+            reasoning_effort=self.output_config.effort if self.output_config else None,
+            thinking=self.thinking,
+            tools=self._tools,
         )
         chat = settings.chat(
             messages,
@@ -85,15 +81,11 @@ class ConversationBody(GenerationBody):
             is_parallel=self.is_parallel,
             forced=choice.forced() if choice else None,
         )
-        is_off = self.thinking is not None and self.thinking.type == "disabled"
-        thinks = True if self.thinking is not None and self.thinking.type == "enabled" else None
-        return replace(chat, thinks=thinks, effort_field="thinking" if is_off else "output_config.effort")
+        return replace(chat, effort_field="output_config.effort")
 
     @property
-    def _effort(self) -> Literal["none", "low", "medium", "high", "xhigh", "max"] | None:
-        if self.thinking is not None and self.thinking.type == "disabled":
-            return "none"
-        return self.output_config.effort if self.output_config else None
+    def _tools(self) -> list[ToolGiven]:
+        return [tool.given() for tool in self.tools or () if not tool.skipped]
 
     @property
     def is_parallel(self) -> bool:
@@ -118,7 +110,7 @@ class MessagesBody(ConversationBody):
     """POST /v1/messages"""
 
     max_tokens: int
-    """Maximum number of tokens of the answer, including thinking."""
+    """Maximum number of tokens of the answer, including thinking. Clamped to the rest of the context."""
     stream: bool | None = None
     stop_sequences: (
         Annotated[
@@ -129,7 +121,7 @@ class MessagesBody(ConversationBody):
     ) = None
     """The text ends before the first match."""
     temperature: float | None = None
-    """Default 1. 0 means greedy decoding."""
+    """0 means greedy decoding. Default, as of `top_p` and `top_k`: the model's; see /v1/chat/completions."""
     top_p: float | None = None
     top_k: int | None = None
     """0 turns it off."""
@@ -158,17 +150,16 @@ class MessagesBody(ConversationBody):
             fields["stop"] = tuple(self.stop_sequences)
         if self.metadata and self.metadata.user_id:
             fields["user"] = self.metadata.user_id
-        if self.thinking and self.thinking.type != "disabled" and self.thinking.budget_tokens is not None:
+        if self.thinking and self.thinking.thinks and self.thinking.budget_tokens is not None:
             fields["thinking_token_budget"] = self.thinking.budget_tokens
             fields["thinking_field"] = "thinking.budget_tokens"
         if chat.forced is not None:
-            tools = [tool.given() for tool in self.tools or ()]
-            fields["grammar"] = forced_grammar(chat.forced, tools, is_parallel=self.is_parallel)
+            fields["grammar"] = forced_grammar(chat.forced, self._tools, is_parallel=self.is_parallel)
             fields["grammar_field"] = "tools"
         elif format is not None:
             fields["grammar"] = Grammar(kind=GrammarKind.JSON_SCHEMA, text=json.dumps(format[1].schema_))
             fields["grammar_field"] = f"{format[0]}.schema"
-        return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
+        return [CompletionRequest(id=request_id, peer=peer, prompt=chat, clamps_max_tokens=True, **fields)]
 
     @property
     def hides_thinking(self) -> bool:

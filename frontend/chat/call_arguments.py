@@ -1,11 +1,10 @@
-"""Conversion of tool call arguments in a conversation from JSON text to objects, for chat templates."""
+"""Tool call arguments of clients: JSON text, which a model may have left incomplete."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from core.types.errors import RequestError
 
@@ -15,35 +14,33 @@ _MAX_CHARS = 2**18
 _STRING = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 
 
-def as_objects(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return copies of the messages. Raises RequestError with the call whose arguments are not a JSON object."""
-    copies = [dict(message) for message in messages]
-    for number, message in enumerate(copies):
-        if calls := message.get("tool_calls"):
-            path = f"messages[{number}].tool_calls"
-            message["tool_calls"] = [_with_object(call, f"{path}[{i}]") for i, call in enumerate(calls)]
-    return copies
-
-
 def object_of(text: str, param: str) -> dict[str, Any]:
     """Parse a JSON object sent by a client; empty text counts as an empty object. Raises RequestError."""
+    check_size(text, param)
+    if (value := object_or_none(text)) is None:
+        raise RequestError(f"{param}: must be a JSON object, encoded as a string", param=param)
+    return value
+
+
+def check_size(text: str, param: str) -> None:
+    """Check the bounds of a JSON object. Raises RequestError."""
     if len(text) > _MAX_CHARS:
         raise RequestError(f"{param}: at most {_MAX_CHARS} characters are accepted", param=param)
     bare = _STRING.sub("", text)
     if sum(map(bare.count, ",[{")) > _MAX_VALUES:
         raise RequestError(f"{param}: at most {_MAX_VALUES} values are accepted", param=param)
+
+
+def object_or_none(text: str) -> dict[str, Any] | None:
+    """Return a JSON object, or None for other text. Empty text and null count as an empty object."""
     try:
-        value = json.loads(text) if text.strip() else {}
+        value = json.loads(text, parse_constant=_reject) if text.strip() else {}
         if "\\u" in text:  # reject lone surrogates
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
-        value = None
-    if not isinstance(value, dict):
-        raise RequestError(f"{param}: must be a JSON object, encoded as a string", param=param)
-    return value
+        return None
+    return {} if value is None else value if isinstance(value, dict) else None
 
 
-def _with_object(call: Mapping[str, Any], path: str) -> dict[str, Any]:
-    function = call["function"]
-    arguments = object_of(function["arguments"], f"{path}.function.arguments")
-    return {**call, "function": {**function, "arguments": arguments}}
+def _reject(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")

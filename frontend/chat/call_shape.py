@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from frontend.chat.call_arguments import as_objects
+from frontend.chat.call_arguments import check_size, object_or_none
 
 _ARGUMENTS = {"probe": "b"}
 _AS_PYTHON = "{'probe'"
+_BROKEN = '{"probe": '
+_LONG_ID, _NINE = "call_4f0a-1b2c3d4e5f60718293a4", "callnine1"
+_ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclass(frozen=True)
@@ -18,23 +22,62 @@ class CallShape:
     """Form of tool calls for one template."""
 
     has_objects: bool = True  # arguments are objects; False: JSON text
+    takes_text: bool = True  # arguments may be text instead of a JSON object
+    takes_any_id: bool = True  # False: ids have nine alphanumerics, as in Mistral's templates
     no_content: str | None = None  # content of a message that has only calls
 
     @classmethod
     def of(cls, render: Callable[[Sequence[Mapping[str, Any]]], str | None]) -> CallShape:
         """Return the form that the template renders best. render: returns None if the template rejects the messages."""
-        shapes = [cls(has_objects, content) for has_objects, content in product((True, False), (None, ""))]
+        shapes = [cls(has_objects, no_content=content) for has_objects, content in product((True, False), (None, ""))]
         texts = [render(_conversation(_ARGUMENTS if shape.has_objects else '{"probe": "b"}', shape.no_content))
                  for shape in shapes]  # fmt: skip
-        return max(zip(shapes, texts, strict=True), key=lambda candidate: _how_well(candidate[1]))[0]
+        best = max(zip(shapes, texts, strict=True), key=lambda candidate: _how_well(candidate[1]))[0]
+        broken = render(_conversation(_BROKEN, best.no_content))
+        arguments = _ARGUMENTS if best.has_objects else '{"probe": "b"}'
+        return replace(
+            best,
+            takes_text=not best.has_objects or "probe" in (broken or ""),
+            takes_any_id=render(_conversation(arguments, best.no_content, id=_LONG_ID)) is not None
+            or render(_conversation(arguments, best.no_content)) is None,
+        )
+
+    def check(self, message: Mapping[str, Any], path: str) -> None:
+        """Check the size of the arguments. path: name of the message in the client's body. Raises RequestError."""
+        for number, call in enumerate(message.get("tool_calls", ()) if self.has_objects else ()):
+            check_size(call["function"]["arguments"], f"{path}.tool_calls[{number}].function.arguments")
 
     def convert(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return copies of messages in this form. Raises RequestError for arguments that are not JSON objects."""
-        copies = as_objects(messages) if self.has_objects else [dict(message) for message in messages]
+        """Return copies of checked messages in this form."""
+        copies = [dict(message) for message in messages]
         for message in copies:
+            if calls := message.get("tool_calls"):
+                message["tool_calls"] = [self._call(call) for call in calls]
+            if not self.takes_any_id and message["role"] == "tool":
+                message["tool_call_id"] = _nine(message.get("tool_call_id"))
             if message["content"] is None:
                 message["content"] = self.no_content
         return copies
+
+    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        function = dict(call["function"])
+        text = function["arguments"]
+        value = object_or_none(text)
+        if value is None and self.takes_text:
+            function["arguments"] = text
+        elif self.has_objects:
+            function["arguments"] = value or {}
+        elif not value:
+            function["arguments"] = "{}"
+        return {**call, **({} if self.takes_any_id else {"id": _nine(call.get("id"))}), "function": function}
+
+
+def _nine(id: str | None) -> str:
+    """Return the id, or one of nine alphanumerics made from it."""
+    if id and len(id) == len(_NINE) and id.isascii() and id.isalnum():
+        return id
+    digest = hashlib.sha256((id or "").encode(errors="replace")).digest()
+    return "".join(_ALPHABET[byte % len(_ALPHABET)] for byte in digest[: len(_NINE)])
 
 
 def _how_well(text: str | None) -> tuple[bool, bool, bool, int]:
@@ -43,10 +86,10 @@ def _how_well(text: str | None) -> tuple[bool, bool, bool, int]:
     return text is not None, "probe" in rendered, _AS_PYTHON not in rendered, -rendered.count("None")
 
 
-def _conversation(arguments: Any, content: str | None) -> list[dict[str, Any]]:
-    call = {"id": "callnine1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+def _conversation(arguments: Any, content: str | None, *, id: str = _NINE) -> list[dict[str, Any]]:
+    call = {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": content, "tool_calls": [call]},
-        {"role": "tool", "content": "c", "tool_call_id": "callnine1", "name": "f"},
+        {"role": "tool", "content": "c", "tool_call_id": id, "name": "f"},
     ]

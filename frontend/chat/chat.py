@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from core.types.errors import RequestError
-from frontend.chat.chat_template import Message
+from frontend.chat.history import Message
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +19,9 @@ class Chat:
     variables: Mapping[str, Any] = field(default_factory=dict)
     reasoning_effort: str | None = None
     effort_field: str = "reasoning_effort"  # the client's name of the field
-    thinks: bool | None = None  # True: think before answering; None: as the template decides
+    thinks: bool | None = None  # whether to think before answering; None: as the template decides
+    thinks_field: str = "thinking"  # the client's name of the field
+    paths: tuple[str, ...] = ()  # names of the messages in the client's body; empty: messages[0] and so on
     tools: tuple[Mapping[str, Any], ...] = ()  # that the model may call, in OpenAI's form
     is_parallel: bool = True  # False: an answer ends after its first call
     forced: str | None = None  # the tool that must be called; "": any; None: calls are optional
@@ -37,6 +39,13 @@ class Chat:
     def num_calls(self) -> int:
         """Number of tool calls in all messages."""
         return sum(len(message.get("tool_calls", ())) for message in self.messages)
+
+    @property
+    def wants_thinking(self) -> bool | None:
+        """Whether the client asks to think; None: not asked."""
+        if self.thinks is not None or self.reasoning_effort is None:
+            return self.thinks
+        return self.reasoning_effort != "none"
 
     @property
     def parameters(self) -> dict[str, Mapping[str, Any]]:

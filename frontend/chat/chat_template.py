@@ -6,42 +6,58 @@ strings, lists and dicts, and input and output are bounded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, TemplateSyntaxError, meta
+from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
+from jinja2.exceptions import SecurityError
 
 from core.types.errors import ClusterError, RequestError, SpecError
 from frontend.chat.call_shape import CallShape
+from frontend.chat.history import History, Message
 from frontend.chat.template_bounds import MAX_TEXT_CHARS
+from frontend.chat.template_files import DEFAULT, WITH_TOOLS
 from frontend.chat.template_sandbox import environment
 
 MAX_TEMPLATE_CHARS = 256 * 1024  # the longest in use are about 20 KiB
 
-Message = Mapping[str, Any]
-
-# Every template supports these or rejects them. Other roles may be dropped silently, so they are probed.
-_ROLES = frozenset(("system", "user", "assistant", "tool"))
+# Arranged by History. Other roles may be dropped silently, so they are probed.
+_ROLES = frozenset(("system", "developer", "user", "assistant", "tool"))
 _DEVELOPER = "developer"  # OpenAI's newer name of system
 _PROBE = "PROBE-5e0c-"
+_SHORT: list[Message] = [{"role": "user", "content": "a"}]
+_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+_SWITCHES = ("enable_thinking", "thinking", "reasoning")  # boolean template variables of model families
+EFFORT = "reasoning_effort"  # a template variable as well
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _TAG = "CONTINUE-HERE-7c1f "  # appended to the last message to find where the answer continues it
 
 
 class ChatTemplate:
     """Chat template of a model, compiled once. `render` is pure and thread-safe."""
 
-    def __init__(self, source: str | None, *, special_tokens: Mapping[str, str]) -> None:
-        """source: None: the model has no template, and conversations are rejected. Raises SpecError."""
+    def __init__(self, source: str | Mapping[str, str] | None, *, special_tokens: Mapping[str, str]) -> None:
+        """source: several templates by name: `tool_use` renders chats with tools or calls, `default` the others. None:
+        the model has no template, and conversations are rejected. Raises SpecError."""
+        named = {DEFAULT: source} if isinstance(source, str) else dict(source or {})
+        default = named.get(DEFAULT, next(iter(named.values()), None))
         self._special_tokens = dict(special_tokens)
-        self._template = None
-        self.source = source or ""
+        self._template: Template | None = None
+        self._with_tools: ChatTemplate | None = None
+        self.source = default or ""
         self.variables = frozenset[str]()  # referenced by the template
         self.knows_tools = False  # whether the template renders tools
+        self.switches: tuple[str, ...] = ()  # variables that turn thinking on and off
+        self.efforts: Mapping[str, str] = {}  # accepted values of reasoning_effort, with a rendering of each
         self._calls = CallShape()
-        if source is None:
+        self._history = History()
+        if default is None:
             return
+        if WITH_TOOLS in named and named[WITH_TOOLS] != default:
+            self._with_tools = ChatTemplate(named[WITH_TOOLS], special_tokens=special_tokens)
+        self._compile(default)
+
+    def _compile(self, source: str) -> None:
         if len(source) > MAX_TEMPLATE_CHARS:
             raise SpecError(
                 f"the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS} are accepted"
@@ -51,9 +67,30 @@ class ChatTemplate:
         except TemplateSyntaxError as error:
             raise SpecError(f"chat template: no valid Jinja, line {error.lineno}: {error}") from error
         self.variables = frozenset(meta.find_undeclared_variables(environment().parse(source)))
-        self.knows_tools = "tools" in self.variables
-        if self.knows_tools:
-            self._calls = CallShape.of(self._try)
+        self.knows_tools = "tools" in self.variables or (self._with_tools is not None and self._with_tools.knows_tools)
+        if self._try(_SHORT) is None:
+            return  # an unusual template, about which probes say nothing
+        self._calls = CallShape.of(self._try)
+        self._history = History.of(
+            lambda messages: self._try(self._calls.convert(messages)),
+            with_tools=lambda messages: self._try(messages, tools=[_TOOL] if self.knows_tools else None),
+            knows_developer=_DEVELOPER in source,
+        )
+        known = [name for name in _SWITCHES if name in self.variables]
+        self.switches = tuple(name for name in known if self._try_with(name, True) != self._try_with(name, False))
+        if EFFORT in self.variables:
+            texts = {effort: self._try_with(EFFORT, effort) for effort in EFFORTS}
+            self.efforts = {effort: text for effort, text in texts.items() if text is not None}
+
+    @property
+    def sources(self) -> str:
+        """Text of all templates in use, which shows the format of answers."""
+        return self.source + (self._with_tools.source if self._with_tools else "")
+
+    @property
+    def unasked(self) -> str | None:
+        """Rendering of the conversation of `efforts` without any effort."""
+        return self._try(_SHORT)
 
     def render(
         self,
@@ -63,12 +100,13 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         opens_answer: bool = True,
         is_continued: bool = False,
+        paths: Sequence[str] = (),
     ) -> str:
         """Return the prompt, ending where the assistant's answer begins, or continues the last message if is_continued.
 
         A message has a role, a content (a string or None) and other keys that the template may use; call arguments are
-        JSON text. variables: set by the client, e.g. enable_thinking. Raises RequestError, with the template's message
-        if it rejects the conversation.
+        JSON text. variables: set by the client, e.g. enable_thinking. paths: names of the messages in the client's
+        body, for errors. Raises RequestError, with the template's message if it rejects the conversation.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", param="messages")
@@ -77,29 +115,45 @@ class ChatTemplate:
         if tools and not self.knows_tools:
             text = "tools: not supported by this model's chat template; the operator can set model.chat_template"
             raise RequestError(text, param="tools")
-        converted = self._calls.convert(messages)
-        self._name_roles(converted)
-        if is_continued:
-            if not isinstance(converted[-1]["content"], str):
-                raise RequestError("continue_final_message: the last message has no text", param="messages")
-            converted[-1]["content"] += _TAG
+        if self._with_tools and (tools or any("tool_calls" in message for message in messages)):
+            return self._with_tools.render(messages, variables=variables, tools=tools, opens_answer=opens_answer,
+                                           is_continued=is_continued, paths=paths)  # fmt: skip
+        paths = paths or [f"messages[{number}]" for number in range(len(messages))]
+        for message, path in zip(messages, paths, strict=True):
+            self._calls.check(message, path)
+        self._check_roles(messages, paths)
+        if is_continued and not isinstance(messages[-1]["content"], str):
+            raise RequestError("continue_final_message: the last message has no text", param="messages")
         context = {
             **(variables or {}),
             **self._special_tokens,
-            "messages": converted,
             "add_generation_prompt": opens_answer,
             "tools": list(tools) or None,
             "documents": None,
         }
-        text = self._guarded(context)
+        text = self._arranged(messages, context, is_continued=is_continued)
         return _up_to_tag(text, str(messages[-1]["content"])) if is_continued else text
 
-    def _name_roles(self, converted: Sequence[dict[str, Any]]) -> None:
-        """Map roles to the template's. Raises RequestError for a role that it would drop silently."""
+    def _arranged(self, messages: Sequence[Message], context: dict[str, Any], *, is_continued: bool) -> str:
+        """Render messages as the template wants them; if it rejects them nevertheless, in the simplest way."""
+        rejection: RequestError | None = None
+        for history in (self._history, self._history.strict):
+            arranged = self._calls.convert(history.arranged(messages))
+            if is_continued:
+                arranged[-1]["content"] += _TAG
+            try:
+                return self._guarded({**context, "messages": arranged})
+            except RequestError as error:
+                if error.__cause__ is None or isinstance(error.__cause__, SecurityError):  # a limit
+                    raise
+                rejection = rejection or error
+        assert rejection
+        raise rejection
+
+    def _check_roles(self, messages: Sequence[Message], paths: Sequence[str]) -> None:
+        """Raise RequestError for a role that the template would drop silently."""
         unknown = dict[str, int]()
-        for number, message in enumerate(converted):
-            if message["role"] == _DEVELOPER and _DEVELOPER not in self.source:
-                message["role"] = "system"
+        for number, message in enumerate(messages):
             if message["role"] not in _ROLES:
                 unknown.setdefault(message["role"], number)
         if not unknown:
@@ -108,13 +162,22 @@ class ChatTemplate:
         text = self._try([{"role": "user", "content": "a"}, *probe])
         for role, number in unknown.items():
             if text is not None and f"{_PROBE}{number}-" not in text:
-                param = f"messages[{number}].role"
+                param = f"{paths[number]}.role"
                 text = f"{param}: role {role[:32]!r} is not supported by this model's chat template"
                 raise RequestError(text, param=param)
 
-    def _try(self, messages: Sequence[Message]) -> str | None:
+    def _try_with(self, name: str, value: Any) -> str | None:
+        return self._try(_SHORT, **{name: value})
+
+    def _try(self, messages: Sequence[Message], **variables: Any) -> str | None:
         """Render a probe. Return None if the template rejects it."""
-        context = {**self._special_tokens, "messages": messages, "add_generation_prompt": True, "tools": None}
+        context = {
+            "tools": None,
+            **variables,
+            **self._special_tokens,
+            "messages": messages,
+            "add_generation_prompt": True,
+        }
         try:
             return self._guarded(context)
         except RequestError:
@@ -151,33 +214,3 @@ def _up_to_tag(text: str, last: str) -> str:
             param="continue_final_message",
         )
     return before if after.startswith(" ") else before.rstrip()
-
-
-def find_chat_template(model_dir: Path, given: str | None = None) -> str | None:
-    """Return the operator's template, given as text or as a file, else that of the model directory.
-
-    The latter is chat_template.jinja, or the (default) one in tokenizer_config.json. Returns None if there is none.
-    Raises SpecError.
-    """
-    if given is not None:
-        return given if "{{" in given or "{%" in given else _read(Path(given))
-    jinja_file = model_dir / "chat_template.jinja"
-    if jinja_file.is_file():
-        return jinja_file.read_text(encoding="utf-8")
-    path = model_dir / "tokenizer_config.json"
-    if not path.is_file():
-        return None
-    try:
-        found = json.loads(path.read_text(encoding="utf-8")).get("chat_template")
-    except ValueError as error:
-        raise SpecError(f"{path}: not readable as JSON: {error}") from None
-    if isinstance(found, list):  # several, by name: [{"name": "default", "template": …}, …]
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found if isinstance(found, str) else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SpecError(f"model.chat_template: {path} cannot be read: {error}") from None

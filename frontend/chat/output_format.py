@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from frontend.chat.chat import Chat
 from frontend.parsers.formats import CALL_FORMATS, find_call_format
-from frontend.parsers.thinking import END_THINK, THINK
+from frontend.parsers.thinking import TAGS, THINK, Start, Tags
 from frontend.structured_output.special_tokens import SpecialTokens
 
 
@@ -15,20 +16,51 @@ class OutputFormat:
     """Format of tool calls and thinking in one model's output."""
 
     calls: str | None = None  # key of CALL_FORMATS; None: tool calls are not parsed
-    thinks: bool = False
+    tags: Tags | None = None  # around its thinking; None: it does not think
+    begins_inside: bool = False  # answers begin with thinking, even without an opening tag
     special: SpecialTokens = field(default_factory=SpecialTokens, compare=False)
 
     @classmethod
-    def of(cls, template: str, *, tool_parser: str = "auto", reasoning_parser: str = "auto") -> OutputFormat:
-        """Return the format set by the operator; `auto` derives it from the chat template."""
+    def of(
+        cls,
+        template: str,
+        *,
+        tool_parser: str = "auto",
+        reasoning_parser: str = "auto",
+        is_special: Callable[[str], bool] = lambda token: False,
+    ) -> OutputFormat:
+        """Return the format set by the operator; `auto` derives it from the chat template and the special tokens.
+
+        is_special: whether a text is a special token of the model.
+        """
         calls = find_call_format(template) if tool_parser == "auto" else tool_parser
-        thinks = END_THINK in template if reasoning_parser == "auto" else reasoning_parser == "think"
-        return cls(calls if calls in CALL_FORMATS else None, thinks)
+        in_template = (tags for tags in TAGS if tags.closing in template)
+        in_vocabulary = (tags for tags in TAGS if is_special(tags.opening) and is_special(tags.closing))
+        tags = next(in_template, None) or next(in_vocabulary, None)
+        if reasoning_parser != "auto":
+            tags = None if reasoning_parser == "none" else tags or THINK
+        return cls(calls if calls in CALL_FORMATS else None, tags, begins_inside=reasoning_parser == "deepseek_r1")
 
     @property
     def markers(self) -> Iterator[str]:
         """Markers that may be special tokens and must be kept in the text for parsing."""
         if self.calls:
             yield from CALL_FORMATS[self.calls].markers
-        if self.thinks:
-            yield from (THINK, END_THINK)
+        if self.tags:
+            yield from (self.tags.opening, self.tags.closing)
+
+    @property
+    def thinks(self) -> bool:
+        return self.tags is not None
+
+    def start(self, chat: Chat | None, prompt: str) -> Start:
+        """Return where the prompt ends. chat: the prompt's, if it is one. prompt: its last characters suffice."""
+        end, tags = prompt.rstrip(), self.tags
+        if tags is None or end.endswith(tags.closing):
+            return "after"
+        if end.endswith(tags.opening):
+            return "inside"
+        if chat is not None and chat.is_continued:
+            begun = str(chat.messages[-1].get("content"))
+            return "inside" if begun.rfind(tags.opening) > begun.rfind(tags.closing) else "after"
+        return "inside" if self.begins_inside and chat is not None else "before"

@@ -6,7 +6,6 @@ from core.types.errors import UnsupportedField
 from core.types.thinking_budget import ThinkingBudget
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
-from frontend.parsers.thinking import END_THINK, THINK
 from frontend.structured_output.constrained_answer import may_think
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer
@@ -17,17 +16,22 @@ def thinking_budget(
 ) -> ThinkingBudget | None:
     """Return the budget; None if the request sets none or leaves no room for thinking. prompt: its last characters
     suffice. Raises UnsupportedField if the model does not think."""
-    num_tokens, field = request.thinking_token_budget, request.thinking_field
+    num_tokens, field, tags = request.thinking_token_budget, request.thinking_field, output_format.tags
     if num_tokens is None:
         return None
-    if not output_format.thinks:
+    chat, grammar = request.prompt, request.grammar
+    if tags is None and isinstance(chat, Chat) and chat.thinks is not None:
+        return None  # part of a wish to think, which is ignored as a whole
+    if tags is None:
         text = f"{field}: not supported; this model does not think (the operator can set model.reasoning_parser)"
         raise UnsupportedField(text, param=field)
-    chat, grammar = request.prompt, request.grammar
-    if not (may_think(grammar, chat, prompt) if isinstance(chat, Chat) else grammar is None):
+    start = output_format.start(chat if isinstance(chat, Chat) else None, prompt)
+    if not (may_think(grammar, start) if isinstance(chat, Chat) else grammar is None):
         return None
-    closing_ids = tuple(tokenizer.encode(END_THINK, add_special_tokens=False))
-    is_open = prompt.rstrip().endswith(THINK)
     return ThinkingBudget(
-        num_tokens=num_tokens, is_open=is_open, opening=THINK, closing=END_THINK, closing_ids=closing_ids
+        num_tokens=num_tokens,
+        is_open=start == "inside",
+        opening=tags.opening,
+        closing=tags.closing,
+        closing_ids=tuple(tokenizer.encode(tags.closing, add_special_tokens=False)),
     )

@@ -17,6 +17,7 @@ from grpc_status import rpc_status
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as pb_grpc
 from core.types.errors import ClusterError, DeployError, RateLimited, ReplicaLost, outcome_of
+from core.types.network import format_address
 from core.wire.channel import PINGS_ALLOWED, keepalive
 from frontend.access.access import Access
 from frontend.access.identity import Client
@@ -33,6 +34,7 @@ from frontend.grpc.messages import (
 )
 from frontend.http.certificates import Certificates
 from frontend.http.connections import GRPC_ENDPOINT, ConnectionLimits
+from frontend.openai.fields import also_ignored
 from frontend.text.completion import Completion, Completions
 from frontend.text.completion_request import MAX_REQUEST_BYTES, CompletionRequest
 from frontend.text.models import Models
@@ -107,13 +109,16 @@ async def open_grpc_api(
     pb_grpc.add_InferenceServicer_to_server(inference, server)
     health_pb2_grpc.add_HealthServicer_to_server(endpoint_health, server)
     reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    address = format_address(host, port)
     try:
         if certificates is None:
-            bound = server.add_insecure_port(f"{host}:{port}")
+            bound = server.add_insecure_port(address)
         else:
-            bound = server.add_secure_port(f"{host}:{port}", certificates.for_grpc())
+            bound = server.add_secure_port(address, certificates.for_grpc())
     except RuntimeError as error:
-        raise DeployError(f"gRPC port {host}:{port} cannot be opened; is it in use?") from error
+        raise DeployError(
+            f"gRPC port {address} cannot be opened; it is in use, or not an address of this host: {error}"
+        ) from error
     await server.start()
     endpoint = GrpcApi(server, inference, endpoint_health, bound)
     endpoint.set_health(is_ready=True)
@@ -192,7 +197,8 @@ class InferenceServicer(pb_grpc.InferenceServicer):
             request_context = self._request_contexts[context]
             served, completion_request = await self._read(request, context, request_context)
             completion = await served.open(completion_request, trace=trace)
-            if headers := await request_context.charge([completion]):  # rate-limit headers precede the first token
+            # Headers precede the first token.
+            if headers := {**await request_context.charge([completion]), **also_ignored({}, completion.ignored)}:
                 await context.send_initial_metadata(tuple(headers.items()))
             is_first, tokenizer = True, completion.service.tokenizer
             async with completion.run() as arrivals:
@@ -223,14 +229,14 @@ class InferenceServicer(pb_grpc.InferenceServicer):
                 served = self._models.find(completion_request.model)
                 ids = await served.prompts.tokenize(completion_request)
             await self._send_rate_limits(context)
-            return pb.TokenizeResponse(token_ids=ids, max_context=served.model.max_context)
+            return pb.TokenizeResponse(token_ids=ids, max_context=served.model.max_model_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: _Context) -> pb.DetokenizeResponse:
         async with _statuses(context), self._counted():
             client = self._client(context)
             with self._audited("", context, client):
                 served = self._models.find(request.model)
-                max_context = served.model.max_context
+                max_context = served.model.max_model_len
                 completion_request = client.bound(
                     detokenize_request_of(request, max_context=max_context, peer=context.peer())
                 )
@@ -288,7 +294,7 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         client = self._client(context)
         with self._audited(request.request_id[:128], context, client):
             served = self._models.find(request.model)
-            max_context = served.model.max_context
+            max_context = served.model.max_model_len
             build = partial(request_of, request, deadline_s=deadline_s, max_context=max_context, peer=peer)
             completion_request = client.bound(await self._build(build, request, client))
             request_context.check(served.prompts.least_tokens(completion_request))
@@ -320,7 +326,11 @@ class InferenceServicer(pb_grpc.InferenceServicer):
         async with _statuses(context), self._counted():
             cards = self._models.cards
             return pb.ListModelsResponse(
-                models=[pb.Model(id=card.id, max_context=card.max_context, dtype=card.dtype) for card in cards]
+                models=[
+                    pb.Model(id=name, max_context=card.max_model_len, dtype=card.dtype)
+                    for card in cards
+                    for name in card.names
+                ]
             )
 
 

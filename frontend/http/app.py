@@ -2,13 +2,13 @@
 
 _RequestIds   sets the request id and the error format
 _Gate         checks the API key before anything of the request is read
-_Straight     calls generation endpoints directly, bypassing the application's routes
+_DirectRoutes calls generation endpoints directly, bypassing the application's routes
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 
 from fastapi import FastAPI, Request
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,6 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from core.spec.schema import RouterSpec
 from core.types.errors import ClusterError
 from frontend.access.access import Access
 from frontend.admin.health_api import HealthProbes, add_health
@@ -25,6 +26,7 @@ from frontend.http.body import BodyReader
 from frontend.http.connections import HTTP_ENDPOINT
 from frontend.http.error_format import ErrorForm
 from frontend.http.errors import answer_to, error_response, handle_errors
+from frontend.http.methods import Methods
 from frontend.http.openapi import OpenapiApi
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
 from frontend.http.tracing import HttpTraces, add_trace_header
@@ -40,6 +42,7 @@ from frontend.text.completion_request import REQUEST_ID
 from frontend.text.models import Models
 
 _HEALTH = "/health"  # this path and those below it need no API key
+_DEFAULT = RouterSpec()
 _IN_MEMORY = StoreBounds(max_bytes=64 * 2**20, ttl_s=86_400.0)
 
 
@@ -50,15 +53,13 @@ def create_app(
     is_healthy: Callable[[], bool],
     max_body_s: float = HTTP_ENDPOINT.message_s,
     probes: HealthProbes | None = None,
-    rejects_unknown_fields: bool = False,
-    cors_origins: Sequence[str] = (),
+    spec: RouterSpec = _DEFAULT,
     stored: StoredResponses | None = None,
 ) -> FastAPI:
     """Create the ASGI application. served: one model, or several. is_healthy: whether requests can be served.
 
     max_body_s: time limit for receiving a body. probes: functions behind /health/…; None: no such routes.
-    rejects_unknown_fields: otherwise they are ignored and listed in a header. cors_origins: origins of web pages that
-    may send requests. stored: stored responses; None: kept in this process only.
+    spec: settings of the endpoints. stored: stored responses; None: kept in this process only.
     """
     models = Models.of(served)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
@@ -66,27 +67,31 @@ def create_app(
         models.default.threads,
         max_context=lambda: models.max_context,
         within_s=max_body_s,
-        rejects_unknown_fields=rejects_unknown_fields,
+        rejects_unknown_fields=spec.unknown_fields == "refuse",
     )
-    request_contexts = HttpRequestContexts(models, access.limits, bodies)
-    openai, anthropic = OpenAIApi(models, request_contexts), AnthropicApi(models, request_contexts)
+    request_contexts = HttpRequestContexts(models, access.limits, bodies, keepalive_s=spec.keepalive_s)
+    clamps = spec.max_tokens_beyond_context == "clamp"
+    openai = OpenAIApi(models, request_contexts, clamps_max_tokens=clamps)
+    anthropic = AnthropicApi(models, request_contexts)
     responses = ResponsesApi(models, request_contexts, stored or StoredResponses.in_memory(_IN_MEMORY))
     answering = {**openai.endpoints, **responses.endpoints, **anthropic.endpoints}
+    app.add_middleware(Methods, routes=app.routes)
     app.add_middleware(_DirectRoutes, endpoints=answering)
     app.add_middleware(_Gate, access=access)
     app.add_middleware(_RequestIds, anthropic=frozenset(anthropic.endpoints))  # the last one added runs first
     if tracing := models.default.tracing:
         app.add_middleware(HttpTraces, tracing=tracing, paths=frozenset(answering))
+    cors_origins = [origin.strip() for origin in spec.cors_origins.split(",") if origin.strip()]
     if cors_origins:  # outside the gate: a browser's preflight request has no API key
-        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "POST", "DELETE"],
+        app.add_middleware(CORSMiddleware, allow_origins=cors_origins, allow_methods=["GET", "HEAD", "POST", "DELETE"],
                            allow_headers=["*"], expose_headers=["*"])  # fmt: skip
     handle_errors(app)
     TokensApi(models, request_contexts).add_to(app)
-    RenderApi(models, request_contexts).add_to(app)
+    RenderApi(models, request_contexts, clamps_max_tokens=clamps).add_to(app)
     OpenapiApi(models).add_to(app)
     openai.add_to(app)
     responses.add_to(app)
-    # POST requests are taken by _Straight; the routes reject other methods and redirect trailing slashes.
+    # POST requests are taken by _DirectRoutes; the routes reject other methods and redirect trailing slashes.
     for path, endpoint in answering.items():
         app.add_api_route(path, endpoint, methods=["POST"])
 

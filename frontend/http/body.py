@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 import msgspec
@@ -17,6 +18,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from core.types.errors import ContextLengthExceeded, RequestError, RequestTooLarge
+from frontend.http.content_encoding import decoded, encodings_of
 from frontend.openai.fields import OpenAIObject, explain, unknown_fields
 from frontend.responses.byte_budget import ByteBudget
 from frontend.text.completion_request import MAX_REQUEST_BYTES
@@ -60,12 +62,15 @@ class BodyReader:
         """Return `make(body)`, computed on the thread that parsed it: visiting all of a large body must not block the
         event loop. Ignores the content type. key_id: API key whose share of the memory a large body takes; empty: none.
 
-        Raises what `make` raises, RequestError with the first invalid field, RequestTooLarge as early as possible,
-        CapacityError, and HTTPException 408 if the body does not arrive in time.
+        Raises what `make` raises, RequestError with the first invalid field, RequestTooLarge and UnsupportedEncoding as
+        early as possible, CapacityError, and HTTPException 408 if the body does not arrive in time.
         """
         body = bytearray()
         try:
+            encodings = encodings_of(request.headers.getlist("content-encoding"))
             await self._receive(body, request, key_id)
+            if encodings:
+                await self._decode(body, encodings, key_id)
             if len(body) <= _SMALL:
                 return make(self._parse(kind, bytes(body)))
             return await self._threads.run(key_id, self._parse_large, kind, bytes(body), make)
@@ -90,6 +95,18 @@ class BodyReader:
                         self._held.check(key_id)
         except TimeoutError:
             raise HTTPException(408, headers={"connection": "close"}) from None
+
+    async def _decode(self, body: bytearray, encodings: list[str], key_id: str) -> None:
+        """Decode `body` in place, on another thread unless it is small before and after."""
+        num_held, encoded = _counted(body), bytes(body)
+        if not num_held:
+            with suppress(RequestTooLarge):
+                body[:] = decoded(encoded, encodings, max_bytes=_SMALL)
+                return
+        body[:] = await self._threads.run(key_id, decoded, encoded, encodings, max_bytes=MAX_REQUEST_BYTES)
+        self._held.add(key_id, _counted(body) - num_held)
+        if _counted(body):
+            self._held.check(key_id)
 
     def _parse_large(self, kind: type[Body], body: bytes, make: Callable[[Body], T]) -> T:
         self._check_values(body)

@@ -1,4 +1,4 @@
-"""Error format of one API, such as OpenAI's or Anthropic's."""
+"""Format of errors and keep-alives of one API, such as OpenAI's or Anthropic's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from typing import Any, Protocol
 
 
 class ErrorForm(Protocol):
-    """Formats the error of one request."""
+    """Formats the error of one request, and the keep-alives of its stream."""
+
+    keepalive: bytes  # sent while a stream has nothing else to send
 
     def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
         """Return status and body of an error response."""
@@ -16,6 +18,6 @@ class ErrorForm(Protocol):
         """Return the body for an HTTP-level error. phrase: reason phrase of the status."""
         ...
 
-    def event(self, error: BaseException) -> tuple[str, dict[str, Any]]:
-        """Return the last event of a started stream: its name, empty if the API has none, and its data."""
+    def events(self, error: BaseException) -> bytes:
+        """Return the events that report `error` and end a started stream."""
         ...

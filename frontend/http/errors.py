@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -12,11 +13,25 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from core.types.errors import CapacityError, ClusterError, RateLimited, RequestTooLarge, Unauthenticated
+from core.types.errors import (
+    CapacityError,
+    ClusterError,
+    RateLimited,
+    RequestTooLarge,
+    Unauthenticated,
+    UnsupportedEncoding,
+)
+from frontend.http.content_encoding import SUPPORTED
 from frontend.http.error_format import ErrorForm
 
 CLIENT_GONE = 499  # nginx's code for a disconnected client, for access logs
 _BEHIND_V1 = ("chat", "completions", "models", "responses")
+# Errors that are raised before the body has been read, with headers of their own.
+_EARLY: Mapping[type[ClusterError], Mapping[str, str]] = {
+    RequestTooLarge: {},
+    Unauthenticated: {"www-authenticate": 'Bearer realm="cluster"'},
+    UnsupportedEncoding: {"accept-encoding": SUPPORTED},
+}
 _DRAIN_BYTES = 64 * 1024 * 1024
 _DRAIN_S = 5.0
 
@@ -47,11 +62,9 @@ def answer_to(request: Request, error: Exception) -> Response:
 def error_response(error: BaseException, form: ErrorForm) -> Response:
     """Return the response for a request that failed before anything was sent."""
     status, body = form.whole(error)
-    if isinstance(error, RequestTooLarge):
-        return _EarlyAnswer(body, status_code=status, headers={"connection": "close"})
-    if isinstance(error, Unauthenticated):
-        headers = {"connection": "close", "www-authenticate": 'Bearer realm="cluster"'}
-        return _EarlyAnswer(body, status_code=status, headers=headers)
+    for kind, more in _EARLY.items():
+        if isinstance(error, kind):
+            return _EarlyAnswer(body, status_code=status, headers={"connection": "close", **more})
     headers = {"retry-after": str(math.ceil(error.retry_after_s))} if isinstance(error, CapacityError) else {}
     if isinstance(error, RateLimited):
         headers |= error.headers

@@ -17,6 +17,7 @@ from frontend.http.json_response import json_answer, to_json
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+COMMENT = b": keepalive\n\n"  # clients ignore it
 
 
 def data(content: dict[str, Any], *, name: str = "") -> bytes:
@@ -53,47 +54,72 @@ async def whole_answer(
 
 
 class EventStream(Response):
-    """Streams `events` as they come.
+    """Streams `events` as they come, with keep-alives in between.
 
-    The first event is awaited before the status is sent, so a request that fails at once gets its real status. A
-    later failure is sent as the last event. The generator runs and is closed in one task.
+    The status is sent with the first event or keep-alive, so a request that fails before then gets its real status. A
+    later failure is sent as the last events. The generator runs and is closed in one task.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[bytes, None], *, more_headers: Mapping[str, str], errors: ErrorForm
+        self,
+        events: AsyncGenerator[bytes, None],
+        *,
+        more_headers: Mapping[str, str],
+        errors: ErrorForm,
+        keepalive_s: float,
     ) -> None:
-        """more_headers: sent in addition to those of every stream. errors: error format."""
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        """more_headers: sent in addition to those of every stream. errors: format of errors and keep-alives.
+        keepalive_s: silence after which a keep-alive is sent."""
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no", **more_headers})
         del self.headers["content-length"]
         self._events = events
-        self._more_headers = more_headers
         self._errors = errors
+        self._keepalive_s = keepalive_s
+        self._has_started = False
+        self._now = asyncio.get_running_loop().time
+        self._sent_at = self._now()
+        self._sending = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send_all(scope, receive, send))
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
-        async with aclosing(self._events) as events:
-            while True:
-                try:
-                    event = await anext(events, None)
-                except Exception as error:  # boundary: report any failure by the means that are left
-                    if not has_started:
-                        await error_response(error, self._errors)(scope, receive, send)
-                        return
-                    name, content = self._errors.event(error)
-                    event = data(content, name=name)
-                if event is None:
-                    break
-                if not has_started:
-                    self.headers.update(self._more_headers)
-                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                    has_started = True
-                await send({"type": "http.response.body", "body": event, "more_body": True})
+        keeping = asyncio.ensure_future(self._keep_alive(send))
+        try:
+            async with aclosing(self._events) as events:
+                while True:
+                    try:
+                        event = await anext(events, None)
+                    except Exception as error:  # boundary: report any failure by the means that are left
+                        async with self._sending:
+                            if not self._has_started:
+                                await error_response(error, self._errors)(scope, receive, send)
+                                return
+                        event = self._errors.events(error)
+                    if event is None:
+                        break
+                    async with self._sending:
+                        await self._send(event, send)
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, content: bytes, send: Send) -> None:
+        if not self._has_started:
+            self._has_started = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": content, "more_body": True})
+        self._sent_at = self._now()
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            await asyncio.sleep(self._sent_at + self._keepalive_s - self._now())
+            async with self._sending:
+                if self._now() - self._sent_at >= self._keepalive_s:
+                    await self._send(self._errors.keepalive, send)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -12,9 +12,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.types.errors import DeployError
+from core.types.network import format_address
 from frontend.http.certificates import Certificates
 from frontend.http.connections import HttpLimits
 from frontend.http.json_response import json_answer
@@ -29,7 +31,8 @@ _UNSENT_BYTES = 64 << 10  # of an answer in the kernel's buffer, beyond the byte
 class HttpListener:
     """Server, from `open` until `close`."""
 
-    def __init__(self, server: uvicorn.Server, listener: socket.socket) -> None:
+    def __init__(self, server: uvicorn.Server, listener: socket.socket, connections: _Connections) -> None:
+        self._connections = connections
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._server = server
         self._serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -49,16 +52,20 @@ class HttpListener:
         """Serve `app` on host:port (0: any free port), with TLS if there are certificates. Raises DeployError.
 
         is_port_shared: several processes of one node listen on the same port, and the kernel distributes connections.
-        max_unread_s: the kernel resets a connection whose client acknowledges nothing for twice that time. Twice,
-        because requests apply the same limit to unread tokens and end with an error message.
+        max_unread_s: time after which a request with unread tokens ends with an error message. The kernel resets a
+        silent connection only after twice that time, so that the message goes first.
         """
         try:
             listener = _listen(host, port, is_port_shared=is_port_shared, vanished_s=2 * max_unread_s)
         except OSError as error:
-            raise DeployError(f"HTTP port {host}:{port} cannot be opened; is it in use?") from error
+            raise DeployError(
+                f"HTTP port {format_address(host, port)} cannot be opened; it is in use, or not an address of this "
+                f"host: {error.strerror}"
+            ) from error
         limits = _with_files(limits)
+        connections = _Connections(_HeaderBounds(app, limits))
         config = uvicorn.Config(
-            _HeaderBounds(app, limits),
+            connections,
             http="h11",  # bounds a header before it is complete, and reads the body of a request that offers h2c
             h11_max_incomplete_event_size=4 * limits.header_bytes,  # up to that size, the rejection is JSON
             limit_concurrency=limits.connections,
@@ -74,7 +81,11 @@ class HttpListener:
             server_header=False,
         )
         config.load()
-        return cls(_Server(config), listener)
+        return cls(_Server(config), listener, connections)
+
+    def send_away(self) -> None:
+        """End each connection with its next response, so that clients connect elsewhere. Requests are still taken."""
+        self._connections.are_ending = True
 
     async def close(self, *, grace_s: float) -> None:
         """Accept no more connections, let running requests finish for grace_s, then cancel them."""
@@ -90,6 +101,26 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """Leave signals to the process: the server is one part of it."""
         yield
+
+
+class _Connections:
+    """ASGI middleware: add `Connection: close` to responses once the connections are ending."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.are_ending = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, _ending(send) if self.are_ending else send)
+
+
+def _ending(send: Send) -> Send:
+    async def send_ending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            MutableHeaders(scope=message)["connection"] = "close"
+        await send(message)
+
+    return send_ending
 
 
 class _HeaderBounds:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -54,7 +54,11 @@ class ParsedBody(Generic[B]):
 class Opener:
     """Opens completions. Every prompt of a body is checked and tokenized before any is dispatched."""
 
-    def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
+    def __init__(
+        self, models: Models, request_contexts: HttpRequestContexts, *, clamps_max_tokens: bool = False
+    ) -> None:
+        """clamps_max_tokens: treat max_tokens as an upper bound, whatever the API."""
+        self._clamps_max_tokens = clamps_max_tokens
         self._models = models
         self._request_contexts = request_contexts
 
@@ -67,7 +71,7 @@ class Opener:
         opened = list[Completion]()
         with self._request_contexts.audited(request):
             served = self._models.find(parsed.requests[0].model)
-            requests = [client_of(request).bound(one) for one in parsed.requests]
+            requests = [client_of(request).bound(self._clamped(one)) for one in parsed.requests]
             request_context.check(sum(served.prompts.least_tokens(one) for one in requests))
         total_chars = sum(num_chars(one.prompt) for one in requests)
         for one in requests:
@@ -79,3 +83,6 @@ class Opener:
             check_prompt_numbers(num_logprobs, param=one.prompt_logprobs_field)
             await asyncio.sleep(0)  # a body may have a thousand prompts: let other tasks run
         return opened
+
+    def _clamped(self, one: CompletionRequest) -> CompletionRequest:
+        return replace(one, clamps_max_tokens=True) if self._clamps_max_tokens else one

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from typing import TypeAlias
@@ -16,6 +16,7 @@ from frontend.access.identity import Client
 from frontend.access.limits import Limits
 from frontend.access.request_context import RequestContext
 from frontend.http.body import Body, BodyReader, T
+from frontend.http.event_stream import EventStream
 from frontend.text.models import Models
 
 Endpoint: TypeAlias = Callable[[Request, RequestContext], Awaitable[Response]]
@@ -25,7 +26,9 @@ Endpoints: TypeAlias = Mapping[str, Callable[[Request], Awaitable[Response]]]  #
 class HttpRequestContexts:
     """Holds a key's reservation while a request is answered; one for the HTTP endpoint of a router."""
 
-    def __init__(self, models: Models, limits: Limits, bodies: BodyReader) -> None:
+    def __init__(self, models: Models, limits: Limits, bodies: BodyReader, *, keepalive_s: float) -> None:
+        """keepalive_s: silence of a stream after which it sends a keep-alive."""
+        self._keepalive_s = keepalive_s
         self._models = models
         self._limits = limits
         self._bodies = bodies
@@ -41,6 +44,10 @@ class HttpRequestContexts:
     def answer(self, request: Request, endpoint: Endpoint) -> Response:
         """Return a response that runs `endpoint` while the key's reservation is held."""
         return _ContextResponse(self._entered(request), partial(endpoint, request))
+
+    def stream(self, request: Request, events: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> Response:
+        """Return a stream of events in the request's API."""
+        return EventStream(events, more_headers=headers, errors=request.state.errors, keepalive_s=self._keepalive_s)
 
     @asynccontextmanager
     async def _entered(self, request: Request) -> AsyncIterator[RequestContext]:

@@ -36,6 +36,7 @@ class OpenAIAnswer:
     completions: Sequence[Completion]
     forms: Sequence[Form]
     include_usage: bool  # in the stream; a whole response always has usage
+    has_running_usage: bool  # in each chunk
     return_token_ids: bool
     num_prompt_logprobs: int | None  # most likely tokens in `prompt_logprobs`; None: not requested
     tokenizer: Tokenizer
@@ -114,13 +115,14 @@ class OpenAIAnswer:
         )
 
     def _chunks_of(self, number: int, index: int, scores: PromptScores) -> ChoiceChunks:
-        form = self.forms[number]
+        form, prompt_ids = self.forms[number], self.completions[number].prompt_ids
         return ChoiceChunks(
             index,
             form,
             head=self._head(form.chunk),
             is_usage_null=self.include_usage,
-            prompt_ids=self.completions[number].prompt_ids if self.return_token_ids else None,
+            prompt_ids=prompt_ids if self.return_token_ids else None,
+            num_prompt_tokens=len(prompt_ids) if self.has_running_usage else None,
             echoed=scores.echoed,
         )
 

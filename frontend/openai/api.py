@@ -9,13 +9,14 @@ from starlette.responses import JSONResponse, Response
 
 from core.types.errors import RequestError
 from frontend.access.request_context import RequestContext
-from frontend.http.event_stream import EventStream, whole_answer
+from frontend.http.event_stream import whole_answer
 from frontend.http.json_response import JSON
 from frontend.http.open_requests import ID_CHARS, MAX_REPEATED, Opener, ParsedBody
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts
 from frontend.openai.answer import OpenAIAnswer
+from frontend.openai.fields import also_ignored
 from frontend.openai.forms import ChatForm, Form, TextForm
-from frontend.openai.types import ChatBody, TextBody
+from frontend.openai.types import ChatBody, StreamOptions, TextBody
 from frontend.text.completion import Completion
 from frontend.text.completion_request import ModelCard
 from frontend.text.models import Models
@@ -24,10 +25,13 @@ from frontend.text.models import Models
 class OpenAIApi:
     """Endpoints of the OpenAI API for models, completions and chats."""
 
-    def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
+    def __init__(
+        self, models: Models, request_contexts: HttpRequestContexts, *, clamps_max_tokens: bool = False
+    ) -> None:
+        """clamps_max_tokens: as in Opener."""
         self._models = models
         self._request_contexts = request_contexts
-        self._opener = Opener(models, request_contexts)
+        self._opener = Opener(models, request_contexts, clamps_max_tokens=clamps_max_tokens)
 
     @property
     def endpoints(self) -> Endpoints:
@@ -43,10 +47,11 @@ class OpenAIApi:
         app.add_api_route("/v1/models/{model_id:path}", self.model, methods=["GET"])
 
     async def models(self) -> Response:
-        return JSONResponse({"object": "list", "data": [_model(card) for card in self._models.cards]})
+        listed = [_model(card, name) for card in self._models.cards for name in card.names]
+        return JSONResponse({"object": "list", "data": listed})
 
     async def model(self, model_id: str) -> Response:
-        return JSONResponse(_model(self._models.card(model_id)))
+        return JSONResponse(_model(self._models.card(model_id), model_id))
 
     async def _text(self, request: Request, request_context: RequestContext) -> Response:
         parsed = await self._opener.read(TextBody, request)
@@ -86,21 +91,22 @@ class OpenAIApi:
         headers: Mapping[str, str],
     ) -> Response:
         body, service = parsed.body, opened[0].service
+        streamed = body.stream_options or StreamOptions()
         answer = OpenAIAnswer(
             id=forms[0].id_prefix + request.state.request_id,
-            model=service.model.id,
+            model=opened[0].model_name,
             completions=opened,
             forms=forms,
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            include_usage=bool(streamed.include_usage),
+            has_running_usage=bool(streamed.include_usage and streamed.continuous_usage_stats),
             return_token_ids=bool(body.return_token_ids),
             num_prompt_logprobs=body.prompt_logprobs,
             tokenizer=service.tokenizer,
             threads=service.threads,
         )
-        if parsed.ignored:
-            headers = {**headers, **parsed.ignored}
+        headers = {**headers, **also_ignored(parsed.ignored, [name for one in opened for name in one.ignored])}
         if body.stream:
-            return EventStream(answer.chunks(), more_headers=headers, errors=request.state.errors)
+            return self._request_contexts.stream(request, answer.chunks(), headers)
         return await whole_answer(request.receive, answer.whole(), headers)
 
 
@@ -113,12 +119,15 @@ def _check_repeated(body: TextBody | ChatBody, opened: Sequence[Completion], num
         raise RequestError(text, param=param)
 
 
-def _model(model: ModelCard) -> JSON:
-    """Return OpenAI's model object. max_model_len is an extension, named as in vLLM."""
+def _model(model: ModelCard, name: str) -> JSON:
+    """Return OpenAI's model object under one of the model's names, with extensions."""
     return {
-        "id": model.id,
+        "id": name,
         "object": "model",
         "created": model.created,
         "owned_by": "cluster",
-        "max_model_len": model.max_context,
+        "root": model.root,
+        "parent": None,
+        "max_model_len": model.max_model_len,
+        "default_sampling_params": dict(model.sampling_defaults),
     }

@@ -24,14 +24,18 @@ class ChoiceChunks:
         head: Mapping[str, Any],
         is_usage_null: bool,
         prompt_ids: Sequence[int] | None,
+        num_prompt_tokens: int | None = None,
         echoed: JSON | None = None,
     ) -> None:
         """head: fields common to all chunks. is_usage_null: include `"usage": null` in each. prompt_ids: returned with
-        the first chunk, if the client requested token ids. echoed: logprobs of a repeated prompt."""
+        the first chunk, if the client requested token ids. num_prompt_tokens: include the choice's usage so far in each
+        chunk; None: do not. echoed: logprobs of a repeated prompt."""
         self._index = index
         self._form = form
         self._head = head
         self._more: JSON = {"usage": None} if is_usage_null else {}
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
         self._prompt_ids = prompt_ids
         self._has_ids = prompt_ids is not None
         self._echoed = echoed
@@ -52,12 +56,14 @@ class ChoiceChunks:
         """Return the chunk of an event; empty if it has nothing to send."""
         if isinstance(event, Finished):
             return self._chunk(self._form.piece(""), **ending(event))
-        if event.text and not event.has_logprobs and not event.has_more_than_text:
+        if self._num_prompt_tokens is not None:
+            self._num_tokens += len(event.tokens)
+        elif event.text and not event.has_logprobs and not event.has_more_than_text:
             if not self._has_ids:
                 return b"%b%b%b" % (self._before, to_json(event.text), self._behind)
             listed = to_json([token.token_id for token in event.tokens])
             return b"%b%b%b%b%b" % (self._before, to_json(event.text), self._between, listed, self._behind)
-        if not event.has_logprobs and not self._has_ids and not event.has_more_than_text:
+        if not event.text and not event.has_logprobs and not self._has_ids and not event.has_more_than_text:
             return b""
         logprobs = self._form.logprobs([event]) if event.has_logprobs else None
         ids = self._ids([token.token_id for token in event.tokens])
@@ -69,4 +75,11 @@ class ChoiceChunks:
 
     def _chunk(self, piece: JSON, *, of_chunk: JSON | None = None, **more: Any) -> bytes:
         choice = {"index": self._index, **piece, "logprobs": None, "finish_reason": None, **more}
-        return data({**self._head, "choices": [choice], **self._more, **(of_chunk or {})})
+        return data({**self._head, "choices": [choice], **self._usage(), **(of_chunk or {})})
+
+    def _usage(self) -> JSON:
+        if (num_prompt := self._num_prompt_tokens) is None:
+            return self._more
+        total = num_prompt + self._num_tokens
+        usage = {"prompt_tokens": num_prompt, "completion_tokens": self._num_tokens, "total_tokens": total}
+        return {"usage": usage}

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from core.types.errors import ClusterError, RequestError, outcome_of
+from frontend.http.event_stream import COMMENT, data
 
 logger = logging.getLogger(__name__)
 
@@ -13,14 +14,16 @@ logger = logging.getLogger(__name__)
 class OpenAIErrors:
     """OpenAI's error format, the default of all endpoints."""
 
+    keepalive = COMMENT
+
     def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
         return outcome_of(error).http, error_body(error)
 
     def http(self, status: int, *, phrase: str, message: str) -> dict[str, Any]:
         return http_error(phrase, message)
 
-    def event(self, error: BaseException) -> tuple[str, dict[str, Any]]:
-        return "", error_body(error)
+    def events(self, error: BaseException) -> bytes:
+        return data(error_body(error))
 
 
 def error_body(error: BaseException) -> dict[str, Any]:

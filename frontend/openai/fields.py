@@ -7,7 +7,7 @@ setting decides whether they are rejected.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
@@ -49,9 +49,17 @@ class OpenAIObject(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
+    @property
+    def skipped(self) -> str:
+        """Kind of an object that is skipped as a whole, for the header; empty for others."""
+        return ""
+
 
 def unknown_fields(given: OpenAIObject, path: str = "") -> Iterator[str]:
-    """Yield the paths of unknown fields, such as messages[0].mood."""
+    """Yield the paths of unknown fields, such as messages[0].mood, and of skipped objects, such as tools[0].custom."""
+    if given.skipped:
+        yield f"{path}{given.skipped}"
+        return
     yield from (f"{path}{name}" for name, value in (given.model_extra or {}).items() if value is not None)
     for name in given.model_fields_set:
         value = getattr(given, name)
@@ -67,6 +75,12 @@ def ignored_header(body: OpenAIObject) -> dict[str, str]:
     """Return the header that lists the unknown fields."""
     names = [_UNSEEN.sub("?", name[:_MAX_NAME]) for name in islice(unknown_fields(body), _MAX_NAMED)]
     return {"x-ignored-fields": ", ".join(names)} if names else {}
+
+
+def also_ignored(header: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
+    """Add names to the header of `ignored_header`."""
+    listed = [*header.values(), *(_UNSEEN.sub("?", name[:_MAX_PATH]) for name in names)]
+    return {"x-ignored-fields": ", ".join(listed)} if listed else {}
 
 
 def explain(error: ValidationError) -> RequestError:

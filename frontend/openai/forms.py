@@ -12,6 +12,8 @@ from frontend.openai.tool_calls import WholeChoice, chunk_of
 from frontend.text.events import Delta, Finished
 from frontend.text.tokenizer import Tokenizer
 
+REASONING = ("reasoning_content", "reasoning")  # DeepSeek's name of thoughts, and the one of vLLM and OpenRouter
+
 
 class Form(Protocol):
     """Response format of one endpoint."""
@@ -116,7 +118,7 @@ class ChatForm:
     def said(self, delta: Delta) -> list[JSON]:
         said = self.piece(delta.text_with_broken(is_whole=False))
         if delta.thinking:
-            said["delta"]["reasoning_content"] = delta.thinking
+            said["delta"] |= {name: delta.thinking for name in REASONING}
         calls = [{"tool_calls": [chunk_of(call)]} for call in delta.calls if call.broken is None]
         if calls:
             said["delta"] |= calls[0]
@@ -125,7 +127,7 @@ class ChatForm:
     def message(self, whole: WholeChoice) -> JSON:
         message: JSON = {"role": "assistant", "content": whole.text, "refusal": None}
         if whole.thinking:
-            message["reasoning_content"] = whole.thinking
+            message |= {name: whole.thinking for name in REASONING}
         if whole.calls:
             message |= {"content": whole.text or None, "tool_calls": whole.calls}
         return {"message": message}

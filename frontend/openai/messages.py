@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, PrivateAttr
 
-from core.types.errors import RequestError
+from core.types.errors import RequestError, UnsupportedField
 from frontend.chat.chat import Chat, opens_answer
-from frontend.openai.fields import Only, OpenAIObject, Unsupported
+from frontend.openai.fields import Ignored, Only, OpenAIObject, Unsupported
 from frontend.text.completion_request import MAX_MESSAGES
 
 MAX_PARTS = 4096  # per message
 MAX_CALLS = 512  # per message
 MAX_TOOLS = 512
+_MAX_KIND = 64  # characters of a client's value in a text
 _MAY_BE_EMPTY = ("assistant", "tool")
+TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 
 
 def as_parts(value: Any) -> Any:
@@ -26,22 +29,81 @@ def as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-class TextPart(OpenAIObject):
-    type: Literal["text"]
-    text: str
+class ContentPart(OpenAIObject):
+    """Part of a message. Parts without text become a placeholder, unless they are the user's."""
+
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+    thinking: Any = None
+    # Clients may send parts of an answer back as they came.
+    annotations: Ignored = None
+    logprobs: Ignored = None
+    parsed: Ignored = None
+
+    @property
+    def skipped(self) -> str:
+        return "" if self.written is not None or self.type == "thinking" else self.type
+
+    @property
+    def written(self) -> str | None:
+        """The part's text; None for an image or the like."""
+        if self.type in TEXT_PARTS:
+            return self.text or ""
+        return self.refusal or "" if self.type == "refusal" else None
+
+    def text_for(self, role: str, path: str) -> str:
+        """Return the text for a message of `role`. Raises RequestError for what the user cannot send."""
+        if role not in _MAY_BE_EMPTY and self.type in TEXT_PARTS and self.text is None:
+            raise RequestError(f"{path}.text: required", param=f"{path}.text")
+        if self.written is not None:
+            return self.written
+        if role not in _MAY_BE_EMPTY:
+            text = f"{path}.type: {self.type[:_MAX_KIND]!r} is not supported; supported: text"
+            raise UnsupportedField(text, param=f"{path}.type")
+        return placeholder(self.type)
+
+
+def placeholder(kind: str) -> str:
+    """Return the text that stands for a part of a tool's result that a text model cannot read."""
+    noun = next((noun for noun in ("image", "document", "audio", "video") if noun in kind), kind[:_MAX_KIND])
+    return f"[{noun} omitted: this model reads text only]"
+
+
+def _as_text(value: Any) -> Any:
+    """Return arguments as JSON text: some clients send an object, or null."""
+    return value if isinstance(value, str) else "" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 class CalledFunction(OpenAIObject):
     name: str
-    arguments: str
+    arguments: Annotated[str, BeforeValidator(_as_text)] = ""
+
+
+class CalledCustom(OpenAIObject):
+    name: str
+    input: str = ""
 
 
 class CallInHistory(OpenAIObject):
     """Tool call from an earlier answer."""
 
     id: str | None = None
-    type: Literal["function"] = "function"
-    function: CalledFunction
+    type: str = "function"
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+
+    @property
+    def skipped(self) -> str:
+        return "" if self.function or self.custom else self.type
+
+    @property
+    def called(self) -> CalledFunction:
+        """The call, as one of a function."""
+        if self.custom:
+            return CalledFunction(name=self.custom.name, arguments=_as_text({"input": self.custom.input}))
+        assert self.function
+        return self.function
 
 
 class ChatMessage(OpenAIObject):
@@ -49,39 +111,63 @@ class ChatMessage(OpenAIObject):
     """`system`, `user`, `assistant`, `tool`, or another role that the model's template accepts. `developer` becomes
     `system` if the template does not know it."""
     content: Annotated[
-        Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None, BeforeValidator(as_parts)
+        Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None, BeforeValidator(as_parts)
     ] = None
-    """A string, or a list of parts of type `text`, which are joined by newlines. Other types are rejected. May be null
-    for `assistant` and `tool` only."""
+    """A string, or a list of parts of type `text`, which are joined by newlines. Other types are rejected; in messages
+    of `assistant` and `tool` a placeholder stands for them. May be null for these two only."""
     tool_calls: Annotated[list[CallInHistory], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
-    """Tool calls of an earlier answer, sent back unchanged. `arguments` is a JSON object, encoded as a string."""
+    """Tool calls of an earlier answer, sent back unchanged. Other `arguments` than a JSON object are given to
+    the template as text, or as an empty object if it needs one."""
     tool_call_id: str | None = None
     """Id of the tool call that a message of role `tool` answers."""
     name: str | None = None
     """Passed to the template."""
     reasoning_content: str | None = None
-    """Extension. Passed to the template."""
-    # Clients may send an answer back as it came. In our answers these fields are null or empty.
-    refusal: Annotated[str | None, AfterValidator(Only(("",)))] = None
-    annotations: Unsupported = None
+    """Extension: thoughts of an earlier answer, passed to the template by its own name of the field."""
+    reasoning: Any = None
+    """Extension: the same, as in vLLM and OpenRouter."""
+    reasoning_details: Any = None
+    """Extension: the same, as in OpenRouter."""
+    # Clients may send an answer back as it came.
+    refusal: str | None = None
+    annotations: Ignored = None
     audio: Unsupported = None
     function_call: Unsupported = None
 
+    _path: str = PrivateAttr("")  # its name in the client's body, if that is of another API
+
     def for_template(self, path: str) -> dict[str, Any]:
         """Return the message in the form that templates expect. Raises RequestError."""
+        calls = [_call(call) for call in self.tool_calls or () if not call.skipped]
         if self.content is None and self.role not in _MAY_BE_EMPTY:
             text = f"{path}.content: required; a string or a list of text parts, null only for roles assistant and tool"
             raise RequestError(text, param=f"{path}.content")
         content = None
-        if self.content is not None or not self.tool_calls:
-            content = "\n".join(part.text for part in self.content or ())
+        if self.content is not None or not calls:
+            parts = [*enumerate(self.content or ())]
+            texts = [one.text_for(self.role, f"{path}.content[{i}]") for i, one in parts if one.type != "thinking"]
+            content = "\n".join(texts) if self.content else self.refusal or ""
         message: dict[str, Any] = {"role": self.role, "content": content}
-        for name in ("name", "reasoning_content", "tool_call_id"):
-            if (value := getattr(self, name)) is not None:
+        for name, value in (
+            ("name", self.name),
+            ("reasoning_content", self._thoughts),
+            ("tool_call_id", self.tool_call_id),
+        ):
+            if value is not None:
                 message[name] = value
-        if self.tool_calls:
-            message["tool_calls"] = [_call(call) for call in self.tool_calls]
+        if calls:
+            message["tool_calls"] = calls
         return message
+
+    @property
+    def _thoughts(self) -> str | None:
+        if self.reasoning_content is not None:
+            return self.reasoning_content
+        if isinstance(self.reasoning, str):
+            return self.reasoning
+        details = self.reasoning_details if isinstance(self.reasoning_details, list) else []
+        parts = [part.thinking for part in self.content or () if part.type == "thinking"]
+        return "\n".join([*_texts(parts), *_texts(details)]) or None
 
 
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
@@ -99,10 +185,14 @@ class FunctionAsTool(OpenAIObject):
 
 
 class ToolGiven(OpenAIObject):
-    """Tool that the model may call."""
+    """Tool that the model may call. Other tools than functions are skipped."""
 
-    type: Literal["function"]
-    function: FunctionAsTool
+    type: str
+    function: FunctionAsTool | None = None
+
+    @property
+    def skipped(self) -> str:
+        return "" if self.type == "function" else self.type
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool in transformers' form. `strict` is left out: it concerns this server, not the model."""
@@ -130,7 +220,27 @@ ToolChoiceGiven = Literal["none", "auto", "required"] | dict[str, Any] | None
 ToolChoice = Annotated[str | ToolNamed | None, PlainValidator(_tool_choice, json_schema_input_type=ToolChoiceGiven)]
 
 
+class ThinkingGiven(OpenAIObject):
+    """Thinking as in Anthropic's API."""
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+    @property
+    def thinks(self) -> bool:
+        return self.type != "disabled"
+
+
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+class ReasoningGiven(OpenAIObject):
+    """Thinking as in OpenRouter's API."""
+
+    effort: ReasoningEffort | None = None
+    enabled: bool | None = None
+    exclude: Annotated[bool | None, AfterValidator(Only((False,)))] = None
 
 
 class ChatSettings(OpenAIObject):
@@ -143,10 +253,25 @@ class ChatSettings(OpenAIObject):
     continue_final_message: bool | None = None
     """Extension: continue the last message instead of beginning a new one."""
     reasoning_effort: ReasoningEffort | None = None
-    """Passed to a chat template that supports it; the template may reject some values. `none` also works with templates
-    that have `enable_thinking`, and with models that do not think."""
+    """Given to the chat template by its own variable: the nearest `reasoning_effort` that it accepts, or thinking
+    turned on or off. Without such a variable it is listed in `x-ignored-fields`."""
+    reasoning: ReasoningGiven | None = None
+    """Extension: `effort` as above, and `enabled`, as in OpenRouter."""
+    thinking: ThinkingGiven | None = None
+    """Extension: `type` is `enabled`, `adaptive` or `disabled`, as in Anthropic's API."""
+    enable_thinking: bool | None = None
+    """Extension: the same, as in Qwen's API."""
     tools: Annotated[list[ToolGiven], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    """Functions that the model may call. The chat template shows them to the model."""
+    """Functions that the model may call. The chat template shows them to the model. Other tools are skipped, and listed
+    in `x-ignored-fields`."""
+
+    @property
+    def function_tools(self) -> list[ToolGiven]:
+        """The tools that are functions. Raises RequestError."""
+        for number, tool in enumerate(self.tools or ()):
+            if not tool.skipped and tool.function is None:
+                raise RequestError(f"tools[{number}].function: required", param=f"tools[{number}].function")
+        return [tool for tool in self.tools or () if not tool.skipped]
 
     def chat(
         self,
@@ -159,23 +284,52 @@ class ChatSettings(OpenAIObject):
         """Build the chat. has_tools: show the tools to the model. forced: as in Chat. Raises RequestError."""
         is_continued = bool(self.continue_final_message)
         opens = opens_answer(self.add_generation_prompt, is_continued=is_continued)
-        names = [tool.function.name for tool in self.tools or ()]
+        functions = self.function_tools
+        names = [tool.function.name for tool in functions if tool.function]
         if duplicate := next((name for name in names if names.count(name) > 1), None):
             raise RequestError(f"tools: the name {duplicate!r} appears twice", param="tools")
+        paths = tuple(one._path or f"messages[{number}]" for number, one in enumerate(messages))
+        thinks_field, thinks = self._thinks
+        effort, of_reasoning = self.reasoning_effort, self.reasoning.effort if self.reasoning else None
         return Chat(
-            messages=tuple(one.for_template(f"messages[{number}]") for number, one in enumerate(messages)),
+            messages=tuple(one.for_template(path) for one, path in zip(messages, paths, strict=True)),
+            paths=paths,
             variables=self.chat_template_kwargs or {},
-            reasoning_effort=self.reasoning_effort,
-            tools=tuple(tool.for_template() for tool in self.tools or () if has_tools),
+            reasoning_effort=effort or of_reasoning,
+            effort_field="reasoning_effort" if effort else "reasoning.effort",
+            thinks=thinks,
+            thinks_field=thinks_field,
+            tools=tuple(tool.for_template() for tool in functions if has_tools),
             is_parallel=is_parallel,
             forced=forced,
             is_continued=is_continued,
             opens_answer=opens,
         )
 
+    @property
+    def _thinks(self) -> tuple[str, bool | None]:
+        """The field that asks to think or not to, and its value."""
+        given = {
+            "thinking": self.thinking.thinks if self.thinking else None,
+            "reasoning.enabled": self.reasoning.enabled if self.reasoning else None,
+            "enable_thinking": self.enable_thinking,
+        }
+        return next(((name, value) for name, value in given.items() if value is not None), ("thinking", None))
+
+
+def _texts(details: Sequence[Any]) -> Iterator[str]:
+    """Yield texts of thoughts, in the forms of several APIs."""
+    for one in details:
+        if isinstance(one, str):
+            yield one
+        elif isinstance(one, list):
+            yield from _texts(one)
+        elif isinstance(one, dict):
+            yield from _texts([one.get("text") or one.get("summary")])
+
 
 def _call(call: CallInHistory) -> dict[str, Any]:
-    function = {"name": call.function.name, "arguments": call.function.arguments}
+    function = {"name": call.called.name, "arguments": call.called.arguments}
     return (
         {"id": call.id, "type": "function", "function": function}
         if call.id

@@ -24,9 +24,12 @@ class RenderApi:
     """Render endpoints. They take the same bodies as the generation endpoints, within the same limits. A call counts as
     a request, but no tokens, against the key's limits."""
 
-    def __init__(self, models: Models, request_contexts: HttpRequestContexts) -> None:
+    def __init__(
+        self, models: Models, request_contexts: HttpRequestContexts, *, clamps_max_tokens: bool = False
+    ) -> None:
+        """clamps_max_tokens: as in Opener."""
         self._request_contexts = request_contexts
-        self._opener = Opener(models, request_contexts)
+        self._opener = Opener(models, request_contexts, clamps_max_tokens=clamps_max_tokens)
 
     def add_to(self, app: FastAPI) -> None:
         text, chat = partial(self._render, TextBody), partial(self._render, ChatBody)
@@ -54,7 +57,7 @@ class RenderApi:
             if num_chars > MAX_REPEATED:
                 text = "prompt: too large to repeat in the response; send fewer prompts at once"
                 raise RequestError(text, param="prompt")
-            names = {"request_id": one.request.id, "model": one.service.model.id}
+            names = {"request_id": one.request.id, "model": one.model_name}
             rendered.append({**names, "token_ids": one.prompt_ids, "prompt": text})
             await asyncio.sleep(0)  # a body may have a thousand prompts: let other tasks run
         return rendered

@@ -88,7 +88,7 @@ class TokensApi:
         text_of = served.tokenizer.token_text
         answer = {
             "count": len(ids),
-            "max_model_len": served.model.max_context,
+            "max_model_len": served.model.max_model_len,
             "tokens": ids,
             "token_strs": [text_of(token_id) for token_id in ids] if body.return_token_strs else None,
         }

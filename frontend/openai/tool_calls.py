@@ -33,7 +33,11 @@ class WholeChoice:
                 self._calls.setdefault(call.number, call)
                 self._arguments.setdefault(call.number, []).append(call.arguments)
         self._thoughts.append(delta.thinking)
-        self._texts.append(delta.text_with_broken(is_whole=True) if delta.calls else delta.text)
+        text = delta.text_with_broken(is_whole=True) if delta.calls else delta.text
+        if delta.num_thought is not None:
+            self._thoughts = ["".join([*self._texts, text[: delta.num_thought]]).strip()]
+            self._texts, text = [], text[delta.num_thought :]
+        self._texts.append(text)
 
     @property
     def text(self) -> str:

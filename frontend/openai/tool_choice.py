@@ -16,33 +16,34 @@ def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) 
     """Return the grammar of the named tool's arguments; for "", of a list of calls of any tool. Raises RequestError."""
     if not tools:
         raise RequestError("tool_choice: requires tools", param="tool_choice")
+    functions = [tool.function for tool in tools if tool.function]
     if name:
-        chosen = next((tool for tool in tools if tool.function.name == name), None)
+        chosen = next((one for one in functions if one.name == name), None)
         if chosen is None:
             raise RequestError(f"tool_choice: tool {name!r} not found in tools", param="tool_choice")
-        schema = _object(chosen.function.parameters)
-        is_strict = bool(chosen.function.strict)
+        schema = _object(chosen.parameters)
+        is_strict = bool(chosen.strict)
     else:
-        calls = [_call(tool, f"#/$defs/tool{number}") for number, tool in enumerate(tools)]
-        places = [f"tool{number}" for number in range(len(tools))]
+        calls = [_call(one.name, f"#/$defs/tool{number}") for number, one in enumerate(functions)]
+        places = [f"tool{number}" for number in range(len(functions))]
         try:
             definitions = {
-                place: moved(_object(tool.function.parameters), f"#/$defs/{place}")
-                for place, tool in zip(places, tools, strict=True)
+                place: moved(_object(one.parameters), f"#/$defs/{place}")
+                for place, one in zip(places, functions, strict=True)
             }
         except RecursionError:
             raise RequestError("tools: a schema is nested too deeply", param="tools") from None
         schema = {"type": "array", "items": {"anyOf": calls}, "minItems": 1, "$defs": definitions}
         if not is_parallel:
             schema["maxItems"] = 1
-        is_strict = all(tool.function.strict for tool in tools)
+        is_strict = all(one.strict for one in functions)
     kind = GrammarKind.JSON_SCHEMA if is_strict else GrammarKind.LENIENT_JSON_SCHEMA
     return Grammar(kind=kind, text=json.dumps(schema))
 
 
-def _call(tool: ToolGiven, place: str) -> dict[str, Any]:
+def _call(name: str, place: str) -> dict[str, Any]:
     """Return the schema of {"name": …, "arguments": …}. place: $ref of the arguments' schema."""
-    properties = {"name": {"const": tool.function.name}, "arguments": {"$ref": place}}
+    properties = {"name": {"const": name}, "arguments": {"$ref": place}}
     required = ["name", "arguments"]
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 

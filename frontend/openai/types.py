@@ -59,6 +59,7 @@ def _strings(value: Any) -> Any:
 
 class StreamOptions(OpenAIObject):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class _Sampled(GenerationBody):
@@ -67,9 +68,10 @@ class _Sampled(GenerationBody):
     model: str | None = None
     """Default: the model of the router's own deployment."""
     max_tokens: int | None = None
-    """Default: 16 for a text; for a chat, the rest of the context."""
+    """Default: 16 for a text; for a chat, the model's `max_tokens` in `/v1/models`, else the rest of the context."""
     temperature: float | None = None
-    """Default 1. 0 means greedy decoding."""
+    """0 means greedy decoding. Default, as of `top_p`, `top_k`, `min_p` and `repetition_penalty`: the model's, as in
+    `default_sampling_params` of `/v1/models`."""
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -82,13 +84,14 @@ class _Sampled(GenerationBody):
     tenants have API keys, `router.tenant_share` limits one tenant to a part of `decode.max_running`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    """Only with `stream`. `include_usage` adds a chunk before `[DONE]` with the usage of all choices."""
+    """Only with `stream`. `include_usage` adds a chunk before `[DONE]` with the usage of all choices; with
+    `continuous_usage_stats`, an extension, each chunk also has the usage of its choice so far."""
     top_k: int | None = None
     """Extension. 0 and -1 turn it off."""
     min_p: float | None = None
     """Extension."""
     repetition_penalty: float | None = None
-    """Extension. Applied to tokens of prompt and answer, as in transformers. Default 1."""
+    """Extension. Applied to tokens of prompt and answer, as in transformers."""
     min_tokens: int | None = None
     """Extension: no stop token is sampled, and no stop string matches, before this many tokens."""
     stop_token_ids: list[int] | None = None
@@ -185,6 +188,9 @@ class _Sampled(GenerationBody):
         if len(set(given.values())) > 1:
             text = "thinking_budget: conflicts with thinking_token_budget, of which it is an alias"
             raise RequestError(text, param="thinking_budget")
+        thinking = getattr(self, "thinking", None)
+        if not given and thinking and thinking.thinks and thinking.budget_tokens is not None:
+            return {"thinking_token_budget": thinking.budget_tokens, "thinking_field": "thinking.budget_tokens"}
         return next(({"thinking_token_budget": given[name], "thinking_field": name} for name in given), {})
 
 
@@ -250,8 +256,6 @@ class ChatBody(_Sampled, ChatSettings):
     chat_template: Unsupported = None
     documents: Unsupported = None
     input_ids: Unsupported = None
-    thinking: Unsupported = None
-    reasoning: Annotated[Any, AfterValidator(Only(EMPTY, "reasoning_effort"))] = None
     include_reasoning: Annotated[bool | None, AfterValidator(Only((True,)))] = None
     functions: Annotated[Any, AfterValidator(Only(EMPTY, "tools"))] = None
     function_call: Annotated[Any, AfterValidator(Only(("none", "auto"), "tool_choice"))] = None
@@ -278,7 +282,7 @@ class ChatBody(_Sampled, ChatSettings):
             if self.structured_outputs:
                 text = "tool_choice: a required call cannot be combined with structured_outputs"
                 raise RequestError(text, param="tool_choice")
-            fields["grammar"] = forced_grammar(forced, self.tools or (), is_parallel=is_parallel)
+            fields["grammar"] = forced_grammar(forced, self.function_tools, is_parallel=is_parallel)
             fields["grammar_field"] = "tools"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
 

@@ -14,9 +14,15 @@ class CallReader:
 
     def __init__(self, format: Format, tools: Tools) -> None:
         """tools: calls of other names are treated as text."""
+        self._format = format
+        self._tools = tools
         self._scan = Scanner(tools)
         self._reading = format(self._scan)
         self._read()
+
+    def fresh(self) -> CallReader:
+        """Return a fresh reader in the initial state."""
+        return CallReader(self._format, self._tools)
 
     def add(self, text: str) -> list[Piece]:
         self._scan.feed(text)

@@ -96,6 +96,7 @@ class CallFormat:
     """Parser of a format, with its markers."""
 
     read: Format
+    begins: tuple[str, ...]  # texts with which a call begins; NAME stands for a tool's name
     markers: tuple[str, ...]  # may be special tokens, but belong to the text
     template_marks: tuple[str, ...]  # any of these in a chat template identifies the format
 
@@ -104,14 +105,21 @@ class CallFormat:
 CALL_FORMATS: Mapping[str, CallFormat] = {
     "deepseek_v3": CallFormat(
         deepseek_v3,
+        (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL),
         (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL, _DEEPSEEK_SEP, _DEEPSEEK_CALL_END, _DEEPSEEK_END),
         (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL),
     ),
-    "mistral": CallFormat(mistral, ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), ("[TOOL_CALLS]",)),
-    "qwen3_coder": CallFormat(qwen3_coder, ("<tool_call>", "</tool_call>"), ("<function=",)),
-    "hermes": CallFormat(hermes, ("<tool_call>", "</tool_call>"), ("<tool_call>",)),
-    "pythonic": CallFormat(pythonic, (PYTHON_START, PYTHON_END), (PYTHON_START, "func_name1(")),
-    "llama3_json": CallFormat(llama3_json, ("<|python_tag|>",), ("<|python_tag|>", '"parameters": dictionary')),
+    "mistral": CallFormat(mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), ("[TOOL_CALLS]",)),
+    "qwen3_coder": CallFormat(
+        qwen3_coder, ("<tool_call>", "<function="), ("<tool_call>", "</tool_call>"), ("<function=",)
+    ),
+    "hermes": CallFormat(hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>"), ("<tool_call>",)),
+    "pythonic": CallFormat(
+        pythonic, (PYTHON_START, "[NAME("), (PYTHON_START, PYTHON_END), (PYTHON_START, "func_name1(")
+    ),
+    "llama3_json": CallFormat(
+        llama3_json, ("<|python_tag|>", '{"name"'), ("<|python_tag|>",), ("<|python_tag|>", '"parameters": dictionary')
+    ),
 }
 
 

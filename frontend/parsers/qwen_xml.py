@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
+from core.types.json_schema import target
 from frontend.parsers.scanner import Reading, Scanner
 
 _MAX_NAME = 128
 _BY_JSON = {"integer", "number", "boolean", "object", "array", "null"}
+_BY_KEYWORD = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
+_TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null",
+            dict: "object", list: "array"}  # fmt: skip
+_MAX_DEPTH = 16  # of references
+_MAX_PARTS = 64  # of a schema, in which a parameter is searched
 
 
 def qwen3_coder(scan: Scanner) -> Reading[None]:
@@ -32,16 +39,14 @@ def qwen3_coder(scan: Scanner) -> Reading[None]:
 
 def _parameters(scan: Scanner, schema: Mapping[str, Any]) -> Reading[bool]:
     """Read up to the end of the function. Return whether it was found."""
-    properties = schema.get("properties")
-    opening = "{"
+    types, opening = _Types(schema), "{"
     while (yield from scan.optional("<parameter=")):
         key = yield from scan.before(">", most=_MAX_NAME)
         yield from scan.optional(">")
         value = yield from scan.before("</parameter>")
         if not (yield from scan.optional("</parameter>")):
             return False
-        about = properties.get(key) if isinstance(properties, Mapping) else None
-        scan.emit_arguments(f"{opening}{json.dumps(key)}: {_as_json(value, about)}")
+        scan.emit_arguments(f"{opening}{json.dumps(key)}: {_as_json(value, types.of_parameter(key))}")
         opening = ", "
     if not (yield from scan.optional("</function>")):
         return False
@@ -49,13 +54,12 @@ def _parameters(scan: Scanner, schema: Mapping[str, Any]) -> Reading[bool]:
     return True
 
 
-def _as_json(value: str, schema: Any) -> str:
-    """Return the value as JSON: a string, unless the schema allows another type and the value parses as one.
+def _as_json(value: str, types: set[str]) -> str:
+    """Return the value as JSON: a string, unless its schema allows another type and the value parses as one.
 
     One line break at each end is markup.
     """
     text = value.removeprefix("\n").removesuffix("\n")
-    types = _types(schema)
     if types & _BY_JSON and ("string" not in types or text.strip() == "null"):
         for word in (text.strip(), text.strip().lower()):  # accept Python's True and False
             try:
@@ -66,16 +70,58 @@ def _as_json(value: str, schema: Any) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Any) -> set[str]:
-    """Return all types that a schema allows, directly or in anyOf and oneOf."""
-    if not isinstance(schema, Mapping):
-        return set()
-    named = schema.get("type")
-    types = {named} if isinstance(named, str) else {one for one in _listed(named) if isinstance(one, str)}
-    for choice in ("anyOf", "oneOf"):
-        for one in _listed(schema.get(choice)):
-            types |= {one["type"]} if isinstance(one, Mapping) and isinstance(one.get("type"), str) else {"object"}
-    return types
+class _Types:
+    """JSON types of a call's parameters. The client's schema is not validated."""
+
+    def __init__(self, document: Mapping[str, Any]) -> None:
+        self._document = document
+        self._known: dict[str, set[str]] = {}  # by reference
+
+    def of_parameter(self, name: str) -> set[str]:
+        """Return all types that a parameter's schema allows, or an empty set if it allows any."""
+        return self._of(self._found(name), 0)
+
+    def _found(self, name: str) -> Any:
+        """Return the schema of a parameter; None if there is none."""
+        parts = [self._document]
+        for part in parts:
+            properties = part.get("properties")
+            if isinstance(properties, Mapping) and name in properties:
+                return properties[name]
+            more = (self._target(part), *_listed(part.get("allOf")))
+            parts += [one for one in more if isinstance(one, Mapping)][: max(0, _MAX_PARTS - len(parts))]
+        return None
+
+    def _of(self, schema: Any, depth: int) -> set[str]:
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
+            return set()
+        named = schema.get("type")
+        rules = [{named} if isinstance(named, str) else {one for one in _listed(named) if isinstance(one, str)}]
+        rules.append(self._of_reference(schema, depth + 1))
+        rules += [self._of(one, depth + 1) for one in _listed(schema.get("allOf"))]
+        for choice in ("anyOf", "oneOf"):
+            found = [self._of(one, depth + 1) for one in _listed(schema.get(choice))]
+            rules.append(set().union(*found) if all(found) else set())
+        constants = [*_listed(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]
+        rules.append({_TYPE_OF[type(one)] for one in constants if type(one) in _TYPE_OF})
+        if not any(rules):
+            return {name for key, name in _BY_KEYWORD.items() if key in schema}
+        return set.intersection(*({*rule, "integer"} if "number" in rule else rule for rule in rules if rule))
+
+    def _of_reference(self, schema: Mapping[str, Any], depth: int) -> set[str]:
+        reference = schema.get("$ref")
+        if not isinstance(reference, str):
+            return set()
+        if reference not in self._known:
+            self._known[reference] = set()  # until it is known, for cycles
+            self._known[reference] = self._of(self._target(schema), depth)
+        return self._known[reference]
+
+    def _target(self, schema: Mapping[str, Any]) -> Any:
+        reference = schema.get("$ref")
+        with suppress(LookupError):
+            return target(self._document, reference) if isinstance(reference, str) else None
+        return None
 
 
 def _listed(value: Any) -> list[Any]:

@@ -42,6 +42,7 @@ class ResponseAnswer:
         )
         self._finished: Finished | None = None
         self._usage: TokenUsage | None = None
+        self._has_begun = False
 
     async def whole(self) -> JSON:
         """Return the whole response. Raises ClusterError."""
@@ -52,20 +53,24 @@ class ResponseAnswer:
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yield server-sent events; the last one carries the whole response. Raises ClusterError."""
-        stream, is_first = self._events, True
+        stream = self._events
         async with self.completion.run() as arrivals:
             async for arrived in arrivals:
-                if is_first:
-                    is_first = False
-                    begun = self._response("in_progress")
-                    stream.emit("response.created", response=begun)
-                    stream.emit("response.in_progress", response=begun)
+                self._begin()
                 self._take(arrived)
                 if written := stream.taken():
                     yield written
         response = await self._finished_response()
         stream.emit(f"response.{response['status']}", response=response)
         yield stream.taken()
+
+    def _begin(self) -> None:
+        """Write the opening events, once."""
+        if not self._has_begun:
+            self._has_begun = True
+            begun = self._response("in_progress")
+            self._events.emit("response.created", response=begun)
+            self._events.emit("response.in_progress", response=begun)
 
     def _take(self, arrived: Sequence[Event]) -> None:
         for event in arrived:
@@ -78,14 +83,15 @@ class ResponseAnswer:
                 case Summary():
                     self._usage = event.usage
 
-    def failed(self, error: BaseException) -> tuple[str, JSON]:
-        """Return name and data of the last event of a stream that fails after it has started."""
+    def failed(self, error: BaseException) -> bytes:
+        """Return the last events of a stream that fails after it has started."""
+        self._begin()
         self._output.finish(None)
         body, outcome = error_body(error)["error"], outcome_of(error)
         body["code"] = "server_error" if outcome.http >= 500 else outcome.code  # OpenAI's codes
         response = self._response("failed", output=self._output.items, error=body, store=False)
-        number = self._events.next_number()
-        return "response.failed", {"type": "response.failed", "response": response, "sequence_number": number}
+        self._events.emit("response.failed", response=response)
+        return self._events.taken()
 
     async def _finished_response(self) -> JSON:
         finished, usage = self._finished, self._usage

@@ -14,12 +14,13 @@ from starlette.responses import Response
 from core.types.errors import RequestError, UnsupportedField
 from frontend.access.request_context import RequestContext
 from frontend.http.connections import HTTP_ENDPOINT
-from frontend.http.event_stream import EventStream, whole_answer
+from frontend.http.event_stream import whole_answer
 from frontend.http.held_answer import HeldAnswer
 from frontend.http.json_response import JSON, json_answer, to_json
 from frontend.http.open_requests import Opener
 from frontend.http.pagination import is_newest_first, page_size
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts, client_of, tenant_of
+from frontend.openai.fields import also_ignored
 from frontend.openai.forms import ChatForm
 from frontend.responses.answer import ResponseAnswer
 from frontend.responses.errors import ResponsesErrors
@@ -70,8 +71,11 @@ class ResponsesApi:
             turn = await self._resolve(turn, request)
         assert turn.parsed
         (completion,) = await self._opener.open(turn.parsed, request, request_context)
-        headers = {**await request_context.charge([completion]), **turn.parsed.ignored}
+        ignored = also_ignored(turn.parsed.ignored, completion.ignored)
+        headers = {**await request_context.charge([completion]), **ignored}
         body, tenant = turn.parsed.body, tenant_of(request)
+        defaults, echoed = completion.service.model.sampling_defaults, turn.echoed_fields
+        chosen = {name: defaults[name] for name in ("temperature", "top_p") if echoed[name] is None}
 
         async def keep(response: JSON) -> bool:
             value = to_json({"response": response, "input": turn.items})
@@ -79,16 +83,17 @@ class ResponsesApi:
 
         answer = ResponseAnswer(
             id=id,
-            model=completion.service.model.id,
+            model=completion.model_name,
             completion=completion,
             form=ChatForm(completion.service.tokenizer),
-            echoed_fields=turn.echoed_fields,
+            echoed_fields={**echoed, **chosen},
             keep=keep,
             stores=body.store is not False and self._stored.stores,
             is_streamed=bool(body.stream),
         )
         if body.stream:
-            return EventStream(answer.events(), more_headers=headers, errors=ResponsesErrors(answer))
+            request.state.errors = ResponsesErrors(answer)
+            return self._request_contexts.stream(request, answer.events(), headers)
         return await whole_answer(request.receive, answer.whole(), headers)
 
     async def _resolve(self, turn: Turn, request: Request) -> Turn:

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from core.types.errors import RequestError, outcome_of
+from frontend.http.event_stream import COMMENT
 from frontend.openai.errors import OpenAIErrors, error_body
 from frontend.responses.answer import ResponseAnswer
 
@@ -22,6 +23,8 @@ _OF_CHAT = re.compile(rf"({'|'.join(_NAMES)})\b[\w.\[\]]*")
 class ResponsesErrors:
     """Error format for one request; implements ErrorForm."""
 
+    keepalive = COMMENT
+
     def __init__(self, answer: ResponseAnswer | None = None) -> None:
         """answer: the response being streamed, if any."""
         self._answer = answer
@@ -32,7 +35,7 @@ class ResponsesErrors:
     def http(self, status: int, *, phrase: str, message: str) -> dict[str, Any]:
         return OpenAIErrors().http(status, phrase=phrase, message=message)
 
-    def event(self, error: BaseException) -> tuple[str, dict[str, Any]]:
+    def events(self, error: BaseException) -> bytes:
         assert self._answer
         return self._answer.failed(error)
 

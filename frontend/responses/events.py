@@ -40,12 +40,9 @@ class ResponseEvents:
         written, self._written = b"".join(self._written), []
         return written
 
-    def next_number(self) -> int:
-        self._number += 1
-        return self._number - 1
-
     def emit(self, event: str, /, **fields: Any) -> None:
-        self._written.append(data({"type": event, **fields, "sequence_number": self.next_number()}, name=event))
+        self._written.append(data({"type": event, **fields, "sequence_number": self._number}, name=event))
+        self._number += 1
 
     def begin(self, item: JSON, *, index: int) -> None:
         """Open an item. item: its initial state, without content."""

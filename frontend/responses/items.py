@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from core.types.errors import RequestError
 from frontend.http.json_response import JSON
 from frontend.openai.fields import UNSUPPORTED, Ignored, OpenAIObject
-from frontend.openai.messages import MAX_PARTS, CalledFunction, CallInHistory, ChatMessage, TextPart
+from frontend.openai.messages import MAX_PARTS, CalledFunction, CallInHistory, ChatMessage, ContentPart
 from frontend.text.completion_request import MAX_MESSAGES, MAX_ROLE_CHARS
 
 MAX_ID_CHARS = 128
@@ -36,21 +37,14 @@ class Kinds:
         return value
 
 
-class ItemPart(OpenAIObject):
-    """Text part of an item."""
-
-    type: Annotated[str, AfterValidator(Kinds(("input_text", "output_text", "text", "reasoning_text", "summary_text")))]
-    text: str
-    # Clients may send parts of an answer back as they came.
-    annotations: Ignored = None
-    logprobs: Ignored = None
-    parsed: Ignored = None
-
-
 def _parts(value: Any) -> Any:
-    if value is not None and not isinstance(value, str | list):
+    if isinstance(value, str):
+        return [{"type": "input_text", "text": value}]
+    if isinstance(value, dict):  # the output of a built-in tool
+        return [{"type": "text", **value}]
+    if value is not None and not isinstance(value, list):
         raise ValueError("must be a string or a list of text parts")
-    return [{"type": "input_text", "text": value}] if isinstance(value, str) else value
+    return value
 
 
 def _items(value: Any) -> Any:
@@ -60,15 +54,16 @@ def _items(value: Any) -> Any:
 
 
 Parts = Annotated[
-    Annotated[list[ItemPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None, BeforeValidator(_parts)
+    Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None, BeforeValidator(_parts)
 ]
 Id = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 
 
 class InputItem(OpenAIObject):
-    type: Annotated[str | None, AfterValidator(Kinds((*_ID_PREFIX, REFERENCE)))] = None
+    type: str | None = None
     """`message` (default), `function_call`, `function_call_output`, `reasoning`, or `item_reference`, which stands for
-    an item of a stored response by its `id`."""
+    an item of a stored response by its `id`. Calls of other tools with a `call_id`, and their outputs, become calls of
+    functions; other items are skipped, and listed in `x-ignored-fields`."""
     id: Id | None = None
     """Stored and returned with the item."""
     role: Annotated[str, Field(max_length=MAX_ROLE_CHARS)] | None = None
@@ -81,6 +76,12 @@ class InputItem(OpenAIObject):
     """Name of the called function."""
     arguments: str | None = None
     """Arguments of a call: a JSON object, encoded as a string."""
+    input: Any = None
+    """Input of a call of a custom tool."""
+    action: Any = None
+    """Action of a call of a built-in tool."""
+    operation: Any = None
+    """Operation of a call of a built-in tool."""
     output: Parts = None
     """Output of a call: a string, or a list of text parts."""
     summary: Parts = None
@@ -93,29 +94,51 @@ class InputItem(OpenAIObject):
 
     @property
     def kind(self) -> str:
-        return self.type or "message"
+        """Type of the item, as that of a function where it is a call; empty for one that is skipped."""
+        type = self.type or "message"
+        if type in _ID_PREFIX or type == REFERENCE:
+            return type
+        if type.endswith(("_call", "_call_output")) and self.call_id:
+            return "function_call_output" if type.endswith("_output") else "function_call"
+        return ""
+
+    @property
+    def skipped(self) -> str:
+        return "" if self.kind else str(self.type)
+
+    @property
+    def function(self) -> CalledFunction:
+        """The called function."""
+        given = {"input": self.input, "action": self.action, "operation": self.operation}
+        made = json.dumps({name: value for name, value in given.items() if value is not None}, ensure_ascii=False)
+        name = self.name or (self.type or "").removesuffix("_call")
+        return CalledFunction.model_construct(name=name, arguments=made if self.arguments is None else self.arguments)
 
     def check(self, path: str) -> None:
         """Check that the fields required by its type are set. Raises RequestError."""
-        for name in _NEEDED.get(self.kind, ()):
+        for name in _NEEDED.get(self.type or "message", ()):
             given = getattr(self, name)
             if given is None or (name == "id" and not given):
                 raise RequestError(f"{path}.{name}: required for type {self.kind}", param=f"{path}.{name}")
 
     def to_store(self, default_id: str) -> JSON:
         """Return the item as it is stored and returned. default_id: used if the client set no id."""
-        stored: JSON = {"id": self.id or f"{_ID_PREFIX[self.kind]}_{default_id}", "type": self.kind}
+        stored: JSON = {
+            "id": self.id or f"{_ID_PREFIX.get(self.kind, 'item')}_{default_id}",
+            "type": self.kind or self.type,
+        }
         match self.kind:
             case "message" if self.role == "assistant":
                 content: list[JSON] = [
-                    {"type": "output_text", "text": part.text, "annotations": []} for part in self.content or ()
+                    {"type": "output_text", "text": part.written, "annotations": []} for part in self.content or ()
                 ]
                 stored |= {"role": self.role, "content": content}
             case "message":
-                content = [{"type": "input_text", "text": part.text} for part in self.content or ()]
+                content = [{"type": "input_text", "text": part.written} for part in self.content or ()]
                 stored |= {"role": self.role, "content": content}
             case "function_call":
-                stored |= {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+                called = self.function
+                stored |= {"call_id": self.call_id, "name": called.name, "arguments": called.arguments}
             case "function_call_output":
                 stored |= {"call_id": self.call_id, "output": _text(self.output)}
             case "reasoning":
@@ -132,10 +155,9 @@ class InputItem(OpenAIObject):
         return _text(self.content) or _text(self.summary)
 
     @property
-    def texts(self) -> list[TextPart]:
-        """Text parts of the item, for a chat message."""
-        parts = self.output if self.kind == "function_call_output" else self.content
-        return [TextPart.model_construct(type="text", text=part.text) for part in parts or ()]
+    def parts(self) -> list[ContentPart]:
+        """Parts of the item, for a chat message."""
+        return (self.output if self.kind == "function_call_output" else self.content) or []
 
 
 Items = Annotated[
@@ -145,9 +167,10 @@ Items = Annotated[
 
 
 def shown(items: Sequence[InputItem]) -> list[int]:
-    """Return the indices of items that the model sees: all but reasoning not followed by the assistant's own items."""
+    """Return the indices of items that the model sees: all but skipped ones, and reasoning that the assistant's own
+    items do not follow."""
     numbers, is_followed = list[int](), False
-    for number, item in reversed([*enumerate(items)]):
+    for number, item in reversed([pair for pair in enumerate(items) if pair[1].kind]):
         if item.kind != "reasoning":
             is_followed = item.is_assistants
         if item.kind != "reasoning" or is_followed:
@@ -157,22 +180,24 @@ def shown(items: Sequence[InputItem]) -> list[int]:
 
 def messages_of(items: Sequence[InputItem], instructions: str | None) -> list[ChatMessage]:
     """Convert items to messages. Consecutive assistant items (thoughts, text, calls, in this order) form one."""
-    given = [_message("system", [TextPart.model_construct(type="text", text=instructions)])] if instructions else []
-    return [*given, *_messages([items[number] for number in shown(items)])]
+    text = ContentPart.model_construct(type="text", text=instructions)
+    given = [_message("system", [text], path="instructions")] if instructions else []
+    return [*given, *_messages((items[number], f"input[{number}]") for number in shown(items))]
 
 
-def _messages(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
+def _messages(items: Iterable[tuple[InputItem, str]]) -> Iterator[ChatMessage]:
     turn: _Turn | None = None  # the assistant's open message
-    for item in items:
+    for item, path in items:
         if turn and not turn.takes(item):
             yield turn.message()
             turn = None
         if item.is_assistants:
-            turn = turn or _Turn()
+            turn = turn or _Turn(path)
             turn.add(item)
         else:
             answers = item.kind == "function_call_output"
-            yield _message("tool" if answers else item.role or "", item.texts, tool_call_id=item.call_id)
+            role = "tool" if answers else item.role or ""
+            yield _message(role, item.parts, path=path, tool_call_id=item.call_id)
     if turn:
         yield turn.message()
 
@@ -181,8 +206,9 @@ def _messages(items: Sequence[InputItem]) -> Iterator[ChatMessage]:
 class _Turn:
     """Assistant message under construction: thoughts, then one text, then calls."""
 
+    path: str
     thoughts: list[str] = field(default_factory=list)
-    texts: list[TextPart] | None = None
+    texts: list[ContentPart] | None = None
     calls: list[CallInHistory] = field(default_factory=list)
 
     def takes(self, item: InputItem) -> bool:
@@ -193,23 +219,23 @@ class _Turn:
             case "reasoning":
                 self.thoughts.append(item.thinking)
             case "function_call":
-                function = CalledFunction.model_construct(name=item.name or "", arguments=item.arguments or "")
-                self.calls.append(CallInHistory.model_construct(id=item.call_id, function=function))
+                self.calls.append(CallInHistory.model_construct(id=item.call_id, function=item.function))
             case _:
-                self.texts = item.texts
+                self.texts = item.parts
 
     def message(self) -> ChatMessage:
-        return ChatMessage.model_construct(
-            role="assistant",
-            content=self.texts,
-            tool_calls=self.calls or None,
-            reasoning_content="\n".join(self.thoughts) if self.thoughts else None,
+        thoughts = "\n".join(self.thoughts) if self.thoughts else None
+        return _message(
+            "assistant", self.texts, path=self.path, tool_calls=self.calls or None, reasoning_content=thoughts
         )
 
 
-def _message(role: str, content: list[TextPart] | None, *, tool_call_id: str | None = None) -> ChatMessage:
-    return ChatMessage.model_construct(role=role, content=content, tool_call_id=tool_call_id)
+def _message(role: str, content: list[ContentPart] | None, *, path: str, **fields: Any) -> ChatMessage:
+    message = ChatMessage.model_construct(role=role, content=content, **fields)
+    message._path = path
+    return message
 
 
-def _text(parts: Sequence[ItemPart] | None) -> str:
-    return "\n".join(part.text for part in parts or ())
+def _text(parts: Sequence[ContentPart] | None) -> str:
+    """Return the text of parts of the model's or a tool's."""
+    return "\n".join(part.text_for("tool", "") for part in parts or ())

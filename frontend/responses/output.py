@@ -44,11 +44,17 @@ class ResponseOutput:
             if delta.text or (delta.has_logprobs and self._open and self._open.kind == "message"):
                 self._add_text(delta.text, self._logprobs_of(delta) if delta.has_logprobs else None)
             return
+        for call in delta.calls[: delta.num_continued]:
+            self._call(call)
         if delta.thinking:
             self._opened("reasoning")
             self._piece(delta.thinking)
-        start = 0
-        for call in delta.calls:
+        start = delta.num_thought or 0
+        if start:
+            self._add_text(delta.text[:start])
+        if delta.num_thought is not None:
+            self._end_thinking()
+        for call in delta.calls[delta.num_continued :]:
             if delta.text[start : call.at]:
                 self._add_text(delta.text[start : call.at])
             start = call.at
@@ -70,6 +76,13 @@ class ResponseOutput:
     def items(self) -> list[JSON]:
         """All items that have ended."""
         return [item.whole() for item in self._items if item.status and not item.is_broken]
+
+    def _end_thinking(self) -> None:
+        """Turn the text so far into thinking; in a stream it has been sent as a message."""
+        if self._open and not self._reporter:
+            self._open.kind, self._open.texts = "reasoning", ["".join(self._open.texts).strip()]
+            self._open.id = f"{_PREFIX['reasoning']}_{self._id}_{self._open.index}"
+            self._open.logprobs = None
 
     def _add_text(self, text: str, logprobs: list[JSON] | None = None) -> None:
         item = self._opened("message")

@@ -20,6 +20,7 @@ from redis.asyncio import Redis
 
 from core.identity.keyed_hash import keyed_hash
 from core.identity.signing import SIGNATURE_BYTES, signed, verified
+from core.index.redis_client import repaired
 from frontend.responses.store import ENTRY_BYTES, MAX_VALUE_BYTES, SMALL_BYTES, StoreBounds
 
 P = ParamSpec("P")
@@ -135,7 +136,10 @@ class RedisResponses:
         ttl_ms = round(bounds.ttl_s * 1e3)
         most = bounds.max_of_tenant, bounds.max_bytes
         args = [self._name, self._now_ms(), *place, signed, size, ttl_ms, *most]
-        await self._put(keys=self._tables, args=args, client=self._large if len(value) > SMALL_BYTES else None)
+        client = self._large if len(value) > SMALL_BYTES else None
+        tables, sums = self._tables
+        async with repaired(self._large, {tables: "zset", sums: "hash", self._entries_of(place): "zset"}):
+            await self._put(keys=self._tables, args=args, client=client)
 
     async def look(self, tenant: str, id: str) -> bytes | int | None:
         """Return the value or its length. None also if the signature is invalid."""
@@ -157,6 +161,9 @@ class RedisResponses:
         place = self._place(tenant, id)
         overhead = ENTRY_BYTES - SIGNATURE_BYTES
         return bool(await self._delete(keys=self._tables, args=[self._name, *place, overhead]))
+
+    def _entries_of(self, place: tuple[str, str]) -> str:
+        return f"{self._name}:responses:of:{place[0]}"
 
     def _key_of(self, place: tuple[str, str]) -> str:
         return "{}:response:{}:{}".format(self._name, *place)

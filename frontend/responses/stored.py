@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -20,8 +19,6 @@ from frontend.responses.large_transfers import LargeTransfers
 from frontend.responses.memory_store import MemoryResponses
 from frontend.responses.redis_store import RedisResponses
 from frontend.responses.store import SMALL_BYTES, ResponseStore, StoreBounds
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -114,12 +111,11 @@ class StoredResponses:
         if time.monotonic() >= self._unavailable_until:
             try:
                 answer = await call()
-            except (RedisUnreachable, RedisTimeout) as error:
+            except RedisError as error:
                 if not (is_large and isinstance(error, RedisTimeout)):
                     self._reach.missed(error)
-                    self._unavailable_until = time.monotonic() + self._try_again_s
-            except RedisError as error:  # Redis is reachable, but cannot do this; it may be full
-                logger.warning("Redis cannot store responses: %s", error)
+                    if isinstance(error, (RedisUnreachable, RedisTimeout)):
+                        self._unavailable_until = time.monotonic() + self._try_again_s
             else:
                 self._reach.found()
                 return answer

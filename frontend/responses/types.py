@@ -12,6 +12,7 @@ from msgspec import Raw
 from pydantic import AfterValidator, Field, PlainValidator
 
 from core.types.errors import RequestError
+from frontend.chat.chat import Chat
 from frontend.http.json_response import JSON, to_json
 from frontend.http.open_requests import GenerationBody
 from frontend.openai.constraints import ResponseFormat
@@ -39,13 +40,17 @@ _SAME = ("model", "temperature", "top_p", "user", "tool_choice", "parallel_tool_
 
 
 class FunctionTool(OpenAIObject):
-    """Function that the model may call. OpenAI's built-in tools are not supported."""
+    """Function that the model may call. Other tools are skipped."""
 
-    type: Annotated[str, AfterValidator(Kinds(("function",)))]
-    name: FunctionName
+    type: str
+    name: FunctionName | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def skipped(self) -> str:
+        return "" if self.type == "function" else self.type
 
     def for_chat(self) -> ToolGiven:
         fields = {name: getattr(self, name) for name in FunctionAsTool.model_fields}
@@ -102,15 +107,16 @@ class ResponsesBody(GenerationBody):
     """Store the response, so that it can be continued or fetched. Default true. The response's `store` is true if it
     was stored."""
     max_output_tokens: int | None = None
-    """Maximum number of tokens of the output, including reasoning and calls. Default: the rest of the context."""
+    """Maximum number of tokens of the output, including reasoning and calls. Default: the rest of the context, to which
+    larger values are clamped."""
     temperature: float | None = None
-    """Default 1. 0 means greedy decoding."""
+    """0 means greedy decoding. Default, as of `top_p`: the model's; see /v1/chat/completions."""
     top_p: float | None = None
     stream: bool | None = None
     text: TextConfig | None = None
     """`format`: `text`, `json_object` or `json_schema`; see `response_format` of /v1/chat/completions."""
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    """Functions that the model may call. Other tool types are rejected."""
+    """Functions that the model may call. Other tools are skipped, and listed in `x-ignored-fields`."""
     tool_choice: Annotated[
         str | ToolNamed | None, PlainValidator(_tool_choice, json_schema_input_type=ToolChoiceGiven)
     ] = None
@@ -120,7 +126,8 @@ class ResponsesBody(GenerationBody):
     reasoning: ReasoningConfig | None = None
     """`effort`: see `reasoning_effort` of /v1/chat/completions. `summary` is ignored: there are no summaries."""
     truncation: Literal["disabled", "auto"] | None = None
-    """`auto`: keep only the last tokens of a prompt that is too long."""
+    """`auto`: keep only the last tokens of a prompt that is too long. `max_output_tokens`, at most half of the context,
+    are left for the answer."""
     include: Annotated[list[str], Field(max_length=64)] | None = None
     """`message.output_text.logprobs`; other values have no effect."""
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -179,7 +186,10 @@ class ResponsesBody(GenerationBody):
         (request,) = self._chat().requests(request_id, peer=peer)
         is_formatted = request.grammar_field.startswith("response_format")
         field = "text.format" if is_formatted else request.grammar_field
-        return [replace(request, max_tokens_field="max_output_tokens", grammar_field=field)]
+        if isinstance(request.prompt, Chat):
+            request = replace(request, prompt=replace(request.prompt, effort_field="reasoning.effort"))
+        fields: JSON = {"max_tokens_field": "max_output_tokens", "clamps_max_tokens": True, "grammar_field": field}
+        return [replace(request, **fields)]
 
     def check_items(self) -> None:
         """Check that there is input, and each item. Raises RequestError."""
@@ -187,10 +197,16 @@ class ResponsesBody(GenerationBody):
             raise RequestError("input: must not be empty", param="input")
         for number, item in enumerate(self.input):
             item.check(f"input[{number}]")
+        for number, tool in enumerate(self.tools or ()):
+            if not tool.skipped and tool.name is None:
+                raise RequestError(f"tools[{number}].name: required", param=f"tools[{number}].name")
 
     def echoed_fields(self) -> JSON:
-        """Return the request fields that a response repeats; large ones are encoded already."""
-        tools = [tool.model_dump(by_alias=True, exclude_unset=True) for tool in self.tools or ()]
+        """Return the request fields that a response repeats; large ones are encoded already.
+
+        An omitted temperature or top_p is None, because its default is the model's.
+        """
+        tools = [tool.model_dump(by_alias=True, exclude_unset=True) for tool in self.tools or () if not tool.skipped]
         config = self.text.format if self.text else None
         shown = config.model_dump(by_alias=True, exclude_none=True) if config else {"type": "text"}
         choice = self.tool_choice or "auto"
@@ -203,12 +219,12 @@ class ResponsesBody(GenerationBody):
             "previous_response_id": self.previous_response_id,
             "reasoning": {"effort": self.reasoning.effort if self.reasoning else None, "summary": None},
             "service_tier": "default",
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": self.temperature,
             "text": Raw(to_json({"format": shown})),
             "tool_choice": {"type": "function", "name": choice.name} if isinstance(choice, ToolNamed) else choice,
             "tools": Raw(to_json([{"parameters": None, "strict": None, **tool} for tool in tools])),
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": self.top_p,
             "truncation": self.truncation or "disabled",
             "user": self.user,
         }
@@ -219,7 +235,7 @@ class ResponsesBody(GenerationBody):
         return ChatBody.model_construct(
             **{name: getattr(self, name) for name in _SAME},
             messages=messages_of(self.input, self.instructions),
-            tools=[tool.for_chat() for tool in self.tools] if self.tools else None,
+            tools=[tool.for_chat() for tool in self.tools or () if not tool.skipped] or None,
             max_completion_tokens=self.max_output_tokens,
             response_format=config.for_chat() if config else None,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from core.types.constraints import Grammar, GrammarKind
@@ -12,8 +12,9 @@ from core.types.errors import RequestError
 from core.types.json_schema import DROPPED, rewritten
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
-from frontend.parsers.thinking import END_THINK, THINK
-from frontend.structured_output.json_schema import in_lark, lenient, moved
+from frontend.parsers.thinking import Start, Tags
+from frontend.structured_output.json_schema import LOOKING_AROUND, in_lark, lenient, moved, weakened
+from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.structured_output.structural_tag import structural_tag_rules
 from frontend.text.completion_request import CompletionRequest
 
@@ -37,14 +38,25 @@ _CALLS = {
 }
 
 
-def may_think(grammar: Grammar | None, chat: Chat, prompt: str) -> bool:
-    """Return whether the answer has room for thinking first. prompt: its last characters suffice."""
-    end = prompt.rstrip()
-    if grammar is None:
-        return True
-    return grammar.kind in (*_SCHEMAS, GrammarKind.STRUCTURAL_TAG) and (
-        end.endswith(THINK) or not (chat.is_continued or end.endswith(END_THINK))
-    )
+def may_think(grammar: Grammar | None, start: Start) -> bool:
+    """Return whether the answer has room for thinking first. start: the end of its prompt."""
+    return grammar is None or (grammar.kind in (*_SCHEMAS, GrammarKind.STRUCTURAL_TAG) and start != "after")
+
+
+def without_look_around(request: CompletionRequest) -> tuple[CompletionRequest, list[str]]:
+    """Return the request with a strict schema that a grammar can follow, and the paths of patterns that were weakened.
+
+    Raises RequestError.
+    """
+    grammar, param = request.grammar, request.grammar_field
+    if grammar is None or grammar.kind is not GrammarKind.JSON_SCHEMA or not LOOKING_AROUND.search(grammar.text):
+        return request, []
+    grammar.check(param)
+    try:
+        schema, paths = weakened(_object(grammar.text, param), param)
+    except RecursionError:
+        raise _too_deep(param) from None
+    return replace(request, grammar=Grammar(kind=grammar.kind, text=json.dumps(schema))), paths
 
 
 def bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt: str) -> Grammar | None:
@@ -53,34 +65,34 @@ def bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt
     try:
         return _bound_answer(request, output_format, prompt)
     except RecursionError:
-        text = f"{request.grammar_field}: it, or a tool's schema, is nested too deeply"
-        raise RequestError(text, param=request.grammar_field) from None
+        raise _too_deep(request.grammar_field) from None
 
 
 def _bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt: str) -> Grammar | None:
-    grammar, chat = request.grammar, request.prompt
+    grammar, chat, tags = request.grammar, request.prompt, output_format.tags
+    start = output_format.start(chat if isinstance(chat, Chat) else None, prompt)
     if grammar is not None and grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA:
         grammar.check(request.grammar_field)
         schema = lenient(_object(grammar.text, request.grammar_field))
         grammar = Grammar(kind=grammar.kind, text=json.dumps(schema))
     if grammar is not None and grammar.kind is GrammarKind.STRUCTURAL_TAG:
-        thinks = isinstance(chat, Chat) and output_format.thinks and may_think(grammar, chat, prompt)
-        rules = [f"start: {'thought ' if thinks else ''}answer"]
-        if thinks:
-            rules += _thought(output_format, prompt)
+        thinks = isinstance(chat, Chat) and may_think(grammar, start)
+        rules = [f"start: {'thought ' if tags and thinks else ''}answer"]
+        if tags and thinks:
+            rules += _thought(tags, output_format.special, is_open=start == "inside")
         # Structural tags describe calls as well.
         rules += structural_tag_rules(grammar.text, request.grammar_field, output_format.special)
         return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
     if grammar is None or not isinstance(chat, Chat):
         return grammar
     tools = chat.tools if chat.forced is None else ()
-    thinks = output_format.thinks and may_think(grammar, chat, prompt)
+    thinks = tags is not None and may_think(grammar, start)
     if not tools and not thinks:
         return grammar
     grammar.check(request.grammar_field)
     rules = [f"start: {'thought ' if thinks else ''}body", f"body: {'answer | calls' if tools else 'answer'}"]
-    if thinks:
-        rules += _thought(output_format, prompt)
+    if tags and thinks:
+        rules += _thought(tags, output_format.special, is_open=start == "inside")
     if tools:
         rules += _calls(request, chat, output_format)
     schema = _object(grammar.text, request.grammar_field)
@@ -88,17 +100,20 @@ def _bound_answer(request: CompletionRequest, output_format: OutputFormat, promp
     return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
 
 
-def _thought(output_format: OutputFormat, prompt: str) -> Iterator[str]:
-    is_open = prompt.rstrip().endswith(THINK)
+def _too_deep(param: str) -> RequestError:
+    return RequestError(f"{param}: it, or a tool's schema, is nested too deeply", param=param)
+
+
+def _thought(tags: Tags, special: SpecialTokens, *, is_open: bool) -> Iterator[str]:
     yield f"thought: {'said' if is_open else '(opening said)?'}"
     if not is_open:
-        token = output_format.special.begun(THINK)
+        token = special.begun(tags.opening)
         yield f"opening: opened {f'| {token[0]}' if token else ''}"
-        yield f"opened[lazy]: {json.dumps(THINK)}"  # lazy, because an answer may begin with any text
+        yield f"opened[lazy]: {json.dumps(tags.opening)}"  # lazy, because an answer may begin with any text
     yield "said: thinking gap"
-    token = output_format.special.begun(END_THINK)
+    token = special.begun(tags.closing)
     yield f"thinking: ended {f'| anything {token[0]}' if token else ''}"
-    yield f"ended[suffix={json.dumps(END_THINK)}]: /(?s:.*)/"
+    yield f"ended[suffix={json.dumps(tags.closing)}]: /(?s:.*)/"
     yield "anything: /(?s:.*)/"
     yield r"gap: /\n{0,2}/"
 

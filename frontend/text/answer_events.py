@@ -101,7 +101,7 @@ class TokenClock:
 
     def __init__(self, metrics: Metrics, *, num_choices: int) -> None:
         self._metrics = metrics
-        self._observe = metrics.inter_token_latency.observe
+        self._observe, self._count = metrics.inter_token_latency.observe, metrics.generated_tokens.inc
         self.began = monotonic()
         self._last: list[float | None] = [None] * num_choices  # arrival of each choice's last token
         self._gaps_s = 0.0  # the sum over all choices
@@ -120,6 +120,7 @@ class TokenClock:
     def tick(self, choice: int, num_tokens: int = 1) -> None:
         """Record tokens of a choice that arrived together, now."""
         now = monotonic()
+        self._count(num_tokens)
         last, self._last[choice] = self._last[choice], now
         if self.ttft_s == 0.0:
             self.ttft_s = now - self.began

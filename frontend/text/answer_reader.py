@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 
+from core.types.constraints import Grammar
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, Format, forced_call, forced_calls
 from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece
-from frontend.parsers.thinking import THINK, ThinkingReader
+from frontend.parsers.thinking import ThinkingReader
+from frontend.structured_output.constrained_answer import may_think
 
 
 @dataclass(slots=True)
@@ -40,28 +43,48 @@ class AnswerText:
     text: str = ""
     thinking: str = ""
     calls: list[CallText] = field(default_factory=list)
+    num_thought: int | None = None  # set if all text of the answer, up to this offset in `text`, was thinking
 
 
 class AnswerReader:
     """Parser of one choice."""
 
-    def __init__(self, thinking: ThinkingReader | None, calls: CallReader | None, *, is_parallel: bool = True) -> None:
+    def __init__(
+        self,
+        thinking: ThinkingReader | None,
+        calls: CallReader | None,
+        *,
+        is_parallel: bool = True,
+        is_forced: bool = False,
+    ) -> None:
+        """is_forced: a grammar constrains the answer to be calls, so that text is a part of one and never content."""
         self.num_calls = 0  # completed calls
         self.is_over = False  # the rest of the text is not part of the answer
         self._thinking = thinking
         self._calls = calls
         self._is_parallel = is_parallel
+        self._is_forced = is_forced
+        self._behind_call: ThinkingReader | None = None  # of the text behind the last call
 
     @classmethod
-    def of(cls, chat: Chat, output_format: OutputFormat, prompt: str, *, may_think: bool = True) -> AnswerReader | None:
-        """Create a reader, or return None for an answer of plain text. prompt: its last characters suffice. may_think:
-        False if the answer's grammar has no room for thinking."""
+    def of(
+        cls, chat: Chat, output_format: OutputFormat, prompt: str, *, grammar: Grammar | None = None
+    ) -> AnswerReader | None:
+        """Create a reader, or return None for an answer of plain text. prompt: its last characters suffice. grammar:
+        constrains the answer."""
         thinking = calls = None
-        if output_format.thinks and may_think:
-            thinking = ThinkingReader(is_open=prompt.rstrip().endswith(THINK))
+        begins = list[str]()
         if chat.tools and (output_format.calls or chat.forced is not None):
             calls = CallReader(_format(chat, output_format), chat.parameters)
-        return cls(thinking, calls, is_parallel=chat.is_parallel) if thinking or calls else None
+            begins = _begins(chat, output_format)
+        start = output_format.start(chat, prompt)
+        if output_format.tags and may_think(grammar, start):
+            if grammar and start == "before":
+                start = "after"  # the grammar wants an opening tag
+            thinking = ThinkingReader(output_format.tags, start, calls=begins)
+        if not thinking and not calls:
+            return None
+        return cls(thinking, calls, is_parallel=chat.is_parallel, is_forced=chat.forced is not None and bool(calls))
 
     @property
     def is_thinking(self) -> bool:
@@ -72,39 +95,93 @@ class AnswerReader:
         return self._thinking.fresh() if self._thinking else None
 
     def add(self, text: str) -> AnswerText:
+        was_unopened = self._thinking is not None and self._thinking.is_unopened
         thought, text = self._thinking.add(text) if self._thinking else ("", text)
-        return self._parsed(thought, self._calls.add(text) if self._calls else [text])
+        parsed = self._parsed(thought, self._calls.add(text) if self._calls else [text])
+        if self._thinking is None or self._thinking.is_unopened == was_unopened:
+            return parsed
+        if self._calls:  # without a call so far
+            parsed.text += "".join(piece for piece in self._calls.finish() if isinstance(piece, str))
+            self._calls = self._calls.fresh()
+        behind = self.add("")
+        for call in behind.calls:
+            call.at += len(parsed.text)
+        return AnswerText(parsed.text + behind.text, behind.thinking, behind.calls, num_thought=len(parsed.text))
 
-    def finish(self) -> AnswerText:
-        """Return the remaining parts at the end of the text."""
-        thought, text = self._thinking.finish() if self._thinking else ("", "")
+    def finish(self, *, is_cut: bool = False) -> AnswerText:
+        """Return the remaining parts at the end of the text. is_cut: the limit of tokens ended it, so that a call that
+        is still open remains a call, with its arguments so far."""
+        thought, text, in_thinking = self._thinking.finish() if self._thinking else ("", "", "")
+        if in_thinking:
+            assert self._calls
+            return self._calls_in_thinking([*self._calls.add(in_thinking), *self._calls.finish()])
         pieces: list[Piece] = [*self._calls.add(text), *self._calls.finish()] if self._calls else [text]
-        return self._parsed(thought, pieces)
+        parsed = self._parsed(thought, takewhile(lambda piece: not (is_cut and isinstance(piece, CallBroken)), pieces))
+        self._end_text(parsed)
+        return parsed
+
+    def _calls_in_thinking(self, pieces: Sequence[Piece]) -> AnswerText:
+        """Return the complete calls of thinking that was never closed; the rest is thinking."""
+        ended = {piece.number for piece in pieces if isinstance(piece, CallEnded)}
+        thought, calls = "", list[Piece]()
+        for piece in pieces:
+            match piece:
+                case str():
+                    thought += piece
+                case CallBroken():
+                    thought += piece.raw
+                case _ if piece.number in ended:
+                    calls.append(piece)
+        return self._parsed(thought.rstrip(), calls)
 
     def _parsed(self, thought: str, pieces: Iterable[Piece]) -> AnswerText:
         parsed = AnswerText(thinking=thought)
         for piece in pieces:
             match piece:
+                case str() if self._is_forced:
+                    pass
+                case str() if self._behind_call:
+                    thought, text = self._behind_call.add(piece)
+                    parsed.thinking += thought
+                    parsed.text += text
                 case str():
                     parsed.text += piece
                 case CallBegun(number, name):
+                    self._end_text(parsed)
                     parsed.calls.append(CallText(number, id=_call_id(), name=name, at=len(parsed.text)))
                 case CallArguments(number, text):
                     _part_of(parsed, number).arguments += text
-                case CallBroken(number, raw, rest):
+                case CallBroken(number, raw, rest) if not self._is_forced:
                     parsed.calls.append(CallText(number, broken=raw, rest=rest, at=len(parsed.text)))
                 case CallEnded():
+                    self._behind_call = self._thinking.behind_call() if self._thinking else None
                     self.num_calls += 1
                     self.is_over = not self._is_parallel
             if self.is_over:
                 break
         return parsed
 
+    def _end_text(self, parsed: AnswerText) -> None:
+        """Add what the reader of the text behind a call still holds."""
+        if self._behind_call:
+            thought, text, _ = self._behind_call.finish()
+            parsed.thinking += thought
+            parsed.text += text
+            self._behind_call = None
+
 
 def _format(chat: Chat, output_format: OutputFormat) -> Format:
     if chat.forced is not None:
         return partial(forced_call, name=chat.forced) if chat.forced else forced_calls
     return CALL_FORMATS[output_format.calls or ""].read
+
+
+def _begins(chat: Chat, output_format: OutputFormat) -> list[str]:
+    """Return the texts with which a call may begin."""
+    if chat.forced is not None:
+        return []
+    texts = CALL_FORMATS[output_format.calls or ""].begins
+    return [text.replace("NAME", name) for text in texts for name in (chat.parameters if "NAME" in text else [""])]
 
 
 def _part_of(parsed: AnswerText, number: int) -> CallText:

@@ -61,7 +61,7 @@ class ChoiceText:
     def _read(self, reader: AnswerReader, text: str, delta: Delta) -> None:
         delta.add(reader.add(text))
         if self.finished is not None and not reader.is_over:
-            delta.add(reader.finish())
+            delta.add(reader.finish(is_cut=self.finished.reason is FinishReason.LENGTH))
         if self.finished is None and reader.is_over:
             self.finished = Finished(self.choice, FinishReason.STOP)
         if self.finished is not None:
@@ -77,7 +77,10 @@ class ChoiceText:
         self._num_chars += len(text)
         if self._thinking is not None:
             self.num_thinking += self._thinking.is_inside
+            was_unopened = self._thinking.is_unopened
             self._thinking.add(text)  # the raw text, because stop matching delays it
+            if self._thinking.is_unopened != was_unopened:
+                self.num_thinking = self.num_tokens
         # A stop string may begin after min_tokens only, by the rule for stop tokens in request.finish_reason.
         sent, stop = text, None
         if self._stops and self.num_tokens > self._min_tokens:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -26,7 +26,7 @@ from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking_budget import thinking_budget
-from frontend.structured_output.constrained_answer import bound_answer, may_think
+from frontend.structured_output.constrained_answer import bound_answer, without_look_around
 from frontend.structured_output.grammar_check import GrammarCheck
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.text.answer_events import AnswerEvents, TokenClock, UnreadLimit
@@ -93,7 +93,10 @@ class Completions:
             tokenizer,
             chat_template,
             model=model,
-            output_format=replace(output_format or OutputFormat.of(chat_template.source), special=special),
+            output_format=replace(
+                output_format or OutputFormat.of(chat_template.sources, is_special=tokenizer.has_special),
+                special=special,
+            ),
             threads=self.threads,
         )
         self._grammars = GrammarCheck(grammars)
@@ -107,12 +110,15 @@ class Completions:
         """
         try:
             check(request, self.model)
+            request, ignored = without_look_around(request)
             clock = TokenClock(self.metrics, num_choices=request.num_choices)
             given_ids = await self.prompts.encode(request, num_other_chars=num_other_chars)
             prompt_ids = truncated(given_ids, request, self.model)
             num_numbers = num_prompt_numbers(request, len(prompt_ids))
             check_prompt_numbers(num_numbers, param=request.prompt_logprobs_field)
             grammar, end = None, self.prompts.end_of(prompt_ids)
+            if isinstance(request.prompt, Chat):
+                ignored += self.prompts.unheeded(request.prompt, prompt_ids)
             thinking = thinking_budget(request, self.prompts.output_format, self.tokenizer, end)
             self._grammars.check_thinking(thinking, request.thinking_field)
             if request.grammar:
@@ -138,6 +144,7 @@ class Completions:
             is_cut=len(prompt_ids) < len(given_ids),
             grammar=grammar,
             thinking=thinking,
+            ignored=ignored,
             clock=clock,
             limit_s=limit_s,
             trace=trace,
@@ -174,16 +181,18 @@ class Completion:
         is_cut: bool,
         grammar: Grammar | None,
         thinking: ThinkingBudget | None,
+        ignored: Sequence[str],
         clock: TokenClock,
         limit_s: float,
         trace: Trace | None,
     ) -> None:
-        """is_cut: the prompt was truncated."""
+        """is_cut: the prompt was truncated. ignored: fields of the client that have no effect with this model."""
         self.service = service
         self.request = request
         self.n = request.n  # choices answered
         self.num_choices = request.num_choices  # choices run
         self.prompt_ids = prompt_ids
+        self.ignored = ignored
         self.max_answer_tokens = request.num_choices * sampling.max_tokens
         self._prompts = service.prompts
         self._is_cut = is_cut
@@ -218,8 +227,7 @@ class Completion:
         if not isinstance(self.request.prompt, Chat):
             return None
         end = service.prompts.end_of(self.prompt_ids)
-        thinks = may_think(self.request.grammar, self.request.prompt, end)
-        return AnswerReader.of(self.request.prompt, service.prompts.output_format, end, may_think=thinks)
+        return AnswerReader.of(self.request.prompt, service.prompts.output_format, end, grammar=self.request.grammar)
 
     @asynccontextmanager
     async def run(
@@ -228,7 +236,7 @@ class Completion:
     ) -> AsyncIterator[AsyncIterator[list[Event]]]:
         """Run it, once. Leaving the block ends it on all replicas.
 
-        turn: context entered before the start, to wait for admission.
+        turn: context entered before the start; it limits how many completions of one response run at a time.
         Yields the events, to be consumed in the task that entered. The block raises ClusterError: DeadlineExceeded past
         the deadline, and ClientTooSlow if events are not consumed in time, wherever the block is waiting.
         """
@@ -261,6 +269,11 @@ class Completion:
             self._over(error)
             raise
         self._over(None)
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the request, which the answer repeats; the first served name if there is none."""
+        return self.request.model or self.service.model.id
 
     @property
     def prompt_logprobs(self) -> PromptLogprobs | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from core.types.constraints import Grammar
 from core.types.errors import ContextLengthExceeded, RequestError, UnknownModel
@@ -52,22 +53,43 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
     "truncate_prompt_tokens": (-1, 2**31 - 1, True),
 }
 
+# Values of omitted fields for a model without defaults of its own.
+NEUTRAL: Mapping[str, float] = MappingProxyType(
+    {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelCard:
     """Served model: its name, and the limits of a request to it."""
 
-    id: str  # the served model name
+    id: str  # the first served name
     max_context: int  # tokens, prompt and answer together
     vocab_size: int  # rows of the embedding; token ids are below it
     dtype: str
     created: int = field(default_factory=lambda: int(time.time()))  # unix seconds; when this router loaded it
     max_choices: int = MAX_CHOICES  # that one replica can run at once
+    aliases: tuple[str, ...] = ()  # further served names
+    root: str = ""  # name of the model's source
+    max_held: Callable[[], int | None] = lambda: None  # tokens of one sequence on the largest replica, if known
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self.id, *self.aliases)
+
+    @property
+    def max_model_len(self) -> int:
+        """Limit of prompt and answer together: the context, or what the largest replica holds, if that is less."""
+        held = self.max_held()
+        return self.max_context if held is None else min(self.max_context, held)
+
+    # Values of omitted fields: all of NEUTRAL, and perhaps max_tokens, which the room in the context limits.
+    sampling_defaults: Mapping[str, float] = field(default_factory=lambda: NEUTRAL)
 
     @property
     def max_answer_tokens(self) -> int:
         """Limit of the answer tokens of one call: max_choices full contexts."""
-        return self.max_context * self.max_choices
+        return self.max_model_len * self.max_choices
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +103,14 @@ class CompletionRequest:
     add_special_tokens: bool | None = None  # None: yes for text, no for chats, whose template writes them
     max_tokens: int | None = None  # None: up to the context
     max_tokens_field: str = "max_tokens"  # the client's name of the field
+    clamps_max_tokens: bool = False  # max_tokens is an upper bound, which may exceed the room for the answer
     min_tokens: int = 0
-    temperature: float = 1.0
-    top_k: int = 0  # 0 and -1: off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    # None: the model's default
+    temperature: float | None = None
+    top_k: int | None = None  # 0 and -1: off
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     seed: int | None = None
@@ -125,6 +149,11 @@ class CompletionRequest:
         return self.n if self.best_of is None else self.best_of
 
     @property
+    def reserved_tokens(self) -> int:
+        """Answer tokens for which there must be room; 0 if max_tokens is omitted or only an upper bound."""
+        return 0 if self.clamps_max_tokens else self.max_tokens or 0
+
+    @property
     def choices_field(self) -> str:
         """The client's name of the field that sets `num_choices`."""
         return "n" if self.best_of is None else "best_of"
@@ -149,8 +178,8 @@ def check(request: CompletionRequest, model: ModelCard) -> None:
     """Check everything that does not need the prompt's tokens. Raises UnknownModel, or RequestError with the field."""
     if not REQUEST_ID.fullmatch(request.id):
         raise RequestError("request_id: must be 1 to 128 visible ASCII characters", param="request_id")
-    if request.model not in ("", model.id):
-        raise UnknownModel(not_served(request.model, [model.id]), param="model")
+    if request.model not in ("", *model.names):
+        raise UnknownModel(not_served(request.model, model.names), param="model")
     for name, (lowest, highest, is_lowest_allowed) in RANGES.items():
         value = getattr(request, name)
         if value is None:
@@ -214,7 +243,8 @@ def truncated(prompt_ids: tuple[int, ...], request: CompletionRequest, model: Mo
     if num is None or not prompt_ids:
         return prompt_ids
     if num < 0:
-        num = max(1, model.max_context - max(1, request.max_tokens or 1, request.min_tokens))
+        num_answer = request.reserved_tokens or min(request.max_tokens or 1, model.max_model_len // 2)
+        num = max(1, model.max_model_len - max(num_answer, request.min_tokens))
     if num == 0:
         raise RequestError("truncate_prompt_tokens: must be -1 or at least 1", param="truncate_prompt_tokens")
     return prompt_ids[-num:]
@@ -235,12 +265,12 @@ def sampling_of(
     """
     if num_prompt_tokens == 0:
         raise RequestError("prompt: must not be empty", param="prompt")
-    room = model.max_context - num_prompt_tokens
-    if room < max(1, request.min_tokens, request.max_tokens or 0):
-        answer_part = f" and {request.max_tokens} for the answer" if request.max_tokens else ""
+    room, reserved = model.max_model_len - num_prompt_tokens, request.reserved_tokens
+    if room < max(1, request.min_tokens, reserved):
+        answer_part = f" and {reserved} for the answer" if reserved else ""
         fix = f"request at most {room}" if room > 0 else "shorten the prompt"
         raise ContextLengthExceeded(
-            f"this model's context holds {model.max_context} tokens, prompt and answer together; "
+            f"this model's context holds {model.max_model_len} tokens, prompt and answer together; "
             f"the request needs {num_prompt_tokens} for the prompt{answer_part}; {fix}",
             param="messages" if isinstance(request.prompt, Chat) else "prompt",
         )
@@ -249,14 +279,17 @@ def sampling_of(
         text = f"{request.grammar_field}: not supported; this model has no end-of-sequence token to end the answer"
         raise RequestError(text, param=request.grammar_field)
     seed = random_seed() if request.seed is None else request.seed & _SEED_BITS
+    own = {name: value for name in NEUTRAL if (value := getattr(request, name)) is not None}
+    chosen = {**model.sampling_defaults, **own}
+    usual = max(int(chosen.get("max_tokens", room)), request.min_tokens)
     return Sampling(
-        max_tokens=request.max_tokens or min(room, request.max_answer or room),
+        max_tokens=reserved or min(room, request.max_tokens or usual, request.max_answer or room),
         min_tokens=request.min_tokens,
-        temperature=0.0 if request.temperature < GREEDY_BELOW else request.temperature,
-        top_k=max(0, request.top_k),
-        top_p=request.top_p,
-        min_p=request.min_p,
-        repetition_penalty=request.repetition_penalty,
+        temperature=0.0 if chosen["temperature"] < GREEDY_BELOW else chosen["temperature"],
+        top_k=max(0, int(chosen["top_k"])),
+        top_p=chosen["top_p"],
+        min_p=chosen["min_p"],
+        repetition_penalty=chosen["repetition_penalty"],
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
         seed=seed,
@@ -273,11 +306,10 @@ def _check_choices(request: CompletionRequest, model: ModelCard) -> None:
     if num > model.max_choices:
         text = f"{called}: is {num}; a replica runs at most {model.max_choices} choices at once"
         raise RequestError(text, param=called)
-    check_total(num * (request.max_tokens or 1), model, param=request.max_tokens_field)
 
 
 def _check_chat(chat: Chat, model: ModelCard) -> None:
-    limit = min(MAX_MESSAGES, model.max_context)  # each message has at least one token
+    limit = min(MAX_MESSAGES, model.max_model_len)  # each message has at least one token
     if len(chat.messages) > limit:
         text = f"messages: has {len(chat.messages)} messages; at most {limit} are accepted"
         raise RequestError(text, param="messages")

@@ -20,6 +20,7 @@ class Delta:
     text_offsets: list[int]  # characters of the choice before each token
     thinking: str = ""
     calls: list[CallText] = field(default_factory=list)
+    num_thought: int | None = None  # set if all text of the choice, up to this offset in `text`, was thinking
 
     @property
     def has_logprobs(self) -> bool:
@@ -28,7 +29,12 @@ class Delta:
     @property
     def has_more_than_text(self) -> bool:
         """True if it has thinking or calls beside text."""
-        return bool(self.thinking or self.calls)
+        return bool(self.thinking or self.calls) or self.num_thought is not None
+
+    @property
+    def num_continued(self) -> int:
+        """Number of call parts that belong to a call of an earlier delta; they precede this one's thinking."""
+        return next((at for at, call in enumerate(self.calls) if call.id), len(self.calls))
 
     def add(self, parsed: AnswerText) -> None:
         for call in parsed.calls:
@@ -37,6 +43,8 @@ class Delta:
                 self.calls[-1].arguments += call.arguments
             else:
                 self.calls.append(call)
+        if parsed.num_thought is not None:
+            self.num_thought = len(self.text) + parsed.num_thought
         self.text += parsed.text
         self.thinking += parsed.thinking
 

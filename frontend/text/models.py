@@ -10,12 +10,13 @@ from frontend.text.completion_request import ModelCard, not_served
 
 
 class Models:
-    """Registry of served models; names are unique, the first one wins. Bound to the router's event loop."""
+    """Registry of served models by name. A name belongs to the first model that has it. Bound to the router's event
+    loop."""
 
     def __init__(self, default: Completions) -> None:
         """default: model of the router's own deployment, used for requests that name none."""
         self.default = default
-        self._others: dict[str, Completions] = {}
+        self._served = dict.fromkeys(default.model.names, default)
         self._unavailable: dict[str, str] = {}  # reason, by name of a model that should be served but is not
 
     @classmethod
@@ -23,37 +24,36 @@ class Models:
         return served if isinstance(served, Models) else cls(served)
 
     def add(self, served: Completions) -> bool:
-        """Add a model. Return False if its name is taken."""
-        name = served.model.id
-        if name == self.default.model.id or name in self._others:
+        """Add a model. Return False if one of its names is taken."""
+        names = served.model.names
+        if not self._served.keys().isdisjoint(names):
             return False
-        self._unavailable.pop(name, None)
-        self._others[name] = served
+        self.forget_unavailable(names)
+        self._served |= dict.fromkeys(names, served)
         return True
 
     def remove(self, served: Completions) -> None:
         """Remove a model; running requests continue."""
-        if self._others.get(served.model.id) is served:
-            del self._others[served.model.id]
+        self._served = {name: one for name, one in self._served.items() if one is not served}
 
-    def report_unavailable(self, name: str, why: str) -> None:
+    def report_unavailable(self, names: Sequence[str], why: str) -> None:
         """Mark a model as known but not servable at present."""
-        if name != self.default.model.id and name not in self._others:
-            self._unavailable[name] = why
+        self._unavailable |= {name: why for name in names if name not in self._served}
 
-    def forget_unavailable(self, name: str) -> None:
+    def forget_unavailable(self, names: Sequence[str]) -> None:
         """Remove the mark of `report_unavailable`."""
-        self._unavailable.pop(name, None)
+        for name in names:
+            self._unavailable.pop(name, None)
 
     def is_known(self, name: str) -> bool:
         """Return whether the model is served, or should be."""
-        return name in (self.default.model.id, *self._others, *self._unavailable)
+        return name in self._served or name in self._unavailable
 
     def find(self, name: str) -> Completions:
         """Return the model, the default one for an empty name. Raises UnknownModel and ModelUnavailable."""
-        if not name or name == self.default.model.id:
+        if not name:
             return self.default
-        if (served := self._others.get(name)) is not None:
+        if (served := self._served.get(name)) is not None:
             return served
         if name in self._unavailable:
             raise ModelUnavailable(f"model {name!r} is unavailable at this router: {self._unavailable[name]}")
@@ -67,14 +67,15 @@ class Models:
 
     @property
     def cards(self) -> Sequence[ModelCard]:
-        """Cards of all models, the default one first."""
-        return [self.default.model, *(self._others[name].model for name in sorted(self._others))]
+        """Cards of all models, the default one first, then by their first names."""
+        cards = {served.model.id: served.model for served in self._served.values()}
+        return [self.default.model, *(cards[name] for name in sorted(cards) if name != self.default.model.id)]
 
     @property
     def names(self) -> Sequence[str]:
-        return [card.id for card in self.cards]
+        return [name for card in self.cards for name in card.names]
 
     @property
     def max_context(self) -> int:
-        """Largest context of any model, in tokens."""
-        return max(card.max_context for card in self.cards)
+        """Largest limit of prompt and answer of any model, in tokens."""
+        return max(card.max_model_len for card in self.cards)

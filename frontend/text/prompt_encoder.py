@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import lru_cache, partial
-from typing import Any
 
-from core.types.errors import ContextLengthExceeded, RequestError, UnsupportedField
+from core.types.errors import ContextLengthExceeded, RequestError
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.effort import thinking_variables, unheeded_fields
 from frontend.chat.output_format import OutputFormat
 from frontend.text.bad_words import bad_words_as_tokens
 from frontend.text.completion_request import CompletionRequest, ModelCard, check, check_token_ids
@@ -18,7 +17,6 @@ from frontend.text.tokenizer import Tokenizer
 _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenizing; longer texts go to another thread
 _MANY_TOKENS = 4096  # some 2 ms of decoding
 _MESSAGE = 64  # template cost of one message or call, in characters
-_EFFORT, _THINKING = "reasoning_effort", "enable_thinking"  # template variables
 _MAX_KNOWN = 64  # cached bad_words lists: all prompts of one body share theirs, and may be a thousand
 _MARK = 16  # tokens; covers any marker at the end of a prompt
 
@@ -47,7 +45,7 @@ class PromptEncoder:
         """Return a lower bound of the tokens it needs, from its size alone: as if every token were the longest one."""
         least, num_kept = self._least_in(request), request.truncate_prompt_tokens
         if num_kept is not None:
-            least = min(least, num_kept if num_kept > 0 else self._model.max_context)
+            least = min(least, num_kept if num_kept > 0 else self._model.max_model_len)
         return least + request.num_choices
 
     def _least_in(self, request: CompletionRequest) -> int:
@@ -65,8 +63,8 @@ class PromptEncoder:
     async def detokenize(self, request: CompletionRequest) -> str:
         """Return the text of a prompt of token ids, including special tokens. Raises RequestError."""
         assert isinstance(request.prompt, tuple)
-        if (number := len(request.prompt)) > self._model.max_context:
-            text = f"tokens: has {number} tokens; this model's context holds {self._model.max_context}"
+        if (number := len(request.prompt)) > self._model.max_model_len:
+            text = f"tokens: has {number} tokens; this model's context holds {self._model.max_model_len}"
             raise ContextLengthExceeded(text, param="tokens")
         check_token_ids(request.prompt, self._model, param="tokens")
         check(request, self._model)
@@ -88,9 +86,9 @@ class PromptEncoder:
             text = "tools: the call format of this model is unknown; the operator can set it with model.tool_parser"
             raise RequestError(text, param="tools")
         # A prompt that would not fit even if every token were the longest one is rejected without tokenizing.
-        if self._least_in(request) > self._model.max_context:
+        if self._least_in(request) > self._model.max_model_len:
             raise ContextLengthExceeded(
-                f"this model's context holds {self._model.max_context} tokens; the prompt of {num_chars(prompt)} "
+                f"this model's context holds {self._model.max_model_len} tokens; the prompt of {num_chars(prompt)} "
                 "characters exceeds it",
                 param="messages" if isinstance(prompt, Chat) else "prompt",
             )
@@ -114,28 +112,9 @@ class PromptEncoder:
             bool(chat.tools) and self.chat_template.knows_tools and not self.output_format.calls and chat.forced is None
         )
 
-    def _variables(self, chat: Chat) -> Mapping[str, Any]:
-        """Return the template's variables. Those set by the client take precedence."""
-        effort, known = chat.reasoning_effort, self.chat_template.variables
-        variables = {**self._thinking(), **chat.variables} if chat.thinks else chat.variables
-        if effort is None:
-            return variables
-        if _EFFORT in known:
-            return {_EFFORT: effort, **variables}
-        if effort == "none" and _THINKING in known:
-            return {_THINKING: False, **variables}
-        if effort == "none" and not self.output_format.thinks:
-            return variables
-        text = f"{chat.effort_field}: {effort!r} is not supported by this model's chat template"
-        raise UnsupportedField(text, param=chat.effort_field)
-
-    def _thinking(self) -> Mapping[str, Any]:
-        """Return the variables that enable thinking. Raises UnsupportedField."""
-        if _THINKING in self.chat_template.variables:
-            return {_THINKING: True}
-        if not self.output_format.thinks and _EFFORT not in self.chat_template.variables:
-            raise UnsupportedField("thinking: not supported by this model", param="thinking")
-        return {}
+    def unheeded(self, chat: Chat, prompt_ids: tuple[int, ...]) -> list[str]:
+        """Return the client's fields about thinking that have no effect with this model."""
+        return unheeded_fields(chat, self.chat_template, self.output_format, self.end_of(prompt_ids))
 
     def end_of(self, prompt_ids: tuple[int, ...]) -> str:
         """Return the last few characters of a prompt, including special tokens."""
@@ -145,10 +124,11 @@ class PromptEncoder:
         if isinstance(prompt, Chat):
             text = self.chat_template.render(
                 prompt.messages,
-                variables=self._variables(prompt),
+                variables=thinking_variables(prompt, self.chat_template),
                 tools=prompt.tools,
                 opens_answer=prompt.opens_answer,
                 is_continued=prompt.is_continued,
+                paths=prompt.paths,
             )
             # The template has written the special tokens.
             return tuple(self.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from core.model.json_file import read_object
 from core.types.errors import SpecError
 from frontend.text.token_bytes import TokenBytes
 
@@ -26,16 +26,19 @@ class Tokenizer:
     whose tokens have no bytes of their own.
     """
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, *, generation_dir: Path | None = None) -> None:
+        """generation_dir: directory of generation_config.json; None: the model's."""
         self._fast = _load(model_dir / "tokenizer.json")
         self._bytes = TokenBytes.of(self._fast)
         # Text of a token whose bytes are whole UTF-8 characters; None for other tokens and for special ones. Cached.
         self.whole_text = cache(self._find_whole_text)
-        config = _read_json(model_dir / "tokenizer_config.json")
-        self.special_tokens = _special_tokens(config, _read_json(model_dir / "special_tokens_map.json"))
+        config = read_object(model_dir / "tokenizer_config.json", missing_ok=True)
+        self.special_tokens = _special_tokens(
+            config, read_object(model_dir / "special_tokens_map.json", missing_ok=True)
+        )
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
-        self.eos_token_ids = self._find_eos(model_dir)
+        self.eos_token_ids = self._find_eos(model_dir, generation_dir or model_dir)
         # An explicit add_bos_token overrides tokenizer.json's post-processor, as in transformers 4 and llama.cpp.
         self._post_process = "add_bos_token" not in config
         self._prefix = self._ids_of("bos_token") if config.get("add_bos_token") else []
@@ -72,6 +75,10 @@ class Tokenizer:
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
 
+    def has_special(self, token: str) -> bool:
+        """Return whether the text is a special token, which decoding leaves out."""
+        return not self.ids_of([token]).isdisjoint(self._special_ids)
+
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
         """Return the ids of those strings that are tokens."""
         return frozenset(i for token in tokens if (i := self._fast.token_to_id(token)) is not None)
@@ -86,11 +93,11 @@ class Tokenizer:
                 return self.token_bytes(token_id).decode()
         return None
 
-    def _find_eos(self, model_dir: Path) -> frozenset[int]:
+    def _find_eos(self, model_dir: Path, generation_dir: Path) -> frozenset[int]:
         """Return every id that ends a sequence: the tokenizer's and those in generation_config.json, as in Llama 3."""
-        listed = _read_json(model_dir / "generation_config.json").get("eos_token_id")
+        listed = read_object(generation_dir / "generation_config.json", missing_ok=True).get("eos_token_id")
         if listed is None:
-            listed = _read_json(model_dir / "config.json").get("eos_token_id")
+            listed = read_object(model_dir / "config.json", missing_ok=True).get("eos_token_id")
         ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
         return frozenset(ids) | frozenset(self._ids_of("eos_token"))
 
@@ -115,16 +122,3 @@ def _special_tokens(config: dict[str, Any], fallback: dict[str, Any]) -> dict[st
         if name.endswith("_token") and isinstance(text, str):
             tokens[name] = text
     return tokens
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in `path`, or an empty one if the file does not exist. Raises SpecError."""
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SpecError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise SpecError(f"{path}: must hold a JSON object")
-    return content

@@ -80,7 +80,6 @@ class Account:
         self._metrics.request_time.observe(clock.elapsed_s)
         self._metrics.prompt_tokens.inc(usage.prompt_tokens)
         self._metrics.cached_tokens.inc(usage.cached_tokens)
-        self._metrics.generated_tokens.inc(usage.completion_tokens)
         ttft_s = clock.ttft_s
         life.ended, life.outcome, life.first_s = clock.began + clock.elapsed_s, outcome, ttft_s
         if self._trace and self._trace.is_sampled:

@@ -7,7 +7,7 @@
 
 A frame of a newer epoch resets an OPEN handoff and fences the older epochs. LANDED is final for the bytes: every sender
 computes the same KV for these positions, so segments of a newer epoch are acknowledged and discarded. Therefore nothing
-is written once every rank has landed, and no rank has to be queried.
+is written once every rank has landed, and no rank needs to be asked whether it still writes.
 """
 
 from __future__ import annotations

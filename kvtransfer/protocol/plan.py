@@ -35,7 +35,7 @@ def plan_heads(*, sender: KVLayout, receiver: KVLayout) -> list[HeadCopy]:
         start, end = receiver.head_range(rank)
         head = start
         while head < end:
-            source = _prefix_source(sender, head, spread=rank)
+            source = _source_of(sender, head, spread=rank)
             first, last = sender.head_range(source)
             num_heads = min(last, end) - head
             copies.append(
@@ -72,7 +72,7 @@ def sending_ranks(layout: KVLayout, *, num_receivers: int) -> set[int]:
     return {copy.sender for copy in copies}
 
 
-def _prefix_source(layout: KVLayout, head: int, *, spread: int) -> int:
+def _source_of(layout: KVLayout, head: int, *, spread: int) -> int:
     """Return a rank that holds `head`; `spread` (modulo their number) selects one of several."""
     if layout.tensor_parallel <= layout.num_kv_heads:
         return head * layout.tensor_parallel // layout.num_kv_heads

@@ -33,7 +33,7 @@ def by_place(drafted: Sequence[float], accepted: Sequence[float], *, num_steps: 
 
 
 def by_yield(tokens_per_row: float, drafted_per_row: float) -> Drafts | None:
-    """Estimate acceptance from mean yields, assuming equal probability at all positions; None if hardly any drafts.
+    """Estimate acceptance from mean yields, equal at every position; None without a gain or enough drafts.
 
     All drafts are assumed to have the mean length.
     """

@@ -1,7 +1,8 @@
 """Choice of the replicas for a request: rules of length, room and past failures, around a policy. Pure.
 
-Inputs are the state of the replicas (`ReplicaLoad`), where the index finds the prompt's prefix, and the request. The
-output is a `Decision` with its reasons. `router.serving.reservations` gathers the inputs and applies the decision.
+Inputs are the state of the replicas that hold the request (`ReplicaLoad`), where the index finds the prompt's prefix,
+and the request. The output is a `Decision` with its reasons. `router.serving.reservations` gathers the inputs and
+applies the decision.
 
 Local decode. A prefill replica may answer a request alone while the decode replicas are full. The alternative is to
 wait until as many streams have ended as requests wait, this one included. Each request that takes a free place delays
@@ -22,7 +23,9 @@ from router.routing.policy import CandidateReplica, Option, Policy, RoutingReque
 from router.routing.replica_load import ReplicaLoad, UsualRates, candidate_of
 
 _NOTHING = Depths(0, 0, 0)
-_NO_REPLICAS: frozenset[str] = frozenset()
+
+Culprit = str | tuple[str, str]  # a replica that failed a request, or a (prefill, decode) pair whose link failed
+NO_CULPRITS: frozenset[Culprit] = frozenset()
 _DEFAULT_ANSWER = 64.0  # tokens
 _WEIGHT = 0.05  # weight of the newest answer in the mean
 _LONGEST_WAIT_S = 3600.0
@@ -71,7 +74,8 @@ class Decision:
 class Chooser:
     """Chooser of replicas for requests. Stateless apart from `policy`.
 
-    Replicas in `avoid` have failed the request before: they are the last resort.
+    `avoid` holds pairs whose link has failed the request: unless another pair is left, the decode replica computes the
+    prompt itself.
     """
 
     def __init__(self, policy: Policy, *, max_local_tokens: int) -> None:
@@ -86,7 +90,7 @@ class Chooser:
         decodes: Sequence[ReplicaLoad],
         depths: Mapping[str, Depths],
         *,
-        avoid: Set[str] = _NO_REPLICAS,
+        avoid: Set[Culprit] = NO_CULPRITS,
         prefill_needs_room: bool = False,
     ) -> Decision | None:
         """Return the cheapest decision over all pairs of these replicas; None if there is none.
@@ -119,9 +123,9 @@ class Chooser:
         this one.
         """
         names = {load.replica for load in hosts}
-        alone, views = self._weigh(need, [], hosts, depths, _NO_REPLICAS)
+        alone, views = self._weigh(need, [], hosts, depths, NO_CULPRITS)
         alone = [option for option in alone if option.prefill is None and option.decode in names]
-        pairs, full = self._weigh(need, prefills, decodes, depths, _NO_REPLICAS)
+        pairs, full = self._weigh(need, prefills, decodes, depths, NO_CULPRITS)
         if not alone:
             return None
         decode_names = {load.replica for load in decodes}
@@ -144,10 +148,9 @@ class Chooser:
         decode: ReplicaLoad,
         depths: Mapping[str, Depths],
         *,
-        avoid: Set[str],
+        avoid: Set[Culprit],
     ) -> Decision | None:
-        """Choose a prefill replica outside `avoid` for a request whose decode replica is fixed."""
-        prefills = [load for load in prefills if load.replica not in avoid]
+        """Choose a prefill replica for a request whose decode replica is fixed."""
         options, candidates = self._weigh(need, prefills, [decode], depths, avoid)
         options = [option for option in options if option.prefill]
         return self._decide(need, options, candidates, [*prefills, decode]) if options else None
@@ -158,10 +161,13 @@ class Chooser:
         prefills: Sequence[ReplicaLoad],
         decodes: Sequence[ReplicaLoad],
         depths: Mapping[str, Depths],
-        avoid: Set[str],
+        avoid: Set[Culprit],
     ) -> tuple[Sequence[Option], list[CandidateReplica]]:
         """Return the policy's options and the candidates that it compared."""
-        decodes = [load for load in decodes if need.num_tokens < load.member.max_tokens]
+        decodes = [load for load in decodes if need.num_blocks <= load.member.num_blocks] or decodes
+        needs_decode = bool(decodes) or need.max_new_tokens > 1
+        if not needs_decode:  # the first token is the last
+            prefills, decodes = [], prefills
         if not decodes:
             return [], []
         request = RoutingRequest(
@@ -172,10 +178,16 @@ class Chooser:
         )
         usual = UsualRates.of([*prefills, *decodes])
         prefill_side, decode_side = (
-            [candidate_of(load, depths.get(load.replica, _NOTHING), usual) for load in _preferred(loads, avoid)]
+            [candidate_of(load, depths.get(load.replica, _NOTHING), usual) for load in loads]
             for loads in (prefills, decodes)
         )
-        return self._policy.options(request, prefill_side, decode_side), [*prefill_side, *decode_side]
+        options = self._policy.options(request, prefill_side, decode_side)
+        if avoid:
+            options = [option for option in options if (option.prefill, option.decode) not in avoid]
+            options = options or self._policy.options(request, [], decode_side)
+        if not needs_decode:
+            options = [replace(option, prefill=option.decode) for option in options]
+        return options, [*prefill_side, *decode_side]
 
     def _decide(
         self,
@@ -214,11 +226,6 @@ def with_room_for_local_decode(prefills: Sequence[ReplicaLoad], need: Need) -> l
     """Return the prefill replicas that would decode the request themselves at once."""
     blocks, streams = need.num_blocks, need.num_streams
     return [load for load in prefills if load.has_room_for_local_decode(num_blocks=blocks, num_streams=streams)]
-
-
-def _preferred(loads: Sequence[ReplicaLoad], avoid: Set[str]) -> Sequence[ReplicaLoad]:
-    """Drop the replicas in `avoid`, unless that leaves none."""
-    return [load for load in loads if load.replica not in avoid] or loads
 
 
 def guest_wait_s(decodes: Sequence[CandidateReplica], *, num_tokens: int, answer_tokens: int, num_ends: int) -> float:

@@ -24,9 +24,18 @@ class _Attempt:
     options: Sequence[Option]
     views: Sequence[CandidateReplica]
 
+    def best(self, number: int) -> list[dict[str, Any]]:
+        """Return the best options. is_learnt: their replicas have measured their own steps."""
+        unlearnt = {view.replica for view in self.views if not view.is_learnt}
+        return [
+            asdict(option)
+            | {"cost_s": option.cost_s, "is_learnt": unlearnt.isdisjoint({option.prefill, option.decode})}
+            for option in self.options[:number]
+        ]
+
     def as_dict(self) -> dict[str, Any]:
         return {
-            "options": [asdict(option) | {"cost_s": option.cost_s} for option in self.options],
+            "options": self.best(_MAX_OPTIONS),
             "replicas": {view.replica: asdict(view) for view in self.views},
         }
 
@@ -86,14 +95,13 @@ class Decisions:
         """
         rows = []
         for id, record in islice(reversed(self._records.items()), number):
-            options = record.attempts[-1].options if record.attempts else ()
             rows.append(
                 {
                     "request": id,
                     "tenant": record.tenant,
                     "age_s": monotonic() - record.life.began if record.life else 0.0,
                     "attempts": len(record.attempts),
-                    "options": [asdict(option) | {"cost_s": option.cost_s} for option in options[:_MAX_LISTED_OPTIONS]],
+                    "options": record.attempts[-1].best(_MAX_LISTED_OPTIONS) if record.attempts else [],
                     "outcome": (record.life.outcome or "running") if record.life else "",
                     "seconds": record.life.ended - record.life.began if record.life and record.life.ended else None,
                     "first_token_s": record.life.first_s if record.life else 0.0,

@@ -23,6 +23,7 @@ class CandidateReplica:
     num_blocks: int  # total KV blocks
     available_blocks: int  # free blocks, and cached blocks that no sequence uses
     timing: StepTiming  # step time model
+    is_learnt: bool = True  # `timing` comes from the replica's own steps, not from others or defaults
     max_batch_tokens: int  # token limit of a step; longer prompts take several steps
     link_bytes_per_s: float  # rate of outgoing KV
     restore_bytes_per_s: float = 0.0  # rate from lower tiers to the device; 0: no lower tiers

@@ -132,6 +132,7 @@ def candidate_of(load: ReplicaLoad, held: Depths, usual: UsualRates) -> Candidat
         num_blocks=load.member.num_blocks,
         available_blocks=load.available_blocks,
         timing=load.timing or StepTiming(base_s=usual.step_s, token_s=1 / tokens_per_s),
+        is_learnt=load.timing is not None,
         max_batch_tokens=load.member.max_batch_tokens,
         link_bytes_per_s=load.link_bytes_per_s or usual.link_bytes_per_s,
         restore_bytes_per_s=_restore_bytes_per_s(held, load),

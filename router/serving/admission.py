@@ -125,7 +125,7 @@ class Admission:
         metrics: Metrics,
     ) -> None:
         """queue_s: maximum wait of a request.
-        tenant_share: returns the part of the decode replicas that one tenant may use beside the others."""
+        tenant_share: returns the share of the decode capacity that one tenant may take beside others."""
         self._reservations = reservations
         self._queue_s = queue_s
         self._tenant_share = tenant_share
@@ -184,7 +184,7 @@ class Admission:
             self._waits.leave(queued)
 
     def _may_displace(self, queued: QueuedRequest) -> bool:
-        """Return whether the tenant stays within the blocks that no other tenant may take alone.
+        """Return whether the tenant, with this request, stays within the blocks that others always leave free.
 
         If so, a full replica takes the request and preempts answers of other tenants that have grown into these blocks
         (engine.scheduler.admission).

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Set
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +22,7 @@ from core.types.request import SequenceRequest
 from core.types.timeline import RequestPhase, Timeline
 from core.wire.messages import handoff_from_proto, tokens_from_proto
 from core.wire.prompt_logprob_messages import prompt_logprobs_from_proto
+from router.routing.chooser import Culprit
 from router.serving.choices import AttemptTasks, Choices
 from router.serving.decode_streams import DecodeStreams
 from router.serving.flows import Flows
@@ -29,7 +31,7 @@ from router.serving.replica import Replica
 from router.serving.request_state import RequestState
 from router.serving.reservations import Pair, Reservation, Reservations, may_retry
 
-_SHIPPED_S = 1.0  # a transfer report may arrive shortly after the tokens decoded from it
+_SHIPPED_S = 1.0  # wait for the transfer report, which may follow the tokens decoded from that KV
 _STOP_S = 1.0
 
 
@@ -50,7 +52,7 @@ class Attempt:
         reservations: Reservations,
         flows: Flows,
         vocab_size: int,
-        avoid: Set[str],
+        avoid: Set[Culprit],
     ) -> None:
         self._state = state
         self._route = state.route
@@ -60,8 +62,14 @@ class Attempt:
         self._flows = flows
         self._vocab_size = vocab_size
         self._avoid = avoid
-        self._used = {replica.id for replica in (pair.prefill, pair.decode) if replica}
-        self._choices = Choices(state, request.choices, has_prefill=pair.prefill is not None)
+        self.culprits: set[Culprit] = set()  # replicas and links to blame
+        self._choices = Choices(
+            state,
+            request.choices,
+            has_prefill=pair.prefill is not None,
+            max_tokens=pair.decode.member.max_decoded_tokens if pair.decode else sys.maxsize,
+            may_hold=reservations.may_hold,
+        )
         self._tasks = AttemptTasks(self._choices, request_id=request.id)
         self.streams = DecodeStreams(
             state,
@@ -82,7 +90,12 @@ class Attempt:
                 self._tasks.start(self._lease(decode, leased))
             else:
                 self._tasks.start(self._prefill(None))
-            await self._choices.wait()
+            try:
+                await self._choices.wait()
+            except ClusterError:
+                if not self.culprits:  # no call failed, so a token stream did
+                    self.culprits |= self.streams.replicas()
+                raise
             if self._prefilling and self._choices.is_decoding:
                 await asyncio.wait({self._prefilling}, timeout=_SHIPPED_S)
         finally:
@@ -99,16 +112,6 @@ class Attempt:
         if self._choices.unfinished and (stream := self.streams.of(choice)):
             with suppress(ClusterError):  # a lost replica generates nothing anyway
                 await stream.replica.worker.stop([stream.key], timeout_s=_STOP_S)
-
-    @property
-    def blamed(self) -> set[str]:
-        """Replicas that may have caused the failure.
-
-        A prefill replica is excluded once decoding has begun: later failures are not its fault, and it has the prompt
-        cached.
-        """
-        prefill = self._pair.prefill
-        return self._used - {prefill.id} if prefill and self._choices.is_decoding else self._used
 
     # Lease on D
 
@@ -144,6 +147,7 @@ class Attempt:
                         num_frames = event.finished.frames
         except ClusterError as error:
             if self.streams.on(decode):
+                self.culprits.add(self._culprit(decode, error))
                 self._choices.fail(error)
             return
         finally:
@@ -167,6 +171,7 @@ class Attempt:
 
         handoff: destination of the KV; None: only the first tokens are needed.
         """
+        failed: set[Culprit] = set()
         while True:
             prefill = self._pair.prefill
             assert prefill
@@ -174,15 +179,16 @@ class Attempt:
                 return await prefill.unless_lost(self._call_prefill(prefill, handoff))
             except ClusterError as error:
                 self._pair.prompt.end()
+                failed.add(self._culprit(prefill, error))
                 is_retryable = may_retry(error) and not self._choices.has_first
-                avoid = self._avoid | self._used
+                avoid = self._avoid | failed
                 other = (
                     self._reservations.another_prefill(self._request, self._pair, avoid=avoid) if is_retryable else None
                 )
                 self._pair = other or replace(self._pair, prefill=None)
                 if not (other and other.prefill):
+                    self.culprits |= failed
                     return self._choices.fail(error)
-                self._used.add(other.prefill.id)
             handoff = replace(handoff, epoch=handoff.epoch + 1) if handoff else None
 
     async def _call_prefill(self, prefill: Replica, handoff: Handoff | None) -> None:
@@ -221,6 +227,18 @@ class Attempt:
         finally:
             reservation.end()
             call.cancel()
+
+    def _culprit(self, called: Replica, error: ClusterError) -> Culprit:
+        """Return what failed, by the error of a call to `called`.
+
+        KV that does not arrive is the fault of the link, unless the decode replica waits and the prefill replica has
+        sent nothing.
+        """
+        prefill, decode = self._pair.prefill, self._pair.decode
+        if not (isinstance(error, TransferError) and prefill and decode):
+            return called.id
+        is_silent = called is decode and not self._choices.has_first
+        return prefill.id if is_silent else (prefill.id, decode.id)
 
     def _take_logprobs(self, parts: _PromptParts) -> None:
         """Store the prompt's log-probabilities. Raises TransferError if some are missing."""

@@ -69,9 +69,10 @@ class Backup:
         for answer in sorted(self._running - self._copies.keys(), key=self._num_behind, reverse=True):
             if self._num_behind(answer) < self._every:
                 break
+            large = [name for name, replica in usable.items() if answer.num_tokens() <= replica.member.max_tokens]
             # The replica that computed the prompt holds most of the blocks already.
             home = self._home_of(answer)
-            name = home if home in usable else max(room, key=lambda name: room[name], default="")
+            name = home if home in large else max(large, key=lambda name: room.get(name, 0), default="")
             # `running` concatenates all tokens, so call it last. It returns None unless one choice decodes.
             if room.get(name, 0) > 0 and (running := answer.running()):
                 if not self._revisions.in_one_revision(name, running.replica.id):
@@ -93,7 +94,7 @@ class Backup:
         return answer.num_tokens() - (answer.num_given if answer.prefill_replica else 0)
 
     def _home_of(self, answer: DecodeStreams) -> str:
-        """Return the prefill replica that holds the beginning of the answer, or "" if there is none."""
+        """Return the prefill replica with a copy of the answer, else the one that computed its prompt; "" if none."""
         copied = self._copied.get(answer)
         return copied.prefill if copied else answer.prefill_replica
 

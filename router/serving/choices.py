@@ -1,8 +1,8 @@
 """Choices of one attempt: their tokens, joined from the two replicas that serve it.
 
 The first tokens come from the prefill replica (P) and the others from the decode replica (D), over two connections and
-so in any order. D's tokens are buffered until both replicas have reported the same epoch of the handoff: the KV of an
-abandoned prefill replica may still have arrived, and decoding then began with *its* first tokens.
+so in any order. D's tokens are buffered until both have reported the same epoch of the handoff. Otherwise D may have
+started from the KV and first tokens of an abandoned prefill replica.
 
 D also sends tokens and prompt statistics (cached tokens, log-probabilities) over separate connections. No token is
 appended before the statistics, or the answer could end without them.
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from core.types.errors import ClientTooSlow, ClusterError, ReplicaLost, TransferError
-from core.types.request import SampledToken
+from core.types.errors import ClientTooSlow, ClusterError, ContextLengthExceeded, ReplicaLost, TransferError
+from core.types.request import FinishReason, SampledToken, finish_reason
 from router.serving.request_state import RequestState
 
 logger = logging.getLogger(__name__)
@@ -28,11 +28,22 @@ class Choices:
     Belongs to the event loop.
     """
 
-    def __init__(self, state: RequestState, choices: Sequence[int], *, has_prefill: bool) -> None:
-        """has_prefill: the first tokens come from a prefill replica."""
+    def __init__(
+        self,
+        state: RequestState,
+        choices: Sequence[int],
+        *,
+        has_prefill: bool,
+        max_tokens: int,
+        may_hold: Callable[[int], bool],
+    ) -> None:
+        """has_prefill: the first tokens come from a prefill replica. max_tokens: longest sequence of the decode
+        replica. may_hold: returns whether some replica decodes sequences longer than the given number of tokens."""
         self._state = state
         self._choices = choices
         self._has_prefill = has_prefill
+        self._max_tokens = max_tokens
+        self._may_hold = may_hold
         self._is_joined = False
         self._first_epoch: int | None = None  # handoff epoch of P's first tokens
         self._started_epoch: int | None = None  # handoff epoch with which D began
@@ -75,6 +86,15 @@ class Choices:
         """Take the first token of each choice from P, which has computed the prompt."""
         self._first_epoch = epoch
         for choice, token in zip(self._choices, tokens, strict=True):
+            num_tokens, num_generated = self._lengths(choice, 1)
+            if token.finish_reason is not FinishReason.STOP:  # D's size limits the sequence, not P's
+                token.finish_reason = finish_reason(
+                    token.token_id,
+                    num_generated=num_generated,
+                    num_tokens=num_tokens,
+                    sampling=self._state.request.sampling,
+                    max_context=self._max_tokens,
+                )
             self._take(choice, [token])
         self._join()
         self.prefill_done.set()
@@ -126,15 +146,30 @@ class Choices:
             return self.fail(
                 ClientTooSlow(f"request {self._state.request.id}: too many tokens of its answer are unread")
             )
-        is_last = False
+        is_last = is_cut = False
         for number, token in enumerate(tokens, 1):
             if token.finish_reason:  # drop the tokens after the last one
                 is_last, tokens = True, tokens[:number]
+                is_cut = token.finish_reason is FinishReason.LENGTH and self._is_cut(choice, number)
+                token.finish_reason = None if is_cut else token.finish_reason
                 break
         self._state.append(choice, tokens)
         self._arrived.set()
-        if is_last:
+        if is_cut:
+            self.fail(ContextLengthExceeded("the sequence fills its replica, and continues on a larger one"))
+        elif is_last:
             self.finish(choice)
+
+    def _is_cut(self, choice: int, num_new: int) -> bool:
+        """Return whether the choice ends after num_new more tokens only because its replica is full, not others."""
+        num_tokens, num_generated = self._lengths(choice, num_new)
+        return num_generated < self._state.request.sampling.max_tokens and self._may_hold(num_tokens)
+
+    def _lengths(self, choice: int, num_new: int) -> tuple[int, int]:
+        """Return the tokens of the sequence, and those generated, after num_new more."""
+        request = self._state.request
+        num_tokens = len(request.token_ids) + len(self._state.tokens[choice]) + num_new
+        return num_tokens, num_tokens - request.num_prompt_tokens
 
 
 class AttemptTasks:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Set
 
 from core.types.request import SequenceRequest
 from router.generation import Generation
-from router.routing.chooser import Chooser
+from router.routing.chooser import Chooser, Culprit
 from router.routing.decisions import Decisions
 from router.routing.revisions import Revisions
 from router.serving.admission import Admission
@@ -39,7 +39,7 @@ class RouterCore:
         tenant_share: Callable[[], float] = lambda: 1.0,
     ) -> None:
         """model: fingerprint, as in the prefix hashes. queue_s: maximum wait for a replica with room.
-        tenant_share: returns the part of the decode replicas that one tenant may use beside the others."""
+        tenant_share: returns the share of the decode capacity that one tenant may take beside others."""
         self.replicas = replicas
         self.revisions = Revisions()
         self.decisions = Decisions()
@@ -73,7 +73,7 @@ class RouterCore:
         self.decisions.live(request.id, relay.life, tenant=request.tenant, drafts=relay.route.drafts)
         return relay
 
-    def attempt(self, state: RequestState, request: SequenceRequest, pair: Pair, avoid: Set[str]) -> Attempt:
+    def attempt(self, state: RequestState, request: SequenceRequest, pair: Pair, avoid: Set[Culprit]) -> Attempt:
         """Create an attempt at the rest of a request; the caller runs it."""
         return Attempt(
             state,

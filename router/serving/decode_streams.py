@@ -73,6 +73,10 @@ class DecodeStreams:
     def of(self, choice: int) -> DecodeStream | None:
         return self._streams.get(choice)
 
+    def replicas(self) -> set[str]:
+        """Return the replicas on which the choices decode."""
+        return {stream.replica.id for stream in self._streams.values()}
+
     def on(self, replica: Replica) -> list[int]:
         """Return the unfinished choices that decode on this replica."""
         return [choice for choice in self._choices.unfinished if self._streams[choice].replica is replica]
@@ -121,6 +125,11 @@ class DecodeStreams:
     def request(self) -> SequenceRequest:
         """Request with which this attempt began."""
         return self._request
+
+    @property
+    def max_tokens(self) -> int:
+        """Maximum length of each choice, prompt included."""
+        return self._request.num_prompt_tokens + self._request.sampling.max_tokens
 
     def num_tokens(self) -> int:
         """Count the tokens given to this attempt and those of all choices since."""

@@ -1,27 +1,35 @@
-"""Discovery of replicas and of their cached blocks through Redis."""
+"""Discovery of replicas through Redis and the controller, and of their cached blocks through Redis."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Iterable
 
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from core.index.membership import Membership, RejectionReason
+from core.index.membership import Member, Membership, RejectionReason
 from core.index.redis_client import RedisReach
 from core.index.store import IndexReader
 from core.process.supervisor import Supervisor
-from router.serving.replicas import Replicas
+from core.types.errors import ClusterError
+from router.serving.replicas import NO_DECODE_REPLICA, Replicas
 
 _REFRESH_S = 0.25  # how often membership is read
 _FOLLOW_MS = 500
+_CONTROLLER_S = 2.0  # how often the controller's list is read
+
+FindMembers = Callable[[], Awaitable[Iterable[bytes]]]  # raises ClusterError
+
+logger = logging.getLogger(__name__)
 
 
 class Discovery:
-    """Follower of the membership and the block index in Redis. Owns `redis`.
+    """Follower of the membership and the block index. Owns `redis`.
 
-    While Redis is unavailable the known replicas stay: the frames of each show whether it is alive.
+    A replica that either source lists is used. While both are unavailable the known replicas stay: the frames of each
+    show whether it is alive.
     """
 
     def __init__(
@@ -31,16 +39,26 @@ class Discovery:
         *,
         name: str,
         key: bytes,
+        find_members: FindMembers | None = None,
         tasks: Supervisor | None = None,
         count_rejected: Callable[[RejectionReason], object] = lambda why: None,
     ) -> None:
-        """name: deployment. key: key with which members sign their records. tasks: supervisor of the background tasks;
-        None: a new one. count_rejected: called for each membership record with a bad signature or format."""
+        """name: deployment. key: key with which members sign their records. find_members: return the signed records
+        that the controller has, a second source for when Redis refuses leases. None: there is no controller. tasks:
+        supervisor of the background tasks; None: a new one. count_rejected: called for each membership record with a
+        bad signature or format."""
         self._redis = redis
         self._replicas = replicas
         self._membership = Membership(redis, name=name, key=key, count_rejected=count_rejected)
         self._reader = IndexReader(redis, replicas.index, name=name)
+        self._find_members = find_members
+        self._in_redis: dict[str, Member] = {}
+        self._at_controller: dict[str, Member] = {}
+        self._unread: set[str] = set()  # replicas whose blocks are still to be read
+        self._gone: set[str] = set()  # replicas whose blocks are still to be deleted
+        self._has_failed = False  # the controller did not answer last time
         self.has_read = False  # membership has been read at least once
+        replicas.availability.missing = "the router has no list of replicas yet"
         self._reach = RedisReach("routing continues with the known replicas")
         self._is_closing = False
         self._supervisor = tasks or Supervisor()
@@ -51,6 +69,14 @@ class Discovery:
             self._supervisor.start("membership", lambda: self._forever(self._refresh)),
             self._supervisor.start("index", lambda: self._forever(self._follow_index)),
         ]
+        if self._find_members:
+            find = self._find_members
+            self._tasks.append(self._supervisor.start("controller-members", lambda: self._ask_forever(find)))
+
+    @property
+    def problem(self) -> str:
+        """Reason why Redis does not serve this router; empty if it does."""
+        return self._reach.problem
 
     async def close(self) -> None:
         self._is_closing = True
@@ -60,16 +86,44 @@ class Discovery:
         await self._redis.aclose()
 
     async def _refresh(self) -> None:
-        members = {member.replica: member for member in await self._membership.members()}
+        self._in_redis = {member.replica: member for member in await self._membership.members()}
+        self._take_members()
+        # Replicas serve before their blocks are read, which takes several round trips of a slow Redis.
+        for replica in list(self._unread):
+            await self._reader.load([replica])
+            self._unread.discard(replica)
+        for replica in list(self._gone):
+            await self._reader.forget(replica)
+            self._gone.discard(replica)
+        await asyncio.sleep(_REFRESH_S)
+
+    def _take_members(self) -> None:
+        """Add the members of both sources, and remove replicas that are dead and in none."""
+        members = self._at_controller | self._in_redis
         for replica, member in members.items():
             if not self._replicas.get(replica):
-                await self._reader.load([replica])
                 self._replicas.add(member)
+                self._unread.add(replica)
         for replica in [r.id for r in self._replicas if r.id not in members and not r.is_alive]:
             self._replicas.remove(replica)
-            await self._reader.forget(replica)
+            self._unread.discard(replica)
+            self._gone.add(replica)
         self.has_read = True
-        await asyncio.sleep(_REFRESH_S)
+        self._replicas.availability.missing = NO_DECODE_REPLICA
+
+    async def _ask_forever(self, find_members: FindMembers) -> None:
+        while not self._is_closing:
+            try:
+                records = await find_members()
+            except ClusterError as error:
+                if not self._has_failed:
+                    logger.warning("cannot read the replicas from the controller error=%s", error)
+                self._has_failed = True
+            else:
+                self._has_failed = False
+                self._at_controller = {member.replica: member for member in self._membership.opened(records)}
+                self._take_members()
+            await asyncio.sleep(_CONTROLLER_S)
 
     async def _follow_index(self) -> None:
         await self._reader.follow([replica.id for replica in self._replicas], wait_ms=_FOLLOW_MS)
@@ -78,7 +132,7 @@ class Discovery:
         while not self._is_closing:  # redis-py may swallow a cancellation
             try:
                 await action()
-                self._reach.found()
+                self._reach.found(action.__name__)
             except RedisError as error:
-                self._reach.missed(error)
+                self._reach.missed(error, action.__name__)
                 await asyncio.sleep(_REFRESH_S)

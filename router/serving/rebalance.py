@@ -87,4 +87,6 @@ class Rebalancer:
 
     def _may_move(self, answer: DecodeStreams, source: Replica, target: Replica) -> bool:
         has_room = target.load().has_room_to_decode(num_blocks=answer.num_blocks, num_streams=1)
-        return has_room and answer.only_on(source) is not None
+        # A smaller target could not hold the whole answer, and the answer would have to move again.
+        holds_all = target.member.max_tokens >= min(source.member.max_decoded_tokens, answer.max_tokens)
+        return has_room and holds_all and answer.only_on(source) is not None

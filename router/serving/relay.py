@@ -7,7 +7,6 @@ position) only, so the continuation is the same, and no token is sent twice.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Set
 from time import monotonic
@@ -26,6 +25,7 @@ from core.types.request import SequenceRequest
 from core.types.revisions import RevisionCounts
 from core.types.timeline import RequestPhase
 from router.generation import Arrived, Generation
+from router.routing.chooser import Culprit
 from router.serving.admission import Admission
 from router.serving.attempt import Attempt
 from router.serving.decode_streams import DecodeStreams
@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 # can crash; progress since the last failure resets the count.
 _MAX_FRUITLESS = 5
 _PROGRESS = 8  # tokens
-_BACKOFF_S, _MAX_BACKOFF_S = 0.01, 1.0
+_BACKOFF_S, _BACKOFF_GROWTH = 0.02, 4  # per fruitless attempt: five of them outlast a fault of a few seconds
+_BLAME_S = 10.0  # a failed replica or link is avoided for so long
 _MAX_TROUBLE = 200  # characters kept of an attempt's error
 _NO_FAULT = (RequestError, CapacityError, DeadlineExceeded, ClientTooSlow, GrammarNotFollowed, NoTokenAllowed)
 
@@ -52,12 +53,12 @@ class Relay:
         admission: Admission,
         reservations: Reservations,
         *,
-        begin: Callable[[RequestState, SequenceRequest, Pair, Set[str]], Attempt],
+        begin: Callable[[RequestState, SequenceRequest, Pair, Set[Culprit]], Attempt],
         running: set[DecodeStreams],
         counts_of: Callable[[int | None], RevisionCounts],
         answered: Callable[[RequestState, int | None], None],
     ) -> None:
-        """begin: creates an attempt; its last argument is the set of replicas to avoid. running: running attempts of
+        """begin: creates an attempt; its last argument is the set of culprits to avoid. running: running attempts of
         all requests. counts_of: returns the counters of a revision. answered: called with each finished request and the
         revision that served it."""
         self._answered = answered
@@ -69,6 +70,8 @@ class Relay:
         self._running = running
         self._counts_of = counts_of
         self._attempts: dict[int, Attempt] = {}  # current attempt of each choice
+        self._failed: dict[Culprit, float] = {}  # time of the last failure
+        self._now = asyncio.get_running_loop().time
         self._revision: int | None = None  # revision that served it last; None while there is only one
         self._task: asyncio.Task[None] | None = None
 
@@ -115,23 +118,20 @@ class Relay:
                 self._answered(state, self._revision)
             state.responses.end()
 
-    async def _serve(
-        self, choices: tuple[int, ...], pair: Pair | None = None, *, avoid: frozenset[str] = frozenset()
-    ) -> None:
+    async def _serve(self, choices: tuple[int, ...], pair: Pair | None = None) -> None:
         """Serve these choices to their end. After a failure, choices with tokens continue separately.
 
         pair: replicas for the first attempt, if already chosen.
         """
         state = self._state
-        failed = set(avoid)
         fruitless = 0
-        for attempt in itertools.count(1):
+        while True:
             num_tokens = state.num_tokens(choices)
             try:
-                return await self._attempt(choices, pair, failed=failed)
+                return await self._attempt(choices, pair)
             except ClusterError as error:
                 fruitless = 0 if state.num_tokens(choices) >= num_tokens + _PROGRESS else fruitless + 1
-                if fruitless == _MAX_FRUITLESS or not self._reservations.may_try_again(error, failed):
+                if fruitless == _MAX_FRUITLESS or not self._reservations.may_try_again(error, self._culprits()):
                     raise
                 logger.warning("request=%s continues elsewhere: %s", state.request.id, error)
                 state.life.troubles.append(str(error)[:_MAX_TROUBLE])
@@ -141,14 +141,18 @@ class Relay:
             if len(choices) > 1 and state.num_tokens(choices):
                 async with asyncio.TaskGroup() as group:
                     for choice in choices:
-                        group.create_task(self._serve((choice,), avoid=frozenset(failed)))
+                        group.create_task(self._serve((choice,)))
                 return
             if not choices:
                 return
-            await asyncio.sleep(min(_MAX_BACKOFF_S, _BACKOFF_S * 2 ** min(attempt, 10)))
+            await asyncio.sleep(_BACKOFF_S * _BACKOFF_GROWTH**fruitless)
 
-    async def _attempt(self, choices: tuple[int, ...], pair: Pair | None, *, failed: set[str]) -> None:
-        """Make one attempt. If it fails, add the replicas that may have caused it to `failed`."""
+    def _culprits(self) -> set[Culprit]:
+        """Return the replicas and links that have failed the request lately."""
+        return {culprit for culprit, at in self._failed.items() if self._now() < at + _BLAME_S}
+
+    async def _attempt(self, choices: tuple[int, ...], pair: Pair | None) -> None:
+        """Make one attempt. If it fails, record what did not answer."""
         state = self._state
         state.route.attempts += 1
         if state.num_tokens(choices):
@@ -159,22 +163,22 @@ class Relay:
                 began_at = monotonic()
                 pair = await self._reservations.next_pair(
                     state.continuation(choices),
-                    avoid=failed,
+                    avoid=self._culprits(),
                     num_waiting=self._admission.num_waiting,
                     served_by=self._revision,
                 )
                 state.life.add(RequestPhase.QUEUE, "", began_at)
             self._revision = pair.revision
             if choices := self._unfinished(choices):  # some may have been stopped during the wait
-                await self._try(choices, pair, failed=failed)
+                await self._try(choices, pair)
         finally:
             if pair:
                 self._reservations.release(pair)
 
-    async def _try(self, choices: tuple[int, ...], pair: Pair, *, failed: set[str]) -> None:
+    async def _try(self, choices: tuple[int, ...], pair: Pair) -> None:
         stream = self._reservations.replicas.new_streams(len(choices))
         request = self._state.continuation(choices, stream=stream)
-        attempt = self._begin(self._state, request, pair, failed)
+        attempt = self._begin(self._state, request, pair, self._culprits())
         self._attempts |= dict.fromkeys(choices, attempt)
         self._running.add(attempt.streams)  # makes it eligible for moves and copies
         counts = self._counts_of(pair.revision)
@@ -182,7 +186,7 @@ class Relay:
         try:
             await attempt.run()
         except ClusterError as error:
-            failed |= attempt.blamed
+            self._failed |= dict.fromkeys(attempt.culprits, self._now())
             counts.failed += not isinstance(error, _NO_FAULT)
             raise
         finally:

@@ -17,6 +17,8 @@ from router.serving.worker import Worker
 
 logger = logging.getLogger(__name__)
 
+NO_DECODE_REPLICA = "it has no decode replica"
+
 
 class Replicas:
     """Registry of all replicas. Lives on the event loop; `router.serving.discovery` keeps it up to date."""
@@ -33,6 +35,7 @@ class Replicas:
         self._replicas: dict[str, Replica] = {}
         self._changed = asyncio.Event()
         self._next_stream = 1
+        self._max_tokens: int | None = None
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
@@ -50,6 +53,11 @@ class Replicas:
 
     def num_usable(self, role: Role) -> int:
         return len(self.usable(role))
+
+    def max_tokens(self) -> int | None:
+        """Return the length of the longest sequence that a decode replica can hold; None until one is known."""
+        self._max_tokens = max((one.member.max_tokens for one in self.usable(Role.DECODE)), default=self._max_tokens)
+        return self._max_tokens
 
     def get(self, replica: str) -> Replica | None:
         return self._replicas.get(replica)
@@ -94,6 +102,7 @@ class Availability:
         self._now = asyncio.get_running_loop().time
         self._since: float | None = None
         self._has_ended = False
+        self.missing = NO_DECODE_REPLICA  # for the error while no replica can answer
 
     def look(self) -> float | None:
         """Check for a replica that can answer. Return None if there is one, else the seconds since none was found."""
@@ -113,7 +122,10 @@ class Availability:
         """Mark the model as no longer served by this router, so that no request waits for a replica."""
         self._has_ended = True
 
-    def error(self) -> ModelUnavailable:
+    def error(self, *, num_tokens: int = 0) -> ModelUnavailable:
+        """num_tokens: length of the sequence that a replica must hold."""
         called = f"model {self._model!r}" if self._model else "this model"
-        why = "this router leaves it" if self._has_ended else "it has no decode replica"
+        why = "this router leaves it" if self._has_ended else self.missing
+        if why == NO_DECODE_REPLICA and num_tokens:
+            why += f" that holds {num_tokens} tokens"
         return ModelUnavailable(f"{called} cannot be served at present: {why}", retry_after_s=1.0)

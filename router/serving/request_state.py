@@ -86,7 +86,7 @@ class RequestState:
             raise DeadlineExceeded(f"request {self.request.id}: not finished within {deadline_s:g} s")
 
     def continuation(self, choices: Sequence[int], *, stream: int = 0) -> SequenceRequest:
-        """Return the remaining request of these choices: a single choice, or choices without tokens."""
+        """Return the request that continues these choices: one with its tokens so far, or several without tokens."""
         return replace(
             self.request,
             token_ids=self.request.token_ids + tuple(self.tokens[choices[0]]),

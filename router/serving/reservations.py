@@ -18,6 +18,7 @@ from core.types.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
     LayoutMismatch,
+    ModelUnavailable,
     ReplicaLost,
     RequestError,
     TransferError,
@@ -27,7 +28,16 @@ from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import OFFLINE, Role, SequenceRequest
 from core.types.revisions import Revision
 from router.routing.admission import most_choices
-from router.routing.chooser import AnswerLength, Chooser, Decision, Need, with_room, with_room_for_local_decode
+from router.routing.chooser import (
+    NO_CULPRITS,
+    AnswerLength,
+    Chooser,
+    Culprit,
+    Decision,
+    Need,
+    with_room,
+    with_room_for_local_decode,
+)
 from router.routing.decisions import Decisions
 from router.routing.fair_queue import NO_PLACES, Places
 from router.routing.replica_load import ReplicaLoad
@@ -157,7 +167,7 @@ class Reservations:
         """
         self.replicas.availability.check()
         self.check_fit(demand.request, share=1.0)  # the first replica may have joined after admission began
-        decodes = self._loads(Role.DECODE)
+        decodes = self._loads(Role.DECODE, demand)
         some: Sequence[ReplicaLoad] = with_room(decodes, demand.need)
         if not some and may_displace:
             some = [load for load in decodes if demand.need.num_streams <= load.free_streams]
@@ -172,12 +182,12 @@ class Reservations:
         return None
 
     async def next_pair(
-        self, request: SequenceRequest, *, avoid: Set[str], num_waiting: int, served_by: int | None = None
+        self, request: SequenceRequest, *, avoid: Set[Culprit], num_waiting: int, served_by: int | None = None
     ) -> Pair:
         """Reserve the cheapest pair for a request that was admitted before, with or without room.
 
-        Waits while no replica can answer. Replicas in `avoid` are the last resort. served_by: the revision of an
-        earlier pair. Raises ModelUnavailable, RequestError and DeadlineExceeded.
+        Waits while no replica that holds the request can answer. Culprits in `avoid` are the last resort. served_by:
+        the revision of an earlier pair. Raises ModelUnavailable and DeadlineExceeded.
         """
         demand = self.demand(request)
         wait_s = self._queue_s if request.deadline_s is None else min(self._queue_s, request.deadline_s)
@@ -185,18 +195,18 @@ class Reservations:
         give_up_at = now() + wait_s
         while True:
             self.replicas.availability.check()
-            self.check_fit(request, share=1.0)
-            decodes = self._loads(Role.DECODE)
-            # Prefill replicas without room qualify here: the prompt may queue where its prefix is cached.
-            for revision in self._revisions.for_continuation(
-                served_by, untried={load.replica for load in decodes} - avoid
-            ):
-                if pair := self._choose(demand, with_room(decodes, demand.need), revision, avoid=avoid):
-                    return pair
-                if pair := self._choose_local_decode(demand, decodes, revision, avoid=avoid, num_waiting=num_waiting):
-                    return pair
-                if pair := self._choose(demand, decodes, revision, avoid=avoid):
-                    return pair
+            for avoided in dict.fromkeys((frozenset(avoid), NO_CULPRITS)):
+                decodes = self._loads(Role.DECODE, demand, avoided)
+                # Prefill replicas without room qualify here: the prompt may queue where its prefix is cached.
+                for revision in self._revisions.for_continuation(
+                    served_by, untried={load.replica for load in decodes} - avoid
+                ):
+                    if pair := (
+                        self._choose(demand, with_room(decodes, demand.need), revision, avoid=avoided)
+                        or self._choose_local_decode(demand, decodes, revision, avoid=avoided, num_waiting=num_waiting)
+                        or self._choose(demand, decodes, revision, avoid=avoided)
+                    ):
+                        return pair
             try:
                 await self.replicas.changed(timeout_s=give_up_at - now())
             except TimeoutError:
@@ -204,15 +214,17 @@ class Reservations:
                     raise DeadlineExceeded(
                         f"request {request.id}: no decode replica became available within {wait_s:g} s"
                     ) from None
-                raise self.replicas.availability.error() from None
+                raise self.replicas.availability.error(num_tokens=demand.need.num_tokens) from None
 
-    def another_prefill(self, request: SequenceRequest, pair: Pair, *, avoid: Set[str]) -> Pair | None:
+    def another_prefill(self, request: SequenceRequest, pair: Pair, *, avoid: Set[Culprit]) -> Pair | None:
         """Return the pair with another prefill replica, for a request whose decode replica already waits for its KV."""
         if pair.decode is None:
             return None
         demand, decode = self.demand(request), pair.decode
         prefills = [
-            load for load in self._loads(Role.PREFILL) if self._revisions.in_one_revision(load.replica, decode.id)
+            load
+            for load in self._loads(Role.PREFILL, demand, avoid)
+            if self._revisions.in_one_revision(load.replica, decode.id)
         ]
         decision = self._chooser.choose_prefill(demand.need, prefills, decode.load(), self._depths(demand), avoid=avoid)
         return self._pair(demand, decision, decode, pair.answer, pair.revision) if decision else None
@@ -221,7 +233,7 @@ class Reservations:
         """Return a stream on another decode replica, preferably one with room, for a choice on draining `source`."""
         demand = self.demand(request)
         depths = self._depths(demand)
-        decodes = [load for load in self._loads(Role.DECODE) if self._revisions.may_move(source, load.replica)]
+        decodes = [load for load in self._loads(Role.DECODE, demand) if self._revisions.may_move(source, load.replica)]
         for some in (with_room(decodes, demand.need), decodes):
             decision = self._chooser.choose(demand.need, [], some, depths)
             if decision and (replica := self._replica(decision.decode)):
@@ -233,11 +245,11 @@ class Reservations:
         pair.end()
         self.on_change()
 
-    def may_try_again(self, error: ClusterError, avoid: Set[str]) -> bool:
+    def may_try_again(self, error: ClusterError, avoid: Set[Culprit]) -> bool:
         """Return whether another attempt may help. If every replica that can answer has rejected the request for lack
         of room, the client gets the error at once."""
-        if isinstance(error, CapacityError):
-            return any(replica.id not in avoid for replica in self.replicas.answerers())
+        if isinstance(error, CapacityError | ContextLengthExceeded):
+            return may_retry(error) and any(replica.id not in avoid for replica in self.replicas.answerers())
         return may_retry(error)
 
     def finished(self, num_tokens: Iterable[int]) -> None:
@@ -259,12 +271,15 @@ class Reservations:
         return self._need(request).num_blocks
 
     def free_places(self) -> Places:
-        """Sum the free places of decode replicas, and of prefill replicas for local decodes."""
+        """Sum the free places of decode replicas, and of prefill replicas that would decode now."""
         free = NO_PLACES
-        for replica in self.replicas.usable(Role.DECODE):
+        decodes = self.replicas.usable(Role.DECODE)
+        for replica in decodes:
             load = replica.load()
             free = free.plus(Places(load.free_streams, load.free_blocks))
         for replica in self.replicas.usable(Role.PREFILL):
+            if decodes and not replica.member.answers_overflow:
+                continue
             load = replica.load()
             free = free.plus(Places(load.free_local_decodes, load.free_local_decode_blocks))
         return free
@@ -272,15 +287,23 @@ class Reservations:
     def num_decode_blocks(self) -> int:
         return sum(replica.member.num_blocks for replica in self.replicas.usable(Role.DECODE))
 
+    def may_hold(self, num_tokens: int) -> bool:
+        """Return whether a usable replica decodes sequences longer than num_tokens."""
+        return any(num_tokens < replica.member.max_decoded_tokens for replica in self.replicas.answerers())
+
     def check_fit(self, request: SequenceRequest, *, share: float) -> None:
-        """Raise RequestError if there are decode replicas, but none can ever hold the request.
+        """Raise RequestError if there are decode replicas, but no known replica can ever hold the request.
 
         share: part of the decode replicas that one tenant may use.
         """
         members = [replica.member for replica in self.replicas.usable(Role.DECODE)]
         if not members:
             return
-        if len(request.token_ids) >= (limit := max(member.max_tokens for member in members)):
+        # A replica that is lost or drains counts until it has left: it, or its successor, may return.
+        limit = max(replica.member.max_decoded_tokens for replica in self.replicas)
+        if request.sampling.max_tokens == 1:  # needs no decode replica
+            limit = max(limit, *(replica.member.max_tokens + 1 for replica in self.replicas))
+        if len(request.token_ids) >= limit:
             raise ContextLengthExceeded(
                 f"the prompt has {len(request.token_ids)} tokens; a replica holds {limit}, answer included",
                 param="prompt",
@@ -298,13 +321,12 @@ class Reservations:
         decodes: Sequence[ReplicaLoad],
         revision: Revision | None,
         *,
-        avoid: Set[str] = frozenset(),
+        avoid: Set[Culprit] = NO_CULPRITS,
         prefill_needs_room: bool = False,
     ) -> Pair | None:
         """Reserve the cheapest pair of `revision` (None: all replicas are of one revision)."""
-        if not (decodes := _of_revision(revision, decodes)):
-            return None
-        prefills = _of_revision(revision, self._loads(Role.PREFILL))
+        decodes = _of_revision(revision, decodes)
+        prefills = _of_revision(revision, self._loads(Role.PREFILL, demand, avoid))
         depths = self._depths(demand)
         decision = self._chooser.choose(
             demand.need, prefills, decodes, depths, avoid=avoid, prefill_needs_room=prefill_needs_room
@@ -318,21 +340,22 @@ class Reservations:
         revision: Revision | None,
         *,
         num_waiting: int,
-        avoid: Set[str] = frozenset(),
+        avoid: Set[Culprit] = NO_CULPRITS,
         prefill_needs_room: bool = False,
     ) -> Pair | None:
-        """Reserve a prefill replica that answers alone, if no decode replica has room and waiting for one costs more.
+        """Reserve a prefill replica that answers alone, if there is no decode replica, or if none has room and waiting
+        for one costs more.
 
         An offline request decodes locally only if there is no decode replica.
         """
         decodes = _of_revision(revision, decodes)
         if (decodes and demand.is_offline) or with_room(decodes, demand.need):
             return None
-        prefills = _of_revision(revision, self._loads(Role.PREFILL))
+        prefills = _of_revision(revision, self._loads(Role.PREFILL, demand, avoid))
         hosts = [
             load
             for load in with_room_for_local_decode(prefills, demand.need)
-            if load.replica not in avoid and (load.has_room_to_prefill or not prefill_needs_room)
+            if (load.has_room_to_prefill or not prefill_needs_room) and (load.member.answers_overflow or not decodes)
         ]
         if not hosts:
             return None
@@ -397,8 +420,15 @@ class Reservations:
     def _predicted_tokens(self, request: SequenceRequest) -> int:
         return self._answers.predict(max(1, request.sampling.max_tokens - request.num_generated))
 
-    def _loads(self, role: Role) -> list[ReplicaLoad]:
-        return [replica.load() for replica in self.replicas.usable(role)]
+    def _loads(self, role: Role, demand: Demand, avoid: Set[Culprit] = NO_CULPRITS) -> list[ReplicaLoad]:
+        """Return the loads of the usable replicas outside `avoid` that hold the request."""
+        # A prefill replica needs room for the prompt only, a decode replica for at least one more token.
+        num_tokens = demand.need.num_tokens + (role is Role.DECODE)
+        return [
+            replica.load()
+            for replica in self.replicas.usable(role)
+            if replica.id not in avoid and num_tokens <= replica.member.max_tokens
+        ]
 
     def _depths(self, demand: Demand) -> Mapping[str, Depths]:
         """Return how much of the prompt each replica holds; empty if all of it must be computed anyway."""
@@ -409,8 +439,9 @@ class Reservations:
 
 
 def may_retry(error: ClusterError) -> bool:
-    """Return whether another replica may succeed after this error."""
-    return isinstance(error, ReplicaLost | CapacityError | TransferError) and not isinstance(error, LayoutMismatch)
+    """Return whether another replica may succeed after this error, for example a larger one."""
+    retryable = ReplicaLost | CapacityError | ContextLengthExceeded | TransferError
+    return isinstance(error, retryable) and not isinstance(error, LayoutMismatch | ModelUnavailable)
 
 
 def _of_revision(revision: Revision | None, loads: Sequence[ReplicaLoad]) -> Sequence[ReplicaLoad]:

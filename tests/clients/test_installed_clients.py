@@ -15,7 +15,7 @@ import pytest_asyncio
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from core.model.config import weight_files
+from core.model.weight_files import weight_files
 from core.process.ports import free_port
 from frontend.service import RouterService
 from tests.engine.gguf_files import read_model
@@ -78,7 +78,7 @@ async def test_lm_eval_scores_equal_those_of_transformers(
     found = json.loads((await _run(python, "lm_eval", url, tmp_path)).splitlines()[-1])
     assert found["texts"] == [" Paris", " Celsius"] and found["scores"] == [1.0, 1.0]
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir)).eval()
-    read_model(weight_files(smollm2_dir)[0], model)
+    read_model(weight_files(smollm2_dir).paths[0], model)
     tokenizer = AutoTokenizer.from_pretrained(smollm2_dir)
     assert len(found["likelihoods"]) == 5
     for context, continuation, told, is_greedy in found["likelihoods"]:

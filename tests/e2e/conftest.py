@@ -30,7 +30,7 @@ def exact_tree(prefill: int, decode: int, **router: Any) -> dict[str, Any]:
     return {
         "model": {"dtype": "float32"},
         "kv": {"wire_dtype": "raw"},
-        "prefill": {"replicas": prefill, "kv_memory_gib": 0.01, "max_batch_tokens": 32},
+        "prefill": {"replicas": prefill, "kv_memory_gib": 0.01, "max_batch_tokens": 32, "answer_share": 0},
         "decode": {"replicas": decode, "kv_memory_gib": 0.01},
         "router": {"max_local_prefill": 0} | router,
     }

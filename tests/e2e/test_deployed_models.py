@@ -94,7 +94,7 @@ def test_second_model_joins_fails_and_leaves_while_the_first_streams(
     )
     assert made.code == 0, made.err
     beside = ["--name", "beside", "--model", str(tiny)]
-    spec = sets("model.served_name=tiny", "router.endpoints=main", *_EXACT, *_SMALL)
+    spec = sets("model.served_name=tiny", "router.endpoints=main", "prefill.answer_share=0", *_EXACT, *_SMALL)
     with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
 
         def rejected() -> openai.APIStatusError:

@@ -13,7 +13,7 @@ import torch
 from openai import AsyncOpenAI
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from core.model.config import weight_files
+from core.model.weight_files import weight_files
 from core.process.ports import free_port
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
@@ -103,7 +103,7 @@ async def _check_lm_eval(url: str, smollm2_dir: Path) -> None:
     This includes a cached prompt. See tests/frontend/http/test_prompt_logprobs.py.
     """
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir)).eval()
-    read_model(weight_files(smollm2_dir)[0], model)
+    read_model(weight_files(smollm2_dir).paths[0], model)
     prompts = [[504, 3575, 282, 4649, 314, 7042, 30], list(range(700, 760))]
     async with httpx.AsyncClient(timeout=60) as client:
         for _ in ("a cold cache", "a warm one"):

@@ -17,7 +17,7 @@ from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluste
 _TREE: dict[str, Any] = {
     "model": {"dtype": "float32"},
     "kv": {"wire_dtype": "raw"},
-    "prefill": {"replicas": 2, "kv_memory_gib": 0.01},
+    "prefill": {"replicas": 2, "kv_memory_gib": 0.01, "answer_share": 0},
     "decode": {"replicas": 2, "kv_memory_gib": 0.01},
     "router": {"max_local_prefill": 0},
 }

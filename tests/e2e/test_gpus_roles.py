@@ -95,7 +95,7 @@ def test_prefill_replica_decodes_locally_when_the_decode_pool_is_full(
     model_dir = checkpoint("llama")
     load = Load(model_dir, reference, device, 2 * _PLACES)
     running_on, tree = shared_ceiling(20), on_device(device, exact_tree(0, 0))
-    tree["prefill"] |= {"max_running": 2 * _PLACES, "answer_share": 0.5}
+    tree["prefill"] |= {"max_running": 2 * _PLACES, "answer_share": 0.5, "answer_overflow": True}
     tree["decode"] |= {"max_running": _PLACES}
 
     async def play() -> None:

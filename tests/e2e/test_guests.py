@@ -33,6 +33,7 @@ def _tree(*, tp: int = 1, local_decodes: int = _PLACES) -> dict[str, Any]:
             "max_batch_tokens": 32,
             "max_running": 2 * local_decodes,
             "answer_share": 0.5,
+            "answer_overflow": True,
         },
         "decode": {**pool, "replicas": 1, "max_running": _PLACES},
         "router": {"max_local_prefill": 0},

@@ -141,7 +141,7 @@ async def test_a_deadline_that_passes_on_the_way_ends_the_request_everywhere(
 async def test_without_a_replica_a_request_waits_and_then_hears_that_there_is_none(
     checkpoint: Checkpoint, redis_url: str
 ) -> None:
-    tree = _tree(queue_s=0.5) | {"decode": {"replicas": 0}}
+    tree = _tree(queue_s=0.5) | {"decode": {"replicas": 0}, "prefill": {"kv_memory_gib": 0.01, "answer_share": 0}}
     async with local_cluster(checkpoint("llama"), redis_url, **tree) as cluster:
         begin = time.monotonic()
         with pytest.raises(ModelUnavailable, match="it has no decode replica"):

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import redis
@@ -19,7 +20,8 @@ from core.types.prefix_hash import block_hashes, root_hash
 from core.types.request import Role, Sampling
 from tests.e2e.conftest import Checkpoint
 from tests.engine.steps import prompts
-from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.local_cluster import LocalCluster, local_cluster, second_router
+from tests.support.redis_at import Relay, redis_at
 from tests.support.waiting import becomes, stays
 
 _GREEDY = Sampling(max_tokens=16, temperature=0.0)
@@ -112,6 +114,25 @@ async def test_it_stands_still(checkpoint: Checkpoint, own_redis: _Redis) -> Non
         assert {id: replica for id, replica in before.items() if cluster.replicas.get(id) is replica} == before
 
 
+async def test_it_fails_over(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """The primary becomes a replica without closing connections, and its name leads to the promoted one."""
+    with redis_at("127.0.0.1", tmp_path) as old, redis_at("127.0.0.1", tmp_path) as new:
+        ports = [urlsplit(url).port or 0 for url in (old, new)]
+        async with Relay.to(ports[0]) as (relay, url):
+            async with local_cluster(checkpoint("llama"), url, is_alone=False, **_TREE) as cluster:
+                prefix_sources = await _know_the_prompt(cluster)
+                before = {replica.id: replica for replica in cluster.replicas}
+                with redis.Redis.from_url(old) as client:
+                    client.replicaof("127.0.0.1", str(ports[1]))
+                relay.port = ports[1]
+                answer = await cluster.generate(_PROMPT, _GREEDY)
+                assert answer.route.attempts == 1 and answer.route.decode_replica in prefix_sources
+                newcomer = await cluster.add(Role.DECODE)
+                async with second_router(cluster) as another:
+                    await becomes(lambda: {one.id for one in another if one.is_usable} == {*before, newcomer.id})
+                assert {one.id: one for one in cluster.replicas if one.id in before} == before
+
+
 async def test_a_replica_that_dies_meanwhile_is_forgotten_when_it_is_back(
     checkpoint: Checkpoint, own_redis: _Redis
 ) -> None:
@@ -124,3 +145,31 @@ async def test_a_replica_that_dies_meanwhile_is_forgotten_when_it_is_back(
         own_redis.start()
         await becomes(lambda: cluster.replicas.get(doomed.id) is None)
         await cluster.idle()
+
+
+@pytest.mark.parametrize("fault", ["full", "wrong types", "slow", "away"])
+async def test_a_router_that_starts_while_redis_refuses_asks_the_controller(
+    checkpoint: Checkpoint, tmp_path: Path, fault: str
+) -> None:
+    with redis_at("127.0.0.1", tmp_path) as url:
+        port = urlsplit(url).port or 0
+        async with Relay.to(port) as (relay, index_url), local_cluster(checkpoint("llama"), url, **_TREE) as cluster:
+            with redis.Redis.from_url(url) as client:
+                match fault:
+                    case "full":
+                        client.config_set("maxmemory", "1")
+                        client.flushall()  # the leases run out
+                    case "wrong types":
+                        client.config_set("maxmemory", "1")
+                        client.flushall()
+                        client.config_set("maxmemory", "0")
+                        client.set("cluster:members", "foreign")
+                    case "slow":
+                        relay.delay_s = 2.5
+                    case "away":
+                        relay.port = 1
+            async with second_router(cluster, index_url=index_url, has_controller=True) as another:
+                await becomes(lambda: sum(one.is_usable for one in another) == 3)
+                assert another.may_answer()
+                if fault == "full":
+                    await stays(lambda: sum(one.is_usable for one in another) == 3, for_s=1)

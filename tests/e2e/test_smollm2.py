@@ -11,7 +11,8 @@ import pytest
 from core.model.config import load
 from core.types.errors import SpecError
 from core.types.request import Sampling
-from frontend.chat.chat_template import ChatTemplate, find_chat_template
+from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.template_files import find_chat_template
 from frontend.text.tokenizer import Tokenizer
 from tests.e2e.conftest import Reference
 from tests.support.local_cluster import local_cluster

@@ -124,10 +124,18 @@ def deinterleave(rows: np.ndarray, num_heads: int) -> np.ndarray:
 
 
 def random_blocks(kind: GGMLQuantizationType, num_blocks: int) -> np.ndarray:
-    """Return random codes: any bytes are valid, except that the half-precision scales must be finite."""
+    """Return random codes: any bytes are valid, except that the scales must be finite."""
     _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = np.random.default_rng(0).integers(0, 256, (num_blocks, num_bytes), dtype=np.uint8)
+    if kind.name in ("MXFP4", "NVFP4"):  # scales are bytes
+        blocks[:, : 1 if kind.name == "MXFP4" else 4] = 100
+        return blocks
+    if kind.name == "IQ1_M":  # the scale is in four half bytes
+        blocks[:, 49::2] &= 15
+        blocks[:, 55] |= 32
+        return blocks
     scales_at = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-    for at in scales_at.get(kind.name, (0, 2) if kind.name.endswith("_1") else (0,)):
+    scales_at |= {"TQ1_0": (52,), "TQ2_0": (64,)}
+    for at in scales_at.get(kind.name, (0, 2) if kind.name in ("Q4_1", "Q5_1") else (0,)):
         blocks[:, at : at + 2] = np.linspace(-1e-2, 1e-2, num_blocks, dtype=np.float16).view(np.uint8).reshape(-1, 2)
     return blocks

@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from core.model.config import weight_files
+from core.model.weight_files import weight_files
 from core.types.request import FinishReason, Sampling
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
@@ -31,7 +31,7 @@ def load(directory: Path, dtype: str) -> ModelRunner:
 
 @pytest.fixture(scope="module")
 def gguf(smollm2_dir: Path) -> Path:
-    return weight_files(smollm2_dir)[0]
+    return weight_files(smollm2_dir).paths[0]
 
 
 @pytest.fixture(scope="module")

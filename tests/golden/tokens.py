@@ -161,7 +161,7 @@ def cluster(
             "router": {"max_local_prefill": 0},
         }
         if path == "guest":
-            tree["prefill"] |= {"answer_share": 0.9}
+            tree["prefill"] |= {"answer_share": 0.9, "answer_overflow": True}
         if method != "off":
             tree["speculation"] = {
                 "method": method.removesuffix("1"),

@@ -9,7 +9,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,7 @@ class LocalCluster:
     replicas: Replicas
     core: RouterCore
     processes: bool = False
+    host: str = "127.0.0.1"  # of ranks that run on no other Host
     pools: dict[Role, list[LocalReplica]] = field(default_factory=lambda: {role: [] for role in Role})
     _next_id: int = 0
     _identities: list[Identity] = field(default_factory=list)
@@ -121,22 +122,28 @@ class LocalCluster:
         prepare: Callable[[], None] | None = None,
         log: str = RANKS_LOG,
         on: Host | None = None,
+        kv_memory_gib: float | None = None,
     ) -> LocalReplica:
         """Start one more replica and wait until the router sees it.
 
+        kv_memory_gib: its KV pool; None: as in the spec.
         Faults, ceiling, prepare, log and a remote host are for ranks in their own processes.
         """
         replica = LocalReplica(f"{role}-{self._next_id}", [])
         self._next_id += 1
-        for rank in range(self.spec.pool(role).tensor_parallel):
+        pool, launch = self.spec.pool(role), self.launch
+        if kv_memory_gib is not None:
+            pool = pool.model_copy(update={"kv_memory_gib": kv_memory_gib})
+            launch = replace(launch, spec=self.spec.model_copy(update={role.value: pool}))
+        for rank in range(pool.tensor_parallel):
             identity = self.identity(ProcessName.of_rank(self.spec.name, replica.id, rank))
-            place: dict[str, Any] = {"host": on.address, "network": on.network} if on else {"host": "127.0.0.1"}
+            place: dict[str, Any] = {"host": on.address, "network": on.network} if on else {"host": self.host}
             made: Any
             if self.processes:
                 how: dict[str, Any] = {"faults": faults, "ceiling": ceiling, "prepare": prepare, "log": log}
-                made = RankInProcess(role, self.launch, identity=identity, **how, **place)
+                made = RankInProcess(role, launch, identity=identity, **how, **place)
             else:
-                made = _MAKERS[role](self.launch, identity=identity, **place)
+                made = _MAKERS[role](launch, identity=identity, **place)
             replica.ranks.append(made)
         self.pools[role].append(replica)
         bindings = await asyncio.gather(*(asyncio.to_thread(rank.bind) for rank in replica.ranks))
@@ -228,7 +235,7 @@ class LocalCluster:
         if self.processes:
             rank.become(role, identity)
             return rank
-        successor: Any = _MAKERS[role](self.launch, identity=identity, host="127.0.0.1")
+        successor: Any = _MAKERS[role](self.launch, identity=identity, host=self.host)
         successor.bind()
         successor.succeed(rank)
         return successor
@@ -238,6 +245,33 @@ class LocalCluster:
         found = self.replicas.get(replica.id)
         assert found
         return found
+
+
+@asynccontextmanager
+async def second_router(
+    cluster: LocalCluster, *, index_url: str = "", has_controller: bool = False
+) -> AsyncIterator[Replicas]:
+    """Yield the replicas as another router finds them. index_url: of another Redis. has_controller: ask the replicas
+    for their records, as the controller does."""
+
+    async def find_members() -> list[bytes]:
+        every = [replica for pool in cluster.pools.values() for replica in pool]
+        return [replica.ranks[0].status()["member"] for replica in every]
+
+    replicas = Replicas(lambda member: GrpcWorker(member, identity=cluster.router))
+    discovery = Discovery(
+        connect_redis(index_url or cluster.credentials.index_url),
+        replicas,
+        name=cluster.spec.name,
+        key=cluster.credentials.key(Purpose.MEMBERS),
+        find_members=find_members if has_controller else None,
+    )
+    discovery.start()
+    try:
+        yield replicas
+    finally:
+        await discovery.close()
+        await replicas.close()
 
 
 async def moved(cluster: LocalCluster, answering: Coroutine[Any, Any, Answer], under: Ceiling) -> Answer:
@@ -284,6 +318,7 @@ async def local_cluster(
     redis_url: str,
     *,
     processes: bool = False,
+    host: str = "127.0.0.1",
     policy: Policy | None = None,
     is_alone: bool = True,
     **tree: Any,
@@ -312,7 +347,7 @@ async def local_cluster(
         max_waiting=spec.router.max_waiting,
         metrics=Metrics(),
     )
-    cluster = LocalCluster(launch, authority, router, fingerprint, replicas, core, processes)
+    cluster = LocalCluster(launch, authority, router, fingerprint, replicas, core, processes, host)
     discovery.start()
     try:
         starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]

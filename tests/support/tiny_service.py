@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from core.grammar.compiler import GrammarCompiler
-from frontend.chat.chat_template import ChatTemplate, find_chat_template
+from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.template_files import find_chat_template
 from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion import Completions
-from frontend.text.completion_request import MAX_CHOICES, ModelCard
+from frontend.text.completion_request import MAX_CHOICES, NEUTRAL, ModelCard
 from frontend.text.tokenizer import Tokenizer
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
@@ -30,10 +32,13 @@ class MakeCompletions:
         max_request_s: float = 60,
         max_unread_s: float = 60,
         max_choices: int = MAX_CHOICES,
+        aliases: tuple[str, ...] = (),
+        max_held: Callable[[], int | None] = lambda: None,
         audit_log: Path | None = None,
         chat_template: str | None = None,
         has_grammars: bool = False,
         tracing: Tracing | None = None,
+        sampling_defaults: Mapping[str, float] = NEUTRAL,
     ) -> Completions:
         """chat_template: None uses that of the model directory. has_grammars: whether requests may have grammars."""
         tokenizer = self._tokenizer
@@ -48,6 +53,10 @@ class MakeCompletions:
                 vocab_size=tokenizer.vocab_size,
                 dtype="float32",
                 max_choices=max_choices,
+                aliases=aliases,
+                root="org/tiny",
+                max_held=max_held,
+                sampling_defaults=sampling_defaults,
             ),
             metrics=Metrics(),
             max_request_s=max_request_s,

@@ -10,17 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.deploy import AsJson
+from cluster.cli.connection import find_state, join_controller
+from cluster.cli.deploy import AsJson, Name
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
 from cluster.cli.planning.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of
 from core.trace.trace import read_trace
-from core.types.errors import SpecError
+from core.types.errors import ClusterError, NotDeployed, SpecError
 
 if TYPE_CHECKING:
     from core.spec.schema import Spec
     from planner.simulator.candidate import Candidate
     from planner.simulator.plan import CapacityPlan
+    from planner.simulator.profile import Profile
 
+_NO_SPEC = "1P1D"
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 # Bytes of a 4-bit weight, with a 16-bit scale per 32 weights.
 _4_BITS = 4.5 / 8
@@ -40,7 +43,11 @@ def plan(
     profile: ProfileName = None,
     drafts: DraftsOption = None,
     draft_pass_ms: DraftPass = 0.0,
-    spec: Annotated[str, typer.Option(help="Spec to start from: model, KV, resources, limits.")] = "1P1D",
+    name: Name = None,
+    spec: Annotated[
+        str | None,
+        typer.Option(help="Spec to start from: model, KV, resources, limits. Default: the deployment's, or 1P1D."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write the plan to this file, as a spec.")
     ] = None,
@@ -59,11 +66,13 @@ def plan(
     """Find the cheapest topology that meets an SLO on a trace.
 
     Topologies are xPyD, and 0PyD, where decode replicas compute their own prompts. Exit code 1 if none within
-    --max-replicas
-    meets it.
+    --max-replicas meets it.
+
+    Without --spec and --profile, the plan is for the running deployment: its spec, at the rates that its replicas have
+    learned.
     """
     if memory:
-        report = _memory(spec)
+        report = _memory(spec or _NO_SPEC)
         print(json.dumps(report, indent=1) if as_json else _memory_table(report))
         return
     if speculation:
@@ -77,9 +86,11 @@ def plan(
     from planner.simulator.fleet_setup import FleetSetup
     from planner.simulator.plan import make_plan
 
-    simulator = Simulator(profile, drafts, draft_pass_ms)
+    running = _running(name, is_asked=name is not None or not (spec or profile))
+    source = spec or (running[0] if running else _NO_SPEC)
+    simulator = Simulator(profile or (running[1] if running else None), drafts, draft_pass_ms)
     overrides = [f"kv.block_size={block_size}"] if block_size is not None else []
-    given = load_spec(spec, overrides=overrides)
+    given = load_spec(source, overrides=overrides)
     if simulator.profile.kv.pool_tokens < given.kv.block_size:
         raise SpecError(
             f"--block-size {given.kv.block_size}: a replica's KV pool has {simulator.profile.kv.pool_tokens} tokens"
@@ -107,12 +118,45 @@ def plan(
 
         draw(found, plot, good_share=good)
     if output and found.best:
-        output.write_text(_as_spec(spec, overrides, given, found.best, threads=simulator.profile.threads))
+        output.write_text(
+            _as_spec(source, overrides, given, found.best, threads=simulator.profile.threads), encoding="utf-8"
+        )
     print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, times=simulator.times_note))
     raise typer.Exit(0 if found.best else 1)
 
 
-def _as_spec(source: str, overrides: list[str], given: Spec, best: Candidate, *, threads: int) -> str:
+def _running(name: str | None, *, is_asked: bool) -> tuple[dict[str, Any], Profile] | None:
+    """Return the spec of a deployment without its defaults, and the profile that its replicas have learned.
+
+    None if nothing is deployed and `name` is None. Raises SpecError while the rates are unknown.
+    """
+    if not is_asked:
+        return None
+    try:
+        state = find_state(name)
+    except NotDeployed:
+        if name is not None:
+            raise
+        return None
+    controller = join_controller(state)
+    from cluster.launch import driver
+    from core.spec.schema import AutoscaleSpec, Spec
+    from core.trace.traffic import ReplicaReport
+    from planner.autoscaler.live_fleets import fleets_of
+
+    spec = Spec.model_validate(driver.ask(controller, "status")["spec"])
+    replicas = [ReplicaReport.of(tree) for tree in driver.ask(controller, "autoscaling")["replicas"]]
+    try:
+        profile = fleets_of(spec, AutoscaleSpec(), replicas).profile
+    except ClusterError as error:
+        raise SpecError(
+            f"{state.name}: {error}; run a load first, such as `cluster bench`, or give --profile"
+        ) from error
+    tree = spec.model_dump(mode="json", exclude_defaults=True)
+    return tree, profile.model_copy(update={"name": state.name})
+
+
+def _as_spec(source: str | dict[str, Any], overrides: list[str], given: Spec, best: Candidate, *, threads: int) -> str:
     """Return `source` with the plan's pools as YAML for `cluster deploy`. threads: of the profile's replica."""
     import yaml
 

@@ -81,7 +81,7 @@ def profile(
     ]
     tree = {"name": output.stem, "origin": "measured", "derivation": derivation, **steps, "kv": kv}
     tree |= {"host_bytes_per_s": _copied_bytes_per_s(), "usd_per_hour": usd_per_hour}
-    output.write_text(Profile.model_validate(tree).model_dump_json(indent=1) + "\n")
+    output.write_text(Profile.model_validate(tree).model_dump_json(indent=1) + "\n", encoding="utf-8")
     print(_table(tree))
 
 

@@ -17,6 +17,7 @@ from core.types.errors import SpecError
 if TYPE_CHECKING:
     from core.spec.schema import Spec
     from planner.simulator.fleet_setup import FleetSetup
+    from planner.simulator.profile import Profile
 
 TraceFile = Annotated[Path, typer.Option("--trace", help="Trace to replay.")]
 ProfileName = Annotated[str | None, typer.Option("--profile", help="JSON file, or the name of a shipped profile.")]
@@ -82,11 +83,12 @@ def simulate(
 class Simulator:
     """A profile, and simulations with it."""
 
-    def __init__(self, profile: str | None, drafts: str | None = None, draft_pass_ms: float = 0.0) -> None:
-        """Load the profile. Raises SpecError if it does not exist."""
-        from planner.simulator.profile import DEFAULT, load_profile
+    def __init__(self, profile: str | Profile | None, drafts: str | None = None, draft_pass_ms: float = 0.0) -> None:
+        """Load the profile, if it is a name. Raises SpecError if it does not exist."""
+        from planner.simulator.profile import DEFAULT, Profile, load_profile
 
-        self.profile = with_drafts(load_profile(profile or DEFAULT), drafts, draft_pass_ms)
+        known = profile if isinstance(profile, Profile) else load_profile(profile or DEFAULT)
+        self.profile = with_drafts(known, drafts, draft_pass_ms)
 
     @property
     def times_note(self) -> str:

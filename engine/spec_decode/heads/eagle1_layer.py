@@ -43,7 +43,7 @@ class Eagle1Layer:
         has_bias, has_qkv_bias = "fc.bias" in found, f"{_LAYER}.self_attn.q_proj.bias" in found
         biased = ["fc"] * has_bias + [f"{_LAYER}.self_attn.{name}_proj" for name in "qkv"] * has_qkv_bias
         expected |= {f"{name}.bias": expected[f"{name}.weight"][:1] for name in biased}
-        check_tensors(found, expected, optional=_COPIES)
+        check_tensors(reader.checkpoint, expected, optional=_COPIES)
         self._model = room.model
         self._join = reader.linear({"fc": (0, hidden)}, has_bias=has_bias)
         self._block = DecoderBlock.read(reader, shape, _LAYER, index=model.num_layers, has_bias=has_qkv_bias)

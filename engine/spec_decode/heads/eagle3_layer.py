@@ -43,7 +43,7 @@ class Eagle3Layer:
         found = reader.checkpoint.shapes
         also = {"embed_tokens.weight": (model.vocab_size, shape.hidden_size), "d2t": (config.draft_vocab_size,)}
         expected = {**_expected(config, shape, variant), **{name: size for name, size in also.items() if name in found}}
-        check_tensors(found, expected, optional=frozenset({"t2d"}))
+        check_tensors(reader.checkpoint, expected, optional=frozenset({"t2d"}))
         eps = shape.rms_norm_eps
         self._fuse = reader.linear({"fc": (0, shape.hidden_size)})  # not split: every rank keeps the same features
         self._hidden_norms = [reader.norm(name, eps) for name in _hidden_norms(variant)]

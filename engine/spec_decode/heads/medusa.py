@@ -38,7 +38,7 @@ class Medusa:
         """Read the heads. Raises SpecError if they do not fit config.json or the model."""
         reader, found = room.reader, room.reader.checkpoint.shapes
         names = _OLD if "0.0.linear.weight" in found else _NEW
-        check_tensors(found, _expected(config, model, names), optional=frozenset())
+        check_tensors(reader.checkpoint, _expected(config, model, names))
         self.layers = config.layers
         self._room = room
         self._hidden_size = model.hidden_size

@@ -47,9 +47,8 @@ class MtpLayer:
         reader, shape, index = room.reader, config.shape, model.num_layers
         assert shape is not None and shape.latent is not None
         prefix, eps = f"model.layers.{index}", shape.rms_norm_eps
-        found = {name: size for name, size in reader.checkpoint.shapes.items() if name.startswith(f"{prefix}.")}
         copies = frozenset({f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight"})
-        check_tensors(found, _expected(shape, index), optional=copies)
+        check_tensors(reader.checkpoint, _expected(shape, index), optional=copies, prefix=f"{prefix}.")
         self._model = room.model
         self._is_interleaved = shape.latent.is_interleaved
         self._scale = shape.attention_scale
@@ -83,7 +82,7 @@ class MtpLayer:
         return self._model.head(feature_RE)
 
     def _entry(self, token_ids_T: Tensor, before_TE: Tensor) -> Tensor:
-        """(T, E)"""
+        """Return the layer's input (T, E): embeddings joined with the features before them."""
         embedded_TE = self._embedding_norm(self._model.embed(token_ids_T))
         return self._join(torch.cat((embedded_TE, self._feature_norm(before_TE)), dim=-1))
 

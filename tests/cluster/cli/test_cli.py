@@ -57,6 +57,7 @@ def left_of(cluster: ClusterCommand) -> list[int]:
         ),
         (["deploy"], "Missing argument"),
         (["deploy", "1P1D", "--frobnicate"], "No such option: --frobnicate"),
+        (["--name", "a", "down"], "options of a command follow it: `cluster down --name ...`"),
         (["scale", "prefill"], "scale prefill: write prefill=N, decode=N or both"),
         (["scale", "prefill=2"], "nothing is deployed"),
         (["drain", "decode-0"], "nothing is deployed"),

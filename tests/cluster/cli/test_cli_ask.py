@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -118,8 +120,6 @@ def test_api_key_from_environment_or_operator_file(
 
 
 def test_generate_does_not_import_ray(tmp_path: Path) -> None:
-    import subprocess
-
     code = (
         "import sys; import cluster.cli.inference_client; print([m for m in ('ray', 'pydantic') if m in sys.modules])"
     )
@@ -149,6 +149,18 @@ def test_user_error_is_one_line(
     printed = capsys.readouterr()
     assert printed.out == "" and error in printed.err and printed.err.count("\n") == 1, printed.err
     assert not inference.requests
+
+
+def test_prompt_is_utf8_whatever_the_locale() -> None:
+    code = "import sys; from cluster.cli.generate import _utf8; print(ascii(_utf8('the prompt', sys.argv[1])))"
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    shown = subprocess.run(
+        [sys.executable, "-c", code, "Grüße".encode()],
+        env={**os.environ, **locale},
+        capture_output=True,
+        check=True,
+    )
+    assert shown.stdout == b"'Gr\\xfc\\xdfe'\n"
 
 
 def test_binary_prompt_on_stdin_is_one_line(

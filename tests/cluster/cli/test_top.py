@@ -31,6 +31,13 @@ def test_router_totals_are_summed_and_replicas_are_not() -> None:
     assert flow == ["handoff", "prefill-0", "decode-1", "2.00"]
 
 
+def test_prediction_of_a_fresh_replica_is_not_shown() -> None:
+    view = _view("a")
+    assert "200 ms" in plain([view])
+    view["decisions"][0]["options"][0]["is_learnt"] = False
+    assert "not learnt yet" in plain([view]) and "200 ms" not in plain([view])
+
+
 def test_replica_lost_by_one_router_is_lost() -> None:
     assert "lost" in plain([_view("a"), _view("b", state="lost")])
     assert "lost" in plain([_view("a", state="lost"), _view("b")])

@@ -92,6 +92,30 @@ def test_node_messages_are_not_printed(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert not messages and not capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore")  # Serve's own pydantic warnings
+def test_cause_of_a_failed_router_is_found_in_serves_message() -> None:
+    from cluster.launch import router_app
+
+    message = """A replica failed to start with exception. Retrying 2 more time(s). Error:
+Traceback (most recent call last):
+  File "frontend/grpc/api.py", line 118, in open_grpc_api
+core.types.errors.DeployError: gRPC port [::1]:50051 cannot be opened
+
+During handling of the above exception, another exception occurred:
+ray.exceptions.RayTaskError(DeployError): wrapped"""
+    assert router_app.cause_of(message) == "gRPC port [::1]:50051 cannot be opened"
+    assert not router_app.cause_of("KeyError: 'core'")
+
+
+def test_ray_that_stands_still_is_reported_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(driver.ray, "init", lambda **_: never.wait(60))
+    with pytest.raises(DeployError, match=r"does not answer within 0\.1 s: its control store or the raylet"):
+        driver.connect("auto", "a", within_s=0.1)
+    assert any(thread.name == driver.JOINING for thread in threading.enumerate())
+    never.set()
+
+
 def test_address_for_ssh_names_the_option_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     with pytest.raises(

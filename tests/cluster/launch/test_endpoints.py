@@ -14,7 +14,9 @@ from cluster.launch.endpoints import Endpoints, admin_addresses, keys_of, open_o
 from core.process.ports import free_port
 from core.spec.schema import RouterSpec
 from core.types.errors import SpecError
+from core.types.network import format_address
 from core.wire.client_access import EndpointAccess
+from tests.support.ipv6 import needs_ipv6
 
 HEAD = {"node:__internal_head__": 1.0}
 
@@ -33,6 +35,16 @@ def test_one_machine_defaults_to_loopback() -> None:
     assert (endpoints.host, endpoints.actor_options) == ("127.0.0.1", {})
     opened = plan(node("10.0.0.1", total=HEAD), host="0.0.0.0")
     assert (opened.grpc, opened.http, opened.host) == ("10.0.0.1:50051", "http://10.0.0.1:8000", "0.0.0.0")
+
+
+def test_ipv6_addresses_have_brackets() -> None:
+    opened = plan(node("fd00::7", total=HEAD), host="::")
+    assert (opened.grpc, opened.http, opened.host) == ("[fd00::7]:50051", "http://[fd00::7]:8000", "::")
+    assert openai_urls(opened.http) == "http://[fd00::7]:8000/v1"
+    loopback = plan(node("10.0.0.1", total=HEAD), host="[::1]")
+    assert (loopback.grpc, loopback.host, loopback.opens_to) == ("[::1]:50051", "::1", "")
+    assert open_ones("http://[fd00::7]:8000,http://[fd00::8]:8000", {"fd00::8"}) == "http://[fd00::8]:8000"
+    assert admin_addresses(RouterSpec(admin_host="::", admin_port=9))[0] == "[::1]:9"
 
 
 def test_several_machines_default_to_the_heads_address() -> None:
@@ -67,9 +79,7 @@ def test_wildcard_address_only_if_configured() -> None:
     nodes = [node("10.0.0.1", total=HEAD), node("10.0.0.2", pool="decode")]
     endpoints = plan(*nodes, host="0.0.0.0")
     assert (endpoints.grpc, endpoints.host) == ("10.0.0.1:50051", "0.0.0.0")
-    with pytest.raises(
-        SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; leave it out, or set 0.0.0.0"
-    ):
+    with pytest.raises(SpecError, match=r"router.host: 127.0.0.1 is on one machine, and .*; unset it, or set 0.0.0.0"):
         plan(*nodes, host="127.0.0.1")
 
 
@@ -104,13 +114,14 @@ def test_admin_addresses() -> None:
     assert admin_addresses(opened) == tuple(f"127.0.0.1:{port}" for port in (9100, 9101, 9102, 9103))
 
 
-async def test_client_finds_the_open_endpoint() -> None:
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=needs_ipv6)])
+async def test_client_finds_the_open_endpoint(host: str) -> None:
     server = aio.server()
     servicer = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
+    port = server.add_insecure_port(format_address(host, 0))
     await server.start()
-    endpoints = f"127.0.0.1:{free_port()},127.0.0.1:{port},127.0.0.1:{free_port()}"
+    endpoints = ",".join(format_address(host, one) for one in (free_port(host), port, free_port(host)))
 
     def ask() -> Any:
         with EndpointAccess().blocking_channel(endpoints) as channel:

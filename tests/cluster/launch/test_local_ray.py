@@ -35,7 +35,7 @@ def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[FakeRa
         monkeypatch.setattr(local_ray, "START_S", -1.0)
         monkeypatch.setattr(local_ray, "stop", stopped.append)
         monkeypatch.setattr(local_ray.subprocess, "Popen", ray)
-        place = local_ray.LocalRay(str(tmp_path), 1)
+        place = local_ray.LocalRay(str(tmp_path / "ray"), 1)
         with pytest.raises(DeployError) as caught:
             local_ray.start(place, log=tmp_path / "ray.log")
         assert stopped == [place]
@@ -59,3 +59,21 @@ def test_overloaded_machine_is_reported(started: Callable[[FakeRay], str], ray: 
     message = started(ray)
     assert "retry when this machine is less busy" in message and "ray.log" in message
     assert "Local node IP" not in message, "what Ray output last is no reason"
+
+
+def test_nothing_is_made_before_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A deploy that a later check stops leaves no directory behind."""
+    monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: str(tmp_path))
+    local_ray.prepare()
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
+    place = local_ray.prepare()
+    with pytest.raises(DeployError, match="No such file or directory; set TMPDIR to a writable directory"):
+        local_ray.start(place, log=tmp_path / "ray.log")
+
+
+def test_ray_that_gave_up_on_a_busy_machine_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    starts = [FakeRay(b"The current node timed out during startup.\n", 1), FakeRay(b"Ray runtime started.\n", None)]
+    monkeypatch.setattr(local_ray.subprocess, "Popen", lambda command, **how: starts.pop(0)(command, **how))
+    local_ray.start(local_ray.LocalRay(str(tmp_path / "ray"), 1), log=tmp_path / "ray.log")
+    assert not starts

@@ -155,21 +155,6 @@ def test_unreadable_config(tmp_path: Path) -> None:
             model_config.load(tmp_path)
 
 
-def test_weight_files(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"no weights: expected model\.safetensors"):
-        model_config.weight_files(write(tmp_path))
-    (tmp_path / "consolidated.safetensors").touch()
-    (tmp_path / "model.safetensors").touch()
-    assert model_config.weight_files(tmp_path) == [tmp_path / "model.safetensors"]
-    index = {"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors", "c": "model-2.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    (tmp_path / "model-1.safetensors").touch()
-    with pytest.raises(SpecError, match=r"weight files are missing: .*/model-2\.safetensors$"):
-        model_config.weight_files(tmp_path)
-    (tmp_path / "model-2.safetensors").touch()
-    assert [file.name for file in model_config.weight_files(tmp_path)] == ["model-1.safetensors", "model-2.safetensors"]
-
-
 def test_fingerprint_depends_on_the_weights(tmp_path: Path) -> None:
     def fingerprint_of(name: str, content: bytes, **changes: Any) -> str:
         (tmp_path / name).mkdir()
@@ -183,6 +168,11 @@ def test_fingerprint_depends_on_the_weights(tmp_path: Path) -> None:
     assert fingerprint_of("c", weights + b"x") != first
     assert fingerprint_of("d", weights[:-1] + b"x") != first
     assert fingerprint_of("e", weights, rope_theta=3.0) != first
+    index = tmp_path / "a" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"x": "model.safetensors"}}))
+    indexed = model_config.fingerprint(tmp_path / "a")
+    index.write_text(json.dumps({"weight_map": {"y": "model.safetensors"}}))
+    assert len({first, indexed, model_config.fingerprint(tmp_path / "a")}) == 3
 
 
 def test_gguf_fingerprint_is_independent_of_the_path(tmp_path: Path) -> None:

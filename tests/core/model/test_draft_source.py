@@ -190,7 +190,7 @@ def test_method_and_model_must_match(tree: dict[str, Any], expected: str) -> Non
 
 
 def test_directory_without_heads_names_the_spec_key(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"^speculation\.model: .*no weights: expected model\.safetensors"):
+    with pytest.raises(SpecError, match=r"^speculation\.model: .*no weights: expected \.safetensors"):
         model_source.resolve_heads(str(tmp_path))
 
 

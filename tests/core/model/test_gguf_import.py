@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -46,6 +47,17 @@ _EMBEDDING = np.zeros((3, 4), np.float32)
 def test_valid_file_is_imported(tmp_path: Path) -> None:
     import_gguf(_write(tmp_path / "a.gguf", _SOUND, _EMBEDDING), tmp_path)
     assert (tmp_path / "config.json").exists()
+
+
+def test_sampling_defaults_of_the_file(tmp_path: Path) -> None:
+    given = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7, "general.sampling.penalty_repeat": 1.25}
+    import_gguf(_write(tmp_path / "a.gguf", _SOUND | given, _EMBEDDING), tmp_path)
+    found = json.loads((tmp_path / "generation_config.json").read_text())
+    assert {k: found[k] for k in ("temperature", "top_k", "repetition_penalty")} == {
+        "temperature": 0.5,
+        "top_k": 7,
+        "repetition_penalty": 1.25,
+    }
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from core.model.gguf_tokenizer import build_tokenizer, end_token_ids
+from core.model.gguf_words import COMPOSED, WORDS
 from core.types.errors import SpecError
 
 TEXTS = [
@@ -104,6 +105,53 @@ def test_pieces_of_the_default_pre_tokenizer() -> None:
     assert pieces == ["a", ",", "b", "Ġ", "123", "456", "7", "Ġx", "=", "y", "Ġit", "'", "s"]
 
 
+@pytest.mark.parametrize("name", WORDS)
+def test_every_named_pre_tokenizer_loses_nothing(name: str) -> None:
+    rebuilt = build_tokenizer(metadata_of(trained("gpt-2"), pre=name))
+    for text in TEXTS:
+        assert rebuilt.decode(rebuilt.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == (
+            normalizers.NFC().normalize_str(text) if name in COMPOSED else text
+        )
+
+
+# From the models' own tokenizer.json files, where the GGUF name has words of another one.
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN35 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("smaug-bpe", LLAMA3),
+        ("glm4", LLAMA3),
+        ("megrez", QWEN2),
+        ("qwen35", QWEN35),
+        ("gpt-4o", CASED),
+        ("llama4", CASED),
+    ],
+)
+def test_synonyms_split_like_the_models_own(name: str, words: str) -> None:
+    theirs = pre_tokenizers.Split(Regex(words), "isolated")
+    ours = pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(one), "isolated") for one in WORDS[name]])
+    for text in TEXTS:
+        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+
+
+def test_missing_pre_tokenizer_is_the_default_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    metadata = metadata_of(trained("gpt-2"), pre="default")
+    default = build_tokenizer(metadata)
+    del metadata["tokenizer.ggml.pre"]
+    assert build_tokenizer(metadata).to_str() == default.to_str()
+    assert "tokenizer.ggml.pre" in caplog.text
+
+
 def test_bos_token_follows_the_files_setting() -> None:
     original = trained("llama-bpe")
     bos = original.token_to_id(SPECIAL[0])
@@ -118,11 +166,37 @@ def test_bos_token_follows_the_files_setting() -> None:
 def test_ends_of_generation() -> None:
     metadata = {
         "tokenizer.ggml.tokens": ["a", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>"],
-        "tokenizer.ggml.token_type": [1, 3, 3, 1, 3],  # a normal token with an end token's text does not count
+        "tokenizer.ggml.token_type": [1, 3, 3, 1, 4],
         "tokenizer.ggml.eos_token_id": 1,
         "tokenizer.ggml.eot_token_id": 0,
     }
-    assert end_token_ids(metadata) == [1, 0, 2, 4]
+    assert end_token_ids(metadata) == [1, 0, 2, 3, 4]
+    harmony = {"tokenizer.ggml.tokens": ["<|end|>", "<|return|>", "<|call|>"], "tokenizer.ggml.eos_token_id": 1}
+    assert end_token_ids(harmony) == [1, 2], "<|end|>: between the messages of one answer"
+
+
+@pytest.mark.parametrize("kind", [1, 2, 4, 5])
+@pytest.mark.parametrize("token", ["<|im_end|>", "<|im_start|>", "<|eot_id|>", "<end_of_turn>", "<|end_of_text|>"])
+def test_control_tokens_are_known_by_name(token: str, kind: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Published files type <|im_end|> as user-defined or normal, and name another end token."""
+    metadata = metadata_of(trained("gpt-2"), pre="gpt-2", add_bos_token=False)
+    if token not in metadata["tokenizer.ggml.tokens"]:
+        metadata["tokenizer.ggml.tokens"].append(token)
+        metadata["tokenizer.ggml.token_type"].append(kind)
+    index = metadata["tokenizer.ggml.tokens"].index(token)
+    metadata["tokenizer.ggml.token_type"][index] = kind
+    metadata["tokenizer.ggml.eos_token_id"] = 0
+    rebuilt = build_tokenizer(metadata)
+    ids = rebuilt.encode(f"hi{token}").ids
+    assert ids[-1] == index and rebuilt.decode(ids) == "hi"
+    assert (index in end_token_ids(metadata)) == (token != "<|im_start|>")
+    assert token in caplog.text
+
+
+def test_user_defined_tokens_stay_visible() -> None:
+    metadata = metadata_of(trained("gpt-2"), pre="gpt-2", add_bos_token=False)
+    rebuilt = build_tokenizer(metadata)
+    assert rebuilt.decode(rebuilt.encode("<tool>x").ids) == "<tool>x"
 
 
 PIECES = ["▁", "a", "b", "c", "n", "é", "日", "▁a", "an", "ab", "ban", "ana", "▁b", "▁ban", "nan", "na", "▁▁", "aba"]
@@ -180,8 +254,7 @@ def test_sentence_piece_special_tokens_and_spaces() -> None:
     ("changes", "complaint"),
     [
         ({"model": "bert"}, "tokenizer.ggml.model 'bert' is not supported; supported: gpt2, llama"),
-        ({"pre": "klingon"}, "(tokenizer.ggml.pre) 'klingon' is not supported; supported: deepseek-r1-qwen, default"),
-        ({"pre": None}, "(tokenizer.ggml.pre) None is not supported"),
+        ({"pre": "klingon"}, "(tokenizer.ggml.pre) 'klingon' is not supported; supported: a.x-4.0, bailingmoe"),
         ({"merges": ()}, "no merges"),
         ({"merges": ["x nonsense"]}, "do not fit together"),
         ({"tokens": []}, "no vocabulary"),

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from core.model import config as model_config
 from core.model import source as model_source
 from core.model.source import resolve
+from core.model.weight_files import weight_files
 from core.types.errors import SpecError
 from tests.core.model.test_config import write_no_weights
 from tests.support.disks import FakeDisk
@@ -63,7 +64,7 @@ def model_dir(model_file: Path, tmp_path: Path) -> Path:
     return directory
 
 
-def write_gguf(path: Path, *, architecture: str = "llama") -> Path:
+def write_gguf(path: Path, *, architecture: str = "llama", templates: Mapping[str, str] | None = None) -> Path:
     writer = gguf.GGUFWriter(path, architecture)
     for add, value in [
         (writer.add_block_count, 1),
@@ -81,6 +82,8 @@ def write_gguf(path: Path, *, architecture: str = "llama") -> Path:
         (writer.add_chat_template, "{{ messages }}"),
     ]:
         add(value)
+    for name, text in (templates or {}).items():
+        writer.add_string(f"tokenizer.chat_template.{name}", text)
     writer.add_tensor("token_embd.weight", np.ones((4, 8), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -96,6 +99,13 @@ def run_resolve(source: str, **environment: str) -> subprocess.Popen[str]:
     )
 
 
+def test_named_chat_templates_of_a_gguf_file_are_imported(model_file: Path) -> None:
+    write_gguf(model_file, templates={"tool_use": "{{ tools }}"})
+    config = json.loads((resolve(str(model_file)) / "tokenizer_config.json").read_text())
+    named = {one["name"]: one["template"] for one in config["chat_template"]}
+    assert named == {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+
+
 def test_a_gguf_file_is_imported_once(model_file: Path) -> None:
     messages: list[str] = []
     directory = resolve(str(model_file), progress=messages.append)
@@ -103,7 +113,7 @@ def test_a_gguf_file_is_imported_once(model_file: Path) -> None:
     assert (config.vocab_size, config.num_kv_heads, config.eos_token_ids) == (4, 2, (3,))
     assert Tokenizer.from_file(str(directory / "tokenizer.json")).encode("ab<|end|>").ids == [2, 3]
     assert json.loads((directory / "tokenizer_config.json").read_text())["chat_template"] == "{{ messages }}"
-    assert model_config.weight_files(directory) == [model_file]
+    assert weight_files(directory).paths == (model_file,)
     assert resolve(str(model_file), progress=messages.append) == directory
     assert messages == ["reading Tiny-Q.gguf"]
     os.utime(model_file, ns=(1, 1))
@@ -187,11 +197,11 @@ def _cut(directory: Path) -> None:
     ("spoil", "complaint"),
     [
         (lambda d: (d / "config.json").unlink(), "no such file; a model directory has config.json beside its weights"),
-        (lambda d: (d / "model.safetensors").unlink(), "no weights: expected model.safetensors"),
+        (lambda d: (d / "model.safetensors").unlink(), "no weights: expected .safetensors files"),
         (lambda d: (d / "model.safetensors").write_bytes(b"weights"), "not readable as safetensors: "),
         (lambda d: save_file({"x": np.zeros(9)}, d / "model.safetensors") or _cut(d), "; download it again"),
         (lambda d: (d / "model.safetensors").write_text(_POINTER), "a Git LFS pointer: run `git lfs pull`"),
-        (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer.json; write one with transformers"),
+        (lambda d: (d / "tokenizer.json").unlink(), "no tokenizer.json; write one (`pip install transformers"),
         (lambda d: (d / "config.json").write_text('{"architectures": ["X"]}'), "architecture X is not supported"),
     ],
 )
@@ -311,6 +321,12 @@ def test_a_repository_of_safetensors(hub: FakeHub, model_dir: Path) -> None:
     assert any("/revision/v1" in path for path in hub.requests)
     fetched = {path.rsplit("/", 1)[-1] for path in hub.requests if path.startswith("GET /org")}
     assert fetched == {path.name for path in model_dir.iterdir()}
+
+
+def test_a_repository_of_consolidated_weights(hub: FakeHub) -> None:
+    hub.files["consolidated.safetensors"] = hub.files.pop("model.safetensors")
+    stdout, stderr = from_hub(hub, "hf:org/name")
+    assert (Path(stdout) / "consolidated.safetensors").exists(), stderr
 
 
 def test_a_repository_of_gguf_files(hub: FakeHub, model_file: Path) -> None:

@@ -115,6 +115,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 class FakeCheckpoint:
     """Implements Checkpoint with tensors without data."""
 
+    unindexed = ()
+
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
 

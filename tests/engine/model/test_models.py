@@ -227,7 +227,7 @@ def test_error_names_truncated_file(tiny_model: MakeModel, make_runner: MakeRunn
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(SpecError, match=r"model\.safetensors: not a usable safetensors file"):
+    with pytest.raises(SpecError, match=r"model\.safetensors: not readable as safetensors"):
         make_runner(tmp_path)
 
 

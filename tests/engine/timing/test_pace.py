@@ -71,18 +71,23 @@ def test_pace_learns_jump_of_draft_cost(clock: Clock) -> None:
 
 def test_decode_and_prompt_steps_are_counted_separately(clock: Clock) -> None:
     pace = Pace()
+    _step(pace, clock, 9.0, 1)  # the first step also loads kernels
     assert (pace.decode_step_s, pace.prompt_tokens_per_s, pace.timing) == (0.0, 0.0, None)
     _step(pace, clock, 0.5, 1, 1, 1)
     _step(pace, clock, 2.0, 40, 1, has_prompts=True)
     _step(pace, clock, 0.5, 9, 1)  # forced tokens
     assert pace.decode_step_s == pytest.approx(0.5)
     assert pace.prompt_tokens_per_s == pytest.approx(41 / 2.0)
+    assert pace.timing is None, "three steps do not determine four terms"
+    for _ in range(8):
+        _step(pace, clock, 0.5, 1)
     assert pace.timing is not None
 
 
 def test_time_between_steps_counts_unless_idle(clock: Clock) -> None:
     pace = Pace()
-    _step(pace, clock, 1.0, 1)
+    for _ in range(2):
+        _step(pace, clock, 1.0, 1)
     clock.now += 1.0  # sampling, sending tokens
     _step(pace, clock, 1.0, 1)
     busy = pace.decode_step_s

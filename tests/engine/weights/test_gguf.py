@@ -69,6 +69,26 @@ def test_rope_scaling_of_gguf_files(scaling: str, make_runner: MakeRunner, tmp_p
     torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", GGMLQuantizationType, ids=lambda kind: kind.name)
+def test_types_are_those_that_gguf_dequantizes(kind: GGMLQuantizationType, tmp_path: Path) -> None:
+    block, num_bytes = gguf.GGML_QUANT_SIZES[kind]
+    try:
+        gguf.dequantize(np.zeros((1, num_bytes), np.uint8), kind)
+    except NotImplementedError:
+        path = tmp_path / "m.gguf"
+        model = random_model(tiny_config("llama", **SHAPE))
+        write_model(path, model, quantized=GGMLQuantizationType.F32)
+        content = bytearray(path.read_bytes())
+        name = b"token_embd.weight"
+        at = content.index(name) + len(name) + 4 + 2 * 8
+        content[at : at + 4] = int(kind).to_bytes(4, "little")
+        path.write_bytes(content)
+        with pytest.raises(SpecError, match=rf"tensor token_embd.weight has type {kind.name}, .* use a file of type"):
+            import_gguf(path, tmp_path)
+    else:
+        assert GGML_TYPES[kind] == (kind.name, block, num_bytes)
+
+
 @pytest.mark.parametrize("name", [kind.name for kind in GGML_TYPES.values() if kind.block > 1])
 def test_slices_of_quantized_tensors(name: str, tmp_path: Path) -> None:
     """Any rows and columns equal those of the whole tensor as dequantized by gguf."""

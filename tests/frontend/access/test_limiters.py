@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import redis
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
+from core.index.key_channel import places_of
 from core.index.redis_client import connect_redis
 from core.types.api_key import ApiKey, new_key
 from core.types.errors import RateLimited
@@ -305,3 +307,14 @@ async def test_lone_router_enforces_its_share() -> None:
     limited = key(rpm=10)
     answers = [await take(limiter, limited) for _ in range(10)]
     assert sum(isinstance(answer, Reservation) for answer in answers) == 3
+
+
+async def test_counters_of_another_type_are_replaced(clients: list[Redis]) -> None:
+    limiter, limited = RedisLimiter(clients[0], name="d"), key(rpm=1, concurrency=1)
+    for place in places_of("d", limited.id):
+        await clients[0].lpush(place, "foreign")
+    with pytest.raises(ResponseError, match="WRONGTYPE"):
+        await limiter.enter(limited, id="a")
+    await limiter.enter(limited, id="a")
+    with pytest.raises(RateLimited):
+        await limiter.enter(limited, id="b")

@@ -48,7 +48,12 @@ async def test_reports_what_clients_do_not_see() -> None:
     listener = await open_admin_listener(app(), host="127.0.0.1", ports=[0])
     async with httpx.AsyncClient(base_url="http://{}:{}".format(*listener.address)) as http:
         health = (await http.get("/health")).json()
-        assert health == {"deployment": "d", "router": "router-1", "replicas": {"prefill": 2, "decode": 1}}
+        assert health == {
+            "deployment": "d",
+            "router": "router-1",
+            "replicas": {"prefill": 2, "decode": 1},
+            "problem": "",
+        }
         metrics = await http.get("/metrics")
         assert metrics.headers["content-type"].startswith("text/plain") and metrics.text == "xpyd_requests_total 1\n"
         assert (await http.get("/debug/routes/r1")).status_code == 404

@@ -33,8 +33,6 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     "a choice": ("/v1/completions", {"prompt": "a", "structured_outputs": {"choice": ["xy"] * 4000}},
                  "structured_outputs.choice"),
     "tokens": ("/detokenize", {"tokens": [5] * 257}, "tokens"),
-    "an escape": ("/tokenize", {"messages": [{"role": "assistant", "tool_calls": [
-        {"function": {"name": "f", "arguments": '{"a":"\\ud800"}'}}]}]}, "messages"),
     "definitions": ("/v1/chat/completions", {"messages": USER, "tools": [_DEFINED], "tool_choice": "required"},
                     "tools"),
 }  # fmt: skip

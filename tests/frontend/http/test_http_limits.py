@@ -276,7 +276,7 @@ async def test_listeners_share_a_port() -> None:
 async def test_port_in_use_is_a_deploy_error() -> None:
     async with open_endpoint() as endpoint:
         port = endpoint.listener.address[1]
-        with pytest.raises(DeployError, match=rf"HTTP port 127.0.0.1:{port} cannot be opened; is it in use\?"):
+        with pytest.raises(DeployError, match=rf"HTTP port 127.0.0.1:{port} cannot be opened; it is in use"):
             await HttpListener.open(FakeApp(), host="127.0.0.1", port=port, limits=HTTP_ENDPOINT)
 
 

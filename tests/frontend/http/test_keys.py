@@ -20,6 +20,7 @@ from grpc_status import rpc_status
 
 from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
+from core.spec.schema import RouterSpec
 from frontend.access.access import Access
 from frontend.access.limiter import WINDOW
 from frontend.grpc.api import open_grpc_api
@@ -292,7 +293,7 @@ async def test_cors_preflight_needs_no_key(
 ) -> None:
     known, page = issue("acme"), "https://chat.example.com"
     service = completions(FakeTokenService())
-    app = create_app(service, access=access_with(known), is_healthy=lambda: True, cors_origins=[page])
+    app = create_app(service, access=access_with(known), is_healthy=lambda: True, spec=RouterSpec(cors_origins=page))
     beforehand = {
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,x-stainless-os",

@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
+from core.spec.schema import RouterSpec
 from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.grpc.chat import chat_of
@@ -194,7 +195,8 @@ async def test_thinking_is_separated(completions: MakeCompletions, byte_level: T
         least = len(thought_ids) - 10  # a split marker counts from its last token
         assert least <= (whole.usage.completion_tokens_details.reasoning_tokens or 0) <= len(thought_ids)
         assert (choice.message.content, _calls(choice.message)) == ("Yes.", [("Weather", {"city": "Lyon"})])
-        assert (choice.message.model_extra or {})["reasoning_content"] == "Hm, < 3?"
+        extra = choice.message.model_extra or {}
+        assert extra["reasoning_content"] == extra["reasoning"] == "Hm, < 3?"
         thought = said = ""
         async for chunk in await endpoint.client.chat.completions.create(**fields, stream=True):
             thought += (chunk.choices[0].delta.model_extra or {}).get("reasoning_content", "")
@@ -202,27 +204,55 @@ async def test_thinking_is_separated(completions: MakeCompletions, byte_level: T
         assert (thought, said) == ("Hm, < 3?", "Yes.")
 
 
-_EFFORTS = {  # by template: request fields and the end of the prompt; None: rejected
-    "{{ 'E:' ~ reasoning_effort }}": {"low": "E:low", "none": "E:none"},
-    "{{ 'T:' ~ enable_thinking }}{# </think> #}": {"none": "T:False", "low": None},
-    "{{ 'hi' }}{# </think> #}": {"none": None, "low": None},
-    "{{ 'hi' }}": {"none": "hi", "low": None},
-}
+_PICKY = (  # as in Mistral Small 4: off unless asked for, and two values only
+    "{% set e = reasoning_effort or 'none' %}{% if e not in ('none', 'high') %}{{ raise_exception('no') }}{% endif %}"
+    "{{ 'E:' ~ e }}"
+)
+_EFFORT = "reasoning_effort"
+_OFF: Any = {"type": "disabled"}
+_ON: Any = {"type": "enabled", "budget_tokens": 9}
+_EFFORTS: list[tuple[str, dict[str, Any], str, str]] = [  # template, fields, end of the prompt, fields without effect
+    ("{{ 'E:' ~ reasoning_effort }}", {_EFFORT: "low"}, "E:low", ""),
+    ("{{ 'E:' ~ reasoning_effort }}", {_EFFORT: "none"}, "E:none", ""),
+    ("{{ 'E:' ~ reasoning_effort }}", {"reasoning": {"effort": "low"}}, "E:low", ""),
+    (_PICKY, {}, "E:none", ""),
+    (_PICKY, {_EFFORT: "medium"}, "E:high", ""),
+    (_PICKY, {_EFFORT: "minimal"}, "E:none", ""),
+    (_PICKY, {"thinking": _ON}, "E:high", ""),
+    (_PICKY, {"enable_thinking": True}, "E:high", ""),
+    ("{{ 'T:' ~ enable_thinking }}{# </think> #}", {_EFFORT: "none"}, "T:False", ""),
+    ("{{ 'T:' ~ enable_thinking }}{# </think> #}", {_EFFORT: "low"}, "T:True", ""),
+    ("{{ 'T:' ~ enable_thinking }}{# </think> #}", {"enable_thinking": False}, "T:False", ""),
+    ("{{ 'T:' ~ enable_thinking }}{# </think> #}", {"thinking": _OFF}, "T:False", ""),
+    ("{{ 'T:' ~ thinking }}{# </think> #}", {"reasoning": {"enabled": True}}, "T:True", ""),
+    ("{{ 'T:' ~ thinking }}{# </think> #}", {_EFFORT: "xhigh"}, "T:True", ""),
+    ("{{ 'hi' }}{# </think> #}", {_EFFORT: "none"}, "hi", _EFFORT),
+    ("{{ 'hi' }}{# </think> #}", {_EFFORT: "low"}, "hi", _EFFORT),
+    ("{{ 'hi' }}{# </think> #}", {"thinking": {"type": "enabled"}}, "hi", ""),
+    ("{{ 'hi' }}", {_EFFORT: "none"}, "hi", ""),
+    ("{{ 'hi' }}", {_EFFORT: "low"}, "hi", _EFFORT),
+    ("{{ 'hi' }}", {"thinking": _OFF}, "hi", ""),
+    ("{{ 'hi' }}", {"thinking": _ON}, "hi", "thinking"),
+    ("{{ 'hi' }}", {"reasoning": {"effort": "high"}}, "hi", "reasoning.effort"),
+]
 
 
-@pytest.mark.parametrize("template", _EFFORTS)
-async def test_reasoning_effort_reaches_the_template(
-    completions: MakeCompletions, byte_level: Tokenizer, template: str
+@pytest.mark.parametrize(("template", "fields", "prompt", "ignored"), _EFFORTS)
+async def test_thinking_fields_reach_the_template(
+    completions: MakeCompletions,
+    byte_level: Tokenizer,
+    template: str,
+    fields: dict[str, Any],
+    prompt: str,
+    ignored: str,
 ) -> None:
     async with _endpoint(completions, template) as endpoint:
-        for effort, prompt in _EFFORTS[template].items():
-            body = {"messages": USER, "reasoning_effort": effort, "max_tokens": 1}
-            answer = await endpoint.http.post("/v1/chat/completions", json=body)
-            if prompt is None:
-                error = answer.json()["error"]
-                assert (error["param"], error["code"]) == ("reasoning_effort", "unsupported_parameter")
-            else:
-                assert byte_level.decode(endpoint.fake.started[-1].token_ids, skip_special_tokens=False) == prompt
+        body = {"messages": USER, "max_tokens": 1, **fields}
+        for more in ({}, {"stream": True}):
+            answer = await endpoint.http.post("/v1/chat/completions", json=body | more)
+            assert answer.status_code == 200, answer.text
+            assert byte_level.decode(endpoint.fake.started[-1].token_ids, skip_special_tokens=False) == prompt
+            assert answer.headers.get("x-ignored-fields", "") == ignored
 
 
 async def test_unknown_fields_are_ignored_and_listed(completions: MakeCompletions) -> None:
@@ -243,7 +273,9 @@ async def test_unknown_fields_are_ignored_and_listed(completions: MakeCompletion
 
 async def test_unknown_fields_are_rejected_with_their_path(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, rejects_unknown_fields=True)
+    app = create_app(
+        service, access=Access.anybody(), is_healthy=lambda: True, spec=RouterSpec(unknown_fields="refuse")
+    )
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
         for unknown, param in (
             ({"mood": 1}, "mood"),
@@ -296,7 +328,6 @@ async def test_grpc_tools(completions: MakeCompletions, byte_level: Tokenizer) -
         assert (made.tools, made.variables, made.messages[0]["name"]) == ((), {"enable_thinking": False}, "ann")
         for fields, param in (
             ({"template_variables": "[]"}, "chat.template_variables"),
-            ({"reasoning_effort": "high"}, "chat.reasoning_effort"),
             ({"add_generation_prompt": True, "continue_final_message": True}, "chat.continue_final_message"),
             ({"tool_choice": pb.ToolChoice(name="other"), "tools": [tool]}, "chat.tool_choice"),
             ({"tool_choice": pb.ToolChoice(required=True)}, "chat.tool_choice"),

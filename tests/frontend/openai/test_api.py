@@ -339,3 +339,39 @@ async def test_health_hides_replica_counts(endpoint: OpenAIEndpoint) -> None:
 @pytest.mark.parametrize("path", ["/metrics", "/debug/routes/r1"])
 async def test_admin_endpoints_are_not_public(endpoint: OpenAIEndpoint, path: str) -> None:
     assert (await endpoint.http.get(path)).status_code == 404
+
+
+@pytest.mark.parametrize("together", [1, 3])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_running_usage(endpoint: OpenAIEndpoint, path: str, together: int) -> None:
+    """Each chunk has the usage of its choice so far; only with include_usage."""
+    prompts: Any = {"messages": USER} if "chat" in path else {"prompt": ["hi", "hello"]}
+    asked = {**prompts, "n": 2, "max_tokens": 6, "stream": True, "return_token_ids": True}
+    endpoint.fake.together, endpoint.fake.script = together, lambda *_: [40]
+
+    async def chunks(**options: bool) -> list[Any]:
+        answer = await endpoint.http.post(path, json={**asked, "stream_options": options})
+        assert "x-ignored-fields" not in answer.headers
+        return [json.loads(event[6:]) for event in answer.text.split("\n\n")[:-2]]
+
+    *parts, last = await chunks(include_usage=True, continuous_usage_stats=True)
+    num_tokens: dict[int, int] = {}
+    for part in parts:
+        (choice,), usage = part["choices"], part["usage"]
+        index = choice["index"]
+        num_tokens[index] = num_tokens.get(index, 0) + len(choice.get("token_ids") or ())
+        prompt_tokens = len(endpoint.fake.started[index // 2 if "prompt" in asked else 0].token_ids)
+        assert usage == {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": num_tokens[index],
+            "total_tokens": prompt_tokens + num_tokens[index],
+        }
+    assert set(num_tokens.values()) == {6}
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 6 * len(num_tokens)
+    asked["return_token_ids"] = False
+    texts = [[str(chunk["choices"]) for chunk in await chunks(**options)] for options in (
+        {"include_usage": True, "continuous_usage_stats": True}, {"include_usage": True}
+    )]  # fmt: skip
+    assert texts[0] == texts[1]
+    assert not any("usage" in chunk for chunk in await chunks(continuous_usage_stats=True))
+    assert {chunk["usage"] is None for chunk in (await chunks(include_usage=True))[:-1]} == {True}

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -129,3 +130,57 @@ def test_random_text_is_read_the_same_in_pieces(format: str, words: list[str], d
         if isinstance(piece, CallArguments) and CallEnded(piece.number) in whole:
             assert isinstance(json.loads(piece.text), dict)
     check_nothing_is_lost(format, raw)
+
+
+_DEFINITIONS = {
+    "Item": {"type": "object", "properties": {"a": {"type": "integer"}}},
+    "Name": {"type": "string"},
+    "Deep": {"allOf": [{"$ref": "#/$defs/Item"}]},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "null"}]},
+}
+_TYPED: list[tuple[Any, str, Any]] = [  # a parameter's schema, the text, and the value
+    ({"$ref": "#/$defs/Item"}, '{"a": 1}', {"a": 1}),
+    ({"$ref": "#/$defs/Deep"}, '{"a": 1}', {"a": 1}),
+    ({"allOf": [{"$ref": "#/$defs/Item"}, {"description": "one"}]}, '{"a": 1}', {"a": 1}),
+    ({"allOf": [{"type": "integer"}]}, "10", 10),
+    ({"allOf": [{"type": ["string", "integer"]}, {"type": "integer"}]}, "10", 10),
+    ({"allOf": [{"type": "number"}, {"type": "integer"}]}, "10", 10),
+    ({"enum": [1, 2]}, "2", 2),
+    ({"enum": ["1", "2"]}, "2", "2"),
+    ({"enum": [True, None]}, "True", True),
+    ({"const": 5}, "5", 5),
+    ({"const": "5"}, "5", "5"),
+    ({"type": ["string", "integer"], "enum": [1, 2]}, "1", 1),
+    ({"properties": {"k": {}}}, '{"k": 1}', {"k": 1}),
+    ({"additionalProperties": True}, '{"k": 1}', {"k": 1}),
+    ({"items": {"type": "integer"}}, "[1, 2]", [1, 2]),
+    ({"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]}, "10", "10"),
+    ({"anyOf": [{"$ref": "#/$defs/Name"}, {"type": "null"}]}, "null", None),
+    ({"anyOf": [{"$ref": "#/$defs/Item"}, {"type": "null"}]}, '{"a": 1}', {"a": 1}),
+    ({"oneOf": [{"enum": [1]}, {"const": 2.5}]}, "2.5", 2.5),
+    ({"type": "integer"}, "many", "many"),
+    ({"$ref": "#/$defs/Loop"}, "null", "null"),
+    ({"$ref": "#/$defs/Missing"}, "10", "10"),
+    ({}, "10", "10"),
+    (None, "10", "10"),
+]
+
+
+@pytest.mark.parametrize(("schema", "text", "value"), _TYPED)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_parameters_take_the_types_of_their_schema(schema: Any, text: str, value: Any, is_nested: bool) -> None:
+    document: dict[str, Any] = {"type": "object", "properties": {"x": schema}, "$defs": _DEFINITIONS}
+    if is_nested:
+        document = {"$ref": "#/$defs/All", "$defs": {**_DEFINITIONS, "All": {"allOf": [{"properties": {"x": schema}}]}}}
+    reader = CallReader(CALL_FORMATS["qwen3_coder"].read, {"f": document})
+    pieces = reader.add(f"<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>")
+    assert calls_in(joined(pieces)) == [("f", {"x": value})]
+
+
+def test_types_of_a_hostile_schema_are_found_in_linear_time() -> None:
+    """Each definition refers to the next one a hundred times."""
+    definitions = {str(at): {"allOf": [{"$ref": f"#/$defs/{at + 1}"}] * 100} for at in range(300)}
+    document = {"properties": {"x": {"$ref": "#/$defs/0"}}, "$defs": definitions, "$ref": "#/$defs/0"}
+    reader = CallReader(CALL_FORMATS["qwen3_coder"].read, {"f": document})
+    pieces = reader.add("<function=f>\n<parameter=x>\n10\n</parameter>\n<parameter=y>\n10\n</parameter></function>")
+    assert calls_in(joined(pieces)) == [("f", {"x": "10", "y": "10"})]

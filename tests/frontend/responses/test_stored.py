@@ -302,3 +302,12 @@ async def test_redis_outage_and_recovery(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable):
         await stored.delete("", "a")
     await stored.close()
+
+
+@pytest.mark.parametrize("key", ["d:responses:all", "d:responses:bytes"])
+async def test_table_of_another_type_is_replaced(redis_url: str, client: Redis, key: str) -> None:
+    stored = StoredResponses.in_redis(redis_url, name="d", key=_KEY, bounds=_ROOMY)
+    await client.set(key, "foreign")
+    assert not await stored.put("acme", "a", b"{}")
+    assert await stored.put("acme", "a", b"{}")
+    await stored.close()

@@ -14,7 +14,10 @@ from core.types.constraints import MAX_GRAMMAR_BYTES, Grammar, GrammarKind
 from core.types.errors import RequestError
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
-from frontend.structured_output.constrained_answer import bound_answer, may_think
+from frontend.parsers.thinking import THINK
+from frontend.structured_output import constrained_answer
+from frontend.structured_output.constrained_answer import bound_answer
+from frontend.structured_output.json_schema import without_look_around
 from frontend.text.answer_reader import AnswerReader
 from frontend.text.completion_request import CompletionRequest
 from frontend.text.tokenizer import Tokenizer
@@ -32,7 +35,7 @@ _TOOLS: tuple[dict[str, Any], ...] = (
     {"type": "function", "function": {"name": "now"}},
 )
 _USER = {"role": "user", "content": "hi"}
-_HERMES, _LLAMA, _THINKS = OutputFormat("hermes"), OutputFormat("llama3_json"), OutputFormat(None, thinks=True)
+_HERMES, _LLAMA, _THINKS = OutputFormat("hermes"), OutputFormat("llama3_json"), OutputFormat(tags=THINK)
 _LOOK, _NOW = (
     f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
     for name, arguments in (("look", '{"y": true}'), ("now", "{}"))
@@ -129,8 +132,7 @@ def test_thinking_precedes_the_answer(
     request = _request()
     assert _accepts(compiler, byte_level, request, _THINKS, text, prompt) is is_accepted
     assert isinstance(request.prompt, Chat)
-    thinks = may_think(request.grammar, request.prompt, prompt)
-    reader = AnswerReader.of(request.prompt, _THINKS, prompt, may_think=thinks)
+    reader = AnswerReader.of(request.prompt, _THINKS, prompt, grammar=request.grammar)
     if is_accepted and reader is not None:
         said = [reader.add(text), reader.finish()]
         assert "".join(one.text for one in said) == _ROME
@@ -148,8 +150,7 @@ def test_grammar_without_room_for_tools_or_thinking_is_unchanged() -> None:
 
 
 _NOT_ENFORCED: list[dict[str, Any]] = [
-    {"type": "string", "pattern": r"^(?=a)b"},
-    {"type": "string", "pattern": r"\bword\b"},
+    {"type": "string", "pattern": r"(word)\1"},
     {"$ref": "https://example.com/other.json"},
     {"$ref": "#/$defs/missing"},
     {"type": "date"},
@@ -196,3 +197,44 @@ def test_deeply_nested_schema_is_rejected_by_name() -> None:
     with pytest.raises(RequestError, match="too deeply") as rejected:
         bound_answer(_request(schema, GrammarKind.LENIENT_JSON_SCHEMA), OutputFormat(), "")
     assert rejected.value.param == "field"
+
+
+_DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"  # written by pydantic
+
+
+@pytest.mark.parametrize(
+    ("pattern", "weaker"),
+    [
+        (_DECIMAL, r"^[+-]?0*\d*\.?\d*$"),
+        (r"\bword\b", "word"),
+        (r"a(?=b(c|d)*)+e", "ae"),
+        (r"(?<!x)(?:y)(?<=z){2}k", "(?:y)k"),
+        (r"(?=[)])x", "x"),
+        (r"[\b(?=]a", r"[\b(?=]a"),
+        (r"\(?=a\\b", r"\(?=a\\b"),
+        (r"(a)\1", None),
+        (r"(?P<n>a)\k<n>", None),
+    ],
+)
+def test_pattern_without_look_around(pattern: str, weaker: str | None) -> None:
+    assert without_look_around(pattern) == weaker
+
+
+def test_strict_schema_with_look_around_is_weakened_by_name(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    price = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": _DECIMAL}]}
+    schema = {
+        "type": "object",
+        "properties": {"default": price, "pattern": {"const": r"(?=a)"}},
+        "required": ["default", "pattern"],
+        "additionalProperties": False,
+    }
+    request, weakened = constrained_answer.without_look_around(_request(schema))
+    assert weakened == ["field.properties.default.anyOf[1].pattern"]
+    for value, is_accepted in (('"1.50"', True), ('"1.5x"', False), ("1.5", True)):
+        text = f'{{"default": {value}, "pattern": "(?=a)"}}'
+        assert _accepts(compiler, byte_level, request, OutputFormat(), text, "") is is_accepted
+    plain = _request({"type": "object"})
+    assert constrained_answer.without_look_around(plain) == (plain, [])
+    schema["properties"] = {"a": {"type": "string", "pattern": r"(a)\1"}}
+    with pytest.raises(RequestError, match=r"field.properties.a.pattern: back-references are not supported"):
+        constrained_answer.without_look_around(_request(schema))

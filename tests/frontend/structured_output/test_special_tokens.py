@@ -15,6 +15,7 @@ from core.grammar.compiler import GrammarCompiler
 from core.types.constraints import Grammar, GrammarKind
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
+from frontend.parsers.thinking import THINK
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.text.completion_request import CompletionRequest
@@ -40,7 +41,7 @@ def _accepts(model_dir: Path, grammar: Grammar, text: str, *, is_spelt: bool, th
     """Return whether the grammar accepts all of it and may end there."""
     tokenizer = Tokenizer(model_dir)
     compiler = GrammarCompiler(model_dir, vocab_size=tokenizer.vocab_size)
-    output_format = OutputFormat("hermes", thinks=thinks, special=SpecialTokens(compiler.special_tokens))
+    output_format = OutputFormat("hermes", THINK if thinks else None, special=SpecialTokens(compiler.special_tokens))
     chat = Chat(messages=({"role": "user", "content": "hi"},), tools=_TOOLS)
     request = CompletionRequest(id="r", prompt=chat, grammar=grammar, grammar_field="field")
     made = bound_answer(request, output_format, "")

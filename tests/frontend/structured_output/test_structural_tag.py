@@ -14,6 +14,7 @@ from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
+from frontend.parsers.thinking import THINK
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.text.completion_request import CompletionRequest
 from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
@@ -66,7 +67,7 @@ def _accepts(
     compiler: GrammarCompiler, asked: Any, text: str, *, thinks: bool = False, prompt: str = "", **chat: Any
 ) -> bool:
     """Return whether the grammar accepts the whole text and may end there."""
-    grammar = bound_answer(_request(asked, **chat), OutputFormat(thinks=thinks), prompt)
+    grammar = bound_answer(_request(asked, **chat), OutputFormat(tags=THINK if thinks else None), prompt)
     assert grammar is not None and grammar.kind is GrammarKind.LARK
     mask = compiler.compile(grammar).mask([END])
     ids = [*(CHARACTERS.index(character) for character in text), END]

@@ -36,7 +36,7 @@ def test_spec_can_name_every_format() -> None:
     ],
 )
 def test_template_identifies_the_call_format(template: str, calls: str | None) -> None:
-    assert OutputFormat.of(template) == OutputFormat(calls, thinks=False)
+    assert OutputFormat.of(template) == OutputFormat(calls)
     assert OutputFormat.of(template, tool_parser="none").calls is None
     assert OutputFormat.of(template, tool_parser="mistral").calls == "mistral"
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from core.spec.schema import RouterSpec
 from core.types.errors import RequestError
 from frontend.access.access import Access
 from frontend.http.app import create_app
@@ -32,7 +33,9 @@ async def test_served_rejected_and_unreadable_requests_are_recorded(
 ) -> None:
     path = tmp_path / "audit_log" / "router.jsonl"
     service = completions(FakeTokenService(), audit_log=path)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, rejects_unknown_fields=True)
+    app = create_app(
+        service, access=Access.anybody(), is_healthy=lambda: True, spec=RouterSpec(unknown_fields="refuse")
+    )
     bodies = [
         {"prompt": _SECRET, "max_tokens": 3, "n": 2, "user": _SECRET, "stop": _SECRET, "cache_salt": _SECRET},
         {"prompt": _SECRET, "temperature": -1},

@@ -49,6 +49,11 @@ def outcomes(completions: Completions) -> dict[str, float]:
     return {s.labels["outcome"]: s.value for s in samples if s.name == "xpyd_requests_total" and s.value}
 
 
+def num_generated(completions: Completions) -> float:
+    [family] = completions.metrics.generated_tokens.collect()
+    return float(family.samples[0].value)
+
+
 @pytest.mark.parametrize("fields", [{"n": 4}, {"best_of": 4}, {"n": 2, "best_of": 4}])
 async def test_too_many_choices_name_the_field_that_was_set(
     completions: MakeCompletions, fields: dict[str, int]
@@ -82,6 +87,16 @@ async def test_tokens_become_text_and_one_account(completions: MakeCompletions, 
     assert 0 < summary.ttft_s < 5 and 0 < summary.itl_s < 5
     assert [kind for _, kind in fake.ended] == [None]
     assert outcomes(service) == {"completed": 1}
+
+
+async def test_generated_tokens_are_counted_as_they_are_sent(completions: MakeCompletions) -> None:
+    service = completions(fake := FakeTokenService(hang_after=3))
+    running = asyncio.create_task(run(service, request(max_tokens=5)))
+    await fake.is_hanging.wait()
+    counts = [num_generated(service)]
+    fake.go_on.set()
+    await running
+    assert [*counts, num_generated(service)] == [3, 5]
 
 
 async def test_cached_token_counts_are_hidden_if_not_reported(completions: MakeCompletions) -> None:
@@ -400,13 +415,11 @@ async def test_more_choices_than_a_replica_runs_are_rejected(completions: MakeCo
     assert await rejected(service, request(n=9)) == "n"
 
 
-async def test_total_answer_tokens_are_limited_by_a_replica(
-    completions: MakeCompletions,
-) -> None:
+async def test_answers_beyond_the_context_are_rejected(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService(), max_context=64, max_choices=4)
     await service.open(request("a", n=4, max_tokens=60))
-    assert await rejected(service, request("a", n=4, max_tokens=65)) == "max_tokens"
-    assert await rejected(service, request("a", n=4, max_tokens=2**31 - 1)) == "max_tokens"
+    for max_tokens in (65, 2**31 - 1):
+        assert await rejected(service, request("a", n=4, max_tokens=max_tokens)) == "prompt"
 
 
 @pytest.mark.parametrize(

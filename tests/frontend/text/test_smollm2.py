@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from frontend.chat.chat_template import ChatTemplate, find_chat_template
+from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.template_files import find_chat_template
 from frontend.text.choice_text import Detokenizer
 from frontend.text.tokenizer import Tokenizer
 

@@ -113,5 +113,5 @@ def test_unusable_directory_is_rejected_with_a_reason(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
     make_byte_level(tmp_path)
     (tmp_path / "generation_config.json").write_text("[]")
-    with pytest.raises(SpecError, match="must hold a JSON object"):
+    with pytest.raises(SpecError, match="not a JSON object"):
         Tokenizer(tmp_path)

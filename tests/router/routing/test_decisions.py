@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core.types.request import DraftTally
 from core.types.step_timing import StepTiming
 from core.types.timeline import Timeline
@@ -38,6 +40,8 @@ def test_explain_returns_every_attempt_of_every_prompt() -> None:
     known = explained["chat-1-0a1b2c3d"][0]["replicas"]
     assert list(known) == ["p-0", "d-0", "d-1"] and known["p-0"]["timing"]["base_s"] == 0.01
     assert explained["chat-1-ffffffff"][0]["options"][0]["cost_s"] == 1.0
+    decisions.add("fresh", [first, second], [_view("p-0"), replace(_view("d-0"), is_learnt=False), _view("d-1")])
+    assert [option["is_learnt"] for option in decisions.last(1)[0]["options"]] == [False, True]
     assert decisions.explain("another") == {}
 
 

@@ -16,7 +16,14 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from core.rpc import worker_pb2 as pb
-from core.types.errors import CapacityError, ClusterError, HandoffExpired, ReplicaLost
+from core.types.errors import (
+    CapacityError,
+    ClusterError,
+    ContextLengthExceeded,
+    HandoffExpired,
+    LinkClosed,
+    ReplicaLost,
+)
 from core.types.handoff import Handoff, PrefixSource
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import Role, SampledToken, SequenceRequest, finish_reason
@@ -32,7 +39,9 @@ _HEARTBEAT_S = 1.0
 Event = TypeVar("Event")
 
 
-def next_token(request: SequenceRequest, choice: int, tokens: Sequence[int]) -> SampledToken:
+def next_token(
+    request: SequenceRequest, choice: int, tokens: Sequence[int], *, max_context: int = MAX_CONTEXT
+) -> SampledToken:
     """Return the model's next token after `tokens`, prompt included."""
     token_id = 1 + zlib.crc32(repr((choice, *tokens)).encode()) % 400
     reason = finish_reason(
@@ -40,7 +49,7 @@ def next_token(request: SequenceRequest, choice: int, tokens: Sequence[int]) -> 
         num_generated=len(tokens) + 1 - request.num_prompt_tokens,
         num_tokens=len(tokens) + 1,
         sampling=request.sampling,
-        max_context=MAX_CONTEXT,
+        max_context=max_context,
     )
     return SampledToken(token_id=token_id, finish_reason=reason)
 
@@ -132,6 +141,8 @@ class FakeWorker:
         self.role = role
         self.is_dead = self.is_silent = self.is_draining = False
         self.num_refusals = 0  # number of further calls to reject
+        self.max_tokens = MAX_CONTEXT  # of a sequence
+        self.unreachable: set[str] = set()  # replicas to which its links are broken
         self.repeats = self.loses = False  # applies to the next frame
         self.is_slow = False  # frames are delayed
         self.frame_s = 0.0  # delay of the next frame; its calls are not delayed
@@ -270,7 +281,7 @@ class FakeWorker:
             await self._pause()
         if fetch_only:
             return call.end()
-        tokens = [next_token(request, choice, request.token_ids) for choice in request.choices]
+        tokens = self._limited(request, [(choice, request.token_ids) for choice in request.choices])
         for message in _in_messages(request):
             await self._pause()
             call.put(pb.PrefillEvent(prompt_logprobs=message))
@@ -295,6 +306,8 @@ class FakeWorker:
     async def _ship(
         self, call: FakeCall[Any], request: SequenceRequest, handoff: Handoff, tokens: list[SampledToken]
     ) -> None:
+        if handoff.replica in self.unreachable:
+            raise LinkClosed(f"{handoff.replica} does not respond")
         lease = self._peers[handoff.replica].open(handoff)
         for _ in range(3):
             await self._pause()
@@ -343,7 +356,7 @@ class FakeWorker:
             for message in _in_messages(request):
                 await self._pause()
                 lease.call.put(pb.GenerateEvent(prompt_logprobs=message))
-            firsts = [next_token(request, choice, request.token_ids) for choice in request.choices]
+            firsts = self._limited(request, [(choice, request.token_ids) for choice in request.choices])
             self._start(lease, 0, firsts, tell=True)
 
     def open(self, handoff: Handoff) -> Lease:
@@ -364,6 +377,7 @@ class FakeWorker:
             self.broken.append(f"{lease.request.id}: KV of other tokens")
         lease.has_landed = True
         if firsts:
+            firsts = self._limited(lease.request, [(choice, tokens) for choice in lease.request.choices])
             self._start(lease, handoff.epoch, firsts, tell=False)
         else:  # moved: continues after its last token
             self._started(lease, handoff.epoch)
@@ -397,7 +411,7 @@ class FakeWorker:
             choice, tokens = lease.running[stream]
             new: list[SampledToken] = []
             while len(new) < self._random.randint(1, 3) and not (new and new[-1].finish_reason):
-                new.append(next_token(lease.request, choice, tokens))
+                new += self._limited(lease.request, [(choice, tokens)])
                 tokens.append(new[-1].token_id)
             self._tell(lease.request.id, stream, new)
             if new[-1].finish_reason:
@@ -440,19 +454,26 @@ class FakeWorker:
 
     # Both roles
 
+    def _limited(self, request: SequenceRequest, sequences: Sequence[tuple[int, Sequence[int]]]) -> list[SampledToken]:
+        """Return the next token of each (choice, tokens), within this replica's size."""
+        return [next_token(request, choice, tokens, max_context=self.max_tokens) for choice, tokens in sequences]
+
     def _open_leases(self) -> list[Lease]:
         self.leases = [lease for lease in self.leases if not lease.call.is_over]
         return self.leases
 
     def _takes(self, call: FakeCall[Any], request: SequenceRequest) -> bool:
         """Return whether a call is accepted. A silent worker leaves it open."""
-        if self.is_well and not self.is_draining and not self.num_refusals:
+        is_too_long = len(request.token_ids) + (self.role is Role.DECODE) > self.max_tokens
+        if self.is_well and not self.is_draining and not self.num_refusals and not is_too_long:
             return True
         self.hits.append(request.id)
         if self.num_refusals and self.is_well and not self.is_draining:
             self.num_refusals -= 1
             self.rejected.add(request.id)
             call.end(CapacityError(f"{self.name} is full"))
+        elif is_too_long and self.is_well and not self.is_draining:
+            call.end(ContextLengthExceeded(f"{self.name} holds {self.max_tokens} tokens"))
         elif not self.is_silent:
             call.end(ReplicaLost(f"{self.name} takes no new work"))
         return False

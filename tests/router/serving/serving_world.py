@@ -96,6 +96,7 @@ class World:
         self.clients: list[Client] = []
         self.born_at: dict[str, float] = {}
         self.tenant_share = 1.0
+        self.answers_overflow = True  # applies to prefill replicas added from now on
         self.local_decode_share = 0.0  # applies to prefill replicas added from now on
         self._gone: list[FakeWorker] = []
         self._num_made = 0
@@ -120,10 +121,12 @@ class World:
 
     # Events
 
-    def add(self, role: Role) -> FakeWorker:
+    def add(self, role: Role, *, max_tokens: int = MAX_CONTEXT, announced: int | None = None) -> FakeWorker:
+        """max_tokens: of a sequence. announced: the same in its member record, if different."""
         name = f"{role}-{self._num_made}"
         self._num_made += 1
         worker = self.workers[name] = FakeWorker(name, role, self.workers, self.random)
+        worker.max_tokens = max_tokens
         self.born_at[name] = self._loop.time()
         member = Member(
             replica=name,
@@ -131,12 +134,13 @@ class World:
             address=name,
             frames_address=name,
             layout="",
-            num_blocks=1000,
+            num_blocks=1000 if max_tokens == MAX_CONTEXT else max_tokens // _BLOCK,
             block_size=_BLOCK,
             bytes_per_token=1,
-            max_tokens=MAX_CONTEXT,
+            max_tokens=announced or max_tokens,
             max_running=6,
             local_decode_share=self.local_decode_share if role is Role.PREFILL else 0.0,
+            answers_overflow=self.answers_overflow,
         )
         self.replicas.add(member)
         return worker

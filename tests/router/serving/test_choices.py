@@ -19,7 +19,7 @@ def _token(id: int, *, is_last: bool = False) -> SampledToken:
 def _choices(number: int = 1, *, has_prefill: bool = True) -> tuple[Choices, RequestState]:
     request = SequenceRequest(id="r", token_ids=(1,), num_prompt_tokens=1, choices=tuple(range(number)))
     state = RequestState(request)
-    return Choices(state, request.choices, has_prefill=has_prefill), state
+    return Choices(state, request.choices, has_prefill=has_prefill, max_tokens=100, may_hold=lambda num: False), state
 
 
 async def _emitted(state: RequestState) -> dict[int, list[int]]:

@@ -101,11 +101,12 @@ def test_prefill_replicas_answer_however_long_decode_replicas_are_missing() -> N
     scenarios.play(play, 0)
 
 
-@pytest.mark.parametrize("why", ["no share", "offline"])
+@pytest.mark.parametrize("why", ["no share", "no overflow", "offline"])
 def test_requests_without_local_decode_wait_for_a_decode_replica(why: str) -> None:
     async def play(world: World) -> None:
+        world.answers_overflow = why != "no overflow"
         async with _full(world, share=0.0 if why == "no share" else 0.5) as (prefill, _):
-            clients = _ask(world, 2, priority=0 if why == "no share" else OFFLINE)
+            clients = _ask(world, 2, priority=OFFLINE if why == "offline" else 0)
             await pass_time(0.1)
             assert not prefill.running() and not any(client.received for client in clients)
 
@@ -144,6 +145,7 @@ def test_the_model_is_available_while_prefill_replicas_answer() -> None:
 
 def test_answers_of_a_lost_last_decode_replica_continue_on_prefill_replicas() -> None:
     async def play(world: World) -> None:
+        world.answers_overflow = False
         prefill, decode = await _deployed(world)
         clients = _ask(world, _GUESTS)
         await until(lambda: all(len(client.received.get(0, [])) > 2 for client in clients))

@@ -15,6 +15,7 @@ from router.serving.attempt import Attempt
 from router.serving.choices import AttemptTasks, Choices
 from router.serving.decode_streams import DecodeStreams
 from router.serving.move import ChoiceMove
+from router.serving.relay import Relay
 from router.serving.replica import Replica, TokenSink
 from router.serving.request_state import RequestState
 from router.serving.reservations import PromptReservation, Reservation, Reservations
@@ -96,7 +97,7 @@ _FAULTS: dict[str, Fault] = {
     "streams stay subscribed": (DecodeStreams, "close", lambda self: None),
     "tokens of a frame are delivered twice": (Replica, "subscribe", _deliver_twice),
     "tasks of an attempt are not cleaned up": (AttemptTasks, "close", _keep_tasks),
-    "a failed replica is chosen again": (Attempt, "blamed", property(lambda self: set())),
+    "a failed replica is chosen again": (Relay, "_culprits", lambda self: set()),
     "no other prefill replica is tried": (Reservations, "another_prefill", lambda self, request, pair, avoid: None),
 }
 

@@ -1,0 +1,24 @@
+"""Reading of the JSON objects of a model directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from core.types.errors import SpecError
+
+
+def read_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """Read a JSON object; missing_ok: an empty one if there is no file. Raises SpecError."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        if missing_ok:
+            return {}
+        raise SpecError(f"{path}: no such file; a model directory has config.json beside its weights") from None
+    except (OSError, ValueError) as error:
+        raise SpecError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(tree, dict):
+        raise SpecError(f"{path}: not a JSON object")
+    return tree

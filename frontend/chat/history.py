@@ -1,0 +1,252 @@
+"""Conversations in the order and roles that one chat template renders, found out by rendering small ones.
+
+Many templates demand that user and assistant alternate, or drop in silence what they do not expect: a late system
+message, the text beside a call. Clients send all of it. So messages are merged, split or given another role, where a
+template needs that, and no text is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, TypeAlias
+
+Message: TypeAlias = Mapping[str, Any]
+Render: TypeAlias = Callable[[Sequence[Message]], str | None]  # None: the template rejects the messages
+_Messages: TypeAlias = list[dict[str, Any]]
+
+_PROBE = "PROBE-5e0c-"
+_CALL = "probe_5e0c_"
+_INSTRUCTIONS = ("system", "developer")
+_ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_BETWEEN = "\n\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """Arrangement of messages for one template. Every attribute is true for a template without demands."""
+
+    keeps_developer: bool = False  # OpenAI's newer name of system
+    keeps_system: bool = True  # at the beginning
+    keeps_system_alone: bool = True
+    keeps_system_if_answered: bool = True  # also if the last message is not the user's
+    keeps_late_system: bool = True
+    keeps_users: bool = True  # two in a row
+    keeps_assistants: bool = True
+    keeps_assistant_first: bool = True
+    keeps_user_after_tool: bool = True
+    keeps_calls: bool = True
+    keeps_orphans: bool = True  # results of tools that no message calls
+    keeps_parallel_calls: bool = True
+    splits_text: str | None = None  # messages for the text beside a call, in the letters of _ROLES; None: one
+    reasoning: str = _REASONING[0]  # field of an assistant's thoughts
+    keeps_reasoning_beside_text: bool = True  # in a message with calls
+
+    @classmethod
+    def of(cls, render: Render, *, with_tools: Render, knows_developer: bool) -> History:
+        """Return the arrangement that a template needs. render: also converts call arguments. with_tools: likewise, for
+        a chat with tools. knows_developer: the template names the role developer."""
+
+        def keeps(letters: str) -> bool:
+            return _is_kept(render, _conversation(letters))
+
+        has_calls = keeps("uct")
+        reasoning = next((name for name in _REASONING if _shows_reasoning(render, name)), _REASONING[0])
+        return cls(
+            keeps_developer=knows_developer and keeps("du"),
+            keeps_system=keeps("su"),
+            keeps_system_alone=keeps("s"),
+            keeps_system_if_answered=keeps("sua") and (not has_calls or keeps("suct")),
+            keeps_late_system=keeps("suasu"),
+            keeps_users=keeps("uuau"),
+            keeps_assistants=keeps("uaau"),
+            keeps_assistant_first=keeps("au") and _is_kept(with_tools, _conversation("au")),
+            keeps_user_after_tool=not has_calls or keeps("uctu"),
+            keeps_calls=has_calls,
+            keeps_orphans=keeps("utuct" if has_calls else "utu"),
+            keeps_parallel_calls=not has_calls or keeps("uCttau"),
+            splits_text=None
+            if not has_calls or keeps("uTtau")
+            else next((letters for letters in ("ac", "auc") if keeps(f"u{letters}tau")), None),
+            reasoning=reasoning,
+            keeps_reasoning_beside_text=not has_calls or _takes_reasoning_beside_text(render, reasoning),
+        )
+
+    @property
+    def strict(self) -> History:
+        """The arrangement with the fewest demands on a template: user and assistant in turns, and nothing else."""
+        return History(
+            keeps_system=False, keeps_late_system=False, keeps_users=False, keeps_assistants=False,
+            keeps_assistant_first=False, keeps_calls=False, keeps_orphans=False,
+        )  # fmt: skip
+
+    def arranged(self, messages: Iterable[Message]) -> _Messages:
+        """Return copies of the messages, arranged."""
+        arranged = self._with_instructions([dict(message) for message in messages])
+        if not self.keeps_calls:
+            kept = ("tool",) if self.keeps_orphans else ()
+            arranged = [message if message["role"] in kept else _as_text(message) for message in arranged]
+        else:
+            arranged = arranged if self.keeps_orphans else _without_orphans(arranged)
+            arranged = [part for message in arranged for part in self._split_text(message)]
+            arranged = arranged if self.keeps_parallel_calls else _one_call_each(arranged)
+        arranged = self._in_turns(arranged)
+        for message in arranged:
+            if "reasoning_content" not in message:
+                continue
+            thoughts = message.pop("reasoning_content")
+            if message.get("tool_calls") and message["content"] and not self.keeps_reasoning_beside_text:
+                thoughts, message["content"] = _BETWEEN.join((thoughts, message["content"])), None
+            message[self.reasoning] = thoughts
+        at = next((at for at, message in enumerate(arranged) if message["role"] not in _INSTRUCTIONS), len(arranged))
+        first = arranged[at] if at < len(arranged) else {"role": "user"}
+        is_called = first["role"] == "tool" or "tool_calls" in first  # no template expects that
+        if is_called or (first["role"] == "assistant" and not self.keeps_assistant_first):
+            arranged.insert(at, {"role": "user", "content": ""})
+        return arranged
+
+    def _with_instructions(self, messages: _Messages) -> _Messages:
+        """Merge instructions in a row into one message, with a role that the template keeps."""
+        first = len([*takewhile(lambda message: message["role"] in _INSTRUCTIONS, messages)])
+        is_folded = not self.keeps_system or not (self.keeps_system_alone or messages[first:])
+        is_folded |= not self.keeps_system_if_answered and messages[-1]["role"] in ("assistant", "tool")
+        merged: _Messages = []
+        for number, message in enumerate(messages):
+            if message["role"] in _INSTRUCTIONS:
+                if number and messages[number - 1]["role"] in _INSTRUCTIONS:
+                    merged[-1] = {**_joined(merged[-1], message), "role": merged[-1]["role"]}
+                    continue
+                is_late = number >= first
+                if not (message["role"] == "developer" and self.keeps_developer and not is_late):
+                    message = {**message, "role": "system"}
+                if is_folded if not is_late else not self.keeps_late_system:
+                    message["role"] = "user"
+            merged.append(message)
+        if is_folded and first and len(merged) > 1 and merged[1]["role"] == "user":
+            merged[:2] = [_joined(merged[0], merged[1])]
+        return merged
+
+    def _split_text(self, message: dict[str, Any]) -> _Messages:
+        if self.splits_text is None or not message.get("tool_calls") or not (message["content"] or "").strip():
+            return [message]
+        text = {name: value for name, value in message.items() if name not in ("tool_calls", "reasoning_content")}
+        between: _Messages = [{"role": "user", "content": ""}] if "u" in self.splits_text else []
+        return [text, *between, {**message, "content": None}]
+
+    def _in_turns(self, messages: _Messages) -> _Messages:
+        """Merge neighbours of one role, and separate a user from a tool's result, where the template needs that."""
+        turns: _Messages = []
+        for message in messages:
+            before, role = turns[-1] if turns else {"role": ""}, message["role"]
+            are_calls = bool(before.get("tool_calls") or message.get("tool_calls"))
+            is_merged = (role == "user" and not self.keeps_users) or (
+                role == "assistant" and not self.keeps_assistants and not (are_calls and self.splits_text)
+            )
+            if is_merged and before["role"] == role:
+                turns[-1] = _joined(before, message)
+                continue
+            if role == "user" and before["role"] == "tool" and not self.keeps_user_after_tool:
+                turns.append({"role": "assistant", "content": ""})
+            turns.append(message)
+        return turns
+
+
+def _joined(one: Message, other: Message) -> dict[str, Any]:
+    """Merge two messages of one role; that of the second counts."""
+    joined = {**one, **other}
+    for name in ("content", "reasoning_content"):
+        texts = [text for text in (one.get(name), other.get(name)) if text]
+        if texts or name == "content":
+            joined[name] = _BETWEEN.join(texts)
+    if calls := [*one.get("tool_calls", ()), *other.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    return joined
+
+
+def _as_text(message: Message) -> dict[str, Any]:
+    """Write calls and their results as text, for a template that drops them."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"Result of the call:\n{message['content'] or ''}"}
+    said = [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls", ()):
+        said.append(f"Call of {call['function']['name']}: {call['function']['arguments']}")
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return {**rest, "content": _BETWEEN.join(said)}
+
+
+def _without_orphans(messages: _Messages) -> _Messages:
+    """Write results as text that no call precedes."""
+    kept: _Messages = []
+    num_open = 0
+    for message in messages:
+        is_result = message["role"] == "tool"
+        num_open = num_open - 1 if is_result else len(message.get("tool_calls", ()))
+        kept.append(_as_text(message) if is_result and num_open < 0 else message)
+    return kept
+
+
+def _one_call_each(messages: _Messages) -> _Messages:
+    """Give each of several parallel calls its own message, followed by its result."""
+    split: _Messages = []
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            split.append(message)
+            continue
+        results = [*takewhile(lambda one: one["role"] == "tool", messages[at:])]
+        at += len(results)
+        own = [next((r for r in results if r.get("tool_call_id") == call.get("id")), None) for call in calls]
+        if None in own or len({id(result) for result in own}) < len(own):  # without ids: in their order
+            own = [*results[: len(calls)], *[None] * (len(calls) - len(results))]
+        for number, (call, result) in enumerate(zip(calls, own, strict=True)):
+            more = {} if not number else {"content": None, "reasoning_content": None}
+            one = {name: value for name, value in {**message, **more}.items() if value is not None or name == "content"}
+            split.append({**one, "tool_calls": [call]})
+            split += [result] if result is not None else []
+        split += [result for result in results if not any(result is one for one in own)]
+    return split
+
+
+def _conversation(letters: str) -> _Messages:
+    """Return a conversation of roles: those of _ROLES; c is a call, C two, and T a call beside a text."""
+    messages: _Messages = []
+    pending = list[str]()
+    for number, letter in enumerate(letters):
+        message: dict[str, Any] = {"role": _ROLES[letter.lower() if letter != "T" else "c"]}
+        message["content"] = None if letter in "cC" else f"{_PROBE}{number}-"
+        if letter in "cCT":
+            ids = [f"probe{number}{i:03d}" for i in range(2 if letter == "C" else 1)]
+            pending += ids
+            message["tool_calls"] = [_call(id, f"{_CALL}{number}_{i}") for i, id in enumerate(ids)]
+        if letter == "t":
+            message["tool_call_id"] = pending.pop(0) if pending else "orphan000"
+        messages.append(message)
+    return messages
+
+
+def _call(id: str, name: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": '{"probe": 1}'}}
+
+
+def _is_kept(render: Render, messages: _Messages) -> bool:
+    """Return whether the template renders every text and call."""
+    texts = [message["content"] for message in messages if message["content"]]
+    texts += [call["function"]["name"] for message in messages for call in message.get("tool_calls", ())]
+    rendered = render(messages)
+    return rendered is not None and all(text in rendered for text in texts)
+
+
+def _shows_reasoning(render: Render, name: str) -> bool:
+    messages = _conversation("uct")
+    messages[1][name] = _PROBE
+    return _PROBE in (render(messages[:2]) or "").replace(f"{_PROBE}0-", "")
+
+
+def _takes_reasoning_beside_text(render: Render, name: str) -> bool:
+    messages = _conversation("uTt")
+    return render(messages) is None or render([messages[0], {**messages[1], name: _PROBE}, messages[2]]) is not None

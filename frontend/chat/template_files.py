@@ -1,0 +1,59 @@
+"""Chat templates of a model directory, by name: most have one, some a second one for requests with tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from core.types.errors import SpecError
+
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # names, as in transformers
+
+
+def find_chat_template(model_dir: Path, given: str | None = None) -> Mapping[str, str] | None:
+    """Return the operator's template, given as text or as a file, else those of the model directory, by name.
+
+    The latter are chat_template.jinja and additional_chat_templates/NAME.jinja, or those in tokenizer_config.json or
+    chat_template.json: a text, or several by name. Returns None if there is none. Raises SpecError.
+    """
+    if given is not None:
+        return {DEFAULT: given if "{{" in given or "{%" in given else _read(Path(given))}
+    files = {path.stem: path for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))}
+    if (default := model_dir / "chat_template.jinja").is_file():
+        files[DEFAULT] = default
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    for name in ("tokenizer_config.json", "chat_template.json"):
+        if found := _named(_chat_template(model_dir / name)):
+            return found
+    return None
+
+
+def _named(given: Any) -> dict[str, str]:
+    """Return templates by name: of a text, of {name: text}, or of [{"name": name, "template": text}, …]."""
+    if isinstance(given, str):
+        return {DEFAULT: given}
+    if isinstance(given, list):
+        given = {one.get("name"): one.get("template") for one in given if isinstance(one, Mapping)}
+    if not isinstance(given, Mapping):
+        return {}
+    return {name: text for name, text in given.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def _chat_template(path: Path) -> Any:
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise SpecError(f"{path}: not readable as JSON: {error}") from None
+    return content.get("chat_template") if isinstance(content, Mapping) else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"model.chat_template: {path} cannot be read: {error}") from None

@@ -1,0 +1,91 @@
+"""`cluster plan` for a running deployment: its spec, and the rates that its replicas have learned."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster.cli.app import run
+from cluster.cli.planning import plan
+from cluster.launch import driver
+from core.spec.loader import load_spec, parse_spec
+from core.trace.trace import poisson, write_trace
+from core.trace.traffic import ReplicaReport
+from core.types.request import Role
+from core.types.step_timing import StepTiming
+
+_SPEC = {
+    "name": "llm",
+    "model": {"source": "hf:org/model"},
+    "prefill": {"labels": {"pool": "prefill"}, "resources": {"cpus": 3}},
+    "decode": {"labels": {"pool": "decode"}, "kv_memory_gib": 2.0},
+}
+
+
+def _replica(role: Role, *, base_s: float | None) -> dict[str, Any]:
+    report = ReplicaReport(
+        replica=f"{role}-0",
+        role=role,
+        timing=StepTiming(base_s=base_s, token_s=1e-4) if base_s else None,
+        link_bytes_per_s=1e9,
+        prefill_tokens_per_s=1000.0,
+        decode_step_s=0.02,
+        queued_tokens=0,
+        num_streams=0,
+        max_running=64,
+        max_batch_tokens=2048,
+        num_blocks=4000,
+        available_blocks=4000,
+        block_size=16,
+        bytes_per_token=1000,
+    )
+    return asdict(report)
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    write_trace(poisson(rate=1.0, num_requests=10, num_tokens=300, num_output=10, seed=0), path)
+    return str(path)
+
+
+def _deploy(monkeypatch: pytest.MonkeyPatch, *, base_s: float | None) -> None:
+    """Fake a controller of _SPEC whose replicas take base_s a step; None: not learnt yet."""
+    spec = parse_spec(_SPEC).model_dump(mode="json")
+    replicas = [_replica(role, base_s=base_s) for role in Role]
+    answers = {"status": {"spec": spec}, "autoscaling": {"replicas": replicas}}
+    monkeypatch.setattr(plan, "find_state", lambda name: SimpleNamespace(name="llm"))
+    monkeypatch.setattr(plan, "join_controller", lambda state: None)
+    monkeypatch.setattr(driver, "ask", lambda controller, method: answers[method])
+
+
+def test_plan_is_for_the_running_deployment(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "plan.yaml"
+    command = ["plan", "--trace", trace, "--slo-itl-ms", "100", "--max-replicas", "2", "-o", str(output)]
+    _deploy(monkeypatch, base_s=0.05)
+    assert run(command) == 0
+    assert "times are those of llm (measured)" in capsys.readouterr().out
+    written, given = load_spec(str(output)), parse_spec(_SPEC)
+    assert written.model_copy(update={"prefill": given.prefill, "decode": given.decode}) == given
+    for role in Role:
+        changed = {"replicas": given.pool(role).replicas, "max_batch_tokens": given.pool(role).max_batch_tokens}
+        assert written.pool(role).model_copy(update=changed) == given.pool(role)
+    _deploy(monkeypatch, base_s=0.2)
+    assert run([*command, "--json"]) == 1, "slower steps miss the limit"
+    assert json.loads(capsys.readouterr().out)["best"] is None
+    assert run([*command, "--spec", "1P1D"]) == 0, "another spec is planned at the rates of the default profile"
+
+
+def test_plan_needs_learnt_rates(
+    trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _deploy(monkeypatch, base_s=None)
+    assert run(["plan", "--trace", trace]) == 2
+    assert "has reported step times yet; run a load first" in capsys.readouterr().err

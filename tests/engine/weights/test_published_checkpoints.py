@@ -1,0 +1,272 @@
+"""Checkpoints as they are published: stale shards, heads that config.json does not describe, and companion tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from core.types.errors import SpecError
+from engine.config import EngineConfig
+from engine.runner.runner import ModelRunner
+from engine.weights.open_checkpoint import open_checkpoint
+from tests.engine.quantized_files import fp8_channels, int8_channels, write_quantised
+from tests.engine.steps import prompts, step
+from tests.engine.tiny_models import random_model, reference_logits, tiny_config
+
+SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
+ATTENTION = "model.layers.0.self_attn"
+DOWN = "model.layers.0.mlp.down_proj"
+(TOKENS,) = prompts(30)
+
+
+def logits_of(directory: Path) -> Tensor:
+    config = EngineConfig(model_dir=directory, dtype="float32", weights="as_stored", block_size=8, num_blocks=12)
+    return step(ModelRunner(config), [TOKENS], [(0, 0, 30)])[0]
+
+
+def check_equal(directory: Path, model: PreTrainedModel) -> None:
+    torch.testing.assert_close(logits_of(directory), reference_logits(model, TOKENS)[-1], atol=2e-4, rtol=1e-4)
+
+
+def written(directory: Path, family: str = "llama", **changes: Any) -> PreTrainedModel:
+    model = random_model(tiny_config(family, **(SHAPE | changes)))
+    model.save_pretrained(directory)
+    return model
+
+
+def edit(directory: Path, change: Callable[[dict[str, Tensor]], object], **config: Any) -> None:
+    """Change the tensors of model.safetensors and keys of config.json."""
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(raw | config))
+
+
+def test_index_decides_between_two_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = written(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    first, second = (f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    save_file(tensors, tmp_path / first)
+    stale = {f"{DOWN}.weight": torch.zeros(64, 96), "model.layers.9.stale": torch.ones(1)}
+    save_file(stale, tmp_path / second)
+    weight_map = dict.fromkeys(tensors, first)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    check_equal(tmp_path, model)
+    # The second shard is read as well, if the index names one of its tensors.
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map | {"model.layers.9.other": second}})
+    )
+    check_equal(tmp_path, model)
+    assert "tensors that the index does not name are not read: model.layers.9.stale" in caplog.text
+
+
+def test_tensor_outside_the_index_is_missing(tmp_path: Path) -> None:
+    written(tmp_path)
+    names = [
+        name for name in load_file(tmp_path / "model.safetensors") if name not in ("lm_head.weight", f"{DOWN}.weight")
+    ]
+    weight_map = dict.fromkeys(names, "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(
+        SpecError, match=rf"missing: {DOWN}.weight \(not in the index\), lm_head.weight \(not in the ind"
+    ):
+        logits_of(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_head_of_the_file_that_the_flag_denies(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(tmp_path, family, tie_word_embeddings=False)
+    edit(tmp_path, lambda tensors: None, tie_word_embeddings=True)
+    check_equal(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert "set tie_word_embeddings: false" in caplog.text
+
+
+def test_quantized_head_that_the_flag_denies(tmp_path: Path) -> None:
+    model = random_model(tiny_config("llama", **SHAPE, tie_word_embeddings=False))
+    write_quantised(tmp_path, model, "awq")
+    edit(tmp_path, lambda tensors: None, tie_word_embeddings=True)
+    check_equal(tmp_path, model)
+
+
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight", "both"])
+def test_tied_head_may_be_stored_under_either_name(kept: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = written(tmp_path, tie_word_embeddings=True)
+
+    def rename(tensors: dict[str, Tensor]) -> None:
+        table = tensors.pop("model.embed_tokens.weight")
+        names = ("model.embed_tokens.weight", "lm_head.weight") if kept == "both" else (kept,)
+        tensors.update({name: table.clone() for name in names})
+
+    edit(tmp_path, rename)
+    check_equal(tmp_path, model)
+    assert "tie_word_embeddings" not in caplog.text
+
+
+@pytest.mark.parametrize("flag", [False, None])
+def test_missing_head_is_tied_with_a_warning(
+    flag: bool | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = written(tmp_path, "qwen2", tie_word_embeddings=True)
+    edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight", None), tie_word_embeddings=flag)
+    check_equal(tmp_path, model)
+    assert "set tie_word_embeddings: true" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["plain", "fp8 tensor", "fp8 blocks", "int8 channels"])
+def test_scales_of_kv_and_activations_pass(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model(tiny_config("llama", **SHAPE))
+    if kind == "plain":
+        model.save_pretrained(tmp_path)
+    else:
+        write_quantised(tmp_path, model, kind)
+    names = [
+        *(
+            f"{ATTENTION}.{name}"
+            for name in ("k_scale", "v_scale", "kv_scale", "attn.k_scale", "q_scale", "prob_scale")
+        ),
+        *(f"{ATTENTION}.{name}" for name in ("k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale")),
+        *(f"{DOWN}.{name}" for name in ("input_scale", "input_zero_point", "output_scale")),
+    ]
+    zeros = [f"{DOWN}.weight_zero_point", f"{DOWN}.bias", f"{ATTENTION}.q_proj.bias"]
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}
+
+    def add(tensors: dict[str, Tensor]) -> None:
+        tensors.update({name: torch.tensor(0.5) for name in names})
+        tensors.update({name: torch.zeros(64) for name in zeros} | inv_freq)
+
+    edit(tmp_path, add)
+    check_equal(tmp_path, model)
+    assert f"not used, because KV and activations have their own scales: tensors {DOWN}.input_scale, " in caplog.text
+    edit(tmp_path, lambda tensors: tensors.update({f"{DOWN}.bias": torch.ones(64)}))
+    with pytest.raises(SpecError, match=rf"not expected: {DOWN}.bias; biases that are not zero need attention_bias or"):
+        logits_of(tmp_path)
+
+
+def test_tensors_outside_the_model_pass_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = written(tmp_path)
+    tower = {"visual.blocks.0.weight": torch.ones(3), "score.weight": torch.ones(2), "model.layers.2.x": torch.ones(1)}
+    edit(tmp_path, lambda tensors: tensors.update(tower))
+    check_equal(tmp_path, model)
+    assert "not part of the model, and not read: tensors model.layers.2.x, score.weight, visual.b" in caplog.text
+    edit(tmp_path, lambda tensors: tensors.update({f"{ATTENTION}.q_norm.weight": torch.ones(16)}))
+    with pytest.raises(SpecError, match=rf"not expected: {ATTENTION}.q_norm.weight"):
+        logits_of(tmp_path)
+
+
+def test_names_without_the_prefix_of_the_model(tmp_path: Path) -> None:
+    """Embedding models are saved from the part below the head."""
+    model = written(tmp_path, "qwen3", tie_word_embeddings=True)
+    model.model.save_pretrained(tmp_path)
+    assert "norm.weight" in load_file(tmp_path / "model.safetensors")
+    edit(tmp_path, lambda tensors: None, architectures=["Qwen3ForCausalLM"])
+    check_equal(tmp_path, model)
+
+
+W = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+
+
+def matrix(directory: Path, parts: dict[str, Tensor], **description: Any) -> Tensor:
+    save_file({f"w.{suffix}": part.contiguous() for suffix, part in parts.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"quantization_config": description}))
+    return open_checkpoint(directory).read("w.weight")
+
+
+def mxfp8() -> tuple[dict[str, Tensor], Tensor]:
+    exponents = W.view(64, 3, 32).abs().amax(-1).log2().floor().int() - 8
+    scales = 2.0 ** exponents.repeat_interleave(32, 1)
+    codes = (W / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": (exponents + 127).to(torch.uint8)}, codes.float() * scales
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"quant_method": "compressed-tensors", "format": "mxfp8-quantized"},
+        {
+            "quant_method": "compressed-tensors",
+            "config_groups": {"g": {"weights": {"group_size": 32, "scale_dtype": "torch.uint8"}}},
+        },
+        {"quant_method": "modelopt", "quant_algo": "MXFP8"},
+        {"quant_method": "fp8", "weight_block_size": [1, 32]},
+    ],
+    ids=str,
+)
+def test_byte_scales_are_exponents(description: dict[str, Any], tmp_path: Path) -> None:
+    parts, numbers = mxfp8()
+    if description["quant_method"] == "fp8":
+        parts["weight_scale"] = parts["weight_scale"].view(torch.float8_e8m0fnu)
+    assert torch.equal(matrix(tmp_path, parts, **description), numbers)
+
+
+def test_asymmetric_int8_uses_its_zero_points(tmp_path: Path) -> None:
+    low, high = W.amin(1, keepdim=True), W.amax(1, keepdim=True)
+    scale = (high - low) / 255
+    zeros = (-128 - low / scale).round().to(torch.int8)
+    codes = (W / scale + zeros).round().clamp(-128, 127).to(torch.int8)
+    parts = {"weight": codes, "weight_scale": scale, "weight_zero_point": zeros}
+    found = matrix(tmp_path, parts, quant_method="compressed-tensors", format="int-quantized")
+    torch.testing.assert_close(found, (codes.float() - zeros.float()) * scale)
+
+
+@pytest.mark.parametrize("bits", [2, 8])
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_gptq_with_other_bits(bits: int, is_dynamic: bool, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    codes, zeros = (torch.randint(1, 1 << bits, size, generator=generator) for size in ((64, 96), (64, 6)))
+    scales = torch.rand(64, 6, generator=generator).half()
+
+    def pack(x: Tensor) -> Tensor:
+        """Pack along the last dimension."""
+        words = (torch.unflatten(x.long(), 1, (-1, 32 // bits)) << torch.arange(32 // bits) * bits).sum(-1)
+        return words.where(words < 1 << 31, words - (1 << 32)).int()
+
+    parts = {"qweight": pack(codes).T, "qzeros": pack((zeros - 1).T), "scales": scales.T}
+    description: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "group_size": 16}
+    if is_dynamic:
+        description |= {"bits": 4, "dynamic": {"-:lm_head": {}, r"+:w$": {"bits": bits}}}
+    expected = (codes - zeros.repeat_interleave(16, 1)) * scales.float().repeat_interleave(16, 1)
+    torch.testing.assert_close(matrix(tmp_path, parts, **description), expected)
+
+
+@pytest.mark.parametrize(
+    ("parts", "description", "complaint"),
+    [
+        ({"weight_scale": torch.ones(64, 3, dtype=torch.uint8)}, {}, "w.weight_scale has dtype U8, which is not supp"),
+        ({"weight_scale": torch.ones(64, 1, dtype=torch.int8)}, {}, "w.weight_scale has dtype I8, which is not supp"),
+        ({"weight_scale": torch.full((64, 1), torch.nan)}, {}, "w.weight_scale has a scale that is not a finite"),
+        ({"weight_scale": torch.ones(64, 7)}, {}, r"w.weight_scale has unsupported shape \(64, 7\)"),
+        ({"weight": W.bfloat16()}, {}, "w.weight has dtype BF16 beside weight_scale, expected FP8 or INT8"),
+        ({"weight": W.byte()}, {}, "w.weight has dtype U8 beside weight_scale, expected FP8 or INT8"),
+        ({"weight_scale": None}, {}, "w.weight has dtype F8_E4M3 and no scale beside it"),
+        ({"weight_zero_point": torch.ones(3)}, {}, r"w.weight_zero_point has shape \(3,\), expected \(64, 1\)"),
+        ({"weight_g_idx": torch.full((96,), 5)}, {}, "w.weight_g_idx does not match 96 inputs in 1 groups"),
+        ({}, {"quant_method": "awq", "version": "gemv"}, "awq in the layout gemv is not supported"),
+        ({}, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "gptq in the layout marlin is not supported"),
+        ({}, None, "w.weight has dtype F8_E4M3, and config.json has no quantization_config"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_what_is_not_understood_is_refused(
+    parts: dict[str, Tensor | None], description: dict[str, Any] | None, complaint: str, tmp_path: Path
+) -> None:
+    tensors = {name: part for name, part in (fp8_channels(W)[0] | parts).items() if part is not None}
+    settings = {} if description is None else {"quant_method": "compressed-tensors"} | description
+    with pytest.raises(SpecError, match=complaint):
+        matrix(tmp_path, tensors, **settings)
+
+
+def test_modelopt_settings_in_a_file_of_their_own(tmp_path: Path) -> None:
+    parts, numbers = int8_channels(W)[0] | fp8_channels(W)[0], fp8_channels(W)[1]
+    settings = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(settings))
+    torch.testing.assert_close(matrix(tmp_path, parts), numbers)

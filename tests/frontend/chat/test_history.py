@@ -1,0 +1,131 @@
+"""Conversations as clients send them, in templates of many families: nothing is rejected, and no text is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from frontend.chat.chat_template import ChatTemplate
+from tests.support.tiny_tokenizers import CHATML
+
+_TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
+_TEMPLATES["chatml"] = CHATML
+_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+_TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
+
+
+def _template(name: str) -> ChatTemplate:
+    return ChatTemplate(_TEMPLATES[name], special_tokens=_TOKENS)
+
+
+def _say(role: str, content: str | None = None, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def _call(arguments: str = "{}", id: str | None = "call_0123456789abcdef", name: str = "look") -> dict[str, Any]:
+    function = {"name": name, "arguments": arguments}
+    return {"type": "function", "function": function, **({"id": id} if id else {})}
+
+
+_S, _D, _U, _A = (_say(role, role[0].upper()) for role in ("system", "developer", "user", "assistant"))
+_CALLED = _say("assistant", tool_calls=[_call()])
+_RESULT = _say("tool", "R", tool_call_id="call_0123456789abcdef")
+
+
+def _user(text: str) -> str:
+    return f"[INST] {text} [/INST]"
+
+
+# Conversations for the template in the style of Llama 2, which demands that turns alternate, without tools.
+_STRICT = {
+    "instructions and a developer": ([_S, _D, _U], "[INST] <<SYS>>\nS\n\nD\n<</SYS>>\n\nU [/INST]"),
+    "a late developer": ([_S, _U, _D, _say("user", "V")], "[INST] <<SYS>>\nS\n<</SYS>>\n\nU\n\nD\n\nV [/INST]"),
+    "two users": ([_U, _say("user", "V")], "[INST] U\n\nV [/INST]"),
+    "an assistant first": ([_A, _U], None),
+    "two assistants": ([_U, _A, _say("assistant", "B"), _U], None),
+    "instructions alone": ([_S, _D], "[INST] S\n\nD [/INST]"),
+    "a call and its result": ([_U, _CALLED, _RESULT], None),
+}
+
+
+@pytest.mark.parametrize("case", _STRICT)
+def test_strict_template_gets_turns(case: str) -> None:
+    messages, expected = _STRICT[case]
+    rendered = _template("llama2").render(messages)
+    if expected:
+        assert rendered.removeprefix("<s>").strip() == expected
+    for message in messages:
+        assert (message["content"] or "look") in rendered
+
+
+def test_permissive_template_keeps_the_order() -> None:
+    """Only instructions in a row are merged, since a model was trained on one system message."""
+    rendered = _template("chatml").render([_S, _D, _U, _say("user", "V"), _D, _U])
+    blocks = [block.split("<|im_end|>")[0] for block in rendered.split("<|im_start|>")[1:-1]]
+    assert blocks == ["system\nS\n\nD", "user\nU", "user\nV", "system\nD", "user\nU"]
+
+
+@pytest.mark.parametrize("id", ["call_0123456789abcdef", "a1", "abcdefghi", "", None])
+def test_ids_fit_the_template(id: str | None) -> None:
+    answered = _say("tool", "R") if id is None else _say("tool", "R", tool_call_id=id)
+    rendered = _template("mistral_tools").render([_U, _say("assistant", tool_calls=[_call(id=id)]), answered])
+    _, made = rendered.split("R", 1)[0].split('{"name"')[0], rendered.split("[TOOL_RESULTS] R")[1][:9]
+    assert rendered.count(made) == 2 and made.isalnum() and (id != "abcdefghi" or made == id)
+
+
+def test_parallel_calls_are_given_one_by_one() -> None:
+    calls = [_call(name="look_1", id="a"), _call(name="look_2", id="b")]
+    results = [_say("tool", "second", tool_call_id="b"), _say("tool", "first", tool_call_id="a")]
+    rendered = _template("llama31_tools").render([_U, _say("assistant", "Both.", tool_calls=calls), *results])
+    order = [rendered.index(text) for text in ("Both.", "look_1", "first", "look_2", "second")]
+    assert order == sorted(order)
+
+
+@pytest.mark.parametrize(("name", "shown"), [("channels", True), ("hermes_tools", False)])
+def test_thoughts_are_given_by_the_templates_name(name: str, shown: bool) -> None:
+    said = _say("assistant", "T", tool_calls=[_call()], reasoning_content="THOUGHT")
+    rendered = _template(name).render([_U, said, _RESULT])
+    assert ("THOUGHT" in rendered) is shown and "T" in rendered
+
+
+_WORDS = [f"word{number}x" for number in range(200)]
+
+
+def _random_conversation(rng: random.Random) -> list[dict[str, Any]]:
+    """Return any order of roles, with broken arguments, odd ids, empty texts and orphans."""
+    words = iter(rng.sample(_WORDS, len(_WORDS)))
+    messages: list[dict[str, Any]] = []
+    for _ in range(rng.randint(1, 9)):
+        role = rng.choice(["system", "developer", "user", "user", "assistant", "assistant", "call", "call", "tool"])
+        text = rng.choice(["", next(words), next(words), f"{next(words)}\n{{{{ '{{% x'"])
+        if role == "call":
+            broken = ["{}", "null", "", '{"cmd": "', "[]", f'{{"a": "{next(words)}"}}', f"ls {next(words)}"]
+            ids = ["abcdefghi", f"toolu_{next(words)}", None]
+            calls = [_call(rng.choice(broken), rng.choice(ids), next(words)) for _ in range(rng.randint(1, 3))]
+            more = {"reasoning_content": "thought"} if rng.random() < 0.3 else {}
+            messages.append(_say("assistant", text or None, tool_calls=calls, **more))
+            results = [_say("tool", next(words), tool_call_id=call.get("id") or "") for call in calls]
+            messages += results[: rng.randint(0, 3)]
+        else:
+            messages.append(_say(role, text))
+    return messages
+
+
+@pytest.mark.parametrize("name", _TEMPLATES)
+def test_any_history_is_rendered_whole(name: str) -> None:
+    template, rng = _template(name), random.Random(name)
+    for _ in range(150):
+        messages = _random_conversation(rng)
+        tools = [_TOOL] if template.knows_tools and rng.random() < 0.5 else []
+        rendered = template.render(messages, tools=tools)
+        for message in messages:
+            texts = [(message["content"] or "").split("\n")[0]]
+            for call in message.get("tool_calls", ()):
+                texts.append(call["function"]["name"])
+                if name != "coder_tools" or call["function"]["arguments"].startswith('{"a"'):
+                    texts += [word for word in _WORDS if word in call["function"]["arguments"]]
+            assert all(text in rendered for text in texts), json.dumps(messages, indent=1)

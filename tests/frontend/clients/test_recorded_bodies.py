@@ -1,0 +1,143 @@
+"""Bodies as coding agents and frameworks send them, over several turns, with templates of many families."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from frontend.access.access import Access
+from frontend.http.app import create_app
+from frontend.text.tokenizer import Tokenizer
+from tests.support.fake_token_service import FakeTokenService
+from tests.support.http_server import serve_http
+from tests.support.tiny_service import MakeCompletions
+
+_HERE = Path(__file__).parent
+_CLIENTS = {path.stem: json.loads(path.read_text()) for path in sorted(_HERE.glob("*.json"))}
+_TEMPLATES = {path.stem: path.read_text() for path in sorted((_HERE.parent / "chat" / "templates").glob("*.jinja"))}
+_WITH_TOOLS = [name for name in _TEMPLATES if name.endswith("_tools") or name == "channels"]
+_THINKS = {"hermes_tools", "mistral_tools"}  # here as models that think, by their own tags
+
+
+@pytest.mark.parametrize("client", _CLIENTS)
+@pytest.mark.parametrize("name", _WITH_TOOLS)
+async def test_every_turn_is_answered(
+    completions: MakeCompletions, byte_level: Tokenizer, client: str, name: str
+) -> None:
+    """Nothing of the conversation is lost, and what the model cannot read is named in a header."""
+    recorded: Any = _CLIENTS[client]
+    template = _TEMPLATES[name] + ("{# </think> <tool_call> #}" if name in _THINKS else "{# <tool_call> #}")
+    fake = FakeTokenService(max_context=16384)
+    service = completions(fake, chat_template=template, max_context=16384, has_grammars=True)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    ignored = set[str]()
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        for body in recorded["turns"]:
+            answer = await http.post(recorded["path"], json=body)
+            assert answer.status_code == 200, answer.text
+            ignored |= set(answer.headers.get("x-ignored-fields", "").split(", "))
+    service.close()
+    prompt = byte_level.decode(fake.started[-1].token_ids, skip_special_tokens=False)
+    assert all(text in prompt for text in recorded["prompt"]), prompt
+    assert not any(text in prompt for text in recorded["hidden"])
+    assert set(recorded["ignored"]) <= ignored
+
+
+async def test_billing_header_does_not_defeat_the_prefix_cache(
+    completions: MakeCompletions, byte_level: Tokenizer
+) -> None:
+    """Claude Code's first line differs in each request; Anthropic's API does not show it to the model either."""
+    fake = FakeTokenService(max_context=16384)
+    service = completions(fake, chat_template=_TEMPLATES["hermes_tools"], max_context=16384)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    said: Any = {"max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
+    line = "x-anthropic-billing-header: cch="
+    systems: list[Any] = [
+        "Be brief.",
+        f"{line}1;\nBe brief.",
+        [{"type": "text", "text": f"{line}2;"}, {"type": "text", "text": "Be brief."}],
+    ]
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        for system in systems:
+            answer = await http.post("/v1/messages", json={**said, "system": system})
+            assert ("x-ignored-fields" in answer.headers) is (system != "Be brief.")
+    service.close()
+    assert len({one.token_ids for one in fake.started}) == 1
+
+
+def _chat(*messages: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}, *messages], **fields}
+
+
+def _claude(*blocks: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
+    called = {"type": "tool_use", "id": "toolu_1", "name": "look", "input": {}, **fields}
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": [*blocks]}
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": [called]}]
+    return "/v1/messages", {"messages": [*said, {"role": "user", "content": [result]}]}
+
+
+def _items(*items: Any) -> tuple[str, dict[str, Any]]:
+    return "/v1/responses", {"input": [{"role": "user", "content": "hi"}, *items]}
+
+
+def _called(arguments: Any, **more: Any) -> dict[str, Any]:
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call], **more}
+
+
+_ODD: dict[str, tuple[tuple[str, dict[str, Any]], str, str]] = {  # request, part of the prompt, ignored fields
+    "arguments as an object": (_chat(_called({"a": 1})), '"arguments": {"a": 1}', ""),
+    "arguments of null": (_chat(_called(None)), '"arguments": {}', ""),
+    "arguments with NaN": (_chat(_called('{"a": NaN}')), '"arguments": "{\\"a\\": NaN}"', ""),
+    "a custom tool's call": (
+        _chat({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "p", "input": "x"}}]}),
+        '{"name": "p", "arguments": {"input": "x"}}', "",
+    ),
+    "an unknown call": (_chat({"role": "assistant", "content": "C", "tool_calls": [{"type": "mcp"}]}), "\nC<|im_end|>",
+                        "messages[1].tool_calls[0].mcp"),
+    "a tool that is no function": (_chat(tools=[{"type": "code_interpreter"}]), "hi", "tools[0].code_interpreter"),
+    "a refusal": (_chat({"role": "assistant", "content": None, "refusal": "NO"}), "NO", ""),
+    "a file in a result": (_chat(_called("{}"), {"role": "tool", "tool_call_id": "a", "content": [{"type": "file"}]}),
+                           "[file omitted: this model reads text only]", "messages[2].content[0].file"),
+    "input of null": (_claude(input=None), '"arguments": {}', ""),
+    "input of text": (_claude(input="ls -l"), '"arguments": "ls -l"', ""),
+    "input of a list": (_claude(input=["a"]), '"arguments": "[\\"a\\"]"', ""),
+    "no input": (_claude(input=0), '"arguments": {}', ""),
+    "a text document": (_claude({"type": "document", "source": {"type": "text", "data": "DATA"}}), "DATA", ""),
+    "a document": (_claude({"type": "document", "source": {"type": "base64", "data": "eA=="}}),
+                   "[document omitted: this model reads text only]", "messages[2].content[0].content[0].document"),
+    "a tool reference": (_claude({"type": "tool_reference", "tool_name": "x"}), "[tool_reference omitted",
+                         "messages[2].content[0].content[0].tool_reference"),
+    "a search result": (_claude({"type": "search_result", "content": [{"type": "text", "text": "F"}]}), "\nF\n", ""),
+    "a result that is no block": (_claude("FOUND"), "FOUND", ""),
+    "an item of a computer": (
+        _items({"type": "computer_call", "call_id": "c", "action": {"type": "click"}},
+               {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}}),
+        '{"name": "computer", "arguments": {"action": {"type": "click"}}}', "input[2].output[0].computer_screenshot",
+    ),
+    "an unknown item": (_items({"type": "mcp_list_tools", "id": "m"}), "hi", "input[1].mcp_list_tools"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _ODD)
+async def test_odd_turn_does_not_end_the_session(
+    completions: MakeCompletions, byte_level: Tokenizer, case: str
+) -> None:
+    (path, body), shown, ignored = _ODD[case]
+    for message in body.get("messages", ()) if case == "no input" else ():
+        for block in message["content"] if isinstance(message["content"], list) else ():
+            block.pop("input", None)
+    fake = FakeTokenService(max_context=4096)
+    service = completions(fake, chat_template=_TEMPLATES["hermes_tools"], max_context=4096)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    limit = {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+        answer = await http.post(path, json=body | limit)
+    service.close()
+    assert answer.status_code == 200, answer.text
+    assert shown in byte_level.decode(fake.started[0].token_ids, skip_special_tokens=False)
+    assert answer.headers.get("x-ignored-fields", "") == ignored

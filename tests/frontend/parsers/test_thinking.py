@@ -1,0 +1,229 @@
+"""Thinking, text and calls of an answer: what each kind of answer holds, whole and streamed, cut at every character."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pytest
+
+from core.types.constraints import Grammar, GrammarKind
+from core.types.request import FinishReason, SampledToken
+from frontend.anthropic.content import WholeContent, write_delta
+from frontend.chat.chat import Chat
+from frontend.chat.output_format import OutputFormat
+from frontend.http.json_response import to_json
+from frontend.openai.forms import ChatForm
+from frontend.openai.tool_calls import WholeChoice
+from frontend.parsers.formats import CALL_FORMATS
+from frontend.parsers.thinking import TAGS, THINK, Tags, ThinkingReader
+from frontend.responses.output import ResponseOutput
+from frontend.text.answer_reader import AnswerReader
+from frontend.text.choice_text import ChoiceText
+from frontend.text.completion_request import CompletionRequest
+from frontend.text.events import Delta, Finished
+from frontend.text.tokenizer import Tokenizer
+from tests.frontend.parsers.recorded import RECORDED, TOOLS
+from tests.support.growth import growth
+
+_TOOLS = tuple({"type": "function", "function": {"name": name, "parameters": of}} for name, of in TOOLS.items())
+_CALL = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+_NOW = [("now", {})]
+
+# name: (end of the prompt, answer, thinking, text, calls)
+_ANSWERS: dict[str, tuple[str, str, str, str, list[tuple[str, Any]]]] = {
+    "opened by the prompt": ("<think>\n", "r\n</think>\n\na", "r", "a", []),
+    "opened by the model": ("", "<think>\nr\n</think>\n\na", "r", "a", []),
+    "opened by both": ("<think>\n", "<think>\nr</think>a", "r", "a", []),
+    "not opened": ("", "r\n</think>\n\na", "r", "a", []),
+    "not opened, before a call": ("", f"r</think>{_CALL}", "r", "", _NOW),
+    "not opened, nothing behind": ("", "r</think>", "r", "", []),
+    "closed by the prompt": ("<think>\n\n</think>\n\n", "a </think> b", "", "a </think> b", []),
+    "closed twice": ("<think>", "r</think>a </think> b", "r", "a </think> b", []),
+    "never closed": ("<think>", "r a", "r a", "", []),
+    "never closed, ends within a tag": ("<think>", "1 </thi", "1 </thi", "", []),
+    "never opened or closed": ("", "1 < 2 </thin", "", "1 < 2 </thin", []),
+    "a call in thinking that is never closed": ("<think>\n", f"I call. {_CALL}", "I call.", "", _NOW),
+    "two calls in thinking that is never closed": ("<think>", f"r\n{_CALL}\n{_CALL}\n", "r", "", _NOW * 2),
+    "a call quoted in thinking": ("<think>", f"r {_CALL} s</think>a", f"r {_CALL} s", "a", []),
+    "a call quoted, another made": ("<think>", f"r {_CALL}</think>{_CALL}", f"r {_CALL}", "", _NOW),
+    "thinking between calls": (
+        "",
+        f"<think>r</think>{_CALL}\n<think>\ns\n</think>\n{_CALL}<think>t",
+        "rst",
+        "",
+        _NOW * 2,
+    ),
+    "text between calls": ("", f"<think>r</think>{_CALL}a <think> b{_CALL}c", "r", "a <think> bc", _NOW * 2),
+    "no call in thinking that is never closed": ("<think>", "r <tool_call> s", "r <tool_call> s", "", []),
+    "a closing tag in a call": (
+        "",
+        _CALL.replace("{}", '{"city": "</think>"}'),
+        "",
+        "",
+        [("now", {"city": "</think>"})],
+    ),
+}
+
+
+def _reader(end: str, output_format: OutputFormat | None = None, **chat: Any) -> AnswerReader:
+    asked = Chat(messages=({"role": "user", "content": "hi"},), tools=_TOOLS, **chat)
+    reader = AnswerReader.of(asked, output_format or OutputFormat("hermes", THINK), end)
+    assert reader
+    return reader
+
+
+def _deltas(reader: AnswerReader, parts: Iterable[str], *, is_cut: bool = False) -> list[Delta]:
+    deltas = list[Delta]()
+    for parsed in [*map(reader.add, parts), reader.finish(is_cut=is_cut)]:
+        delta = Delta(0, "", [SampledToken(token_id=0)], [0])
+        delta.add(parsed)
+        deltas.append(delta)
+    return deltas
+
+
+def _whole(deltas: Sequence[Delta]) -> tuple[str, str, list[tuple[str, str]]]:
+    whole = WholeChoice()
+    for delta in deltas:
+        whole.add(delta)
+    return whole.thinking, whole.text, [(one["function"]["name"], one["function"]["arguments"]) for one in whole.calls]
+
+
+def _streamed(deltas: Sequence[Delta], tokenizer: Tokenizer) -> tuple[str, str, list[tuple[str, str]]]:
+    form, thinking, text, calls = ChatForm(tokenizer), "", "", dict[int, tuple[str, str]]()
+    for delta in deltas:
+        for chunk in form.said(delta):
+            thinking += chunk["delta"].get("reasoning_content", "")
+            text += chunk["delta"].get("content", "")
+            for call in chunk["delta"].get("tool_calls", ()):
+                name, arguments = calls.get(call["index"], (call["function"].get("name", ""), ""))
+                calls[call["index"]] = name, arguments + call["function"]["arguments"]
+    return thinking, text, [*calls.values()]
+
+
+@pytest.mark.parametrize("case", _ANSWERS)
+def test_answer_is_read_alike_however_it_is_split(case: str, byte_level: Tokenizer) -> None:
+    end, answer, thinking, text, calls = _ANSWERS[case]
+    for tags in TAGS:
+        prompt, raw, *expected = (
+            one.replace("<think>", tags.opening).replace("</think>", tags.closing)
+            for one in (end, answer, thinking, text)
+        )
+        made = [(name, json.loads(json.dumps(of).replace("</think>", tags.closing))) for name, of in calls]
+        splits = [[raw], list(raw), *([raw[:at], raw[at:]] for at in range(len(raw)))]
+        for parts in splits:
+            deltas = _deltas(_reader(prompt, OutputFormat("hermes", tags)), parts)
+            *said, called = _whole(deltas)
+            assert (said, [(name, json.loads(of)) for name, of in called]) == (expected, made), parts
+            if not any(delta.num_thought is not None for delta in deltas):  # a stream cannot take text back
+                assert _streamed(deltas, byte_level) == (*said, called)
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 40, 200])
+def test_parts_of_an_answer_keep_their_blocks(size: int) -> None:
+    """Thinking behind a call never interrupts the rest of that call, however many tokens a delta has."""
+    call = _CALL.replace("{}", '{"city": "Paris"}')
+    raw = f"<think>r</think>a{call}<think>s</think>{call}<think>t</think>b"
+    deltas = _deltas(_reader(""), [raw[at : at + size] for at in range(0, len(raw), size)])
+    blocks, output = WholeContent(hides_thinking=False), ResponseOutput("x", lambda _: [])
+    for delta in deltas:
+        write_delta(delta, blocks)
+        output.add(delta)
+    output.finish(Finished(0, FinishReason.STOP))
+    made = [(block["type"], json.loads(to_json(block.get("input")))) for block in blocks.content()]
+    assert [of for kind, of in made if kind == "tool_use"] == [{"city": "Paris"}] * 2
+    arguments = [item["arguments"] for item in output.items if item["type"] == "function_call"]
+    assert [json.loads(of) for of in arguments] == [{"city": "Paris"}] * 2
+    assert "".join(block.get("thinking", "") for block in blocks.content()) == "rst"
+
+
+def test_stream_of_unopened_thinking_loses_nothing_but_the_tag(byte_level: Tokenizer) -> None:
+    for raw in ("some thoughts</think>\n\nanswer", "</think>a"):
+        deltas = _deltas(_reader(""), raw)
+        assert _streamed(deltas, byte_level) == ("", raw.replace("</think>\n\n", "").replace("</think>", ""), [])
+        deltas = _deltas(_reader("", OutputFormat("hermes", THINK, begins_inside=True)), raw)
+        assert _streamed(deltas, byte_level) == _whole(deltas) == (*raw.replace("\n", "").split("</think>"), [])
+
+
+@pytest.mark.parametrize("end", ["", "<think>\n"], ids=["answer", "thinking"])
+@pytest.mark.parametrize("recorded", RECORDED, ids=[f"{one.format}-{at}" for at, one in enumerate(RECORDED)])
+def test_answers_cut_at_every_character_agree(recorded: Any, end: str, byte_level: Tokenizer) -> None:
+    """Whole and streamed answers agree in every call format, also behind thinking, and when thinking never ends."""
+    if recorded.format not in CALL_FORMATS:
+        return
+    output_format = OutputFormat(recorded.format, THINK)
+    for before in ("", "r</think>" if end else "<think>r</think>"):
+        raw = before + recorded.raw
+        for at in range(len(raw) + 1):
+            deltas = _deltas(_reader(end, output_format), raw[:at], is_cut=True)
+            assert _whole(_deltas(_reader(end, output_format), [raw[:at]], is_cut=True)) == _whole(deltas)
+            if not any(call.broken is not None for delta in deltas for call in delta.calls):
+                assert _streamed(deltas, byte_level) == _whole(deltas)
+    thinking, text, calls = _whole(_deltas(_reader("<think>", output_format), [f"r\n{recorded.raw}"]))
+    marks = CALL_FORMATS[recorded.format].begins
+    if recorded.calls and any(mark.replace("NAME", recorded.calls[0][0]) in recorded.raw for mark in marks):
+        assert [(name, json.loads(of)) for name, of in calls] == list(recorded.calls), (thinking, text)
+    assert text == "" and thinking.startswith("r")
+
+
+@pytest.mark.parametrize("name", ["now", ""], ids=["named", "required"])
+def test_forced_call_cut_by_length_is_never_content(name: str, byte_level: Tokenizer) -> None:
+    arguments = '{"city": "Par", "days": 3}'
+    raw = arguments if name else f'[{{"name": "now", "arguments": {arguments}}}]'
+    for tags in (None, THINK):
+        for at in range(len(raw) + 1):
+            deltas = _deltas(_reader("", OutputFormat("hermes", tags), forced=name), raw[:at], is_cut=True)
+            thinking, text, calls = _whole(deltas)
+            assert (thinking, text) == ("", "") and _streamed(deltas, byte_level) == ("", "", calls)
+            assert all(call == "now" and arguments.startswith(of) for call, of in calls)
+        assert calls == [("now", arguments)]
+
+
+@pytest.mark.parametrize(
+    ("content", "answer", "expected"),
+    [
+        ("<think>\nI was", " here.</think>Yes", ("here.", "Yes")),
+        ("<think>so</think>The", " end", ("", " end")),
+        ("The", " end </think> is near", ("", " end </think> is near")),
+    ],
+)
+def test_answer_continues_a_message(content: str, answer: str, expected: tuple[str, str]) -> None:
+    chat = Chat(messages=({"role": "assistant", "content": content},), is_continued=True)
+    for begins_inside in (False, True):
+        reader = AnswerReader.of(chat, OutputFormat(None, THINK, begins_inside=begins_inside), content[-4:])
+        assert reader and _whole(_deltas(reader, answer))[:2] == expected
+
+
+def test_constrained_answer_may_contain_the_closing_tag() -> None:
+    chat = Chat(messages=({"role": "user", "content": "hi"},))
+    grammar = Grammar(kind=GrammarKind.JSON_SCHEMA, text="{}")
+    reader = AnswerReader.of(chat, OutputFormat(None, THINK), "", grammar=grammar)
+    assert reader and _whole(_deltas(reader, ['"</think>"']))[1] == '"</think>"'
+
+
+@pytest.mark.parametrize("tags", TAGS, ids=lambda tags: tags.opening)
+def test_tags_are_found_in_the_template_or_among_special_tokens(tags: Tags) -> None:
+    special = {tags.opening, tags.closing}.__contains__
+    assert OutputFormat.of("{{ '" + tags.closing + "' }}").tags == tags
+    for parser in ("auto", "think", "deepseek_r1"):
+        assert OutputFormat.of("", reasoning_parser=parser, is_special=special).tags == tags
+    assert OutputFormat.of(tags.closing, reasoning_parser="none", is_special=special).tags is None
+
+
+def test_thinking_tokens_without_an_opening_tag_are_counted(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("hm, so</think>yes")
+    choice = ChoiceText(CompletionRequest(id="r", prompt="a"), 0, byte_level, reader=_reader(""))
+    choice.add(SampledToken(token_id=i) for i in ids[:-1])
+    choice.add([SampledToken(token_id=ids[-1], finish_reason=FinishReason.LENGTH)])
+    assert choice.num_thinking == len(byte_level.encode("hm, so</think>"))
+
+
+def test_long_thinking_is_read_once() -> None:
+    def read(size: int) -> None:
+        reader = ThinkingReader(THINK, "inside", calls=["<tool_call>"])
+        for _ in range(size):
+            reader.add("<tool_call> ")
+        reader.finish()
+
+    assert growth(read, 4_000) < 9
