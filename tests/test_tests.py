@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _TESTS = Path(__file__).parent
-# The only places that may sleep: the polling helper, and virtual time, where a sleep takes no time.
-_MAY_SLEEP = {"support/waiting.py", "router/serving/virtual_time.py"}
+# The only places that may sleep: the polling helper, a relay that delays a server's answers, and virtual time, where a
+# sleep takes no time.
+_MAY_SLEEP = {"support/waiting.py", "router/serving/virtual_time.py", "support/redis_at.py"}
 _OTHERS = {
     "os._exit",  # public, in spite of its name
     "torch.cpu._is_avx512_bf16_supported",  # torch has no public function for it
@@ -19,6 +20,7 @@ _KNOWN = {
     ("benchmarks/test_isolation.py", "isolation._STREAM_PROMPT"),
     ("benchmarks/test_isolation.py", "isolation._WARM_UP_S"),
     ("core/model/test_source.py", "model_source._LOCK_S"),
+    ("core/index/test_redis_client.py", "redis_client._MAX_AGE_S"),
     ("engine/kv/test_kv.py", "attention._MAX_GATHERED"),
     ("benchmarks/engine/test_bench.py", "bench._NUM_STEPS"),
     ("benchmarks/test_kv.py", "bench_run._MOST_BYTES"),

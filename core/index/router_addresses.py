@@ -44,7 +44,7 @@ class RouterAddresses:
         """Renew the registration and read the others' until cancelled."""
         while not self._is_leaving:  # redis-py may swallow a cancellation
             try:
-                await self._renew()
+                await self.renew()
                 found = await self._read() | {self._router: self._address}
                 self._known.clear()
                 self._known.update(found)
@@ -65,7 +65,8 @@ class RouterAddresses:
             self._reach.missed(error)
         await self._redis.aclose()
 
-    async def _renew(self) -> None:
+    async def renew(self) -> None:
+        """Write this router's record, with its lease."""
         text = json.dumps({"router": self._router, "address": self._address}).encode()
         async with (
             repaired(self._redis, {self._set: "set"}),

@@ -29,12 +29,13 @@ class StepTimeModel:
     Decode steps and prompt steps are forgotten separately, so the cost of prompts survives a time without prompts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, min_steps: int = _MIN_STEPS) -> None:
+        """min_steps: before these there is no fit."""
         self._sums = {kind: np.zeros((_NUM_FEATURES, _NUM_FEATURES)) for kind in (False, True)}
         self._targets = {kind: np.zeros(_NUM_FEATURES) for kind in (False, True)}
         self._steps: list[_Step] = []  # not in the sums yet, because adding eight at once costs as much as one
         self._num_steps = 0
-        self._solve_at = _MIN_STEPS
+        self._solve_at = min_steps
         self._timing: StepTiming | None = None
 
     def add(self, *, num_tokens: int, num_pairs: int, num_context: int, seconds: float) -> None:

@@ -59,7 +59,7 @@ def profile_steps(
 
 
 def _prefill_timing(stepper: ChildProcess, seconds: float) -> StepTiming:
-    learned = StepTimeModel()
+    learned = StepTimeModel(min_steps=1)
     for num_tokens in _PROMPTS:
         step_s = _mean_s([stepper], "prefill", num_tokens=num_tokens, seconds=seconds)
         learned.add(num_tokens=num_tokens, num_pairs=pairs(num_tokens, after=0), num_context=0, seconds=step_s)
@@ -67,7 +67,7 @@ def _prefill_timing(stepper: ChildProcess, seconds: float) -> StepTiming:
 
 
 def _decode_timing(stepper: ChildProcess, seconds: float) -> StepTiming:
-    learned = StepTimeModel()
+    learned = StepTimeModel(min_steps=1)
     for context in _CONTEXTS:
         for batch in _BATCHES:
             step_s = _mean_s([stepper], "decode", batch=batch, context=context, seconds=seconds)

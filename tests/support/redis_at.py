@@ -46,7 +46,7 @@ class Relay:
     def __init__(self) -> None:
         self.port = 0  # of the server that new connections reach
         self.delay_s = 0.0  # before each part of an answer
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
     @asynccontextmanager
@@ -54,21 +54,21 @@ class Relay:
         """Yield the relay and its Redis URL."""
         relay = cls()
         relay.port = port
-        server = await asyncio.start_server(relay._accept, "127.0.0.1", 0)
+        server = await asyncio.start_server(relay.accept, "127.0.0.1", 0)
         try:
             yield relay, f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
         finally:
             server.close()
-            for task in relay._tasks:
+            for task in relay.tasks:
                 task.cancel()
-            await asyncio.gather(*relay._tasks, return_exceptions=True)
+            await asyncio.gather(*relay.tasks, return_exceptions=True)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         from_server, to_server = await asyncio.open_connection("127.0.0.1", self.port)
         for source, sink, is_answer in ((reader, to_server, False), (from_server, writer, True)):
             task = asyncio.create_task(self._copy(source, sink, is_answer))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
 
     async def _copy(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_answer: bool) -> None:
         try:

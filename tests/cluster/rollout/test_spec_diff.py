@@ -81,6 +81,7 @@ def test_every_spec_key_has_a_rule_or_is_listed() -> None:
     beyond = {path for path in _paths(Spec) if SpecChange(path=path, old=0, new=1).needs is Needs.DEPLOYMENT}
     assert {path for path in beyond if not path.startswith(("router.", "security."))} == {
         "name", "index", "kv.block_size", "model.source", "model.served_name", "model.max_context", "model.tool_parser",
+        "model.generation_config",
         "model.reasoning_parser", "model.chat_template", "timeouts.queue_s", "timeouts.request_s", "timeouts.unread_s",
         "tracing.otlp_endpoint", "tracing.ratio",
     }  # fmt: skip

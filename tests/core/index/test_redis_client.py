@@ -134,7 +134,7 @@ async def _read_revisions(redis: Redis) -> None:
 
 
 async def _register(redis: Redis) -> None:
-    await RouterAddresses(redis, {}, name="c", key=_KEY, router="router-0", address="h:1")._renew()
+    await RouterAddresses(redis, {}, name="c", key=_KEY, router="router-0", address="h:1").renew()
 
 
 @pytest.mark.parametrize(
