@@ -39,6 +39,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": ""}, "prompt", "must not be empty"),
     ({"prompt": [1_000_000]}, "prompt", "out of range"),
     ({"prompt": ["a"] * 1025}, "prompt", "at most 1024"),
+    ({"prompt": ["a"] * 140, "max_tokens": 240}, "max_tokens", "times n and prompts"),
     ({"stop": [1]}, "stop[0]", "should be a valid string"),
     ({"stop": {}}, "stop", "must be a string or a list"),
     ({"stop": ""}, "stop", "1 to 1024 characters"),
