@@ -95,11 +95,11 @@ class ContentBlock(OpenAIObject):
 
     @property
     def in_result(self) -> str:
-        """The block's text in a tool's result, or a placeholder."""
+        """The block's text, or a placeholder for it in a tool's result."""
         if self.text is not None:
             return self.text
         if isinstance(self.source, dict) and self.source.get("type") == "text":
-            return str(self.source.get("data"))
+            return str(self.source.get("data") or "")
         if self.content:
             return "\n".join(one.in_result for one in self.content)
         return placeholder(self.type)
@@ -175,6 +175,8 @@ class _Turn:
         elif block.type == "tool_use":
             function = CalledFunction(name=block.name or "", arguments=block.input)
             self.calls.append(CallInHistory(id=block.id, function=function))
+        elif block.type not in _BLOCKS:
+            self.parts.append(_part(block.in_result))
 
     def join(self, more: _Turn) -> None:
         self.parts += more.parts
@@ -232,9 +234,11 @@ class AnthropicToolChoice(OpenAIObject):
 
 
 def _check(block: ContentBlock, role: str, path: str) -> None:
-    if block.type not in _BLOCKS:
+    if block.skipped:
         text = f"{path}.type: blocks of type {block.type[:64]!r} are not supported"
         raise UnsupportedField(text, param=f"{path}.type")
+    if block.type not in _BLOCKS:
+        return  # has text, such as a document or a search result
     if block.type not in _BLOCKS_OF[role]:
         text = f"{path}.type: {block.type} is not allowed in a message of role {role}"
         raise RequestError(text, param=f"{path}.type")

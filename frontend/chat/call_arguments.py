@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any, NoReturn
 
@@ -34,12 +35,18 @@ def check_size(text: str, param: str) -> None:
 def object_or_none(text: str) -> dict[str, Any] | None:
     """Return a JSON object, or None for other text. Empty text and null count as an empty object."""
     try:
-        value = json.loads(text, parse_constant=_reject) if text.strip() else {}
+        value = json.loads(text, parse_constant=_reject, parse_float=_finite) if text.strip() else {}
         if "\\u" in text:  # reject lone surrogates
             json.dumps(value, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return None
     return {} if value is None else value if isinstance(value, dict) else None
+
+
+def _finite(number: str) -> float:
+    if math.isinf(value := float(number)):
+        raise ValueError(f"{number} exceeds the range of a number")
+    return value
 
 
 def _reject(constant: str) -> NoReturn:

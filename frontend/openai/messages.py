@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Pri
 
 from core.types.errors import RequestError, UnsupportedField
 from frontend.chat.chat import Chat, opens_answer
-from frontend.openai.fields import Ignored, Only, OpenAIObject, Unsupported
+from frontend.openai.fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
 from frontend.text.completion_request import MAX_MESSAGES
 
 MAX_PARTS = 4096  # per message
@@ -19,6 +19,7 @@ MAX_CALLS = 512  # per message
 MAX_TOOLS = 512
 _MAX_KIND = 64  # characters of a client's value in a text
 _MAY_BE_EMPTY = ("assistant", "tool")
+_THOUGHTS = ("thinking", "redacted_thinking")
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 
 
@@ -43,7 +44,7 @@ class ContentPart(OpenAIObject):
 
     @property
     def skipped(self) -> str:
-        return "" if self.written is not None or self.type == "thinking" else self.type
+        return "" if self.written is not None or self.type in _THOUGHTS else self.type
 
     @property
     def written(self) -> str | None:
@@ -132,7 +133,7 @@ class ChatMessage(OpenAIObject):
     refusal: str | None = None
     annotations: Ignored = None
     audio: Unsupported = None
-    function_call: Unsupported = None
+    function_call: Annotated[Any, AfterValidator(Only(EMPTY, "tool_calls"))] = None
 
     _path: str = PrivateAttr("")  # its name in the client's body, if that is of another API
 
@@ -145,7 +146,7 @@ class ChatMessage(OpenAIObject):
         content = None
         if self.content is not None or not calls:
             parts = [*enumerate(self.content or ())]
-            texts = [one.text_for(self.role, f"{path}.content[{i}]") for i, one in parts if one.type != "thinking"]
+            texts = [one.text_for(self.role, f"{path}.content[{i}]") for i, one in parts if one.type not in _THOUGHTS]
             content = "\n".join(texts) if self.content else self.refusal or ""
         message: dict[str, Any] = {"role": self.role, "content": content}
         for name, value in (

@@ -20,8 +20,8 @@ MAX_ID_CHARS = 128
 _MAX_SHOWN = 64  # characters of a client's value in an error message
 _ID_PREFIX = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 REFERENCE = "item_reference"
-_NEEDED = {"message": ("role", "content"), "function_call": ("call_id", "name", "arguments"),
-           "function_call_output": ("call_id", "output"), REFERENCE: ("id",)}  # fmt: skip
+_NEEDED = {"message": ("role", "content"), "function_call": ("call_id", "name"),
+           "function_call_output": ("call_id",), REFERENCE: ("id",)}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,22 @@ class Kinds:
 def _parts(value: Any) -> Any:
     if isinstance(value, str):
         return [{"type": "input_text", "text": value}]
-    if isinstance(value, dict):  # the output of a built-in tool
-        return [{"type": "text", **value}]
     if value is not None and not isinstance(value, list):
         raise ValueError("must be a string or a list of text parts")
     return value
+
+
+def _output(value: Any) -> Any:
+    """Return the parts of a tool's output; an object of a built-in tool, which is no part, counts as its JSON text."""
+    given = [value] if isinstance(value, dict) else value
+    if not isinstance(given, list):
+        return _parts(given)
+    return [
+        {"type": "input_text", "text": json.dumps(one, ensure_ascii=False)}
+        if isinstance(one, dict) and not one.keys() & {"type", "text"}
+        else one
+        for one in given
+    ]
 
 
 def _items(value: Any) -> Any:
@@ -53,9 +64,8 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-Parts = Annotated[
-    Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None, BeforeValidator(_parts)
-]
+_PartsGiven = Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None
+Parts = Annotated[_PartsGiven, BeforeValidator(_parts)]
 Id = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 
 
@@ -75,15 +85,15 @@ class InputItem(OpenAIObject):
     name: str | None = None
     """Name of the called function."""
     arguments: str | None = None
-    """Arguments of a call: a JSON object, encoded as a string."""
+    """Arguments of a call: a JSON object, encoded as a string, or null."""
     input: Any = None
     """Input of a call of a custom tool."""
     action: Any = None
     """Action of a call of a built-in tool."""
     operation: Any = None
     """Operation of a call of a built-in tool."""
-    output: Parts = None
-    """Output of a call: a string, or a list of text parts."""
+    output: Annotated[_PartsGiven, BeforeValidator(_output)] = None
+    """Output of a call: a string, a list of text parts, or null. Other objects count as JSON text."""
     summary: Parts = None
     """Summary of a reasoning item; used if it has no `content`."""
     # Clients may send items of an answer back as they came.
@@ -91,6 +101,10 @@ class InputItem(OpenAIObject):
     phase: Ignored = None
     encrypted_content: Ignored = None
     parsed_arguments: Ignored = None
+
+    def model_post_init(self, context: Any, /) -> None:
+        if self.type == "local_shell_call_output" and not self.call_id:  # has the call's id as its own
+            self.call_id = self.id
 
     @property
     def kind(self) -> str:

@@ -20,7 +20,17 @@ def test_object_is_accepted() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ['"', '{"a', '{"a\\', '{"a": "\\', '{"a": "\\ud800"}', '{"\\udc00": 1}', "[]", '{"a": "' + "x" * 2**18 + '"}'],
+    [
+        '"',
+        '{"a',
+        '{"a\\',
+        '{"a": "\\',
+        '{"a": "\\ud800"}',
+        '{"\\udc00": 1}',
+        "[]",
+        '{"a": 1e400}',
+        '{"a": "' + "x" * 2**18 + '"}',
+    ],
     ids=lambda text: text[:20],
 )
 def test_other_text_is_rejected_with_its_path(text: str) -> None:

@@ -93,6 +93,11 @@ _ODD: dict[str, tuple[tuple[str, dict[str, Any]], str, str]] = {  # request, par
     "arguments as an object": (_chat(_called({"a": 1})), '"arguments": {"a": 1}', ""),
     "arguments of null": (_chat(_called(None)), '"arguments": {}', ""),
     "arguments with NaN": (_chat(_called('{"a": NaN}')), '"arguments": "{\\"a\\": NaN}"', ""),
+    "an argument out of range": (_chat(_called('{"a": 1e400}')), '"arguments": "{\\"a\\": 1e400}"', ""),
+    "redacted thinking": (
+        _chat({"role": "assistant", "content": [{"type": "redacted_thinking"}, {"type": "text", "text": "T"}]}),
+        "assistant\nT<|im_end|>", "",
+    ),
     "a custom tool's call": (
         _chat({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {"name": "p", "input": "x"}}]}),
         '{"name": "p", "arguments": {"input": "x"}}', "",
@@ -112,12 +117,34 @@ _ODD: dict[str, tuple[tuple[str, dict[str, Any]], str, str]] = {  # request, par
                    "[document omitted: this model reads text only]", "messages[2].content[0].content[0].document"),
     "a tool reference": (_claude({"type": "tool_reference", "tool_name": "x"}), "[tool_reference omitted",
                          "messages[2].content[0].content[0].tool_reference"),
+    "a user's document": (
+        ("/v1/messages", {"messages": [{"role": "user", "content": [
+            {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "DATA"}}]}]}),
+        "user\nDATA<|im_end|>", "",
+    ),
     "a search result": (_claude({"type": "search_result", "content": [{"type": "text", "text": "F"}]}), "\nF\n", ""),
     "a result that is no block": (_claude("FOUND"), "FOUND", ""),
     "an item of a computer": (
         _items({"type": "computer_call", "call_id": "c", "action": {"type": "click"}},
                {"type": "computer_call_output", "call_id": "c", "output": {"type": "computer_screenshot"}}),
         '{"name": "computer", "arguments": {"action": {"type": "click"}}}', "input[2].output[0].computer_screenshot",
+    ),
+    "output of a shell": (
+        _items({"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}},
+               {"type": "shell_call_output", "call_id": "c", "output": [{"stdout": "OUT", "outcome": {}}]}),
+        '\n{"stdout": "OUT", "outcome": {}}\n', "",
+    ),
+    "output of a local shell": (
+        _items({"type": "local_shell_call", "id": "l", "call_id": "c", "action": {"type": "exec"}},
+               {"type": "local_shell_call_output", "id": "c", "output": "OUT"}),
+        "\nOUT\n", "",
+    ),
+    "output as an object": (_items({"type": "function_call_output", "call_id": "c", "output": {"success": True}}),
+                            '\n{"success": true}\n', ""),
+    "output and arguments of null": (
+        _items({"type": "function_call", "call_id": "c", "name": "look", "arguments": None},
+               {"type": "function_call_output", "call_id": "c", "output": None}),
+        '"arguments": {}}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\n\n</tool_response>', "",
     ),
     "an unknown item": (_items({"type": "mcp_list_tools", "id": "m"}), "hi", "input[1].mcp_list_tools"),
 }  # fmt: skip

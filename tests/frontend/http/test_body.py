@@ -14,6 +14,7 @@ import pytest
 from frontend.access.access import Access
 from frontend.http.app import create_app
 from frontend.text.completion_request import MAX_REQUEST_BYTES
+from frontend.text.tokenizer import Tokenizer
 from tests.frontend.access.keys import IssuedKey, access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
@@ -74,6 +75,32 @@ async def test_ten_megabytes_are_rejected_by_field(
     assert (answer.status_code, error["param"]) == (400, param), error
     assert code in (None, error["code"])
     service.close()
+
+
+@pytest.mark.parametrize("padding", [0, 30_000], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("escaped", "text"),
+    [
+        (r"a\ud83c", "a\ufffd"),
+        (r"\uDF89a", "\ufffda"),
+        (r"\ud83c\ud83c\udf89", "\ufffd🎉"),
+        (r"\\ud83c", r"\ud83c"),
+        (r"\\\ud83c\udf89", "\\🎉"),
+    ],
+)
+async def test_lone_surrogates_are_replaced(
+    completions: MakeCompletions, byte_level: Tokenizer, escaped: str, text: str, padding: int
+) -> None:
+    """Clients cut texts between the halves of a pair. The byte order mark is one that Windows adds to a file."""
+    fake = FakeTokenService()
+    service = completions(fake)
+    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
+    body = f'\ufeff{{"prompt": "{escaped}", "max_tokens": 1, "metadata": "{"x" * padding}"}}'
+    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+        answer = await client.post("completions", content=body.encode())
+    service.close()
+    assert answer.status_code == 200, answer.text
+    assert byte_level.decode(fake.started[0].token_ids) == text
 
 
 async def test_parsing_a_large_body_does_not_block_streams(completions: MakeCompletions) -> None:

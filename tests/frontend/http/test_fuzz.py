@@ -76,7 +76,12 @@ def test_chat_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
 
 @_FEW
 @given(_TURNS)
-@example({"messages": '[{"role":"assistant","content":[{"type":"tool_use","name":"a","input":{"a":"\\ud800"}}]}]'})
+@example(
+    {
+        "max_tokens": "1",
+        "messages": '[{"role":"assistant","content":[{"type":"tool_use","name":"a","input":{"a":"\\ud800"}}]}]',
+    }
+)
 def test_anthropic_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/messages", body)
 

@@ -108,7 +108,7 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     (
         {"messages": [{"role": "user", "content": "a", "function_call": {"name": "f"}}]},
         "messages[0].function_call",
-        "not supported",
+        "not supported; use tool_calls",
     ),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "should match pattern"),
@@ -161,12 +161,11 @@ async def test_invalid_chat(endpoint: OpenAIEndpoint, fields: dict[str, Any], pa
         (b"", "not valid JSON"),
         (b"[]", "should be an object"),
         (b'{"prompt": "\xff"}', "not valid JSON"),
-        (b'{"prompt": "\\ud800"}', "not valid JSON"),
         (b'{"prompt": ' + b"[" * 100_000, "not valid JSON"),
         (b'{"prompt": "a", "temperature": NaN}', "finite"),
         (b"{}", "prompt"),
     ],
-    ids=["cut", "empty", "list", "utf8", "surrogate", "nested", "nan", "missing"],
+    ids=["cut", "empty", "list", "utf8", "nested", "nan", "missing"],
 )
 async def test_body_that_is_not_a_request(endpoint: OpenAIEndpoint, body: bytes, says: str) -> None:
     assert says in (await rejected(endpoint, body))["message"]
