@@ -137,10 +137,12 @@ def _as_text(changes: Sequence[SpecChange], now: ControllerReport, *, restarts_a
     if any(one.needs is Needs.DEPLOYMENT for one in changes):
         return "\n".join([*lines, "an update cannot do this: deploy the new spec under another --name"])
     replaced = roles_of(changes, restarts_all=restarts_all)
+    sizes = {one.path.removesuffix(".replicas"): one.new for one in changes if one.path.endswith(".replicas")}
     for role, pool in now["pools"].items():
         ids = ", ".join(replica["id"] for replica in pool["replicas"]) or "none"
-        why = "replaced" if role in replaced else "stay"
-        lines.append(f"{role}: {ids} {why}")
+        fate = "replaced" if role in replaced else "kept"
+        resized = f"; the pool is scaled from {len(pool['replicas'])} to {sizes[role]}" if role in sizes else ""
+        lines.append(f"{role}: {ids} {fate}{resized}")
     if not changes and not restarts_all:
         lines = ["nothing changes"]
     return "\n".join(lines)

@@ -61,7 +61,7 @@ def test_dry_run_prints_changes_and_requests_nothing(
     assert update("--set", "decode.max_running=32", "--set", "timeouts.drain_s=9", "--dry-run") == 0
     output = capsys.readouterr().out
     assert "decode.max_running: 64 -> 32    new decode replicas" in output
-    assert "prefill: prefill-0 stay" in output and "decode: decode-0 replaced" in output
+    assert "prefill: prefill-0 kept" in output and "decode: decode-0 replaced" in output
     assert fake.methods == ["status"]
     assert update("--set", "router.http_port=9", "--dry-run") == 0
     assert "an update cannot do this" in capsys.readouterr().out
