@@ -44,7 +44,9 @@ def sampling_defaults(model_dir: Path, choice: str) -> Mapping[str, float]:
     found = {ours: _checked(path, name, value, ours) for name, ours in _APPLIED.items()
              if (value := given.get(name)) is not None}  # fmt: skip
     if (samples := given.get("do_sample")) not in (None, True, False):
-        raise SpecError(f"{path}: do_sample is {samples!r}, expected true or false; correct it")
+        raise SpecError(
+            f"{path}: do_sample is {samples!r}, expected true or false; correct it, or set model.generation_config: vllm"
+        )
     if samples is not None and not samples:
         found["temperature"] = 0.0
     if found:

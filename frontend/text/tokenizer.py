@@ -107,7 +107,9 @@ def _load(path: Path) -> FastTokenizer:
         raise SpecError(f"{path.parent}: has no tokenizer.json, so text cannot be tokenized")
     try:
         fast = FastTokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for any bad file
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception for a bad file, or a Rust panic
         raise SpecError(f"{path}: not readable as a tokenizer: {error}") from error
     if not fast.get_vocab_size():
         raise SpecError(f"{path}: its vocabulary is empty; download it again")

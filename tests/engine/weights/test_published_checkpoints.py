@@ -132,7 +132,7 @@ def test_scales_of_kv_and_activations_pass(kind: str, tmp_path: Path, caplog: py
     names = [
         *(
             f"{ATTENTION}.{name}"
-            for name in ("k_scale", "v_scale", "kv_scale", "attn.k_scale", "q_scale", "prob_scale")
+            for name in ("k_scale", "v_scale", "kv_scale", "attn.k_scale", "q_scale", "prob_scale", "prob_output_scale")
         ),
         *(f"{ATTENTION}.{name}" for name in ("k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale")),
         *(f"{DOWN}.{name}" for name in ("input_scale", "input_zero_point", "output_scale")),
