@@ -45,7 +45,8 @@ def sampling_defaults(model_dir: Path, choice: str) -> Mapping[str, float]:
              if (value := given.get(name)) is not None}  # fmt: skip
     if (samples := given.get("do_sample")) not in (None, True, False):
         raise SpecError(
-            f"{path}: do_sample is {samples!r}, expected true or false; correct it, or set model.generation_config: vllm"
+            f"{path}: do_sample is {samples!r}, expected true or false; correct it, "
+            "or set model.generation_config: vllm"
         )
     if samples is not None and not samples:
         found["temperature"] = 0.0
