@@ -38,8 +38,16 @@ _COUNTS = (
     "head_dim",
     "vocab_size",
     "max_position_embeddings",
+    "original_max_position_embeddings",
 )
-_REALS = ("rope_theta", "factor")
+_REALS = (
+    *("rope_theta", "factor", "original_max_position_embeddings", "attention_factor"),
+    *("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"),
+)
+_SWITCHES = (
+    *("tie_word_embeddings", "attention_bias", "qkv_bias", "mlp_bias", "use_sliding_window"),
+    *("norm_topk_prob", "rope_interleave"),
+)
 _MOST = (1 << 31) - 1
 
 
@@ -100,8 +108,18 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
+def token_ids(given: Any) -> tuple[int, ...]:
+    """Return the ids of an eos_token_id: null, an id or a list of ids. Raises SpecError."""
+    listed = [] if given is None else given if isinstance(given, list) else [given]
+    if wrong := [found for found in listed if type(found) is not int]:
+        raise SpecError(f"eos_token_id (generation_config.json comes first) is {wrong[0]!r}, and must be a token id")
+    return tuple(listed)
+
+
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    architecture = (raw.get("architectures") or ["(none)"])[0]
+    raw = {name: found for name, found in raw.items() if found is not None}
+    listed = raw.get("architectures") or ["(none)"]
+    architecture = listed if isinstance(listed, str) else listed[0]
     _reject_unsupported(architecture, raw)
     _check_numbers(raw)
     hidden_size, num_q_heads = raw["hidden_size"], raw["num_attention_heads"]
@@ -132,13 +150,16 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         has_qk_norm=architecture in ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
         sliding_windows=_sliding_windows(architecture, raw),
         bos_token_id=generation.get("bos_token_id", raw.get("bos_token_id")),
-        eos_token_ids=_token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
+        eos_token_ids=token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
     )
 
 
 def _check_numbers(raw: Mapping[str, Any]) -> None:
-    """Check the numbers that define tensors and arithmetic. null counts as missing."""
+    """Check the numbers and switches that define tensors and arithmetic."""
+    for name in _SWITCHES:
+        if (found := raw.get(name)) not in (None, True, False):
+            raise SpecError(f"{name} is {found!r}, and must be true or false")
     for name in _COUNTS:
         if (found := raw.get(name)) is not None and not (type(found) is int and 1 <= found <= _MOST):
             raise SpecError(f"{name} is {found!r}, and must be a whole number from 1 to {_MOST}")
@@ -224,18 +245,27 @@ def _reject_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
         raise SpecError(f"architecture {architecture} is not supported; supported: {supported}")
     if raw.get("hidden_act", "silu") != "silu":
         raise SpecError(f"hidden_act {raw['hidden_act']} is not supported; supported: silu")
-    check_method(raw.get("quantization_config") or raw.get("quantization") or {})
+    check_method(_object(raw, "quantization_config") or _object(raw, "quantization"))
     if (_rope(raw).get("partial_rotary_factor") or 1.0) != 1.0:
         raise SpecError("partial_rotary_factor other than 1 is not supported")
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the rotary settings in transformers 5's form: theta and scaling together."""
-    settings = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    settings = dict(_object(raw, "rope_parameters") or _object(raw, "rope_scaling"))
+    if nested := [name for name, found in settings.items() if isinstance(found, dict)]:
+        raise SpecError(f"rope_parameters per kind of layer ({', '.join(nested)}) are not supported")
     for key in ("rope_theta", "partial_rotary_factor"):
         if settings.get(key) is None and raw.get(key) is not None:
             settings[key] = raw[key]
     return settings
+
+
+def _object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = raw.get(name) or {}
+    if not isinstance(found, dict):
+        raise SpecError(f"{name} is {found!r}, and must be a JSON object")
+    return found
 
 
 def _rope_scaling(raw: Mapping[str, Any]) -> RopeScaling:
@@ -284,9 +314,3 @@ def _sliding_windows(architecture: str, raw: Mapping[str, Any]) -> tuple[int | N
         return tuple(window if i % 2 == 0 and i < first else None for i in range(num_layers))
     types = raw.get("layer_types") or ["full_attention"] * first + ["sliding_attention"] * (num_layers - first)
     return tuple(window if kind == "sliding_attention" else None for kind in types[:num_layers])
-
-
-def _token_ids(given: int | list[int] | None) -> tuple[int, ...]:
-    if given is None:
-        return ()
-    return tuple(given) if isinstance(given, list) else (given,)

@@ -147,6 +147,10 @@ def _byte_level(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def _bpe(**settings: Any) -> Tokenizer:
+    # The library panics, beyond `except Exception`, at a merge whose result is longer than every token.
+    if absent := next((merge for merge in settings["merges"] if "".join(merge) not in settings["vocab"]), None):
+        text = f"merge {' '.join(absent)!r} forms no token"
+        raise SpecError(f"the GGUF's vocabulary and merges do not fit together: {text}; download it again")
     try:
         return Tokenizer(models.BPE(**settings))
     except Exception as error:  # tokenizers raises nothing more precise

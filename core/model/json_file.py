@@ -17,7 +17,7 @@ def read_object(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
         if missing_ok:
             return {}
         raise SpecError(f"{path}: no such file; a model directory has config.json beside its weights") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(tree, dict):
         raise SpecError(f"{path}: not a JSON object")

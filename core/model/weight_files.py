@@ -44,7 +44,7 @@ def weight_files(directory: Path) -> WeightFiles:
         names = sorted(path.name for path in directory.glob("*.safetensors") if not path.name.startswith("."))
         first = [name for name in names if not name.startswith(_SECOND_CHOICE)]
         files = _indexed(directory, first or names) or _listed(directory, first or names)
-    if missing := [str(file) for file in files.paths if not file.exists()]:
+    if missing := [str(file) for file in files.paths if not file.is_file()]:
         raise SpecError(f"{directory}: weight files are missing: {', '.join(missing)}; download them again")
     return files
 

@@ -102,6 +102,9 @@ class QuantizedCheckpoint:
         kind = str(config.get("version" if self._is_awq else "checkpoint_format") or "gemm").lower()
         if method in ("awq", "gptq") and kind not in ("gemm", "gptq", "gptq_v2"):
             raise SpecError(f"{method} in the layout {kind} is not supported; {INSTEAD}")
+        block = config.get("weight_block_size")
+        if block and not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+            raise SpecError(f"quantization_config.weight_block_size is {block!r}, and must be two numbers above 0")
 
     def _check_dtypes(self, stem: str) -> None:
         """Reject codes without a scale, and scales of an unknown dtype: they would be read as plain numbers."""

@@ -43,7 +43,12 @@ def sampling_defaults(model_dir: Path, choice: str) -> Mapping[str, float]:
     given = read_object(path, missing_ok=choice == "auto")
     found = {ours: _checked(path, name, value, ours) for name, ours in _APPLIED.items()
              if (value := given.get(name)) is not None}  # fmt: skip
-    if given.get("do_sample") is False:
+    if (samples := given.get("do_sample")) not in (None, True, False):
+        raise SpecError(
+            f"{path}: do_sample is {samples!r}, expected true or false; correct it, "
+            "or set model.generation_config: vllm"
+        )
+    if samples is not None and not samples:
         found["temperature"] = 0.0
     if found:
         logger.info("%s: sampling defaults %s; model.generation_config: vllm turns them off", path, found)
@@ -54,7 +59,7 @@ def sampling_defaults(model_dir: Path, choice: str) -> Mapping[str, float]:
 
 def _checked(path: Path, name: str, value: Any, ours: str) -> float:
     lowest, highest, is_lowest_allowed = RANGES[ours]
-    is_number = type(value) in (int, float) and (ours not in ("top_k", "max_tokens") or value == int(value))
+    is_number = type(value) in (int, float) and (ours not in ("top_k", "max_tokens") or value % 1 == 0)
     if not is_number or not lowest <= value <= highest or (value == lowest and not is_lowest_allowed):
         raise SpecError(
             f"{path}: {name} is {value!r}, expected a number {'from' if is_lowest_allowed else 'above'} {lowest} to "

@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from core.model.config import token_ids
 from core.model.json_file import read_object
 from core.types.errors import SpecError
 from frontend.text.token_bytes import TokenBytes
@@ -98,8 +99,7 @@ class Tokenizer:
         listed = read_object(generation_dir / "generation_config.json", missing_ok=True).get("eos_token_id")
         if listed is None:
             listed = read_object(model_dir / "config.json", missing_ok=True).get("eos_token_id")
-        ids = [] if listed is None else listed if isinstance(listed, list) else [listed]
-        return frozenset(ids) | frozenset(self._ids_of("eos_token"))
+        return frozenset(token_ids(listed)) | frozenset(self._ids_of("eos_token"))
 
 
 def _load(path: Path) -> FastTokenizer:
@@ -107,8 +107,12 @@ def _load(path: Path) -> FastTokenizer:
         raise SpecError(f"{path.parent}: has no tokenizer.json, so text cannot be tokenized")
     try:
         fast = FastTokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception for any bad file
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # the library raises plain Exception for a bad file, or a Rust panic
         raise SpecError(f"{path}: not readable as a tokenizer: {error}") from error
+    if not fast.get_vocab_size():
+        raise SpecError(f"{path}: its vocabulary is empty; download it again")
     fast.no_truncation()  # some files still carry the settings of a training run
     fast.no_padding()
     return fast

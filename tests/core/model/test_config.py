@@ -45,6 +45,8 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (12, 5, 10000.0, 1e-6)
     assert not config.tie_embeddings and not config.has_qkv_bias and config.dtype == "float32"
     assert config.sliding_windows == (None, None) and config.max_context == 2048
+    assert model_config.load(write(tmp_path, rms_norm_eps=None, hidden_act=None)).rms_norm_eps == 1e-6
+    assert model_config.load(write(tmp_path, architectures="LlamaForCausalLM")).architecture == "LlamaForCausalLM"
     assert model_config.load(write(tmp_path, architectures=["Qwen3ForCausalLM"], head_dim=...)).head_dim == 128
 
 
@@ -136,6 +138,15 @@ def test_sizes(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type longrope is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per kind of layer (full_attention)"),
+        ({"rope_parameters": ["yarn"]}, "rope_parameters is ['yarn'], and must be a JSON object"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "x"}}, "beta_fast is 'x'"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8', and must be a JSON object"),
+        ({"attention_bias": "false"}, "attention_bias is 'false', and must be true or false"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is missing"),
+        ({"vocab_size": None}, "vocab_size is missing"),
+        ({"eos_token_id": "2"}, "eos_token_id (generation_config.json comes first) is '2'"),
+        ({"eos_token_id": [1, [2]]}, "is [2], and must be a token id"),
         ({"num_attention_heads": 0, "head_dim": ...}, "config.json: "),
     ],
 )
@@ -149,7 +160,7 @@ def test_unsupported_config_is_one_line(changes: dict[str, Any], complaint: str,
 def test_unreadable_config(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="no such file"):
         model_config.load(tmp_path)
-    for text in ("{", "[]"):
+    for text in ("{", "[]", "[" * 100_000):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(SpecError, match="not"):
             model_config.load(tmp_path)

@@ -79,6 +79,7 @@ def test_wrong_file_in_the_index(tmp_path: Path) -> None:
     [
         ([], None, r"no weights: expected \.safetensors files or a \.gguf file"),
         ([_SET[0]], None, rf"parts of the weights are missing: {_SET[1]}; download"),
+        ([_SET[0]], {"a": _SET[0], "b": ""}, "weight files are missing: "),
         ([_SET[0]], {"a": _SET[0], "b": _SET[1]}, rf"weight files are missing: .*{_SET[1]}; download"),
         (["a.safetensors"], {"a": "../a.safetensors"}, "a file name in this directory is expected"),
         (["a.safetensors"], {"a": "/a.safetensors"}, "a file name in this directory is expected"),

@@ -132,7 +132,7 @@ def test_scales_of_kv_and_activations_pass(kind: str, tmp_path: Path, caplog: py
     names = [
         *(
             f"{ATTENTION}.{name}"
-            for name in ("k_scale", "v_scale", "kv_scale", "attn.k_scale", "q_scale", "prob_scale")
+            for name in ("k_scale", "v_scale", "kv_scale", "attn.k_scale", "q_scale", "prob_scale", "prob_output_scale")
         ),
         *(f"{ATTENTION}.{name}" for name in ("k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale")),
         *(f"{DOWN}.{name}" for name in ("input_scale", "input_zero_point", "output_scale")),
@@ -252,6 +252,7 @@ def test_gptq_with_other_bits(bits: int, is_dynamic: bool, tmp_path: Path) -> No
         ({"weight_g_idx": torch.full((96,), 5)}, {}, "w.weight_g_idx does not match 96 inputs in 1 groups"),
         ({}, {"quant_method": "awq", "version": "gemv"}, "awq in the layout gemv is not supported"),
         ({}, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "gptq in the layout marlin is not supported"),
+        ({}, {"quant_method": "fp8", "weight_block_size": [0, 0]}, r"weight_block_size is \[0, 0\], and must be two"),
         ({}, None, "w.weight has dtype F8_E4M3, and config.json has no quantization_config"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,14 @@ def test_choice_of_the_spec(tmp_path: Path) -> None:
     assert Path(ModelSpec(generation_config="there").generation_config).is_absolute()
 
 
-@pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": "x"}, {"top_p": True}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"temperature": -1}, {"top_p": 0}, {"top_k": 1.5}, {"top_k": math.inf}, {"min_p": "x"}, {"top_p": True}),
+        {"do_sample": "false"},
+    ],
+    ids=str,
+)
 def test_invalid_defaults_name_the_fix(wrong: dict[str, Any], tmp_path: Path) -> None:
     ((name, value),) = wrong.items()
     complaint = rf"generation_config.json: {name} is {value!r}, .* or set model.generation_config: vllm"

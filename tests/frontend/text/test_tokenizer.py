@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,14 @@ def test_unusable_directory_is_rejected_with_a_reason(tmp_path: Path) -> None:
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(SpecError, match="not readable as a tokenizer"):
+        Tokenizer(tmp_path)
+    panics = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": panics}))
+    with pytest.raises(SpecError, match="not readable as a tokenizer"):
+        Tokenizer(tmp_path)
+    empty = FastTokenizer(models.BPE())
+    empty.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(SpecError, match="vocabulary is empty"):
         Tokenizer(tmp_path)
     word_piece = FastTokenizer(models.WordPiece({"a": 0}, unk_token="a"))
     word_piece.decoder = decoders.WordPiece()
