@@ -87,6 +87,19 @@ def _parts(gguf: Path) -> list[Path]:
     return parts
 
 
+# Keys of factors and limits that these architectures lack, with the value that changes nothing. 0 is "not set".
+_NEUTRAL = {
+    "logit_scale": 1,
+    "embedding_scale": 1,
+    "residual_scale": 1,
+    "attention.scale": 0,
+    "attention.clamp_kqv": 0,
+    "attn_logit_softcapping": 0,
+    "final_logit_softcapping": 0,
+    "expert_count": 0,
+}
+
+
 def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
     """Return config.json in Hugging Face's form."""
     architecture = header.metadata.get("general.architecture")
@@ -118,6 +131,10 @@ def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
     num_layers = count("block_count")
     if num_layers > len(names):  # bounds the work per layer that precedes the look-up of its tensors
         raise SpecError(f"{architecture}.block_count is {num_layers}, and there are {len(names)} tensors")
+    head_dim = count("attention.key_length", hidden_size // num_heads)
+    for key, neutral in {"rope.dimension_count": head_dim, "attention.value_length": head_dim, **_NEUTRAL}.items():
+        if (found := value(key, neutral)) not in (0, neutral):
+            raise SpecError(f"{architecture}.{key} is {found!r}, which is not supported; supported: {neutral}")
     window = value("attention.sliding_window", 0) if architecture == "llama" else 0
     return {
         "architectures": ["MistralForCausalLM" if window else _ARCHITECTURES[architecture]],
@@ -128,7 +145,7 @@ def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
         "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": count("attention.head_count_kv", num_heads),
-        "head_dim": count("attention.key_length", count("rope.dimension_count", hidden_size // num_heads)),
+        "head_dim": head_dim,
         "max_position_embeddings": count("context_length"),
         "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
         "rope_theta": number("rope.freq_base", 10000.0),
