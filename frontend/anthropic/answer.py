@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 
 from core.types.request import FinishReason
-from frontend.anthropic.content import StreamedContent, WholeContent, write_delta
+from frontend.anthropic.content import StreamedContent, WholeContent
 from frontend.http.event_stream import data
 from frontend.http.json_response import JSON
 from frontend.text.completion import Completion
@@ -31,7 +31,7 @@ class AnthropicAnswer:
                 for event in events:
                     match event:
                         case Delta():
-                            write_delta(event, blocks)
+                            event.write(blocks)
                         case Finished():
                             ending = _ending(event)
                         case Summary():
@@ -50,7 +50,7 @@ class AnthropicAnswer:
                             if event.text:
                                 blocks.text(event.text)
                         case Delta():
-                            write_delta(event, blocks)
+                            event.write(blocks)
                         case Finished():
                             ending = _ending(event)
                             blocks.close()

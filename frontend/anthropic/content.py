@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from pydantic_core import from_json
@@ -10,44 +10,10 @@ from pydantic_core import from_json
 from frontend.http.event_stream import data
 from frontend.http.json_response import JSON, to_json
 from frontend.text.answer_reader import CallText
-from frontend.text.events import Delta
 
 # Anthropic signs thinking blocks, and clients may require a signature. It is not verified here.
 _SIGNATURE = "unsigned"
 _PIECE = "\x00"  # placeholder in the event template
-
-
-class ContentBlocks(Protocol):
-    """Receiver of an answer's parts, in order."""
-
-    def think(self, thinking: str) -> None: ...
-
-    def text(self, text: str) -> None: ...
-
-    def end_thinking(self) -> None:
-        """Note that all text so far was thinking; a stream cannot take it back."""
-
-    def call(self, call: CallText) -> None: ...
-
-
-def write_delta(delta: Delta, blocks: ContentBlocks) -> None:
-    """Pass all parts of a delta to `blocks`, in order."""
-    for call in delta.calls[: delta.num_continued]:
-        blocks.call(call)
-    if delta.thinking:
-        blocks.think(delta.thinking)
-    at = delta.num_thought or 0
-    if at:
-        blocks.text(delta.text[:at])
-    if delta.num_thought is not None:
-        blocks.end_thinking()
-    for call in delta.calls[delta.num_continued :]:
-        if call.at > at:
-            blocks.text(delta.text[at : call.at])
-            at = call.at
-        blocks.call(call)
-    if at < len(delta.text):
-        blocks.text(delta.text[at:])
 
 
 class WholeContent:

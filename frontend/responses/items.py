@@ -13,7 +13,14 @@ from pydantic_core import PydanticCustomError
 from core.types.errors import RequestError
 from frontend.http.json_response import JSON
 from frontend.openai.fields import UNSUPPORTED, Ignored, OpenAIObject
-from frontend.openai.messages import MAX_PARTS, CalledFunction, CallInHistory, ChatMessage, ContentPart
+from frontend.openai.messages import (
+    MAX_PARTS,
+    CalledFunction,
+    CallInHistory,
+    ChatMessage,
+    ContentPart,
+    as_parts,
+)
 from frontend.text.completion_request import MAX_MESSAGES, MAX_ROLE_CHARS
 
 MAX_ID_CHARS = 128
@@ -37,19 +44,11 @@ class Kinds:
         return value
 
 
-def _parts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"type": "input_text", "text": value}]
-    if value is not None and not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
-    return value
-
-
 def _output(value: Any) -> Any:
     """Return the parts of a tool's output; an object of a built-in tool, which is no part, counts as its JSON text."""
     given = [value] if isinstance(value, dict) else value
     if not isinstance(given, list):
-        return _parts(given)
+        return as_parts(given)
     return [
         {"type": "input_text", "text": json.dumps(one, ensure_ascii=False)}
         if isinstance(one, dict) and not one.keys() & {"type", "text"}
@@ -65,7 +64,7 @@ def _items(value: Any) -> Any:
 
 
 _PartsGiven = Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None
-Parts = Annotated[_PartsGiven, BeforeValidator(_parts)]
+Parts = Annotated[_PartsGiven, BeforeValidator(as_parts)]
 Id = Annotated[str, Field(max_length=MAX_ID_CHARS)]
 
 

@@ -42,25 +42,13 @@ class ResponseOutput:
     def add(self, delta: Delta) -> None:
         if not delta.has_more_than_text:
             if delta.text or (delta.has_logprobs and self._open and self._open.kind == "message"):
-                self._add_text(delta.text, self._logprobs_of(delta) if delta.has_logprobs else None)
+                self.text(delta.text, self._logprobs_of(delta) if delta.has_logprobs else None)
             return
-        for call in delta.calls[: delta.num_continued]:
-            self._call(call)
-        if delta.thinking:
-            self._opened("reasoning")
-            self._piece(delta.thinking)
-        start = delta.num_thought or 0
-        if start:
-            self._add_text(delta.text[:start])
-        if delta.num_thought is not None:
-            self._end_thinking()
-        for call in delta.calls[delta.num_continued :]:
-            if delta.text[start : call.at]:
-                self._add_text(delta.text[start : call.at])
-            start = call.at
-            self._call(call)
-        if delta.text[start:]:
-            self._add_text(delta.text[start:])
+        delta.write(self)
+
+    def think(self, thinking: str) -> None:
+        self._opened("reasoning")
+        self._piece(thinking)
 
     def finish(self, finished: Finished | None) -> None:
         """End the output. finished: None if the request failed; then nothing more is streamed. A successful answer has
@@ -77,14 +65,14 @@ class ResponseOutput:
         """All items that have ended."""
         return [item.whole() for item in self._items if item.status and not item.is_broken]
 
-    def _end_thinking(self) -> None:
+    def end_thinking(self) -> None:
         """Turn the text so far into thinking; in a stream it has been sent as a message."""
         if self._open and not self._reporter:
             self._open.kind, self._open.texts = "reasoning", ["".join(self._open.texts).strip()]
             self._open.id = f"{_PREFIX['reasoning']}_{self._id}_{self._open.index}"
             self._open.logprobs = None
 
-    def _add_text(self, text: str, logprobs: list[JSON] | None = None) -> None:
+    def text(self, text: str, logprobs: list[JSON] | None = None) -> None:
         item = self._opened("message")
         if logprobs is None:
             return self._piece(text)
@@ -93,7 +81,7 @@ class ResponseOutput:
         if self._reporter:
             self._reporter.piece_with(text, logprobs)
 
-    def _call(self, call: CallText) -> None:
+    def call(self, call: CallText) -> None:
         if call.broken is not None:
             assert self._open
             self._open.is_broken = True

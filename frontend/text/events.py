@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from core.types.request import FinishReason, SampledToken
 from frontend.text.answer_reader import AnswerText, CallText
 from router.generation import RequestRoute
+
+
+class AnswerParts(Protocol):
+    """Receiver of an answer's parts, in order."""
+
+    def think(self, thinking: str, /) -> None: ...
+
+    def text(self, text: str, /) -> None: ...
+
+    def end_thinking(self) -> None:
+        """Note that all text so far was thinking; a stream cannot take it back."""
+
+    def call(self, call: CallText, /) -> None: ...
 
 
 @dataclass(slots=True)
@@ -47,6 +61,25 @@ class Delta:
             self.num_thought = len(self.text) + parsed.num_thought
         self.text += parsed.text
         self.thinking += parsed.thinking
+
+    def write(self, parts: AnswerParts) -> None:
+        """Pass everything but tokens and logprobs to `parts`."""
+        for call in self.calls[: self.num_continued]:
+            parts.call(call)
+        if self.thinking:
+            parts.think(self.thinking)
+        at = self.num_thought or 0
+        if at:
+            parts.text(self.text[:at])
+        if self.num_thought is not None:
+            parts.end_thinking()
+        for call in self.calls[self.num_continued :]:
+            if call.at > at:
+                parts.text(self.text[at : call.at])
+                at = call.at
+            parts.call(call)
+        if at < len(self.text):
+            parts.text(self.text[at:])
 
     def text_with_broken(self, *, is_whole: bool) -> str:
         """Return the text including that of broken calls: all of it, or only the unsent rest."""
