@@ -14,7 +14,7 @@ from jinja2.exceptions import SecurityError
 
 from core.types.errors import ClusterError, RequestError, SpecError
 from frontend.chat.call_shape import CallShape
-from frontend.chat.history import History, Message
+from frontend.chat.history import ALTERNATING, History, Message
 from frontend.chat.template_bounds import MAX_TEXT_CHARS
 from frontend.chat.template_files import DEFAULT, WITH_TOOLS
 from frontend.chat.template_sandbox import environment
@@ -49,6 +49,7 @@ class ChatTemplate:
         self.knows_tools = False  # whether the template renders tools
         self.switches: tuple[str, ...] = ()  # variables that turn thinking on and off
         self.efforts: Mapping[str, str] = {}  # accepted values of reasoning_effort, with a rendering of each
+        self.unasked: str | None = None  # the same rendering without any effort
         self._calls = CallShape()
         self._history = History()
         if default is None:
@@ -68,7 +69,8 @@ class ChatTemplate:
             raise SpecError(f"chat template: no valid Jinja, line {error.lineno}: {error}") from error
         self.variables = frozenset(meta.find_undeclared_variables(environment().parse(source)))
         self.knows_tools = "tools" in self.variables or (self._with_tools is not None and self._with_tools.knows_tools)
-        if self._try(_SHORT) is None:
+        self.unasked = self._try(_SHORT)
+        if self.unasked is None:
             return  # an unusual template, about which probes say nothing
         self._calls = CallShape.of(self._try)
         self._history = History.of(
@@ -86,11 +88,6 @@ class ChatTemplate:
     def sources(self) -> str:
         """Text of all templates in use, which shows the format of answers."""
         return self.source + (self._with_tools.source if self._with_tools else "")
-
-    @property
-    def unasked(self) -> str | None:
-        """Rendering of the conversation of `efforts` without any effort."""
-        return self._try(_SHORT)
 
     def render(
         self,
@@ -137,7 +134,7 @@ class ChatTemplate:
     def _arranged(self, messages: Sequence[Message], context: dict[str, Any], *, is_continued: bool) -> str:
         """Render messages as the template wants them; if it rejects them nevertheless, in the simplest way."""
         rejection: RequestError | None = None
-        for history in (self._history, self._history.strict):
+        for history in (self._history, ALTERNATING):
             arranged = self._calls.convert(history.arranged(messages))
             if is_continued:
                 arranged[-1]["content"] += _TAG

@@ -74,14 +74,6 @@ class History:
             keeps_reasoning_beside_text=not has_calls or _takes_reasoning_beside_text(render, reasoning),
         )
 
-    @property
-    def strict(self) -> History:
-        """The arrangement with the fewest demands on a template: user and assistant in turns, and nothing else."""
-        return History(
-            keeps_system=False, keeps_late_system=False, keeps_users=False, keeps_assistants=False,
-            keeps_assistant_first=False, keeps_calls=False, keeps_orphans=False,
-        )  # fmt: skip
-
     def arranged(self, messages: Iterable[Message]) -> _Messages:
         """Return copies of the messages, arranged."""
         arranged = self._with_instructions([dict(message) for message in messages])
@@ -151,6 +143,13 @@ class History:
                 turns.append({"role": "assistant", "content": ""})
             turns.append(message)
         return turns
+
+
+# The arrangement with the fewest demands on a template: user and assistant in turns, and nothing else.
+ALTERNATING = History(
+    keeps_system=False, keeps_late_system=False, keeps_users=False, keeps_assistants=False,
+    keeps_assistant_first=False, keeps_calls=False, keeps_orphans=False,
+)  # fmt: skip
 
 
 def _joined(one: Message, other: Message) -> dict[str, Any]:
