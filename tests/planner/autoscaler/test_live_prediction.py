@@ -14,28 +14,14 @@ from core.types.request import Role
 from core.types.step_timing import StepTiming
 from planner.autoscaler.live_fleets import saturation_of
 from planner.autoscaler.live_prediction import predict_load
+from tests.support.replica_reports import replica_report
 
 _LOAD = poisson(rate=2.0, num_requests=40, num_tokens=500, num_output=20, seed=1)
 _TIMING = StepTiming(base_s=0.02, token_s=0.001, pair_s=0.0, context_s=0.0)
 
 
 def _news(replica: str, role: Role) -> ReplicaReport:
-    return ReplicaReport(
-        replica=replica,
-        role=role,
-        timing=_TIMING,
-        link_bytes_per_s=1e9,
-        prefill_tokens_per_s=1000.0,
-        decode_step_s=0.02,
-        queued_tokens=0,
-        num_streams=0,
-        max_running=64,
-        max_batch_tokens=2048,
-        num_blocks=1000,
-        available_blocks=1000,
-        block_size=16,
-        bytes_per_token=1000,
-    )
+    return replica_report(replica, role, timing=_TIMING)
 
 
 def _spec(num_prefill: int, num_decode: int) -> Spec:

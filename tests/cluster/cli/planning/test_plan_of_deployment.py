@@ -15,9 +15,9 @@ from cluster.cli.planning import plan
 from cluster.launch import driver
 from core.spec.loader import load_spec, parse_spec
 from core.trace.trace import poisson, write_trace
-from core.trace.traffic import ReplicaReport
 from core.types.request import Role
 from core.types.step_timing import StepTiming
+from tests.support.replica_reports import replica_report
 
 _SPEC = {
     "name": "llm",
@@ -28,23 +28,8 @@ _SPEC = {
 
 
 def _replica(role: Role, *, base_s: float | None) -> dict[str, Any]:
-    report = ReplicaReport(
-        replica=f"{role}-0",
-        role=role,
-        timing=StepTiming(base_s=base_s, token_s=1e-4) if base_s else None,
-        link_bytes_per_s=1e9,
-        prefill_tokens_per_s=1000.0,
-        decode_step_s=0.02,
-        queued_tokens=0,
-        num_streams=0,
-        max_running=64,
-        max_batch_tokens=2048,
-        num_blocks=4000,
-        available_blocks=4000,
-        block_size=16,
-        bytes_per_token=1000,
-    )
-    return asdict(report)
+    timing = StepTiming(base_s=base_s, token_s=1e-4) if base_s else None
+    return asdict(replica_report(f"{role}-0", role, timing=timing, num_blocks=4000, available_blocks=4000))
 
 
 @pytest.fixture
