@@ -10,7 +10,7 @@ import pytest
 
 from core.types.constraints import Grammar, GrammarKind
 from core.types.request import FinishReason, SampledToken
-from frontend.anthropic.content import WholeContent, write_delta
+from frontend.anthropic.content import WholeContent
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.http.json_response import to_json
@@ -128,7 +128,7 @@ def test_parts_of_an_answer_keep_their_blocks(size: int) -> None:
     deltas = _deltas(_reader(""), [raw[at : at + size] for at in range(0, len(raw), size)])
     blocks, output = WholeContent(hides_thinking=False), ResponseOutput("x", lambda _: [])
     for delta in deltas:
-        write_delta(delta, blocks)
+        delta.write(blocks)
         output.add(delta)
     output.finish(Finished(0, FinishReason.STOP))
     made = [(block["type"], json.loads(to_json(block.get("input")))) for block in blocks.content()]
