@@ -38,6 +38,7 @@ _MAX_TOOLS_BYTES = 2**20
 _MAX_VALUES_OF = {**dict.fromkeys(("messages", "input", "system"), 2**17), "tools": 2**15}
 _MAX_FIELDS = 256
 _MAX_NAME = 128  # characters of a field name
+_TEXTS = frozenset(("messages", "prompt", "input", "system", "instructions"))  # fields in which surrogates are mended
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 # Escapes of a pair of surrogates, or of a lone one as the group, unless a backslash before it makes it text.
 _SURROGATES = re.compile(
@@ -173,9 +174,28 @@ class _Names:
 def _mended(body: bytes) -> bytes:
     """Remove a byte order mark, and replace lone surrogates by U+FFFD, as JavaScript's TextEncoder does.
 
-    A client that cuts a text between the halves of a surrogate pair would send it again with every later turn.
+    A client that cuts a text between the halves of a surrogate pair would send it again with every later turn. Only
+    texts are mended: a body with a lone surrogate in another field, such as a schema, is left for the parser to reject.
     """
-    return _SURROGATES.sub(lambda match: rb"\ufffd" if match[1] else match[0], body.removeprefix(codecs.BOM_UTF8))
+    body = body.removeprefix(codecs.BOM_UTF8)
+    mended = _with_surrogates_as(rb"\ufffd", body)
+    if mended == body:
+        return body
+    try:
+        fields, marked = (
+            msgspec.json.decode(one, type=dict[str, msgspec.Raw])
+            for one in (mended, _with_surrogates_as(rb"\ufffc", body))
+        )
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        return mended  # not JSON, which the parser reports
+    are_texts = fields.keys() == marked.keys() and all(
+        name in _TEXTS or bytes(value) == bytes(marked[name]) for name, value in fields.items()
+    )
+    return mended if are_texts else body
+
+
+def _with_surrogates_as(escape: bytes, body: bytes) -> bytes:
+    return _SURROGATES.sub(lambda match: escape if match[1] else match[0], body)
 
 
 def _counted(body: bytearray) -> int:

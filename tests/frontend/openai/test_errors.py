@@ -161,11 +161,17 @@ async def test_invalid_chat(endpoint: OpenAIEndpoint, fields: dict[str, Any], pa
         (b"", "not valid JSON"),
         (b"[]", "should be an object"),
         (b'{"prompt": "\xff"}', "not valid JSON"),
+        (b'{"prompt": "a", "stop": "\\ud800"}', "not valid JSON"),
+        (
+            b'{"prompt": "a\\ud83c", "response_format": {"type": "json_schema", "json_schema": '
+            b'{"name": "a", "schema": {"const": "\\ud800"}}}}',
+            "not valid JSON",
+        ),
         (b'{"prompt": ' + b"[" * 100_000, "not valid JSON"),
         (b'{"prompt": "a", "temperature": NaN}', "finite"),
         (b"{}", "prompt"),
     ],
-    ids=["cut", "empty", "list", "utf8", "nested", "nan", "missing"],
+    ids=["cut", "empty", "list", "utf8", "surrogate", "surrogate in a schema", "nested", "nan", "missing"],
 )
 async def test_body_that_is_not_a_request(endpoint: OpenAIEndpoint, body: bytes, says: str) -> None:
     assert says in (await rejected(endpoint, body))["message"]
