@@ -68,6 +68,8 @@ def panels_of(rows: Sequence[CodeRows]) -> CodePanels:
 
 
 def _of_groups(weight: GroupedWeight) -> CodeRows | None:
+    if weight.levels is not None or weight.factors_O is not None:
+        return None
     group_I, order_I, num_inputs = weight.group_I, None, weight.shape[1]
     # GPTQ groups may come in any order (act-order).
     if bool((group_I.diff() < 0).any()):
@@ -78,7 +80,7 @@ def _of_groups(weight: GroupedWeight) -> CodeRows | None:
         return None
     scales_OG, zeros_OG = (
         None if values is None else values[:, group_I[:: group or num_inputs]]
-        for values in (weight.scales_OG, weight.zeros_OG)
+        for values in (weight.scales_OG.float(), weight.zeros_OG)
     )
     assert scales_OG is not None
     kind, codes_OI = _KINDS.get(weight.codes.dtype), weight.codes

@@ -122,9 +122,11 @@ def _group_format(weight: GroupedWeight) -> FormatName | None:
     num_inputs, zeros_OG = weight.shape[1], weight.zeros_OG
     if zeros_OG is None or weight.codes.dtype != torch.uint8 or weight.codes.shape[1] * 2 != num_inputs:
         return None
+    if weight.levels is not None or weight.factors_O is not None:
+        return None
     size = _group_size(weight)
     in_order_I = weight.group_I[0] + torch.arange(num_inputs) // size
-    is_exact = torch.equal(weight.scales_OG.half().float(), weight.scales_OG)
+    is_exact = torch.equal(weight.scales_OG.half().float(), weight.scales_OG.float())
     is_code = torch.equal(zeros_OG.clamp(0, 255).to(torch.uint8).float(), zeros_OG)
     is_whole = num_inputs % size == 0 and torch.equal(weight.group_I, in_order_I)
     return _GROUPS.get(size) if is_whole and is_exact and is_code else None

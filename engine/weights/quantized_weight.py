@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import numpy as np
@@ -30,25 +30,41 @@ class QuantizedWeight(Protocol):
         ...
 
 
+# Numbers of the E2M1 codes, OCP Microscaling Formats 1.0, section 5.3.3.
+E2M1_LEVELS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
 @dataclass(frozen=True)
 class GroupedWeight:
-    """Matrix with scales per group of inputs; covers FP8, INT8, AWQ and GPTQ.
+    """Matrix with scales per group of inputs; covers FP8, INT8, AWQ, GPTQ, NVFP4, MXFP4 and NF4.
 
-    weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g] with g = group[i].
+    weight[o, i] = (level(code[o, i]) - zero[o, g]) * scale[o, g] * factor[o] with g = group[i].
     codes: (O, I) float8, int8 or uint8; or 4-bit (O, ceil(I / 2)) uint8, the even input in the low half.
-    scales: (O, G) fp32. zeros: (O, G) fp32, or None for symmetric codes. group: (I,) int64.
+    scales: (O, G) in any float dtype, as stored. zeros: (O, G) fp32, or None for symmetric codes. group: (I,) int64.
+    levels: (16,) fp32, the number of each 4-bit code; None: the code itself. factors: (O,) fp32; None: 1.
     """
 
     codes: Tensor
     scales_OG: Tensor
     zeros_OG: Tensor | None
     group_I: Tensor
+    levels: Tensor | None = None
+    factors_O: Tensor | None = None
 
     @classmethod
-    def of_4_bits(cls, codes_OI: Tensor, scales_OG: Tensor, zeros_OG: Tensor, group_I: Tensor) -> GroupedWeight:
+    def of_4_bits(
+        cls,
+        codes_OI: Tensor,
+        scales_OG: Tensor,
+        zeros_OG: Tensor | None,
+        group_I: Tensor,
+        *,
+        levels: Tensor | None = None,
+        factors_O: Tensor | None = None,
+    ) -> GroupedWeight:
         """Pack 4-bit codes. codes: (O, I), each in 0..15."""
         even = torch.nn.functional.pad(codes_OI, (0, codes_OI.shape[1] % 2)).to(torch.uint8)
-        return cls(even[:, ::2] | even[:, 1::2] << 4, scales_OG, zeros_OG, group_I)
+        return cls(even[:, ::2] | even[:, 1::2] << 4, scales_OG, zeros_OG, group_I, levels, factors_O)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,14 +74,22 @@ class GroupedWeight:
         codes_OI = self.codes[start:end]
         if codes_OI.shape[1] != len(self.group_I):
             codes_OI = torch.stack((codes_OI & 15, codes_OI >> 4), dim=-1).flatten(1)[:, : len(self.group_I)]
-        numbers_OI = codes_OI.float()
+        numbers_OI = codes_OI.float() if self.levels is None else self.levels[codes_OI.long()]
         if self.zeros_OG is not None:
             numbers_OI -= self.zeros_OG[start:end, self.group_I]
-        return numbers_OI.mul_(self.scales_OG[start:end, self.group_I])
+        numbers_OI *= self._scales(start, end)[:, self.group_I]
+        return numbers_OI
 
     def to(self, device: torch.device) -> GroupedWeight:
-        zeros_OG = None if self.zeros_OG is None else self.zeros_OG.to(device)
-        return GroupedWeight(self.codes.to(device), self.scales_OG.to(device), zeros_OG, self.group_I.to(device))
+        moved = {
+            field.name: value.to(device) if isinstance(value := getattr(self, field.name), Tensor) else value
+            for field in fields(self)
+        }
+        return GroupedWeight(**moved)
+
+    def _scales(self, start: int, end: int) -> Tensor:
+        scales_OG = self.scales_OG[start:end].float()
+        return scales_OG if self.factors_O is None else scales_OG * self.factors_O[start:end, None]
 
 
 @dataclass(frozen=True)
