@@ -23,7 +23,7 @@ class EngineConfig:
     model_dir: Path  # in Hugging Face's layout
     device: str = "cpu"  # torch device name
     dtype: str = "bfloat16"  # weights and activations
-    weights: str = "as_stored"  # one of engine.layers.shards.WEIGHTS
+    weights: str = "auto"  # one of engine.layers.shards.WEIGHTS
     pool_dtype: str = "auto"  # KV: auto (= dtype), int8 or fp8_e4m3
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # pool size of this rank; None: as many as fit into kv_memory_gib

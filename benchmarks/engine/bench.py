@@ -39,6 +39,7 @@ from engine.runner.runner import ModelRunner
 from engine.scheduler.step import Runner, ScheduledStep
 from engine.scheduler.step_commands import Orders
 from engine.tools.loaded_engines import MOST_STEPS, decoding_engine, prefilling_engine
+from engine.weights.open_checkpoint import is_quantized
 
 _NUM_STEPS = MOST_STEPS  # of one decode measurement
 _NUM_TRIES = 3  # the best counts
@@ -82,7 +83,7 @@ def bench_engine(
     )
     runner = ModelRunner(config)
     read_bandwidth = BandwidthReader(device)
-    num_bytes = _weight_bytes(runner, weights)
+    num_bytes = _weight_bytes(runner, model_dir, weights)
     decodes = [
         _decode(runner, batch, context, num_bytes, read_bandwidth) for context, batch in product(contexts, batches)
     ]
@@ -125,10 +126,10 @@ class BandwidthReader:
         return times * self._data.nbytes / (time.perf_counter() - begin)
 
 
-def _weight_bytes(runner: ModelRunner, weights: str) -> int | None:
+def _weight_bytes(runner: ModelRunner, model_dir: Path, weights: str) -> int | None:
     """Return the weight bytes that a step reads; None if they depend on the rows or on the checkpoint's format."""
     config = runner.config
-    if config.experts is not None or weights == "quantized":
+    if config.experts is not None or (weights == "auto" and is_quantized(model_dir)):
         return None
     num_read = config.num_parameters
     if not config.tie_embeddings:
@@ -211,7 +212,7 @@ def main() -> None:
     parser.add_argument("--contexts", "--context", type=counts, default=[128])
     parser.add_argument("--prefills", "--prefill", type=counts, default=[512, 2048])
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--weights", default="as_stored")
+    parser.add_argument("--weights", default="auto")
     parser.add_argument("--pool-dtype", default="auto")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--gpu", action="store_true")

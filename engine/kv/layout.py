@@ -52,7 +52,7 @@ class KVLayout:
     dtype: str
     tensor_parallel: int = 1
     # Format that the weights are converted to at load; see engine.layers.shards.WEIGHTS.
-    weights: str = "as_stored"
+    weights: str = "auto"
     # 2: keys and values. 1: one latent row for both.
     num_sides: int = 2
     # Trailing numbers of a row that stay in bf16 in an 8-bit pool.

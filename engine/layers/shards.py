@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,15 +15,13 @@ from engine.layers.int8_matrix import Int8Matrix
 from engine.layers.layers import Embedding, Linear, Matrix, RMSNorm, RowParallelLinear, Table, TorchMatrix
 from engine.layers.low_bit_matrix import CodedMatrix
 from engine.layers.packed_matrix import PackedMatrix
-from engine.layers.quantized_matrix import QuantizedMatrix
 from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Checkpoint, Span
 from engine.weights.quantized_weight import QuantizedWeight
 
-# int8: quantized at load with one scale per output. quantized: low-bit matrices stay in their stored format and are
-# multiplied in it if the device has a kernel for it; otherwise they are dequantized, per product on a CPU, and at load
-# on a GPU, where a step must not involve the host. as_stored: low-bit matrices are dequantized at load.
-WEIGHTS = ("as_stored", "int8", "quantized")
+# auto: quantized matrices stay in their stored format where the device has a kernel for it, and are dequantized at load
+# where not. widen: they are dequantized at load. int8: all matrices are quantized at load with one scale per output.
+WEIGHTS = ("auto", "widen", "int8")
 
 
 # Called with each matrix of a layer and the names of its tensors; returns the matrix to use instead.
@@ -43,12 +41,14 @@ class ShardReader:
     # Measurements that choose the fastest way per matrix; None: kernels only, in one summation order.
     measured: MeasuredWays | None = None
     # One of WEIGHTS.
-    weights: str = "as_stored"
+    weights: str = "auto"
     # True: each rank holds whole experts. False: each rank holds a share of every expert.
     spreads_experts: bool = False
     # Slots for expert copies over all ranks, with whole experts.
     redundant_experts: int = 0
     on_matrix: OnMatrix | None = None
+    # Quantized matrices that "auto" dequantized at load, by reason.
+    widened: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.weights == "int8" and self.kernels is None and self.device.type != "cuda":
@@ -68,6 +68,7 @@ class ShardReader:
         quantized = self._quantized(name, rows=rows)
         table: Table | None = None if quantized is None else self._packed(quantized)
         if table is None:
+            self.note_widened(name, self._no_kernel)
             table = TorchMatrix(self._place(self.checkpoint.read(f"{name}.weight", rows=rows)))
         return Embedding(table, rows[0], self.parallel)
 
@@ -85,14 +86,19 @@ class ShardReader:
 
         parts = [self._quantized(name, rows=span) for name, span in rows.items()]
         quantized = [part for part in parts if part is not None]
-        matrix = (self._low_bit(*quantized) if len(quantized) == len(parts) else None) or self.matrix(fused("weight"))
+        matrix = self._in_stored_bits(*quantized) if len(quantized) == len(parts) else None
+        if matrix is None:
+            for name in rows:
+                self.note_widened(name, self._no_kernel)
+            matrix = self.matrix(fused("weight"))
         return Linear(self._seen(tuple(rows), matrix), fused("bias") if has_bias else None)
 
     def columns(self, name: str, columns: Span) -> Matrix:
         """Read some columns of a matrix; the caller sums its products over the ranks."""
         quantized = self._quantized(name, columns=columns)
-        matrix = None if quantized is None else self._low_bit(quantized)
+        matrix = None if quantized is None else self._in_stored_bits(quantized)
         if matrix is None:
+            self.note_widened(name, self._no_kernel)
             matrix = self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns)))
         return self._seen((name,), matrix)
 
@@ -109,11 +115,19 @@ class ShardReader:
         pack = PackedMatrix.int8 if self.weights == "int8" else PackedMatrix.bf16
         return self._measured(pack(self.kernels, weight_OI))
 
-    def _low_bit(self, *weights: QuantizedWeight) -> Matrix | None:
-        """Return a low-bit matrix that stays quantized; None if it must be dequantized at load."""
-        if self.device.type == "cuda":
-            return CodedMatrix.of(weights, self.device)
-        return self._packed(*weights) or QuantizedMatrix(weights)
+    def note_widened(self, name: str, reason: str) -> None:
+        """Record that a matrix is held dequantized, if the checkpoint has it quantized."""
+        if self.weights == "auto" and self.checkpoint.quantized(f"{name}.weight") is not None:
+            self.widened.setdefault(reason, []).append(name)
+
+    @property
+    def _no_kernel(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"no kernel multiplies them by {dtype} on this {self.device.type.upper()}, or ranks would share blocks"
+
+    def _in_stored_bits(self, *weights: QuantizedWeight) -> Matrix | None:
+        """Return a matrix that stays quantized; None if the device has no kernel for it."""
+        return CodedMatrix.of(weights, self.device) if self.device.type == "cuda" else self._packed(*weights)
 
     def _packed(self, *weights: QuantizedWeight) -> PackedMatrix | None:
         packed = None if self.kernels is None else PackedMatrix.few_bits(self.kernels, weights)
@@ -130,7 +144,7 @@ class ShardReader:
         return matrix if self.on_matrix is None else self.on_matrix(names, matrix)
 
     def _quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
-        if self.weights != "quantized":
+        if self.weights != "auto":
             return None
         return self.checkpoint.quantized(f"{name}.weight", rows=rows, columns=columns)
 

@@ -137,6 +137,7 @@ def _read_down(reader: ShardReader, config: ModelConfig, attention: str, q_rows:
 def _read_expansion(reader: ShardReader, config: ModelConfig, name: str) -> Expansion:
     """Read this rank's heads, dequantized, because they are multiplied from both sides."""
     assert config.latent is not None
+    reader.note_widened(name, "they are multiplied from both sides")
     latent, (first, end) = config.latent, reader.parallel.span(config.num_q_heads)
     width = latent.nope_dim + latent.value_dim
     rows_OC = reader.tensor(f"{name}.weight", rows=(first * width, end * width))

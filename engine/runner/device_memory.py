@@ -14,7 +14,7 @@ from engine.config import GIB
 # Fraction of the total: allocator fragmentation, staging of links and tiers, uploads.
 _UNPLANNED = 0.02
 _FIXES = (
-    "raise tensor_parallel, lower max_batch_tokens or max_running, set model.weights: quantized, or take a larger GPU"
+    "raise tensor_parallel, lower max_batch_tokens or max_running, use a quantized checkpoint, or take a larger GPU"
 )
 
 

@@ -36,7 +36,7 @@ from engine.scheduler.step_commands import Orders
 from engine.spec_decode.heads.head_row import Choose, HeadRow
 from engine.spec_decode.heads.heads import DraftHeads, ModelParts
 from engine.spec_decode.heads.open_heads import open_heads, warm_up_heads
-from engine.weights.checkpoint import Checkpoint
+from engine.weights.checkpoint import Checkpoint, listed
 from engine.weights.open_checkpoint import open_checkpoint
 
 logger = logging.getLogger(__name__)
@@ -87,10 +87,9 @@ class ModelRunner:
         open_copies(self.device)  # compiles the copy and sampling kernels now instead of in the first step
         if config.deterministic:
             self.config.check_deterministic()
-            if kernels is None or config.weights == "quantized":
+            if kernels is None:
                 raise SpecError(
-                    "engine: deterministic needs a CPU, bfloat16, weights as_stored or int8, and a C++ compiler "
-                    "on the worker's machine"
+                    "engine: deterministic needs a CPU, bfloat16, and a C++ compiler on the worker's machine"
                 )
         self._measured = MeasuredWays.of_this_machine(kernels.version) if kernels and not config.deterministic else None
         reader = ShardReader(
@@ -117,6 +116,12 @@ class ModelRunner:
                 self.heads = self._open_heads(config, reader)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(self.device, "its weights", error) from error
+        if self.parallel.is_leader:
+            for reason, names in reader.widened.items():
+                logger.warning(
+                    "%d quantized matrices are held in %s, because %s: %s",
+                    len(names), config.dtype, reason, listed(names),
+                )  # fmt: skip
         is_loaded()
         make_capture = self._capture_maker(config.recorded_rows, capture)
         if num_blocks is None:

@@ -44,7 +44,7 @@ class Setting:
 
     model_dir: Path
     # One of engine.layers.shards.WEIGHTS.
-    weights: str = "as_stored"
+    weights: str = "auto"
     pool_dtype: str = "auto"
     wire_dtype: str = "raw"
 

@@ -73,7 +73,7 @@ def check_tensors(
     if missing or wrong:
         refused += outside  # probably the missing ones under other names
     complaints = [
-        f"{what}: {_listed(names)}"
+        f"{what}: {listed(names)}"
         for what, names in (("missing", missing), ("not expected", refused), ("wrong shape", wrong))
         if names
     ]
@@ -82,9 +82,9 @@ def check_tensors(
     if complaints:
         raise SpecError(f"weights do not match config.json: tensors {'; '.join(complaints)}")
     if scales:
-        logger.warning("not used, because KV and activations have their own scales: tensors %s", _listed(scales))
+        logger.warning("not used, because KV and activations have their own scales: tensors %s", listed(scales))
     if outside:
-        logger.warning("not part of the model, and not read: tensors %s", _listed(outside))
+        logger.warning("not part of the model, and not read: tensors %s", listed(outside))
 
 
 def _owner(name: str) -> str:
@@ -93,5 +93,6 @@ def _owner(name: str) -> str:
     return match[0] if match else name.rpartition(".")[0] + "."
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """Join the first few names for a message."""
     return ", ".join(names[:_NAMED_AT_MOST]) + (" …" if len(names) > _NAMED_AT_MOST else "")

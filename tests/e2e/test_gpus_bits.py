@@ -54,7 +54,7 @@ def test_quantized_weights(
     if stored != "int8":
         write_quantised(tmp_path, random_model(tiny_config("llama")), stored)
         shutil.copy(model_dir / "tokenizer.json", tmp_path)
-        model_dir, weights = tmp_path, "quantized"
+        model_dir, weights = tmp_path, "auto"
     engine = _engine(device) | {"weights": weights}
     expected = [
         [token.token_id for token in reference(model_dir, [prompt], sampling, **engine)[0]]
@@ -88,7 +88,7 @@ def _engine(device: str) -> dict[str, Any]:
     return {"device": device, "dtype": "bfloat16", "recorded_rows": _MAX_RUNNING}
 
 
-def _tree(device: str, *, weights: str = "as_stored", wire_dtype: str = "raw") -> dict[str, Any]:
+def _tree(device: str, *, weights: str = "auto", wire_dtype: str = "raw") -> dict[str, Any]:
     """Return the spec. Prompts are computed in one chunk, because bf16 rounding depends on shapes."""
     tree: dict[str, Any] = {
         "model": {"dtype": "bfloat16", "weights": weights},

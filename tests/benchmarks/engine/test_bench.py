@@ -30,7 +30,7 @@ def test_json_output(
     assert {key: result[key] for key in ("model", "dtype", "weights")} == {
         "model": directory.name,
         "dtype": "float32",
-        "weights": "as_stored",
+        "weights": "auto",
     }
     assert result["computed_by"] == "torch"
     assert [(row["batch"], row["context"]) for row in result["decode"]] == [(1, 20), (3, 20)]

@@ -32,7 +32,6 @@ def test_deterministic(more: dict[str, Any]) -> None:
     [
         ({"kv": {}}, "kv.wire_dtype raw, or a kv.pool_dtype of 8 bits"),
         ({"model": {"dtype": "float32"}}, "model.dtype bfloat16"),
-        ({"model": {"weights": "quantized"}}, "model.weights as_stored or int8"),
         ({"decode": {"resources": {"gpus": 1}}}, "pools without GPUs"),
         ({"prefill": {"tensor_parallel": 2}}, "prefill.tensor_parallel equal to decode.tensor_parallel"),
         ({role: {"tensor_parallel": 3} for role in ("prefill", "decode")}, "a tensor_parallel of 1 or 2"),

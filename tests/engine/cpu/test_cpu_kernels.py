@@ -194,7 +194,7 @@ def test_nan_affects_only_its_own_sequence(kernels: Kernels, dtype: str, side: i
     torch.testing.assert_close(got[1:], wanted[1:], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("weights", ["as_stored", "int8"])
+@pytest.mark.parametrize("weights", ["auto", "int8"])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
 def test_compiled_layers_equal_separate_layers(
     kernels: Kernels,

@@ -28,7 +28,7 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 
 def logits_of(directory: Path) -> Tensor:
-    config = EngineConfig(model_dir=directory, dtype="float32", weights="as_stored", block_size=8, num_blocks=12)
+    config = EngineConfig(model_dir=directory, dtype="float32", block_size=8, num_blocks=12)
     return step(ModelRunner(config), [TOKENS], [(0, 0, 30)])[0]
 
 

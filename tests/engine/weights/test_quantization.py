@@ -17,11 +17,9 @@ from core.model.gguf_import import import_gguf
 from core.types.errors import SpecError
 from engine.config import EngineConfig
 from engine.kernels.quant.quantized_matmul import launch_coded_product
-from engine.layers import low_bit_matrix, shards
+from engine.layers import low_bit_matrix
 from engine.layers.low_bit_matrix import CodedMatrix
-from engine.layers.quantized_matrix import QuantizedMatrix
 from engine.layers.shards import ShardReader
-from engine.runner.parallel import TensorParallel
 from engine.runner.runner import ModelRunner
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
@@ -36,17 +34,16 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden
 CPU = torch.device("cpu")
 
 
-def make_runner(directory: Path, weights: str) -> ModelRunner:
-    return ModelRunner(EngineConfig(model_dir=directory, dtype="float32", weights=weights, block_size=8, num_blocks=12))
+def make_runner(directory: Path) -> ModelRunner:
+    return ModelRunner(EngineConfig(model_dir=directory, dtype="float32", block_size=8, num_blocks=12))
 
 
-@pytest.mark.parametrize("weights", ["as_stored", "quantized"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_logits_equal_the_dequantized_model(kind: str, weights: str, tmp_path: Path) -> None:
+def test_logits_equal_the_dequantized_model(kind: str, tmp_path: Path) -> None:
     model = random_model(tiny_config("llama", **SHAPE))
     write_quantised(tmp_path, model, kind)
     (tokens,) = prompts(30)
-    logits = step(make_runner(tmp_path, weights), [tokens], [(0, 0, 30)])
+    logits = step(make_runner(tmp_path), [tokens], [(0, 0, 30)])
     torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
 
 
@@ -91,22 +88,14 @@ def test_fp8_blocks_dequantize_as_in_transformers() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_gguf_stays_quantized(kind: str, tmp_path: Path) -> None:
+def test_gguf_without_kernels_is_widened_and_named(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = random_model(tiny_config("llama", **SHAPE))
     write_model(tmp_path / "m.gguf", model, quantized=gguf.GGMLQuantizationType[kind])
     import_gguf(tmp_path / "m.gguf", tmp_path)
-    checkpoint = open_checkpoint(tmp_path)
-    reader = ShardReader(checkpoint, TensorParallel(), torch.float32, CPU, weights="quantized")
-    name = "model.layers.0.mlp.down_proj"
-    matrix = reader.columns(name, (32, 64))
-    assert isinstance(matrix, QuantizedMatrix)
-    assert torch.equal(matrix.weights[0].rows(3, 9), checkpoint.read(f"{name}.weight", rows=(3, 9), columns=(32, 64)))
-    assert not isinstance(reader.columns(name, (30, 64)), QuantizedMatrix), (
-        "a slice through a block must be dequantized"
-    )
     (tokens,) = prompts(30)
-    logits = step(make_runner(tmp_path, "quantized"), [tokens], [(0, 0, 30)])
+    logits = step(make_runner(tmp_path), [tokens], [(0, 0, 30)])
     torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
+    assert "quantized matrices are held in float32" in caplog.text and "layers.0.self_attn.q_proj" in caplog.text
 
 
 def test_unsupported_formats_are_rejected(tmp_path: Path) -> None:
@@ -162,13 +151,13 @@ def test_low_bit_model_on_gpu_kernels(kind: str, tmp_path: Path, monkeypatch: py
     pytest.importorskip("triton")
     kept: list[CodedMatrix] = []
 
-    def keep(weights: tuple[QuantizedWeight, ...]) -> CodedMatrix:
+    def keep(_: ShardReader, *weights: QuantizedWeight) -> CodedMatrix:
         matrix = CodedMatrix.of(weights, CPU)
         assert matrix is not None
         kept.append(matrix)
         return matrix
 
-    monkeypatch.setattr(shards, "QuantizedMatrix", keep)
+    monkeypatch.setattr(ShardReader, "_in_stored_bits", keep)
     monkeypatch.setattr(low_bit_matrix, "coded_product", launch_coded_product)
     model = random_model(tiny_config("llama", **SHAPE))
     write_quantised(tmp_path, model, kind)
@@ -178,9 +167,7 @@ def test_low_bit_model_on_gpu_kernels(kind: str, tmp_path: Path, monkeypatch: py
         recorded.append(step)
         return step
 
-    config = EngineConfig(
-        model_dir=tmp_path, dtype="float32", weights="quantized", block_size=8, num_blocks=12, recorded_rows=1
-    )
+    config = EngineConfig(model_dir=tmp_path, dtype="float32", block_size=8, num_blocks=12, recorded_rows=1)
     runner = ModelRunner(config, capture=capture)
     assert recorded and len(kept) == 8, "qkv, output, gate_up and down of two layers"
     (tokens,) = prompts(5)
