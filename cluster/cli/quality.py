@@ -1,16 +1,17 @@
-"""`cluster quantize` and `cluster eval perplexity`: 8-bit checkpoints and their quality loss."""
+"""`cluster quantize` and `cluster eval formats`: checkpoints in fewer bits, and the speed and quality of formats."""
 
 from __future__ import annotations
 
-import json
+import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cluster.cli.deploy import AsJson
-from cluster.cli.planning.model_options import DEFAULT_DTYPE, DEFAULT_MODEL, Model, ModelDType
+from cluster.cli.planning.model_options import DEFAULT_MODEL, Model
 from core.types.errors import SpecError
 
 evaluate = typer.Typer(help="Measure a model's quality, in this process.", no_args_is_help=True)
@@ -44,51 +45,103 @@ def quantize(
 
 
 @evaluate.command()
-def perplexity(
+def formats(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory for formats.json, .md and .png.")],
     model: Model = DEFAULT_MODEL,
+    weights: Annotated[
+        str,
+        typer.Option(
+            help="Formats of the weights, separated by commas: bf16, stored (as in the checkpoint), int8 (converted at "
+            "load), a format of `cluster quantize`, or NAME=SOURCE, another checkpoint."
+        ),
+    ] = "bf16,int8",
+    kv: Annotated[str, typer.Option(help="Formats of the KV pool: bf16, fp8, int8, int4.")] = "bf16,int8",
+    wire: Annotated[str, typer.Option(help="Formats in which a bf16 pool is sent: raw, fp8, int8, int4.")] = "raw",
+    calibrate: Annotated[
+        bool, typer.Option("--calibrate", help="Quantize weights with the second half of the text.")
+    ] = False,
     text: Annotated[Path | None, typer.Option(help="Text file; default: the Python reference from pydoc.")] = None,
-    dtype: ModelDType = DEFAULT_DTYPE,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    windows: Annotated[int, typer.Option(min=1, help="Maximum number of windows of text.")] = 16,
     window: Annotated[int, typer.Option(min=32, help="Tokens per window.")] = 512,
     stride: Annotated[int, typer.Option(min=1, help="Tokens scored in each window.")] = 256,
-    windows: Annotated[int, typer.Option(min=1, help="Maximum number of windows.")] = 32,
-    as_json: AsJson = False,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Duration of each timing.")] = 3.0,
 ) -> None:
-    """Measure the perplexity cost of 8-bit weights, KV pool and wire format, for FP8 and INT8, separately and combined.
+    """Measure tokens per second, first token, memory and perplexity of every combination of formats.
 
-    Windows come from the first half of the text; "calibrated" weights used the second half.
+    The first combination is the baseline. Windows come from the first half of the text.
     """
+    from itertools import product
     from pydoc_data.topics import topics
 
+    from cluster.cli.console import columns
     from core.model.source import resolve
-    from engine.quantization.calibration import inputs_of_text
-    from engine.quantization.write import quantize_checkpoint
-    from engine.tools.perplexity import compare, settings_for
+    from engine.tools import formats as tool
 
     model_dir = resolve(model)
     words = _read(text) if text else "\n".join(topics.values())
     words, seen = words[: len(words) // 2], words[len(words) // 2 :]
     with tempfile.TemporaryDirectory() as scratch:
-        others = []
-        grams = inputs_of_text(model_dir, seen)
-        for name, kind, known in (("fp8", "fp8", {}), ("fp8 calibrated", "fp8", grams), ("int8", "int8", {})):
-            directory = Path(scratch) / name.replace(" ", "-")
-            quantize_checkpoint(model_dir, directory, kind, grams=known)
-            others.append((name, directory))
-        del grams
-        result = compare(
-            settings_for(model_dir, others),
+        held = _weights(weights.split(","), model_dir, Path(scratch), seen if calibrate else None)
+        combinations = [
+            tool.Combination(
+                weights=name,
+                kv=pool,
+                wire=link,
+                model_dir=directory,
+                held=how,
+                pool_dtype=_known("--kv", pool, _POOLS),
+                wire_dtype=_known("--wire", link, _WIRES),
+            )
+            for (name, directory, how), pool, link in product(held, kv.split(","), wire.split(","))
+        ]
+        costs = tool.measure(
+            combinations,
             words,
-            dtype=dtype,
+            dtype="bfloat16",
+            threads=threads,
             window=window,
             stride=stride,
             max_windows=windows,
+            seconds=seconds,
+            measured=lambda cost: print(f"{cost.weights} / {cost.kv} / {cost.wire}: done", file=sys.stderr, flush=True),
         )
-    if as_json:
-        print(json.dumps(result))
-        return
-    for row in result["results"]:
-        error = "" if row["standard_error_percent"] is None else f" +- {row['standard_error_percent']:.3f}"
-        print(f"{row['setting']:<32} {row['perplexity']:9.4f}  {row['difference_percent']:+7.3f}{error} %")
+    facts = {"model": model, "threads": threads, "date": date.today().isoformat()}
+    tool.write_report(costs, output, facts)
+    print(columns(tool.table(costs)))
+    print(f"wrote {output}")
+
+
+_POOLS = {"bf16": "auto", "fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
+_WIRES = {"raw": "raw", "fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
+_HELD = {"bf16": "widen", "stored": "auto", "int8": "int8"}
+
+
+def _known(option: str, name: str, known: Mapping[str, str]) -> str:
+    if name not in known:
+        raise SpecError(f"{option}: unknown format {name!r}; choose from {', '.join(known)}")
+    return known[name]
+
+
+def _weights(names: Sequence[str], model_dir: Path, scratch: Path, seen: str | None) -> list[tuple[str, Path, str]]:
+    """Return name, model directory and model.weights of each format; quantizes into `scratch` where needed."""
+    from core.model.source import resolve
+    from engine.quantization.calibration import inputs_of_text
+    from engine.quantization.write import quantize_checkpoint
+
+    found, grams = [], None
+    for name in names:
+        label, _, source = name.partition("=")
+        if source:
+            found.append((label, resolve(source), "auto"))
+        elif name in _HELD:
+            found.append((name, model_dir, _HELD[name]))
+        else:
+            if seen is not None and grams is None:
+                grams = inputs_of_text(model_dir, seen)
+            quantize_checkpoint(model_dir, scratch / name, name, grams=grams or {})
+            found.append((name, scratch / name, "auto"))
+    return found
 
 
 def _read(path: Path) -> str:

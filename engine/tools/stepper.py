@@ -5,7 +5,9 @@ python -m engine.tools.stepper PORT OPTIONS     see core.process.child_process
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +19,7 @@ from core.process.child_process import obey
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from engine.tools.loaded_engines import decoding_engine, prefilling_engine
+from engine.tools.losses import losses
 
 _BLOCK_SIZE = 16
 # Decode steps per batch before a new batch starts.
@@ -43,10 +46,27 @@ class Stepper:
             recorded_rows=_RECORDED_ROWS,
             device="cuda" if torch.cuda.is_available() else "cpu",
         )
+        before = _held_bytes()
         self._runner = ModelRunner(config)
+        pool = self._runner.pool
+        pool_bytes = sum(tensor.nbytes for tensor in (*pool.codes, *pool.scales))
+        self._memory = {
+            "weights": _held_bytes() - before - pool_bytes,
+            "kv_per_token": self._runner.layout.bytes_per_token() * self._runner.parallel.size,
+        }
 
     def ready(self) -> None:
         """Return once the model is loaded."""
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes that weights hold beyond the process's start, and the bytes of a token's KV."""
+        return self._memory
+
+    def losses(self, windows: list[list[int]], context: int, wire_dtype: str) -> list[list[float]]:
+        """Return the negative log likelihoods of the tokens after `context`, per window."""
+        losses_WT = losses(self._runner, windows, context=context, wire_dtype=wire_dtype)
+        found: list[list[float]] = losses_WT.tolist()
+        return found
 
     def prefill(self, num_tokens: int, seconds: float) -> float:
         """Prefill prompts, one step each, for at least `seconds`. Returns the mean seconds per step."""
@@ -79,6 +99,15 @@ def _mean_s(step: Callable[[], None], seconds: float) -> float:
         step()
         count += 1
     return (time.perf_counter() - begin) / count
+
+
+def _held_bytes() -> int:
+    """Return the memory that this process holds: on its GPU, or else its resident set."""
+    gc.collect()
+    if torch.cuda.is_available():
+        return torch.cuda.memory_allocated()
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 if __name__ == "__main__":

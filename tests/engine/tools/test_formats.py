@@ -1,0 +1,82 @@
+"""Report of formats: perplexity, speed and memory of each combination."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from typer.testing import CliRunner
+
+from cluster.cli.app import app
+from core.types.errors import SpecError
+from engine.quantization.write import quantize_checkpoint
+from engine.tools.formats import Combination, FormatCost, measure, write_report
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.engine.tiny_models import MakeModel, reference_logits
+
+WINDOWS = {"window": 20, "stride": 8, "max_windows": 4, "seconds": 0.01, "threads": 1}
+
+
+def write_tokenizer(directory: Path) -> None:
+    words = Tokenizer(WordLevel({str(i): i for i in range(VOCAB_SIZE)}, unk_token="0"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(directory / "tokenizer.json"))
+
+
+def test_combinations_are_compared_with_the_first(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Windows of 20 tokens with 8 scored; an 8-bit pool, wire or weights change the perplexity a little."""
+    directory, model = tiny_model("llama")
+    write_tokenizer(directory)
+    (ids,) = prompts(60)
+    text = " ".join(map(str, ids))
+    quantize_checkpoint(directory, tmp_path / "fp8", "fp8")
+    base = Combination(weights="bf16", kv="bf16", wire="raw", model_dir=directory, held="widen")
+    others = [
+        Combination(weights="bf16", kv="int8", wire="raw", model_dir=directory, pool_dtype="int8"),
+        Combination(weights="bf16", kv="bf16", wire="fp8", model_dir=directory, wire_dtype="fp8_e4m3"),
+        Combination(weights="fp8", kv="bf16", wire="raw", model_dir=tmp_path / "fp8"),
+    ]
+    first, *rest = measure([base, *others], text, dtype="float32", **WINDOWS)
+    losses = []
+    for start in (0, 8, 16, 24):
+        logits = reference_logits(model, ids[start : start + 19])[11:]
+        losses.append(torch.nn.functional.cross_entropy(logits, torch.tensor(ids[start + 12 : start + 20])))
+    assert first.perplexity == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
+    assert (first.difference, first.error) == (0, 0)
+    assert all(0 < abs(cost.difference) < 0.05 for cost in rest)
+    assert rest[0].kv_bytes_per_token < first.kv_bytes_per_token == rest[1].kv_bytes_per_token
+    with pytest.raises(SpecError, match="60 tokens, fewer than one window of 100"):
+        measure([base], text, dtype="float32", **WINDOWS | {"window": 100, "stride": 50})
+
+
+def test_report_marks_what_nothing_beats(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+
+    def cost(weights: str, speed: float, perplexity: float, *, is_best: bool) -> FormatCost:
+        figures = {"weight_bytes": 1 << 20, "kv_bytes_per_token": 8, "first_token_s": 0.1, "batch_tokens_s": 9.0}
+        quality = {"perplexity": perplexity, "difference": 0.01, "error": None}
+        return FormatCost(
+            weights=weights, kv="int8", wire="raw", decode_tokens_s=speed, is_best=is_best, **figures, **quality
+        )
+
+    costs = [cost("a", 10, 12.0, is_best=True), cost("b", 20, 13.0, is_best=True), cost("c", 9, 12.5, is_best=False)]
+    write_report(costs, tmp_path / "report", {"model": "m"})
+    tree = json.loads((tmp_path / "report" / "formats.json").read_text())
+    assert [row["weights"] for row in tree["results"]] == ["a", "b", "c"] and tree["model"] == "m"
+    assert (
+        "| a | int8 | raw | 1 | 8 | 10.0 | 9.0 | 100 | 12.000 | +1.00% | * |"
+        in (tmp_path / "report" / "formats.md").read_text()
+    )
+    assert (tmp_path / "report" / "formats.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("option", "named"), [("--kv", "--kv: unknown format 'x'"), ("--weights", "'x'")])
+def test_unknown_formats_are_named(option: str, named: str, tiny_model: MakeModel, tmp_path: Path) -> None:
+    directory, _ = tiny_model("llama")
+    result = CliRunner().invoke(app, ["eval", "formats", "--model", str(directory), option, "x", "-o", str(tmp_path)])
+    assert result.exit_code != 0 and named in str(result.exception)
