@@ -29,7 +29,7 @@ def profile_steps(
     num_replicas: int,
     seconds: float,
 ) -> dict[str, Any]:
-    """Return {"prefill": StepTiming, "decode": StepTiming, "slowdown": [...]}.
+    """Return {"weight_bytes": bytes, "prefill": StepTiming, "decode": StepTiming, "slowdown": [...]}.
 
     slowdown[k - 1] is the relative step time while k replicas of `threads` threads each step at the same time, for k up
     to num_replicas. seconds: duration of each measurement. Raises ReplicaLost.
@@ -52,6 +52,7 @@ def profile_steps(
         for stepper in steppers:
             stepper.answer()
         return {
+            "weight_bytes": steppers[0].ask("memory")["weights"],
             "prefill": _prefill_timing(steppers[0], seconds),
             "decode": _decode_timing(steppers[0], seconds),
             "slowdown": _slowdown(steppers, seconds * 2),

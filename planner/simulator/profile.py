@@ -78,6 +78,7 @@ class Profile(_Section):
     drafts: Drafts | None = None  # None: no speculative decoding
     kv: KV
     link: LinkProfile
+    weight_bytes: Positive | None = None  # of a replica, in the format of the steps; None: unknown
     host_bytes_per_s: Positive  # between a replica's device and its host memory
     usd_per_hour: Positive  # per replica
 

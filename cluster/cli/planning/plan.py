@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 _NO_SPEC = "1P1D"
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-# Bytes of a 4-bit weight, with a 16-bit scale per 32 weights.
-_4_BITS = 4.5 / 8
 _CONTEXTS = (2048, 8192, 32_768, 131_072)
 
 
@@ -57,10 +55,17 @@ def plan(
     memory: Annotated[
         bool, typer.Option("--memory", help="Show only the KV memory of --spec; no trace needed.")
     ] = False,
+    formats: Annotated[
+        bool, typer.Option("--formats", help="Show only memory and speed of weight and KV formats; no trace needed.")
+    ] = False,
+    memory_gib: Annotated[float, typer.Option(min=0.01, help="With --formats: memory of one rank.")] = 80.0,
+    batch: Annotated[int, typer.Option(min=1, help="With --formats: sequences decoded at a time.")] = 32,
     speculation: Annotated[
         bool, typer.Option("--speculation", help="Show only the benefit of --drafts at --context; no trace needed.")
     ] = False,
-    context: Annotated[int, typer.Option(min=0, help="With --speculation: context length in tokens.")] = 2048,
+    context: Annotated[
+        int, typer.Option(min=0, help="With --speculation and --formats: context length in tokens.")
+    ] = 2048,
     as_json: AsJson = False,
 ) -> None:
     """Find the cheapest topology that meets an SLO on a trace.
@@ -75,13 +80,16 @@ def plan(
         report = _memory(spec or _NO_SPEC)
         print(json.dumps(report, indent=1) if as_json else _memory_table(report))
         return
+    if formats:
+        print(_formats(spec or _NO_SPEC, profile, memory_gib, batch, context, as_json=as_json))
+        return
     if speculation:
         simulator = Simulator(profile, drafts, draft_pass_ms)
         lines = draft_lines(simulator.profile, context=context)
         print(json.dumps(lines, indent=1) if as_json else f"{lines_table(lines)}\n{simulator.times_note}")
         return
     if trace is None:
-        raise SpecError("give --trace, --memory or --speculation")
+        raise SpecError("give --trace, --memory, --formats or --speculation")
     from core.spec.loader import load_spec
     from planner.simulator.fleet_setup import FleetSetup
     from planner.simulator.plan import make_plan
@@ -239,13 +247,15 @@ def _memory(source: str) -> dict[str, Any]:
     from core.model import source as model_source
     from core.model.draft_heads import load_heads
     from core.model.draft_source import heads_source
+    from core.model.gguf_table import TABLE, read_table
     from core.model.kv_memory import KVArithmetic
     from core.spec.loader import load_spec
     from core.types.request import Role
     from core.types.role_switch import largest_step
 
     spec = load_spec(source)
-    config = model_config.load(model_source.resolve(spec.model.source))
+    directory = model_source.resolve(spec.model.source)
+    config = model_config.load(directory)
     check_ranks(spec, config)
     drafts = heads_source(spec)
     heads = load_heads(drafts.heads, drafts.directory, config) if drafts and drafts.heads else None
@@ -279,7 +289,11 @@ def _memory(source: str) -> dict[str, Any]:
             "max_batch": {str(context): kv.max_batch(context) for context in contexts},
         }
     count = config.num_parameters
-    weights = {spec.model.dtype: count * _ITEM_BYTES[spec.model.dtype], "int8": count, "4 bits": round(count * _4_BITS)}
+    weights = {spec.model.dtype: count * _ITEM_BYTES[spec.model.dtype], "int8": count}
+    if (directory / TABLE).exists():
+        weights["as stored"] = sum(tensor.num_bytes for tensor in read_table(directory))
+    elif model_config.quantization_config(directory):
+        weights["as stored"] = _stored_bytes(directory)
     return {
         "model": spec.model.name,
         "block_size": spec.kv.block_size,
@@ -289,6 +303,41 @@ def _memory(source: str) -> dict[str, Any]:
         "heads_bytes": _stored_bytes(heads.directory) if heads and heads.kind != "mtp" else 0,
         "pools": pools,
     }
+
+
+def _formats(source: str, profile: str | None, memory_gib: float, batch: int, context: int, *, as_json: bool) -> str:
+    """Return the table of formats, or its JSON."""
+    from cluster.cli.console import columns
+    from cluster.cli.planning.formats import WEIGHT_BITS, format_plan, formats_table
+    from core.model import config as model_config
+    from core.model import source as model_source
+    from core.model.kv_memory import KVArithmetic
+    from core.spec.loader import load_spec
+
+    spec = load_spec(source)
+    config = model_config.load(model_source.resolve(spec.model.source))
+    simulator, ranks = Simulator(profile, None, 0.0), spec.decode.tensor_parallel
+    plans = []
+    for kv, dtype in {"bf16": "bfloat16", "int8": "int8", "fp8": "fp8_e4m3"}.items():
+        pool = KVArithmetic(
+            config=config, dtype=dtype, block_size=spec.kv.block_size, tensor_parallel=ranks, memory_bytes=0
+        )
+        plans += [
+            format_plan(
+                config,
+                weights,
+                kv,
+                pool,
+                simulator.profile,
+                memory_bytes=memory_gib * 2**30 * ranks,
+                batch=batch,
+                context=context,
+            )
+            for weights in WEIGHT_BITS
+        ]
+    if as_json:
+        return json.dumps([asdict(one) for one in plans], indent=1)
+    return f"{columns(formats_table(plans, batch=batch))}\n{simulator.times_note}"
 
 
 def _stored_bytes(directory: Path) -> int:

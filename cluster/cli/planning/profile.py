@@ -106,6 +106,7 @@ def _measured(
             "link: transfers of two prompts without overlapping compute, including packing and checking.",
         ],
         **_steps(measured["prefill"], measured["decode"]),
+        "weight_bytes": max(1, measured["weight_bytes"]),
         "threads": of["threads"],
         "wider": wider,
         "slowdown": measured["slowdown"],

@@ -112,11 +112,22 @@ def test_plan_memory_lists_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--memory", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     weights, pool = report["weight_bytes"], report["pools"]["decode"]
-    assert weights["bfloat16"] == 2 * report["parameters"] == 2 * weights["int8"] > 2 * weights["4 bits"]
+    assert weights["bfloat16"] == 2 * report["parameters"] == 2 * weights["int8"]
+    assert 0.5 < weights["as stored"] / weights["int8"] < 0.8, "the default model has 4-bit matrices"
     by_dtype = pool["tokens_by_pool_dtype"]
     assert by_dtype["bfloat16"] == pool["tokens_per_replica"] and 1.8 < by_dtype["int8"] / by_dtype["bfloat16"] < 2
     assert run(["plan", "--memory"]) == 0
     assert "by kv.pool_dtype" in capsys.readouterr().out
+
+
+def test_plan_formats_weighs_memory_against_speed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--formats", "--memory-gib", "0.15", "--json"]) == 0
+    plans = {(row["weights"], row["kv"]): row for row in json.loads(capsys.readouterr().out)}
+    wide, narrow = plans["bf16", "bf16"], plans["int4", "int8"]
+    assert wide["tokens"] is None and narrow["tokens"] > 0, "only 4-bit weights leave room for KV"
+    assert narrow["tokens_s"] > plans["int4", "bf16"]["tokens_s"] > plans["int8", "bf16"]["tokens_s"]
+    assert run(["plan", "--formats", "--memory-gib", "0.15"]) == 0
+    assert "weights do not fit" in capsys.readouterr().out
 
 
 def test_plan_memory_refuses_ranks_that_do_not_fit_the_model(
