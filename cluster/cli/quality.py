@@ -65,6 +65,8 @@ def formats(
     windows: Annotated[int, typer.Option(min=1, help="Maximum number of windows of text.")] = 16,
     window: Annotated[int, typer.Option(min=32, help="Tokens per window.")] = 512,
     stride: Annotated[int, typer.Option(min=1, help="Tokens scored in each window.")] = 256,
+    tasks: Annotated[str, typer.Option(help="Tasks of lm-eval, separated by commas (`pip install lm-eval`).")] = "",
+    limit: Annotated[int | None, typer.Option(min=1, help="Maximum number of examples per task.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Duration of each timing.")] = 3.0,
 ) -> None:
     """Measure tokens per second, first token, memory and perplexity of every combination of formats.
@@ -104,6 +106,8 @@ def formats(
             stride=stride,
             max_windows=windows,
             seconds=seconds,
+            tasks=tasks.split(",") if tasks else (),
+            limit=limit,
             measured=lambda cost: print(f"{cost.weights} / {cost.kv} / {cost.wire}: done", file=sys.stderr, flush=True),
         )
     facts = {"model": model, "threads": threads, "date": date.today().isoformat()}

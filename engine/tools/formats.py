@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -31,6 +31,7 @@ _ANSWER_S = 1800.0
 _CONTEXT = 128  # tokens of each decoded sequence
 _PROMPT = 512  # tokens until the first token
 _BATCH = 8
+_TASK_TOKENS = 4096  # longest text of a task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +53,8 @@ class FormatCost:
     """Result of one combination.
 
     weight_bytes: memory that the weights hold. difference: relative change of perplexity against the first
-    combination; error: its standard error, None with one window. is_best: no other combination is both faster at batch
-    1 and more accurate.
+    combination; error: its standard error, None with one window. scores: metrics of each lm-eval task. is_best: no
+    other combination is both faster at batch 1 and more accurate.
     """
 
     weights: str
@@ -67,6 +68,7 @@ class FormatCost:
     perplexity: float
     difference: float
     error: float | None
+    scores: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     is_best: bool = False
 
 
@@ -80,11 +82,14 @@ def measure(
     stride: int = 256,
     max_windows: int = 16,
     seconds: float = 3.0,
+    tasks: Sequence[str] = (),
+    limit: int | None = None,
     measured: Callable[[FormatCost], None] = lambda _: None,
 ) -> list[FormatCost]:
-    """Measure each combination, the first being the baseline. seconds: duration of each timing.
+    """Measure each combination, the first being the baseline.
 
-    Raises SpecError for a text that is too short, and ReplicaLost.
+    seconds: duration of each timing. tasks: names of lm-eval's tasks, with at most `limit` examples each. Raises
+    SpecError for a text that is too short, and ReplicaLost.
     """
     if not 0 < stride < window:
         raise SpecError(f"--stride {stride}: must be above 0 and below --window {window}")
@@ -98,7 +103,7 @@ def measure(
             "weights": combination.held,
             "pool_dtype": combination.pool_dtype,
             "threads": threads,
-            "most_tokens": max(window, _PROMPT + 128, _BATCH * (_CONTEXT + 128)),
+            "most_tokens": max(window, _PROMPT + 128, _BATCH * (_CONTEXT + 128), _TASK_TOKENS if tasks else 0),
         }
         process = ChildProcess("engine.tools.stepper", json.dumps(options), answer_s=_ANSWER_S)
         try:
@@ -108,6 +113,7 @@ def measure(
             one_s, batch_s = (
                 process.ask("decode", batch=batch, context=_CONTEXT, seconds=seconds) for batch in (1, _BATCH)
             )
+            scores = process.ask("task_scores", tasks=list(tasks), limit=limit) if tasks else {}
         finally:
             process.close()
         losses_WT = torch.tensor(losses, dtype=torch.float64)
@@ -122,6 +128,7 @@ def measure(
                 decode_tokens_s=1 / one_s,
                 batch_tokens_s=_BATCH / batch_s,
                 first_token_s=first_s,
+                scores=scores,
                 **_quality(losses_WT, baseline_WT),
             )
         )
@@ -154,13 +161,18 @@ def table(costs: Sequence[FormatCost]) -> list[list[str]]:
     """Return the report as rows of cells, the first with titles."""
     speeds = ["tokens/s", f"at batch {_BATCH}", f"first token of {_PROMPT} ms"]
     sizes = ["weights MiB", "KV bytes/token"]
-    rows = [["weights", "KV", "wire", *sizes, *speeds, "perplexity", "against the first", "best"]]
+    metrics = list(
+        dict.fromkeys((task, name) for cost in costs for task, scores in cost.scores.items() for name in scores)
+    )
+    of_tasks = [f"{task} {name}" for task, name in metrics]
+    rows = [["weights", "KV", "wire", *sizes, *speeds, "perplexity", "against the first", *of_tasks, "best"]]
     for cost in costs:
         error = "" if cost.error is None else f" ± {cost.error:.2%}"
         sizes = [f"{cost.weight_bytes / 2**20:,.0f}", f"{cost.kv_bytes_per_token:,}"]
         speeds = [f"{cost.decode_tokens_s:.1f}", f"{cost.batch_tokens_s:.1f}", f"{cost.first_token_s * 1e3:,.0f}"]
-        quality = [f"{cost.perplexity:.3f}", f"{cost.difference:+.2%}{error}", "*" if cost.is_best else ""]
-        rows.append([cost.weights, cost.kv, cost.wire, *sizes, *speeds, *quality])
+        quality = [f"{cost.perplexity:.3f}", f"{cost.difference:+.2%}{error}"]
+        quality += [f"{cost.scores[task][name]:.3f}" for task, name in metrics]
+        rows.append([cost.weights, cost.kv, cost.wire, *sizes, *speeds, *quality, "*" if cost.is_best else ""])
     return rows
 
 

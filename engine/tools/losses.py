@@ -29,17 +29,17 @@ def losses(runner: ModelRunner, windows: Sequence[Sequence[int]], *, context: in
     """
     losses_WT = []
     for ids in windows:
-        first = _logits(runner, ids, 0, context, last_only=True)
+        first = logits_of(runner, ids, 0, context, last_only=True)
         if wire_dtype != "raw" and not runner.layout.has_scales:
             _send_and_receive(runner.pool, context, DTYPES[wire_dtype])
-        logits_TV = torch.cat((first, _logits(runner, ids, context, len(ids) - 1, last_only=False)))
+        logits_TV = torch.cat((first, logits_of(runner, ids, context, len(ids) - 1)))
         scored_T = torch.tensor(ids[context:], device=logits_TV.device)
         losses_WT.append(F.cross_entropy(logits_TV, scored_T, reduction="none").double().cpu())
     return torch.stack(losses_WT)
 
 
-def _logits(runner: ModelRunner, ids: Sequence[int], start: int, end: int, *, last_only: bool) -> Tensor:
-    """Return the logits of positions [start, end), or of the last of them."""
+def logits_of(runner: ModelRunner, ids: Sequence[int], start: int, end: int, *, last_only: bool = False) -> Tensor:
+    """Return the logits of positions [start, end), or of the last of them: (T, V) fp32."""
     num_logits = 1 if last_only else end - start
     row = Row(token_ids=list(ids[start:end]), start=start, blocks=range(runner.pool.num_blocks), num_logits=num_logits)
     return runner.forward(Batch.of([row], block_size=runner.layout.block_size))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 
 from core.process.child_process import obey
 from engine.config import EngineConfig
@@ -36,8 +37,9 @@ class Stepper:
     ) -> None:
         """most_tokens: total tokens held by the sequences of one step."""
         torch.set_num_threads(threads)
+        self._model_dir = Path(model_dir)
         config = EngineConfig(
-            model_dir=Path(model_dir),
+            model_dir=self._model_dir,
             dtype=dtype,
             weights=weights,
             pool_dtype=pool_dtype,
@@ -67,6 +69,13 @@ class Stepper:
         losses_WT = losses(self._runner, windows, context=context, wire_dtype=wire_dtype)
         found: list[list[float]] = losses_WT.tolist()
         return found
+
+    def task_scores(self, tasks: list[str], limit: int | None) -> dict[str, dict[str, float]]:
+        """Return the metrics of lm-eval's tasks; see engine.tools.lm_eval_model."""
+        from engine.tools.lm_eval_model import task_scores
+
+        tokenizer = Tokenizer.from_file(str(self._model_dir / "tokenizer.json"))
+        return task_scores(self._runner, tokenizer, tasks, limit)
 
     def prefill(self, num_tokens: int, seconds: float) -> float:
         """Prefill prompts, one step each, for at least `seconds`. Returns the mean seconds per step."""

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import sysconfig
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -72,10 +73,12 @@ async def test_client_works_as_documented(client: str, python: Path, url: str, t
     await _run(python, client, url, tmp_path)
 
 
+@pytest.mark.parametrize("computed_by", ["server", "engine"])
 async def test_lm_eval_scores_equal_those_of_transformers(
-    python: Path, url: str, smollm2_dir: Path, tmp_path: Path
+    python: Path, url: str, smollm2_dir: Path, tmp_path: Path, computed_by: str
 ) -> None:
-    found = json.loads((await _run(python, "lm_eval", url, tmp_path)).splitlines()[-1])
+    place = url if computed_by == "server" else str(smollm2_dir)
+    found = json.loads((await _run(python, "lm_eval", place, tmp_path)).splitlines()[-1])
     assert found["texts"] == [" Paris", " Celsius"] and found["scores"] == [1.0, 1.0]
     model = LlamaForCausalLM(LlamaConfig.from_pretrained(smollm2_dir)).eval()
     read_model(weight_files(smollm2_dir).paths[0], model)
@@ -91,12 +94,13 @@ async def test_lm_eval_scores_equal_those_of_transformers(
 
 
 async def _run(python: Path, client: str, url: str, home: Path) -> str:
-    """Run a client program and return its output."""
+    """Run a client program and return its output. A program without a server may import this project."""
+    ours_too = {} if url.startswith("http") else {"PYTHONPATH": f"{_HERE.parents[1]}:{sysconfig.get_path('purelib')}"}
     ours = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "PYTHON"))}
     process = await asyncio.create_subprocess_exec(
         *(python, _HERE / f"{client}_program.py", url),
         cwd=home,
-        env={**ours, **_OFFLINE, "HOME": str(home), "HF_HOME": str(home)},
+        env={**ours, **_OFFLINE, "HOME": str(home), "HF_HOME": str(home), **ours_too},
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
