@@ -25,6 +25,7 @@ _DTYPES = {
     "e8m0": ("F8_E8M0", "U8"),
     "eight": ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8"),
     "number": (*FLOATS, "F8_E4M3", "I8"),
+    "any": (*FLOATS, "U8"),
     "byte": ("U8",),
     "int8": ("I8",),
     "int16": ("I16",),
@@ -114,7 +115,7 @@ FORMATS = (
     _row(".weight eight O I", ".scale scale O G"),
     # bitsandbytes: INT8; NF4 and FP4, whose settings are a JSON tensor
     _row(".weight int8 O I", ".SCB float O G", constant=1 / 127),
-    _row(".weight byte flat", ".weight.absmax scale flat", bits=4),
+    _row(".weight any flat", ".weight.absmax scale flat", bits=4),
     # AutoAWQ, by `version`
     _row(".qweight int32 I O/", ".scales float G O", ".qzeros int32 G O/", kind="gemm", bits=4, order=AWQ_ORDER),
     _row(".qweight int32 O I/", ".scales float O G", ".qzeros int32 O G/", kind="gemv", bits=4),

@@ -184,8 +184,10 @@ class QuantizedCheckpoint:
         """Read rows of bitsandbytes' 4-bit codes, whose blocks run through all rows; the first code is the high one."""
         stem, state, num_inputs = matrix.stem, self._state(matrix.stem), matrix.shape[1]
         first, end = (row * num_inputs for row in rows)
-        pairs = self._plain.read(stem + matrix.format.codes.name, rows=(first // 2, -(-end // 2))).flatten()
-        codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[first % 2 :][: end - first]
+        # Their bytes may be stored as numbers of another dtype.
+        size = 2 * self._plain.read(name := stem + matrix.format.codes.name, rows=(0, 1)).element_size()
+        pairs = self._plain.read(name, rows=(first // size, -(-end // size))).flatten().view(torch.uint8)
+        codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[first % size :][: end - first]
         scales = self._plain.read(stem + matrix.format.scales.name)
         if stem + NESTED in self._plain.shapes:
             nested = self._plain.read(stem + NESTED).repeat_interleave(state["nested_blocksize"])[: len(scales)]
