@@ -163,6 +163,19 @@ def test_tensors_outside_the_model_pass_with_a_warning(tmp_path: Path, caplog: p
         logits_of(tmp_path)
 
 
+@pytest.mark.parametrize("number", [torch.nan, -torch.inf])
+def test_number_that_is_not_finite(number: float, tmp_path: Path) -> None:
+    """Such a weight would make every logit NaN, and an answer of token 0s."""
+    written(tmp_path)
+
+    def spoil(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{DOWN}.weight"][63, 95] = number
+
+    edit(tmp_path, spoil)
+    with pytest.raises(SpecError, match=rf"^{DOWN}.weight has a number that is not finite"):
+        logits_of(tmp_path)
+
+
 def test_names_without_the_prefix_of_the_model(tmp_path: Path) -> None:
     """Embedding models are saved from the part below the head."""
     model = written(tmp_path, "qwen3", tie_word_embeddings=True)
@@ -238,20 +251,49 @@ def test_gptq_with_other_bits(bits: int, is_dynamic: bool, tmp_path: Path) -> No
     torch.testing.assert_close(matrix(tmp_path, parts, **description), expected)
 
 
+def test_gptq_with_bits_in_planes_is_refused(tmp_path: Path) -> None:
+    """GPTQModel stores 5, 6 and 7 bits unlike auto-round, in tensors of equal shapes."""
+    parts = {"qweight": torch.zeros(15, 64).int(), "qzeros": torch.zeros(6, 10).int(), "scales": torch.ones(6, 64)}
+    with pytest.raises(SpecError, match="w.qweight: codes of 5 bits are not supported"):
+        matrix(tmp_path, parts, quant_method="gptq", bits=5, group_size=16)
+
+
 @pytest.mark.parametrize(
     ("parts", "description", "complaint"),
     [
-        ({"weight_scale": torch.ones(64, 3, dtype=torch.uint8)}, {}, "w.weight_scale has dtype U8, which is not supp"),
-        ({"weight_scale": torch.ones(64, 1, dtype=torch.int8)}, {}, "w.weight_scale has dtype I8, which is not supp"),
-        ({"weight_scale": torch.full((64, 1), torch.nan)}, {}, "w.weight_scale has a scale that is not a finite"),
-        ({"weight_scale": torch.ones(64, 7)}, {}, r"w.weight_scale has unsupported shape \(64, 7\)"),
-        ({"weight": W.bfloat16()}, {}, "w.weight has dtype BF16 beside weight_scale, expected FP8 or INT8"),
-        ({"weight": W.byte()}, {}, "w.weight has dtype U8 beside weight_scale, expected FP8 or INT8"),
-        ({"weight_scale": None}, {}, "w.weight has dtype F8_E4M3 and no scale beside it"),
-        ({"weight_zero_point": torch.ones(3)}, {}, r"w.weight_zero_point has shape \(3,\), expected \(64, 1\)"),
+        ({"weight_scale": torch.ones(64, 1, dtype=torch.int8)}, {}, r"w.weight \(F8_E4M3\) with w.weight_scale \(I8\)"),
+        ({"weight_scale": torch.full((64, 1), torch.nan)}, {}, "w.weight_scale has a number that is not finite"),
+        ({"weight_scale": torch.full((64, 3), 255).byte()}, {}, "w.weight_scale has a number that is not finite"),
+        ({"weight_scale": torch.ones(64, 7)}, {}, r"w.weight_scale: scales of shape \(64, 7\) do not fit 64 outputs"),
+        ({"weight": W.bfloat16()}, {}, r"w.weight \(BF16\) with w.weight_scale \(F32\) is in no supported format"),
+        ({"weight": W.byte()}, {}, r"w.weight_scale: scales of shape \(64, 1\) do not fit 128 outputs and 96 inputs"),
+        ({"weight_scale": None}, {}, r"w.weight \(F8_E4M3\) has no scales beside it"),
+        (
+            {"weight_zero_point": torch.ones(3)},
+            {},
+            r"w.weight_zero_point with shape \(3,\) does not match the scales of",
+        ),
         ({"weight_g_idx": torch.full((96,), 5)}, {}, "w.weight_g_idx does not match 96 inputs in 1 groups"),
-        ({}, {"quant_method": "awq", "version": "gemv"}, "awq in the layout gemv is not supported"),
-        ({}, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "gptq in the layout marlin is not supported"),
+        ({"weight_packed": W.byte(), "weight": None}, {}, r"w.weight_packed \(U8\) with w.weight_scale \(F32\) is in"),
+        (
+            {"weight": W.byte(), "weight_scale": torch.ones(64, 12).byte()},
+            {},
+            r"scales of shape \(64, 12\) do not fit 64",
+        ),
+        (
+            {},
+            {"format": "mxfp6-pack-quantized"},
+            "compressed-tensors with format mxfp6-pack-quantized is not supported",
+        ),
+        ({}, {"config_groups": {"g": {"format": "marlin-24"}}}, "compressed-tensors with format marlin-24 is not"),
+        ({}, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt with quant_algo W4A8_AWQ is not supp"),
+        ({}, {"quant_method": "auto-round", "data_type": "mx_int4"}, "auto-round with data_type mx_int4 is not supp"),
+        (
+            {},
+            {"quant_method": "awq", "version": "exllama"},
+            "awq with version exllama is not supported; supported: gemm",
+        ),
+        ({}, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "gptq with checkpoint_format marlin is not supp"),
         ({}, {"quant_method": "fp8", "weight_block_size": [0, 0]}, r"weight_block_size is \[0, 0\], and must be two"),
         ({}, None, "w.weight has dtype F8_E4M3, and config.json has no quantization_config"),
     ],

@@ -219,9 +219,13 @@ def bitsandbytes(kind: str, is_nested: bool = False) -> Written:
     if kind == "int8":
         codes, scales, _ = functional.int8_vectorwise_quant(weight.half())
         numbers = functional.int8_vectorwise_dequant(codes, scales)
-        return Written(under_w({"weight": codes, "SCB": scales, "weight_format": torch.tensor(0).byte()}), numbers, config)
+        return Written(
+            under_w({"weight": codes, "SCB": scales, "weight_format": torch.tensor(0).byte()}), numbers, config
+        )
     # Rows as wide as a block: the library widens rows of other widths wrongly on CPUs.
-    codes, state = functional.quantize_4bit(weight.view(-1, 64), quant_type=kind, compress_statistics=is_nested, blocksize=64)
+    codes, state = functional.quantize_4bit(
+        weight.view(-1, 64), quant_type=kind, compress_statistics=is_nested, blocksize=64
+    )
     numbers = functional.dequantize_4bit(codes, state).view(weight.shape)
     state.shape = weight.shape
     parts = {"weight": codes} | {f"weight.{name}": part for name, part in state.as_dict(packed=True).items()}
@@ -259,20 +263,33 @@ MAKERS: dict[str, Callable[[], Written]] = {
     **{f"gptq_{bits}": lambda bits=bits: gptq(bits) for bits in (2, 3, 4, 8)},
     "auto_round": lambda: auto_round("auto_round:auto_gptq", 4),
     "auto_round_5": lambda: auto_round("auto_round", 5),
-    **{f"int{bits}_pack": lambda bits=bits: compressed("pack-quantized", num_bits=bits, group_size=GROUP) for bits in (2, 4, 7)},
+    **{
+        f"int{bits}_pack": lambda bits=bits: compressed("pack-quantized", num_bits=bits, group_size=GROUP)
+        for bits in (2, 4, 7)
+    },
     "int3_pack_channels": lambda: compressed("pack-quantized", num_bits=3, strategy="channel"),
-    **{f"int{bits}_pack_zeros": lambda bits=bits: compressed("pack-quantized", num_bits=bits, group_size=GROUP, symmetric=False) for bits in (4, 5, 8)},
+    **{
+        f"int{bits}_pack_zeros": lambda bits=bits: compressed(
+            "pack-quantized", num_bits=bits, group_size=GROUP, symmetric=False
+        )
+        for bits in (4, 5, 8)
+    },
     "fp8_tensor": lambda: compressed("float-quantized", type="float", strategy="tensor"),
     "fp8_channels": lambda: compressed("float-quantized", type="float", strategy="channel"),
     "fp8_blocks": lambda: compressed("float-quantized", type="float", strategy="block", block_structure=[32, 48]),
     "fp8_blocks_e8m0": fp8_blocks,
     "int8_channels": lambda: compressed("int-quantized", strategy="channel"),
     "int8_groups": lambda: compressed("int-quantized", group_size=GROUP),
-    "nvfp4": lambda: compressed("nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16),
+    "nvfp4": lambda: compressed(
+        "nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16
+    ),
     "mxfp4": lambda: compressed("mxfp4-pack-quantized", type="float", num_bits=4, group_size=32),
     "mxfp8": lambda: compressed("mxfp8-quantized", type="float", group_size=32, scale_dtype=torch.uint8),
     "mxfp4_experts": mxfp4_experts,
-    **{f"modelopt_{algorithm.lower()}": lambda algorithm=algorithm: modelopt(algorithm) for algorithm in ("NVFP4", "MXFP8", "W4A16_AWQ")},
+    **{
+        f"modelopt_{algorithm.lower()}": lambda algorithm=algorithm: modelopt(algorithm)
+        for algorithm in ("NVFP4", "MXFP8", "W4A16_AWQ")
+    },
     **{f"bnb_{kind}": lambda kind=kind: bitsandbytes(kind) for kind in ("nf4", "fp4", "int8")},
     "bnb_nf4_nested": lambda: bitsandbytes("nf4", is_nested=True),
 }
