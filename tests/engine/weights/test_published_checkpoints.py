@@ -134,7 +134,10 @@ def test_scales_of_kv_and_activations_pass(kind: str, tmp_path: Path, caplog: py
             f"{ATTENTION}.{name}"
             for name in ("k_scale", "v_scale", "kv_scale", "attn.k_scale", "q_scale", "prob_scale", "prob_output_scale")
         ),
-        *(f"{ATTENTION}.{name}" for name in ("k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale")),
+        *(
+            f"{ATTENTION}.{name}"
+            for name in ("k_proj.k_scale", "v_proj.v_scale", "k_proj.k_bias", "k_proj.output_scale")
+        ),
         *(f"{DOWN}.{name}" for name in ("input_scale", "input_zero_point", "output_scale")),
     ]
     zeros = [f"{DOWN}.weight_zero_point", f"{DOWN}.bias", f"{ATTENTION}.q_proj.bias"]
@@ -142,6 +145,7 @@ def test_scales_of_kv_and_activations_pass(kind: str, tmp_path: Path, caplog: py
 
     def add(tensors: dict[str, Tensor]) -> None:
         tensors.update({name: torch.tensor(0.5) for name in names})
+        tensors[f"{ATTENTION}.k_scale"] = torch.ones(2, 1, 1)  # strategy attn_head
         tensors.update({name: torch.zeros(64) for name in zeros} | inv_freq)
 
     edit(tmp_path, add)
@@ -254,7 +258,7 @@ def test_gptq_with_other_bits(bits: int, is_dynamic: bool, tmp_path: Path) -> No
 def test_gptq_with_bits_in_planes_is_refused(tmp_path: Path) -> None:
     """GPTQModel stores 5, 6 and 7 bits unlike auto-round, in tensors of equal shapes."""
     parts = {"qweight": torch.zeros(15, 64).int(), "qzeros": torch.zeros(6, 10).int(), "scales": torch.ones(6, 64)}
-    with pytest.raises(SpecError, match="w.qweight: codes of 5 bits are not supported"):
+    with pytest.raises(SpecError, match=r"^w.qweight: codes of 5 bits are not supported"):
         matrix(tmp_path, parts, quant_method="gptq", bits=5, group_size=16)
 
 
