@@ -32,7 +32,7 @@ from engine.weights.formats import (
 )
 from engine.weights.packing import unpack
 from engine.weights.quantized_weight import GroupedWeight, QuantizedWeight, ScaledColumns, pack_4_bits
-from engine.weights.safetensors_checkpoint import SafetensorsCheckpoint, check_finite
+from engine.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 # O outputs, I inputs, G groups of inputs
 
@@ -90,7 +90,7 @@ class QuantizedCheckpoint:
         weight, factors = read(matrix, rows, columns), matrix.stem + COLUMNS
         if factors not in self._plain.shapes:
             return weight
-        return ScaledColumns(weight, self._plain.read(factors).flatten()[slice(*columns)].float())
+        return ScaledColumns(weight, _finite(factors, self._plain.read(factors)).flatten()[slice(*columns)].float())
 
     # ---- Names and shapes ----
 
@@ -197,7 +197,7 @@ class QuantizedCheckpoint:
         size = math.gcd(num_inputs, state["blocksize"])
         start_RG = torch.arange(*rows).unsqueeze(1) * num_inputs + torch.arange(0, num_inputs, size)
         group_I = torch.arange(*columns) // size
-        scales_OG = scales[start_RG // state["blocksize"]]
+        scales_OG = _finite(stem + matrix.format.scales.name, scales)[start_RG // state["blocksize"]]
         return GroupedWeight(
             pack_4_bits(codes.view(-1, num_inputs)[:, slice(*columns)]),
             scales_OG[:, int(group_I[0]) : int(group_I[-1]) + 1],
@@ -250,7 +250,7 @@ class QuantizedCheckpoint:
             scales = scales.view(torch.float8_e8m0fnu)
         if matrix.format.scales_of:
             scales = matrix.format.scales_of(scales)
-        check_finite(name, scales)
+        _finite(name, scales)
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales.flatten(1)
         return scales.T if part.dims[0] == "G" else scales
 
@@ -303,10 +303,16 @@ class QuantizedCheckpoint:
         row, name = matrix.format, matrix.stem + matrix.format.factor
         if not row.factor:
             return None
-        factor = self._plain.read(name).float()
+        factor = _finite(name, self._plain.read(name).float())
         if factor.numel() != 1 or not bool(factor.all()):
             raise SpecError(f"{name} is {factor.tolist()}, and must be one number other than 0")
         return (1 / factor if row.divides else factor).flatten().expand(rows[1] - rows[0])
+
+
+def _finite(name: str, scales: Tensor) -> Tensor:
+    if not bool(scales.float().isfinite().all()):
+        raise SpecError(f"{name} has a scale that is not a finite number; download the file again")
+    return scales
 
 
 def _compact(zeros_OG: Tensor) -> Tensor | None:

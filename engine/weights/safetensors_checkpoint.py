@@ -10,7 +10,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from core.model.weight_files import locate_tensors, weight_files
-from core.types.errors import SpecError
 from engine.weights.checkpoint import Shape, Span
 
 logger = logging.getLogger(__name__)
@@ -45,13 +44,6 @@ class SafetensorsCheckpoint:
         self.dtypes: dict[str, str] = {name: tensor.get_dtype() for name, tensor in slices.items()}
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
-        tensor = self._read(name, rows, columns)
-        # One pass, which costs less than a tenth of a copy. 8-bit floats are codes, and their scales are checked.
-        if tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel():
-            check_finite(name, *tensor.aminmax())
-        return tensor
-
-    def _read(self, name: str, rows: Span | None, columns: Span | None) -> Tensor:
         file, stored = self._stored[name]
         if rows is None and columns is None:
             # get_slice does not support scalars.
@@ -63,9 +55,3 @@ class SafetensorsCheckpoint:
 
     def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> None:
         return None
-
-
-def check_finite(name: str, *numbers: Tensor) -> None:
-    """Raise SpecError that names a tensor of a file, if these numbers of it are not all finite."""
-    if not all(bool(part.float().isfinite().all()) for part in numbers):
-        raise SpecError(f"{name} has a number that is not finite (NaN or infinity); download the file again")
