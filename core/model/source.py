@@ -102,7 +102,7 @@ def _check(path: Path) -> None:
     files = weight_files(path)
     if not (path / TABLE).exists():
         located, _ = locate_tensors(files)
-        check_format(located, model_config.quantization_config(path))
+        check_format(located)
     if not (path / "tokenizer.json").exists():
         raise SpecError(f"{path}: no tokenizer.json; {_tokenizer_fix(path)}")
 

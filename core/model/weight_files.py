@@ -144,7 +144,10 @@ def _names(path: Path) -> list[str]:
         with safe_open(path, framework="numpy") as file:
             return list(file.keys())
     except (OSError, SafetensorError) as error:
-        with path.open("rb") as data:
-            is_pointer = data.read(len(_LFS_POINTER)) == _LFS_POINTER
+        try:
+            with path.open("rb") as data:
+                is_pointer = data.read(len(_LFS_POINTER)) == _LFS_POINTER
+        except OSError as refusal:  # safetensors would call it a missing file
+            raise SpecError(f"{path} cannot be opened: {refusal.strerror}; make it readable for this user") from None
         fix = "it is a Git LFS pointer: run `git lfs pull`" if is_pointer else "download it again"
         raise SpecError(f"{path}: not readable as safetensors: {error}; {fix}") from None

@@ -1,4 +1,4 @@
-"""Weight formats that are recognized by their tensor names and rejected by name."""
+"""Weight formats that are recognized by their settings or tensor names and rejected by name."""
 
 from __future__ import annotations
 
@@ -7,20 +7,40 @@ from typing import Any
 
 from core.types.errors import SpecError
 
-QUANTIZATION_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "modelopt")
-INSTEAD = (
-    "use the unquantized checkpoint, one in FP8, INT8, MXFP8, AWQ or GPTQ, or a GGUF file (`cluster quantize` writes "
-    "FP8 and INT8)"
+QUANTIZATION_METHODS = (
+    *("compressed-tensors", "modelopt", "fp8", "fbgemm_fp8", "mxfp4", "awq", "gptq", "auto-round", "bitsandbytes"),
 )
+INSTEAD = (
+    "use the unquantized checkpoint, one in a format of compressed-tensors, AWQ, GPTQ or bitsandbytes, or a GGUF file "
+    "(`cluster quantize` writes FP8 and INT8)"
+)
+
+# Values of a key in quantization_config, or in the settings of its layers, by method.
+_KNOWN: dict[str, tuple[str, tuple[object, ...]]] = {
+    "awq": ("version", ("gemm", "gemv", "gemv_fast", "marlin")),
+    "gptq": ("checkpoint_format", ("gptq", "gptq_v2")),
+    "compressed-tensors": (
+        "format",
+        (
+            *("dense", "mixed-precision", "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+            *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"),
+        ),
+    ),
+    "modelopt": (
+        "quant_algo",
+        (
+            *("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MXFP8", "W8A16", "W8A8_SQ_PER_CHANNEL", "W4A16_AWQ"),
+            *("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "MIXED_PRECISION"),
+        ),
+    ),
+    "auto-round": ("data_type", ("int", "fp", "fp8", "mx_fp", "mx_fp4", "mx_fp8", "nv_fp", "nv_fp4")),
+}
 
 # Format by the last part of a tensor's name.
 _UNSUPPORTED = {
-    "weight_scale_2": "NVFP4 (ModelOpt)",
     "weight_bitmask": "compressed-tensors sparse",
     "compressed": "compressed-tensors sparse",
-    "pre_quant_scale": "ModelOpt AWQ",
-    "absmax": "bitsandbytes 4-bit",
-    "SCB": "bitsandbytes 8-bit",
+    "svdquant_lora_a": "ModelOpt NVFP4_SVD",
     "codebooks": "AQLM",
     "Qidxs": "QuIP#",
     "W_q": "HQQ",
@@ -28,25 +48,18 @@ _UNSUPPORTED = {
     "q_weight": "EXL2",
     "B": "Marlin",
     "biases": "MLX",
-    "gate_up_proj_blocks": "MXFP4 (gpt-oss)",
-    "down_proj_blocks": "MXFP4 (gpt-oss)",
     "lora_A": "LoRA",
 }
 _NATIVE = ".attention.wq.weight"
 
 
-def check_format(names: Collection[str], config: Mapping[str, Any]) -> None:
-    """Raise SpecError that names the format and a tensor, if the weights are in an unsupported format.
-
-    config: quantization settings of the checkpoint, or an empty mapping.
-    """
+def check_format(names: Collection[str]) -> None:
+    """Raise SpecError that names the format and a tensor, if the weights are in an unsupported format."""
     by_suffix: dict[str, str] = {}
     for name in names:
         stem, _, suffix = name.rpartition(".")
         by_suffix.setdefault(suffix, name)
-        by_suffix.setdefault(stem.rpartition(".")[2], name)  # adapters and some quantizers write X.suffix.weight
-    if (packed := by_suffix.get("weight_packed")) is not None:
-        raise SpecError(f"{packed}: {_packed_format(by_suffix)} is not supported; {INSTEAD}")
+        by_suffix.setdefault(stem.rpartition(".")[2], name)  # adapters write X.suffix.weight
     for last, kind in _UNSUPPORTED.items():
         if last in by_suffix:
             raise SpecError(f"{by_suffix[last]}: {kind} is not supported; {INSTEAD}")
@@ -58,7 +71,7 @@ def check_format(names: Collection[str], config: Mapping[str, Any]) -> None:
 
 
 def check_method(config: Mapping[str, Any]) -> None:
-    """Raise SpecError if config.json names a quantization that is not supported. config: as for check_format."""
+    """Raise SpecError if a quantization's settings are not supported. config: quantization_config; may be empty."""
     method = config.get("quant_method")
     if config and method is None:
         method = "MLX" if {"group_size", "bits"} <= config.keys() else "an unnamed method"
@@ -68,9 +81,13 @@ def check_method(config: Mapping[str, Any]) -> None:
     if transforms := config.get("transform_config"):
         named = ", ".join(transforms.get("config_groups", transforms))
         raise SpecError(f"quantization_config.transform_config ({named}) rotates activations: not supported; {INSTEAD}")
-
-
-def _packed_format(by_suffix: Mapping[str, str]) -> str:
-    if "weight_global_scale" in by_suffix:
-        return "NVFP4 (compressed-tensors nvfp4-pack-quantized)"
-    return f"compressed-tensors {'pack-quantized' if 'weight_shape' in by_suffix else 'mxfp4-pack-quantized'}"
+    key, known_values = _KNOWN.get(str(method), ("", ()))
+    layers = [*(config.get("config_groups") or {}).values(), *(config.get("quantized_layers") or {}).values()]
+    for settings in (config, *layers):
+        found = settings.get(key)
+        if found is not None and str(found).lower() not in [str(value).lower() for value in known_values]:
+            supported = ", ".join(map(str, known_values))
+            raise SpecError(f"{method} with {key} {found} is not supported; supported: {supported}; {INSTEAD}")
+    block = config.get("weight_block_size")
+    if block and not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        raise SpecError(f"quantization_config.weight_block_size is {block!r}, and must be two numbers above 0")

@@ -23,7 +23,8 @@ _NAMED_AT_MOST = 5
 _LAYER = re.compile(r"(.*\.)?layers\.\d+\.")
 # Of the KV cache, of activations, and of attention's intermediate results.
 _SCALE = re.compile(
-    r"(^|\.)((k|v|q|kv|prob|prob_output|input|output)_(scale|scale_ub|global_scale|zero_point)|activation_scale(_inv)?)$"
+    r"(^|\.)((k|v|q|kv|prob|prob_output|input|output)_(scale|scale_ub|global_scale|zero_point)|(k|v)_bias|"
+    r"activation_scale(_inv)?)$"
 )
 # Buffers that old versions of transformers saved; they follow from the config.
 _BUFFER = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")

@@ -19,7 +19,7 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     if (model_dir / TABLE).exists():
         return GGUFCheckpoint(model_dir)
     plain, config = SafetensorsCheckpoint(model_dir), quantization_config(model_dir)
-    check_format(plain.shapes, config)
+    check_format(plain.shapes)
     check_method(config)
     if config:
         return QuantizedCheckpoint(plain, config)

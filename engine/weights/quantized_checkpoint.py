@@ -1,19 +1,11 @@
-"""Safetensors checkpoints with quantized matrices, identified by their tensor names.
-
-    FP8     weight e4m3; weight_scale_inv or weight_scale (O / block, I / block), or weight_scale (O, 1), or one number
-    MXFP8   weight e4m3; weight_scale (O, I / 32), one byte b for 2^(b - 127)
-    INT8    weight int8; weight_scale (O, 1) or (O, G), as compressed-tensors writes it; perhaps weight_zero_point like
-            weight_scale, and weight_g_idx (I)
-    AWQ     qweight (I, O / 8), qzeros (G, O / 8), scales (G, O); nibbles in the order below ("gemm")
-    GPTQ    qweight (I b / 32, O), qzeros (G, O b / 32), scales (G, O), g_idx (I); codes of b = 2, 4 or 8 bits in order
-
-Packed numbers are int32. Scales multiply. Activations are not quantized, even if the format allows it.
-"""
+"""Safetensors checkpoints with quantized matrices in the formats of engine.weights.formats."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,239 +14,313 @@ from torch import Tensor
 from core.model.weight_formats import INSTEAD
 from core.types.errors import SpecError
 from engine.weights.checkpoint import Shape, Span
-from engine.weights.quantized_weight import GroupedWeight
-from engine.weights.safetensors_checkpoint import FLOATS, SafetensorsCheckpoint
+from engine.weights.formats import (
+    COLUMNS,
+    COMPANIONS,
+    FORMATS,
+    LEVELS,
+    NESTED,
+    NESTED_LEVELS,
+    ORDERS,
+    SHAPE,
+    STATES,
+    Format,
+    Part,
+    format_of,
+    kind_of,
+    sizes_of,
+)
+from engine.weights.packing import unpack
+from engine.weights.quantized_weight import GroupedWeight, QuantizedWeight, ScaledColumns, pack_4_bits
+from engine.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 # O outputs, I inputs, G groups of inputs
 
-# Output j of eight is nibble _AWQ_ORDER[j].
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-_PACKED_PARTS = ("qweight", "qzeros", "scales", "g_idx")
-_SCALES = ("weight_scale_inv", "weight_scale")
-_SCALED_PARTS = (*_SCALES, "weight_zero_point", "weight_g_idx")
-_CODES = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8")
-_EXPONENTS = "F8_E8M0"
-_GPTQ_BITS = (2, 4, 8)
+_ENDS = {row.codes.name for row in FORMATS}
+_WIDTHS = {"I32": 32, "I16": 16}  # of a stored word in bits; others: 8
+# GPTQModel stores codes of other widths in planes.
+_GPTQ_BITS = (2, 3, 4, 8)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """Quantized matrix: its format, the start of its tensors' names, and its expert, if they hold all experts."""
+
+    format: Format
+    stem: str
+    shape: tuple[int, int]
+    bits: int
+    expert: int | None = None
 
 
 class QuantizedCheckpoint:
     """Implements Checkpoint: presents matrices under their unquantized names and shapes."""
 
     def __init__(self, plain: SafetensorsCheckpoint, config: Mapping[str, Any]) -> None:
-        """config: quantization_config of config.json. Raises SpecError for unsupported formats."""
+        """config: quantization settings of the checkpoint. Raises SpecError for unsupported formats."""
         self._plain = plain
-        self._config = config
+        self._sizes, self._kind = sizes_of(config), kind_of(config)
+        self._is_gptq = config.get("quant_method") == "gptq"
         self.unindexed = plain.unindexed
-        self._check_layout()
-        self.shapes: dict[str, Shape] = {}
-        for name, shape in plain.shapes.items():
-            stem, _, last = name.rpartition(".")
-            if last == "qweight":
-                self.shapes[f"{stem}.weight"] = self._packed_shape(stem)
-            elif last in _PACKED_PARTS and f"{stem}.qweight" in plain.shapes:
-                continue
-            elif last in _SCALED_PARTS and f"{stem}.weight" in plain.shapes:
-                continue
-            else:
-                self.shapes[name] = shape
-            if last == "weight":
-                self._check_dtypes(stem)
+        self._matrices: dict[str, _Matrix] = {}
+        # Biases of single experts: the stored tensor, and the expert's index.
+        self._biases: dict[str, tuple[str, int]] = {}
+        self.shapes: dict[str, Shape] = dict(plain.shapes)
+        for name in plain.shapes:
+            end = "_blocks" if name.endswith("_blocks") else name[name.rfind(".") :]
+            stem = name.removesuffix(end)
+            if end in _ENDS and (row := format_of(stem, end, plain.dtypes, self._kind)):
+                self._locate(stem, row)
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
         weight = self.quantized(name, rows=rows, columns=columns)
-        return self._plain.read(name, rows=rows, columns=columns) if weight is None else weight.rows(0, weight.shape[0])
+        if weight is not None:
+            return weight.rows(0, weight.shape[0])
+        if name in self._biases:
+            stored, expert = self._biases[name]
+            return self._plain.read(stored, rows=(expert, expert + 1))[0, slice(*rows or (None,))]
+        return self._plain.read(name, rows=rows, columns=columns)
 
-    def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> GroupedWeight | None:
-        stem = name.removesuffix(".weight")
-        if f"{stem}.qweight" in self._plain.shapes:
-            read: Callable[[str, Span, Span], GroupedWeight] = self._awq if self._is_awq else self._gptq
-        elif scale := next((s for s in _SCALES if f"{stem}.{s}" in self._plain.shapes), None):
-            read = self._scaled(f"{stem}.{scale}")
-        else:
+    def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
+        matrix = self._matrices.get(name)
+        if matrix is None:
             return None
-        shape = self.shapes[name]
-        return read(stem, rows or (0, shape[0]), columns or (0, shape[1]))
+        rows, columns = rows or (0, matrix.shape[0]), columns or (0, matrix.shape[1])
+        read = self._flat if matrix.format.codes.dims == ("flat",) else self._grouped
+        weight, factors = read(matrix, rows, columns), matrix.stem + COLUMNS
+        if factors not in self._plain.shapes:
+            return weight
+        return ScaledColumns(weight, _finite(factors, self._plain.read(factors)).flatten()[slice(*columns)].float())
 
-    @property
-    def _is_awq(self) -> bool:
-        return self._config.get("quant_method") == "awq"
+    # ---- Names and shapes ----
 
-    @property
-    def _schemes(self) -> list[Mapping[str, Any]]:
-        """Settings of the weights of each group of modules, as compressed-tensors writes them."""
-        groups = (self._config.get("config_groups") or {}).values()
-        return [{"format": group.get("format"), **(group.get("weights") or {})} for group in groups]
+    def _locate(self, stem: str, row: Format) -> None:
+        """Present a matrix, or the matrices of all experts, in place of their tensors."""
+        parts = [part.name for part in (row.codes, row.scales, row.zeros) if part]
+        for end in (*parts, row.factor, *COMPANIONS):
+            if end:
+                self.shapes.pop(stem + end, None)
+        if "E" not in row.codes.dims:
+            self._present(stem, row, stem)
+            return
+        (layer, _, projection), bias = stem.rpartition("."), self.shapes.pop(f"{stem}_bias", None)
+        for expert in range(self._plain.shapes[stem + row.codes.name][0]):
+            name = f"{layer}.{expert}.{projection}"
+            self._present(name, row, stem, expert)
+            if bias:
+                self._biases[f"{name}.bias"] = (f"{stem}_bias", expert)
+                self.shapes[f"{name}.bias"] = bias[1:]
 
-    @property
-    def _has_exponents(self) -> bool:
-        """True if scales that are bytes are exponents: E8M0, as in the OCP MX formats."""
-        formats = [self._config.get("format"), *(scheme["format"] for scheme in self._schemes)]
-        dtypes = [str(scheme.get("scale_dtype")) for scheme in self._schemes]
-        return (
-            self._config.get("quant_algo") == "MXFP8"
-            or any(str(name).startswith("mxfp8") for name in formats)
-            or any(name.endswith(("uint8", "e8m0fnu")) for name in dtypes)
+    def _present(self, name: str, row: Format, stem: str, expert: int | None = None) -> None:
+        shape, bits = self._shape(stem, row)
+        self._matrices[f"{name}.weight"] = _Matrix(row, stem, shape, bits, expert)
+        self.shapes[f"{name}.weight"] = shape
+
+    def _shape(self, stem: str, row: Format) -> tuple[tuple[int, int], int]:
+        """Return the outputs and inputs of a matrix, and the bits of its codes."""
+        if row.codes.dims == ("flat",):
+            first, second = self._state(stem)["shape"]
+            return (first, second), row.bits
+        name, shapes = stem + row.codes.name, self._plain.shapes
+        stored = shapes[name]
+        if row.codes.dims[0] == "E":
+            stored = (stored[1], math.prod(stored[2:]))
+        if len(stored) != 2:
+            raise SpecError(f"{name} has {len(stored)} dimensions, expected 2")
+        width, bits = _WIDTHS.get(self._plain.dtypes[name], 8), row.bits
+        if row.codes_of:
+            num_outputs = shapes[stem + row.scales.name][1]
+            return (num_outputs, math.prod(stored) * width // bits // num_outputs), bits
+        if stem + SHAPE in shapes:
+            num_outputs, num_inputs = self._plain.read(stem + SHAPE).tolist()
+            bits = next((b for b in range(2, 9) if -(-num_inputs * b // width) == stored[1]), 0)
+        elif bits == 0 and row.zeros and stem + row.zeros.name in shapes:
+            bits = shapes[stem + row.zeros.name][-1] * width // stored[1]
+        if bits not in range(2, 9) or (self._is_gptq and bits not in _GPTQ_BITS):
+            raise SpecError(f"{name}: codes of {bits or 'unknown'} bits are not supported; {INSTEAD}")
+        sizes = {
+            dim[0]: size * width // bits if "/" in dim else size
+            for dim, size in zip(row.codes.dims[-2:], stored, strict=True)
+        }
+        if stem + SHAPE in shapes:
+            sizes["I"] = num_inputs
+        return (sizes["O"], sizes["I"]), bits
+
+    def _state(self, stem: str) -> dict[str, Any]:
+        """Return the settings that bitsandbytes stores with a 4-bit matrix."""
+        name = next((stem + end for end in STATES if stem + end in self._plain.shapes), f"{stem}{STATES[0]}")
+        try:
+            state = json.loads(bytes(self._plain.read(name).tolist()))
+            shape, block = state["shape"], state["blocksize"]
+            if len(shape) == 2 and all(type(number) is int and number > 0 for number in (*shape, block)):
+                return dict(state)
+        except (KeyError, TypeError, ValueError):
+            pass
+        raise SpecError(f"{name} does not hold the shape and blocksize of a 4-bit matrix; download the file again")
+
+    # ---- Numbers ----
+
+    def _grouped(self, matrix: _Matrix, rows: Span, columns: Span) -> GroupedWeight:
+        row, scales = matrix.format, self._scales(matrix)
+        block_o, block_i = self._blocks(matrix, tuple(scales.shape))
+        group_I = self._groups(matrix, torch.arange(matrix.shape[1]) // block_i, scales.shape[1])[slice(*columns)]
+        first, end = int(group_I.min()), int(group_I.max()) + 1
+        block_R = torch.arange(*rows) // block_o
+        codes, zeros = self._codes(matrix, rows, columns), self._zeros(matrix, scales)
+        if matrix.bits > 4 and row.has_middle:
+            middle = 1 << (matrix.bits - 1)
+            codes, zeros = (codes - middle).view(torch.int8), None if zeros is None else zeros - middle
+        scales_OG = scales[block_R, first:end]
+        return GroupedWeight(
+            codes,
+            scales_OG if row.constant == 1 else scales_OG.float() * row.constant,
+            None if zeros is None else _compact(zeros[block_R, first:end]),
+            group_I - first,
+            None if row.levels is None else torch.tensor(row.levels),
+            self._factors(matrix, rows),
         )
 
-    def _check_layout(self) -> None:
-        """Reject packings that only config.json tells from the supported ones."""
-        method, config = self._config.get("quant_method"), self._config
-        kind = str(config.get("version" if self._is_awq else "checkpoint_format") or "gemm").lower()
-        if method in ("awq", "gptq") and kind not in ("gemm", "gptq", "gptq_v2"):
-            raise SpecError(f"{method} in the layout {kind} is not supported; {INSTEAD}")
-        block = config.get("weight_block_size")
-        if block and not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-            raise SpecError(f"quantization_config.weight_block_size is {block!r}, and must be two numbers above 0")
+    def _flat(self, matrix: _Matrix, rows: Span, columns: Span) -> GroupedWeight:
+        """Read rows of bitsandbytes' 4-bit codes, whose blocks run through all rows; the first code is the high one."""
+        stem, state, num_inputs = matrix.stem, self._state(matrix.stem), matrix.shape[1]
+        first, end = (row * num_inputs for row in rows)
+        # Their bytes may be stored as numbers of another dtype.
+        size = 2 * self._plain.read(name := stem + matrix.format.codes.name, rows=(0, 1)).element_size()
+        pairs = self._plain.read(name, rows=(first // size, -(-end // size))).flatten().view(torch.uint8)
+        codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[first % size :][: end - first]
+        scales = self._plain.read(stem + matrix.format.scales.name)
+        if stem + NESTED in self._plain.shapes:
+            nested = self._plain.read(stem + NESTED).repeat_interleave(state["nested_blocksize"])[: len(scales)]
+            levels = self._plain.read(stem + NESTED_LEVELS)
+            scales = levels[scales.long()] * nested + state["nested_offset"]
+        # Inputs that are in one block in every row.
+        size = math.gcd(num_inputs, state["blocksize"])
+        start_RG = torch.arange(*rows).unsqueeze(1) * num_inputs + torch.arange(0, num_inputs, size)
+        group_I = torch.arange(*columns) // size
+        scales_OG = _finite(stem + matrix.format.scales.name, scales)[start_RG // state["blocksize"]]
+        return GroupedWeight(
+            pack_4_bits(codes.view(-1, num_inputs)[:, slice(*columns)]),
+            scales_OG[:, int(group_I[0]) : int(group_I[-1]) + 1],
+            None,
+            group_I - group_I[0],
+            self._plain.read(stem + LEVELS).float(),
+        )
 
-    def _check_dtypes(self, stem: str) -> None:
-        """Reject codes without a scale, and scales of an unknown dtype: they would be read as plain numbers."""
-        dtypes, name = self._plain.dtypes, f"{stem}.weight"
-        scale = next((s for s in _SCALES if f"{stem}.{s}" in dtypes), None)
-        if scale is None:
-            if dtypes[name] not in FLOATS:
-                raise SpecError(f"{name} has dtype {dtypes[name]} and no scale beside it; {INSTEAD}")
-            return
-        kind = dtypes[f"{stem}.{scale}"]
-        if dtypes[name] not in _CODES:
-            raise SpecError(f"{name} has dtype {dtypes[name]} beside {scale}, expected FP8 or INT8 codes; {INSTEAD}")
-        if kind not in (*FLOATS, _EXPONENTS) and not (kind == "U8" and self._has_exponents):
-            raise SpecError(f"{stem}.{scale} has dtype {kind}, which is not supported for a scale; {INSTEAD}")
+    def _codes(self, matrix: _Matrix, rows: Span, columns: Span) -> Tensor:
+        """Read codes as GroupedWeight holds them."""
+        row, is_packed = matrix.format, matrix.bits <= 4
+        if row.codes_of:
+            codes = row.codes_of(self._plain.read(matrix.stem + row.codes.name))[slice(*rows), slice(*columns)]
+        elif matrix.bits == 4 and "I/" in row.codes.dims and row.order is None and columns[0] % 2 == 0:
+            # Two codes are a byte already.
+            return self._oriented(matrix, row.codes, 8, rows, (columns[0] // 2, -(-columns[1] // 2))).contiguous()
+        else:
+            codes = self._oriented(matrix, row.codes, matrix.bits, rows, columns)
+        codes = codes ^ 8 if row.is_signed else codes
+        return pack_4_bits(codes) if is_packed else codes.contiguous()
 
-    def _bits(self, stem: str) -> int:
-        """Return the bits of a packed matrix's codes. GPTQModel's `dynamic` overrides them by patterns of modules."""
-        bits = self._config.get("bits", 4)
-        for pattern, override in (self._config.get("dynamic") or {}).items():
-            if not pattern.startswith("-:") and re.match(pattern.removeprefix("+:"), stem):
-                bits = override.get("bits", bits)
-                break
-        supported = (4,) if self._is_awq else _GPTQ_BITS
-        if bits not in supported:
-            known = " and ".join(map(str, supported))
-            method = self._config.get("quant_method")
-            raise SpecError(
-                f"{stem}.qweight: {method} with {bits} bits is not supported; supported: {known}; {INSTEAD}"
-            )
-        return int(bits)
+    def _oriented(self, matrix: _Matrix, part: Part, bits: int, rows: Span, others: Span) -> Tensor:
+        """Read and unpack numbers of these outputs, and of these inputs or groups, with the outputs first."""
+        dims, name = part.dims[-2:], matrix.stem + part.name
+        spans = [rows if dim[0] == "O" else others for dim in dims]
+        packed = next((i for i, dim in enumerate(dims) if "/" in dim), None)
+        width = _WIDTHS.get(self._plain.dtypes[name], 8)
+        if packed is not None:
+            start, end = (number * bits for number in spans[packed])
+            spans[packed] = (start // width, -(-end // width))
+        if matrix.expert is None:
+            numbers = self._plain.read(name, rows=spans[0], columns=spans[1])
+        else:
+            whole = self._plain.read(name, rows=(matrix.expert, matrix.expert + 1))[0].flatten(1)
+            numbers = whole[slice(*spans[0]), slice(*spans[1])]
+        if packed is not None:
+            numbers = numbers.T if packed == 0 else numbers
+            numbers = unpack(numbers, bits, start % width, (end - start) // bits, matrix.format.order)
+            return numbers.T if dims[packed] == "O/" else numbers
+        return numbers if dims[0] == "O" else numbers.T
 
-    def _blocks(self, scale_name: str, scales: Shape, shape: Shape) -> tuple[int, int]:
-        """Return how many outputs and inputs share a scale, from the settings that fit its shape."""
-        num_outputs, num_inputs = shape
-        sizes = [self._config.get("weight_block_size"), *(scheme.get("block_structure") for scheme in self._schemes)]
-        sizes += [(1, size) for scheme in self._schemes if (size := scheme.get("group_size") or 0) > 0]
-        sizes += [(1, 32)] if self._has_exponents else []
-        for block_o, block_i in [*filter(None, sizes), (1, num_inputs), (num_outputs, num_inputs)]:
-            if scales == (-(-num_outputs // block_o), -(-num_inputs // block_i)):
+    def _scales(self, matrix: _Matrix) -> Tensor:
+        """Read all scales, (blocks of outputs, groups), in their dtype."""
+        part, name = matrix.format.scales, matrix.stem + matrix.format.scales.name
+        if matrix.expert is None:
+            scales = self._plain.read(name)
+        else:
+            scales = self._plain.read(name, rows=(matrix.expert, matrix.expert + 1))[0]
+        if scales.dtype == torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        if matrix.format.scales_of:
+            scales = matrix.format.scales_of(scales)
+        _finite(name, scales)
+        scales = scales.view(-1, 1) if scales.dim() < 2 else scales.flatten(1)
+        return scales.T if part.dims[0] == "G" else scales
+
+    def _zeros(self, matrix: _Matrix, scales: Tensor) -> Tensor | None:
+        """Read zeros in the order of the scales; None if codes are numbers."""
+        row, part = matrix.format, matrix.format.zeros
+        if part is None or (name := matrix.stem + part.name) not in self._plain.shapes:
+            if row.kind and part:
+                raise SpecError(f"{matrix.stem}{part.name} is missing; download the files again")
+            return torch.tensor(1 << (matrix.bits - 1)).expand(scales.shape) if row.has_middle else None
+        if self._plain.dtypes[name] not in part.dtypes:
+            raise SpecError(f"{name} has dtype {self._plain.dtypes[name]}, expected {' or '.join(part.dtypes)}")
+        if row.codes.dims == ("O", "I"):
+            zeros = self._plain.read(name).float()
+            if not bool(zeros.any()):
+                return None
+            zeros = zeros.view(-1, 1) if zeros.dim() < 2 else zeros
+        else:
+            zeros = self._oriented(matrix, part, matrix.bits, (0, scales.shape[0]), (0, scales.shape[1]))
+        if zeros.shape != scales.shape:
+            stored = self._plain.shapes[name]
+            raise SpecError(f"{name} with shape {stored} does not match the scales of {tuple(scales.shape)} groups")
+        return row.zeros_of(zeros, scales) if row.zeros_of else zeros.float() + row.more
+
+    def _blocks(self, matrix: _Matrix, found: Shape) -> tuple[int, int]:
+        """Return how many outputs and inputs share a scale, from the settings that fit the scales' shape."""
+        (num_outputs, num_inputs), row = matrix.shape, matrix.format
+        sizes = [(1, row.group)] if row.group else [*self._sizes, (num_outputs, num_inputs)]
+        if not row.group and found[1] and num_inputs % found[1] == 0:
+            sizes.append((1, num_inputs // found[1]))
+        for block_o, block_i in [*sizes, (128, 128)]:
+            num_groups = -(-num_inputs // block_i)
+            # AWQ's gemv pads groups to whole words.
+            has_groups = found[1] >= num_groups if row.kind.startswith("gemv") else found[1] == num_groups
+            if has_groups and found[0] == -(-num_outputs // block_o):
                 return block_o, block_i
-        raise SpecError(f"{scale_name} has unsupported shape {scales}")
+        name = matrix.stem + row.scales.name
+        raise SpecError(f"{name}: scales of shape {found} do not fit {num_outputs} outputs and {num_inputs} inputs")
 
-    def _packed_shape(self, stem: str) -> Shape:
-        shape = self._plain.shapes[f"{stem}.qweight"]
-        if len(shape) != 2:
-            raise SpecError(f"{stem}.qweight has {len(shape)} dimensions, expected 2")
-        (first, second), per_word = shape, 32 // self._bits(stem)
-        return (second * per_word, first) if self._is_awq else (second, first * per_word)
-
-    def _scaled(self, scale_name: str) -> Callable[[str, Span, Span], GroupedWeight]:
-        """Return a reader for one scale per matrix, per output, or per block of outputs and inputs."""
-
-        def read(stem: str, rows: Span, columns: Span) -> GroupedWeight:
-            shape = self.shapes[f"{stem}.weight"]
-            scales = self._scale(scale_name)
-            block_o, block_i = self._blocks(scale_name, tuple(scales.shape), shape)
-            codes_OI = self._plain.read(f"{stem}.weight", rows=rows, columns=columns)
-            group_I = torch.arange(shape[1]) // block_i
-            if (order := f"{stem}.weight_g_idx") in self._plain.shapes:
-                group_I = self._order(order, group_I, scales.shape[1])
-            taken = torch.arange(*rows) // block_o
-            zeros_OG = self._zeros(f"{stem}.weight_zero_point", scales)
-            zeros_OG = None if zeros_OG is None else zeros_OG[taken]
-            return GroupedWeight(codes_OI, scales[taken], zeros_OG, group_I[slice(*columns)])
-
-        return read
-
-    def _scale(self, name: str) -> Tensor:
-        """Read scales as numbers, with two dimensions."""
-        stored = self._plain.read(name)
-        if stored.dtype == torch.uint8:
-            stored = stored.view(torch.float8_e8m0fnu)
-        scales = stored.float()
-        if not bool(scales.isfinite().all()):
-            raise SpecError(f"{name} has a scale that is not a finite number; download the file again")
-        return scales.view(-1, 1) if scales.dim() < 2 else scales
-
-    def _zeros(self, name: str, scales: Tensor) -> Tensor | None:
-        """Read zero points like the scales; None if there are none, or all are 0."""
-        if name not in self._plain.shapes or not bool((zeros := self._plain.read(name).float()).any()):
-            return None
-        if zeros.numel() != scales.numel():
-            raise SpecError(f"{name} has shape {tuple(zeros.shape)}, expected {tuple(scales.shape)}, as its scales")
-        return zeros.view(scales.shape)
-
-    def _order(self, name: str, in_order_I: Tensor, num_groups: int) -> Tensor:
-        """Read the group of each input; -1 throughout stands for groups in order."""
-        group_I = self._plain.read(name).long()
-        if group_I.shape != in_order_I.shape or not bool(((group_I >= -1) & (group_I < num_groups)).all()):
+    def _groups(self, matrix: _Matrix, in_order_I: Tensor, num_groups: int) -> Tensor:
+        """Return the group of each input; -1 throughout stands for groups in order."""
+        name = next((matrix.stem + end for end in ORDERS if matrix.stem + end in self._plain.shapes), None)
+        if name is None or bool(((group_I := self._plain.read(name).long()) == -1).all()):
+            return in_order_I
+        if group_I.shape != in_order_I.shape or not bool(((group_I >= 0) & (group_I < num_groups)).all()):
             raise SpecError(f"{name} does not match {len(in_order_I)} inputs in {num_groups} groups")
-        return in_order_I if bool((group_I < 0).any()) else group_I
+        return group_I
 
-    def _awq(self, stem: str, rows: Span, columns: Span) -> GroupedWeight:
-        codes_IO = _unpack(self._packed(f"{stem}.qweight", rows=columns), 4, _AWQ_ORDER)
-        zeros_GO = _unpack(self._packed(f"{stem}.qzeros"), 4, _AWQ_ORDER).float()
-        return self._grouped(stem, codes_IO.T, zeros_GO, rows, columns)
-
-    def _gptq(self, stem: str, rows: Span, columns: Span) -> GroupedWeight:
-        bits = self._bits(stem)
-        in_order = tuple(range(32 // bits))
-        codes_OI = _unpack(self._packed(f"{stem}.qweight").T, bits, in_order)[:, slice(*columns)]
-        zeros_GO = _unpack(self._packed(f"{stem}.qzeros"), bits, in_order).float()
-        if self._config.get("checkpoint_format", "gptq") == "gptq":
-            # Version 1 of the format stores the zero minus one.
-            zeros_GO += 1
-        return self._grouped(stem, codes_OI, zeros_GO, rows, columns)
-
-    def _grouped(self, stem: str, codes_OI: Tensor, zeros_GO: Tensor, rows: Span, columns: Span) -> GroupedWeight:
-        """Build a matrix of packed codes. codes_OI: only the requested columns."""
-        num_outputs, num_inputs = self.shapes[f"{stem}.weight"]
-        scales_GO = self._part(f"{stem}.scales").float()
-        num_groups = len(scales_GO)
-        group_I = self._groups(stem, num_groups)
-        is_known = group_I.shape == (num_inputs,) and bool(((group_I >= 0) & (group_I < num_groups)).all())
-        if not is_known or not scales_GO.shape == zeros_GO.shape == (num_groups, num_outputs):
-            raise SpecError(f"{stem}: scales, zeros and groups do not match shape ({num_outputs}, {num_inputs})")
-        scales_OG, zeros_OG = (x_GO.T[slice(*rows)].contiguous() for x_GO in (scales_GO, zeros_GO))
-        codes_OI, group_I = codes_OI[slice(*rows)], group_I[slice(*columns)]
-        if self._bits(stem) == 4:
-            return GroupedWeight.of_4_bits(codes_OI, scales_OG, zeros_OG, group_I)
-        return GroupedWeight(codes_OI.to(torch.uint8).contiguous(), scales_OG, zeros_OG, group_I)
-
-    def _groups(self, stem: str, num_groups: int) -> Tensor:
-        """Return the group of each input, (I,). Without g_idx, groups are consecutive; the last may be smaller."""
-        if f"{stem}.g_idx" in self._plain.shapes:
-            return self._plain.read(f"{stem}.g_idx").long()
-        num_inputs = self.shapes[f"{stem}.weight"][1]
-        configured = self._config.get("group_size")
-        size = configured if isinstance(configured, int) else -1
-        # One group for all, no size given, or a size that does not apply to this matrix.
-        if size < 1 or -(-num_inputs // size) != num_groups:
-            if num_groups == 0 or num_inputs % num_groups:
-                raise SpecError(f"{stem}: {num_inputs} inputs cannot be split into {num_groups} equal groups")
-            size = num_inputs // num_groups
-        return torch.arange(num_inputs) // size
-
-    def _packed(self, name: str, *, rows: Span | None = None) -> Tensor:
-        packed = self._part(name, rows=rows)
-        if packed.dtype != torch.int32:
-            raise SpecError(f"{name} has dtype {packed.dtype}, expected torch.int32")
-        return packed
-
-    def _part(self, name: str, *, rows: Span | None = None) -> Tensor:
-        """Read one tensor of a packed matrix."""
-        if len(self._plain.shapes.get(name, ())) != 2:
-            raise SpecError(f"{name} is missing or is not a matrix")
-        return self._plain.read(name, rows=rows)
+    def _factors(self, matrix: _Matrix, rows: Span) -> Tensor | None:
+        row, name = matrix.format, matrix.stem + matrix.format.factor
+        if not row.factor:
+            return None
+        factor = _finite(name, self._plain.read(name).float())
+        if factor.numel() != 1 or not bool(factor.all()):
+            raise SpecError(f"{name} is {factor.tolist()}, and must be one number other than 0")
+        return (1 / factor if row.divides else factor).flatten().expand(rows[1] - rows[0])
 
 
-def _unpack(packed: Tensor, bits: int, order: tuple[int, ...]) -> Tensor:
-    """Unpack (N, M) int32 to (N, M * 32 / bits) codes; code j of each word is its order[j]-th from the low end."""
-    shifts = torch.tensor(order, dtype=torch.int32) * bits
-    return (packed.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(1)
+def _finite(name: str, scales: Tensor) -> Tensor:
+    if not bool(scales.float().isfinite().all()):
+        raise SpecError(f"{name} has a scale that is not a finite number; download the file again")
+    return scales
+
+
+def _compact(zeros_OG: Tensor) -> Tensor | None:
+    """Return zeros in the smallest dtype, as one repeated number if all are equal; None if all are 0."""
+    low, high = (float(number) for number in zeros_OG.aminmax())
+    if low == high == 0:
+        return None
+    is_whole = torch.equal(zeros_OG, zeros_OG.round())
+    dtype = torch.uint8 if low >= 0 and high < 256 else torch.int8 if -129 < low and high < 128 else torch.float32
+    zeros_OG = zeros_OG.to(dtype if is_whole else torch.float32)
+    return zeros_OG[:1, :1].expand(zeros_OG.shape) if low == high else zeros_OG

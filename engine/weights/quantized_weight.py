@@ -40,7 +40,8 @@ class GroupedWeight:
 
     weight[o, i] = (level(code[o, i]) - zero[o, g]) * scale[o, g] * factor[o] with g = group[i].
     codes: (O, I) float8, int8 or uint8; or 4-bit (O, ceil(I / 2)) uint8, the even input in the low half.
-    scales: (O, G) in any float dtype, as stored. zeros: (O, G) fp32, or None for symmetric codes. group: (I,) int64.
+    scales: (O, G) in any float dtype, as stored. zeros: (O, G) uint8, int8 or fp32; None for symmetric codes. group:
+    (I,) int64.
     levels: (16,) fp32, the number of each 4-bit code; None: the code itself. factors: (O,) fp32; None: 1.
     """
 
@@ -63,8 +64,7 @@ class GroupedWeight:
         factors_O: Tensor | None = None,
     ) -> GroupedWeight:
         """Pack 4-bit codes. codes: (O, I), each in 0..15."""
-        even = torch.nn.functional.pad(codes_OI, (0, codes_OI.shape[1] % 2)).to(torch.uint8)
-        return cls(even[:, ::2] | even[:, 1::2] << 4, scales_OG, zeros_OG, group_I, levels, factors_O)
+        return cls(pack_4_bits(codes_OI), scales_OG, zeros_OG, group_I, levels, factors_O)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -90,6 +90,30 @@ class GroupedWeight:
     def _scales(self, start: int, end: int) -> Tensor:
         scales_OG = self.scales_OG[start:end].float()
         return scales_OG if self.factors_O is None else scales_OG * self.factors_O[start:end, None]
+
+
+def pack_4_bits(codes_OI: Tensor) -> Tensor:
+    """Pack codes 0..15 in pairs, (O, ceil(I / 2)) uint8, the even input in the low half."""
+    even = torch.nn.functional.pad(codes_OI.to(torch.uint8), (0, codes_OI.shape[1] % 2))
+    return even[:, ::2] | even[:, 1::2] << 4
+
+
+@dataclass(frozen=True)
+class ScaledColumns:
+    """Matrix whose columns are multiplied by numbers of their own, which its quantizer took from the activations."""
+
+    weight: GroupedWeight
+    factors_I: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape
+
+    def rows(self, start: int, end: int) -> Tensor:
+        return self.weight.rows(start, end) * self.factors_I
+
+    def to(self, device: torch.device) -> ScaledColumns:
+        return ScaledColumns(self.weight.to(device), self.factors_I.to(device))
 
 
 @dataclass(frozen=True)

@@ -134,7 +134,10 @@ def test_scales_of_kv_and_activations_pass(kind: str, tmp_path: Path, caplog: py
             f"{ATTENTION}.{name}"
             for name in ("k_scale", "v_scale", "kv_scale", "attn.k_scale", "q_scale", "prob_scale", "prob_output_scale")
         ),
-        *(f"{ATTENTION}.{name}" for name in ("k_proj.k_scale", "v_proj.v_scale", "k_proj.output_scale")),
+        *(
+            f"{ATTENTION}.{name}"
+            for name in ("k_proj.k_scale", "v_proj.v_scale", "k_proj.k_bias", "k_proj.output_scale")
+        ),
         *(f"{DOWN}.{name}" for name in ("input_scale", "input_zero_point", "output_scale")),
     ]
     zeros = [f"{DOWN}.weight_zero_point", f"{DOWN}.bias", f"{ATTENTION}.q_proj.bias"]
@@ -142,6 +145,7 @@ def test_scales_of_kv_and_activations_pass(kind: str, tmp_path: Path, caplog: py
 
     def add(tensors: dict[str, Tensor]) -> None:
         tensors.update({name: torch.tensor(0.5) for name in names})
+        tensors[f"{ATTENTION}.k_scale"] = torch.ones(2, 1, 1)  # strategy attn_head
         tensors.update({name: torch.zeros(64) for name in zeros} | inv_freq)
 
     edit(tmp_path, add)
@@ -238,20 +242,49 @@ def test_gptq_with_other_bits(bits: int, is_dynamic: bool, tmp_path: Path) -> No
     torch.testing.assert_close(matrix(tmp_path, parts, **description), expected)
 
 
+def test_gptq_with_bits_in_planes_is_refused(tmp_path: Path) -> None:
+    """GPTQModel stores 5, 6 and 7 bits unlike auto-round, in tensors of equal shapes."""
+    parts = {"qweight": torch.zeros(15, 64).int(), "qzeros": torch.zeros(6, 10).int(), "scales": torch.ones(6, 64)}
+    with pytest.raises(SpecError, match=r"^w.qweight: codes of 5 bits are not supported"):
+        matrix(tmp_path, parts, quant_method="gptq", bits=5, group_size=16)
+
+
 @pytest.mark.parametrize(
     ("parts", "description", "complaint"),
     [
-        ({"weight_scale": torch.ones(64, 3, dtype=torch.uint8)}, {}, "w.weight_scale has dtype U8, which is not supp"),
-        ({"weight_scale": torch.ones(64, 1, dtype=torch.int8)}, {}, "w.weight_scale has dtype I8, which is not supp"),
+        ({"weight_scale": torch.ones(64, 1, dtype=torch.int8)}, {}, r"w.weight \(F8_E4M3\) with w.weight_scale \(I8\)"),
         ({"weight_scale": torch.full((64, 1), torch.nan)}, {}, "w.weight_scale has a scale that is not a finite"),
-        ({"weight_scale": torch.ones(64, 7)}, {}, r"w.weight_scale has unsupported shape \(64, 7\)"),
-        ({"weight": W.bfloat16()}, {}, "w.weight has dtype BF16 beside weight_scale, expected FP8 or INT8"),
-        ({"weight": W.byte()}, {}, "w.weight has dtype U8 beside weight_scale, expected FP8 or INT8"),
-        ({"weight_scale": None}, {}, "w.weight has dtype F8_E4M3 and no scale beside it"),
-        ({"weight_zero_point": torch.ones(3)}, {}, r"w.weight_zero_point has shape \(3,\), expected \(64, 1\)"),
+        ({"weight_scale": torch.full((64, 3), 255).byte()}, {}, "w.weight_scale has a scale that is not a finite"),
+        ({"weight_scale": torch.ones(64, 7)}, {}, r"w.weight_scale: scales of shape \(64, 7\) do not fit 64 outputs"),
+        ({"weight": W.bfloat16()}, {}, r"w.weight \(BF16\) with w.weight_scale \(F32\) is in no supported format"),
+        ({"weight": W.byte()}, {}, r"w.weight_scale: scales of shape \(64, 1\) do not fit 128 outputs and 96 inputs"),
+        ({"weight_scale": None}, {}, r"w.weight \(F8_E4M3\) has no scales beside it"),
+        (
+            {"weight_zero_point": torch.ones(3)},
+            {},
+            r"w.weight_zero_point with shape \(3,\) does not match the scales of",
+        ),
         ({"weight_g_idx": torch.full((96,), 5)}, {}, "w.weight_g_idx does not match 96 inputs in 1 groups"),
-        ({}, {"quant_method": "awq", "version": "gemv"}, "awq in the layout gemv is not supported"),
-        ({}, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "gptq in the layout marlin is not supported"),
+        ({"weight_packed": W.byte(), "weight": None}, {}, r"w.weight_packed \(U8\) with w.weight_scale \(F32\) is in"),
+        (
+            {"weight": W.byte(), "weight_scale": torch.ones(64, 12).byte()},
+            {},
+            r"scales of shape \(64, 12\) do not fit 64",
+        ),
+        (
+            {},
+            {"format": "mxfp6-pack-quantized"},
+            "compressed-tensors with format mxfp6-pack-quantized is not supported",
+        ),
+        ({}, {"config_groups": {"g": {"format": "marlin-24"}}}, "compressed-tensors with format marlin-24 is not"),
+        ({}, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "modelopt with quant_algo W4A8_AWQ is not supp"),
+        ({}, {"quant_method": "auto-round", "data_type": "mx_int4"}, "auto-round with data_type mx_int4 is not supp"),
+        (
+            {},
+            {"quant_method": "awq", "version": "exllama"},
+            "awq with version exllama is not supported; supported: gemm",
+        ),
+        ({}, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "gptq with checkpoint_format marlin is not supp"),
         ({}, {"quant_method": "fp8", "weight_block_size": [0, 0]}, r"weight_block_size is \[0, 0\], and must be two"),
         ({}, None, "w.weight has dtype F8_E4M3, and config.json has no quantization_config"),
     ],

@@ -1,0 +1,175 @@
+"""Table of the published formats of quantized matrices: the tensors of each, and how numbers lie in them.
+
+weight[o, i] = (level(code[o, i]) - zero[o, g]) * scale[o, g] * factor * column[i] with g = group[i].
+Activations are not quantized, even if the format allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from core.model.weight_formats import INSTEAD
+from core.types.errors import SpecError
+from engine.weights.packing import AWQ_ORDER, fast_codes, fast_zeros, marlin_codes, marlin_scales
+from engine.weights.quantized_weight import E2M1_LEVELS
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+_DTYPES = {
+    "float": FLOATS,
+    "scale": (*FLOATS, "F8_E8M0", "U8"),
+    "e4m3": ("F8_E4M3",),
+    "e8m0": ("F8_E8M0", "U8"),
+    "eight": ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8"),
+    "number": (*FLOATS, "F8_E4M3", "I8"),
+    "any": (*FLOATS, "U8"),
+    "byte": ("U8",),
+    "int8": ("I8",),
+    "int16": ("I16",),
+    "int32": ("I32",),
+}
+# Tensors beside those of the table: the shape, a factor of each input, the group of each input.
+SHAPE, COLUMNS, ORDERS = ".weight_shape", ".pre_quant_scale", (".g_idx", ".weight_g_idx")
+# bitsandbytes: layout of INT8 (0: row by row); settings, levels, and the scales' scales and levels of 4 bits.
+LAYOUT, STATES = ".weight_format", tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+LEVELS, NESTED, NESTED_LEVELS = (f".weight.{name}" for name in ("quant_map", "nested_absmax", "nested_quant_map"))
+COMPANIONS = (SHAPE, COLUMNS, *ORDERS, LAYOUT, *STATES, LEVELS, NESTED, NESTED_LEVELS)
+_SCALES_OF_FLOATS = (".weight_scale", ".weight_scale_inv")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensor of a format: the end of its name, its possible dtypes, and its dimensions in stored order.
+
+    O outputs, I inputs, G groups of inputs, E experts. A slash marks the dimension along which numbers are packed.
+    """
+
+    name: str
+    dtypes: tuple[str, ...]
+    dims: tuple[str, ...]
+
+    @classmethod
+    def of(cls, words: str) -> Part:
+        name, dtype, *dims = words.split()
+        return cls(name, _DTYPES[dtype], tuple(dims))
+
+
+@dataclass(frozen=True)
+class Format:
+    """Row of the table.
+
+    kind: must equal kind_of(config), if names fit several formats. bits: 0: from the shapes. group: inputs per scale;
+    0: from shapes and settings. more: what is added to stored zeros. order: code of each word at each place.
+    factor: tensor with a factor of all weights. codes_of, scales_of: from the stored order; zeros_of: zeros and scales.
+    """
+
+    codes: Part
+    scales: Part
+    zeros: Part | None
+    kind: str = ""
+    bits: int = 8
+    group: int = 0
+    levels: tuple[float, ...] | None = None
+    is_signed: bool = False
+    more: int = 0
+    order: tuple[int, ...] | None = None
+    factor: str = ""
+    divides: bool = False
+    constant: float = 1.0
+    codes_of: Callable[[Tensor], Tensor] | None = None
+    scales_of: Callable[[Tensor], Tensor] | None = None
+    zeros_of: Callable[[Tensor, Tensor], Tensor] | None = None
+
+    @property
+    def has_middle(self) -> bool:
+        """True if the code 2 ** (bits - 1) stands for 0 without stored zeros."""
+        return self.levels is None and self.codes.dims != ("O", "I")
+
+
+def _row(codes: str, scales: str, zeros: str = "", **rest: Any) -> Format:
+    return Format(Part.of(codes), Part.of(scales), Part.of(zeros) if zeros else None, **rest)
+
+
+_NVFP4: dict[str, Any] = {"bits": 4, "group": 16, "levels": E2M1_LEVELS}
+_MXFP4: dict[str, Any] = {"bits": 4, "group": 32, "levels": E2M1_LEVELS}
+
+# fmt: off
+FORMATS = (
+    # compressed-tensors: pack-quantized, nvfp4-pack-quantized, mxfp4-pack-quantized
+    _row(".weight_packed int32 O I/", ".weight_scale float O G", ".weight_zero_point int32 O/ G", bits=0),
+    _row(".weight_packed byte O I/", ".weight_scale e4m3 O G", factor=".weight_global_scale", divides=True, **_NVFP4),
+    _row(".weight_packed byte O I/", ".weight_scale e8m0 O G", **_MXFP4),
+    # ModelOpt: NVFP4, MXFP4 (AMD Quark's as well), W4A16_AWQ
+    _row(".weight byte O I/", ".weight_scale e4m3 O G", factor=".weight_scale_2", **_NVFP4),
+    _row(".weight byte O I/", ".weight_scale e8m0 O G", **_MXFP4),
+    _row(".weight byte O/ I", ".weight_scale float O G", bits=4, is_signed=True),
+    # MXFP4 of OpenAI, fused over experts, and of DeepSeek
+    _row("_blocks byte E O I/", "_scales e8m0 E O G", **_MXFP4),
+    _row(".weight int8 O I/", ".scale e8m0 O G", **_MXFP4),
+    # FP8, INT8 and MXFP8 of compressed-tensors, ModelOpt, FBGEMM and DeepSeek, also in blocks of outputs and inputs
+    _row(".weight eight O I", ".weight_scale scale O G", ".weight_zero_point number O G"),
+    _row(".weight eight O I", ".weight_scale_inv scale O G", ".weight_zero_point number O G"),
+    _row(".weight eight O I", ".scale scale O G"),
+    # bitsandbytes: INT8; NF4 and FP4, whose settings are a JSON tensor
+    _row(".weight int8 O I", ".SCB float O G", constant=1 / 127),
+    _row(".weight any flat", ".weight.absmax scale flat", bits=4),
+    # AutoAWQ, by `version`
+    _row(".qweight int32 I O/", ".scales float G O", ".qzeros int32 G O/", kind="gemm", bits=4, order=AWQ_ORDER),
+    _row(".qweight int32 O I/", ".scales float O G", ".qzeros int32 O G/", kind="gemv", bits=4),
+    _row(".qweight int16 tiles", ".scales float G O", ".qzeros float G O", kind="gemv_fast", bits=4,
+         codes_of=fast_codes, zeros_of=fast_zeros),
+    _row(".qweight int32 tiles", ".scales float G O", kind="marlin", bits=4,
+         codes_of=marlin_codes, scales_of=marlin_scales),
+    # AutoGPTQ, GPTQModel, auto-round: version 1 stores zeros less one
+    _row(".qweight int32 I/ O", ".scales float G O", ".qzeros int32 G O/", kind="gptq", bits=0, more=1),
+    _row(".qweight int32 I/ O", ".scales float G O", ".qzeros int32 G O/", kind="gptq_v2", bits=0),
+)
+# fmt: on
+
+
+def format_of(stem: str, end: str, dtypes: Mapping[str, str], kind: str) -> Format | None:
+    """Return the format of the matrix with codes `stem + end`; None for plain floats. Raises SpecError.
+
+    dtypes: of all tensors of the checkpoint. kind: kind_of its settings.
+    """
+    name = stem + end
+    for row in FORMATS:
+        if (
+            row.codes.name == end
+            and dtypes[name] in row.codes.dtypes
+            and dtypes.get(stem + row.scales.name) in row.scales.dtypes
+            and row.kind in ("", kind)
+            and (not row.factor or stem + row.factor in dtypes)
+        ):
+            return row
+    known = {row.scales.name for row in FORMATS if row.codes.name == end}
+    beside = [f"{stem}{scales} ({dtypes[stem + scales]})" for scales in sorted(known) if stem + scales in dtypes]
+    if dtypes[name] in FLOATS and end == ".weight" and not any(stem + scale in dtypes for scale in _SCALES_OF_FLOATS):
+        return None
+    found = f"with {', '.join(beside)} is in no supported format" if beside else "has no scales beside it"
+    raise SpecError(f"{name} ({dtypes[name]}) {found}; {INSTEAD}")
+
+
+def kind_of(config: Mapping[str, Any]) -> str:
+    """Return the kind of `qweight` tensors. config: quantization_config of config.json."""
+    method, packing = str(config.get("quant_method")), str(config.get("packing_format") or config.get("backend") or "")
+    if method == "awq":
+        return str(config.get("version") or "gemm").lower()
+    if method == "gptq":
+        return str(config.get("checkpoint_format") or "gptq")
+    if "awq" in packing:
+        return "gemm"
+    # auto-round's other backends store zeros as they are.
+    return "gptq" if "gptq" in packing and "gptqmodel" not in packing else "gptq_v2"
+
+
+def sizes_of(config: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return the blocks of outputs and inputs that the settings name."""
+    schemes = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
+    sizes = [config.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
+    groups = [config.get("group_size"), *(scheme.get("group_size") for scheme in schemes)]
+    in_groups = [(1, size) for size in groups if type(size) is int and size > 0]
+    return [(size[0], size[1]) for size in sizes if size] + in_groups
