@@ -94,14 +94,12 @@ template <int BITS> struct Kept {
     }
 };
 
-// Computes sums[row][part] of GROUPS groups. codes(group, part): a part of a group of the matrix; row_of(row): the row's
+// Adds the products of GROUPS groups to sums[row][part]. codes(group, part): a part of a group of the matrix; row_of(row): the row's
 // first group.
 template <int BITS, int GROUPS, int ROWS, class Codes, class RowOf>
 inline void dots(IntPart (&sums)[ROWS][PARTS], const Codes& codes, const RowOf& row_of) {
 #ifdef HAS_PAIRS
     if constexpr (Kept<BITS>::IS_SPLIT) {
-        for (int r = 0; r < ROWS; r++)
-            for (int i = 0; i < PARTS; i++) sums[r][i] = IntPart{};
 #pragma GCC unroll 8
         for (int g = 0; g < GROUPS; g++)
             for (int i = 0; i < PARTS; i++) {
@@ -133,15 +131,10 @@ inline void dots(IntPart (&sums)[ROWS][PARTS], const Codes& codes, const RowOf& 
                 }
             }
             for (int r = 0; r < ROWS; r++)
-                for (int i = 0; i < PARTS; i++) {
-                    const IntPart wide = pairs(some[r][i], 0x00010001);
-                    sums[r][i] = begin == 0 ? wide : sums[r][i] + wide;
-                }
+                for (int i = 0; i < PARTS; i++) sums[r][i] += pairs(some[r][i], 0x00010001);
         }
     }
 #else
-    for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < PARTS; i++) sums[r][i] = IntPart{};
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; g++)
         for (int i = 0; i < PARTS; i++) {

@@ -135,9 +135,8 @@ template <class Weights> struct Rows {
     int64_t bytes() const { return scales_bytes() + (count + SPARE_TILED_ROWS) * stride * sizeof(Input); }
 
     void prepare(const ProductCall& p, int64_t first, int64_t end, std::vector<float>& y) const {
-        y.resize(p.inputs);
         for (int64_t row = first; row < end; row++) {
-            prepared(p, row, y.data());
+            prepared(p, row, y);
             Weights::keep(y.data(), p.inputs, x + row * stride, scales[row]);
             std::fill(x + row * stride + p.inputs, x + row * stride + groups * Weights::GROUP, Input{});
         }
