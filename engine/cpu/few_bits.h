@@ -20,14 +20,17 @@
 
 namespace {
 
-// Rows per register tile.
+// Rows per register tile, which reads the panel or an unpacked copy.
 template <class Format>
-constexpr int MOST_FEW_BITS_ROWS = Format::IS_FLOAT ? (PARTS == 1 ? 12 : 4) : PARTS == 1 ? 8 : Format::BITS == 8 ? 2 : 4;
+constexpr int MOST_FEW_BITS_ROWS = PARTS == 1 ? (Format::PLANES > 1 ? 6 : 8) : Format::BITS > 6 && !Format::IS_FLOAT ? 2 : 4;
+template <class Format>
+constexpr int MOST_COPIED_ROWS = PARTS > 1 ? MOST_FEW_BITS_ROWS<Format> : Format::IS_FLOAT ? 12 : 8;
 
-// 8-bit integers need no unpacking. Other formats are read as fast from the panel if a tile has many rows and the scales of
-// a run are cheap.
+// 8-bit integers need no unpacking. Other formats are read as fast from the panel if a tile has many rows, and codes and
+// scales are cheap.
 template <class Format>
-constexpr bool IS_WORTH_A_COPY = (Format::BITS < 8 || Format::IS_FLOAT) && (PARTS > 1 || Format::IS_NESTED);
+constexpr bool IS_WORTH_A_COPY = Format::IS_FLOAT || Format::PLANES > 1 || (Format::BITS < 8 && (PARTS > 1 || Format::IS_NESTED));
+constexpr int64_t COPIED_INPUTS = 512;  // at a time: their copy fits the L1 cache
 // On AVX2, 5 rows of Q4_K take 4.4 ms with a copy and 6.5 without; of Q4_0 4.3 and 3.6.
 template <class Format> constexpr int ROWS_WORTH_A_COPY = Format::IS_NESTED ? MOST_FEW_BITS_ROWS<Format> + 1 : 9;
 
@@ -78,6 +81,10 @@ template <int BITS, int RUN, int ZERO> struct RunRows {
 
 constexpr int64_t BYTES_AHEAD = 8192;  // prefetch distance, covers the memory latency
 
+template <class Format> int64_t few_bits_panel_bytes(const Format& format, int64_t inputs) {
+    return inputs / (format.runs() * Format::RUN) * format.span_bytes();
+}
+
 template <class Format>
 using RowsOf = std::conditional_t<Format::IS_FLOAT, Rows<Bf16>, RunRows<Format::BITS, Format::RUN, Format::ZERO>>;
 
@@ -104,7 +111,7 @@ template <class Format> struct Copy {
         return load<FloatPart>(span + sizeof(Floats) + part * PART_BYTES);
     }
 
-    static int64_t bytes(const Format&, int64_t inputs) { return inputs / RUN * BYTES; }
+    static constexpr int64_t MOST_BYTES = COPIED_INPUTS / RUN * BYTES;
     static void make(const Format& format, const uint8_t* panel, int64_t inputs, uint8_t* copy) {
         for (int64_t span = 0; span < inputs / (format.runs() * RUN); span++, panel += format.span_bytes())
             for (int run = 0; run < format.runs(); run++, copy += BYTES) {
@@ -139,9 +146,7 @@ template <class Format> struct WordsCopy {
     }
     static FloatPart scale(const uint8_t* span, int, int part) { return load<FloatPart>(span + part * PART_BYTES); }
 
-    static int64_t bytes(const Format& format, int64_t inputs) {
-        return inputs / RUN / format.group_runs * WordsCopy(format).span_bytes();
-    }
+    static constexpr int64_t MOST_BYTES = COPIED_INPUTS / RUN * (sizeof(Floats) + RUN_BYTES);
     static void make(const Format& format, const uint8_t* panel, int64_t inputs, uint8_t* copy) {
         for (int64_t span = 0; span < inputs / (format.runs() * RUN); span++, panel += format.span_bytes())
             for (int run = 0; run < format.runs(); run++) {
@@ -165,31 +170,29 @@ template <class Format> constexpr bool COMES_FROM_MEMORY = true;
 template <class Format> constexpr bool COMES_FROM_MEMORY<Copy<Format>> = false;
 template <class Format> constexpr bool COMES_FROM_MEMORY<WordsCopy<Format>> = false;
 
-// Adds the products of the rows with a panel, run by run.
+// Adds the products of rows from `row` on, inputs [first, end), with a panel from that input on, run by run.
 template <class Format, int ROWS, class Rows>
-inline void add_runs(const Format& format, const Rows& rows, int64_t row, const uint8_t* panel, FloatPart (&sums)[ROWS][PARTS]) {
+inline void add_runs(const Format& format, const Rows& rows, int64_t row, int64_t first, int64_t end, const uint8_t* panel,
+                     FloatPart (&sums)[ROWS][PARTS]) {
     const int runs = format.runs();
-    const auto* x = rows.first + row * rows.runs;
-    for (int64_t span = 0; span < rows.runs / runs; span++, panel += format.span_bytes())
+    const auto *x = rows.first + row * rows.runs + first / Format::RUN, *last = x + (end - first) / Format::RUN;
+    for (; x < last; panel += format.span_bytes())
         for (int run = 0; run < runs; run++, x++) {
             if constexpr (COMES_FROM_MEMORY<Format>) fetch_after(format, panel, run);
-            IntPart whole[ROWS][PARTS] = {};
+            IntPart whole[Format::PLANES][ROWS][PARTS] = {};
             if constexpr (Format::ZERO >= 0)
                 for (int r = 0; r < ROWS; r++)
-                    for (int i = 0; i < PARTS; i++) whole[r][i] += x[r * rows.runs].total;
-#pragma GCC unroll 2
-            for (int plane = 0; plane < Format::PLANES; plane++) {
-                if (plane)
-                    for (int r = 0; r < ROWS; r++)
-                        for (int i = 0; i < PARTS; i++) whole[r][i] <<= 7;
-                dots<Format::BITS, Format::RUN / 4>(
-                    whole, [&](int g, int part) { return format.codes(panel, run, g, part, plane); },
-                    [&](int r) { return x[r * rows.runs].codes; });
-            }
+                    for (int i = 0; i < PARTS; i++) whole[0][r][i] += x[r * rows.runs].total;
+            dots<Format::BITS, Format::RUN / 4>(
+                whole, [&](int g, int part, int plane) { return format.codes(panel, run, g, part, plane); },
+                [&](int r) { return x[r * rows.runs].codes; });
             for (int i = 0; i < PARTS; i++) {
                 const FloatPart scale = format.scale(panel, run, i);
-                for (int r = 0; r < ROWS; r++)
-                    sums[r][i] += __builtin_convertvector(whole[r][i], FloatPart) * (scale * x[r * rows.runs].scale);
+                for (int r = 0; r < ROWS; r++) {
+                    IntPart sum = whole[0][r][i];
+                    if constexpr (Format::PLANES == 2) sum = (sum << 7) + whole[1][r][i];
+                    sums[r][i] += __builtin_convertvector(sum, FloatPart) * (scale * x[r * rows.runs].scale);
+                }
                 if constexpr (Format::ZERO < 0) {
                     const FloatPart least = format.least(panel, run, i, scale);
                     for (int r = 0; r < ROWS; r++) sums[r][i] += least * x[r * rows.runs].total;
@@ -198,64 +201,61 @@ inline void add_runs(const Format& format, const Rows& rows, int64_t row, const 
         }
 }
 
-// Adds the products of the rows with a panel of 8-bit floats, group by group.
+// With 8-bit floats. Also summed by run, because with one row several runs at a time hide the latency.
 template <class Format, int ROWS>
-inline void add_runs(const Format& format, const Rows<Bf16>& rows, int64_t row, const uint8_t* panel, FloatPart (&sums)[ROWS][PARTS]) {
+inline void add_runs(const Format& format, const Rows<Bf16>& rows, int64_t row, int64_t first, int64_t end, const uint8_t* panel,
+                     FloatPart (&sums)[ROWS][PARTS]) {
     const int runs = format.runs();
-    const Bf16::Input *x = rows.x + row * rows.stride, *end = x + rows.groups * Bf16::GROUP;
-    for (; x < end; panel += format.span_bytes())
-        for (int begin = 0; begin < runs; begin += format.group_runs) {
+    const Bf16::Input *x = rows.x + row * rows.stride + first, *last = x + (end - first);
+    for (; x < last; panel += format.span_bytes())
+        for (int run = 0; run < runs; run++) {
+            if constexpr (COMES_FROM_MEMORY<Format>) fetch_after(format, panel, run);
             FloatPart some[ROWS][PARTS] = {};
-            for (int run = begin; run < begin + format.group_runs; run++) {
-                if constexpr (COMES_FROM_MEMORY<Format>) fetch_after(format, panel, run);
-#pragma GCC unroll 2
-                for (int g = 0; g < Format::RUN / 4; g++, x += 4) {
-                    WordPart first[PARTS], second[PARTS];
-                    for (int i = 0; i < PARTS; i++) {
-                        WordPart pairs[2];
-                        format.words(panel, run, g, i, pairs);
-                        first[i] = pairs[0], second[i] = pairs[1];
-                    }
-                    Bf16::add<ROWS, PARTS>(some, x, rows.stride, first);
-                    Bf16::add<ROWS, PARTS>(some, x + 2, rows.stride, second);
+#pragma GCC unroll 8
+            for (int g = 0; g < Format::RUN / 4; g++, x += 4) {
+                WordPart first[PARTS], second[PARTS];
+                for (int i = 0; i < PARTS; i++) {
+                    WordPart pairs[2];
+                    format.words(panel, run, g, i, pairs);
+                    first[i] = pairs[0], second[i] = pairs[1];
                 }
+                Bf16::add<ROWS, PARTS>(some, x, rows.stride, first);
+                Bf16::add<ROWS, PARTS>(some, x + 2, rows.stride, second);
             }
             for (int i = 0; i < PARTS; i++) {
-                const FloatPart scale = format.scale(panel, begin, i);
+                const FloatPart scale = format.scale(panel, run, i);
                 for (int r = 0; r < ROWS; r++) sums[r][i] += some[r][i] * scale;
             }
         }
 }
 
-// Multiplies rows [row, end) by one panel.
+// Adds the products of rows [row, end), inputs [first, last), with a panel from that input on, to sums.
 template <int MOST, class Format, class Rows>
-inline void few_bits_panel(const Format& format, const ProductCall& p, const Rows& rows, int64_t row, int64_t end,
-                           const uint8_t* panel, int64_t output) {
-    while (row < end)
-        row += first_rows<MOST>(end - row, [&](auto some) {
-            FloatPart sums[some][PARTS] = {};
-            add_runs<Format, some>(format, rows, row, panel, sums);
-            for (int r = 0; r < some; r++) {
-                Floats value = load<Floats>(&sums[r][0]);
-                if (p.scales) value *= load<Floats>(p.scales + output);
-                put(p, value, row + r, output);
-            }
+inline void add_rows(const Format& format, const Rows& rows, int64_t row, int64_t end, int64_t first, int64_t last,
+                     const uint8_t* panel, Floats* sums) {
+    while (row < end) {
+        const int count = first_rows<MOST>(end - row, [&](auto some) {
+            FloatPart own[some][PARTS];
+            std::memcpy(own, sums, sizeof own);
+            add_runs<Format, some>(format, rows, row, first, last, panel, own);
+            std::memcpy(sums, own, sizeof own);
         });
+        row += count, sums += count;
+    }
 }
 
-// Multiplies rows [row, end) by an unpacked copy of the panel.
+// As add_rows for all inputs, by way of unpacked copies of the panel.
 template <class Format, class Rows>
-inline void few_bits_copy(const Format& format, const ProductCall& p, const Rows& rows, int64_t row, int64_t end,
-                          const uint8_t* panel, int64_t output, std::vector<Floats>& memory) {
+inline void add_copied(const Format& format, const Rows& rows, int64_t row, int64_t end, int64_t inputs, const uint8_t* panel,
+                       Floats* sums) {
     typedef CopyOf<Format> Copied;
-    memory.resize(std::max<size_t>(memory.size(), Copied::bytes(format, p.inputs) / sizeof(Floats)));
-    uint8_t* copy = reinterpret_cast<uint8_t*>(memory.data());
-    Copied::make(format, panel, p.inputs, copy);
-    few_bits_panel<MOST_FEW_BITS_ROWS<Format>>(Copied(format), p, rows, row, end, copy, output);
-}
-
-template <class Format> int64_t few_bits_panel_bytes(const Format& format, int64_t inputs) {
-    return inputs / (format.runs() * Format::RUN) * format.span_bytes();
+    alignas(64) uint8_t copy[Copied::MOST_BYTES];
+    for (int64_t first = 0, last; first < inputs; first = last) {
+        last = std::min(first + COPIED_INPUTS, inputs);
+        Copied::make(format, panel, last - first, copy);
+        add_rows<MOST_COPIED_ROWS<Format>>(Copied(format), rows, row, end, first, last, copy, sums);
+        panel += few_bits_panel_bytes(format, last - first);
+    }
 }
 
 template <class Format> int64_t few_bits_scratch_bytes(const Format&, const ProductCall& p, int64_t num_rows) {
@@ -338,8 +338,14 @@ template <class Format> void multiply_few_bits(const Format& format, const Produ
         const bool is_copied = IS_WORTH_A_COPY<Format> && end - row >= ROWS_WORTH_A_COPY<Format>;
         for (int64_t i = me.first(panels); i < me.end(panels); i++) {
             const uint8_t* panel = static_cast<const uint8_t*>(p.panels) + i * panel_bytes;
-            if (is_copied) few_bits_copy(format, p, rows, row, end, panel, i * LANES, me.desk.copy);
-            else few_bits_panel<MOST_FEW_BITS_ROWS<Format>>(format, p, rows, row, end, panel, i * LANES);
+            Floats sums[BLOCK_ROWS];
+            std::fill(sums, sums + (end - row), Floats{});
+            if (is_copied) add_copied(format, rows, row, end, p.inputs, panel, sums);
+            else add_rows<MOST_FEW_BITS_ROWS<Format>>(format, rows, row, end, 0, p.inputs, panel, sums);
+            for (int64_t r = row; r < end; r++) {
+                const Floats value = sums[r - row];
+                put(p, p.scales ? value * load<Floats>(p.scales + i * LANES) : value, r, i * LANES);
+            }
         }
     }
 }
