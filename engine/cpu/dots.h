@@ -94,26 +94,26 @@ template <int BITS> struct Kept {
     }
 };
 
-// Computes sums[row][part] of GROUPS groups. codes(group, part): a part of a group of the matrix; row_of(row): the row's
-// first group.
-template <int BITS, int GROUPS, int ROWS, class Codes, class RowOf>
-inline void dots(IntPart (&sums)[ROWS][PARTS], const Codes& codes, const RowOf& row_of) {
+// Adds the products of GROUPS groups to sums[plane][row][part]. codes(group, part, plane): a part of a group of the matrix;
+// row_of(row): the row's first group.
+template <int BITS, int GROUPS, int PLANES, int ROWS, class Codes, class RowOf>
+inline void dots(IntPart (&sums)[PLANES][ROWS][PARTS], const Codes& codes, const RowOf& row_of) {
 #ifdef HAS_PAIRS
     if constexpr (Kept<BITS>::IS_SPLIT) {
-        for (int r = 0; r < ROWS; r++)
-            for (int i = 0; i < PARTS; i++) sums[r][i] = IntPart{};
 #pragma GCC unroll 8
         for (int g = 0; g < GROUPS; g++)
-            for (int i = 0; i < PARTS; i++) {
-                const UnsignedPart both = UnsignedPart(codes(g, i));
+            for (int i = 0; i < PARTS * PLANES; i++) {
+                const UnsignedPart both = UnsignedPart(codes(g, i % PARTS, i / PARTS));
                 const ShortPart even = ShortPart(both & 255), odd = ShortPart(both >> 8);
                 for (int r = 0; r < ROWS; r++) {
-                    sums[r][i] += pairs(even, four_bytes(row_of(r) + 4 * g));
-                    sums[r][i] += pairs(odd, four_bytes(row_of(r) + 4 * g + 2));
-                    in_order(sums[r][i]);
+                    IntPart& sum = sums[i / PARTS][r][i % PARTS];
+                    sum += pairs(even, four_bytes(row_of(r) + 4 * g));
+                    sum += pairs(odd, four_bytes(row_of(r) + 4 * g + 2));
+                    in_order(sum);
                 }
             }
     } else {
+        static_assert(PLANES == 1);
         constexpr int ROOM = 32767 / (2 * 127 * ((1 << BITS) - 1)), AT_ONCE = std::min(ROOM, GROUPS);  // groups that fit 16 bits
         static_assert(GROUPS % AT_ONCE == 0);
 #pragma GCC unroll 8
@@ -123,7 +123,7 @@ inline void dots(IntPart (&sums)[ROWS][PARTS], const Codes& codes, const RowOf& 
             for (int i = 0; i < AT_ONCE; i++) {
                 const int g = begin + i;
                 CodePart part[PARTS];
-                for (int p = 0; p < PARTS; p++) part[p] = codes(g, p);
+                for (int p = 0; p < PARTS; p++) part[p] = codes(g, p, 0);
                 for (int r = 0; r < ROWS; r++) {
                     const int32_t row = four_bytes(row_of(r) + 4 * g);
                     for (int p = 0; p < PARTS; p++) {
@@ -133,20 +133,18 @@ inline void dots(IntPart (&sums)[ROWS][PARTS], const Codes& codes, const RowOf& 
                 }
             }
             for (int r = 0; r < ROWS; r++)
-                for (int i = 0; i < PARTS; i++) {
-                    const IntPart wide = pairs(some[r][i], 0x00010001);
-                    sums[r][i] = begin == 0 ? wide : sums[r][i] + wide;
-                }
+                for (int i = 0; i < PARTS; i++) sums[0][r][i] += pairs(some[r][i], 0x00010001);
         }
     }
 #else
-    for (int r = 0; r < ROWS; r++)
-        for (int i = 0; i < PARTS; i++) sums[r][i] = IntPart{};
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; g++)
         for (int i = 0; i < PARTS; i++) {
-            const CodePart part = codes(g, i);
-            for (int r = 0; r < ROWS; r++) sums[r][i] = add_fours<BITS>(sums[r][i], part, four_bytes(row_of(r) + 4 * g));
+            CodePart part[PLANES];
+            for (int p = 0; p < PLANES; p++) part[p] = codes(g, i, p);
+            for (int r = 0; r < ROWS; r++)
+                for (int p = 0; p < PLANES; p++)
+                    sums[p][r][i] = add_fours<BITS>(sums[p][r][i], part[p], four_bytes(row_of(r) + 4 * g));
         }
 #endif
 }

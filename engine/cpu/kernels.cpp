@@ -19,8 +19,8 @@ void perform(const Kind* call, const Step& step, Worker& me) {
         case MULTIPLY_BF16: return multiply<Bf16>(as<ProductCall>(call), step, me);
         case MULTIPLY_INT8: return multiply<Int8>(as<ProductCall>(call), step, me);
         case MULTIPLY_FEW_BITS:
-            return with_format(as<ProductCall>(call).format,
-                               [&](auto format) { multiply_few_bits<decltype(format)>(as<ProductCall>(call), step, me); });
+            return with_format(as<ProductCall>(call),
+                               [&](const auto& format) { multiply_few_bits(format, as<ProductCall>(call), step, me); });
         case ROTATE: return rotate(as<RotaryCall>(call), step, me);
         case ATTEND: return attend(as<AttentionCall>(call), step, me);
     }
@@ -37,8 +37,8 @@ int64_t scratch_bytes(const Kind* call, const Step& step) {
         case MULTIPLY_BF16: return Rows<Bf16>(as<ProductCall>(call), step.tokens).bytes();
         case MULTIPLY_INT8: return Rows<Int8>(as<ProductCall>(call), step.tokens).bytes();
         case MULTIPLY_FEW_BITS:
-            return with_format(as<ProductCall>(call).format, [&](auto format) {
-                return few_bits_scratch_bytes<decltype(format)>(as<ProductCall>(call), step.tokens);
+            return with_format(as<ProductCall>(call), [&](const auto& format) {
+                return few_bits_scratch_bytes(format, as<ProductCall>(call), step.tokens);
             });
         default: return 0;
     }
@@ -50,9 +50,9 @@ Ahead ahead_of(const Kind* call, const Worker& me) {
         case MULTIPLY_BF16: return panels_ahead(as<ProductCall>(call), Rows<Bf16>::panel_bytes(as<ProductCall>(call)), me);
         case MULTIPLY_INT8: return panels_ahead(as<ProductCall>(call), Rows<Int8>::panel_bytes(as<ProductCall>(call)), me);
         case MULTIPLY_FEW_BITS:
-            return with_format(as<ProductCall>(call).format, [&](auto format) {
+            return with_format(as<ProductCall>(call), [&](const auto& format) {
                 const ProductCall& p = as<ProductCall>(call);
-                return panels_ahead(p, few_bits_panel_bytes<decltype(format)>(p), me);
+                return panels_ahead(p, few_bits_panel_bytes(format, p.inputs), me);
             });
         default: return {};
     }

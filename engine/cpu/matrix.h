@@ -125,19 +125,18 @@ template <class Weights> struct Rows {
         : count(count), groups(round_up(p.inputs, Weights::GROUP) / Weights::GROUP), stride(stride_of(groups)), scales(reinterpret_cast<float*>(memory)),
           x(reinterpret_cast<Input*>(memory + scales_bytes())) {}
     int64_t scales_bytes() const { return round_up((count + SPARE_TILED_ROWS) * sizeof(float), 64); }
-    // Pads the stride, because sixteen rows read together would evict each other from the same cache sets.
+    // Pads the stride, because rows that are read together would evict each other from the same cache sets.
     static int64_t stride_of(int64_t groups) {
         constexpr int64_t LINE = 64 / sizeof(Input);
         const int64_t inputs = groups * Weights::GROUP;
-        return HAS_TILES && inputs % (2 * LINE) == 0 ? inputs + LINE : inputs;
+        return inputs % (2 * LINE) == 0 ? inputs + LINE : inputs;
     }
     static int64_t panel_bytes(const ProductCall& p) { return round_up(p.inputs, Weights::GROUP) / Weights::GROUP * 64; }
     int64_t bytes() const { return scales_bytes() + (count + SPARE_TILED_ROWS) * stride * sizeof(Input); }
 
     void prepare(const ProductCall& p, int64_t first, int64_t end, std::vector<float>& y) const {
-        y.resize(p.inputs);
         for (int64_t row = first; row < end; row++) {
-            prepared(p, row, y.data());
+            prepared(p, row, y);
             Weights::keep(y.data(), p.inputs, x + row * stride, scales[row]);
             std::fill(x + row * stride + p.inputs, x + row * stride + groups * Weights::GROUP, Input{});
         }

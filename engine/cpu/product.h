@@ -13,19 +13,23 @@ enum Before : int32_t { NOTHING, NORM, SILU };
 
 struct ProductCall {
     Kind kind;
-    int32_t format;          // low-bit matrices: FormatName of formats.h
+    // Low-bit matrices: FormatName of formats.h, inputs per header and per scale, levels of the codes.
+    int32_t format, span, group;
+    const uint8_t* levels;
     // Matrix.
     const void* panels;
-    const float* scales;     // int8: dequantization scale per output
+    const float* scales;     // factor per output; low-bit matrices: or null
     const int32_t* sums;     // int8: the sum of each output's codes
     const bf16* bias;        // or null
     int64_t outputs, inputs;
+    const int32_t* order;    // feature of the rows that each input takes, -1 for 0; null: in order
     // Operation on the rows before the product.
     Before before;
     float eps;               // NORM
     const bf16* norm;        // NORM
     // Rows: the step's tokens.
-    const bf16* x;           // (rows, inputs); SILU: (rows, 2 inputs), gates and then ups
+    int64_t features;        // of a row; equal to inputs without `order`
+    const bf16* x;           // (rows, features); SILU: (rows, 2 features), gates and then ups
     const bf16* residual;    // (rows, outputs) added to the result, or null; may alias `out`
     void* out;               // (rows, outputs): bf16, or fp32 rounded to bf16
     int64_t out_stride;      // row stride of out and residual
@@ -37,24 +41,24 @@ struct ProductCall {
 
 inline void copied(const ProductCall& p, const bf16* x, float* y) {
     int64_t i = 0;
-    for (; i + PART_LANES <= p.inputs; i += PART_LANES) store(y + i, widen_part(x + i));
-    for (; i < p.inputs; i++) y[i] = widen(x[i]);
+    for (; i + PART_LANES <= p.features; i += PART_LANES) store(y + i, widen_part(x + i));
+    for (; i < p.features; i++) y[i] = widen(x[i]);
 }
 
 inline void normed(const ProductCall& p, const bf16* x, float* y) {
     Floats squares{};
     int64_t i = 0;
-    for (; i + LANES <= p.inputs; i += LANES) {
+    for (; i + LANES <= p.features; i += LANES) {
         Floats v = widen(load<Halves>(x + i));
         squares += v * v;
     }
     float total = sum(squares);
-    for (; i < p.inputs; i++) total += widen(x[i]) * widen(x[i]);
-    const float inverse = 1.0f / std::sqrt(total / p.inputs + p.eps);
+    for (; i < p.features; i++) total += widen(x[i]) * widen(x[i]);
+    const float inverse = 1.0f / std::sqrt(total / p.features + p.eps);
     auto norm = [&](auto v, auto weight) { return widen(narrow(widen(narrow(v * inverse)) * weight)); };
-    for (i = 0; i + LANES <= p.inputs; i += LANES)
+    for (i = 0; i + LANES <= p.features; i += LANES)
         store(y + i, norm(widen(load<Halves>(x + i)), widen(load<Halves>(p.norm + i))));
-    for (; i < p.inputs; i++) y[i] = norm(widen(x[i]), widen(p.norm[i]));
+    for (; i < p.features; i++) y[i] = norm(widen(x[i]), widen(p.norm[i]));
 }
 
 inline void gated(const ProductCall& p, const bf16* x, float* y) {
@@ -65,17 +69,22 @@ inline void gated(const ProductCall& p, const bf16* x, float* y) {
         return widen(narrow(widen(narrow(silu)) * up));
     };
     int64_t i = 0;
-    for (; i + LANES <= p.inputs; i += LANES)
-        store(y + i, silu_mul(widen(load<Halves>(x + i)), widen(load<Halves>(x + p.inputs + i))));
-    for (; i < p.inputs; i++) y[i] = silu_mul(all(widen(x[i])), all(widen(x[p.inputs + i])))[0];
+    for (; i + LANES <= p.features; i += LANES)
+        store(y + i, silu_mul(widen(load<Halves>(x + i)), widen(load<Halves>(x + p.features + i))));
+    for (; i < p.features; i++) y[i] = silu_mul(all(widen(x[i])), all(widen(x[p.features + i])))[0];
 }
 
-inline void prepared(const ProductCall& p, int64_t row, float* y) {
+// y: receives the inputs, and has room for the features behind them.
+inline void prepared(const ProductCall& p, int64_t row, std::vector<float>& y) {
+    y.resize(p.order ? p.inputs + p.features : p.inputs);
+    float* features = p.order ? y.data() + p.inputs : y.data();
     switch (p.before) {
-        case NOTHING: return copied(p, p.x + row * p.inputs, y);
-        case NORM: return normed(p, p.x + row * p.inputs, y);
-        case SILU: return gated(p, p.x + row * 2 * p.inputs, y);
+        case NOTHING: copied(p, p.x + row * p.features, features); break;
+        case NORM: normed(p, p.x + row * p.features, features); break;
+        case SILU: gated(p, p.x + row * 2 * p.features, features); break;
     }
+    if (p.order)
+        for (int64_t i = 0; i < p.inputs; i++) y[i] = p.order[i] < 0 ? 0.0f : features[p.order[i]];
 }
 
 // ---- operations on the results, sixteen outputs of one row ----

@@ -38,7 +38,10 @@ class Kind(IntEnum):
 
 
 class FormatName(IntEnum):
-    """Storage format of a low-bit matrix: GGUF names, and AWQ or GPTQ by group size; see formats.h."""
+    """Storage format of a low-bit matrix; see formats.h.
+
+    INT4, INT8: codes with a zero per group. F32: scales in fp32, otherwise fp16. LEVELS: any 16 numbers, such as NF4.
+    """
 
     Q4_0 = 0
     Q4_1 = 1
@@ -48,9 +51,15 @@ class FormatName(IntEnum):
     Q4_K = 5
     Q5_K = 6
     Q6_K = 7
-    GROUPS_OF_32 = 8
-    GROUPS_OF_64 = 9
-    GROUPS_OF_128 = 10
+    INT4 = 8
+    INT4_F32 = 9
+    INT8 = 10
+    INT8_F32 = 11
+    NVFP4 = 12
+    MXFP4 = 13
+    LEVELS = 14
+    FP8 = 15
+    MXFP8 = 16
 
 
 class ProductCall(ctypes.Structure):
@@ -59,15 +68,20 @@ class ProductCall(ctypes.Structure):
     _fields_ = (
         ("kind", c_int32),
         ("format", c_int32),
+        ("span", c_int32),
+        ("group", c_int32),
+        ("levels", c_void_p),
         ("panels", c_void_p),
         ("scales", c_void_p),
         ("sums", c_void_p),
         ("bias", c_void_p),
         ("outputs", c_int64),
         ("inputs", c_int64),
+        ("order", c_void_p),
         ("before", c_int32),
         ("eps", c_float),
         ("norm", c_void_p),
+        ("features", c_int64),
         ("x", c_void_p),
         ("residual", c_void_p),
         ("out", c_void_p),
@@ -82,7 +96,11 @@ class StoredRows(ctypes.Structure):
 
     _fields_ = (
         ("format", c_int32),
+        ("span", c_int32),
+        ("group", c_int32),
         ("panels", c_void_p),
+        ("levels", c_void_p),
+        ("factors", c_void_p),
         ("inputs", c_int64),
         ("count", c_int64),
         ("rows", c_void_p),

@@ -44,7 +44,8 @@ struct Team {
 // Per-thread buffers, kept from one call to the next.
 struct Desk {
     std::vector<float> row;
-    std::vector<char> kept, copy;
+    std::vector<char> kept;
+    std::vector<Floats> copy;
     std::vector<Floats> q, out, totals, most, columns, values, spare;  // attention.h
     Fetches ahead;                           // attention.h
 };

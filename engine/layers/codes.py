@@ -6,15 +6,39 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cpu.structs import FormatName
-from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
+from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
 
-# O outputs, N spans (inputs that share one stored header), U units of 32 inputs per span, R runs per span
+# O outputs, I inputs, G groups, N spans (inputs that share one header), U units of 32 inputs per span, R runs per span,
+# C code columns: inputs in the order of the codes
 
 _UNIT = 32
-_GROUPS = {32: FormatName.GROUPS_OF_32, 64: FormatName.GROUPS_OF_64, 128: FormatName.GROUPS_OF_128}
+# Inputs per header and per scale, in descending order.
+_SIZES = (128, 64, 32, 16)
+# Largest integer of a table of levels, and its zero.
+_MOST_LEVEL, _ZERO_LEVEL = 8191, 8192
+_E2M1 = torch.tensor(E2M1_LEVELS)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Format of formats.h with its parameters. Matrices with equal ones can be packed as one.
+
+    order: int32 input of each code column, -1 for padding; empty: in order. levels: two planes of LEVELS.
+    """
+
+    name: FormatName
+    span: int = 256
+    group: int = 32
+    order: bytes = b""
+    levels: bytes = b""
+
+    @property
+    def order_C(self) -> Tensor | None:
+        return torch.frombuffer(bytearray(self.order), dtype=torch.int32) if self.order else None
 
 
 @dataclass(frozen=True)
@@ -29,18 +53,39 @@ class Codes:
     heads: tuple[Tensor, ...]
 
 
-def format_of(weight: QuantizedWeight) -> FormatName | None:
-    """Return the format that holds this matrix exactly; None if there is none."""
+def format_of(weight: QuantizedWeight) -> Format | None:
+    """Return the format that holds this matrix; None if there is none."""
     if isinstance(weight, GGMLWeight):
-        return FormatName.__members__.get(weight.kind.name)
+        name = FormatName.__members__.get(weight.kind.name)
+        return None if name is None else Format(name, span=_span(weight.shape[1]) if weight.kind.block == 32 else 256)
     return _group_format(weight) if isinstance(weight, GroupedWeight) else None
 
 
-def codes_of(weight: QuantizedWeight, start: int, end: int) -> Codes:
-    """Return rows [start, end) of a matrix that has a format."""
+def rows_of(weight: QuantizedWeight, form: Format, start: int, end: int) -> Codes:
+    """Return rows [start, end) of a matrix in its format."""
     if isinstance(weight, GroupedWeight):
-        return _groups(weight, start, end)
-    assert isinstance(weight, GGMLWeight)
+        return _groups(weight, form, start, end)
+    codes, num_spans = codes_of(weight, start, end), weight.shape[1] // form.span
+    heads = tuple(head.reshape(end - start, num_spans, -1, head.shape[-1]) for head in codes.heads)
+    return Codes(codes.bits, codes.codes_ONU32.reshape(end - start, num_spans, -1, _UNIT), heads)
+
+
+def factors_of(weight: QuantizedWeight, form: Format) -> Tensor | None:
+    """Return the factor of each output, (O,) fp32, that the format's codes and scales leave out; None: 1."""
+    if not isinstance(weight, GroupedWeight):
+        return None
+    # E2M1 codes count halves. Scales in e4m3 are read as fp16, whose exponent is 8 smaller.
+    unit = {FormatName.NVFP4: 2.0**7, FormatName.MXFP4: 0.5}.get(form.name, 1.0)
+    if form.name is FormatName.LEVELS:
+        assert weight.levels is not None
+        unit = 1 / _integer_levels(weight.levels)[1]
+    if weight.factors_O is not None:
+        return weight.factors_O.float() * unit
+    return None if unit == 1 else torch.full((weight.shape[0],), unit)
+
+
+def codes_of(weight: GGMLWeight, start: int, end: int) -> Codes:
+    """Return rows [start, end) of a GGUF matrix that has a format, with a span per block."""
     blocks_ONB = torch.unflatten(weight.blocks_OB[start:end], 1, (-1, weight.kind.num_bytes))
     return _READERS[weight.kind.name](blocks_ONB)
 
@@ -114,34 +159,131 @@ def _number(blocks_ONB: Tensor, at: int, num_bytes: int) -> Tensor:
     return blocks_ONB[..., None, at : at + num_bytes]
 
 
-# ---- AWQ and GPTQ ----
+# ---- scales per group of inputs ----
 
 
-def _group_format(weight: GroupedWeight) -> FormatName | None:
-    """Return the format if groups are in order, scales exact in half precision, and zeros integer codes."""
-    num_inputs, zeros_OG = weight.shape[1], weight.zeros_OG
-    if zeros_OG is None or weight.codes.dtype != torch.uint8 or weight.codes.shape[1] * 2 != num_inputs:
+def _group_format(weight: GroupedWeight) -> Format | None:
+    """Return the format if it keeps scales exactly, and zeros are integer codes."""
+    name = _name(weight)
+    least = _SIZES[-1] if name is FormatName.NVFP4 else _UNIT
+    if name is None or not len(weight.group_I):
         return None
-    if weight.levels is not None or weight.factors_O is not None:
+    group_I, order_C = weight.group_I, None
+    if not (group := _group_size(group_I, least)):
+        # Groups in any order (act-order), or not of whole runs: sort and pad them.
+        order_C = _sorted(group_I, least)
+        group = _group_size(group_I[order_C.clamp_min(0)], least)
+    levels = b""
+    if name is FormatName.LEVELS:
+        assert weight.levels is not None
+        stored = _integer_levels(weight.levels)[0] + _ZERO_LEVEL
+        levels = torch.cat((stored >> 7, stored & 127)).to(torch.uint8).numpy().tobytes()
+    order = b"" if order_C is None else order_C.int().numpy().tobytes()
+    return Format(name, _span(len(group_I) if order_C is None else len(order_C)), group, order, levels)
+
+
+def _name(weight: GroupedWeight) -> FormatName | None:
+    if weight.codes.dtype == torch.float8_e4m3fn:
+        has_nan = bool((weight.codes.view(torch.uint8) & 127 == 127).any())
+        is_plain = weight.zeros_OG is None and weight.levels is None and not has_nan
+        return (FormatName.MXFP8 if _is_exact(weight, torch.float8_e8m0fnu) else FormatName.FP8) if is_plain else None
+    if weight.levels is not None:
+        if weight.zeros_OG is not None:
+            return None
+        if torch.equal(weight.levels.float(), _E2M1):
+            for name, dtype in ((FormatName.MXFP4, torch.float8_e8m0fnu), (FormatName.NVFP4, torch.float8_e4m3fn)):
+                if _is_exact(weight, dtype) and (name is FormatName.NVFP4 or _group_size(weight.group_I, _UNIT)):
+                    return name
+        return FormatName.LEVELS
+    return _integer_name(weight)
+
+
+def _integer_name(weight: GroupedWeight) -> FormatName | None:
+    zeros_OG, bits = _zero_codes(weight), _bits_of(weight)
+    if not torch.equal(zeros_OG.clamp(0, 255).to(torch.uint8).float(), zeros_OG):
         return None
-    size = _group_size(weight)
-    in_order_I = weight.group_I[0] + torch.arange(num_inputs) // size
-    is_exact = torch.equal(weight.scales_OG.half().float(), weight.scales_OG.float())
-    is_code = torch.equal(zeros_OG.clamp(0, 255).to(torch.uint8).float(), zeros_OG)
-    is_whole = num_inputs % size == 0 and torch.equal(weight.group_I, in_order_I)
-    return _GROUPS.get(size) if is_whole and is_exact and is_code else None
+    is_half = _is_exact(weight, torch.float16)
+    if is_half and bool((zeros_OG == (8 if bits == 4 else 128)).all()):
+        return FormatName.Q4_0 if bits == 4 else FormatName.Q8_0
+    if bits == 4:
+        return FormatName.INT4 if is_half else FormatName.INT4_F32
+    return FormatName.INT8 if is_half else FormatName.INT8_F32
 
 
-def _group_size(weight: GroupedWeight) -> int:
-    """Return the number of inputs in the first group."""
-    return int((weight.group_I == weight.group_I[0]).sum())
+def _bits_of(weight: GroupedWeight) -> int:
+    is_packed = weight.codes.shape[1] != weight.shape[1]
+    return 4 if is_packed or weight.codes.dtype == torch.uint8 and int(weight.codes.max()) < 16 else 8
 
 
-def _groups(weight: GroupedWeight, start: int, end: int) -> Codes:
-    nibbles = weight.codes[start:end]
-    group_N = weight.group_I[:: _group_size(weight)]
-    codes = torch.stack((nibbles & 15, nibbles >> 4), dim=-1).view(end - start, len(group_N), -1, _UNIT)
-    assert weight.zeros_OG is not None
-    scales = weight.scales_OG[start:end, group_N].half().view(torch.uint8).view(end - start, -1, 1, 2)
-    zeros = weight.zeros_OG[start:end, group_N].to(torch.uint8).view(end - start, -1, 1, 1)
-    return Codes(4, codes, (scales, zeros))
+def _zero_codes(weight: GroupedWeight) -> Tensor:
+    """Return the code of zero per group, for unsigned codes: (O, G) fp32."""
+    zeros_OG = torch.zeros(weight.scales_OG.shape) if weight.zeros_OG is None else weight.zeros_OG
+    return zeros_OG + 128 if weight.codes.dtype == torch.int8 else zeros_OG
+
+
+def _is_exact(weight: GroupedWeight, dtype: torch.dtype) -> bool:
+    scales_OG = weight.scales_OG.float()
+    return torch.equal(scales_OG.to(dtype).float(), scales_OG)
+
+
+def _integer_levels(levels: Tensor) -> tuple[Tensor, float]:
+    """Return levels times the factor that leaves the least rounding error, as integers up to _MOST_LEVEL; the factor."""
+    most = float(levels.abs().max().clamp_min(1e-30))
+    factors_F = torch.arange(_MOST_LEVEL, _MOST_LEVEL // 2, -1, dtype=torch.float64) / most
+    products = levels.double() * factors_F.unsqueeze(1)
+    best = int((products - products.round()).abs().amax(dim=1).argmin())
+    return products[best].round().int(), float(factors_F[best])
+
+
+def _group_size(group_I: Tensor, least: int) -> int:
+    """Return the largest size that divides all groups, each of consecutive inputs; 0 if none fits."""
+    borders = F.pad((group_I.diff() != 0).nonzero().flatten() + 1, (0, 1), value=len(group_I))
+    fitting = (size for size in _SIZES if size >= least and not bool((borders % size).any()))
+    return next(fitting, 0) if len(group_I) % _UNIT == 0 else 0
+
+
+def _sorted(group_I: Tensor, least: int) -> Tensor:
+    """Return the inputs in the order of their groups, each padded to whole runs with -1."""
+    parts = group_I.argsort(stable=True).split(group_I.bincount().tolist())
+    order_C = torch.cat([F.pad(part, (0, -len(part) % least), value=-1) for part in parts])
+    return F.pad(order_C, (0, -len(order_C) % _UNIT), value=-1)
+
+
+def _span(num_columns: int) -> int:
+    return next(size for size in _SIZES if num_columns % size == 0)
+
+
+def _groups(weight: GroupedWeight, form: Format, start: int, end: int) -> Codes:
+    order_C, num_outputs = form.order_C, end - start
+    codes_OC = weight.codes[start:end]
+    if codes_OC.shape[1] != weight.shape[1]:
+        codes_OC = torch.stack((codes_OC & 15, codes_OC >> 4), dim=-1).flatten(1)[:, : weight.shape[1]]
+    codes_OC = codes_OC.view(torch.uint8)
+    if weight.codes.dtype == torch.int8:
+        codes_OC = codes_OC ^ 128
+    group_G = weight.group_I[:: form.group]
+    if order_C is not None:
+        codes_OC = F.pad(codes_OC, (0, 1))[:, order_C.long()]
+        group_G = weight.group_I[order_C[:: form.group].long()]
+    dtype = _SCALES.get(form.name, torch.float16)
+    heads = [weight.scales_OG[start:end, group_G].float().to(dtype).view(torch.uint8)]
+    if form.name.name.startswith("INT"):
+        heads.append(_zero_codes(weight)[start:end, group_G].to(torch.uint8))
+    num_spans = codes_OC.shape[1] // form.span
+    bits = 8 if weight.codes.dtype == torch.float8_e4m3fn else 4 if weight.levels is not None else _bits_of(weight)
+    return Codes(
+        bits,
+        codes_OC.reshape(num_outputs, num_spans, -1, _UNIT),
+        tuple(head.view(num_outputs, num_spans, form.span // form.group, -1) for head in heads),
+    )
+
+
+_SCALES = {
+    FormatName.INT4_F32: torch.float32,
+    FormatName.INT8_F32: torch.float32,
+    FormatName.LEVELS: torch.float32,
+    FormatName.FP8: torch.float32,
+    FormatName.NVFP4: torch.float8_e4m3fn,
+    FormatName.MXFP4: torch.float8_e8m0fnu,
+    FormatName.MXFP8: torch.float8_e8m0fnu,
+}

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.layers.codes import Codes, codes_of
+from engine.cpu.structs import FormatName
+from engine.layers.codes import Codes, Format, rows_of
 from engine.weights.quantized_weight import QuantizedWeight
 
 # O outputs, P panels of 16 outputs, N spans of inputs, U units of 32 inputs per span, B bytes per span
@@ -16,15 +17,16 @@ from engine.weights.quantized_weight import QuantizedWeight
 _PANEL = 16
 # Codes per chunk; bounds the memory that packing needs beside the matrix.
 _WIDENED_AT_ONCE = 1 << 22
+_FLOATS = (FormatName.FP8, FormatName.MXFP8)
 
 
-def pack(weights: Sequence[QuantizedWeight]) -> Tensor:
-    """Pack the rows of several weights of equal width and format as one matrix: (P, N, B) uint8."""
+def pack(weights: Sequence[QuantizedWeight], form: Format) -> Tensor:
+    """Pack the rows of several weights of equal width and this format as one matrix: (P, N, B) uint8."""
     num_outputs, num_inputs = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
     step = max(1, _WIDENED_AT_ONCE // num_inputs // _PANEL) * _PANEL
     packed = None
     for start in range(0, num_outputs, step):
-        rows = _panels(_rows(weights, start, min(start + step, num_outputs)))
+        rows = _panels(_rows(weights, form, start, min(start + step, num_outputs)), is_float=form.name in _FLOATS)
         if packed is None:
             packed = torch.empty(-(-num_outputs // _PANEL), *rows.shape[1:], dtype=torch.uint8)
         packed[start // _PANEL :][: len(rows)] = rows
@@ -32,22 +34,25 @@ def pack(weights: Sequence[QuantizedWeight]) -> Tensor:
     return packed
 
 
-def _rows(weights: Sequence[QuantizedWeight], start: int, end: int) -> Codes:
+def _rows(weights: Sequence[QuantizedWeight], form: Format, start: int, end: int) -> Codes:
     """Return rows [start, end) of the concatenated weights."""
     parts, first = [], 0
     for weight in weights:
         low, high = max(start, first), min(end, first + weight.shape[0])
         if low < high:
-            parts.append(codes_of(weight, low - first, high - first))
+            parts.append(rows_of(weight, form, low - first, high - first))
         first += weight.shape[0]
     heads = zip(*(part.heads for part in parts), strict=True)
     codes = torch.cat([part.codes_ONU32 for part in parts])
     return Codes(parts[0].bits, codes, tuple(torch.cat(head) for head in heads))
 
 
-def _panels(rows: Codes) -> Tensor:
+def _panels(rows: Codes, *, is_float: bool) -> Tensor:
     """Arrange rows in panels: (P, N, B)."""
     codes_PNU864 = _by_panel(torch.unflatten(rows.codes_ONU32, -1, (8, 4)))
+    if is_float:
+        # Of four outputs, the first two inputs before the others.
+        codes_PNU864 = torch.unflatten(codes_PNU864, -1, (4, 4, 2, 2)).transpose(-3, -2).flatten(-4)
     codes = torch.cat([part.flatten(3) for part in _planes(codes_PNU864, rows.bits)], dim=-1)
     return torch.cat([*(_by_panel(head).flatten(2) for head in rows.heads), codes.flatten(2)], dim=-1)
 

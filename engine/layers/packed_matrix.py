@@ -15,7 +15,7 @@ from torch import Tensor
 from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import FormatName, Kind, ProductCall, Step, StoredRows
-from engine.layers.codes import format_of
+from engine.layers.codes import Format, factors_of, format_of
 from engine.layers.layers import Before, RMSNorm, linear
 from engine.layers.low_bit_panels import pack
 from engine.weights.quantized_weight import QuantizedWeight
@@ -47,8 +47,10 @@ class PackedPart:
 
     kind: Kind
     num_outputs: int
+    # Inputs as packed: of a format in another order, they may include padding.
+    num_columns: int
     tensors: Mapping[str, Tensor]
-    format_name: FormatName = FormatName.Q4_0
+    form: Format = Format(FormatName.Q4_0)
 
 
 class PackedMatrix:
@@ -79,8 +81,8 @@ class PackedMatrix:
             return
         some, tiled = self._some(), self._some(tile_rows=0)
         has_tiles = self._has_tiles(some, tiled)
-        kind, format_name = self._parts[0].kind, self._parts[0].format_name
-        name = format_name.name if kind is Kind.MULTIPLY_FEW_BITS else kind.name
+        kind, form = self._parts[0].kind, self._parts[0].form
+        name = f"{form.name.name} in {form.group}" if kind is Kind.MULTIPLY_FEW_BITS else kind.name
         for num_rows in _ROWS_OF_PROMPTS if kind is Kind.MULTIPLY_FEW_BITS else (*_ROWS_OF_PROMPTS, _FULL_TILES):
             x_TI = torch.ones(num_rows, self.num_inputs, dtype=torch.bfloat16)
             ways = {KERNELS: partial(some.multiply, x_TI), TORCH: partial(some.multiply_by_torch, x_TI)}
@@ -122,7 +124,7 @@ class PackedMatrix:
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
         panels_PN16C = kernels.memory.copy(_panels(weight_OI.to(torch.bfloat16), group=2))
-        part = PackedPart(Kind.MULTIPLY_BF16, weight_OI.shape[0], {"panels": panels_PN16C})
+        part = PackedPart(Kind.MULTIPLY_BF16, *weight_OI.shape, {"panels": panels_PN16C})
         return cls(kernels, weight_OI.shape[1], part)
 
     @classmethod
@@ -140,23 +142,31 @@ class PackedMatrix:
             "scales": _pad(scales_O),
             "sums": _pad(codes_OI.sum(dim=1, dtype=torch.int32)),
         }
-        return cls(kernels, weight_OI.shape[1], PackedPart(Kind.MULTIPLY_INT8, weight_OI.shape[0], tensors))
+        return cls(kernels, weight_OI.shape[1], PackedPart(Kind.MULTIPLY_INT8, *weight_OI.shape, tensors))
 
     @classmethod
     def few_bits(cls, kernels: Kernels, weights: Sequence[QuantizedWeight]) -> PackedMatrix | None:
         """Pack the rows of several low-bit weights as stored; None if the kernels lack one of their formats.
 
-        Activations are quantized at run time with one scale per 32 inputs (16 for Q6_K) and multiplied as integers.
+        Activations are quantized at run time with one scale per 32 inputs (16 for Q6_K and NVFP4) and multiplied as
+        integers; with 8-bit floats they stay in bf16.
         """
         parts = []
-        for name, alike in groupby(weights, key=format_of):
-            if name is None:
+        for form, alike in groupby(weights, key=format_of):
+            if form is None:
                 return None
             same = tuple(alike)
+            tensors = {"panels": kernels.memory.copy(pack(same, form))}
+            factors = [factors for weight in same if (factors := factors_of(weight, form)) is not None]
+            if factors:
+                tensors["scales"] = _pad(torch.cat(factors))
+            if form.levels:
+                tensors["levels"] = torch.frombuffer(bytearray(form.levels), dtype=torch.uint8)
+            if (order_C := form.order_C) is not None:
+                tensors["order"] = order_C
+            num_columns = weights[0].shape[1] if order_C is None else len(order_C)
             num_outputs = sum(weight.shape[0] for weight in same)
-            parts.append(
-                PackedPart(Kind.MULTIPLY_FEW_BITS, num_outputs, {"panels": kernels.memory.copy(pack(same))}, name)
-            )
+            parts.append(PackedPart(Kind.MULTIPLY_FEW_BITS, num_outputs, num_columns, tensors, form))
         return cls(kernels, weights[0].shape[1], *parts)
 
     def rows(self, rows_T: Tensor) -> Tensor:
@@ -178,17 +188,25 @@ class PackedMatrix:
 
     def _stored_rows(self, part: PackedPart, rows_T: Tensor) -> Tensor:
         assert part.kind is Kind.MULTIPLY_FEW_BITS
-        out_TI = torch.empty(len(rows_T), self.num_inputs, dtype=torch.bfloat16)
+        out_TC = torch.empty(len(rows_T), part.num_columns, dtype=torch.bfloat16)
+        pointers = {name: tensor.data_ptr() for name, tensor in part.tensors.items()}
         stored = StoredRows(
-            format=part.format_name,
-            panels=part.tensors["panels"].data_ptr(),
-            inputs=self.num_inputs,
+            format=part.form.name,
+            span=part.form.span,
+            group=part.form.group,
+            panels=pointers["panels"],
+            levels=pointers.get("levels"),
+            factors=pointers.get("scales"),
+            inputs=part.num_columns,
             count=len(rows_T),
             rows=rows_T.data_ptr(),
-            out=out_TI.data_ptr(),
+            out=out_TC.data_ptr(),
         )
         self._kernels.widen_stored_rows(stored)
-        return out_TI
+        if (order_C := part.tensors.get("order")) is None:
+            return out_TC
+        # Padding sorts before the inputs.
+        return out_TC[:, order_C.argsort()[part.num_columns - self.num_inputs :]]
 
     def multiply(
         self,
@@ -246,9 +264,12 @@ class PackedMatrix:
         for part in self._parts:
             yield ProductCall(
                 kind=part.kind,
-                format=part.format_name,
+                format=part.form.name,
+                span=part.form.span,
+                group=part.form.group,
                 outputs=part.num_outputs,
-                inputs=self.num_inputs,
+                inputs=part.num_columns,
+                features=self.num_inputs,
                 before=_NORM if norm else _NOTHING if before is None else _SILU,
                 eps=norm.eps if norm else 0.0,
                 norm=norm.weight.data_ptr() if norm else None,

@@ -61,6 +61,7 @@ void give_back() {
 
 void here(ProductCall& p) {
     here(p.panels), here(p.scales), here(p.sums), here(p.bias), here(p.norm), here(p.x), here(p.residual), here(p.out);
+    here(p.levels), here(p.order);
 }
 void here(PoolView& pool) { here(pool.codes), here(pool.scales); }
 void here(RotaryCall& t) { here(t.pool), here(t.heads), here(t.q_norm), here(t.k_norm); }
@@ -143,7 +144,7 @@ int main(int, char** arguments) {
         else if (what == "unpack_wire") unpack(copy_of<Wire>(p));
         else if (what == "widen_stored_rows") {
             StoredRows stored = *reinterpret_cast<StoredRows*>(p);
-            here(stored.panels), here(stored.rows), here(stored.out);
+            here(stored.panels), here(stored.levels), here(stored.factors), here(stored.rows), here(stored.out);
             widen_rows(stored);
         } else {
             Payload payload = *reinterpret_cast<Payload*>(p);
