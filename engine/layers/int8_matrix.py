@@ -43,7 +43,7 @@ class Int8Matrix:
     def panels(self) -> CodePanels:
         """Return the codes as panels for unquantized activations, as the expert kernels multiply them."""
         codes_OI = self.codes_OI[:, : self.num_inputs].view(torch.uint8)
-        return panels_of([CodeRows(INT8, 0, codes_OI, {"scales": self.scales_O.unsqueeze(1)})])
+        return panels_of([CodeRows(INT8, 0, codes_OI, {"factors": self.scales_O.unsqueeze(1)})])
 
     def multiply(
         self,
