@@ -410,14 +410,12 @@ def _product(
                 if p % PER_SUM == 0:
                     product = acc if IN_PLACE else tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
                     sums = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-                # Place of the group in the span.
-                g = u * GROUPS + p // PER_GROUP
-                word_of_span = of_span * (OF_SPAN // PACK) + g // PACK
+                word_of_span = of_span * (OF_SPAN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
                 if FOLDS:
                     if p % PER_GROUP == 0:
-                        if g % PACK == 0:
+                        if (u * GROUPS + p // PER_GROUP) % PACK == 0:
                             scale_word = tl.load(scales + word_of_span)
-                        scale = number_of_byte(scale_word, g % PACK, FORMAT)
+                        scale = number_of_byte(scale_word, (u * GROUPS + p // PER_GROUP) % PACK, FORMAT)
                     code = times(codes[p], scale, NATIVE)
                 else:
                     code = codes[p]
@@ -430,9 +428,9 @@ def _product(
                     else:
                         of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r
                         if FORMAT:
-                            if g % PACK == 0:
+                            if (u * GROUPS + p // PER_GROUP) % PACK == 0:
                                 scale_word = tl.load(scales + word_of_span)
-                            scale = number_of_byte(scale_word, g % PACK, FORMAT)
+                            scale = number_of_byte(scale_word, (u * GROUPS + p // PER_GROUP) % PACK, FORMAT)
                             if IS_NESTED:
                                 scale *= super_scale
                         else:
@@ -442,9 +440,9 @@ def _product(
                             if LEAST == 1:
                                 least = tl.load(leasts + of_group).to(tl.float32)
                             else:
-                                if g % PACK == 0:
+                                if (u * GROUPS + p // PER_GROUP) % PACK == 0:
                                     least_word = tl.load(leasts + word_of_span)
-                                least = number_of_byte(least_word, g % PACK, 1)
+                                least = number_of_byte(least_word, (u * GROUPS + p // PER_GROUP) % PACK, 1)
                             if LEAST == 2:
                                 least *= -scale
                             elif LEAST == 3:
@@ -531,13 +529,12 @@ def _widen(
             upper = word
         codes = widen(word, upper, u if KIND == 5 else u % 2, KIND, LEVELS, dtype, NATIVE)
         for p in tl.static_range(POSITIONS):
-            g = u * GROUPS + p // PER_GROUP
             of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r
-            word_of_span = of_span * (OF_SPAN // PACK) + g // PACK
+            word_of_span = of_span * (OF_SPAN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
             number = codes[p].to(tl.float32)
             if GROUP:
                 if FORMAT:
-                    scale = number_of_byte(tl.load(scales + word_of_span), g % PACK, FORMAT)
+                    scale = number_of_byte(tl.load(scales + word_of_span), (u * GROUPS + p // PER_GROUP) % PACK, FORMAT)
                     if IS_NESTED:
                         scale *= super_scale
                 else:
@@ -546,7 +543,7 @@ def _widen(
                     if LEAST == 1:
                         least = tl.load(leasts + of_group).to(tl.float32)
                     else:
-                        least = number_of_byte(tl.load(leasts + word_of_span), g % PACK, 1)
+                        least = number_of_byte(tl.load(leasts + word_of_span), (u * GROUPS + p // PER_GROUP) % PACK, 1)
                     if LEAST == 2:
                         least *= -scale
                     elif LEAST == 3:
