@@ -25,7 +25,7 @@ _MOST, _LEAST = 128, 16
 class CodeRows:
     """Codes of some outputs, not yet in panels. kind, group, levels and numbers as in CodePanels, but (O, G) each.
 
-    order: input that each code column belongs to; None if in order.
+    order: input that each code column belongs to; None if in order. activations: as in GroupedWeight.
     """
 
     kind: int
@@ -34,6 +34,7 @@ class CodeRows:
     numbers: dict[str, Tensor]
     order_I: Tensor | None = None
     levels: tuple[float, ...] | None = None
+    activations: torch.dtype | None = None
 
     def is_like(self, other: CodeRows) -> bool:
         in_order = self.order_I is None or other.order_I is None
@@ -43,7 +44,7 @@ class CodeRows:
     def _format(self) -> object:
         # Wide numbers of several dtypes are concatenated exactly.
         numbers = [(name, each.element_size() == 1 and each.dtype) for name, each in self.numbers.items()]
-        return self.kind, self.group, self.levels, numbers
+        return self.kind, self.group, self.levels, self.activations, numbers
 
 
 def rows_of(weight: QuantizedWeight, device: torch.device) -> CodeRows | None:
@@ -108,7 +109,8 @@ def _of_groups(weight: GroupedWeight) -> CodeRows | None:
         factors_O = 1.0 if weight.factors_O is None else weight.factors_O
         numbers["factors"] = (weight.scales_OG[:, int(group_I[0])].float() * factors_O).unsqueeze(1)
     codes_OI = _codes(weight)
-    return CodeRows(kind, group, codes_OI if order_I is None else codes_OI[:, order_I], numbers, order_I, levels)
+    codes_OI = codes_OI if order_I is None else codes_OI[:, order_I]
+    return CodeRows(kind, group, codes_OI, numbers, order_I, levels, weight.activations)
 
 
 def _kind(weight: GroupedWeight) -> int | None:
@@ -142,7 +144,9 @@ def _zeros(weight: GroupedWeight, kind: int) -> Tensor | None:
     return None if bool((zeros_OG == center_of(kind)).all()) else zeros_OG
 
 
-def _numbers(weight: GroupedWeight, zeros_OG: Tensor | None, kind: int, group: int, group_I: Tensor) -> dict[str, Tensor]:
+def _numbers(
+    weight: GroupedWeight, zeros_OG: Tensor | None, kind: int, group: int, group_I: Tensor
+) -> dict[str, Tensor]:
     index_G = group_I[::group]
     scales_OG = as_bytes(weight.scales_OG)[:, index_G]
     scales_OG = scales_OG.view(weight.scales_OG.dtype) if scales_OG.element_size() == 1 else scales_OG

@@ -112,7 +112,10 @@ class ShardReader:
     def _low_bit(self, *weights: QuantizedWeight) -> Matrix | None:
         """Return a low-bit matrix that stays quantized; None if it must be dequantized at load."""
         if self.device.type == "cuda":
-            return CodedMatrix.of(weights, self.device)
+            matrix = Int8Matrix.as_stored(weights, self.device) or CodedMatrix.of(weights, self.device)
+            if isinstance(matrix, CodedMatrix) and self.measured is not None:
+                matrix.measure(self.measured)
+            return matrix
         return self._packed(*weights) or QuantizedMatrix(weights)
 
     def _packed(self, *weights: QuantizedWeight) -> PackedMatrix | None:

@@ -42,6 +42,7 @@ class GroupedWeight:
     codes: (O, I) float8, int8 or uint8; or 4-bit (O, ceil(I / 2)) uint8, the even input in the low half.
     scales: (O, G) in any float dtype, as stored. zeros: (O, G) fp32, or None for symmetric codes. group: (I,) int64.
     levels: (16,) fp32, the number of each 4-bit code; None: the code itself. factors: (O,) fp32; None: 1.
+    activations: dtype to which the format quantizes each row of inputs at run time; None: they stay as they are.
     """
 
     codes: Tensor
@@ -50,6 +51,7 @@ class GroupedWeight:
     group_I: Tensor
     levels: Tensor | None = None
     factors_O: Tensor | None = None
+    activations: torch.dtype | None = None
 
     @classmethod
     def of_4_bits(

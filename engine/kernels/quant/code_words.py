@@ -225,7 +225,7 @@ def _e2m1_pairs(word: tl.tensor) -> Any:
 
 @jit
 def _level_pairs(word: tl.tensor, TABLE: tl.constexpr) -> Any:
-    """Look up the codes of both words at once: low and high bytes, each in the lower and in the upper half of the table.
+    """Look up low and high bytes, each in the lower and in the upper half of the table.
 
     A byte permutation takes the lower three bits of four codes. Their upper bits become bytes of ones, which select a
     half: the permutation repeats a byte's sign if the selector's upper bit is set.

@@ -30,7 +30,7 @@ from engine.kernels.language import (
     spares_registers,
     tl,
 )
-from engine.kernels.quant.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of
+from engine.kernels.quant.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of, span_of
 from engine.kernels.quant.code_words import (
     E2M1,
     E4M3,
@@ -46,6 +46,7 @@ from engine.kernels.quant.code_words import (
     times,
     widen,
 )
+from engine.kernels.quant.row_quantization import as_bytes
 
 # T tokens, I input features, O output features, C experts per token
 
@@ -71,18 +72,21 @@ class Tile:
     is_split: bool
 
     @classmethod
-    def of(cls, num_rows: int, kind: int, num_words: int, device: torch.device) -> Tile:
-        """Choose a tile. num_words: K of code_panels."""
-        if num_rows > 32 and _wants_few_rows(kind, num_words, device):
+    def of(cls, num_rows: int, panels: CodePanels, device: torch.device) -> Tile:
+        kind = panels.kind
+        if num_rows > 32 and _wants_few_rows(panels, device):
             return cls(128, 32, 8, 3, num_rows <= 64)
         if 32 < num_rows <= 64 and kind == FIVE_BITS and not has_tile_copies(device) and not spares_registers():
             # Older Triton spills registers with 64 rows and split inputs.
             return cls(128, 32, 8, 3, True)
         if num_rows <= 32:
             return cls(64, max(16, power_of_2(num_rows)), 4, 4 if kind < E2M1 else 3, True)
-        if num_rows <= 64:
-            return cls(128, 64, 8, 3, True) if kind < E2M1 else cls(64, 64, 4, 3, True)
-        return cls(128, 128, 8, 3, False) if kind < E2M1 else cls(64, 64, 4, 3, False)
+        if num_rows <= 64 and kind < E2M1:
+            return cls(128, 64, 8, 3, True)
+        if _has_large_tiles(panels):
+            return cls(128, 128, 8, 3, False)
+        # With the scales of three stages, only one program would fit a processor.
+        return cls(64, 64, 4, 2 if kind == E2M1 and panels.group < 32 else 3, num_rows <= 64)
 
 
 def new_counters(num_outputs: int, device: torch.device) -> Tensor:
@@ -133,7 +137,7 @@ def launch_coded_product(
     out_TO = x_TI.new_empty(num_rows, num_outputs) if out_TO is None else out_TO
     if not num_rows:
         return out_TO
-    tile = tile or _fitted(Tile.of(num_rows, panels.kind, panels.words.shape[-1], x_TI.device), panels, x_TI)
+    tile = tile or _fitted(Tile.of(num_rows, panels, x_TI.device), panels, x_TI)
     num_tiles = cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows)
     num_spans = panels.num_units // panels.units_of_a_span
     splits = splits or (splits_for(num_tiles[0] * num_tiles[1], num_spans, x_TI.device) if tile.is_split else 1)
@@ -181,7 +185,8 @@ def launch_expert_product(
     (num_outputs, num_inputs), num_experts = panels.shape, len(panels.words)
     out_NO = x_NI.new_empty(num_choices, num_outputs)
     rows = len(choice_P) // len(expert_B)
-    tile = replace(Tile.of(rows, panels.kind, panels.words.shape[-1], x_NI.device), num_stages=3)
+    tile = Tile.of(rows, panels, x_NI.device)
+    tile = replace(tile, num_stages=min(tile.num_stages, 3))
     assert tile.rows == rows, f"tiles of {rows} choices exceed most_rows_of_experts"
     tile = _fitted(tile, panels, x_NI)
     _product[(cdiv(num_outputs, tile.outputs), len(expert_B), 1)](
@@ -213,29 +218,46 @@ def launch_expert_product(
 
 def most_rows_of_experts(panels: CodePanels, device: torch.device) -> int:
     """Return the maximum rows of a tile for `launch_expert_product`, the rows of `Tile.of`."""
-    if panels.kind < E2M1:
+    if _has_large_tiles(panels):
         return 128
     is_short_of_registers = not has_tile_copies(device) and not spares_registers()
-    return 32 if is_short_of_registers or _wants_few_rows(panels.kind, panels.words.shape[-1], device) else 64
+    return 32 if is_short_of_registers or _wants_few_rows(panels, device) else 64
 
 
 def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Dequantize outputs [start, end): (end - start, I). start: a multiple of 64."""
-    num_inputs = panels.shape[1]
-    out_OI = torch.empty(end - start, num_inputs, dtype=dtype, device=panels.words.device)
+    """Dequantize outputs [start, end): (end - start, I). start: a multiple of 64.
+
+    dtype float8_e4m3fn: return the codes of an e4m3 matrix, with inputs padded with zeros to a multiple of 128.
+    """
+    is_raw = dtype == torch.float8_e4m3fn
+    assert not is_raw or panels.kind == E4M3
+    width = cdiv(panels.shape[1], span_of(E4M3)) * span_of(E4M3) if is_raw else panels.shape[1]
+    out_OI = torch.empty(end - start, width, dtype=dtype, device=panels.words.device)
     constants = _constants(panels, Tile(ROWS, 16, 4, 1, False), out_OI)
     for name in ("BLOCK_T", "IN_PLACE", "FOLDS"):
         del constants[name]
     num_spans = panels.num_units // constants["SPAN"]
     _widen[(cdiv(end - start, ROWS), num_spans)](
-        *_pointers(panels), out_OI, start // ROWS, end - start, num_inputs, panels.num_units, **constants
+        *_pointers(panels),
+        as_bytes(out_OI),
+        start // ROWS,
+        end - start,
+        width,
+        panels.num_units,
+        IS_RAW=is_raw,
+        **constants,
     )
     return out_OI
 
 
-def _wants_few_rows(kind: int, num_words: int, device: torch.device) -> bool:
+def _has_large_tiles(panels: CodePanels) -> bool:
+    """Return True if 128 rows fit the registers: zeros need as many sums again as codes."""
+    return panels.kind < E2M1 and panels.leasts is None
+
+
+def _wants_few_rows(panels: CodePanels, device: torch.device) -> bool:
     """Return True if 64 rows would not fit: an A100's matrix operands are in registers."""
-    return E2M1 <= kind <= NIBBLES and num_words > 16 and not has_tile_copies(device)
+    return E2M1 <= panels.kind <= NIBBLES and panels.words.shape[-1] > 16 and not has_tile_copies(device)
 
 
 def _folds(panels: CodePanels, dtype: torch.dtype) -> bool:
@@ -278,7 +300,7 @@ def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, Any]:
     if panels.leasts is not None:
         least = 1 if panels.leasts.dtype != torch.uint8 else 2 if panels.supers is None else 3
     # Levels are looked up, which needs no instruction of newer devices.
-    has_native = has_fp8_casts(x.device) or x.is_cuda and panels.kind in (E2M1, LEVELS)
+    has_native = has_fp8_casts(x.device) or (x.is_cuda and panels.kind in (E2M1, LEVELS))
     is_native = x.dtype == torch.bfloat16 and has_native
     levels = panels.levels if panels.kind == LEVELS else None
     return {
@@ -497,9 +519,10 @@ def _widen(
     SPAN: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
+    IS_RAW: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """One program: a span of a panel. Rounds once, to the dtype of out."""
+    """One program: a span of a panel. Rounds once, to the dtype of out. IS_RAW: writes codes of 8 bits as bytes."""
     POSITIONS: tl.constexpr = 2 if KIND < 2 else 4
     CENTER: tl.constexpr = 1 << (KIND - 1) if KIND >= 4 else 0
     PER_GROUP: tl.constexpr = GROUP // K if GROUP else POSITIONS
@@ -527,12 +550,15 @@ def _widen(
             upper = tl.load(high + (panel * (num_units // 2) + unit // 2) * 64 * K + tile)
         elif KIND < 5:
             upper = word
-        codes = widen(word, upper, u if KIND == 5 else u % 2, KIND, LEVELS, dtype, NATIVE)
+        if IS_RAW:
+            codes = word & 255, (word >> 8) & 255
+        else:
+            codes = widen(word, upper, u if KIND == 5 else u % 2, KIND, LEVELS, dtype, NATIVE)
         for p in tl.static_range(POSITIONS):
             of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r
             word_of_span = of_span * (OF_SPAN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
-            number = codes[p].to(tl.float32)
-            if GROUP:
+            number = codes[p] if IS_RAW else codes[p].to(tl.float32)
+            if GROUP and not IS_RAW:
                 if FORMAT:
                     scale = number_of_byte(tl.load(scales + word_of_span), (u * GROUPS + p // PER_GROUP) % PACK, FORMAT)
                     if IS_NESTED:
@@ -551,7 +577,7 @@ def _widen(
                     number = (number + CENTER) * scale[:, None] + least[:, None]
                 else:
                     number *= scale[:, None]
-            if HAS_FACTORS:
+            if HAS_FACTORS and not IS_RAW:
                 number *= tl.load(factors + panel * 64 + r)[:, None]
             i = (unit * POSITIONS + p) * K + k
             mask = (o < num_outputs)[:, None] & (i < num_inputs)[None, :]

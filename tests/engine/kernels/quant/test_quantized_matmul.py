@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from core.model.gguf_table import GGML_TYPES
+from engine.cpu.autotune import FP8, MeasuredWays, Ways
 from engine.kernels.moe.expert_tiles import sort_into_tiles
 from engine.kernels.moe.quantized_experts import launch_coded_experts, reference_coded_experts
 from engine.kernels.quant import quantized_matmul
 from engine.kernels.quant.code_panels import CodePanels, numbers_of
+from engine.kernels.quant.int8_matmul import reference_quantize_inputs
 from engine.kernels.quant.quantized_matmul import (
     launch_coded_product,
     launch_widen,
@@ -211,9 +214,46 @@ def test_bias_residual_and_columns_of_a_wider_output() -> None:
     )
 
 
+class FP8Wins(MeasuredWays):
+    def quickest(self, workload: str, ways: Ways) -> str:
+        for compute in ways.values():
+            # Every alternative must be computable.
+            compute()
+        return FP8
+
+
+def test_prompts_are_multiplied_in_fp8_if_measured_and_asked_for(tmp_path: Path) -> None:
+    """FP8 weights with one scale per output, and inputs with one scale per row, in a prompt of 512 rows."""
+    weight = random_weight("fp8 channels", 48, 200)
+    assert isinstance(weight, GroupedWeight)
+    x, bias, residual = (random(*shape, seed=3).bfloat16() for shape in ((512, 200), (48,), (512, 48)))
+    numbers, (codes, scales) = weight.rows(0, 48).to(DEVICE), reference_quantize_inputs(x, torch.float8_e4m3fn)
+    products = {
+        torch.float8_e4m3fn: (codes[:, :200].float() * scales[:, None]) @ numbers.T,
+        None: x.float() @ numbers.T,
+    }
+    for activations, product in products.items():
+        matrix = CodedMatrix.of([replace(weight, activations=activations)], DEVICE)
+        assert matrix is not None
+        unmeasured = multiplied(matrix, x, bias_O=bias, residual_TO=residual)
+        matrix.measure(FP8Wins(tmp_path))
+        assert matrix.fp8_rows == 512 or activations is None
+        got = multiplied(matrix, x, bias_O=bias, residual_TO=residual)
+        assert torch.equal(got, unmeasured) == (activations is None)
+        if activations is not None or DEVICE.type == "cuda":
+            torch.testing.assert_close(got.float(), product + bias + residual, atol=5e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("name", "hidden", "features"),
-    [("fp8 blocks", 256, 128), ("fp8 channels", 80, 48), ("nvfp4", 96, 64), ("mxfp4", 96, 64), ("nf4", 128, 64), ("Q6_K", 256, 256)],
+    [
+        ("fp8 blocks", 256, 128),
+        ("fp8 channels", 80, 48),
+        ("nvfp4", 96, 64),
+        ("mxfp4", 96, 64),
+        ("nf4", 128, 64),
+        ("Q6_K", 256, 256),
+    ],
 )
 @pytest.mark.parametrize(("num_tokens", "num_experts", "per_token"), [(1, 3, 2), (40, 2, 1)])
 def test_coded_experts_equal_dequantized_experts(
