@@ -121,8 +121,8 @@ def _fp8_blocks(num_outputs: int, num_inputs: int, device: torch.device) -> Code
 
 def _fp8(num_outputs: int, num_inputs: int, device: torch.device) -> Matrix:
     codes_OI = _random(num_outputs, num_inputs, device).to(torch.float8_e4m3fn).view(torch.uint8)
-    scales_OG = torch.rand(num_outputs, 1, device=device)
-    return CodedMatrix.whole(panels_of([CodeRows(E4M3, 0, codes_OI, {"scales": scales_OG})]))
+    factors_O1 = torch.rand(num_outputs, 1, device=device)
+    return CodedMatrix.whole(panels_of([CodeRows(E4M3, 0, codes_OI, {"factors": factors_O1})]))
 
 
 def _int8(num_outputs: int, num_inputs: int, device: torch.device) -> Matrix:

@@ -1,4 +1,4 @@
-"""Autotuning: measures alternative implementations once per processor and stores the times beside the kernels.
+"""Autotuning: measures alternative implementations once per processor or GPU and stores the times beside the kernels.
 
 Alternatives may sum in another order. Callers that need one fixed order do not use this.
 """
@@ -23,14 +23,14 @@ from core.types.errors import DeployError
 
 logger = logging.getLogger(__name__)
 
-# Compiled kernels without AMX, compiled kernels with AMX, torch.
-KERNELS, TILES, TORCH = "kernels", "tiles", "torch"
+# Compiled kernels without AMX, compiled kernels with AMX, torch; on a GPU weights in the activations' dtype, FP8.
+KERNELS, TILES, TORCH, FP8 = "kernels", "tiles", "torch", "fp8"
 # Smaller gains are noise, or are lost again between calls from Python.
 _GAIN = 1.3
 # The best of these counts, because other processes use the machine too.
 _TRIES = 5
-# Part of the file's key: times of another clock are not comparable.
-_BY = "thread_time"
+# Parts of the file's key: times of another clock are not comparable.
+_BY, _BY_GPU = "thread_time", "synchronized"
 # Resolution of the clock.
 _LEAST_S = 1e-9
 # Wait for another process that is measuring.
@@ -46,9 +46,11 @@ class MeasuredWays:
     Measured on one thread: with several, other load on the machine would dominate their synchronization.
     """
 
-    def __init__(self, path: Path) -> None:
-        """path: file shared by the processes of one machine."""
+    def __init__(self, path: Path, clock: Callable[[], float] | None = None) -> None:
+        """path: file shared by the processes of one machine. clock: seconds; None: CPU time of this thread."""
         self._path = path
+        # Thread time excludes other processes' work.
+        self._clock = clock or time.thread_time
         self._times: Times = {}
         # Workloads requested by this process.
         self._used: Times = {}
@@ -57,9 +59,17 @@ class MeasuredWays:
     @classmethod
     def of_this_machine(cls, version: str) -> MeasuredWays:
         """Open the machine's file. version: version of the kernels, which includes the processor."""
-        facts = version, torch.__version__, _BY
-        key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
-        return cls(cache_root() / "kernels" / f"{key}-ways.json")
+        return cls(_path_of(version, torch.__version__, _BY))
+
+    @classmethod
+    def of_gpu(cls, device: torch.device) -> MeasuredWays:
+        """Open the file of this kind of GPU."""
+
+        def clock() -> float:
+            torch.cuda.synchronize(device)
+            return time.perf_counter()
+
+        return cls(_path_of(torch.cuda.get_device_name(device), torch.__version__, _BY_GPU), clock)
 
     def quickest(self, workload: str, ways: Ways) -> str:
         """Return the fastest of `ways` for workload `workload`. Runs them only if no stored measurement exists.
@@ -87,7 +97,7 @@ class MeasuredWays:
             with self._locked():
                 self._times |= _read(self._path)
                 if not self._has(workload, ways):
-                    self._times[workload] = _measured(ways)
+                    self._times[workload] = _measured(ways, self._clock)
                     self._write()
         return {name: self._times[workload][name] for name in ways}
 
@@ -115,16 +125,21 @@ class MeasuredWays:
             logger.warning("failed to save kernel measurements: %s", error)
 
 
+def _path_of(*facts: str) -> Path:
+    key = blake2b("\0".join(facts).encode(), digest_size=8).hexdigest()
+    return cache_root() / "kernels" / f"{key}-ways.json"
+
+
 def _quickest(seconds: Mapping[str, float]) -> str:
     """Return the fastest. Torch must beat both kernels, because it breaks up the step's single program."""
     best = KERNELS
-    for name in (TILES, TORCH):
+    for name in (TILES, TORCH, FP8):
         if seconds[best] > _GAIN * seconds.get(name, float("inf")):
             best = name
     return best
 
 
-def _measured(ways: Ways) -> dict[str, float]:
+def _measured(ways: Ways, clock: Callable[[], float]) -> dict[str, float]:
     """Measure alternately. If the kernels lose they get a second round, because the result is stored for good."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -132,20 +147,19 @@ def _measured(ways: Ways) -> dict[str, float]:
         for compute in ways.values():
             # The first call touches new memory and is not timed.
             compute()
-        best = _best_of_tries(ways, dict.fromkeys(ways, float("inf")))
-        return best if _quickest(best) == KERNELS else _best_of_tries(ways, best)
+        best = _best_of_tries(ways, clock, dict.fromkeys(ways, float("inf")))
+        return best if _quickest(best) == KERNELS else _best_of_tries(ways, clock, best)
     finally:
         torch.set_num_threads(threads)
 
 
-def _best_of_tries(ways: Ways, best: dict[str, float]) -> dict[str, float]:
+def _best_of_tries(ways: Ways, clock: Callable[[], float], best: dict[str, float]) -> dict[str, float]:
     best = dict(best)
     for _ in range(_TRIES):
         for name, compute in ways.items():
-            # Thread time excludes other processes' work.
-            begin = time.thread_time()
+            begin = clock()
             compute()
-            best[name] = min(best[name], max(time.thread_time() - begin, _LEAST_S))
+            best[name] = min(best[name], max(clock() - begin, _LEAST_S))
     return best
 
 

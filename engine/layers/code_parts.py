@@ -9,23 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.kernels.quant.code_panels import RUN, CodePanels, in_panels, pack_words
-from engine.kernels.quant.code_words import E4M3, INT8
+from engine.kernels.quant.code_panels import RUN, CodePanels, center_of, in_panels, pack_words, span_of
+from engine.kernels.quant.code_words import E2M1, E4M3, INT8, LEVELS, NIBBLES
+from engine.kernels.quant.row_quantization import as_bytes
 from engine.layers.codes import codes_of, format_of
-from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
+from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
 
 # O outputs, I inputs, G groups of inputs
 
 # Group sizes that the kernels support, in inputs.
 _MOST, _LEAST = 128, 16
-_KINDS = {torch.float8_e4m3fn: E4M3, torch.int8: INT8}
 
 
 @dataclass(frozen=True)
 class CodeRows:
-    """Codes of some outputs, not yet in panels. kind, group and numbers as in CodePanels, but (O, G) each.
+    """Codes of some outputs, not yet in panels. kind, group, levels and numbers as in CodePanels, but (O, G) each.
 
-    order: input that each code column belongs to; None if in order.
+    order: input that each code column belongs to; None if in order. activations: as in GroupedWeight.
     """
 
     kind: int
@@ -33,13 +33,18 @@ class CodeRows:
     codes_OI: Tensor
     numbers: dict[str, Tensor]
     order_I: Tensor | None = None
+    levels: tuple[float, ...] | None = None
+    activations: torch.dtype | None = None
 
     def is_like(self, other: CodeRows) -> bool:
-        ours = [(name, numbers.dtype) for name, numbers in self.numbers.items()]
-        theirs = [(name, numbers.dtype) for name, numbers in other.numbers.items()]
         in_order = self.order_I is None or other.order_I is None
         same = self.order_I is other.order_I if in_order else torch.equal(self.order_I, other.order_I)  # type: ignore[arg-type]
-        return (self.kind, self.group, ours, same) == (other.kind, other.group, theirs, True)
+        return same and self._format() == other._format()
+
+    def _format(self) -> object:
+        # Wide numbers of several dtypes are concatenated exactly.
+        numbers = [(name, each.element_size() == 1 and each.dtype) for name, each in self.numbers.items()]
+        return self.kind, self.group, self.levels, self.activations, numbers
 
 
 def rows_of(weight: QuantizedWeight, device: torch.device) -> CodeRows | None:
@@ -55,64 +60,109 @@ def panels_of(rows: Sequence[CodeRows]) -> CodePanels:
     """Concatenate rows of one format into panels."""
     first, codes_OI = rows[0], torch.cat([part.codes_OI for part in rows])
     words, high = pack_words(codes_OI, first.kind, first.group)
-    num_inputs = codes_OI.shape[1]
     numbers = {}
-    for name in first.numbers:
-        size = RUN if name.startswith("super") else first.group or num_inputs
-        values_OG = torch.cat([part.numbers[name] for part in rows])
-        padding = 0 if size == num_inputs else -(-num_inputs // RUN) * RUN // size - values_OG.shape[1]
-        numbers[name] = in_panels(F.pad(values_OG, (0, padding)), size)
-    return CodePanels(first.kind, first.group, tuple(codes_OI.shape), words, high=high, **numbers)  # type: ignore[arg-type]
+    for name, like in first.numbers.items():
+        values_OG = torch.cat([as_bytes(part.numbers[name]) for part in rows])
+        if name != "factors":
+            values_OG = _narrowed(values_OG)
+            num_groups = -(-codes_OI.shape[1] // RUN) * RUN // (RUN if name.startswith("super") else first.group)
+            values_OG = F.pad(values_OG, (0, num_groups - values_OG.shape[1]))
+        if like.element_size() == 1:
+            values_OG = values_OG.view(like.dtype)
+        numbers[name] = in_panels(values_OG, first.kind, first.group)
+    shape = (codes_OI.shape[0], codes_OI.shape[1])
+    return CodePanels(first.kind, first.group, shape, words, high=high, levels=first.levels, **numbers)
 
 
-# ---- FP8, INT8, AWQ and GPTQ ----
+def _narrowed(values: Tensor) -> Tensor:
+    """Convert fp32 to 16 bits if that is exact."""
+    if values.dtype == torch.float32:
+        for dtype in (torch.float16, torch.bfloat16):
+            if torch.equal(values.to(dtype).float(), values):
+                return values.to(dtype)
+    return values
+
+
+# ---- Groups: FP8, INT8, AWQ, GPTQ, NVFP4, MXFP4, NF4 ----
 
 
 def _of_groups(weight: GroupedWeight) -> CodeRows | None:
-    if weight.levels is not None or weight.factors_O is not None:
-        return None
     group_I, order_I, num_inputs = weight.group_I, None, weight.shape[1]
     # GPTQ groups may come in any order (act-order).
     if bool((group_I.diff() < 0).any()):
         order_I = group_I.argsort(stable=True)
         group_I = group_I[order_I]
-    group = _size(group_I)
-    if group is None or (num_inputs < 1):
+    kind, levels, group = _kind(weight), None, _size(group_I)
+    if kind is None or group is None or num_inputs < 1:
         return None
-    scales_OG, zeros_OG = (
-        None if values is None else values[:, group_I[:: group or num_inputs]]
-        for values in (weight.scales_OG.float(), weight.zeros_OG)
-    )
-    assert scales_OG is not None
-    kind, codes_OI = _KINDS.get(weight.codes.dtype), weight.codes
-    if kind is not None and zeros_OG is None:
-        codes_OI = codes_OI.view(torch.uint8)
-        return CodeRows(kind, group, _taken(codes_OI, order_I), {"scales": scales_OG}, order_I)
-    if weight.codes.dtype != torch.uint8 or weight.codes.shape[1] == num_inputs or zeros_OG is None:
-        return None
-    if not group:
-        return _of_groups_of(weight, _MOST)
-    zero_codes_OG = zeros_OG.clamp(0, 255).to(torch.uint8)
-    if not torch.equal(zero_codes_OG.float(), zeros_OG):
-        return None
-    halves_OG = scales_OG.half()
-    scales = halves_OG if torch.equal(halves_OG.float(), scales_OG) else scales_OG
-    codes_OI = torch.stack((codes_OI & 15, codes_OI >> 4), dim=-1).flatten(1)[:, :num_inputs]
-    return CodeRows(4, group, _taken(codes_OI, order_I), {"scales": scales, "leasts": zero_codes_OG}, order_I)
+    if weight.levels is not None:
+        levels = tuple(weight.levels.tolist())
+    zeros_OG = _zeros(weight, kind)
+    if zeros_OG is not None:
+        # Corrections for zeros need groups.
+        group = group or _MOST
+    numbers = {}
+    if group:
+        numbers = _numbers(weight, zeros_OG, kind, group, group_I)
+        if weight.factors_O is not None:
+            numbers["factors"] = weight.factors_O.float().unsqueeze(1)
+    else:
+        factors_O = 1.0 if weight.factors_O is None else weight.factors_O
+        numbers["factors"] = (weight.scales_OG[:, int(group_I[0])].float() * factors_O).unsqueeze(1)
+    codes_OI = _codes(weight)
+    codes_OI = codes_OI if order_I is None else codes_OI[:, order_I]
+    return CodeRows(kind, group, codes_OI, numbers, order_I, levels, weight.activations)
 
 
-def _of_groups_of(weight: GroupedWeight, size: int) -> CodeRows | None:
-    """Split a weight with one scale per output into smaller groups with equal scales."""
-    assert weight.zeros_OG is not None
-    num_inputs = weight.shape[1]
-    index_G = weight.group_I[::size]
-    group_I = torch.arange(num_inputs, device=index_G.device) // size
-    # A group of _MOST would again cover all inputs.
-    if num_inputs <= size:
-        group_I, index_G = torch.arange(num_inputs, device=index_G.device) // _LEAST, weight.group_I[::_LEAST]
-    if len(index_G) < 2:
+def _kind(weight: GroupedWeight) -> int | None:
+    is_whole = weight.codes.shape[1] == weight.shape[1]
+    if weight.levels is not None:
+        kind = E2M1 if weight.levels.tolist() == list(E2M1_LEVELS) else LEVELS
+        return None if is_whole or weight.zeros_OG is not None else kind
+    if weight.codes.dtype == torch.float8_e4m3fn:
+        return E4M3 if weight.zeros_OG is None else None
+    if is_whole:
+        return INT8 if weight.codes.dtype in (torch.int8, torch.uint8) else None
+    return NIBBLES
+
+
+def _codes(weight: GroupedWeight) -> Tensor:
+    """Return one byte per code: (O, I)."""
+    if weight.codes.shape[1] == weight.shape[1]:
+        return weight.codes ^ 128 if weight.codes.dtype == torch.uint8 else weight.codes.view(torch.uint8)
+    return torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).flatten(1)[:, : weight.shape[1]]
+
+
+def _zeros(weight: GroupedWeight, kind: int) -> Tensor | None:
+    """Return the zeros of unsigned nibbles or signed bytes; None if the kernels' codes have none."""
+    if kind not in (INT8, NIBBLES):
         return None
-    return _of_groups(GroupedWeight(weight.codes, weight.scales_OG[:, index_G], weight.zeros_OG[:, index_G], group_I))
+    zeros_OG = torch.zeros_like(weight.scales_OG, dtype=torch.float32)
+    if weight.zeros_OG is not None:
+        zeros_OG = weight.zeros_OG.float()
+    if kind == INT8 and weight.codes.dtype == torch.uint8:
+        zeros_OG = zeros_OG - 128
+    return None if bool((zeros_OG == center_of(kind)).all()) else zeros_OG
+
+
+def _numbers(
+    weight: GroupedWeight, zeros_OG: Tensor | None, kind: int, group: int, group_I: Tensor
+) -> dict[str, Tensor]:
+    index_G = group_I[::group]
+    scales_OG = as_bytes(weight.scales_OG)[:, index_G]
+    scales_OG = scales_OG.view(weight.scales_OG.dtype) if scales_OG.element_size() == 1 else scales_OG
+    # The kernels read two bytes or more per span.
+    if scales_OG.element_size() == 1 and span_of(kind) < 2 * group:
+        scales_OG = scales_OG.float()
+    numbers = {"scales": scales_OG}
+    if zeros_OG is not None:
+        zeros_OG = zeros_OG[:, index_G]
+        zero_codes_OG = zeros_OG.clamp(0, 255).to(torch.uint8)
+        if kind == NIBBLES and torch.equal(zero_codes_OG.float(), zeros_OG):
+            numbers["leasts"] = zero_codes_OG
+        else:
+            numbers["leasts"] = -(zeros_OG * scales_OG.float())
+    return numbers
 
 
 def _size(group_I: Tensor) -> int | None:
@@ -124,10 +174,6 @@ def _size(group_I: Tensor) -> int | None:
     while size >= _LEAST and bool((changes % size).any()):
         size //= 2
     return size if size >= _LEAST else None
-
-
-def _taken(codes_OI: Tensor, order_I: Tensor | None) -> Tensor:
-    return codes_OI if order_I is None else codes_OI[:, order_I]
 
 
 # ---- GGUF ----

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from engine.cpu.autotune import FP8, KERNELS, MeasuredWays
+from engine.kernels.language import has_tile_copies
 from engine.kernels.quant.code_panels import ROWS, CodePanels
+from engine.kernels.quant.code_words import E4M3
+from engine.kernels.quant.int8_matmul import quantize_inputs
 from engine.kernels.quant.quantized_matmul import coded_product, launch_widen, new_counters
 from engine.layers.code_parts import CodeRows, panels_of, rows_of
 from engine.layers.layers import Before
@@ -19,17 +25,26 @@ from engine.weights.quantized_weight import QuantizedWeight
 
 # From this many rows on, dequantizing the matrix first is faster.
 _ROWS_WORTH_WIDENING = 512
+# Rows per prompt step that are measured, in descending order until FP8 loses.
+_ROWS_OF_PROMPTS = (2048, _ROWS_WORTH_WIDENING)
+_NEVER = 1 << 62
+# Outputs of an FP8 product are a multiple of this.
+_FP8_OUTPUTS = 16
 # Weights per chunk.
 _WIDENED_AT_ONCE = 1 << 25
 
 
 @dataclass(frozen=True)
 class CodedPart:
-    """Outputs stored in one format. order: inputs that the code columns belong to; None: in order."""
+    """Outputs stored in one format. order: inputs that the code columns belong to; None: in order.
+
+    has_fp8_inputs: True if the format quantizes inputs to e4m3, and torch multiplies its codes with them.
+    """
 
     panels: CodePanels
     counters: Tensor
     order_I: Tensor | None
+    has_fp8_inputs: bool
 
 
 class CodedMatrix:
@@ -41,6 +56,21 @@ class CodedMatrix:
         self.parts = parts
         self.num_outputs = sum(part.panels.shape[0] for part in parts)
         self.num_bytes = sum(part.panels.num_bytes for part in parts)
+        # From this many rows on, inputs are quantized where the format asks for it.
+        self.fp8_rows = _NEVER
+
+    def measure(self, measured: MeasuredWays) -> None:
+        """Measure FP8 products of prompts, or read a saved measurement, where the format asks for them."""
+        for part in self.parts:
+            num_outputs, num_inputs = part.panels.shape
+            for num_rows in _ROWS_OF_PROMPTS if part.has_fp8_inputs else ():
+                x_TI = torch.ones(num_rows, num_inputs, dtype=torch.bfloat16, device=part.panels.words.device)
+                out_TO = x_TI.new_empty(num_rows, num_outputs)
+                multiply = partial(_multiply_many, x_TI, part.panels, None, None, out_TO)
+                ways = {KERNELS: multiply, FP8: partial(multiply, is_fp8=True)}
+                if measured.quickest(f"FP8 {num_outputs} x {num_inputs}, {num_rows} rows", ways) != FP8:
+                    return
+                self.fp8_rows = num_rows
 
     @classmethod
     def of(cls, weights: Sequence[QuantizedWeight], device: torch.device) -> CodedMatrix | None:
@@ -54,7 +84,7 @@ class CodedMatrix:
                 runs[-1].append(part)
             else:
                 runs.append([part])
-        return cls(*(coded_part(panels_of(run), run[0].order_I) for run in runs))
+        return cls(*(coded_part(panels_of(run), run[0].order_I, run[0].activations) for run in runs))
 
     @classmethod
     def whole(cls, panels: CodePanels) -> CodedMatrix:
@@ -84,30 +114,52 @@ class CodedMatrix:
             bias = None if bias_O is None else bias_O[own]
             residual = None if residual_TO is None else residual_TO[:, own]
             x = x_TI if part.order_I is None else x_TI.index_select(1, part.order_I)
-            if x.is_cuda and len(x) >= _ROWS_WORTH_WIDENING:
-                _multiply_widened(x, part.panels, bias, residual, out_TO[:, own])
+            if len(x) >= _ROWS_WORTH_WIDENING:
+                is_fp8 = part.has_fp8_inputs and len(x) >= self.fp8_rows and x.dtype == torch.bfloat16
+                _multiply_many(x, part.panels, bias, residual, out_TO[:, own], is_fp8=is_fp8)
             else:
                 coded_product(x, part.panels, part.counters, bias_O=bias, residual_TO=residual, out_TO=out_TO[:, own])
             first = own.stop
         return out_TO
 
 
-def coded_part(panels: CodePanels, order_I: Tensor | None = None) -> CodedPart:
-    return CodedPart(panels, new_counters(panels.shape[0], panels.words.device), order_I)
+def coded_part(panels: CodePanels, order_I: Tensor | None = None, activations: torch.dtype | None = None) -> CodedPart:
+    counters = new_counters(panels.shape[0], panels.words.device)
+    is_fp8 = panels.kind == E4M3 and not panels.group and activations == torch.float8_e4m3fn
+    is_supported = has_tile_copies(panels.words.device) and panels.shape[0] % _FP8_OUTPUTS == 0
+    return CodedPart(panels, counters, order_I, is_fp8 and is_supported)
 
 
-def _multiply_widened(
-    x_TI: Tensor, panels: CodePanels, bias_O: Tensor | None, residual_TO: Tensor | None, out_TO: Tensor
+def _multiply_many(
+    x_TI: Tensor,
+    panels: CodePanels,
+    bias_O: Tensor | None,
+    residual_TO: Tensor | None,
+    out_TO: Tensor,
+    *,
+    is_fp8: bool = False,
 ) -> None:
-    """Multiply many rows: dequantize the outputs chunk by chunk, each once."""
+    """Multiply many rows chunk by chunk of outputs: dequantized, or as e4m3 codes with inputs quantized to e4m3.
+
+    FP8 rows have a scale each, the largest number / 448. torch sums the codes' products in fp32.
+    """
     num_outputs, num_inputs = panels.shape
     step = max(1, _WIDENED_AT_ONCE // num_inputs // ROWS) * ROWS
+    if is_fp8:
+        codes_TI, scales_T = quantize_inputs(x_TI, torch.float8_e4m3fn)
+        assert panels.factors is not None
+        factors_O = panels.factors.flatten()
     for start in range(0, num_outputs, step):
         own = slice(start, min(start + step, num_outputs))
-        weight_IO = launch_widen(panels, start, own.stop, x_TI.dtype).T
-        if bias_O is None:
-            torch.mm(x_TI, weight_IO, out=out_TO[:, own])
+        bias = None if bias_O is None else bias_O[own]
+        if is_fp8:
+            weight_OI = launch_widen(panels, start, own.stop, torch.float8_e4m3fn)
+            by_row = F.ScalingType.RowWise
+            scales = scales_T.unsqueeze(1), factors_O[own].unsqueeze(0)
+            out_TO[:, own] = F.scaled_mm(codes_TI, weight_OI.T, scales[0], by_row, scales[1], by_row, bias=bias)
+        elif bias is None:
+            torch.mm(x_TI, launch_widen(panels, start, own.stop, x_TI.dtype).T, out=out_TO[:, own])
         else:
-            torch.addmm(bias_O[own], x_TI, weight_IO, out=out_TO[:, own])
+            torch.addmm(bias, x_TI, launch_widen(panels, start, own.stop, x_TI.dtype).T, out=out_TO[:, own])
     if residual_TO is not None:
         out_TO += residual_TO

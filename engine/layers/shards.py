@@ -127,7 +127,12 @@ class ShardReader:
 
     def _in_stored_bits(self, *weights: QuantizedWeight) -> Matrix | None:
         """Return a matrix that stays quantized; None if the device has no kernel for it."""
-        return CodedMatrix.of(weights, self.device) if self.device.type == "cuda" else self._packed(*weights)
+        if self.device.type != "cuda":
+            return self._packed(*weights)
+        matrix = Int8Matrix.as_stored(weights, self.device) or CodedMatrix.of(weights, self.device)
+        if isinstance(matrix, CodedMatrix) and self.measured is not None:
+            matrix.measure(self.measured)
+        return matrix
 
     def _packed(self, *weights: QuantizedWeight) -> PackedMatrix | None:
         packed = None if self.kernels is None else PackedMatrix.few_bits(self.kernels, weights)

@@ -91,7 +91,11 @@ class ModelRunner:
                 raise SpecError(
                     "engine: deterministic needs a CPU, bfloat16, and a C++ compiler on the worker's machine"
                 )
-        self._measured = MeasuredWays.of_this_machine(kernels.version) if kernels and not config.deterministic else None
+        self._measured = None
+        if self.device.type == "cuda":
+            self._measured = MeasuredWays.of_gpu(self.device)
+        elif kernels and not config.deterministic:
+            self._measured = MeasuredWays.of_this_machine(kernels.version)
         reader = ShardReader(
             checkpoint or open_checkpoint(config.model_dir),
             self.parallel,

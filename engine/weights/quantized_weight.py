@@ -43,6 +43,7 @@ class GroupedWeight:
     scales: (O, G) in any float dtype, as stored. zeros: (O, G) uint8, int8 or fp32; None for symmetric codes. group:
     (I,) int64.
     levels: (16,) fp32, the number of each 4-bit code; None: the code itself. factors: (O,) fp32; None: 1.
+    activations: dtype to which the format quantizes each row of inputs at run time; None: they stay as they are.
     """
 
     codes: Tensor
@@ -51,6 +52,7 @@ class GroupedWeight:
     group_I: Tensor
     levels: Tensor | None = None
     factors_O: Tensor | None = None
+    activations: torch.dtype | None = None
 
     @classmethod
     def of_4_bits(

@@ -3,7 +3,7 @@
 Panels hold 64 outputs. A panel is a sequence of units of inputs, each with 64 rows of K 16-bit words. A word holds two
 (8 bits) or four codes; code p of word k belongs to the unit's input K p + k. A program thus reads 16 adjacent bytes at
 a time, and a tile of words is a tile of codes for each position (code_words.py). Scales are stored per panel beside the
-codes: weight = scale * code + least, with one scale per `group` inputs.
+codes: weight = (scale * code + least) * factor, with one scale per `group` inputs and one factor per output.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.kernels.quant.code_words import E4M3, INT8, NIBBLES
+from engine.kernels.quant.code_words import E2M1, INT8, NIBBLES
+from engine.kernels.quant.row_quantization import as_bytes
 
 # P panels of 64 outputs, U units of inputs, K words per output and unit, G groups of inputs with a scale each,
 # N runs of 256 inputs, X experts (leading dimension, if there are several)
@@ -24,28 +25,33 @@ from engine.kernels.quant.code_words import E4M3, INT8, NIBBLES
 ROWS = 64
 # Inputs of a K-format super block; rows are padded to whole runs.
 RUN = 256
+# Inputs per loop iteration for codes of 8 bits, enough to amortize its overhead; others take a run.
+_SPAN_OF_BYTES = 128
 
 
 @dataclass(frozen=True)
 class CodePanels:
     """Low-bit matrix (O, I), or several of one shape.
 
-    kind: see code_words. group: inputs per scale, 16 to 128; 0: one scale per output. words: (P, U, 64, K) int16. high:
-    (P, N, 1 or 2, 64, K) int16, for 5 and 6 bits. scales: (P, G, 64) fp32 or fp16, or 8-bit integers that multiply
-    supers (P, N, 64) fp16. leasts: (P, G, 64) fp16 to add, or uint8 zero codes, or 8-bit integers that multiply
-    super_leasts and are subtracted; None: codes are centered. 8-bit values are stored output by output,
-    (P, N, 64, 256 / group), so that those of a run can be read as words.
+    kind: see code_words. group: inputs per scale, 16 to 128; 0: factors only. words: (P, U, 64, K) int16. high:
+    (P, N, 1 or 2, 64, K) int16, for 5 and 6 bits. scales: (P, G, 64) fp32, fp16 or bf16; or e4m3 or e8m0; or 8-bit
+    integers that multiply supers (P, N, 64) fp16. leasts: (P, G, 64) fp32 or fp16 to add, or uint8 zero codes, or 8-bit
+    integers that multiply super_leasts and are subtracted; None: codes are centered. 8-bit values are stored output by
+    output, (P, spans, 64, groups of a span), so that those of a span can be read as words. factors: (P, 1, 64) fp32;
+    None: 1. levels: numbers of the codes of E2M1 and LEVELS.
     """
 
     kind: int
     group: int
     shape: tuple[int, int]
     words: Tensor
-    scales: Tensor
+    scales: Tensor | None = None
     high: Tensor | None = None
     leasts: Tensor | None = None
     supers: Tensor | None = None
     super_leasts: Tensor | None = None
+    factors: Tensor | None = None
+    levels: tuple[float, ...] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -54,11 +60,16 @@ class CodePanels:
     @property
     def num_positions(self) -> int:
         """Number of codes in a word."""
-        return 2 if self.kind in (E4M3, INT8) else 4
+        return positions_of(self.kind)
 
     @property
     def num_units(self) -> int:
         return self.words.shape[-3]
+
+    @property
+    def units_of_a_span(self) -> int:
+        """Units per loop iteration."""
+        return span_of(self.kind) // (self.num_positions * self.words.shape[-1])
 
     def expert(self, index: int) -> CodePanels:
         """Return one of several matrices, as a view."""
@@ -70,7 +81,7 @@ class CodePanels:
         """Stack matrices; None if they differ in format."""
         first = each[0]
         parts = [panels.tensors() for panels in each]
-        kinds = {(panels.kind, panels.group, panels.shape, tuple(panels.tensors())) for panels in each}
+        kinds = {(panels.kind, panels.group, panels.shape, panels.levels, tuple(panels.tensors())) for panels in each}
         if len(kinds) > 1:
             return None
         tensors: dict[str, Any] = {name: torch.stack([part[name] for part in parts]) for name in parts[0]}
@@ -81,42 +92,54 @@ class CodePanels:
         return {name: value for name, value in values if isinstance(value, Tensor)}
 
 
+def center_of(kind: int) -> int:
+    """Return the number that the kernels subtract from unsigned codes."""
+    return 1 << kind - 1 if kind >= NIBBLES else 0
+
+
+def positions_of(kind: int) -> int:
+    """Return the number of codes in a word."""
+    return 2 if kind < E2M1 else 4
+
+
+def span_of(kind: int) -> int:
+    """Return the inputs per loop iteration of a product."""
+    return _SPAN_OF_BYTES if kind < E2M1 else RUN
+
+
 def words_of_a_unit(kind: int, group: int) -> int:
     """Return K. A group is a unit or some of its positions; products need at least 16 inputs at a time."""
-    if kind > NIBBLES:
-        return 16
-    inputs, positions = group or 128, 2 if kind < NIBBLES else 4
-    return max(16, inputs // positions)
+    return 16 if kind > NIBBLES else max(16, (group or 128) // positions_of(kind))
 
 
 def pack_words(codes_OI: Tensor, kind: int, group: int) -> tuple[Tensor, Tensor | None]:
     """Pack codes (O, I) uint8 (the bits of int8 and e4m3) into words and high bits, padded to whole panels and runs."""
-    num_words = words_of_a_unit(kind, group)
+    num_words, positions = words_of_a_unit(kind, group), positions_of(kind)
     padded = torch.nn.functional.pad(codes_OI, (0, -codes_OI.shape[1] % RUN, 0, -len(codes_OI) % ROWS))
-    positions = 2 if kind < NIBBLES else 4
     panels = padded.view(-1, ROWS, padded.shape[1] // (positions * num_words), positions, num_words)
     codes_PU64jK = panels.transpose(1, 2)
-    if kind < NIBBLES:
+    if positions == 2:
         return codes_PU64jK.transpose(-1, -2).contiguous().view(torch.int16).squeeze(-1), None
     words = _shifted(codes_PU64jK & 15, 4)
-    if kind == NIBBLES:
+    if kind <= NIBBLES:
         return words, None
     bits = kind - 4
     upper = torch.unflatten(codes_PU64jK >> 4, 1, (-1, 4 // bits)).transpose(2, 3)  # (P, word runs, 64, u, j, K)
     return words, torch.unflatten(_shifted(upper.flatten(3, 4), bits), 1, (-1, bits))
 
 
-def in_panels(values_OG: Tensor, group: int) -> Tensor:
-    """Arrange values (O, G) of groups as (P, G, 64), or 8-bit ones as (P, N, 64, 256 / group), padded with zeros."""
-    padded = torch.nn.functional.pad(values_OG, (0, 0, 0, -len(values_OG) % ROWS))
+def in_panels(values_OG: Tensor, kind: int, group: int) -> Tensor:
+    """Arrange values (O, G) of groups as (P, G, 64), or bytes as (P, spans, 64, groups), padded with zeros."""
+    padded = torch.nn.functional.pad(as_bytes(values_OG), (0, 0, 0, -len(values_OG) % ROWS))
     panels_P64G = padded.view(-1, ROWS, padded.shape[1])
     if values_OG.element_size() == 1:
-        return torch.unflatten(panels_P64G, 2, (-1, RUN // group)).transpose(1, 2).contiguous()
+        in_spans = torch.unflatten(panels_P64G, 2, (-1, span_of(kind) // group)).transpose(1, 2).contiguous()
+        return in_spans.view(values_OG.dtype)
     return panels_P64G.transpose(1, 2).contiguous()
 
 
 def as_words(values: Tensor) -> Tensor:
-    """View the 8-bit values of a run as 32-bit words, or 16-bit words if there are only two."""
+    """View the 8-bit values of a span as 32-bit words, or 16-bit words if there are only two."""
     if values.element_size() > 1:
         return values
     return values.view(torch.int32 if values.shape[-1] >= 4 else torch.int16)
@@ -124,33 +147,41 @@ def as_words(values: Tensor) -> Tensor:
 
 def numbers_of(panels: CodePanels) -> Tensor:
     """Dequantize one matrix: (O, I) fp32."""
-    codes_OI = _codes(panels)
+    numbers_OI = _codes(panels)
     num_outputs, num_inputs = panels.shape
-    group = panels.group or codes_OI.shape[1]
-    scales_OG, leasts_OG = _by_output(panels.scales), None
-    if panels.supers is not None:
-        scales_OG = scales_OG * _by_output(panels.supers).repeat_interleave(RUN // group, dim=1)
-    if panels.leasts is not None:
-        leasts_OG = _by_output(panels.leasts)
-        if panels.super_leasts is not None:
-            leasts_OG = -(leasts_OG * _by_output(panels.super_leasts).repeat_interleave(RUN // group, dim=1))
-        elif panels.leasts.dtype == torch.uint8:
-            leasts_OG = -(leasts_OG * scales_OG)
-        codes_OI = codes_OI + (1 << panels.kind - 1)
-    numbers_OI = codes_OI * scales_OG.repeat_interleave(group, dim=1)[:, : codes_OI.shape[1]]
-    if leasts_OG is not None:
-        numbers_OI = numbers_OI + leasts_OG.repeat_interleave(group, dim=1)
+    if panels.scales is not None:
+        scales_OG = _by_output(panels.scales) * _of_runs(panels, panels.supers)
+        if panels.leasts is None:
+            numbers_OI = numbers_OI * scales_OG.repeat_interleave(panels.group, dim=1)
+        else:
+            leasts_OG = _by_output(panels.leasts)
+            if panels.super_leasts is not None:
+                leasts_OG = -(leasts_OG * _of_runs(panels, panels.super_leasts))
+            elif panels.leasts.dtype == torch.uint8:
+                leasts_OG = -(leasts_OG * scales_OG)
+            whole_OI = numbers_OI + center_of(panels.kind)
+            scales_OI, leasts_OI = (each.repeat_interleave(panels.group, dim=1) for each in (scales_OG, leasts_OG))
+            numbers_OI = whole_OI * scales_OI + leasts_OI
+    if panels.factors is not None:
+        numbers_OI = numbers_OI * _by_output(panels.factors)
     return numbers_OI[:num_outputs, :num_inputs]
+
+
+def _of_runs(panels: CodePanels, supers: Tensor | None) -> Tensor | float:
+    """Return the numbers (O, G) that multiply those of the groups."""
+    return 1.0 if supers is None else _by_output(supers).repeat_interleave(RUN // panels.group, dim=1)
 
 
 def _codes(panels: CodePanels) -> Tensor:
     """Unpack codes to fp32, padding included; unsigned codes are centered."""
     words = panels.words.to(torch.int32)
-    if panels.kind < NIBBLES:
+    if panels.num_positions == 2:
         bytes_PU64Kj = panels.words.unsqueeze(-1).view(torch.uint8)
         dtype = torch.int8 if panels.kind == INT8 else torch.float8_e4m3fn
         return _in_order(bytes_PU64Kj.view(dtype).float().transpose(-1, -2))
     codes = torch.stack([words >> 4 * p & 15 for p in range(4)], dim=-2)
+    if panels.levels is not None:
+        return _in_order(torch.tensor(panels.levels, device=codes.device)[codes])
     if panels.high is not None:
         bits = panels.kind - 4
         # (P, units of words, 64, K)
@@ -158,7 +189,7 @@ def _codes(panels: CodePanels) -> Tensor:
         upper = [[high >> (4 * u + p) * bits & (1 << bits) - 1 for p in range(4)] for u in range(4 // bits)]
         of_unit = torch.stack([torch.stack(part, dim=-2) for part in upper], dim=2)
         codes = codes | of_unit.flatten(1, 2) << 4
-    return _in_order(codes.float() - (1 << panels.kind - 1))
+    return _in_order(codes.float() - center_of(panels.kind))
 
 
 def _in_order(codes_PU64jK: Tensor) -> Tensor:
@@ -166,8 +197,8 @@ def _in_order(codes_PU64jK: Tensor) -> Tensor:
 
 
 def _by_output(values: Tensor) -> Tensor:
-    """Arrange (P, G, 64) or (P, N, 64, B) as (O, G) fp32."""
-    return values.transpose(1, 2).flatten(0, 1).flatten(1).float()
+    """Arrange (P, G, 64) or (P, spans, 64, B) as (O, G) fp32."""
+    return values.float().transpose(1, 2).flatten(0, 1).flatten(1)
 
 
 def _shifted(codes_jK: Tensor, bits: int) -> Tensor:

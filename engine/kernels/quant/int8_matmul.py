@@ -3,7 +3,8 @@
     x[t] ~ scale[t] * code[t]     scale = max|x| / 127     code = nearest(x / scale)
     out[t, o] = residual[t, o] + (scale[t] * scale[o] * (code[t] . code[o]) + bias[o])
 
-Activations are quantized per row at run time. For few rows the inputs are split as in quantized_matmul.py.
+Activations are quantized per row at run time. For few rows the inputs are split as in quantized_matmul.py. FP8 products
+quantize their activations here too, with e4m3 codes and max|x| / 448.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from engine.kernels.language import cdiv, jit, power_of_2, tl
 from engine.kernels.quant.quantized_matmul import splits_for
-from engine.kernels.quant.row_quantization import to_int8
+from engine.kernels.quant.row_quantization import MOST, as_bytes, to_e4m3, to_int8
 
 # T tokens, I input features, O output features
 
@@ -25,26 +26,29 @@ DEPTH = 128
 _TINY = 1e-30
 
 
-def quantize_to_int8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return codes (T, I padded with zeros to a multiple of 128) int8 and scales (T,) fp32."""
-    return launch_quantize_to_int8(x_TI) if x_TI.is_cuda else reference_quantize_to_int8(x_TI)
+def quantize_inputs(x_TI: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
+    """Return codes (T, I padded with zeros to a multiple of 128) of dtype, int8 or e4m3, and scales (T,) fp32."""
+    compute = launch_quantize_inputs if x_TI.is_cuda else reference_quantize_inputs
+    return compute(x_TI, dtype)
 
 
-def reference_quantize_to_int8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+def reference_quantize_inputs(x_TI: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     wide_TI = x_TI.float()
-    scales_T = wide_TI.abs().amax(dim=1).clamp_min(_TINY) / 127
-    codes_TI = (wide_TI / scales_T.unsqueeze(1)).round().to(torch.int8)
-    return torch.nn.functional.pad(codes_TI, (0, -x_TI.shape[1] % DEPTH)), scales_T
+    scales_T = wide_TI.abs().amax(dim=1).clamp_min(_TINY) / MOST[dtype]
+    codes_TI = torch.nn.functional.pad(wide_TI / scales_T.unsqueeze(1), (0, -x_TI.shape[1] % DEPTH))
+    return (codes_TI if dtype.is_floating_point else codes_TI.round()).to(dtype), scales_T
 
 
-def launch_quantize_to_int8(x_TI: Tensor) -> tuple[Tensor, Tensor]:
+def launch_quantize_inputs(x_TI: Tensor, dtype: torch.dtype = torch.int8) -> tuple[Tensor, Tensor]:
     num_rows, num_inputs = x_TI.shape
     x_TI, width = x_TI.contiguous(), cdiv(num_inputs, DEPTH) * DEPTH
-    codes_TI = torch.empty(num_rows, width, dtype=torch.int8, device=x_TI.device)
+    codes_TI = torch.empty(num_rows, width, dtype=dtype, device=x_TI.device)
     scales_T = torch.empty(num_rows, dtype=torch.float32, device=x_TI.device)
     block = power_of_2(width)
     warps = max(1, min(16, block // 512))
-    _quantize[(num_rows,)](x_TI, codes_TI, scales_T, num_inputs, width, BLOCK=block, num_warps=warps)
+    _quantize[(num_rows,)](
+        x_TI, as_bytes(codes_TI), scales_T, num_inputs, width, MOST=MOST[dtype], BLOCK=block, num_warps=warps
+    )
     return codes_TI, scales_T
 
 
@@ -57,7 +61,7 @@ def int8_product(
     bias_O: Tensor | None = None,
     residual_TO: Tensor | None = None,
 ) -> Tensor:
-    """Multiply: (T, O) of x's dtype, rounded before the residual is added. codes, scales: from `quantize_to_int8`.
+    """Multiply: (T, O) of x's dtype, rounded before the residual is added. codes, scales: from `quantize_inputs`.
 
     counters: as in coded_product.
     """
@@ -74,7 +78,7 @@ def reference_int8_product(
     bias_O: Tensor | None = None,
     residual_TO: Tensor | None = None,
 ) -> Tensor:
-    codes_TI, scales_T = reference_quantize_to_int8(x_TI)
+    codes_TI, scales_T = reference_quantize_inputs(x_TI)
     whole_TO = codes_TI.double() @ codes_OI.double().T  # exact
     product_TO = whole_TO.float() * scales_T.unsqueeze(1) * scales_O
     if bias_O is not None:
@@ -98,7 +102,7 @@ def launch_int8_product(
     out_TO = x_TI.new_empty(num_rows, num_outputs)
     if not num_rows:
         return out_TO
-    codes_TI, scales_T = launch_quantize_to_int8(x_TI)
+    codes_TI, scales_T = launch_quantize_inputs(x_TI)
     outputs, rows, num_warps, num_stages = sizes or _sizes(num_rows)
     num_tiles, depth = (cdiv(num_outputs, outputs), cdiv(num_rows, rows)), width // DEPTH
     splits = splits or (splits_for(num_tiles[0], depth, x_TI.device) if num_tiles[1] == 1 else 1)
@@ -140,7 +144,13 @@ def _sizes(num_rows: int) -> tuple[int, int, int, int]:
 
 @jit
 def _quantize(
-    x: tl.tensor, codes: tl.tensor, scales: tl.tensor, num_inputs: tl.tensor, width: tl.tensor, BLOCK: tl.constexpr
+    x: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    num_inputs: tl.tensor,
+    width: tl.tensor,
+    MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     """One program: one row."""
     row = tl.program_id(0).to(tl.int64)
@@ -148,8 +158,9 @@ def _quantize(
     value = tl.load(x + row * num_inputs + i, mask=i < num_inputs, other=0.0).to(tl.float32)
     # As integers, sizes keep their order and NaN is the largest.
     sizes = tl.abs(value).to(tl.int32, bitcast=True)
-    scale = tl.div_rn(tl.maximum(tl.max(sizes, axis=0), 0x0DA24260).to(tl.float32, bitcast=True), 127.0)  # 1e-30
-    tl.store(codes + row * width + i, to_int8(tl.div_rn(value, scale)), mask=i < width)
+    scale = tl.div_rn(tl.maximum(tl.max(sizes, axis=0), 0x0DA24260).to(tl.float32, bitcast=True), MOST)  # 1e-30
+    value = tl.div_rn(value, scale)
+    tl.store(codes + row * width + i, to_int8(value) if MOST == 127 else to_e4m3(value), mask=i < width)
     tl.store(scales + row, scale)
 
 

@@ -1,9 +1,10 @@
 """Products with low-bit matrices: codes are read once and dequantized in registers.
 
-    out[t, o] = residual[t, o] + (sum over groups g of scale[o, g] * (code[o, g] . x[t, g]) + least[o, g] * sum x[t, g]
-                                  + bias[o])
+    out[t, o] = residual[t, o] + (factor[o] * sum over groups g of (scale[o, g] * (code[o, g] . x[t, g])
+                                                                    + least[o, g] * sum x[t, g]) + bias[o])
 
-Codes are exact in the activations' dtype; scales multiply the fp32 sums. Only the activations have been rounded.
+Codes are exact in the activations' dtype, except for levels; scales multiply the fp32 sums, or the codes if their
+products are exact too. Only the activations have been rounded.
 With few rows, one program per output tile would leave the device idle, so programs split the inputs: each writes its
 partial sums, and the last one adds them up in order and resets its counter (split-K).
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +30,34 @@ from engine.kernels.language import (
     spares_registers,
     tl,
 )
-from engine.kernels.quant.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of
-from engine.kernels.quant.code_words import FIVE_BITS, NIBBLES, number_of_byte, widen
+from engine.kernels.quant.code_panels import ROWS, RUN, CodePanels, as_words, numbers_of, span_of
+from engine.kernels.quant.code_words import (
+    E2M1,
+    E4M3,
+    E4M3_BYTE,
+    E8M0_BYTE,
+    FIVE_BITS,
+    INT8_BYTE,
+    LEVELS,
+    NIBBLES,
+    UINT8_BYTE,
+    number_of_byte,
+    table_of,
+    times,
+    widen,
+)
+from engine.kernels.quant.row_quantization import as_bytes
 
 # T tokens, I input features, O output features, C experts per token
 
 _PROGRAMS_PER_PROCESSOR = 4
 _MOST_SPLITS = 16
+_BYTE_FORMATS = {
+    torch.uint8: UINT8_BYTE,
+    torch.int8: INT8_BYTE,
+    torch.float8_e4m3fn: E4M3_BYTE,
+    torch.float8_e8m0fnu: E8M0_BYTE,
+}
 
 
 @dataclass(frozen=True)
@@ -49,18 +72,21 @@ class Tile:
     is_split: bool
 
     @classmethod
-    def of(cls, num_rows: int, kind: int, num_words: int, device: torch.device) -> Tile:
-        """Choose a tile. num_words: K of code_panels."""
-        if num_rows > 32 and _wants_few_rows(kind, num_words, device):
+    def of(cls, num_rows: int, panels: CodePanels, device: torch.device) -> Tile:
+        kind = panels.kind
+        if num_rows > 32 and _wants_few_rows(panels, device):
             return cls(128, 32, 8, 3, num_rows <= 64)
         if 32 < num_rows <= 64 and kind == FIVE_BITS and not has_tile_copies(device) and not spares_registers():
             # Older Triton spills registers with 64 rows and split inputs.
             return cls(128, 32, 8, 3, True)
         if num_rows <= 32:
-            return cls(64, max(16, power_of_2(num_rows)), 4, 4 if kind < NIBBLES else 3, True)
-        if num_rows <= 64:
-            return cls(128, 64, 8, 3, True) if kind < NIBBLES else cls(64, 64, 4, 3, True)
-        return cls(128, 128, 8, 3, False) if kind < NIBBLES else cls(64, 64, 4, 3, False)
+            return cls(64, max(16, power_of_2(num_rows)), 4, 4 if kind < E2M1 else 3, True)
+        if num_rows <= 64 and kind < E2M1:
+            return cls(128, 64, 8, 3, True)
+        if _has_large_tiles(panels):
+            return cls(128, 128, 8, 3, False)
+        # With the scales of three stages, only one program would fit a processor.
+        return cls(64, 64, 4, 2 if kind == E2M1 and panels.group < 32 else 3, num_rows <= 64)
 
 
 def new_counters(num_outputs: int, device: torch.device) -> Tensor:
@@ -111,9 +137,9 @@ def launch_coded_product(
     out_TO = x_TI.new_empty(num_rows, num_outputs) if out_TO is None else out_TO
     if not num_rows:
         return out_TO
-    tile = tile or _fitted(Tile.of(num_rows, panels.kind, panels.words.shape[-1], x_TI.device), panels, x_TI.device)
+    tile = tile or _fitted(Tile.of(num_rows, panels, x_TI.device), panels, x_TI)
     num_tiles = cdiv(num_outputs, tile.outputs), cdiv(num_rows, tile.rows)
-    num_spans = panels.num_units // _units_of_a_span(panels)
+    num_spans = panels.num_units // panels.units_of_a_span
     splits = splits or (splits_for(num_tiles[0] * num_tiles[1], num_spans, x_TI.device) if tile.is_split else 1)
     per_split = cdiv(num_spans, splits)
     splits = cdiv(num_spans, per_split)
@@ -159,9 +185,10 @@ def launch_expert_product(
     (num_outputs, num_inputs), num_experts = panels.shape, len(panels.words)
     out_NO = x_NI.new_empty(num_choices, num_outputs)
     rows = len(choice_P) // len(expert_B)
-    tile = replace(Tile.of(rows, panels.kind, panels.words.shape[-1], x_NI.device), num_stages=3)
+    tile = Tile.of(rows, panels, x_NI.device)
+    tile = replace(tile, num_stages=min(tile.num_stages, 3))
     assert tile.rows == rows, f"tiles of {rows} choices exceed most_rows_of_experts"
-    tile = _fitted(tile, panels, x_NI.device)
+    tile = _fitted(tile, panels, x_NI)
     _product[(cdiv(num_outputs, tile.outputs), len(expert_B), 1)](
         x_NI,
         *_pointers(panels),
@@ -178,7 +205,7 @@ def launch_expert_product(
         num_outputs,
         num_inputs,
         panels.num_units,
-        panels.num_units // _units_of_a_span(panels),
+        panels.num_units // panels.units_of_a_span,
         1,
         IS_SPLIT=False,
         HAS_BIAS=False,
@@ -191,46 +218,67 @@ def launch_expert_product(
 
 def most_rows_of_experts(panels: CodePanels, device: torch.device) -> int:
     """Return the maximum rows of a tile for `launch_expert_product`, the rows of `Tile.of`."""
-    if panels.kind < NIBBLES:
+    if _has_large_tiles(panels):
         return 128
     is_short_of_registers = not has_tile_copies(device) and not spares_registers()
-    return 32 if is_short_of_registers or _wants_few_rows(panels.kind, panels.words.shape[-1], device) else 64
+    return 32 if is_short_of_registers or _wants_few_rows(panels, device) else 64
 
 
 def launch_widen(panels: CodePanels, start: int, end: int, dtype: torch.dtype) -> Tensor:
-    """Dequantize outputs [start, end): (end - start, I). start: a multiple of 64."""
-    num_inputs = panels.shape[1]
-    out_OI = torch.empty(end - start, num_inputs, dtype=dtype, device=panels.words.device)
+    """Dequantize outputs [start, end): (end - start, I). start: a multiple of 64.
+
+    dtype float8_e4m3fn: return the codes of an e4m3 matrix, with inputs padded with zeros to a multiple of 128.
+    """
+    is_raw = dtype == torch.float8_e4m3fn
+    assert not is_raw or panels.kind == E4M3
+    width = cdiv(panels.shape[1], span_of(E4M3)) * span_of(E4M3) if is_raw else panels.shape[1]
+    out_OI = torch.empty(end - start, width, dtype=dtype, device=panels.words.device)
     constants = _constants(panels, Tile(ROWS, 16, 4, 1, False), out_OI)
-    del constants["BLOCK_T"], constants["IN_PLACE"]
+    for name in ("BLOCK_T", "IN_PLACE", "FOLDS"):
+        del constants[name]
     num_spans = panels.num_units // constants["SPAN"]
     _widen[(cdiv(end - start, ROWS), num_spans)](
-        *_pointers(panels), out_OI, start // ROWS, end - start, num_inputs, panels.num_units, **constants
+        *_pointers(panels),
+        as_bytes(out_OI),
+        start // ROWS,
+        end - start,
+        width,
+        panels.num_units,
+        IS_RAW=is_raw,
+        **constants,
     )
     return out_OI
 
 
-def _wants_few_rows(kind: int, num_words: int, device: torch.device) -> bool:
+def _has_large_tiles(panels: CodePanels) -> bool:
+    """Return True if 128 rows fit the registers: zeros need as many sums again as codes."""
+    return panels.kind < E2M1 and panels.leasts is None
+
+
+def _wants_few_rows(panels: CodePanels, device: torch.device) -> bool:
     """Return True if 64 rows would not fit: an A100's matrix operands are in registers."""
-    return kind == NIBBLES and num_words > 16 and not has_tile_copies(device)
+    return E2M1 <= panels.kind <= NIBBLES and panels.words.shape[-1] > 16 and not has_tile_copies(device)
 
 
-def _fitted(tile: Tile, panels: CodePanels, device: torch.device) -> Tile:
+def _folds(panels: CodePanels, dtype: torch.dtype) -> bool:
+    """Return True if codes times scales are exact in the dtype, so that one product sums all groups.
+
+    Codes have up to 4 significant bits and byte scales too; their exponents need more than fp16's range.
+    """
+    is_float = panels.kind in (E4M3, E2M1) and dtype != torch.float16
+    return is_float and panels.scales is not None and panels.scales.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu)
+
+
+def _fitted(tile: Tile, panels: CodePanels, x: Tensor) -> Tile:
     """Shrink the tile if its products do not fit tensor memory, where Triton keeps those of all groups of an iteration.
 
     Triton compiles a trap otherwise. Tiles of 32 outputs are multiplied without tensor memory, as on an A100.
     """
-    if not panels.group or not has_tensor_memory(device):
+    if not panels.group or _folds(panels, x.dtype) or not has_tensor_memory(x.device):
         return tile
-    inputs = _units_of_a_span(panels) * panels.num_positions * panels.words.shape[-1]
+    inputs = panels.units_of_a_span * panels.num_positions * panels.words.shape[-1]
     places = inputs // panels.group if reuses_tensor_memory() else 2 * inputs // panels.words.shape[-1]
     return replace(tile, outputs=32) if places * tile.rows >= 512 else tile
-
-
-def _units_of_a_span(panels: CodePanels) -> int:
-    """Return the units per loop iteration: 256 inputs, or 128 for 8 bits, enough to amortize the loop overhead."""
-    inputs = panels.num_positions * panels.words.shape[-1]
-    return (RUN if panels.kind >= NIBBLES else 128) // inputs
 
 
 def splits_for(num_tiles: int, num_spans: int, device: torch.device) -> int:
@@ -243,27 +291,32 @@ def splits_for(num_tiles: int, num_spans: int, device: torch.device) -> int:
 
 def _pointers(panels: CodePanels) -> tuple[Tensor, ...]:
     """Return all pointers of the kernel; missing tensors are replaced by any other."""
-    words, scales = panels.words, as_words(panels.scales)
-    rest = (panels.high, panels.leasts, panels.supers, panels.super_leasts)
-    high, leasts, supers, super_leasts = (scales if tensor is None else as_words(tensor) for tensor in rest)
-    return words, high, scales, leasts, supers, super_leasts
+    rest = (panels.high, panels.scales, panels.leasts, panels.supers, panels.super_leasts, panels.factors)
+    return panels.words, *(panels.words if tensor is None else as_words(tensor) for tensor in rest)
 
 
-def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, int | bool]:
+def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, Any]:
     least = 0
     if panels.leasts is not None:
         least = 1 if panels.leasts.dtype != torch.uint8 else 2 if panels.supers is None else 3
+    # Levels are looked up, which needs no instruction of newer devices.
+    has_native = has_fp8_casts(x.device) or (x.is_cuda and panels.kind in (E2M1, LEVELS))
+    is_native = x.dtype == torch.bfloat16 and has_native
+    levels = panels.levels if panels.kind == LEVELS else None
     return {
         "KIND": panels.kind,
+        "LEVELS": table_of(levels) if levels and is_native else levels,
         "GROUP": panels.group,
         "LEAST": least,
         "IS_NESTED": panels.supers is not None,
-        "IS_SIGNED": panels.scales.dtype == torch.int8,
+        "FORMAT": 0 if panels.scales is None else _BYTE_FORMATS.get(panels.scales.dtype, 0),
+        "FOLDS": _folds(panels, x.dtype),
+        "HAS_FACTORS": panels.factors is not None,
         "K": panels.words.shape[-1],
-        "SPAN": _units_of_a_span(panels),
+        "SPAN": panels.units_of_a_span,
         "IS_EVEN": panels.shape[1] % RUN == 0,
-        "NATIVE": x.dtype == torch.bfloat16 and has_fp8_casts(x.device),
-        "IN_PLACE": panels.group == 0 and not has_tile_copies(x.device),
+        "NATIVE": is_native,
+        "IN_PLACE": (panels.group == 0 or _folds(panels, x.dtype)) and not has_tile_copies(x.device),
         "BLOCK_O": tile.outputs,
         "BLOCK_T": tile.rows,
         "num_warps": tile.num_warps,
@@ -281,6 +334,7 @@ def _product(
     leasts: tl.tensor,
     supers: tl.tensor,
     super_leasts: tl.tensor,
+    factors: tl.tensor,
     parts: tl.tensor,
     counters: tl.tensor,
     out: tl.tensor,
@@ -297,10 +351,13 @@ def _product(
     spans_per_split: tl.tensor,
     splits: tl.tensor,
     KIND: tl.constexpr,
+    LEVELS: tl.constexpr,
     GROUP: tl.constexpr,
     LEAST: tl.constexpr,
     IS_NESTED: tl.constexpr,
-    IS_SIGNED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    FOLDS: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     K: tl.constexpr,
     SPAN: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -314,14 +371,16 @@ def _product(
     BLOCK_T: tl.constexpr,
 ) -> None:
     """One program: BLOCK_O outputs of BLOCK_T rows, over its share of the inputs. num_rows: counts choices for MoE."""
-    POSITIONS: tl.constexpr = 2 if KIND < 4 else 4
-    # Positions whose products are summed.
+    POSITIONS: tl.constexpr = 2 if KIND < 2 else 4
+    CENTER: tl.constexpr = 1 << (KIND - 1) if KIND >= 4 else 0
     PER_GROUP: tl.constexpr = GROUP // K if GROUP else POSITIONS
+    # Positions whose products are summed.
+    PER_SUM: tl.constexpr = POSITIONS if FOLDS else PER_GROUP
     # Groups per unit.
     GROUPS: tl.constexpr = POSITIONS * K // GROUP if GROUP else 1
-    # 8-bit scales are stored by run, four or two per word.
-    OF_RUN: tl.constexpr = GROUPS * SPAN
-    PACK: tl.constexpr = 4 if OF_RUN >= 4 else 2
+    # 8-bit scales are stored by span, four or two per word.
+    OF_SPAN: tl.constexpr = GROUPS * SPAN
+    PACK: tl.constexpr = 4 if OF_SPAN >= 4 else 2
     dtype = x.dtype.element_ty
     o = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     t = (tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
@@ -348,11 +407,11 @@ def _product(
     acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
     first = tl.program_id(2) * spans_per_split
     for span in range(first, tl.minimum(first + spans_per_split, num_units // SPAN)):
-        of_run = (panel * (num_units // SPAN) + span) * 64 + r
+        of_span = (panel * (num_units // SPAN) + span) * 64 + r
         if IS_NESTED:
-            super_scale = tl.load(supers + of_run).to(tl.float32)
+            super_scale = tl.load(supers + of_span).to(tl.float32)
             if LEAST == 3:
-                super_least = tl.load(super_leasts + of_run).to(tl.float32)
+                super_least = tl.load(super_leasts + of_span).to(tl.float32)
         for u in tl.static_range(SPAN):
             unit = span * SPAN + u
             word = tl.load(word_row + unit * 64 * K)
@@ -362,7 +421,7 @@ def _product(
                 upper = tl.load(high + ((panel * (num_units // 2) + unit // 2) * 64 + r)[:, None] * K + k[None, :])
             elif KIND < 5:
                 upper = word
-            codes = widen(word, upper, u if KIND == 5 else u % 2, KIND, dtype, NATIVE)
+            codes = widen(word, upper, u if KIND == 5 else u % 2, KIND, LEVELS, dtype, NATIVE)
             for p in tl.static_range(POSITIONS):
                 i = (unit * POSITIONS + p) * K
                 mask = is_row[None, :] if IS_EVEN else is_row[None, :] & (i + k < num_inputs)[:, None]
@@ -370,25 +429,32 @@ def _product(
                 # Use every iteration's sums before it ends: Triton 3.6 otherwise leaves a product in flight at the
                 # start of the next iteration, and the compiler reuses the registers of its codes too early. Without
                 # asynchronous products, sums accumulate in place.
-                if p % PER_GROUP == 0:
+                if p % PER_SUM == 0:
                     product = acc if IN_PLACE else tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
                     sums = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
-                product = tl.dot(codes[p], rows, product, input_precision="ieee")
+                word_of_span = of_span * (OF_SPAN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
+                if FOLDS:
+                    if p % PER_GROUP == 0:
+                        if (u * GROUPS + p // PER_GROUP) % PACK == 0:
+                            scale_word = tl.load(scales + word_of_span)
+                        scale = number_of_byte(scale_word, (u * GROUPS + p // PER_GROUP) % PACK, FORMAT)
+                    code = times(codes[p], scale, NATIVE)
+                else:
+                    code = codes[p]
+                product = tl.dot(code, rows, product, input_precision="ieee")
                 if LEAST:
                     sums = tl.dot(ones, rows, sums, input_precision="ieee")
-                if p % PER_GROUP == PER_GROUP - 1:
-                    if GROUP == 0:
+                if p % PER_SUM == PER_SUM - 1:
+                    if GROUP == 0 or FOLDS:
                         acc = product if IN_PLACE else acc + product
                     else:
                         of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r
-                        word_of_run = of_run * (OF_RUN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
-                        if IS_NESTED:
+                        if FORMAT:
                             if (u * GROUPS + p // PER_GROUP) % PACK == 0:
-                                scale_word = tl.load(scales + word_of_run)
-                            scale = (
-                                number_of_byte(scale_word, (u * GROUPS + p // PER_GROUP) % PACK, IS_SIGNED)
-                                * super_scale
-                            )
+                                scale_word = tl.load(scales + word_of_span)
+                            scale = number_of_byte(scale_word, (u * GROUPS + p // PER_GROUP) % PACK, FORMAT)
+                            if IS_NESTED:
+                                scale *= super_scale
                         else:
                             scale = tl.load(scales + of_group).to(tl.float32)
                         acc += product * scale[:, None]
@@ -397,13 +463,13 @@ def _product(
                                 least = tl.load(leasts + of_group).to(tl.float32)
                             else:
                                 if (u * GROUPS + p // PER_GROUP) % PACK == 0:
-                                    least_word = tl.load(leasts + word_of_run)
-                                least = number_of_byte(least_word, (u * GROUPS + p // PER_GROUP) % PACK, False)
+                                    least_word = tl.load(leasts + word_of_span)
+                                least = number_of_byte(least_word, (u * GROUPS + p // PER_GROUP) % PACK, 1)
                             if LEAST == 2:
                                 least *= -scale
                             elif LEAST == 3:
                                 least *= -super_least
-                            acc += sums * (least + scale * (1 << (KIND - 1)))[:, None]
+                            acc += sums * (least + scale * CENTER)[:, None]
     mask = is_o[:, None] & is_row[None, :]
     if IS_SPLIT:
         part = parts + t[None, :] * num_outputs + o[:, None]
@@ -417,8 +483,8 @@ def _product(
         acc = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
         for split in range(splits):
             acc += tl.load(part + split * stride, mask=mask, other=0.0, cache_modifier=".cg")
-    if GROUP == 0:
-        acc *= tl.load(scales + panel * 64 + r)[:, None]
+    if HAS_FACTORS:
+        acc *= tl.load(factors + panel * 64 + r)[:, None]
     if HAS_BIAS:
         acc += tl.load(bias + o, mask=is_o, other=0.0).to(tl.float32)[:, None]
     place = t[None, :] * out_stride + o[:, None]
@@ -436,28 +502,33 @@ def _widen(
     leasts: tl.tensor,
     supers: tl.tensor,
     super_leasts: tl.tensor,
+    factors: tl.tensor,
     out: tl.tensor,
     first_panel: tl.tensor,
     num_outputs: tl.tensor,
     num_inputs: tl.tensor,
     num_units: tl.tensor,
     KIND: tl.constexpr,
+    LEVELS: tl.constexpr,
     GROUP: tl.constexpr,
     LEAST: tl.constexpr,
     IS_NESTED: tl.constexpr,
-    IS_SIGNED: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HAS_FACTORS: tl.constexpr,
     K: tl.constexpr,
     SPAN: tl.constexpr,
     IS_EVEN: tl.constexpr,
     NATIVE: tl.constexpr,
+    IS_RAW: tl.constexpr,
     BLOCK_O: tl.constexpr,
 ) -> None:
-    """One program: a span of a panel. Rounds once, to the dtype of out."""
-    POSITIONS: tl.constexpr = 2 if KIND < 4 else 4
-    PER_GROUP: tl.constexpr = GROUP // K if GROUP else 1
+    """One program: a span of a panel. Rounds once, to the dtype of out. IS_RAW: writes codes of 8 bits as bytes."""
+    POSITIONS: tl.constexpr = 2 if KIND < 2 else 4
+    CENTER: tl.constexpr = 1 << (KIND - 1) if KIND >= 4 else 0
+    PER_GROUP: tl.constexpr = GROUP // K if GROUP else POSITIONS
     GROUPS: tl.constexpr = POSITIONS * K // GROUP if GROUP else 1
-    OF_RUN: tl.constexpr = GROUPS * SPAN
-    PACK: tl.constexpr = 4 if OF_RUN >= 4 else 2
+    OF_SPAN: tl.constexpr = GROUPS * SPAN
+    PACK: tl.constexpr = 4 if OF_SPAN >= 4 else 2
     dtype = out.dtype.element_ty
     r = tl.arange(0, BLOCK_O)
     o = tl.program_id(0) * BLOCK_O + r
@@ -465,11 +536,11 @@ def _widen(
     span = tl.program_id(1)
     k = tl.arange(0, K)
     tile = r[:, None] * K + k[None, :]
-    of_run = (panel * (num_units // SPAN) + span) * 64 + r
+    of_span = (panel * (num_units // SPAN) + span) * 64 + r
     if IS_NESTED:
-        super_scale = tl.load(supers + of_run).to(tl.float32)
+        super_scale = tl.load(supers + of_span).to(tl.float32)
         if LEAST == 3:
-            super_least = tl.load(super_leasts + of_run).to(tl.float32)
+            super_least = tl.load(super_leasts + of_span).to(tl.float32)
     for u in tl.static_range(SPAN):
         unit = span * SPAN + u
         word = tl.load(words + (panel * num_units + unit) * 64 * K + tile)
@@ -479,32 +550,35 @@ def _widen(
             upper = tl.load(high + (panel * (num_units // 2) + unit // 2) * 64 * K + tile)
         elif KIND < 5:
             upper = word
-        codes = widen(word, upper, u if KIND == 5 else u % 2, KIND, dtype, NATIVE)
+        if IS_RAW:
+            codes = word & 255, (word >> 8) & 255
+        else:
+            codes = widen(word, upper, u if KIND == 5 else u % 2, KIND, LEVELS, dtype, NATIVE)
         for p in tl.static_range(POSITIONS):
-            if GROUP == 0:
-                of_group = panel * 64 + r
-            else:
-                of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r
-            word_of_run = of_run * (OF_RUN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
-            if IS_NESTED:
-                scale = (
-                    number_of_byte(tl.load(scales + word_of_run), (u * GROUPS + p // PER_GROUP) % PACK, IS_SIGNED)
-                    * super_scale
-                )
-            else:
-                scale = tl.load(scales + of_group).to(tl.float32)
-            if LEAST:
-                if LEAST == 1:
-                    least = tl.load(leasts + of_group).to(tl.float32)
+            of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r
+            word_of_span = of_span * (OF_SPAN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
+            number = codes[p] if IS_RAW else codes[p].to(tl.float32)
+            if GROUP and not IS_RAW:
+                if FORMAT:
+                    scale = number_of_byte(tl.load(scales + word_of_span), (u * GROUPS + p // PER_GROUP) % PACK, FORMAT)
+                    if IS_NESTED:
+                        scale *= super_scale
                 else:
-                    least = number_of_byte(tl.load(leasts + word_of_run), (u * GROUPS + p // PER_GROUP) % PACK, False)
-                if LEAST == 2:
-                    least *= -scale
-                elif LEAST == 3:
-                    least *= -super_least
-                number = (codes[p].to(tl.float32) + (1 << (KIND - 1))) * scale[:, None] + least[:, None]
-            else:
-                number = codes[p].to(tl.float32) * scale[:, None]
+                    scale = tl.load(scales + of_group).to(tl.float32)
+                if LEAST:
+                    if LEAST == 1:
+                        least = tl.load(leasts + of_group).to(tl.float32)
+                    else:
+                        least = number_of_byte(tl.load(leasts + word_of_span), (u * GROUPS + p // PER_GROUP) % PACK, 1)
+                    if LEAST == 2:
+                        least *= -scale
+                    elif LEAST == 3:
+                        least *= -super_least
+                    number = (number + CENTER) * scale[:, None] + least[:, None]
+                else:
+                    number *= scale[:, None]
+            if HAS_FACTORS and not IS_RAW:
+                number *= tl.load(factors + panel * 64 + r)[:, None]
             i = (unit * POSITIONS + p) * K + k
             mask = (o < num_outputs)[:, None] & (i < num_inputs)[None, :]
             tl.store(out + o.to(tl.int64)[:, None] * num_inputs + i[None, :], number.to(dtype), mask=mask)

@@ -51,7 +51,7 @@ def as_bytes(x: Tensor) -> Tensor:
 
     torch indexing supports little float8, and Triton has none below compute capability 8.9.
     """
-    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
+    return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else x
 
 
 def _quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

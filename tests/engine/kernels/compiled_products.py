@@ -14,8 +14,8 @@ from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu
 
 import torch
 
-from engine.kernels.quant.code_panels import CodePanels, words_of_a_unit
-from engine.kernels.quant.code_words import E4M3, FIVE_BITS, INT8, NIBBLES, SIX_BITS
+from engine.kernels.quant.code_panels import CodePanels, positions_of, span_of, words_of_a_unit
+from engine.kernels.quant.code_words import E2M1, E4M3, FIVE_BITS, INT8, LEVELS, NIBBLES, SIX_BITS
 from engine.kernels.quant.quantized_matmul import launch_expert_product, most_rows_of_experts
 from engine.layers.low_bit_matrix import CodedMatrix
 from engine.layers.int8_matrix import Int8Matrix
@@ -26,43 +26,53 @@ _EXPERTS = "experts of "
 ROWS = (1, 17, 64, 300, 2048)
 # Rows per tile of expert products.
 TILES = (16, 32, 64, 128)
-# kind, group, minimums: none, "halves" or zero "codes"; nested scales.
+# kind, group, scales, minimums: none, "halves" or zero "codes". Scales in uint8 are nested. NVFP4 has factors too.
 FORMS = {
-    "fp8": (E4M3, 0, None, False),
-    "fp8 blocks": (E4M3, 128, None, False),
-    "int8 channels": (INT8, 0, None, False),
-    "Q8_0": (INT8, 32, None, False),
-    "AWQ": (NIBBLES, 128, "codes", False),
-    "Q4_0": (NIBBLES, 32, None, False),
-    "Q4_1": (NIBBLES, 32, "halves", False),
-    "Q4_K": (NIBBLES, 32, "codes", True),
-    "Q5_K": (FIVE_BITS, 32, "codes", True),
-    "Q6_K": (SIX_BITS, 16, None, True),
+    "fp8": (E4M3, 0, None, None),
+    "fp8 blocks": (E4M3, 128, torch.float32, None),
+    "MXFP8": (E4M3, 32, torch.float8_e8m0fnu, None),
+    "int8 channels": (INT8, 0, None, None),
+    "Q8_0": (INT8, 32, torch.float16, None),
+    "int8 zeros": (INT8, 128, torch.bfloat16, "halves"),
+    "NVFP4": (E2M1, 16, torch.float8_e4m3fn, None),
+    "MXFP4": (E2M1, 32, torch.float8_e8m0fnu, None),
+    "NF4": (LEVELS, 64, torch.float32, None),
+    "int4 channels": (NIBBLES, 0, None, None),
+    "AWQ": (NIBBLES, 128, torch.float16, "codes"),
+    "Q4_0": (NIBBLES, 32, torch.float16, None),
+    "Q4_1": (NIBBLES, 32, torch.float16, "halves"),
+    "Q4_K": (NIBBLES, 32, torch.uint8, "codes"),
+    "Q5_K": (FIVE_BITS, 32, torch.uint8, "codes"),
+    "Q6_K": (SIX_BITS, 16, torch.uint8, None),
 }
 
 
 def panels(form: str) -> CodePanels:
     """Return panels without data."""
-    kind, group, least, is_nested = FORMS[form]
-    num_words = words_of_a_unit(kind, group)
-    inputs = num_words * (2 if kind < NIBBLES else 4)
-    scale = torch.uint8 if is_nested else torch.float32 if kind == E4M3 or not group else torch.float16
-    of_group, of_run = (_P, _I // (group or _I), 64), (_P, _I // 256, 64)
-    in_runs = (*of_run, 256 // (group or 256))
+    kind, group, scales, least = FORMS[form]
+    num_words, is_nested = words_of_a_unit(kind, group), scales == torch.uint8
 
     def empty(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=DEVICE)
 
+    def of_groups(dtype: torch.dtype) -> torch.Tensor:
+        if dtype.itemsize > 1:
+            return empty((_P, _I // group, 64), dtype)
+        return empty((_P, _I // span_of(kind), 64, span_of(kind) // group), dtype)
+
+    supers = empty((_P, _I // 256, 64), torch.float16) if is_nested else None
     return CodePanels(
         kind,
         group,
         (_O, _I),
-        empty((_P, _I // inputs, 64, num_words), torch.int16),
-        empty(in_runs if is_nested else of_group, scale),
+        empty((_P, _I // positions_of(kind) // num_words, 64, num_words), torch.int16),
+        None if scales is None else of_groups(scales),
         high=empty((_P, _I // 256, kind - 4, 64, num_words), torch.int16) if kind > NIBBLES else None,
-        leasts={"codes": empty(in_runs, torch.uint8), "halves": empty(of_group, torch.float16)}.get(least),
-        supers=empty(of_run, torch.float16) if is_nested else None,
-        super_leasts=empty(of_run, torch.float16) if is_nested and least else None,
+        leasts=of_groups(torch.uint8 if least == "codes" else torch.float16) if least else None,
+        supers=supers,
+        super_leasts=supers if least else None,
+        factors=empty((_P, 1, 64), torch.float32) if form == "NVFP4" or not group else None,
+        levels=tuple(range(16)) if kind in (E2M1, LEVELS) else None,
     )
 
 

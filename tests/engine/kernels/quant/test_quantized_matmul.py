@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from core.model.gguf_table import GGML_TYPES
+from engine.cpu.autotune import FP8, MeasuredWays, Ways
 from engine.kernels.moe.expert_tiles import sort_into_tiles
 from engine.kernels.moe.quantized_experts import launch_coded_experts, reference_coded_experts
 from engine.kernels.quant import quantized_matmul
 from engine.kernels.quant.code_panels import CodePanels, numbers_of
+from engine.kernels.quant.int8_matmul import reference_quantize_inputs
 from engine.kernels.quant.quantized_matmul import (
     launch_coded_product,
     launch_widen,
@@ -23,7 +27,7 @@ from engine.layers import low_bit_matrix
 from engine.layers.code_parts import panels_of, rows_of
 from engine.layers.layers import TorchMatrix
 from engine.layers.low_bit_matrix import CodedMatrix
-from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
+from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
 from tests.engine.kernels.moe.test_fused_experts import choices
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 from tests.engine.kernels.read_bytes import count_reads
@@ -34,9 +38,48 @@ OF_GGUF = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
 # Offsets of the half-precision scales in a block.
 HALVES_AT = {"Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2)}
 HALVES_AT |= {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
-OF_EIGHT_BITS = ["fp8 tensor", "fp8 channels", "fp8 blocks", "int8 channels", "int8 groups"]
-OF_FOUR_BITS = ["groups of 16", "groups of 32", "groups of 64", "groups of 128", "one group", "groups in any order"]
-FORMATS = [*OF_GGUF, *OF_EIGHT_BITS, *OF_FOUR_BITS]
+# Numbers of NF4, Dettmers et al. 2023, arXiv:2305.14314, appendix E.
+NF4 = (-1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.09105004, 0.0)
+NF4 += (0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Format of a GroupedWeight. size: inputs per group; None: all. zeros: None, "whole" or "broken" numbers."""
+
+    codes: torch.dtype | None
+    size: int | None
+    scales: torch.dtype = torch.float32
+    zeros: str | None = None
+    levels: tuple[float, ...] | None = None
+    has_factors: bool = False
+    in_order: bool = True
+
+
+GROUPED = {
+    "fp8 channels": Grouped(torch.float8_e4m3fn, None),
+    "fp8 blocks": Grouped(torch.float8_e4m3fn, 128),
+    "fp8 blocks of powers": Grouped(torch.float8_e4m3fn, 128, torch.float8_e8m0fnu),
+    "mxfp8": Grouped(torch.float8_e4m3fn, 32, torch.float8_e8m0fnu),
+    "int8 channels": Grouped(torch.int8, None, torch.bfloat16),
+    "int8 groups": Grouped(torch.int8, 32, torch.float16),
+    "int8 with zeros": Grouped(torch.uint8, 64, torch.bfloat16, zeros="whole"),
+    "int8 channels with zeros": Grouped(torch.int8, None, torch.float16, zeros="whole"),
+    "nvfp4": Grouped(None, 16, torch.float8_e4m3fn, levels=E2M1_LEVELS, has_factors=True),
+    "mxfp4": Grouped(None, 32, torch.float8_e8m0fnu, levels=E2M1_LEVELS),
+    "nf4": Grouped(None, 64, levels=NF4),
+    "int4 channels": Grouped(None, None, torch.bfloat16),
+    "int4 in groups of 32": Grouped(None, 32, torch.bfloat16),
+    "groups of 16": Grouped(None, 16, torch.float16, zeros="whole"),
+    "groups of 64": Grouped(None, 64, torch.bfloat16, zeros="whole"),
+    "groups of 128": Grouped(None, 128, torch.float16, zeros="whole"),
+    "groups of 256": Grouped(None, 256, torch.float16, zeros="whole"),
+    "one group": Grouped(None, None, torch.float16, zeros="whole"),
+    "broken zeros": Grouped(None, 128, torch.float16, zeros="broken"),
+    "groups in any order": Grouped(None, 32, torch.float16, zeros="whole", in_order=False),
+    "nf4 in any order": Grouped(None, 32, levels=NF4, in_order=False),
+}
+FORMATS = [*OF_GGUF, *GROUPED]
 # Relative to the norm.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -52,21 +95,30 @@ def random_weight(name: str, num_outputs: int, num_inputs: int, *, seed: int = 0
             halves = (torch.rand(blocks.shape[:2], generator=generator) / 50).half()
             blocks[..., at : at + 2] = halves.unsqueeze(-1).view(torch.uint8)
         return GGMLWeight(blocks.flatten(1), kind)
-    sizes = {"int8 groups": 32, "fp8 blocks": 128, "groups in any order": 32}
-    size = sizes.get(name) or (int(name.split()[-1]) if name.startswith("groups of") else num_inputs)
-    group_I = torch.arange(num_inputs) // size
+    form = GROUPED[name]
+    group_I = torch.arange(num_inputs) // (form.size or num_inputs)
     num_groups = int(group_I[-1]) + 1
-    scales = torch.rand(num_outputs, num_groups, generator=generator) + 0.5
-    if name in OF_EIGHT_BITS:
-        scales = scales[:1].expand(num_outputs, -1) if name == "fp8 tensor" else scales
-        codes = torch.randn(num_outputs, num_inputs, generator=generator)
-        eight = codes.to(torch.float8_e4m3fn) if "fp8" in name else (codes * 40).round().clamp(-128, 127).to(torch.int8)
-        return GroupedWeight(eight, scales if "fp8" in name else scales / 40, None, group_I)
-    if name == "groups in any order":
+    scales = torch.rand(num_outputs, num_groups, generator=generator) / 8 + 0.0625
+    scales = scales.to(form.scales)
+    if not form.in_order:
         group_I = group_I[torch.randperm(num_inputs, generator=generator)]
-    codes = torch.randint(0, 16, (num_outputs, num_inputs), generator=generator)
-    zeros = torch.randint(0, 17, (num_outputs, num_groups), generator=generator).float()
-    return GroupedWeight.of_4_bits(codes, (scales / 8).half().float(), zeros, group_I)
+    factors = torch.rand(num_outputs, generator=generator) + 0.5 if form.has_factors else None
+    if form.codes == torch.float8_e4m3fn:
+        codes = torch.randn(num_outputs, num_inputs, generator=generator)
+        return GroupedWeight(codes.to(form.codes), scales, None, group_I)
+    bits, least = 4 if form.codes is None else 8, -128 if form.codes == torch.int8 else 0
+    codes = torch.randint(least, least + (1 << bits), (num_outputs, num_inputs), generator=generator)
+    zeros = torch.randint(least, least + (1 << bits) + 1, scales.shape, generator=generator).float()
+    if form.zeros is None:
+        zeros.fill_(least + (1 << bits - 1))
+    elif form.zeros == "broken":
+        zeros += 0.25
+    if form.codes is not None:
+        return GroupedWeight(codes.to(form.codes), scales, None if not form.zeros and least else zeros, group_I)
+    levels = None if form.levels is None else torch.tensor(form.levels)
+    return GroupedWeight.of_4_bits(
+        codes, scales, zeros if levels is None else None, group_I, levels=levels, factors_O=factors
+    )
 
 
 def shape_of(name: str, num_outputs: int, num_inputs: int) -> tuple[int, int]:
@@ -162,9 +214,46 @@ def test_bias_residual_and_columns_of_a_wider_output() -> None:
     )
 
 
+class FP8Wins(MeasuredWays):
+    def quickest(self, workload: str, ways: Ways) -> str:
+        for compute in ways.values():
+            # Every alternative must be computable.
+            compute()
+        return FP8
+
+
+def test_prompts_are_multiplied_in_fp8_if_measured_and_asked_for(tmp_path: Path) -> None:
+    """FP8 weights with one scale per output, and inputs with one scale per row, in a prompt of 512 rows."""
+    weight = random_weight("fp8 channels", 48, 200)
+    assert isinstance(weight, GroupedWeight)
+    x, bias, residual = (random(*shape, seed=3).bfloat16() for shape in ((512, 200), (48,), (512, 48)))
+    numbers, (codes, scales) = weight.rows(0, 48).to(DEVICE), reference_quantize_inputs(x, torch.float8_e4m3fn)
+    products = {
+        torch.float8_e4m3fn: (codes[:, :200].float() * scales[:, None]) @ numbers.T,
+        None: x.float() @ numbers.T,
+    }
+    for activations, product in products.items():
+        matrix = CodedMatrix.of([replace(weight, activations=activations)], DEVICE)
+        assert matrix is not None
+        unmeasured = multiplied(matrix, x, bias_O=bias, residual_TO=residual)
+        matrix.measure(FP8Wins(tmp_path))
+        assert matrix.fp8_rows == 512 or activations is None
+        got = multiplied(matrix, x, bias_O=bias, residual_TO=residual)
+        assert torch.equal(got, unmeasured) == (activations is None)
+        if activations is not None or DEVICE.type == "cuda":
+            torch.testing.assert_close(got.float(), product + bias + residual, atol=5e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize(
     ("name", "hidden", "features"),
-    [("fp8 blocks", 256, 128), ("fp8 channels", 80, 48), ("groups of 32", 96, 64), ("Q6_K", 256, 256)],
+    [
+        ("fp8 blocks", 256, 128),
+        ("fp8 channels", 80, 48),
+        ("nvfp4", 96, 64),
+        ("mxfp4", 96, 64),
+        ("nf4", 128, 64),
+        ("Q6_K", 256, 256),
+    ],
 )
 @pytest.mark.parametrize(("num_tokens", "num_experts", "per_token"), [(1, 3, 2), (40, 2, 1)])
 def test_coded_experts_equal_dequantized_experts(
@@ -185,7 +274,7 @@ def test_coded_experts_equal_dequantized_experts(
 
 @pytest.mark.parametrize(
     ("gate_up_name", "down_name", "is_a100"),
-    [("fp8 channels", "groups of 32", False), ("groups of 32", "groups of 128", True)],
+    [("fp8 channels", "mxfp4", False), ("int4 in groups of 32", "groups of 128", True)],
 )
 def test_both_expert_matrices_share_the_tiles(
     gate_up_name: str, down_name: str, is_a100: bool, monkeypatch: pytest.MonkeyPatch
@@ -208,7 +297,7 @@ def test_bytes_read_are_close_to_bytes_stored(name: str) -> None:
     """Counts the loads of every program of a product: at most 1.1 times the file's bytes for any number of rows."""
     weight = random_weight(name, 128, 512)
     panels, _ = panels_and_order(weight)
-    for num_rows in (1, 33) if name in ("Q4_K", "fp8 channels") else (1,):
+    for num_rows in (1, 33) if name in ("Q4_K", "nvfp4") else (1,):
         x = random(num_rows, 512)
         with count_reads(*panels.tensors().values()) as counted:
             launched(x, panels)
@@ -216,12 +305,13 @@ def test_bytes_read_are_close_to_bytes_stored(name: str) -> None:
 
 
 def stored_bytes(name: str, weight: QuantizedWeight) -> float:
-    """Return the bytes in a file: GGUF blocks; or codes with 16-bit scales and 4-bit zeros per group."""
+    """Return the bytes in a file: GGUF blocks; or codes, scales, packed zeros and factors."""
     if isinstance(weight, GGMLWeight):
         return weight.blocks_OB.nbytes
     assert isinstance(weight, GroupedWeight)
-    of_groups = name.startswith(("groups", "one group", "int8 groups"))
-    return weight.codes.nbytes + of_groups * weight.scales_OG.numel() * (2 if weight.zeros_OG is None else 2.5)
+    zero_bytes = {None: 0.0, "whole": 0.5 if GROUPED[name].codes is None else 1.0, "broken": 2.0}[GROUPED[name].zeros]
+    factors = 0 if weight.factors_O is None else weight.factors_O.nbytes
+    return weight.codes.nbytes + weight.scales_OG.nbytes + weight.scales_OG.numel() * zero_bytes + factors
 
 
 def panels_and_order(weight: QuantizedWeight) -> tuple[CodePanels, Tensor | None]:
