@@ -45,7 +45,7 @@ struct Team {
 struct Desk {
     std::vector<float> row;
     std::vector<char> kept, copy;
-    std::vector<Floats> q, out, totals, most, columns, values, spare;  // attention.h
+    std::vector<Floats> q, sums, out, totals, offsets, most, columns, values, spare, numbers;  // attention.h
     Fetches ahead;                           // attention.h
 };
 

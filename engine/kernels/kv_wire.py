@@ -111,7 +111,7 @@ def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[i
 
 def _exact(pool_B2PSD: Tensor, codes_T2KD: Tensor) -> int:
     """Return the number of trailing values of each row that are not quantized."""
-    return codes_T2KD.shape[-1] - pool_B2PSD.shape[-1]
+    return max(0, codes_T2KD.shape[-1] - pool_B2PSD.shape[-1])
 
 
 @jit

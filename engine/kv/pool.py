@@ -22,7 +22,7 @@ from engine.runner import streams
 class KVPool:
     """KV blocks of one rank, all layers. BlockManager assigns them to sequences.
 
-    `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S) bf16 for an 8-bit pool, else `scales` is
+    `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S) for a quantized pool, else `scales` is
     empty. See KVLayout. Layers of draft heads have spare blocks after these B.
     A slot is block id * S + offset. `features` is (B, feature_bytes) uint8.
     """
@@ -39,9 +39,11 @@ class KVPool:
         counts = [num_blocks] * (layout.num_layers - layout.num_draft_layers)
         counts += [num_blocks + num_spare] * layout.num_draft_layers
         self.codes = [_zeros((count, *shape), layout.torch_dtype, device) for count in counts]
-        self.scales = [
-            _zeros((count, *shape[:-1]), torch.bfloat16, device) for count in (counts if layout.has_scales else ())
-        ]
+        self.scales = (
+            [_zeros((count, *shape[:-1]), scale_dtype, device) for count in counts]
+            if (scale_dtype := layout.scale_dtype)
+            else []
+        )
         self.features = _zeros((num_blocks, layout.feature_bytes), torch.uint8, device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
@@ -49,7 +51,7 @@ class KVPool:
         return self.codes[layer], self.scales[layer] if self.scales else None
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Store keys and values at `slots_T`; quantizes if the pool has 8 bits. See write_kv."""
+        """Store keys and values at `slots_T`; quantizes if the pool has scales. See write_kv."""
         write_kv(*self.layer(layer), slots_T, k_TKD, v_TKD)
 
     def write_latents(self, layer: int, slots_T: Tensor, rows_TD: Tensor) -> None:

@@ -2,12 +2,12 @@
 
 A segment is a run of layers and token positions of one sequence. Its payload, for L layers, T tokens and K heads:
 
-    codes   L x (T, 2, K, D)   fp8 or int8, or the pool's dtype if the wire is raw
-    scales  L x (T, 2, K)      bf16; present for 8-bit codes only
+    codes   L x (T, 2, K, D)   fp8, int8 or int4 (D / 2 bytes), or the pool's dtype if the wire is raw
+    scales  L x (T, 2, K)      bf16, int4: with zeros; none for 16- and 32-bit codes
     rows    (N, F) bytes       draft-head features of the N positions that fill their blocks; sent with the last layer,
                                complete from every rank that sends heads of it
 
-2 stands for keys, then values. An 8-bit pool ships its codes unchanged: nothing is quantized twice. With latent
+2 stands for keys, then values. A quantized pool ships its codes unchanged: nothing is quantized twice. With latent
 attention there is one side, K is 1, and an 8-bit row on the wire ends with its rotated key in bf16, as in such a pool
 (engine/kv/layout.py).
 """
@@ -25,7 +25,7 @@ from core.types.errors import TransferError
 from engine.cpu.library import open_copies
 from engine.kernels.checksum import launch_word_sum
 from engine.kernels.kv_wire import pack_kv, unpack_kv
-from engine.kernels.quant.row_quantization import MOST
+from engine.kernels.quant.row_quantization import SCALES
 from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
@@ -36,20 +36,20 @@ from kvtransfer.protocol.segment import Segment
 class Codec:
     """Codec between two pools of one layout.
 
-    Sends the pools' bytes unchanged, or quantizes bf16, fp16 and fp32 pools to 8 bits plus scales.
+    Sends the pools' bytes unchanged, or quantizes bf16, fp16 and fp32 pools to 8 or 4 bits plus scales.
     """
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype) -> None:
         """dtype: codes on the wire."""
         self._layout = layout
         self._dtype = dtype
-        self._quantizes = dtype in MOST and not layout.has_scales
+        self._scale_dtype = SCALES.get(dtype)
+        self._quantizes = self._scale_dtype is not None and not layout.has_scales
 
     def num_bytes(self, segment: Segment) -> int:
         """Return the size of the segment's payload in bytes."""
         rows = segment.num_layers * segment.num_tokens * self._layout.num_sides * segment.num_heads
-        row_bytes = self._row_dim * self._dtype.itemsize + (torch.bfloat16.itemsize if self._dtype in MOST else 0)
-        return rows * row_bytes + self._num_feature_bytes(segment)
+        return rows * self._layout.row_bytes_of(self._dtype) + self._num_feature_bytes(segment)
 
     def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
         """Fill `payload` (uint8, num_bytes) with the KV at `slots_T` (int64, one per token of the segment)."""
@@ -101,10 +101,6 @@ class Codec:
             launch_word_sum(payload)
             self.unpack(payload, pool, segment, slots_T)
 
-    @property
-    def _row_dim(self) -> int:
-        return self._layout.head_dim + (self._layout.exact_dim if self._dtype in MOST else 0)
-
     def _num_feature_bytes(self, segment: Segment) -> int:
         layout = self._layout
         if not layout.feature_bytes or segment.layers.stop < layout.num_layers:
@@ -119,17 +115,17 @@ class Codec:
         return slots_T[size - 1 - segment.first_token % size :: size] // size
 
     def _views(self, payload: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
-        """Return views of codes (L, T, 2, K, D) and scales (L, T, 2, K); scales are empty unless codes have 8 bits."""
+        """Return views of codes (L, T, 2, K, D) and scales (L, T, 2, K); scales are empty unless codes have some."""
         rows = (segment.num_layers, segment.num_tokens, self._layout.num_sides, segment.num_heads)
-        shape = (*rows, self._row_dim)
+        shape = (*rows, self._layout.row_dim_of(self._dtype))
         num_code_bytes = math.prod(shape) * self._dtype.itemsize
         codes = payload[:num_code_bytes].view(self._dtype).view(shape)
-        scales = payload[num_code_bytes : payload.numel() - self._num_feature_bytes(segment)].view(torch.bfloat16)
-        return codes, scales.view(rows) if self._dtype in MOST else scales
+        scales = payload[num_code_bytes : payload.numel() - self._num_feature_bytes(segment)]
+        return codes, scales.view(self._scale_dtype).view(rows) if self._scale_dtype else scales
 
 
 def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
-    """Return the codec for pools of `layout` and `wire_dtype` ("fp8_e4m3", "int8" or "raw").
+    """Return the codec for pools of `layout` and `wire_dtype` (a quantized one, or "raw").
 
     Takes seconds if the CPU kernels are not compiled yet, so call it before a link's thread needs them.
     """

@@ -1,12 +1,17 @@
-"""8-bit quantization of rows with one scale per row, as e4m3 or int8.
+"""Quantization of rows with one scale per row, as e4m3, int8, or rotated int4.
 
     scale = bf16_up(max|x| / most)      x ~ code * scale      code = e4m3(x / scale), most = 448
                                                               code = nearest(x / scale), most = 127
 
+    int4: y = rotate(x)     scale = bf16_up((max y - min y) / 15)     zero = bf16(min y + 8 scale)
+                            y ~ zero + (code - 8) scale               code = 8 + nearest((y - zero) / scale), 0 to 15
+
 bf16_up rounds to bfloat16 away from zero, so that no code exceeds `most`. Append-only: a row is never requantized.
 The steps of e4m3 are relative, up to 1/8 of a number; those of int8 are all 1/127 of the row's largest. Keys, of which
-a few large numbers decide the scores, lose less in int8; rows that span many octaves lose less in e4m3.
-Format: Micikevicius et al. 2022, arXiv:2209.05433 (e4m3: largest finite value 448, no infinities).
+a few large numbers decide the scores, lose less in int8; rows that span many octaves lose less in e4m3. int4 has too
+few steps for either: its rows are rotated first (hadamard.py), which leaves no large numbers.
+Format: Micikevicius et al. 2022, arXiv:2209.05433 (e4m3: largest finite value 448, no infinities). Two int4 codes share
+a byte, the first in its low bits.
 """
 
 from __future__ import annotations
@@ -15,9 +20,14 @@ import torch
 from torch import Tensor
 
 from engine.kernels.language import is_interpreted, jit, tl
+from engine.kernels.quant.hadamard import rotate, turn_back
 
-# Largest code of each dtype.
+# Largest code of each 8-bit dtype.
 MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+# Dtype that stands for int4: bytes of two codes.
+INT4 = torch.uint8
+# Dtype of each format's scales. An int4 row has the bits of a bf16 scale and, in the upper half, of its bf16 zero.
+SCALES = {torch.float8_e4m3fn: torch.bfloat16, torch.int8: torch.bfloat16, INT4: torch.int32}
 # Scale of an all-zero row: any positive number with a finite inverse.
 _TINY = 2.0**-120
 _NAN = 0x7FC00000
@@ -27,9 +37,12 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, exact: int = 0) -> tuple[Ten
     """Quantize each row (last dimension) with its own scale, except for its last `exact` numbers, kept in bf16.
 
     x: (..., D) bf16, fp16 or fp32. Returns codes (..., D + exact) of `dtype`, float8_e4m3fn or int8, the last 2 * exact
-    of which are bytes of bf16, and scales (...) bfloat16, always positive.
+    of which are bytes of bf16, and scales (...) bfloat16, always positive. dtype INT4: codes (..., D / 2), and scales
+    of SCALES; all numbers are quantized.
     A row with NaN or infinity gets a non-finite scale and dequantizes to non-finite values.
     """
+    if dtype == INT4:
+        return _quantize_int4(rotate(x.float()))
     if not exact:
         return _quantize(x.float(), dtype)
     codes, scales = _quantize(x[..., :-exact].float(), dtype)
@@ -39,6 +52,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, exact: int = 0) -> tuple[Ten
 
 def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype, *, exact: int = 0) -> Tensor:
     """Dequantize codes (..., D + exact) with scales (...) to (..., D) of `dtype`; the inverse of `quantize_rows`."""
+    if codes.dtype == INT4:
+        return turn_back(_dequantize_int4(codes, scales)).to(dtype)
     if not exact:
         return _widen(codes).mul_(scales.float().unsqueeze(-1)).to(dtype)
     numbers = dequantize_rows(codes[..., : -2 * exact].contiguous(), scales, dtype)
@@ -60,6 +75,23 @@ def _quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = _round_up_to_bf16((largest / torch.full_like(largest, MOST[dtype])).clamp_min(_TINY))
     x = x / scales.float().unsqueeze(-1)
     return (x.to(dtype) if dtype.is_floating_point else x.round_().nan_to_num_(0.0).to(dtype)), scales
+
+
+def _quantize_int4(y: Tensor) -> tuple[Tensor, Tensor]:
+    least, most = y.amin(dim=-1), y.amax(dim=-1)
+    spread = most - least
+    scales = _round_up_to_bf16((spread / torch.full_like(spread, 15.0)).clamp_min(_TINY))
+    zeros = (least + 8 * scales.float()).to(torch.bfloat16)
+    codes = (y - zeros.float().unsqueeze(-1)).div_(scales.float().unsqueeze(-1))
+    codes = codes.round_().clamp_(-8, 7).add_(8).nan_to_num_(0.0).to(torch.uint8)
+    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    return pairs, torch.stack((scales, zeros), dim=-1).view(torch.int32).squeeze(-1)
+
+
+def _dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
+    scale, zero = scales.unsqueeze(-1).view(torch.bfloat16).float().split(1, dim=-1)
+    y = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).float()
+    return y.sub_(8).mul_(scale).add_(zero)
 
 
 def _widen(codes: Tensor) -> Tensor:
