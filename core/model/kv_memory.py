@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from core.model.draft_heads import HeadsConfig
 from core.model.shape import ModelConfig
 
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
-_SCALE_BYTES = 2  # bf16, one per token and head, for keys and for values each
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1, "int4": 0.5}
+# bf16, per token and head, for keys and for values each: a scale; int4: a scale and a zero.
+_SCALE_BYTES = {"fp8_e4m3": 2, "int8": 2, "int4": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +17,7 @@ class KVArithmetic:
     """KV memory of one model on replicas of `tensor_parallel` ranks with `memory_bytes` for KV each."""
 
     config: ModelConfig
-    dtype: str  # of the pool: "bfloat16", "float16", "float32", "fp8_e4m3" or "int8"
+    dtype: str  # of the pool, one of _ITEM_BYTES
     block_size: int
     tensor_parallel: int
     memory_bytes: float
@@ -58,11 +59,11 @@ class KVArithmetic:
 
     @property
     def _layer_bytes_per_token(self) -> int:
-        config, per_head = self.config, self.config.kv_dim * _ITEM_BYTES[self.dtype]
-        if _ITEM_BYTES[self.dtype] == 1:
-            per_head += config.kv_exact_dim + _SCALE_BYTES
+        config, per_head = self.config, int(self.config.kv_dim * _ITEM_BYTES[self.dtype])
+        if self.dtype in _SCALE_BYTES:
+            per_head += config.kv_exact_dim + _SCALE_BYTES[self.dtype]
         return config.kv_sides * max(1, config.num_kv_heads // self.tensor_parallel) * per_head
 
     @property
     def _itemsize(self) -> int:
-        return _ITEM_BYTES[self.activations]
+        return int(_ITEM_BYTES[self.activations])

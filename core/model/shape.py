@@ -112,6 +112,16 @@ class ModelConfig:
         """Trailing numbers of a row that stay bf16 in an 8-bit cache: the rotated key, as in DeepSeek's FP8 cache."""
         return self.latent.rope_dim if self.latent else 0
 
+    def can_keep_kv(self, dtype: str) -> bool:
+        """Return True if the KV cache can be of `dtype`: int4 rotates heads, in parts of at least four numbers."""
+        return dtype != "int4" or (not self.latent and self.head_dim % 4 == 0)
+
+    def check_kv_dtype(self, key: str, dtype: str) -> None:
+        """Raise SpecError unless the KV cache, or KV on the wire, can be of `dtype`. key: field of the spec."""
+        if not self.can_keep_kv(dtype):
+            form = "stores latents" if self.latent else f"has a head_dim of {self.head_dim}, no multiple of 4"
+            raise SpecError(f"{key}: {dtype} is not possible, because {self.architecture} {form}; use int8")
+
     @property
     def attention_scale(self) -> float:
         """Scale of attention scores: 1 / sqrt(head_dim), times DeepSeek's YaRN factor."""

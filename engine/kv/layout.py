@@ -35,7 +35,7 @@ DTYPES = {
 # Part of the fingerprint with a draft head: a replica that does not ship features is incompatible with one that does.
 _WITH_BLOCKS = "features with blocks"
 # Short names for tables and reports.
-EIGHT_BITS = {"fp8": "fp8_e4m3", "int8": "int8"}
+QUANTIZED = {"fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
 # Part of the fingerprint with int4: replicas that rotate by other signs are incompatible.
 INT4_FORMAT = f"rotated by {SIGNS:x}"
 

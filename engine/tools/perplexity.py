@@ -23,12 +23,14 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from core.model import config as model_config
 from core.types.errors import SpecError
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.kernels.kv_wire import pack_kv, unpack_kv
-from engine.kv.layout import DTYPES, EIGHT_BITS
+from engine.kernels.quant.row_quantization import SCALES
+from engine.kv.layout import DTYPES, QUANTIZED
 from engine.kv.pool import KVPool
 from engine.runner.runner import ModelRunner
 from engine.weights.open_checkpoint import is_quantized
@@ -120,12 +122,12 @@ def _logits(runner: ModelRunner, ids: list[int], start: int, end: int, *, last_o
 
 
 def _send_and_receive(pool: KVPool, num_tokens: int, dtype: torch.dtype) -> None:
-    """Encode the first positions of the pool in an 8-bit wire format and decode them in place."""
+    """Encode the first positions of the pool in a quantized wire format and decode them in place."""
     layout, heads = pool.layout, slice(0, pool.layout.heads_per_rank)
     slots_T = torch.arange(num_tokens, device=pool.device)
     shape = (num_tokens, layout.num_sides, layout.heads_per_rank)
-    codes = torch.empty(*shape, layout.head_dim + layout.exact_dim, dtype=dtype, device=pool.device)
-    scales = torch.empty(shape, dtype=torch.bfloat16, device=pool.device)
+    codes = torch.empty(*shape, layout.row_dim_of(dtype), dtype=dtype, device=pool.device)
+    scales = torch.empty(shape, dtype=SCALES[dtype], device=pool.device)
     for layer in pool.codes:
         pack_kv(layer, slots_T, heads, codes, scales)
         unpack_kv(codes, scales, layer, slots_T, heads)
@@ -140,12 +142,13 @@ def settings_for(model_dir: Path, others: Iterable[tuple[str, Path]]) -> dict[st
     settings = {"baseline": Setting(model_dir=model_dir)}
     if is_quantized(model_dir):
         settings["weights as stored"] = Setting(model_dir=model_dir, weights="quantized")
-    for name, dtype in EIGHT_BITS.items():
+    kinds = {name: dtype for name, dtype in QUANTIZED.items() if model_config.load(model_dir).can_keep_kv(dtype)}
+    for name, dtype in kinds.items():
         settings[f"pool {name}"] = Setting(model_dir=model_dir, pool_dtype=dtype)
         settings[f"wire {name}"] = Setting(model_dir=model_dir, wire_dtype=dtype)
     for weights, directory in others:
         settings[f"weights {weights}"] = Setting(model_dir=directory)
-        for name, dtype in EIGHT_BITS.items():
+        for name, dtype in kinds.items():
             together = Setting(model_dir=directory, pool_dtype=dtype, wire_dtype=dtype)
             settings[f"weights {weights}, pool and wire {name}"] = together
     return settings

@@ -266,7 +266,8 @@ def _memory(source: str) -> dict[str, Any]:
                 activations=spec.model.dtype,
                 max_running=largest_step(spec, role)[1],
             )
-            for dtype in dict.fromkeys((own, spec.model.dtype, "fp8_e4m3", "int8"))
+            for dtype in dict.fromkeys((own, spec.model.dtype, "fp8_e4m3", "int8", "int4"))
+            if config.can_keep_kv(dtype)
         }
         kv = by_dtype[own]
         limit = min(config.max_context, spec.model.max_context or config.max_context)

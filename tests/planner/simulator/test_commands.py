@@ -95,7 +95,7 @@ def test_plan_draws_the_frontier(trace: str, tmp_path: Path, name: str, begin: b
 
 
 def test_kv_arithmetic() -> None:
-    """Llama 3.1 8B: 32 layers, 8 KV heads of 128; a pool of 8 bits has a bf16 scale per token and head."""
+    """Llama 3.1 8B: 32 layers, 8 KV heads of 128; a quantized pool has a bf16 scale per token and head, in int4 a zero too."""
 
     def kv(dtype: str, ranks: int) -> KVArithmetic:
         of_llama = SimpleNamespace(num_layers=32, num_kv_heads=8, kv_dim=128, kv_sides=2, kv_exact_dim=0)
@@ -104,6 +104,7 @@ def test_kv_arithmetic() -> None:
 
     assert kv("bfloat16", 1).bytes_per_token == kv("bfloat16", 8).bytes_per_token == 131_072
     assert kv("fp8_e4m3", 1).bytes_per_token == kv("int8", 1).bytes_per_token == 32 * 2 * 8 * 130
+    assert kv("int4", 1).bytes_per_token == 32 * 2 * 8 * 68
     assert kv("bfloat16", 16).bytes_per_token == 2 * 131_072  # each head is stored twice
     assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
 
