@@ -58,3 +58,48 @@ def _transform(x: Tensor) -> Tensor:
 @lru_cache
 def _signs(dim: int, device: torch.device) -> Tensor:
     return torch.tensor([1.0 - 2.0 * (SIGNS >> i % 64 & 1) for i in range(dim)], device=device)
+
+
+# The same in Triton, for rows of D numbers that are padded with zeros to a power of two.
+
+_BITS = tl.constexpr(SIGNS) if tl else None
+
+
+@jit
+def rotate_tile(x: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """Rotate rows (R, BLOCK_D) fp32."""
+    return _transform_tile(_flip(x), D, 1)
+
+
+@jit
+def rotate_queries(x: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """Rotate rows (R, BLOCK_D) fp32 such that their products with rows of `rotate_tile` are those of before."""
+    return _transform_tile(_flip(x), D, 0)
+
+
+@jit
+def turn_tile_back(x: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """Return the rows that `rotate_tile` rotated to `x`."""
+    return _flip(_transform_tile(x, D, 0))
+
+
+@jit
+def _flip(x: tl.tensor) -> tl.tensor:
+    d = tl.arange(0, x.shape[1])
+    is_flipped = ((tl.full([x.shape[1]], _BITS, tl.int64) >> (d % 64)) & 1) == 1
+    return tl.where(is_flipped[None, :], -x, x)
+
+
+@jit
+def _transform_tile(x: tl.tensor, D: tl.constexpr, HALVED: tl.constexpr) -> tl.tensor:
+    """Multiply each part of each row with H and a power of two: a half in every step whose number has this parity."""
+    R: tl.constexpr = x.shape[0]
+    BLOCK_D: tl.constexpr = x.shape[1]
+    for i in tl.static_range(10):
+        if D % (2 << i) == 0:
+            pairs = tl.permute(tl.reshape(x, [R, BLOCK_D // (2 << i), 2, 1 << i]), 0, 1, 3, 2)
+            a, b = tl.split(pairs)
+            x = tl.reshape(tl.permute(tl.join(a + b, a - b), 0, 1, 3, 2), [R, BLOCK_D])
+            if i % 2 == HALVED:
+                x *= 0.5
+    return x

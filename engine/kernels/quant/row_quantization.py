@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.language import is_interpreted, jit, tl
-from engine.kernels.quant.hadamard import rotate, turn_back
+from engine.kernels.quant.hadamard import rotate, rotate_tile, turn_back
 
 # Largest code of each 8-bit dtype.
 MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -132,6 +132,47 @@ def quantize_row(x: tl.tensor, mask: tl.tensor, codes: tl.constexpr) -> tuple[tl
     scale = ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
     x = _divide(x, scale)
     return to_int8(x) if codes == tl.int8 else to_e4m3(x), scale
+
+
+@jit
+def quantize_int4(x: tl.tensor, D: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Quantize x (N, BLOCK_D) fp32, zero from D on. Returns bytes (N, BLOCK_D / 2) and int32 scales (N, 1)."""
+    y = rotate_tile(x, D)
+    is_number = (tl.arange(0, x.shape[1]) < D)[None, :]
+    least = tl.min(tl.where(is_number, y, float("inf")), axis=1, keep_dims=True)
+    most = tl.max(tl.where(is_number, y, -float("inf")), axis=1, keep_dims=True)
+    # NaN if a number is not finite.
+    spread = most - least + tl.sum(y - y, axis=1, keep_dims=True)
+    bits = tl.abs(tl.div_rn(spread, 15.0)).to(tl.int32, bitcast=True)
+    bits = (tl.minimum(tl.maximum(bits, 0x03800000), 0x7FC00000) + 0xFFFF) & -0x10000
+    scale = bits.to(tl.float32, bitcast=True)
+    zero_bits = (least + 8.0 * scale).to(tl.int32, bitcast=True)
+    zero_bits = (zero_bits + 0x7FFF + ((zero_bits >> 16) & 1)) & -0x10000
+    steps = _divide(y - zero_bits.to(tl.float32, bitcast=True), scale)
+    steps = tl.minimum(tl.maximum(steps, -8.0), 7.0)
+    codes = (steps + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + 8
+    even, odd = tl.split(tl.reshape(codes, [x.shape[0], x.shape[1] // 2, 2]))
+    return (even | (odd << 4)).to(tl.uint8), ((bits >> 16) & 0xFFFF) | zero_bits
+
+
+@jit
+def scale_and_zero(words: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the scale and the zero, fp32, in each word of int4 scales."""
+    return (words << 16).to(tl.float32, bitcast=True), (words & -0x10000).to(tl.float32, bitcast=True)
+
+
+@jit
+def from_nibbles(pair: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Convert bytes of int4 codes to the first and the second number of each, without scale and zero, exactly.
+
+    1024 + n in fp16 has n in its last bits.
+    """
+    bits = pair.to(tl.int16)
+    first = ((bits & 15) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1032.0
+    second = (((bits >> 4) & 15) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1032.0
+    if dtype != tl.float16:
+        first, second = first.to(tl.float32).to(dtype), second.to(tl.float32).to(dtype)
+    return first, second
 
 
 @jit

@@ -95,7 +95,7 @@ def test_plan_draws_the_frontier(trace: str, tmp_path: Path, name: str, begin: b
 
 
 def test_kv_arithmetic() -> None:
-    """Llama 3.1 8B: 32 layers, 8 KV heads of 128; a quantized pool has a bf16 scale per token and head, in int4 a zero too."""
+    """Llama 3.1 8B: 32 layers, 8 KV heads of 128. Codes have a bf16 scale per token and head, int4 a zero too."""
 
     def kv(dtype: str, ranks: int) -> KVArithmetic:
         of_llama = SimpleNamespace(num_layers=32, num_kv_heads=8, kv_dim=128, kv_sides=2, kv_exact_dim=0)
