@@ -36,6 +36,7 @@ TREES: dict[str, dict[str, Any]] = {
     "raw": {"wire_dtype": "raw"},
     "fp8 pool": {"pool_dtype": "fp8_e4m3"},
     "int8 pool": {"pool_dtype": "int8"},
+    "int4 pool": {"pool_dtype": "int4"},
 }
 
 
@@ -43,7 +44,7 @@ pytestmark = pytest.mark.skipif(open_kernels(dtype=torch.bfloat16, device=CPU) i
 
 
 @pytest.mark.parametrize(
-    "pool", ["raw", *(pytest.param(pool, marks=pytest.mark.slow) for pool in ("fp8 pool", "int8 pool"))]
+    "pool", ["raw", *(pytest.param(pool, marks=pytest.mark.slow) for pool in TREES if pool != "raw")]
 )
 async def test_64_requests_alone_batched_chunked_and_migrated(
     checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, pool: str
