@@ -25,6 +25,7 @@ class EngineConfig:
     dtype: str = "bfloat16"  # weights and activations
     weights: str = "as_stored"  # one of engine.layers.shards.WEIGHTS
     pool_dtype: str = "auto"  # KV: auto (= dtype), int8, fp8_e4m3 or int4
+    unquantized_layers: tuple[int, ...] = ()  # layers whose KV is never quantized; negative ones count from the end
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # pool size of this rank; None: as many as fit into kv_memory_gib
     kv_memory_gib: float | None = None  # None: 1 GiB on a CPU, all free memory on a GPU
@@ -53,6 +54,8 @@ class EngineConfig:
             num_layers=config.num_layers + num_draft_layers,
             draft=heads.fingerprint if heads and num_draft_layers else "",
             num_draft_layers=num_draft_layers,
+            plain_layers=config.layers_at("kv.unquantized_layers", self.unquantized_layers),
+            plain_dtype=self.dtype,
             feature_bytes=heads.feature_bytes(config, itemsize=itemsize) if heads else 0,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.kv_dim,

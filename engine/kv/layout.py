@@ -67,6 +67,9 @@ class KVLayout:
     draft: str = ""
     # Trailing layers of num_layers that belong to draft heads.
     num_draft_layers: int = 0
+    # Layers that neither a pool nor a wire quantizes, and their dtype.
+    plain_layers: tuple[int, ...] = ()
+    plain_dtype: str = "bfloat16"
     # Draft-head features of a block's last position, bytes per block; see engine.spec_decode.heads.features.
     feature_bytes: int = 0
 
@@ -85,31 +88,26 @@ class KVLayout:
             self.exact_dim,
             *((self.draft, self.num_draft_layers, self.feature_bytes, _WITH_BLOCKS) if self.draft else ()),
             *((INT4_FORMAT,) if self.dtype == "int4" else ()),
+            *((self.plain_layers, self.plain_dtype) if self.plain_layers else ()),
         )
         return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Dtype of all layers but plain ones."""
         return DTYPES[self.dtype]
 
-    @property
-    def scale_dtype(self) -> torch.dtype | None:
-        """Dtype of each row's scale; None if the pool has none."""
-        return SCALES.get(self.torch_dtype)
+    def dtype_of(self, layer: int) -> torch.dtype:
+        return DTYPES[self.plain_dtype] if layer in self.plain_layers else self.torch_dtype
 
     @property
     def has_scales(self) -> bool:
-        return self.scale_dtype is not None
+        return self.torch_dtype in SCALES
 
     @property
     def heads_per_rank(self) -> int:
         first, end = self.head_range(0)
         return end - first
-
-    @property
-    def row_dim(self) -> int:
-        """Elements of `torch_dtype` that one token's row of one head occupies in the pool."""
-        return self.row_dim_of(self.torch_dtype)
 
     def row_dim_of(self, dtype: torch.dtype) -> int:
         """Return the elements of `dtype` that a row occupies in a pool or payload of that dtype."""
@@ -128,21 +126,20 @@ class KVLayout:
 
     def bytes_per_token(self) -> int:
         """Return the KV bytes of one token on one rank, all layers, scales included."""
-        return self.num_layers * self._layer_bytes_per_token
+        return sum(self._layer_bytes_per_token(self.dtype_of(layer)) for layer in range(self.num_layers))
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of one block on one rank, scales included."""
-        return self.block_size * self._layer_bytes_per_token
+        """Bytes of one layer of one block on one rank, scales included; not of a plain layer."""
+        return self.block_size * self._layer_bytes_per_token(self.torch_dtype)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block on one rank: KV of all layers, scales included, and features."""
         return self.block_size * self.bytes_per_token() + self.feature_bytes
 
-    @property
-    def _layer_bytes_per_token(self) -> int:
-        return self.num_sides * self.heads_per_rank * self.row_bytes_of(self.torch_dtype)
+    def _layer_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.num_sides * self.heads_per_rank * self.row_bytes_of(dtype)
 
 
 def head_range(num_kv_heads: int, *, rank: int, num_ranks: int) -> tuple[int, int]:

@@ -49,6 +49,8 @@ class Setting:
     weights: str = "as_stored"
     pool_dtype: str = "auto"
     wire_dtype: str = "raw"
+    # Layers of neither, negative ones from the end.
+    unquantized_layers: tuple[int, ...] = ()
 
 
 def compare(
@@ -98,6 +100,7 @@ def _losses(setting: Setting, windows: list[list[int]], *, dtype: str, context: 
         dtype=dtype,
         weights=setting.weights,
         pool_dtype=setting.pool_dtype,
+        unquantized_layers=setting.unquantized_layers,
         block_size=_BLOCK_SIZE,
         num_blocks=num_blocks,
         device="cuda:0" if torch.cuda.is_available() else "cpu",
@@ -128,9 +131,10 @@ def _send_and_receive(pool: KVPool, num_tokens: int, dtype: torch.dtype) -> None
     shape = (num_tokens, layout.num_sides, layout.heads_per_rank)
     codes = torch.empty(*shape, layout.row_dim_of(dtype), dtype=dtype, device=pool.device)
     scales = torch.empty(shape, dtype=SCALES[dtype], device=pool.device)
-    for layer in pool.codes:
-        pack_kv(layer, slots_T, heads, codes, scales)
-        unpack_kv(codes, scales, layer, slots_T, heads)
+    for layer, numbers in enumerate(pool.codes):
+        if layer not in layout.plain_layers:
+            pack_kv(numbers, slots_T, heads, codes, scales)
+            unpack_kv(codes, scales, numbers, slots_T, heads)
 
 
 def settings_for(model_dir: Path, others: Iterable[tuple[str, Path]]) -> dict[str, Setting]:

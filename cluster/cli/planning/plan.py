@@ -264,6 +264,7 @@ def _memory(source: str) -> dict[str, Any]:
                 memory_bytes=(pool.kv_memory_gib or 1.0) * 2**30,
                 heads=heads,
                 activations=spec.model.dtype,
+                num_unquantized=len(config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers)),
                 max_running=largest_step(spec, role)[1],
             )
             for dtype in dict.fromkeys((own, spec.model.dtype, "fp8_e4m3", "int8", "int4"))

@@ -54,6 +54,27 @@ def test_raw_wire_is_bit_exact(dtype: str) -> None:
     assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize(("dtype", "wire"), [("int4", "raw"), ("bfloat16", "int4"), ("fp8_e4m3", "raw")])
+def test_plain_layers_are_never_quantized(dtype: str, wire: str) -> None:
+    layout = replace(_layout(dtype), plain_layers=(0, 3), plain_dtype="bfloat16")
+    slots, segment = torch.arange(32), replace(_SEGMENT, first_layer=0, num_layers=4, first_token=0, num_tokens=32)
+    segment = replace(segment, first_head=0, num_heads=3)
+    exact = _filled_pool(replace(layout, dtype="bfloat16"), slots)
+    source, target = _filled_pool(layout, slots), KVPool(layout, num_blocks=8, device=torch.device("cpu"))
+    codec = codec_for(layout, wire)
+    payload = torch.zeros(codec.num_bytes(segment), dtype=torch.uint8)
+    codec.pack(source, segment, slots, payload)
+    codec.unpack(payload, target, segment, slots)
+    two_blocks = torch.arange(2)
+    for layer in range(4):
+        wanted, got = (pool.read(layer, two_blocks, torch.float32) for pool in (exact, target))
+        assert torch.equal(wanted, got) == (layer in layout.plain_layers)
+    copied = source.copy_out([0, 1])
+    assert copied.shape == (2, layout.block_bytes)
+    target.copy_in(copied, [5, 6])
+    assert torch.equal(target.copy_out([5, 6]), copied)
+
+
 @pytest.mark.parametrize("wire", ["fp8_e4m3", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8", "int4"])
 def test_quantized_pool_is_not_quantized_again(dtype: str, wire: str) -> None:
