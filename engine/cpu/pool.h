@@ -81,6 +81,12 @@ struct Int4Codes {
         return __builtin_shuffle(Bytes(Two{eight, eight >> 4}) & 15, order) - 8;
     }
     static int8_t one(const uint8_t* codes, int64_t i) { return int8_t((codes[i / 2] >> (i & 1) * 4 & 15) - 8); }
+    static uint64_t pairs(Bytes codes) {  // the inverse of `sixteen`
+        typedef uint16_t Eight __attribute__((vector_size(16)));
+        typedef uint8_t Packed __attribute__((vector_size(8)));
+        const Eight both = Eight(codes + 8);
+        return uint64_t(__builtin_convertvector(both | both >> 4, Packed));
+    }
     static Floats widen(Bytes codes) { return Int8Codes::widen(codes); }
 };
 
@@ -137,15 +143,23 @@ template <> inline Int4Codes::Scale quantize_row<Int4Codes>(const bf16* x, int64
     float* y = room_for_row(dim);
     widen_numbers(x, dim, y);
     rotate_row(y, dim);
-    float least = y[0], most = y[0], nothing = 0;  // NaN if a number is not finite
-    for (int64_t i = 0; i < dim; i++) least = std::min(least, y[i]), most = std::max(most, y[i]);
-    for (int64_t i = 0; i < dim; i++) nothing += y[i] - y[i];
-    const bf16 scale = scale_of(most - least + nothing, 15), zero = narrow(least + 8 * widen(scale));
-    auto code = [&](int64_t i) {
-        const float steps = std::nearbyint((y[i] - widen(zero)) / widen(scale));
-        return steps == steps ? int(std::clamp(steps, -8.0f, 7.0f)) + 8 : 0;
-    };
-    for (int64_t i = 0; i < dim; i += 2) codes[i / 2] = uint8_t(code(i) | code(i + 1) << 4);
+    std::fill(y + dim, y + round_up(dim, LANES), y[0]);
+    Floats least = all(y[0]), most = least, nothing{};  // nothing: NaN if a number is not finite
+    for (int64_t i = 0; i < dim; i += LANES) {
+        const Floats some = load<Floats>(y + i);
+        least = some < least ? some : least;
+        most = some > most ? some : most;
+        nothing += some - some;
+    }
+    const float low = -greatest(-least);
+    const bf16 scale = scale_of(greatest(most) - low + sum(nothing), 15), zero = narrow(low + 8 * widen(scale));
+    for (int64_t i = 0; i < dim; i += LANES) {
+        Floats steps = (load<Floats>(y + i) - widen(zero)) / widen(scale);
+        steps = steps > 7.0f ? all(7.0f) : steps;
+        steps = steps < -8.0f ? all(-8.0f) : steps;
+        const uint64_t eight = Int4Codes::pairs(Int8Codes::narrow(steps));
+        std::memcpy(codes + i / 2, &eight, std::min<int64_t>(dim - i, LANES) / 2);
+    }
     return {scale, zero};
 }
 
