@@ -8,8 +8,9 @@ In 8-bit pools, loading single codes as matrix operands would be byte by byte. V
 a time as int16 and split into even and odd features in registers. Both products are in fp16, which represents every
 code exactly; value scales are divided by the largest so far, so that weights stay in its range.
 
-In int4 pools a byte has two features, of keys too. Queries are rotated like the rows (hadamard.py), and results turned
-back. A key's zero times the query's sum adds to its score; a value's zero times its weight adds to every feature.
+In int4 pools a byte has two features, which are put side by side. Queries are rotated like the rows (hadamard.py), and
+results turned back. A key's zero times the query's sum adds to its score; a value's zero times its weight adds to every
+feature.
 """
 
 from __future__ import annotations
@@ -25,7 +26,15 @@ from engine.kernels.attention.online_softmax import gather_row, places_of, refer
 from engine.kernels.attention.query_groups import TILE_ROWS, QueryGroups
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
 from engine.kernels.quant.hadamard import rotate_queries, turn_tile_back
-from engine.kernels.quant.row_quantization import INT4, as_bytes, from_code, from_codes, from_nibbles, scale_and_zero
+from engine.kernels.quant.row_quantization import (
+    INT4,
+    as_bytes,
+    from_code,
+    from_codes,
+    nibbles_in_columns,
+    nibbles_in_rows,
+    scale_and_zero,
+)
 
 # T tokens of the step, R rows of kv_splits.py, each a group of up to Q queries, N queries, H query heads, K kv heads,
 # G = H / K, D head_dim, B blocks, S block_size, W programs of a kv head, P = W + R parts
@@ -160,9 +169,6 @@ def launch_decode_attention(
     else:
         # One warp needs no barriers; registers limit how many run side by side.
         is_small = block_m == TILE_ROWS and block_d <= 128
-        if is_int4:
-            # Half a row's features are one operand's depth.
-            sizes["BLOCK_D"] = max(2 * TILE_ROWS, block_d)
         _attend_part[(num_programs, num_kv_heads)](
             q_THD,
             codes,
@@ -265,7 +271,10 @@ def _attend_part(
                 queries, codes, pairs, scales, table, head, first, end, sees, scale,
                 Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW, IS_INT4, NATIVE,
             )  # fmt: skip
-            if taken > 0:
+            if IS_INT4:
+                if taken > 0:
+                    tl.store(part + at[:, None] * D + d[None, :], even, mask=mask)
+            elif taken > 0:
                 target = part + at[:, None] * D + 2 * e[None, :]
                 mask_e = is_query[:, None] & (e < D // 2)[None, :]
                 tl.store(target, even, mask=mask_e)
@@ -356,12 +365,12 @@ def _attend_codes(
     NATIVE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Attend to quantized keys [first, end) of a row. Returns even features of out (M, D / 2), odd ones, largest (M),
-    total (M).
+    total (M). int4: all features (M, D) in place of the even ones.
     """
     dtype: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
     q, power = _fit(q, dtype)
     scale *= power
-    even = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
+    even = tl.zeros([BLOCK_M, BLOCK_D if IS_INT4 else BLOCK_D // 2], tl.float32)
     odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -369,10 +378,7 @@ def _attend_codes(
     unit = 7.52316384526264e-37
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
     is_e = e < D // 2
-    q_odd, q_sum = q, largest
-    if IS_INT4:
-        q, q_odd = tl.split(tl.reshape(q, [BLOCK_M, BLOCK_D // 2, 2]))
-        q_sum = tl.sum(q.to(tl.float32) + q_odd.to(tl.float32), axis=1)
+    q_sum = tl.sum(q.to(tl.float32), axis=1) if IS_INT4 else total
     for n in range(first, end, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         is_key = key < end
@@ -387,8 +393,7 @@ def _attend_codes(
                 mask=is_key[None, :] & is_e[:, None],
                 other=0,
             )
-            k, k_odd = from_nibbles(k, dtype)
-            scores = tl.dot(q_odd, k_odd, tl.dot(q, k, input_precision="ieee"), input_precision="ieee")
+            scores = tl.dot(q, nibbles_in_rows(k, dtype), input_precision="ieee")
             scores = scores * (k_scale * scale)[None, :] + q_sum[:, None] * (k_zero * scale)[None, :]
         else:
             k_scale = _scales_of(scales, table, head * S, n, end, K, S, BLOCK_N)
@@ -407,24 +412,20 @@ def _attend_codes(
             mask=is_key[:, None] & is_e[None, :],
             other=0,
         )
-        size = v_scale
-        if IS_INT4:
-            v_even, v_odd = from_nibbles(v, dtype)
-            # A zero in this unit stays in the range of fp32.
-            size = tl.maximum(v_scale, tl.abs(v_zero) * 0.0009765625)
-        else:
-            v_even, v_odd = from_codes(v, codes.dtype.element_ty == tl.int8, dtype, NATIVE)
+        # In a unit of this size a zero stays in the range of fp32.
+        size = tl.maximum(v_scale, tl.abs(v_zero) * 0.0009765625) if IS_INT4 else v_scale
         wider = tl.maximum(unit, tl.max(size, axis=0))
         fade *= unit / wider
         even *= fade[:, None]
-        odd *= fade[:, None]
         if IS_INT4:
-            offset = tl.sum(weights * (v_zero * (1.0 / wider))[None, :], axis=1)
-            even += offset[:, None]
-            odd += offset[:, None]
+            even += tl.sum(weights * (v_zero * (1.0 / wider))[None, :], axis=1)[:, None]
         weights = (weights * (v_scale * (1.0 / wider))[None, :]).to(dtype)
-        even = tl.dot(weights, v_even, even, input_precision="ieee")
-        odd = tl.dot(weights, v_odd, odd, input_precision="ieee")
+        if IS_INT4:
+            even = tl.dot(weights, nibbles_in_columns(v, dtype), even, input_precision="ieee")
+        else:
+            v_even, v_odd = from_codes(v, codes.dtype.element_ty == tl.int8, dtype, NATIVE)
+            even = tl.dot(weights, v_even, even, input_precision="ieee")
+            odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
         largest, unit = grown, wider
     return even * unit, odd * unit, largest, total
 

@@ -16,7 +16,7 @@ from engine.kernels.quant.row_quantization import (
     as_bytes,
     dequantize_rows,
     from_code,
-    from_nibbles,
+    nibbles_in_columns,
     scale_and_zero,
 )
 
@@ -114,8 +114,7 @@ def load_rows(
         mask = is_row[:, None] & (e < D // 2)[None, :]
         pairs = tl.load(codes + rows[:, None] * (D // 2) + e[None, :], mask=mask, other=0)
         scale, zero = scale_and_zero(tl.load(scales + rows, mask=is_row, other=0))
-        first, second = from_nibbles(pairs, tl.float32)
-        x = tl.reshape(tl.join(first, second), [rows.shape[0], BLOCK_D]) * scale[:, None] + zero[:, None]
+        x = nibbles_in_columns(pairs, tl.float32) * scale[:, None] + zero[:, None]
         return turn_tile_back(tl.where((tl.arange(0, BLOCK_D) < D)[None, :], x, 0.0), D)
     d = tl.arange(0, BLOCK_D)
     x = tl.load(codes + rows[:, None] * D + d[None, :], mask=is_row[:, None] & (d < D)[None, :], other=0)

@@ -21,7 +21,8 @@ from engine.kernels.quant.row_quantization import (
     dequantize_rows,
     from_code,
     from_codes,
-    from_nibbles,
+    nibbles_in_columns,
+    nibbles_in_rows,
     scale_and_zero,
 )
 
@@ -122,9 +123,9 @@ def attend_block(
     q: (M, D). position: (M), of each query. end: number of existing keys. table: pointer to the row's block ids. scale:
     log2(e) / sqrt(D), because the device computes powers of two. MASKED: some key may be hidden from some query.
 
-    STEP: 1, or 2 for codes. With 2, D counts pairs, each an int16 of `numbers`, or a byte of int4; q and out hold the
-    even features, q_odd and odd the odd ones, which are unused otherwise. IS_INT4: only with STEP 2. NATIVE: see
-    from_code; IN_PAIRS: see widen, STEP 2.
+    STEP: 1, or 2 for 8-bit codes. With 2, D counts pairs, each an int16 of `numbers`; q and out hold the even features,
+    q_odd and odd the odd ones, which are unused otherwise. NATIVE: see from_code; IN_PAIRS: see widen, STEP 2. IS_INT4:
+    q is rotated, and so is out.
     """
     n = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -135,11 +136,20 @@ def attend_block(
     key = head * S + slot
     value = key + K * S
 
+    # Numbers per row: bytes of int4.
+    ROW: tl.constexpr = D // 2 if IS_INT4 else D
+    if IS_INT4:
+        d = tl.arange(0, BLOCK_D // 2)
+        is_d = d < ROW
     k = tl.load(
-        numbers + (block * D)[None, :] + (key[None, :] * D + d[:, None]), mask=is_key[None, :] & is_d[:, None], other=0
+        numbers + (block * ROW)[None, :] + (key[None, :] * ROW + d[:, None]),
+        mask=is_key[None, :] & is_d[:, None],
+        other=0,
     )
-    if STEP == 2:
-        k, k_odd = _widened(k, IS_INT8, IS_INT4, q.dtype, NATIVE, IN_PAIRS)
+    if IS_INT4:
+        k = nibbles_in_rows(k, q.dtype)
+    elif STEP == 2:
+        k, k_odd = _widened(k, IS_INT8, q.dtype, NATIVE, IN_PAIRS)
     elif HAS_SCALES:
         k = from_code(k, q.dtype, NATIVE)
     scores = tl.dot(q, k, input_precision="ieee")
@@ -147,7 +157,7 @@ def attend_block(
         scores = tl.dot(q_odd, k_odd, scores, input_precision="ieee")
     if IS_INT4:
         k_scale, k_zero = scale_and_zero(tl.load(scales + (block + key), mask=is_key, other=0))
-        q_sum = tl.sum(q.to(tl.float32) + q_odd.to(tl.float32), axis=1)
+        q_sum = tl.sum(q.to(tl.float32), axis=1)
         scores = scores * (k_scale * scale)[None, :] + q_sum[:, None] * (k_zero * scale)[None, :]
         scale = 1.0
     elif HAS_SCALES:
@@ -160,21 +170,21 @@ def attend_block(
     total = total * fade + tl.sum(weights, axis=1)
 
     v = tl.load(
-        numbers + (block * D)[:, None] + (value[:, None] * D + d[None, :]),
+        numbers + (block * ROW)[:, None] + (value[:, None] * ROW + d[None, :]),
         mask=is_key[:, None] & is_d[None, :],
         other=0,
     )
     out *= fade[:, None]
     if STEP == 2:
         odd *= fade[:, None]
-        v, v_odd = _widened(v, IS_INT8, IS_INT4, q.dtype, NATIVE, IN_PAIRS)
+        v, v_odd = _widened(v, IS_INT8, q.dtype, NATIVE, IN_PAIRS)
+    elif IS_INT4:
+        v = nibbles_in_columns(v, q.dtype)
     elif HAS_SCALES:
         v = from_code(v, q.dtype, NATIVE)
     if IS_INT4:
         v_scale, v_zero = scale_and_zero(tl.load(scales + (block + value), mask=is_key, other=0))
-        offset = tl.sum(weights * v_zero[None, :], axis=1)
-        out += offset[:, None]
-        odd += offset[:, None]
+        out += tl.sum(weights * v_zero[None, :], axis=1)[:, None]
         weights *= v_scale[None, :]
     elif HAS_SCALES:
         weights *= tl.load(scales + (block + value), mask=is_key, other=0.0).to(tl.float32)[None, :]
@@ -187,16 +197,9 @@ def attend_block(
 
 @jit
 def _widened(
-    pair: tl.tensor,
-    IS_INT8: tl.constexpr,
-    IS_INT4: tl.constexpr,
-    dtype: tl.constexpr,
-    NATIVE: tl.constexpr,
-    IN_PAIRS: tl.constexpr,
+    pair: tl.tensor, IS_INT8: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr, IN_PAIRS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    if IS_INT4:
-        even, odd = from_nibbles(pair, dtype)
-    elif IN_PAIRS:
+    if IN_PAIRS:
         even, odd = widen(pair, pair, 0, 1 if IS_INT8 else 0, dtype, True)
     else:
         even, odd = from_codes(pair, IS_INT8, dtype, NATIVE)

@@ -97,8 +97,7 @@ def launch_prefill_attention(
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
     has_scales, is_int4 = scales_B2KS is not None, codes_B2KSD.dtype == INT4
     assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and tables_RB.stride(-1) == 1
-    step = (codes_at_once or (1 if has_tile_copies(q_THD.device) else 2)) if has_scales else 1
-    step = 2 if is_int4 else step
+    step = (codes_at_once or (1 if has_tile_copies(q_THD.device) else 2)) if has_scales and not is_int4 else 1
     num_tiles, block_d = len(tiles.rows_N), max(16 * step, power_of_2(dim))
     codes = as_bytes(codes_B2KSD)
     if num_splits is None:
@@ -111,7 +110,7 @@ def launch_prefill_attention(
     where = (tiles.rows_N, tiles.firsts_N, tiles.begins_R, tiles.lengths_R)
     _attend_tile[(num_tiles, num_heads, num_splits)](
         q_THD,
-        codes.view(torch.int16) if step == 2 and not is_int4 else codes,
+        codes.view(torch.int16) if step == 2 else codes,
         scales_B2KS if has_scales else codes,
         *where,
         tables_RB,

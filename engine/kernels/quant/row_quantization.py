@@ -176,6 +176,19 @@ def from_nibbles(pair: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.te
 
 
 @jit
+def nibbles_in_columns(pairs: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Convert bytes (N, E) of int4 codes to numbers (N, 2 E); see from_nibbles."""
+    return tl.reshape(tl.join(*from_nibbles(pairs, dtype)), [pairs.shape[0], 2 * pairs.shape[1]])
+
+
+@jit
+def nibbles_in_rows(pairs: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Convert bytes (E, N) of int4 codes to numbers (2 E, N)."""
+    numbers = tl.permute(tl.join(*from_nibbles(pairs, dtype)), 0, 2, 1)
+    return tl.reshape(numbers, [2 * pairs.shape[0], pairs.shape[1]])
+
+
+@jit
 def _divide(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """Compute x / scale to nearest, for a row's scale with an 8-bit mantissa.
 

@@ -16,6 +16,7 @@ from engine.attention.attention import AttentionPlan, paged_attention
 from engine.batch.batch import Batch
 from engine.batch.rows import Row, RowChanges
 from engine.kernels.quant.row_quantization import INT4, MOST, SCALES, dequantize_rows, quantize_rows
+from engine.kv import layout
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 
@@ -163,6 +164,15 @@ def test_int4_rows_follow_the_formulas() -> None:
     read = dequantize_rows(*quantize_rows(x, INT4), torch.float32)
     size = x.abs().amax(dim=-1, keepdim=True)
     torch.testing.assert_close(read / size, torch.stack([_by_hand(row) for row in x]).float() / size, atol=1e-5, rtol=0)
+
+
+def test_fingerprint_of_int4_includes_its_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fingerprint(dtype: str) -> str:
+        return make_pool(dtype, num_blocks=1).layout.fingerprint
+
+    before = fingerprint("int4"), fingerprint("int8")
+    monkeypatch.setattr(layout, "INT4_FORMAT", "other signs")
+    assert fingerprint("int4") != before[0] and fingerprint("int8") == before[1]
 
 
 @given(cuts=st.lists(st.integers(0, 40), max_size=6), seed=st.integers(0, 100))

@@ -277,7 +277,9 @@ async def test_rejected_handoff_does_not_affect_others_on_the_link(link: str) ->
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [({}, {"block_size": 16}), ({"dtype": "int8"}, {"dtype": "fp8_e4m3"})], ids=str
+    ("ours", "theirs"),
+    [({}, {"block_size": 16}), ({"dtype": "int8"}, {"dtype": "fp8_e4m3"}), ({}, {"plain_layers": (0,)})],
+    ids=str,
 )
 async def test_another_layout_is_refused_at_once(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     async with (
