@@ -24,7 +24,8 @@ class EngineConfig:
     device: str = "cpu"  # torch device name
     dtype: str = "bfloat16"  # weights and activations
     weights: str = "auto"  # one of engine.layers.shards.WEIGHTS
-    pool_dtype: str = "auto"  # KV: auto (= dtype), int8 or fp8_e4m3
+    pool_dtype: str = "auto"  # KV: auto (= dtype), int8, fp8_e4m3 or int4
+    unquantized_layers: tuple[int, ...] = ()  # layers whose KV is never quantized; negative ones count from the end
     block_size: int = 16  # tokens
     num_blocks: int | None = None  # pool size of this rank; None: as many as fit into kv_memory_gib
     kv_memory_gib: float | None = None  # None: 1 GiB on a CPU, all free memory on a GPU
@@ -44,6 +45,7 @@ class EngineConfig:
         """Return the KV layout of one of `tensor_parallel` ranks. Reads the model's config.json; raises SpecError."""
         config = model_config.load(self.model_dir)
         config.check_tensor_parallel(tensor_parallel)
+        config.check_kv_dtype("kv.pool_dtype", self.pool_dtype)
         heads = self.load_heads(config)
         num_draft_layers = heads.num_kv_layers if heads else 0
         itemsize: int = getattr(torch, self.dtype).itemsize
@@ -52,6 +54,8 @@ class EngineConfig:
             num_layers=config.num_layers + num_draft_layers,
             draft=heads.fingerprint if heads and num_draft_layers else "",
             num_draft_layers=num_draft_layers,
+            plain_layers=config.layers_at("kv.unquantized_layers", self.unquantized_layers),
+            plain_dtype=self.dtype,
             feature_bytes=heads.feature_bytes(config, itemsize=itemsize) if heads else 0,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.kv_dim,

@@ -82,6 +82,7 @@ def load_model(
         dtype=spec.model.dtype,
         weights=spec.model.weights,
         pool_dtype=spec.kv.pool_dtype,
+        unquantized_layers=tuple(spec.kv.unquantized_layers),
         block_size=spec.kv.block_size,
         kv_memory_gib=pool.kv_memory_gib,
         max_batch_tokens=max_batch_tokens,

@@ -37,7 +37,7 @@ from engine.kernels.moe.fused_experts import fused_experts
 from engine.kernels.quant.row_quantization import quantize_rows
 from engine.kernels.rms_norm import add_rms_norm
 from engine.kernels.silu_mul import silu_mul
-from engine.kv.layout import DTYPES, EIGHT_BITS
+from engine.kv.layout import DTYPES, QUANTIZED
 
 # T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
 
@@ -55,7 +55,7 @@ _MATMUL = 8192
 _TRIES = 20
 # About a millisecond, longer than any launch here takes.
 _HEAD_START_CYCLES = 2_000_000
-_EIGHT_BITS = {name: DTYPES[dtype] for name, dtype in EIGHT_BITS.items()}
+_QUANTIZED = {name: DTYPES[dtype] for name, dtype in QUANTIZED.items()}
 
 Group = Callable[[torch.device], list[Case]]
 # Seconds of one run on the device.
@@ -152,15 +152,16 @@ def copies(device: torch.device) -> list[Case]:
     bf16, _ = _pool(_TOKENS, device, torch.bfloat16)
     raw = torch.empty(_TOKENS, 2, _K, _D, device=device, dtype=torch.bfloat16)
     numbers = _TOKENS * 2 * _K * _D
-    wide, narrow = 2 * numbers, numbers + numbers // _D * 2
+    wide = 2 * numbers
     every = slice(0, _K)
     cases: list[Case] = [
         ("write_kv bf16", partial(write_kv, bf16, None, slots, k, v), 2 * wide, "bytes"),
         ("pack raw", partial(pack_kv, bf16, slots, every, raw, None), 2 * wide, "bytes"),
         ("unpack raw", partial(unpack_kv, raw, None, bf16, slots, every), 2 * wide, "bytes"),
     ]
-    for kind, dtype in _EIGHT_BITS.items():
+    for kind, dtype in _QUANTIZED.items():
         pool, (codes, scales) = _pool(_TOKENS, device, dtype), quantize_rows(raw.zero_(), dtype)
+        narrow = codes.nbytes + scales.nbytes
         cases += [
             (f"write_kv {kind}", partial(write_kv, *pool, slots, k, v), wide + narrow, "bytes"),
             (f"pack {kind}", partial(pack_kv, bf16, slots, every, codes, scales), wide + narrow, "bytes"),
@@ -185,7 +186,7 @@ def elementwise(device: torch.device) -> list[Case]:
 
 def attention(device: torch.device) -> list[Case]:
     cases: list[Case] = []
-    for kind, dtype in ({"bf16": torch.bfloat16} | _EIGHT_BITS).items():
+    for kind, dtype in ({"bf16": torch.bfloat16} | _QUANTIZED).items():
         codes, scales = _pool(_ROWS * _CONTEXT, device, dtype)
         q = torch.randn(max(_ROWS, _PROMPT), _H, _D, device=device, dtype=torch.bfloat16)
         blocks = torch.randperm(len(codes), device=device).int()

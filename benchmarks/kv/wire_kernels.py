@@ -15,7 +15,9 @@ from collections.abc import Callable
 import torch
 
 from engine.kernels.kv_wire import pack_kv, reference_pack_kv, reference_unpack_kv, unpack_kv
+from engine.kernels.quant.row_quantization import SCALES, quantize_rows
 from engine.kv.checksum import checksum
+from engine.kv.layout import DTYPES, QUANTIZED
 
 _HEADS, _HEAD_DIM, _BLOCK_SIZE = 3, 64, 16
 _NUM_BYTES = 4 << 20
@@ -25,8 +27,8 @@ _TRIES = 20
 
 def main() -> None:
     torch.set_num_threads(1)
-    for wire, dtype in (("raw", torch.bfloat16), ("fp8", torch.float8_e4m3fn), ("int8", torch.int8)):
-        print(json.dumps({"wire": wire, "gb_s": _rates(dtype)}), flush=True)
+    for wire, dtype in ({"raw": "bfloat16"} | QUANTIZED).items():
+        print(json.dumps({"wire": wire, "gb_s": _rates(DTYPES[dtype])}), flush=True)
     payload = torch.randint(0, 256, (_NUM_BYTES,), dtype=torch.uint8)
     copy = torch.empty_like(payload)
     print(
@@ -38,8 +40,8 @@ def _rates(dtype: torch.dtype) -> dict[str, float]:
     """Measure packing to and unpacking from a payload of this dtype."""
     heads, slots_T = slice(0, _HEADS), torch.arange(_NUM_TOKENS)
     pool = torch.randn(-(-_NUM_TOKENS // _BLOCK_SIZE), 2, _HEADS, _BLOCK_SIZE, _HEAD_DIM).bfloat16()
-    codes = torch.empty(_NUM_TOKENS, 2, _HEADS, _HEAD_DIM, dtype=dtype)
-    scales = torch.empty(_NUM_TOKENS, 2, _HEADS, dtype=torch.bfloat16) if dtype.itemsize == 1 else None
+    rows = torch.randn(_NUM_TOKENS, 2, _HEADS, _HEAD_DIM)
+    codes, scales = quantize_rows(rows, dtype) if dtype in SCALES else (rows.to(dtype), None)
     return {
         "pack": _rate(lambda: pack_kv(pool, slots_T, heads, codes, scales)),
         "pack, torch": _rate(lambda: reference_pack_kv(pool, slots_T, heads, codes, scales)),

@@ -66,7 +66,8 @@ _RULES = {
 
 # Specs that agree in all of these produce the same tokens, except for rounding.
 _TOKEN_KEYS = (
-    "model.source", "model.dtype", "model.weights", "kv.pool_dtype", "kv.wire_dtype", "engine.deterministic",
+    "model.source", "model.dtype", "model.weights", "kv.pool_dtype", "kv.wire_dtype", "kv.unquantized_layers",
+    "engine.deterministic",
 )  # fmt: skip
 # If they also agree in these, a running sequence can move from one to the other.
 _TRANSFER_KEYS = ("kv", "speculation.model")

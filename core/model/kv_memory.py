@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from core.model.draft_heads import HeadsConfig
 from core.model.shape import ModelConfig
 
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
-_SCALE_BYTES = 2  # bf16, one per token and head, for keys and for values each
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1, "int4": 0.5}
+# bf16, per token and head, for keys and for values each: a scale; int4: a scale and a zero.
+_SCALE_BYTES = {"fp8_e4m3": 2, "int8": 2, "int4": 4}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,19 +17,20 @@ class KVArithmetic:
     """KV memory of one model on replicas of `tensor_parallel` ranks with `memory_bytes` for KV each."""
 
     config: ModelConfig
-    dtype: str  # of the pool: "bfloat16", "float16", "float32", "fp8_e4m3" or "int8"
+    dtype: str  # of the pool, one of _ITEM_BYTES
     block_size: int
     tensor_parallel: int
     memory_bytes: float
     heads: HeadsConfig | None = None  # draft heads
-    activations: str = "bfloat16"  # dtype of the heads' features
+    activations: str = "bfloat16"  # dtype of the heads' features, and of KV in layers that are not quantized
+    num_unquantized: int = 0  # layers
     max_running: int = 0  # concurrent sequences, for the heads' features
 
     @property
     def bytes_per_token_per_rank(self) -> int:
         """KV of all layers. With more ranks than KV heads, heads are replicated."""
-        num_layers = self.config.num_layers + (self.heads.num_kv_layers if self.heads else 0)
-        return num_layers * self._layer_bytes_per_token
+        num_layers = self.config.num_layers + (self.heads.num_kv_layers if self.heads else 0) - self.num_unquantized
+        return num_layers * self._layer_bytes(self.dtype) + self.num_unquantized * self._layer_bytes(self.activations)
 
     @property
     def block_bytes_per_rank(self) -> int:
@@ -46,7 +48,7 @@ class KVArithmetic:
         """Blocks of one replica's pool."""
         beside = 0
         if self.heads:
-            layer_bytes = self._layer_bytes_per_token * self.block_size
+            layer_bytes = self._layer_bytes(self.dtype) * self.block_size
             beside = self.heads.bytes_beside_blocks(
                 self.config, itemsize=self._itemsize, max_running=self.max_running, layer_bytes=layer_bytes
             )
@@ -56,13 +58,13 @@ class KVArithmetic:
         """Return how many sequences of `context` tokens fit at once."""
         return self.num_blocks // -(-context // self.block_size)
 
-    @property
-    def _layer_bytes_per_token(self) -> int:
-        config, per_head = self.config, self.config.kv_dim * _ITEM_BYTES[self.dtype]
-        if _ITEM_BYTES[self.dtype] == 1:
-            per_head += config.kv_exact_dim + _SCALE_BYTES
+    def _layer_bytes(self, dtype: str) -> int:
+        """Return the bytes of one layer of one token on one rank."""
+        config, per_head = self.config, int(self.config.kv_dim * _ITEM_BYTES[dtype])
+        if dtype in _SCALE_BYTES:
+            per_head += config.kv_exact_dim + _SCALE_BYTES[dtype]
         return config.kv_sides * max(1, config.num_kv_heads // self.tensor_parallel) * per_head
 
     @property
     def _itemsize(self) -> int:
-        return _ITEM_BYTES[self.activations]
+        return int(_ITEM_BYTES[self.activations])

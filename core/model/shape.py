@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -111,6 +112,27 @@ class ModelConfig:
     def kv_exact_dim(self) -> int:
         """Trailing numbers of a row that stay bf16 in an 8-bit cache: the rotated key, as in DeepSeek's FP8 cache."""
         return self.latent.rope_dim if self.latent else 0
+
+    def can_keep_kv(self, dtype: str) -> bool:
+        """Return True if the KV cache can be of `dtype`: int4 rotates heads, in parts of at least four numbers."""
+        return dtype != "int4" or (not self.latent and self.head_dim % 4 == 0)
+
+    def layers_at(self, key: str, indices: Sequence[int]) -> tuple[int, ...]:
+        """Return the layers at these indices, ascending; negative ones count from the end. Raises SpecError.
+
+        key: field of the spec.
+        """
+        for index in indices:
+            if not -self.num_layers <= index < self.num_layers:
+                limits = f"[-{self.num_layers}, {self.num_layers})"
+                raise SpecError(f"{key}: layer {index} is out of range {limits} of {self.architecture}")
+        return tuple(sorted({index % self.num_layers for index in indices}))
+
+    def check_kv_dtype(self, key: str, dtype: str) -> None:
+        """Raise SpecError unless the KV cache, or KV on the wire, can be of `dtype`. key: field of the spec."""
+        if not self.can_keep_kv(dtype):
+            form = "stores latents" if self.latent else f"has a head_dim of {self.head_dim}, no multiple of 4"
+            raise SpecError(f"{key}: {dtype} is not possible, because {self.architecture} {form}; use int8")
 
     @property
     def attention_scale(self) -> float:

@@ -32,6 +32,8 @@ Port = Annotated[int, Field(ge=1, le=65_535)]
 ServedName = Annotated[str, Field(min_length=1)]
 DType = Literal["bfloat16", "float16", "float32"]
 Weights = Literal["auto", "widen", "int8"]
+PoolDType = Literal["auto", "int8", "fp8_e4m3", "int4"]
+WireDType = Literal["fp8_e4m3", "int8", "int4", "raw"]
 ToolParser = Literal["auto", "none", "deepseek_v3", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"]
 
 
@@ -142,11 +144,16 @@ class KVSpec(_Section):
 
     block_size: Annotated[Literal[8, 16, 32, 64, 128], Field(json_schema_extra={"unit": "tokens"})] = 16
     """Tokens per KV block. Small blocks share more of a prefix; large ones transfer faster."""
-    pool_dtype: Literal["auto", "int8", "fp8_e4m3"] = "auto"
+    pool_dtype: PoolDType = "auto"
     """Data type of the KV pool. `auto`: the model's dtype. `int8`, `fp8_e4m3`: nearly twice the tokens in the same
-    memory, with one scale per token and head. `int8` is the more accurate of the two (docs/benchmarks/accuracy.md)."""
-    wire_dtype: Literal["fp8_e4m3", "int8", "raw"] = "fp8_e4m3"
-    """Data type in which a 16- or 32-bit pool is sent. `raw`: the pool's own. An 8-bit pool is always sent as it is."""
+    memory, with one scale per token and head. `int8` is the more accurate of the two (docs/benchmarks/accuracy.md).
+    `int4`: more than 3.5 times the tokens, with one scale and zero point per token and head, of rotated heads; not for
+    latent attention."""
+    wire_dtype: WireDType = "fp8_e4m3"
+    """Data type in which a 16- or 32-bit pool is sent. `raw`: the pool's own. A quantized pool is always sent as it
+    is."""
+    unquantized_layers: list[int] = []
+    """Layers whose KV keeps the model's dtype in the pool and on the wire. `[0, -1]`: the first and the last."""
     host_link: LinkName = "tcp"
     """Transport of blocks between ranks without GPUs. Between GPUs it is NCCL, unless this is `nixl`, which serves both
     and needs its package on every node (`pip install nixl`)."""
@@ -598,7 +605,7 @@ def _unmet_by(model: ModelSpec, kv: KVSpec, prefill: PoolSpec, decode: PoolSpec)
     needs = {
         "model.dtype bfloat16: only its kernels sum in one order": model.dtype != "bfloat16",
         "pools without GPUs": bool(prefill.resources.gpus or decode.resources.gpus),
-        "kv.wire_dtype raw, or a kv.pool_dtype of 8 bits: otherwise only transferred KV is rounded": has_rounding_wire,
+        "kv.wire_dtype raw, or a quantized kv.pool_dtype: otherwise only transferred KV is rounded": has_rounding_wire,
         "prefill.tensor_parallel equal to decode.tensor_parallel": prefill.tensor_parallel != decode.tensor_parallel,
         "a tensor_parallel of 1 or 2: with more ranks the order of sums varies": decode.tensor_parallel > 2,
     }

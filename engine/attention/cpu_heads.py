@@ -108,7 +108,9 @@ def quickest_way(kernels: Kernels, layout: KVLayout, num_heads: int, measured: M
     """Return the fastest way to attend to long rows on this machine: KERNELS, TILES or TORCH."""
     num_queries, context = _MEASURED
     pool = KVPool(
-        replace(layout, num_layers=1), num_blocks=-(-context // layout.block_size), device=torch.device("cpu")
+        replace(layout, num_layers=1, plain_layers=()),
+        num_blocks=-(-context // layout.block_size),
+        device=torch.device("cpu"),
     )
     row = Row([0] * num_queries, start=context - num_queries, blocks=range(pool.num_blocks), num_logits=0)
     batch = Batch.of([row], block_size=layout.block_size)
@@ -210,11 +212,11 @@ def attention_call(
 
 
 def _view(pool: KVPool, layer: int) -> PoolView:
-    layout = pool.layout
+    layout, (codes, scales) = pool.layout, pool.layer(layer)
     return PoolView(
-        codes=pool.codes[layer].data_ptr(),
-        scales=pool.scales[layer].data_ptr() if pool.scales else None,
-        coding=Coding.of(layout.torch_dtype),
+        codes=codes.data_ptr(),
+        scales=None if scales is None else scales.data_ptr(),
+        coding=Coding.of(codes.dtype),
         kv_heads=layout.heads_per_rank,
         block_size=layout.block_size,
         head_dim=layout.head_dim,

@@ -34,7 +34,7 @@ constexpr float TOO_MUCH = 0x1p32f;    // limit for sums of weights, well inside
 // Scratch of one head's stretch of keys and values.
 struct Stretch {
     const char* addresses[KEYS];        // each key or value, as words
-    alignas(64) float key_scales[KEYS], value_scales[KEYS];
+    alignas(64) float key_scales[KEYS], value_scales[KEYS], key_zeros[KEYS], value_zeros[KEYS];
     alignas(64) float scores[MOST_ROWS_AT_ONCE][KEYS];
     alignas(64) uint32_t weights[MOST_ROWS_AT_ONCE][WEIGHT_WORDS];
     float shrink[MOST_ROWS_AT_ONCE];        // factor of the row's earlier results
@@ -46,7 +46,8 @@ public:
     Work(const AttentionCall& a, const Step& step, const Piece& piece, Desk& desk, TileUnits& units)
         : a(a), step(step), piece(piece), units(units), group(a.q_heads / a.pool.kv_heads), dim(a.pool.head_dim),
           num_words(Word::count(dim)), padded_dim(num_words * Word::NUMBERS), rows(piece.count * group),
-          end(piece.position + piece.count), scale(1.44269504f / std::sqrt(float(dim))), ahead(desk.ahead) {
+          end(piece.position + piece.count), scale(1.44269504f / std::sqrt(float(dim))), is_rotated(a.pool.is_rotated()),
+          ahead(desk.ahead) {
         auto room = [](std::vector<Floats>& memory, int64_t count) {
             memory.resize(std::max<size_t>(memory.size(), (count + LANES - 1) / LANES));
             return reinterpret_cast<float*>(memory.data());
@@ -55,6 +56,9 @@ public:
         q = reinterpret_cast<uint32_t*>(room(desk.q, all_rows * num_words));
         out = room(desk.out, all_rows * padded_dim);
         totals = room(desk.totals, all_rows * LANES);
+        sums = room(desk.sums, all_rows);
+        offsets = room(desk.offsets, is_rotated ? all_rows * LANES : 0);
+        numbers = room(desk.numbers, 2 * padded_dim);
         most = room(desk.most, all_rows);
         columns = reinterpret_cast<uint32_t*>(room(desk.columns, num_words * KEYS));
         values = reinterpret_cast<uint32_t*>(room(desk.values, WEIGHT_WORDS * padded_dim));
@@ -91,8 +95,11 @@ private:
     const int64_t group, dim, num_words, padded_dim;  // num_words: words per key; padded_dim: numbers in num_words
     const int64_t rows, end;                // rows: per head; end: of the keys
     const float scale;                      // factor of scores, for base-2 exponentials
+    const bool is_rotated;                  // see PoolView; queries are rotated too, and results turned back
     uint32_t *q, *columns, *values, *spare;
     float *out, *totals, *most;             // for the rows of all heads
+    float *sums, *offsets;                  // the same, of rotated rows: sum of a query; sums of weights times zeros
+    float* numbers;                         // two rows
     Stretch stretch;
     Fetches& ahead;                         // next stretch, prefetched at the rate at which this one is read
 
@@ -108,19 +115,40 @@ private:
     void begin() {
         const int64_t all_rows = piece.num_heads * rows;
         for (int64_t h = 0; h < piece.num_heads; h++)
-            for (int64_t r = 0; r < rows; r++)
-                Word::of_numbers(a.q + head(h, r, a.q_stride), dim, q + (h * rows + r) * num_words);
+            for (int64_t r = 0; r < rows; r++) {
+                const bf16* x = a.q + head(h, r, a.q_stride);
+                if (is_rotated) x = rotated(x, sums[h * rows + r]);
+                Word::of_numbers(x, dim, q + (h * rows + r) * num_words);
+            }
+        if (is_rotated) std::fill_n(offsets, all_rows * LANES, 0.0f);
         std::fill_n(out, all_rows * padded_dim, 0.0f);
         std::fill_n(totals, all_rows * LANES, 0.0f);
         std::fill_n(most, all_rows, std::numeric_limits<float>::lowest());  // not -inf, because -inf - -inf is NaN
         std::fill_n(spare + KEYS * num_words, num_words, 0u);
     }
 
+    // Rotates a query, so that its products with rotated keys are those of before; `total` becomes its sum.
+    const bf16* rotated(const bf16* x, float& total) {
+        const float factor = factor_of(dim);
+        widen_numbers(x, dim, numbers);
+        rotate_row(numbers, dim, 1 / (factor * factor * part_of(dim)));
+        bf16* rounded = reinterpret_cast<bf16*>(numbers + padded_dim);
+        narrow_numbers(numbers, dim, rounded);
+        total = 0;
+        for (int64_t i = 0; i < dim; i++) total += widen(rounded[i]);
+        return rounded;
+    }
+
     void finish() {
         for (int64_t h = 0; h < piece.num_heads; h++)
             for (int64_t r = 0; r < rows; r++) {
-                const float total = sum(load<Floats>(totals + (h * rows + r) * LANES));
-                Word::to_numbers(out + (h * rows + r) * padded_dim, total, dim, a.out + head(h, r, a.q_heads * dim));
+                const int64_t own = h * rows + r;
+                const float total = sum(load<Floats>(totals + own * LANES));
+                const float offset = is_rotated ? sum(load<Floats>(offsets + own * LANES)) : 0;
+                Word::in_order(out + own * padded_dim, padded_dim, numbers);
+                for (int64_t i = 0; i < padded_dim; i += LANES) store(numbers + i, (load<Floats>(numbers + i) + offset) / total);
+                if (is_rotated) turn_row_back(numbers, dim);
+                narrow_numbers(numbers, dim, a.out + head(h, r, a.q_heads * dim));
             }
     }
 
@@ -137,8 +165,8 @@ private:
         }
     }
 
-    // Finds the addresses and scales of the stretch's keys (kv 0) or values (kv 1).
-    void find(int64_t kv, int64_t kv_head, float* scales) {
+    // Finds the addresses, scales and zeros of the stretch's keys (kv 0) or values (kv 1).
+    void find(int64_t kv, int64_t kv_head, float* scales, float* zeros) {
         each_run(piece.sequence, stretch.first, stretch.seen, [&](int64_t before, int64_t block, int64_t offset, int64_t length) {
             const int64_t row = a.pool.first_row(block, kv, kv_head) + offset;
             if (Word::are_in(a.pool)) {
@@ -147,18 +175,19 @@ private:
             }
             for (int64_t i = 0; i < length; i++) {
                 stretch.addresses[before + i] = Word::of_row(a.pool, row + i, spare + (before + i) * num_words);
-                if (a.pool.scales) scales[before + i] = widen(a.pool.scales[row + i]);
+                if (a.pool.scales) scales[before + i] = a.pool.scale(row + i);
+                if (is_rotated) zeros[before + i] = a.pool.zero(row + i);
             }
         });
         for (int64_t k = stretch.seen; k < KEYS; k++) {
             stretch.addresses[k] = reinterpret_cast<const char*>(spare + KEYS * num_words);
-            scales[k] = 0;
+            scales[k] = zeros[k] = 0;
         }
     }
 
     // columns: (words of a key, keys), the layout of by_words.
     void transpose_keys(int64_t kv_head) {
-        find(0, kv_head, stretch.key_scales);
+        find(0, kv_head, stretch.key_scales, stretch.key_zeros);
         for (int64_t k = 0; k < stretch.seen; k += PART_LANES) {
             for (int64_t w = 0; w < num_words; w += PART_LANES) {
                 ahead.fetch(SQUARE_LINES);
@@ -172,7 +201,7 @@ private:
 
     // values: (words of keys, numbers), the layout of by_words.
     void pair_values(int64_t kv_head) {
-        find(1, kv_head, stretch.value_scales);
+        find(1, kv_head, stretch.value_scales, stretch.value_zeros);
         for (int64_t k = 0; k < round_up(stretch.seen, KEYS_AT_ONCE); k += Word::NUMBERS) {  // padded with zeros, like the weights
             ahead.fetch(Word::NUMBERS * num_words / LANES);
             for (int64_t w = 0; w < num_words; w += PART_LANES) {
@@ -213,9 +242,9 @@ private:
 
     template <int ROWS> void few_rows(int64_t h, int64_t row) {
         const int64_t own = h * rows + row, width = width_of(row + ROWS - 1);
-        find(0, piece.first_head + h, stretch.key_scales);
+        find(0, piece.first_head + h, stretch.key_scales, stretch.key_zeros);
         scores_of_few<ROWS>(q + own * num_words, num_words, stretch.addresses, width, stretch.scores[0], KEYS, ahead);
-        find(1, piece.first_head + h, stretch.value_scales);
+        find(1, piece.first_head + h, stretch.value_scales, stretch.value_zeros);
         for (int r = 0; r < ROWS; r++) weigh(own + r, position(row + r), r, width);
         add_values_of_few<ROWS>(stretch.weights[0], WEIGHT_WORDS, width / Word::NUMBERS, stretch.addresses, num_words,
                                 stretch.shrink, out + own * padded_dim, ahead);
@@ -282,9 +311,7 @@ private:
         const bool is_seen = !a.window && stretch.first + width - 1 <= position(row);  // all rows see the whole stretch
         for (int r = 0; r < TILE_ROWS; r++) {
             float* scores = stretch.scores[first + r];
-            if (a.pool.scales)
-                for (int64_t i = 0; i < width; i += LANES)
-                    ::store(scores + i, load<Floats>(scores + i) * load<Floats>(stretch.key_scales + i));
+            apply_key_scales(own + r, scores, width);
             if (!is_seen) hide(scores, position(row + r), width);
         }
         if (stretch.first != first_key(piece) && add_weights(own, first, width, TOO_MUCH)) return;
@@ -292,6 +319,7 @@ private:
         for (int r = 0; r < TILE_ROWS; r++) {
             if (stretch.shrink[r] == 1) continue;
             shrink(totals + (own + r) * LANES, LANES, stretch.shrink[r]);
+            if (is_rotated) shrink(offsets + (own + r) * LANES, LANES, stretch.shrink[r]);
             shrink(out + (own + r) * padded_dim, padded_dim, stretch.shrink[r]);
         }
         add_weights(own, first, width, std::numeric_limits<float>::infinity());
@@ -322,17 +350,19 @@ private:
 
     // Adds each row's weights to its total. Returns false, adding nothing, if a total would exceed `limit`.
     bool add_weights(int64_t own, int first, int64_t width, float limit) {
-        Floats added[LANES], much = all(0.0f);
+        Floats added[LANES], added_offsets[LANES], much = all(0.0f);
         for (int r = 0; r < TILE_ROWS; r++) {
             const float* scores = stretch.scores[first + r];
             const Floats highest = all(most[own + r]);
             added[r] = load<Floats>(totals + (own + r) * LANES);
+            if (is_rotated) added_offsets[r] = load<Floats>(offsets + (own + r) * LANES);
             for (int64_t i = 0; i < width; i += KEYS_AT_ONCE) {
                 Floats weights[2];
                 for (int part = 0; part < 2; part++) {
                     const int64_t at = i + part * LANES;
                     weights[part] = about_power_of_two(load<Floats>(scores + at) * scale - highest);
                     added[r] += weights[part];
+                    if (is_rotated) added_offsets[r] += weights[part] * load<Floats>(stretch.value_zeros + at);
                     if (a.pool.scales) weights[part] *= load<Floats>(stretch.value_scales + at);
                 }
                 store_narrow(stretch.weights[first + r] + i / Word::NUMBERS, weights[0], weights[1]);
@@ -341,6 +371,7 @@ private:
         }
         if (greatest(much) > limit) return false;
         std::memcpy(totals + own * LANES, added, sizeof added);
+        if (is_rotated) std::memcpy(offsets + own * LANES, added_offsets, sizeof added_offsets);
         return true;
     }
 #else
@@ -352,12 +383,20 @@ private:
         return round_up(std::min<int64_t>(stretch.seen, position(row) + 1 - stretch.first), LANES);
     }
 
+    void apply_key_scales(int64_t own, float* scores, int64_t width) const {
+        if (!a.pool.scales) return;
+        const float total = is_rotated ? sums[own] : 0;
+        for (int64_t i = 0; i < width; i += PART_LANES) {
+            FloatPart s = load<FloatPart>(scores + i) * load<FloatPart>(stretch.key_scales + i);
+            if (is_rotated) s += load<FloatPart>(stretch.key_zeros + i) * total;
+            store(scores + i, s);
+        }
+    }
+
     // Turns scores of the r-th of these rows with `width` keys into weights.
     void weigh(int64_t own, int64_t position, int r, int64_t width) {
         float* scores = stretch.scores[r];
-        if (a.pool.scales)
-            for (int64_t i = 0; i < width; i += PART_LANES)
-                store(scores + i, load<FloatPart>(scores + i) * load<FloatPart>(stretch.key_scales + i));
+        apply_key_scales(own, scores, width);
         hide(scores, position, width);
         FloatPart most_scores = load<FloatPart>(scores);
         for (int64_t i = PART_LANES; i < width; i += PART_LANES) {
@@ -365,24 +404,31 @@ private:
             most_scores = s > most_scores ? s : most_scores;
         }
         const float before = most[own], now = std::max(before, greatest(most_scores) * scale);
-        FloatPart total[PARTS];
-        for (int part = 0; part < PARTS; part++) total[part] = load<FloatPart>(totals + own * LANES + part * PART_LANES);
+        FloatPart total[PARTS], offset[PARTS] = {};
+        for (int part = 0; part < PARTS; part++) {
+            total[part] = load<FloatPart>(totals + own * LANES + part * PART_LANES);
+            if (is_rotated) offset[part] = load<FloatPart>(offsets + own * LANES + part * PART_LANES);
+        }
         stretch.shrink[r] = 1;
         if (now > before) {
             most[own] = now;
             stretch.shrink[r] = power_of_two(FloatPart{} + (before - now))[0];
-            for (int part = 0; part < PARTS; part++) total[part] *= stretch.shrink[r];
+            for (int part = 0; part < PARTS; part++) total[part] *= stretch.shrink[r], offset[part] *= stretch.shrink[r];
         }
         for (int64_t i = 0; i < width; i += LANES) {
             FloatPart weights[PARTS];
             for (int part = 0; part < PARTS; part++) {
                 weights[part] = power_of_two(load<FloatPart>(scores + i + part * PART_LANES) * scale - now);
                 total[part] += weights[part];
+                if (is_rotated) offset[part] += weights[part] * load<FloatPart>(stretch.value_zeros + i + part * PART_LANES);
                 if (a.pool.scales) weights[part] *= load<FloatPart>(stretch.value_scales + i + part * PART_LANES);
             }
             Word::of_weights(load<Floats>(weights), stretch.weights[r] + i / Word::NUMBERS);
         }
-        for (int part = 0; part < PARTS; part++) store(totals + own * LANES + part * PART_LANES, total[part]);
+        for (int part = 0; part < PARTS; part++) {
+            store(totals + own * LANES + part * PART_LANES, total[part]);
+            if (is_rotated) store(offsets + own * LANES + part * PART_LANES, offset[part]);
+        }
     }
 
     // Masks keys after the query or outside its window.

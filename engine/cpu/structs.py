@@ -114,13 +114,14 @@ class Coding(IntEnum):
     PLAIN = 0
     E4M3 = 1
     INT8 = 2
+    INT4 = 3
 
     @classmethod
     def of(cls, dtype: torch.dtype) -> Coding:
         return _CODINGS.get(dtype, cls.PLAIN)
 
 
-_CODINGS = {torch.float8_e4m3fn: Coding.E4M3, torch.int8: Coding.INT8}
+_CODINGS = {torch.float8_e4m3fn: Coding.E4M3, torch.int8: Coding.INT8, torch.uint8: Coding.INT4}
 
 
 class PoolView(ctypes.Structure):

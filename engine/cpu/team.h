@@ -46,7 +46,7 @@ struct Desk {
     std::vector<float> row;
     std::vector<char> kept;
     std::vector<Floats> copy;
-    std::vector<Floats> q, out, totals, most, columns, values, spare;  // attention.h
+    std::vector<Floats> q, sums, out, totals, offsets, most, columns, values, spare, numbers;  // attention.h
     Fetches ahead;                           // attention.h
 };
 

@@ -112,6 +112,17 @@ inline Halves narrow(Floats f) {
 #endif
 }
 
+inline void widen_numbers(const bf16* x, int64_t count, float* to) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, widen(load<Halves>(x + i)));
+    for (; i < count; i++) to[i] = widen(x[i]);
+}
+inline void narrow_numbers(const float* x, int64_t count, bf16* to) {
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) store(to + i, narrow(load<Floats>(x + i)));
+    for (; i < count; i++) to[i] = narrow(x[i]);
+}
+
 inline Words pairs_of(Floats first, Floats second) { return words_of(narrow(first)) | words_of(narrow(second)) << 16; }
 #if defined(__AVX512BF16__)
 inline void store_narrow(void* to, Floats first, Floats second) {

@@ -1,7 +1,7 @@
 // Copies between a pool and a segment's payload, one layer at a time; and the checksum of a payload.
 //
 // Payload rows are ordered (token, kv, head): keys, then values. A raw payload has the pool's own bytes, of any dtype. A
-// quantized one has 8 bits with a bf16 scale per row, from and to a bf16 pool. Single-threaded: called on a link's thread
+// quantized one has codes and scales as a pool of that coding, from and to a bf16 pool. Single-threaded: called on a link's thread
 // while the others compute.
 #pragma once
 #include <algorithm>
@@ -13,9 +13,9 @@ namespace {
 struct Wire {
     PoolView pool;           // scales and coding are ignored
     Coding coding;           // of the payload; PLAIN: raw
-    int64_t row_bytes;       // of the pool
+    int64_t row_bytes;       // of the payload; raw: of the pool too
     void* codes;             // (tokens, 2, heads) rows
-    bf16* scales;            // (tokens, 2, heads), or null for a raw payload
+    void* scales;            // (tokens, 2, heads), or null for a raw payload
     const int64_t* slots;    // (tokens)
     int64_t tokens, first_head, heads;
 };
@@ -49,9 +49,10 @@ inline void pack(const Wire& w) {
             copy_row(codes + row * w.row_bytes, pool + place * w.row_bytes, w.row_bytes);
         });
     with_coding(w.coding, [&](auto coding) {
+        typedef decltype(coding) Codes;
         for_each_row(w, [&](int64_t row, int64_t place) {
             const bf16* x = reinterpret_cast<const bf16*>(pool) + place * dim;
-            w.scales[row] = quantize_row<decltype(coding)>(x, dim, codes + row * dim);
+            static_cast<typename Codes::Scale*>(w.scales)[row] = quantize_row<Codes>(x, dim, codes + row * w.row_bytes);
         });
     });
 }
@@ -65,9 +66,10 @@ inline void unpack(const Wire& w) {
             copy_row(pool + place * w.row_bytes, codes + row * w.row_bytes, w.row_bytes);
         });
     with_coding(w.coding, [&](auto coding) {
+        typedef decltype(coding) Codes;
         for_each_row(w, [&](int64_t row, int64_t place) {
             bf16* to = reinterpret_cast<bf16*>(pool) + place * dim;
-            widen_row<decltype(coding)>(codes + row * dim, widen(w.scales[row]), dim, to);
+            widen_row<Codes>(codes + row * w.row_bytes, static_cast<const typename Codes::Scale*>(w.scales)[row], dim, to);
         });
     });
 }

@@ -20,15 +20,18 @@ def can_carry(pool_B2PSD: Tensor, *, is_quantized: bool) -> bool:
 
 def wire_of(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> Wire:
     """Build the argument of `Kernels.pack_wire` and `unpack_wire`; arguments as engine.kernels.kv_wire.pack_kv."""
-    num_tokens, _, num_heads, dim = codes_T2KD.shape
+    num_tokens, _, num_heads, row_dim = codes_T2KD.shape
     assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous() and slots_T.is_contiguous()
     assert len(slots_T) == num_tokens and slots_T.dtype == torch.int64
     wire = Wire(
         pool=PoolView(
-            codes=pool_B2PSD.data_ptr(), kv_heads=pool_B2PSD.shape[2], block_size=pool_B2PSD.shape[3], head_dim=dim
+            codes=pool_B2PSD.data_ptr(),
+            kv_heads=pool_B2PSD.shape[2],
+            block_size=pool_B2PSD.shape[3],
+            head_dim=pool_B2PSD.shape[4],
         ),
         coding=Coding.PLAIN if scales_T2K is None else Coding.of(codes_T2KD.dtype),
-        row_bytes=dim * pool_B2PSD.element_size(),
+        row_bytes=row_dim * codes_T2KD.element_size(),
         codes=codes_T2KD.data_ptr(),
         scales=None if scales_T2K is None else scales_T2K.data_ptr(),
         slots=slots_T.data_ptr(),

@@ -25,16 +25,14 @@ struct Word {
 
     // Converts a row of any other pool to words at `room`, without applying its scale.
     static const char* of_row(const PoolView& pool, int64_t row, uint32_t* room) {
-        const int64_t dim = pool.head_dim, start = row * dim;
+        const int64_t dim = pool.head_dim;
         if (pool.coding == Coding::PLAIN) {
-            of_numbers(static_cast<const bf16*>(pool.codes) + start, dim, room);
+            of_numbers(reinterpret_cast<const bf16*>(pool.address(row)), dim, room);
         } else {
             bf16* x = reinterpret_cast<bf16*>(room);
-            const uint8_t* codes = static_cast<const uint8_t*>(pool.codes) + start;
             with_coding(pool.coding, [&](auto coding) {
-                int64_t i = 0;
-                for (; i + LANES <= dim; i += LANES) store(x + i, upper_half(decltype(coding)::widen(load<Bytes>(codes + i))));
-                for (; i < dim; i++) x[i] = upper_half(decltype(coding)::widen(Bytes{} + int8_t(codes[i])))[0];
+                const uint8_t* codes = reinterpret_cast<const uint8_t*>(pool.address(row));
+                widen_codes<decltype(coding)>(codes, dim, [&](int64_t i, Floats y) { store(x + i, upper_half(y)); });
             });
             std::fill(x + dim, x + 2 * count(dim), bf16{});
         }
@@ -53,17 +51,17 @@ struct Word {
         store(words, narrow(weights));
     }
 
-    // Converts sums in the order of `pair` to numbers.
-    static void to_numbers(const float* sums, float total, int64_t dim, bf16* out) {
-        for (int64_t i = 0; i < dim; i += 2 * LANES) {
+    // Puts sums in the order of `pair` into that of numbers.
+    static void in_order(const float* sums, int64_t padded_dim, float* numbers) {
+        const Ints order = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+        for (int64_t i = 0; i < padded_dim; i += 2 * LANES) {
             Floats even, odd;
             for (int part = 0; part < PARTS; part++) {
                 std::memcpy(reinterpret_cast<char*>(&even) + part * sizeof(FloatPart), sums + i + 2 * part * PART_LANES, sizeof(FloatPart));
                 std::memcpy(reinterpret_cast<char*>(&odd) + part * sizeof(FloatPart), sums + i + (2 * part + 1) * PART_LANES, sizeof(FloatPart));
             }
-            even /= total, odd /= total;
-            const Words both = pairs_of(even, odd);
-            std::memcpy(out + i, &both, std::min<int64_t>(dim - i, 2 * LANES) * sizeof(bf16));
+            store(numbers + i, __builtin_shuffle(even, odd, order));
+            store(numbers + i + LANES, __builtin_shuffle(even, odd, order + 8));
         }
     }
 
@@ -95,15 +93,13 @@ struct Word {
     static bool are_in(const PoolView&) { return false; }
 
     static const char* of_row(const PoolView& pool, int64_t row, uint32_t* room) {
-        const int64_t dim = pool.head_dim, start = row * dim;
+        const int64_t dim = pool.head_dim;
         if (pool.coding == Coding::PLAIN) {
-            of_numbers(static_cast<const bf16*>(pool.codes) + start, dim, room);
+            of_numbers(reinterpret_cast<const bf16*>(pool.address(row)), dim, room);
         } else {
-            const uint8_t* codes = static_cast<const uint8_t*>(pool.codes) + start;
             with_coding(pool.coding, [&](auto coding) {
-                int64_t i = 0;
-                for (; i + LANES <= dim; i += LANES) store(room + i, decltype(coding)::widen(load<Bytes>(codes + i)));
-                for (; i < dim; i++) room[i] = Words(decltype(coding)::widen(Bytes{} + int8_t(codes[i])))[0];
+                const uint8_t* codes = reinterpret_cast<const uint8_t*>(pool.address(row));
+                widen_codes<decltype(coding)>(codes, dim, [&](int64_t i, Floats y) { store(room + i, y); });
             });
             std::fill(room + dim, room + count(dim), 0u);
         }
@@ -115,12 +111,7 @@ struct Word {
 
     static void of_weights(Floats weights, uint32_t* words) { store(words, weights); }
 
-    static void to_numbers(const float* sums, float total, int64_t dim, bf16* out) {
-        for (int64_t i = 0; i < dim; i += LANES) {
-            const Halves numbers = narrow(load<Floats>(sums + i) / total);
-            std::memcpy(out + i, &numbers, std::min<int64_t>(dim - i, LANES) * sizeof(bf16));
-        }
-    }
+    static void in_order(const float* sums, int64_t padded_dim, float* numbers) { std::copy_n(sums, padded_dim, numbers); }
 };
 
 #endif

@@ -1,4 +1,4 @@
-"""Packing of KV between a pool and a segment's payload: gathers, selects heads, and quantizes for 8-bit wires.
+"""Packing of KV between a pool and a segment's payload: gathers, selects heads, and quantizes for narrow wires.
 
 Payload rows are ordered (token, side, head), side being keys, then values. Copying selects the heads of a segment, so
 ranks may hold more or fewer heads on the other side. Works one layer at a time. A latent layout has one side; its rows
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from engine.cpu.library import Kernels, open_copies
 from engine.cpu.wire import can_carry, wire_of
+from engine.kernels.attention.gather_rows import load_rows
+from engine.kernels.attention.kv_write import store_rows
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
-from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, from_code, quantize_row, quantize_rows
+from engine.kernels.quant.row_quantization import INT4, as_bytes, dequantize_rows, quantize_rows
 
 # T tokens, B blocks, P kv heads of the pool, K transferred heads, S block_size, D head_dim;
 # 2: the sides, keys, then values
@@ -27,8 +29,8 @@ _MAX_ROWS = 512
 def pack_kv(pool_B2PSD: Tensor, slots_T: Tensor, heads: slice, codes_T2KD: Tensor, scales_T2K: Tensor | None) -> None:
     """Copy the heads' keys and values at `slots_T` (int64) from a pool's layer into a payload.
 
-    codes: (T, 2, K, D), contiguous, of the pool's dtype; or float8_e4m3fn or int8 with scales (T, 2, K) bf16, quantized
-    from a pool (B, 2, P, S, D) of bf16, fp16 or fp32.
+    codes: (T, 2, K, D), contiguous, of the pool's dtype; or quantized, with scales (T, 2, K), from a pool
+    (B, 2, P, S, D) of bf16, fp16 or fp32, as quantize_rows does.
     """
     if codes_T2KD.is_cuda and not _exact(pool_B2PSD, codes_T2KD):
         launch_pack_kv(pool_B2PSD, slots_T, heads, codes_T2KD, scales_T2K)
@@ -84,8 +86,9 @@ def launch_pack_kv(
     has_scales = scales_T2K is not None
     pool, codes = as_bytes(pool_B2PSD), as_bytes(codes_T2KD)
     _pack_kv[grid](
-        pool, slots_T, codes, scales_T2K if has_scales else codes, codes_T2KD.shape[0], **sizes, HAS_SCALES=has_scales
-    )
+        pool, slots_T, codes, scales_T2K if has_scales else codes, codes_T2KD.shape[0], **sizes, HAS_SCALES=has_scales,
+        IS_INT4=has_scales and codes_T2KD.dtype == INT4,
+    )  # fmt: skip
 
 
 def launch_unpack_kv(
@@ -95,11 +98,13 @@ def launch_unpack_kv(
     has_scales = scales_T2K is not None
     pool, codes = as_bytes(pool_B2PSD), as_bytes(codes_T2KD)
     scales, native = scales_T2K if has_scales else codes, has_fp8_casts(codes.device)
-    _unpack_kv[grid](codes, scales, pool, slots_T, codes_T2KD.shape[0], **sizes, HAS_SCALES=has_scales, NATIVE=native)
+    kinds = {"HAS_SCALES": has_scales, "IS_INT4": has_scales and codes_T2KD.dtype == INT4, "NATIVE": native}
+    _unpack_kv[grid](codes, scales, pool, slots_T, codes_T2KD.shape[0], **sizes, **kinds)
 
 
 def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[int], dict[str, int]]:
-    num_tokens, num_sides, num_heads, dim = codes_T2KD.shape
+    num_tokens, num_sides, num_heads, _ = codes_T2KD.shape
+    dim = pool_B2PSD.shape[-1]
     assert pool_B2PSD.is_contiguous() and codes_T2KD.is_contiguous()
     block_d = power_of_2(dim)
     rows = max(1, min(_MAX_ROWS, _VALUES_PER_PROGRAM // block_d))
@@ -111,7 +116,7 @@ def _work(pool_B2PSD: Tensor, codes_T2KD: Tensor, heads: slice) -> tuple[tuple[i
 
 def _exact(pool_B2PSD: Tensor, codes_T2KD: Tensor) -> int:
     """Return the number of trailing values of each row that are not quantized."""
-    return codes_T2KD.shape[-1] - pool_B2PSD.shape[-1]
+    return max(0, codes_T2KD.shape[-1] - pool_B2PSD.shape[-1])
 
 
 @jit
@@ -126,8 +131,8 @@ def _rows(
     SIDES: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Return each row's index in the payload, its offsets in payload and pool, and masks."""
+) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Return each row's index in the payload, its mask, its offsets in the pool, and their mask."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     token, side, head = row // (SIDES * K), row // K % SIDES, row % K
     is_row = token < num_tokens
@@ -135,7 +140,7 @@ def _rows(
     place = ((slot // S * SIDES + side) * P + first_head + head) * S + slot % S
     d = tl.arange(0, BLOCK_D)
     mask = is_row[:, None] & (d < D)[None, :]
-    return row, is_row, place[:, None] * D + d[None, :], row[:, None] * D + d[None, :], mask
+    return row, is_row, place[:, None] * D + d[None, :], mask
 
 
 @partial(jit, do_not_specialize=["num_tokens", "first_head"], anywhere=["slots"])
@@ -154,15 +159,11 @@ def _pack_kv(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    IS_INT4: tl.constexpr,
 ) -> None:
-    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, first_head, P, S, D, K, SIDES, ROWS, BLOCK_D)
+    row, is_row, in_pool, mask = _rows(slots, num_tokens, first_head, P, S, D, K, SIDES, ROWS, BLOCK_D)
     x = tl.load(pool + in_pool, mask=mask, other=0)
-    if HAS_SCALES:
-        code, scale = quantize_row(x.to(tl.float32), mask, codes.dtype.element_ty)
-        tl.store(codes + in_payload, code, mask=mask)
-        tl.store(scales + row[:, None], scale.to(tl.bfloat16), mask=is_row[:, None])
-    else:
-        tl.store(codes + in_payload, x, mask=mask)
+    store_rows(x, mask, is_row[:, None], codes, scales, row[:, None], D, HAS_SCALES, IS_INT4)
 
 
 @partial(jit, do_not_specialize=["num_tokens", "first_head"], anywhere=["slots"])
@@ -181,14 +182,9 @@ def _unpack_kv(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
-    row, is_row, in_pool, in_payload, mask = _rows(slots, num_tokens, first_head, P, S, D, K, SIDES, ROWS, BLOCK_D)
-    x = tl.load(codes + in_payload, mask=mask, other=0)
-    if HAS_SCALES:
-        scale = tl.load(scales + row, mask=is_row, other=0.0).to(tl.float32)
-        tl.store(
-            pool + in_pool, (from_code(x, tl.float32, NATIVE) * scale[:, None]).to(pool.dtype.element_ty), mask=mask
-        )
-    else:
-        tl.store(pool + in_pool, x, mask=mask)
+    row, is_row, in_pool, mask = _rows(slots, num_tokens, first_head, P, S, D, K, SIDES, ROWS, BLOCK_D)
+    x = load_rows(codes, scales, row, is_row, D, BLOCK_D, HAS_SCALES, IS_INT4, NATIVE)
+    tl.store(pool + in_pool, x.to(pool.dtype.element_ty), mask=mask)

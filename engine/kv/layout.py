@@ -7,17 +7,20 @@ from hashlib import blake2b
 
 import torch
 
-from engine.kernels.quant.row_quantization import MOST
+from engine.kernels.quant.hadamard import SIGNS
+from engine.kernels.quant.row_quantization import INT4, SCALES
 
 # B blocks, K kv heads of this rank, S block_size, D head_dim
 #
-#   per layer   codes  (B, 2, K, S, D)   2: keys, then values
-#               scales (B, 2, K, S)      8-bit pools only: one bf16 scale per (token, head), for keys and for values
+#   per layer   codes  (B, 2, K, S, D)   2: keys, then values; int4: D / 2 bytes of two codes
+#               scales (B, 2, K, S)      8 bits: one bf16 scale per (token, head), for keys and for values; int4: with
+#                                        a bf16 zero, as the halves of an int32; see row_quantization.py
 #
 # One (layer, block) is one contiguous run, and a range of heads of its keys or values is contiguous inside it.
 #
 # Latent attention (DeepSeek) has one side and one head, which every rank holds: a row per token with its latent and its
-# rotated key. In 8-bit pools the latent has a scale, and the rotated key stays in bf16, two codes per number:
+# rotated key. In 8-bit pools the latent has a scale, and the rotated key stays in bf16, two codes per number; there are
+# no int4 pools of latents:
 #
 #   bf16   | latent, 512 numbers | rotated key, 64 |      8 bits   | latent, 512 codes | rotated key, 64 of bf16 |
 
@@ -27,11 +30,14 @@ DTYPES = {
     "float32": torch.float32,
     "fp8_e4m3": torch.float8_e4m3fn,
     "int8": torch.int8,
+    "int4": INT4,
 }
 # Part of the fingerprint with a draft head: a replica that does not ship features is incompatible with one that does.
 _WITH_BLOCKS = "features with blocks"
 # Short names for tables and reports.
-EIGHT_BITS = {"fp8": "fp8_e4m3", "int8": "int8"}
+QUANTIZED = {"fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
+# Part of the fingerprint with int4: replicas that rotate by other signs are incompatible.
+INT4_FORMAT = f"rotated by {SIGNS:x}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +54,7 @@ class KVLayout:
     num_kv_heads: int
     head_dim: int
     block_size: int
-    # Dtype of the pool: "bfloat16", "float16", "float32", "fp8_e4m3" or "int8".
+    # Dtype of the pool, a key of DTYPES.
     dtype: str
     tensor_parallel: int = 1
     # Format that the weights are converted to at load; see engine.layers.shards.WEIGHTS.
@@ -61,6 +67,9 @@ class KVLayout:
     draft: str = ""
     # Trailing layers of num_layers that belong to draft heads.
     num_draft_layers: int = 0
+    # Layers that neither a pool nor a wire quantizes, and their dtype.
+    plain_layers: tuple[int, ...] = ()
+    plain_dtype: str = "bfloat16"
     # Draft-head features of a block's last position, bytes per block; see engine.spec_decode.heads.features.
     feature_bytes: int = 0
 
@@ -78,26 +87,38 @@ class KVLayout:
             self.num_sides,
             self.exact_dim,
             *((self.draft, self.num_draft_layers, self.feature_bytes, _WITH_BLOCKS) if self.draft else ()),
+            *((INT4_FORMAT,) if self.dtype == "int4" else ()),
+            *((self.plain_layers, self.plain_dtype) if self.plain_layers else ()),
         )
         return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     @property
     def torch_dtype(self) -> torch.dtype:
+        """Dtype of all layers but plain ones."""
         return DTYPES[self.dtype]
+
+    def dtype_of(self, layer: int) -> torch.dtype:
+        return DTYPES[self.plain_dtype] if layer in self.plain_layers else self.torch_dtype
 
     @property
     def has_scales(self) -> bool:
-        return self.torch_dtype in MOST
+        return self.torch_dtype in SCALES
 
     @property
     def heads_per_rank(self) -> int:
         first, end = self.head_range(0)
         return end - first
 
-    @property
-    def row_dim(self) -> int:
-        """Elements of `torch_dtype` that one token's row of one head occupies in the pool."""
-        return self.head_dim + self.exact_dim if self.has_scales else self.head_dim
+    def row_dim_of(self, dtype: torch.dtype) -> int:
+        """Return the elements of `dtype` that a row occupies in a pool or payload of that dtype."""
+        if dtype == INT4:
+            return self.head_dim // 2
+        return self.head_dim + self.exact_dim if dtype in SCALES else self.head_dim
+
+    def row_bytes_of(self, dtype: torch.dtype) -> int:
+        """Return the bytes of a row in a pool or payload of `dtype`, scale included."""
+        scale = SCALES.get(dtype)
+        return self.row_dim_of(dtype) * dtype.itemsize + (scale.itemsize if scale else 0)
 
     def head_range(self, rank: int) -> tuple[int, int]:
         """Return the range [start, end) of the model's KV heads that `rank` holds."""
@@ -105,22 +126,20 @@ class KVLayout:
 
     def bytes_per_token(self) -> int:
         """Return the KV bytes of one token on one rank, all layers, scales included."""
-        return self.num_layers * self._layer_bytes_per_token
+        return sum(self._layer_bytes_per_token(self.dtype_of(layer)) for layer in range(self.num_layers))
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of one layer of one block on one rank, scales included."""
-        return self.block_size * self._layer_bytes_per_token
+        """Bytes of one layer of one block on one rank, scales included; not of a plain layer."""
+        return self.block_size * self._layer_bytes_per_token(self.torch_dtype)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block on one rank: KV of all layers, scales included, and features."""
         return self.block_size * self.bytes_per_token() + self.feature_bytes
 
-    @property
-    def _layer_bytes_per_token(self) -> int:
-        per_head = self.row_dim * self.torch_dtype.itemsize + (torch.bfloat16.itemsize if self.has_scales else 0)
-        return self.num_sides * self.heads_per_rank * per_head
+    def _layer_bytes_per_token(self, dtype: torch.dtype) -> int:
+        return self.num_sides * self.heads_per_rank * self.row_bytes_of(dtype)
 
 
 def head_range(num_kv_heads: int, *, rank: int, num_ranks: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.batch.rows import Ints
 from engine.kernels.attention.kv_write import write_kv, write_rows
-from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows
+from engine.kernels.quant.row_quantization import SCALES, as_bytes, dequantize_rows
 from engine.kv.layout import KVLayout
 from engine.runner import streams
 
@@ -22,8 +22,8 @@ from engine.runner import streams
 class KVPool:
     """KV blocks of one rank, all layers. BlockManager assigns them to sequences.
 
-    `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S) bf16 for an 8-bit pool, else `scales` is
-    empty. See KVLayout. Layers of draft heads have spare blocks after these B.
+    `codes[layer]` is (B, 2, K, S, row_dim); `scales[layer]` is (B, 2, K, S), empty for a plain layer; `scales` is empty
+    if nothing is quantized. See KVLayout. Layers of draft heads have spare blocks after these B.
     A slot is block id * S + offset. `features` is (B, feature_bytes) uint8.
     """
 
@@ -35,21 +35,30 @@ class KVPool:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
-        shape = (layout.num_sides, layout.heads_per_rank, layout.block_size, layout.row_dim)
+        shape = (layout.num_sides, layout.heads_per_rank, layout.block_size)
         counts = [num_blocks] * (layout.num_layers - layout.num_draft_layers)
         counts += [num_blocks + num_spare] * layout.num_draft_layers
-        self.codes = [_zeros((count, *shape), layout.torch_dtype, device) for count in counts]
-        self.scales = [
-            _zeros((count, *shape[:-1]), torch.bfloat16, device) for count in (counts if layout.has_scales else ())
+        dtypes = [layout.dtype_of(layer) for layer in range(layout.num_layers)]
+        self.codes = [
+            _zeros((count, *shape, layout.row_dim_of(dtype)), dtype, device)
+            for count, dtype in zip(counts, dtypes, strict=True)
         ]
+        self.scales: list[Tensor] = []
+        if layout.has_scales:
+            for count, dtype in zip(counts, dtypes, strict=True):
+                if dtype in SCALES:
+                    self.scales.append(_zeros((count, *shape), SCALES[dtype], device))
+                else:
+                    self.scales.append(torch.empty(count, 0, device=device))
         self.features = _zeros((num_blocks, layout.feature_bytes), torch.uint8, device)
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
         """Return the codes of a layer, and its scales if the pool has any."""
-        return self.codes[layer], self.scales[layer] if self.scales else None
+        has_scales = self.codes[layer].dtype in SCALES
+        return self.codes[layer], self.scales[layer] if has_scales else None
 
     def write(self, layer: int, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
-        """Store keys and values at `slots_T`; quantizes if the pool has 8 bits. See write_kv."""
+        """Store keys and values at `slots_T`; quantizes if the pool has scales. See write_kv."""
         write_kv(*self.layer(layer), slots_T, k_TKD, v_TKD)
 
     def write_latents(self, layer: int, slots_T: Tensor, rows_TD: Tensor) -> None:
@@ -58,9 +67,10 @@ class KVPool:
 
     def read(self, layer: int, block_ids_B: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather blocks as `dtype`: (2, K, B * S, D), in the order of block_ids_B."""
-        kv_B2KSD = as_bytes(self.codes[layer])[block_ids_B].view(self.layout.torch_dtype)
-        if self.scales:
-            kv_B2KSD = dequantize_rows(kv_B2KSD, self.scales[layer][block_ids_B], dtype, exact=self.layout.exact_dim)
+        codes, scales = self.layer(layer)
+        kv_B2KSD = as_bytes(codes)[block_ids_B].view(codes.dtype)
+        if scales is not None:
+            kv_B2KSD = dequantize_rows(kv_B2KSD, scales[block_ids_B], dtype, exact=self.layout.exact_dim)
         return kv_B2KSD.to(dtype).permute(1, 2, 0, 3, 4).flatten(2, 3)
 
     def synchronize(self) -> None:
@@ -78,14 +88,15 @@ class KVPool:
 
     def gather(self, layer: int, runs_2RKB: Tensor, dtype: torch.dtype) -> Tensor:
         """Return keys and values of whole blocks as `dtype`, (2, R, K, B * S, D)."""
-        shape_2RKLD = (*runs_2RKB.shape[:-1], runs_2RKB.shape[-1] * self.layout.block_size, self.layout.row_dim)
+        codes, scales = self.layer(layer)
+        block_size, row_dim = codes.shape[3:]
+        shape_2RKLD = (*runs_2RKB.shape[:-1], runs_2RKB.shape[-1] * block_size, row_dim)
         flat_N = runs_2RKB.flatten()
-        run_size = self.layout.block_size * self.layout.row_dim
-        codes = as_bytes(self.codes[layer]).view(-1, run_size).index_select(0, flat_N).view(shape_2RKLD)
-        if not self.scales:
-            return codes.to(dtype)
-        scales = self.scales[layer].view(-1, self.layout.block_size).index_select(0, flat_N).view(shape_2RKLD[:-1])
-        return dequantize_rows(codes.view(self.layout.torch_dtype), scales, dtype, exact=self.layout.exact_dim)
+        chosen = as_bytes(codes).view(-1, block_size * row_dim).index_select(0, flat_N).view(shape_2RKLD)
+        if scales is None:
+            return chosen.to(dtype)
+        scales = scales.view(-1, block_size).index_select(0, flat_N).view(shape_2RKLD[:-1])
+        return dequantize_rows(chosen.view(codes.dtype), scales, dtype, exact=self.layout.exact_dim)
 
     def copy_out(self, blocks: Sequence[int], *, into: Tensor | None = None) -> Tensor:
         """Copy whole blocks to (B, block_bytes) uint8 on the pool's device.
@@ -109,7 +120,7 @@ class KVPool:
 
         Viewed as int64 where sizes permit, because torch copies bytes one by one.
         """
-        parts = [part.view(torch.uint8).flatten(1) for part in (*self.codes, *self.scales)]
+        parts = [part.view(torch.uint8).flatten(1) for part in (*self.codes, *self.scales) if part.numel()]
         parts += [self.features] if self.layout.feature_bytes else []
         is_even = all(part.shape[1] % 8 == 0 for part in parts)
         return [part.view(torch.int64) for part in parts] if is_even else parts

@@ -15,6 +15,7 @@ from torch import Tensor
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.kernels.kv_wire import pack_kv, unpack_kv
+from engine.kernels.quant.row_quantization import SCALES
 from engine.kv.layout import DTYPES
 from engine.kv.pool import KVPool
 from engine.runner.runner import ModelRunner
@@ -46,12 +47,13 @@ def logits_of(runner: ModelRunner, ids: Sequence[int], start: int, end: int, *, 
 
 
 def _send_and_receive(pool: KVPool, num_tokens: int, dtype: torch.dtype) -> None:
-    """Encode the first positions of the pool in a wire format and decode them in place."""
+    """Encode the first positions of the pool in a quantized wire format and decode them in place."""
     layout, heads = pool.layout, slice(0, pool.layout.heads_per_rank)
     slots_T = torch.arange(num_tokens, device=pool.device)
     shape = (num_tokens, layout.num_sides, layout.heads_per_rank)
-    codes = torch.empty(*shape, layout.head_dim + layout.exact_dim, dtype=dtype, device=pool.device)
-    scales = torch.empty(shape, dtype=torch.bfloat16, device=pool.device)
-    for layer in pool.codes:
-        pack_kv(layer, slots_T, heads, codes, scales)
-        unpack_kv(codes, scales, layer, slots_T, heads)
+    codes = torch.empty(*shape, layout.row_dim_of(dtype), dtype=dtype, device=pool.device)
+    scales = torch.empty(shape, dtype=SCALES[dtype], device=pool.device)
+    for layer, numbers in enumerate(pool.codes):
+        if layer not in layout.plain_layers:
+            pack_kv(numbers, slots_T, heads, codes, scales)
+            unpack_kv(codes, scales, numbers, slots_T, heads)

@@ -2,12 +2,13 @@
 
 A segment is a run of layers and token positions of one sequence. Its payload, for L layers, T tokens and K heads:
 
-    codes   L x (T, 2, K, D)   fp8 or int8, or the pool's dtype if the wire is raw
-    scales  L x (T, 2, K)      bf16; present for 8-bit codes only
+    codes   L x (T, 2, K, D)   fp8, int8 or int4 (D / 2 bytes), or the pool's dtype if the wire is raw
+    scales  L x (T, 2, K)      bf16, int4: with zeros; none for 16- and 32-bit codes
     rows    (N, F) bytes       draft-head features of the N positions that fill their blocks; sent with the last layer,
                                complete from every rank that sends heads of it
 
-2 stands for keys, then values. An 8-bit pool ships its codes unchanged: nothing is quantized twice. With latent
+2 stands for keys, then values. A quantized pool ships its codes unchanged: nothing is quantized twice. Plain layers
+(engine/kv/layout.py) ship the pool's dtype, without scales. With latent
 attention there is one side, K is 1, and an 8-bit row on the wire ends with its rotated key in bf16, as in such a pool
 (engine/kv/layout.py).
 """
@@ -15,7 +16,7 @@ attention there is one side, K is 1, and an 8-bit row on the wire ends with its 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ from core.types.errors import TransferError
 from engine.cpu.library import open_copies
 from engine.kernels.checksum import launch_word_sum
 from engine.kernels.kv_wire import pack_kv, unpack_kv
-from engine.kernels.quant.row_quantization import MOST
+from engine.kernels.quant.row_quantization import SCALES
 from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
@@ -36,41 +37,38 @@ from kvtransfer.protocol.segment import Segment
 class Codec:
     """Codec between two pools of one layout.
 
-    Sends the pools' bytes unchanged, or quantizes bf16, fp16 and fp32 pools to 8 bits plus scales.
+    Sends the pools' bytes unchanged, or quantizes bf16, fp16 and fp32 pools to 8 or 4 bits plus scales.
     """
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype) -> None:
         """dtype: codes on the wire."""
         self._layout = layout
         self._dtype = dtype
-        self._quantizes = dtype in MOST and not layout.has_scales
 
     def num_bytes(self, segment: Segment) -> int:
         """Return the size of the segment's payload in bytes."""
-        rows = segment.num_layers * segment.num_tokens * self._layout.num_sides * segment.num_heads
-        row_bytes = self._row_dim * self._dtype.itemsize + (torch.bfloat16.itemsize if self._dtype in MOST else 0)
+        rows = segment.num_tokens * self._layout.num_sides * segment.num_heads
+        row_bytes = sum(self._layout.row_bytes_of(self._dtype_of(layer)) for layer in segment.layers)
         return rows * row_bytes + self._num_feature_bytes(segment)
 
     def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
         """Fill `payload` (uint8, num_bytes) with the KV at `slots_T` (int64, one per token of the segment)."""
-        codes_LT2KD, scales_LT2K = self._views(payload, segment)
-        for i, layer in enumerate(segment.layers):
-            scales_T2K = scales_LT2K[i] if self._quantizes else None
-            pack_kv(pool.codes[layer], slots_T, segment.heads, codes_LT2KD[i], scales_T2K)
-            if pool.scales:
-                pack_kv(pool.scales[layer].unsqueeze(-1), slots_T, segment.heads, scales_LT2K[i].unsqueeze(-1), None)
+        for layer, codes_T2KD, scales_T2K in self._views(payload, segment):
+            codes, scales = pool.layer(layer)
+            pack_kv(codes, slots_T, segment.heads, codes_T2KD, scales_T2K if scales is None else None)
+            if scales is not None and scales_T2K is not None:
+                pack_kv(scales.unsqueeze(-1), slots_T, segment.heads, scales_T2K.unsqueeze(-1), None)
         if num_bytes := self._num_feature_bytes(segment):
             features_NF = pool.features.index_select(0, self._full_blocks(segment, slots_T))
             payload[-num_bytes:].copy_(features_NF.flatten())
 
     def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
         """Write the payload's KV at `slots_T` of the pool."""
-        codes_LT2KD, scales_LT2K = self._views(payload, segment)
-        for i, layer in enumerate(segment.layers):
-            scales_T2K = scales_LT2K[i] if self._quantizes else None
-            unpack_kv(codes_LT2KD[i], scales_T2K, pool.codes[layer], slots_T, segment.heads)
-            if pool.scales:
-                unpack_kv(scales_LT2K[i].unsqueeze(-1), None, pool.scales[layer].unsqueeze(-1), slots_T, segment.heads)
+        for layer, codes_T2KD, scales_T2K in self._views(payload, segment):
+            codes, scales = pool.layer(layer)
+            unpack_kv(codes_T2KD, scales_T2K if scales is None else None, codes, slots_T, segment.heads)
+            if scales is not None and scales_T2K is not None:
+                unpack_kv(scales_T2K.unsqueeze(-1), None, scales.unsqueeze(-1), slots_T, segment.heads)
         if num_bytes := self._num_feature_bytes(segment):
             features_NF = payload[-num_bytes:].view(-1, self._layout.feature_bytes)
             pool.features.index_copy_(0, self._full_blocks(segment, slots_T), features_NF)
@@ -101,10 +99,6 @@ class Codec:
             launch_word_sum(payload)
             self.unpack(payload, pool, segment, slots_T)
 
-    @property
-    def _row_dim(self) -> int:
-        return self._layout.head_dim + (self._layout.exact_dim if self._dtype in MOST else 0)
-
     def _num_feature_bytes(self, segment: Segment) -> int:
         layout = self._layout
         if not layout.feature_bytes or segment.layers.stop < layout.num_layers:
@@ -118,18 +112,28 @@ class Codec:
         size = self._layout.block_size
         return slots_T[size - 1 - segment.first_token % size :: size] // size
 
-    def _views(self, payload: Tensor, segment: Segment) -> tuple[Tensor, Tensor]:
-        """Return views of codes (L, T, 2, K, D) and scales (L, T, 2, K); scales are empty unless codes have 8 bits."""
-        rows = (segment.num_layers, segment.num_tokens, self._layout.num_sides, segment.num_heads)
-        shape = (*rows, self._row_dim)
-        num_code_bytes = math.prod(shape) * self._dtype.itemsize
-        codes = payload[:num_code_bytes].view(self._dtype).view(shape)
-        scales = payload[num_code_bytes : payload.numel() - self._num_feature_bytes(segment)].view(torch.bfloat16)
-        return codes, scales.view(rows) if self._dtype in MOST else scales
+    def _dtype_of(self, layer: int) -> torch.dtype:
+        """Return the dtype of a layer's codes on the wire."""
+        return self._layout.dtype_of(layer) if layer in self._layout.plain_layers else self._dtype
+
+    def _views(self, payload: Tensor, segment: Segment) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Yield each layer with views of its codes (T, 2, K, D) and scales (T, 2, K), None if the codes have none."""
+        layout, rows = self._layout, (segment.num_tokens, self._layout.num_sides, segment.num_heads)
+        dtypes = [self._dtype_of(layer) for layer in segment.layers]
+        scale_dtypes = [SCALES.get(dtype) for dtype in dtypes]
+        sizes = [math.prod(rows) * layout.row_dim_of(dtype) * dtype.itemsize for dtype in dtypes]
+        sizes += [math.prod(rows) * dtype.itemsize if dtype else 0 for dtype in scale_dtypes]
+        parts = payload[: sum(sizes)].split(sizes)
+        codes, scales = parts[: len(dtypes)], parts[len(dtypes) :]
+        for layer, dtype, of_layer, scale_dtype, of_rows in zip(
+            segment.layers, dtypes, codes, scale_dtypes, scales, strict=True
+        ):
+            codes_T2KD = of_layer.view(dtype).view(*rows, layout.row_dim_of(dtype))
+            yield layer, codes_T2KD, of_rows.view(scale_dtype).view(rows) if scale_dtype else None
 
 
 def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:
-    """Return the codec for pools of `layout` and `wire_dtype` ("fp8_e4m3", "int8" or "raw").
+    """Return the codec for pools of `layout` and `wire_dtype` (a quantized one, or "raw").
 
     Takes seconds if the CPU kernels are not compiled yet, so call it before a link's thread needs them.
     """

@@ -36,6 +36,7 @@ TREES: dict[str, dict[str, Any]] = {
     "raw": {"wire_dtype": "raw"},
     "fp8 pool": {"pool_dtype": "fp8_e4m3"},
     "int8 pool": {"pool_dtype": "int8"},
+    "int4 pool": {"pool_dtype": "int4", "unquantized_layers": [0]},
 }
 
 
@@ -43,13 +44,13 @@ pytestmark = pytest.mark.skipif(open_kernels(dtype=torch.bfloat16, device=CPU) i
 
 
 @pytest.mark.parametrize(
-    "pool", ["raw", *(pytest.param(pool, marks=pytest.mark.slow) for pool in ("fp8 pool", "int8 pool"))]
+    "pool", ["raw", *(pytest.param(pool, marks=pytest.mark.slow) for pool in TREES if pool != "raw")]
 )
 async def test_64_requests_alone_batched_chunked_and_migrated(
     checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch, pool: str
 ) -> None:
     model_dir, kv = checkpoint("llama", **WIDE), TREES[pool]
-    runner = _runner(model_dir, kv.get("pool_dtype", "auto"))
+    runner = _runner(model_dir, kv.get("pool_dtype", "auto"), tuple(kv.get("unquantized_layers", ())))
     alone = [_generate(runner, [p], [s], 1024)[0] for p, s in zip(PROMPTS, SAMPLINGS, strict=True)]
     assert len({tuple(ids) for ids in alone}) == NUM_REQUESTS
     for max_batch_tokens in (4096, 512, 64):
@@ -84,9 +85,15 @@ async def _asked_while_a_replica_leaves(cluster: LocalCluster, running_on: Ceili
     return list(await asyncio.gather(*requests))
 
 
-def _runner(model_dir: Path, pool_dtype: str) -> ModelRunner:
+def _runner(model_dir: Path, pool_dtype: str, unquantized_layers: tuple[int, ...]) -> ModelRunner:
     torch.set_num_threads(1)
-    config = EngineConfig(model_dir=model_dir, pool_dtype=pool_dtype, kv_memory_gib=0.05, deterministic=True)
+    config = EngineConfig(
+        model_dir=model_dir,
+        pool_dtype=pool_dtype,
+        unquantized_layers=unquantized_layers,
+        kv_memory_gib=0.05,
+        deterministic=True,
+    )
     return ModelRunner(config)
 
 

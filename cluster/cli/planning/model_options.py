@@ -19,6 +19,6 @@ _AS_IN_A_SPEC = typer.Option(help="As in a spec.")
 Model = Annotated[str, _AS_IN_A_SPEC]
 ModelDType = Annotated[Literal["bfloat16", "float16", "float32"], _AS_IN_A_SPEC]
 ModelWeights = Annotated[Literal["auto", "widen", "int8"], _AS_IN_A_SPEC]
-PoolDType = Annotated[Literal["auto", "int8", "fp8_e4m3"], _AS_IN_A_SPEC]
-WireDType = Annotated[Literal["fp8_e4m3", "int8", "raw"], _AS_IN_A_SPEC]
+PoolDType = Annotated[Literal["auto", "int8", "fp8_e4m3", "int4"], _AS_IN_A_SPEC]
+WireDType = Annotated[Literal["fp8_e4m3", "int8", "int4", "raw"], _AS_IN_A_SPEC]
 HostLink = Annotated[str, _AS_IN_A_SPEC]

@@ -274,9 +274,11 @@ def _memory(source: str) -> dict[str, Any]:
                 memory_bytes=(pool.kv_memory_gib or 1.0) * 2**30,
                 heads=heads,
                 activations=spec.model.dtype,
+                num_unquantized=len(config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers)),
                 max_running=largest_step(spec, role)[1],
             )
-            for dtype in dict.fromkeys((own, spec.model.dtype, "fp8_e4m3", "int8"))
+            for dtype in dict.fromkeys((own, spec.model.dtype, "fp8_e4m3", "int8", "int4"))
+            if config.can_keep_kv(dtype)
         }
         kv = by_dtype[own]
         limit = min(config.max_context, spec.model.max_context or config.max_context)
@@ -318,7 +320,7 @@ def _formats(source: str, profile: str | None, memory_gib: float, batch: int, co
     config = model_config.load(model_source.resolve(spec.model.source))
     simulator, ranks = Simulator(profile, None, 0.0), spec.decode.tensor_parallel
     plans = []
-    for kv, dtype in {"bf16": "bfloat16", "int8": "int8", "fp8": "fp8_e4m3"}.items():
+    for kv, dtype in {"bf16": "bfloat16", "int8": "int8", "fp8": "fp8_e4m3", "int4": "int4"}.items():
         pool = KVArithmetic(
             config=config, dtype=dtype, block_size=spec.kv.block_size, tensor_parallel=ranks, memory_bytes=0
         )

@@ -7,6 +7,10 @@ group.
 In 8-bit pools, loading single codes as matrix operands would be byte by byte. Values are therefore read two features at
 a time as int16 and split into even and odd features in registers. Both products are in fp16, which represents every
 code exactly; value scales are divided by the largest so far, so that weights stay in its range.
+
+In int4 pools a byte has two features, which are put side by side. Queries are rotated like the rows (hadamard.py), and
+results turned back. A key's zero times the query's sum adds to its score; a value's zero times its weight adds to every
+feature.
 """
 
 from __future__ import annotations
@@ -21,7 +25,16 @@ from engine.kernels.attention.kv_splits import KEYS, Splits, blocks_of
 from engine.kernels.attention.online_softmax import gather_row, places_of, reference_row
 from engine.kernels.attention.query_groups import TILE_ROWS, QueryGroups
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
-from engine.kernels.quant.row_quantization import as_bytes, from_code, from_codes
+from engine.kernels.quant.hadamard import rotate_queries, turn_tile_back
+from engine.kernels.quant.row_quantization import (
+    INT4,
+    as_bytes,
+    from_code,
+    from_codes,
+    nibbles_in_columns,
+    nibbles_in_rows,
+    scale_and_zero,
+)
 
 # T tokens of the step, R rows of kv_splits.py, each a group of up to Q queries, N queries, H query heads, K kv heads,
 # G = H / K, D head_dim, B blocks, S block_size, W programs of a kv head, P = W + R parts
@@ -43,7 +56,7 @@ def decode_attention(
     """Compute softmax(q k / sqrt(D)) v for the queries of all groups, each over the keys up to its own.
 
     q, out: (T, H, D) bf16, fp16 or fp32; out is written at the groups' tokens only. codes, scales: a layer of the pool,
-    of 8 bits or of q's dtype; see KVPool. Queries of a group without keys get zeros. splits: Splits of the groups'
+    quantized or of q's dtype; see KVPool. Queries of a group without keys get zeros. splits: Splits of the groups'
     contexts and `window_of_query_groups`; it affects rounding only. A NaN value spoils all queries of its group, also
     those that precede it.
     """
@@ -65,7 +78,7 @@ def window_of_query_groups(window: int | None, most: int) -> int | None:
 
 
 def resident_programs(*, has_scales: bool) -> int:
-    """Return the number of programs that a multiprocessor runs at once: four warps each, or one warp for 8 bits."""
+    """Return the number of programs that a multiprocessor runs at once: four warps each, or one warp for codes."""
     return 8 if has_scales else 4
 
 
@@ -120,6 +133,7 @@ def launch_decode_attention(
     )
     largest_PX, total_PX = torch.empty(2, *part_PXD.shape[:2], dtype=torch.float32, device=q_THD.device)
     group = num_heads // num_kv_heads
+    is_int4 = codes_B2KSD.dtype == INT4
     block_m, block_d = max(TILE_ROWS, power_of_2(query_groups.most * group)), max(TILE_ROWS, power_of_2(dim))
     codes = as_bytes(codes_B2KSD)
     sizes = {"Q": query_groups.most, "G": group, "K": num_kv_heads, "S": block_size, "D": dim}
@@ -147,6 +161,7 @@ def launch_decode_attention(
             BLOCK_N=KEYS,
             SHARED_N=KEYS,
             HAS_SCALES=False,
+            IS_INT4=False,
             NATIVE=False,
             # With three stages a multiprocessor would hold three programs instead of four.
             num_stages=2,
@@ -157,7 +172,7 @@ def launch_decode_attention(
         _attend_part[(num_programs, num_kv_heads)](
             q_THD,
             codes,
-            codes.view(torch.int16),
+            codes if is_int4 else codes.view(torch.int16),
             scales_B2KS.view(torch.int32) if block_size % 2 == 0 else scales_B2KS,
             *shared,
             *numbers,
@@ -165,11 +180,13 @@ def launch_decode_attention(
             BLOCK_N=32,
             SHARED_N=KEYS,
             HAS_SCALES=True,
+            IS_INT4=is_int4,
             NATIVE=has_fp8_casts(q_THD.device),
             num_warps=1 if is_small else 4,
             num_stages=4 if is_small else 3,
         )
-    block_d = min(_FEATURES_COMBINED, power_of_2(dim))
+    # Whole rows are turned back.
+    block_d = power_of_2(dim) if is_int4 else min(_FEATURES_COMBINED, power_of_2(dim))
     _combine_parts[(len(query_groups.tokens_N), num_heads, cdiv(dim, block_d))](
         part_PXD,
         largest_PX,
@@ -184,6 +201,7 @@ def launch_decode_attention(
         D=dim,
         BLOCK_P=_PARTS_COMBINED,
         BLOCK_D=block_d,
+        IS_INT4=is_int4,
     )
 
 
@@ -218,6 +236,7 @@ def _attend_part(
     BLOCK_N: tl.constexpr,
     SHARED_N: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
     """One program: up to Q times G queries of a group and KV head, over its share of the keys of one or more groups."""
@@ -241,6 +260,8 @@ def _attend_part(
         mask = is_query[:, None] & (d < D)[None, :]
         place_of_q = token * q_token_stride + (head * G + of_head) * q_head_stride
         queries = tl.load(q + place_of_q[:, None] + d[None, :], mask=mask, other=0.0)
+        if IS_INT4:
+            queries = rotate_queries(queries.to(tl.float32), D).to(queries.dtype)
         # Number of keys that each query sees.
         sees = context - num_queries + 1 + query
         table = tables + row.to(tl.int64) * table_stride
@@ -248,9 +269,12 @@ def _attend_part(
         if HAS_SCALES:
             even, odd, largest, total = _attend_codes(
                 queries, codes, pairs, scales, table, head, first, end, sees, scale,
-                Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW, NATIVE,
+                Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW, IS_INT4, NATIVE,
             )  # fmt: skip
-            if taken > 0:
+            if IS_INT4:
+                if taken > 0:
+                    tl.store(part + at[:, None] * D + d[None, :], even, mask=mask)
+            elif taken > 0:
                 target = part + at[:, None] * D + 2 * e[None, :]
                 mask_e = is_query[:, None] & (e < D // 2)[None, :]
                 tl.store(target, even, mask=mask_e)
@@ -337,49 +361,71 @@ def _attend_codes(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Attend to 8-bit keys [first, end) of a row. Returns even features of out (M, D / 2), odd ones, largest (M),
-    total (M).
+    """Attend to quantized keys [first, end) of a row. Returns even features of out (M, D / 2), odd ones, largest (M),
+    total (M). int4: all features (M, D) in place of the even ones.
     """
     dtype: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
     q, power = _fit(q, dtype)
     scale *= power
-    even = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
+    even = tl.zeros([BLOCK_M, BLOCK_D if IS_INT4 else BLOCK_D // 2], tl.float32)
     odd = tl.zeros([BLOCK_M, BLOCK_D // 2], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     # Unit of the accumulated values: the largest scale so far, or 2^-120.
     unit = 7.52316384526264e-37
     d, e = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_D // 2)
+    is_e = e < D // 2
+    q_sum = tl.sum(q.to(tl.float32), axis=1) if IS_INT4 else total
     for n in range(first, end, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         is_key = key < end
         cell, slot = places_of(n, S, BLOCK_N)
         block = tl.load(table + cell, mask=is_key, other=0).to(tl.int64) * (2 * K * S)
         within = head * S + slot
-        k_scale = _scales_of(scales, table, head * S, n, end, K, S, BLOCK_N)
-        v_scale = _scales_of(scales, table, (head + K) * S, n, end, K, S, BLOCK_N)
-        k = tl.load(
-            codes + (block * D)[None, :] + (within[None, :] * D + d[:, None]),
-            mask=is_key[None, :] & (d < D)[:, None],
-            other=0,
-        )
-        scores = tl.dot(q, from_code(k, dtype, NATIVE), input_precision="ieee")
-        scores *= (k_scale * scale)[None, :]
+        if IS_INT4:
+            k_scale, k_zero = scale_and_zero(tl.load(scales + (block + within), mask=is_key, other=0))
+            v_scale, v_zero = scale_and_zero(tl.load(scales + (block + within + K * S), mask=is_key, other=0))
+            k = tl.load(
+                codes + (block * (D // 2))[None, :] + (within[None, :] * (D // 2) + e[:, None]),
+                mask=is_key[None, :] & is_e[:, None],
+                other=0,
+            )
+            scores = tl.dot(q, nibbles_in_rows(k, dtype), input_precision="ieee")
+            scores = scores * (k_scale * scale)[None, :] + q_sum[:, None] * (k_zero * scale)[None, :]
+        else:
+            k_scale = _scales_of(scales, table, head * S, n, end, K, S, BLOCK_N)
+            v_scale = _scales_of(scales, table, (head + K) * S, n, end, K, S, BLOCK_N)
+            k = tl.load(
+                codes + (block * D)[None, :] + (within[None, :] * D + d[:, None]),
+                mask=is_key[None, :] & (d < D)[:, None],
+                other=0,
+            )
+            scores = tl.dot(q, from_code(k, dtype, NATIVE), input_precision="ieee")
+            scores *= (k_scale * scale)[None, :]
         grown, fade, weights = _weigh(scores, largest, key, end, sees, Q, WINDOW)
         total = total * fade + tl.sum(weights, axis=1)
         v = tl.load(
             pairs + (block * (D // 2))[:, None] + ((within + K * S)[:, None] * (D // 2) + e[None, :]),
-            mask=is_key[:, None] & (e < D // 2)[None, :],
+            mask=is_key[:, None] & is_e[None, :],
             other=0,
         )
-        v_even, v_odd = from_codes(v, codes.dtype.element_ty == tl.int8, dtype, NATIVE)
-        wider = tl.maximum(unit, tl.max(v_scale, axis=0))
+        # In a unit of this size a zero stays in the range of fp32.
+        size = tl.maximum(v_scale, tl.abs(v_zero) * 0.0009765625) if IS_INT4 else v_scale
+        wider = tl.maximum(unit, tl.max(size, axis=0))
         fade *= unit / wider
+        even *= fade[:, None]
+        if IS_INT4:
+            even += tl.sum(weights * (v_zero * (1.0 / wider))[None, :], axis=1)[:, None]
         weights = (weights * (v_scale * (1.0 / wider))[None, :]).to(dtype)
-        even = tl.dot(weights, v_even, even * fade[:, None], input_precision="ieee")
-        odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
+        if IS_INT4:
+            even = tl.dot(weights, nibbles_in_columns(v, dtype), even, input_precision="ieee")
+        else:
+            v_even, v_odd = from_codes(v, codes.dtype.element_ty == tl.int8, dtype, NATIVE)
+            even = tl.dot(weights, v_even, even, input_precision="ieee")
+            odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
         largest, unit = grown, wider
     return even * unit, odd * unit, largest, total
 
@@ -465,6 +511,7 @@ def _combine_parts(
     D: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IS_INT4: tl.constexpr,
 ) -> None:
     """One program: BLOCK_D features of one head of one query, BLOCK_P parts at a time."""
     number, head = tl.program_id(0), tl.program_id(1)
@@ -472,6 +519,8 @@ def _combine_parts(
     token, seat = tl.load(tokens + number).to(tl.int64), tl.load(seats + number)
     row, query = seat // Q, seat % Q
     whole = whole_of_parts(part, largest, total, starts, row, query * H + head, d, num_rows, Q * H, D, BLOCK_P)
+    if IS_INT4:
+        whole = tl.reshape(turn_tile_back(tl.reshape(whole, [1, BLOCK_D]), D), [BLOCK_D])
     tl.store(out + (token * H + head) * D + d, whole.to(out.dtype.element_ty), mask=d < D)
 
 

@@ -1,7 +1,7 @@
 """Gathering of whole blocks of keys and values into contiguous tokens.
 
-Keys that many queries read are gathered once. The rows of a head are then equally spaced, as TMA needs, and 8-bit codes
-are dequantized once for all query heads and tiles.
+Keys that many queries read are gathered once. The rows of a head are then equally spaced, as TMA needs, and codes are
+dequantized once for all query heads and tiles.
 """
 
 from __future__ import annotations
@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from engine.kernels.language import has_fp8_casts, jit, power_of_2, tl
-from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, from_code
+from engine.kernels.quant.hadamard import turn_tile_back
+from engine.kernels.quant.row_quantization import (
+    INT4,
+    as_bytes,
+    dequantize_rows,
+    from_code,
+    nibbles_in_columns,
+    scale_and_zero,
+)
 
 # N gathered blocks, L = N * S keys, B blocks of the pool, K kv heads, S block_size, D head_dim
 
@@ -36,7 +44,9 @@ def reference_gather_rows(
 def launch_gather_rows(
     codes_B2KSD: Tensor, scales_B2KS: Tensor | None, blocks_N: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    _, _, num_heads, block_size, dim = codes_B2KSD.shape
+    _, _, num_heads, block_size, row_dim = codes_B2KSD.shape
+    is_int4 = codes_B2KSD.dtype == INT4
+    dim = 2 * row_dim if is_int4 else row_dim
     shape = (2, len(blocks_N) * block_size, num_heads, dim)
     k_LKD, v_LKD = torch.empty(shape, dtype=dtype, device=codes_B2KSD.device)
     has_scales = scales_B2KS is not None
@@ -52,6 +62,7 @@ def launch_gather_rows(
         BLOCK_S=power_of_2(block_size),
         BLOCK_D=power_of_2(dim),
         HAS_SCALES=has_scales,
+        IS_INT4=is_int4,
         NATIVE=has_fp8_casts(codes_B2KSD.device),
     )
     return k_LKD, v_LKD
@@ -70,6 +81,7 @@ def _gather_rows(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> None:
     """One program: one head's keys and values of one block."""
@@ -78,12 +90,35 @@ def _gather_rows(
     mask = (s < S)[:, None] & (d < D)[None, :]
     source = (tl.load(blocks + n).to(tl.int64) * 2 * K + head) * S + s
     target = ((n * S + s) * K + head)[:, None] * D + d[None, :]
-    keys = tl.load(codes + source[:, None] * D + d[None, :], mask=mask, other=0)
-    values = tl.load(codes + (source + K * S)[:, None] * D + d[None, :], mask=mask, other=0)
-    if HAS_SCALES:
-        k_scale = tl.load(scales + source, mask=s < S, other=0.0).to(tl.float32)
-        v_scale = tl.load(scales + source + K * S, mask=s < S, other=0.0).to(tl.float32)
-        keys = from_code(keys, tl.float32, NATIVE) * k_scale[:, None]
-        values = from_code(values, tl.float32, NATIVE) * v_scale[:, None]
+    keys = load_rows(codes, scales, source, s < S, D, BLOCK_D, HAS_SCALES, IS_INT4, NATIVE)
+    values = load_rows(codes, scales, source + K * S, s < S, D, BLOCK_D, HAS_SCALES, IS_INT4, NATIVE)
     tl.store(k + target, keys.to(k.dtype.element_ty), mask=mask)
     tl.store(v + target, values.to(v.dtype.element_ty), mask=mask)
+
+
+@jit
+def load_rows(
+    codes: tl.tensor,
+    scales: tl.tensor,
+    rows: tl.tensor,
+    is_row: tl.tensor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_INT4: tl.constexpr,
+    NATIVE: tl.constexpr,
+) -> tl.tensor:
+    """Load rows (N) of a pool's layer or a payload as (N, BLOCK_D): dequantized to fp32, else as they are."""
+    if IS_INT4:
+        e = tl.arange(0, BLOCK_D // 2)
+        mask = is_row[:, None] & (e < D // 2)[None, :]
+        pairs = tl.load(codes + rows[:, None] * (D // 2) + e[None, :], mask=mask, other=0)
+        scale, zero = scale_and_zero(tl.load(scales + rows, mask=is_row, other=0))
+        x = nibbles_in_columns(pairs, tl.float32) * scale[:, None] + zero[:, None]
+        return turn_tile_back(tl.where((tl.arange(0, BLOCK_D) < D)[None, :], x, 0.0), D)
+    d = tl.arange(0, BLOCK_D)
+    x = tl.load(codes + rows[:, None] * D + d[None, :], mask=is_row[:, None] & (d < D)[None, :], other=0)
+    if HAS_SCALES:
+        scale = tl.load(scales + rows, mask=is_row, other=0.0).to(tl.float32)
+        x = from_code(x, tl.float32, NATIVE) * scale[:, None]
+    return x

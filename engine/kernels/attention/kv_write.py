@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.language import cdiv, jit, power_of_2, tl
-from engine.kernels.quant.row_quantization import as_bytes, quantize_row, quantize_rows
+from engine.kernels.quant.row_quantization import INT4, as_bytes, quantize_int4, quantize_row, quantize_rows
 
 # T tokens, B blocks, K kv heads of this rank, S block_size, D head_dim; 2: keys, then values
 
@@ -18,9 +18,8 @@ _VALUES_PER_PROGRAM = 4096
 def write_kv(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> None:
     """Store keys and values at `slots_T` (int32 or int64, block id * S + offset).
 
-    codes: (B, 2, K, S, D), a pool's layer: bf16, fp16 or fp32, or float8_e4m3fn or int8 with scales (B, 2, K, S)
-    bf16. k, v: (T, K, D) of any float dtype, dense in D; may be views. A negative slot marks a padding row and writes
-    nothing.
+    codes, scales: a pool's layer, (B, 2, K, S, D) and (B, 2, K, S); see KVPool. k, v: (T, K, D) of any float dtype,
+    dense in D; may be views. A negative slot marks a padding row and writes nothing.
     """
     store = launch_write_kv if k_TKD.is_cuda else reference_write_kv
     store(codes_B2KSD, scales_B2KS, slots_T, k_TKD, v_TKD)
@@ -37,16 +36,15 @@ def reference_write_kv(
 def write_rows(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, slots_T: Tensor, rows_T2KD: Tensor) -> None:
     """Store rows with torch, on any device, for one or two sides. Slots must not be negative.
 
-    If the pool's rows are longer than those given, the trailing numbers stay in bf16; see quantize_rows.
+    If the rows of an 8-bit pool are longer than those given, the trailing numbers stay in bf16; see quantize_rows.
     """
     block_size = codes_B2KSD.shape[3]
     blocks_T, offsets_T = slots_T // block_size, slots_T % block_size
     if scales_B2KS is None:
         codes_B2KSD[blocks_T, :, :, offsets_T] = rows_T2KD.to(codes_B2KSD.dtype)
         return
-    codes_T2KD, scales_T2K = quantize_rows(
-        rows_T2KD, codes_B2KSD.dtype, exact=codes_B2KSD.shape[-1] - rows_T2KD.shape[-1]
-    )
+    exact = max(0, codes_B2KSD.shape[-1] - rows_T2KD.shape[-1])
+    codes_T2KD, scales_T2K = quantize_rows(rows_T2KD, codes_B2KSD.dtype, exact=exact)
     scales_B2KS[blocks_T, :, :, offsets_T] = scales_T2K
     as_bytes(codes_B2KSD)[blocks_T, :, :, offsets_T] = as_bytes(codes_T2KD)
 
@@ -76,6 +74,7 @@ def launch_write_kv(
         ROWS=rows,
         BLOCK_D=block_d,
         HAS_SCALES=has_scales,
+        IS_INT4=codes_B2KSD.dtype == INT4,
     )
 
 
@@ -97,6 +96,7 @@ def _write_kv(
     ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    IS_INT4: tl.constexpr,
 ) -> None:
     """One program: ROWS rows (token, head) of the keys (program 0 of axis 1) or of the values."""
     side = tl.program_id(1)
@@ -112,10 +112,35 @@ def _write_kv(
     else:
         source = v + (token * v_token_stride + head * v_head_stride)[:, None] + d[None, :]
         x = tl.load(source, mask=mask, other=0.0)
-    target = codes + place[:, None] * D + d[None, :]
-    if HAS_SCALES:
+    store_rows(x, mask, (slot >= 0)[:, None], codes, scales, place[:, None], D, HAS_SCALES, IS_INT4)
+
+
+@jit
+def store_rows(
+    x: tl.tensor,
+    mask: tl.tensor,
+    is_row: tl.tensor,
+    codes: tl.tensor,
+    scales: tl.tensor,
+    place: tl.tensor,
+    D: tl.constexpr,
+    HAS_SCALES: tl.constexpr,
+    IS_INT4: tl.constexpr,
+) -> None:
+    """Store rows (N, BLOCK_D), zero from D on, at `place` (N, 1), counted in rows, of a pool's layer or a payload.
+
+    mask: (N, BLOCK_D), of existing numbers; is_row: (N, 1).
+    """
+    BLOCK_D: tl.constexpr = x.shape[1]
+    target = codes + place * D + tl.arange(0, BLOCK_D)[None, :]
+    if IS_INT4:
+        pairs, words = quantize_int4(x.to(tl.float32), D)
+        e = tl.arange(0, BLOCK_D // 2)[None, :]
+        tl.store(codes + place * (D // 2) + e, pairs, mask=is_row & (e < D // 2))
+        tl.store(scales + place, words, mask=is_row)
+    elif HAS_SCALES:
         code, scale = quantize_row(x.to(tl.float32), mask, codes.dtype.element_ty)
         tl.store(target, code, mask=mask)
-        tl.store(scales + place[:, None], scale.to(tl.bfloat16), mask=(slot >= 0)[:, None])
+        tl.store(scales + place, scale.to(tl.bfloat16), mask=is_row)
     else:
         tl.store(target, x.to(codes.dtype.element_ty), mask=mask)

@@ -5,8 +5,8 @@ For a block of keys k_j and values v_j, with m the largest score so far (Milakov
     s_j = q k_j / sqrt(D)      m' = max(m, max s_j)      l' = l e^(m - m') + sum e^(s_j - m')
                                o' = o e^(m - m') + sum e^(s_j - m') v_j                             out = o / l
 
-8-bit pools are not dequantized: their codes are exact in fp16 and bf16, so a key's scale multiplies its scores and a
-value's scale its weights.
+Quantized pools are not dequantized: codes are exact in fp16 and bf16, so a key's scale multiplies its scores and a
+value's scale its weights. int4: see decode_attention.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,15 @@ from torch import Tensor
 
 from engine.kernels.language import jit, tl
 from engine.kernels.quant.code_words import widen
-from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, from_code, from_codes
+from engine.kernels.quant.row_quantization import (
+    as_bytes,
+    dequantize_rows,
+    from_code,
+    from_codes,
+    nibbles_in_columns,
+    nibbles_in_rows,
+    scale_and_zero,
+)
 
 # M queries (or heads of one query), N keys, L keys of a row, B blocks, K kv heads, S block_size, D head_dim
 
@@ -105,6 +113,7 @@ def attend_block(
     HAS_SCALES: tl.constexpr,
     STEP: tl.constexpr,
     IS_INT8: tl.constexpr,
+    IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
     IN_PAIRS: tl.constexpr,
     MASKED: tl.constexpr,
@@ -115,7 +124,8 @@ def attend_block(
     log2(e) / sqrt(D), because the device computes powers of two. MASKED: some key may be hidden from some query.
 
     STEP: 1, or 2 for 8-bit codes. With 2, D counts pairs, each an int16 of `numbers`; q and out hold the even features,
-    q_odd and odd the odd ones, which are unused otherwise. NATIVE: see from_code; IN_PAIRS: see widen, STEP 2.
+    q_odd and odd the odd ones, which are unused otherwise. NATIVE: see from_code; IN_PAIRS: see widen, STEP 2. IS_INT4:
+    q is rotated, and so is out.
     """
     n = first + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -126,17 +136,31 @@ def attend_block(
     key = head * S + slot
     value = key + K * S
 
+    # Numbers per row: bytes of int4.
+    ROW: tl.constexpr = D // 2 if IS_INT4 else D
+    if IS_INT4:
+        d = tl.arange(0, BLOCK_D // 2)
+        is_d = d < ROW
     k = tl.load(
-        numbers + (block * D)[None, :] + (key[None, :] * D + d[:, None]), mask=is_key[None, :] & is_d[:, None], other=0
+        numbers + (block * ROW)[None, :] + (key[None, :] * ROW + d[:, None]),
+        mask=is_key[None, :] & is_d[:, None],
+        other=0,
     )
-    if STEP == 2:
+    if IS_INT4:
+        k = nibbles_in_rows(k, q.dtype)
+    elif STEP == 2:
         k, k_odd = _widened(k, IS_INT8, q.dtype, NATIVE, IN_PAIRS)
     elif HAS_SCALES:
         k = from_code(k, q.dtype, NATIVE)
     scores = tl.dot(q, k, input_precision="ieee")
     if STEP == 2:
         scores = tl.dot(q_odd, k_odd, scores, input_precision="ieee")
-    if HAS_SCALES:
+    if IS_INT4:
+        k_scale, k_zero = scale_and_zero(tl.load(scales + (block + key), mask=is_key, other=0))
+        q_sum = tl.sum(q.to(tl.float32), axis=1)
+        scores = scores * (k_scale * scale)[None, :] + q_sum[:, None] * (k_zero * scale)[None, :]
+        scale = 1.0
+    elif HAS_SCALES:
         scores *= (tl.load(scales + (block + key), mask=is_key, other=0.0).to(tl.float32) * scale)[None, :]
         scale = 1.0
     is_seen = (n[None, :] <= position[:, None]) & is_key[None, :]
@@ -146,20 +170,28 @@ def attend_block(
     total = total * fade + tl.sum(weights, axis=1)
 
     v = tl.load(
-        numbers + (block * D)[:, None] + (value[:, None] * D + d[None, :]),
+        numbers + (block * ROW)[:, None] + (value[:, None] * ROW + d[None, :]),
         mask=is_key[:, None] & is_d[None, :],
         other=0,
     )
+    out *= fade[:, None]
     if STEP == 2:
+        odd *= fade[:, None]
         v, v_odd = _widened(v, IS_INT8, q.dtype, NATIVE, IN_PAIRS)
+    elif IS_INT4:
+        v = nibbles_in_columns(v, q.dtype)
     elif HAS_SCALES:
         v = from_code(v, q.dtype, NATIVE)
-    if HAS_SCALES:
+    if IS_INT4:
+        v_scale, v_zero = scale_and_zero(tl.load(scales + (block + value), mask=is_key, other=0))
+        out += tl.sum(weights * v_zero[None, :], axis=1)[:, None]
+        weights *= v_scale[None, :]
+    elif HAS_SCALES:
         weights *= tl.load(scales + (block + value), mask=is_key, other=0.0).to(tl.float32)[None, :]
     weights = weights.to(q.dtype)
-    out = tl.dot(weights, v, out * fade[:, None], input_precision="ieee")
+    out = tl.dot(weights, v, out, input_precision="ieee")
     if STEP == 2:
-        odd = tl.dot(weights, v_odd, odd * fade[:, None], input_precision="ieee")
+        odd = tl.dot(weights, v_odd, odd, input_precision="ieee")
     return out, odd, grown, total
 
 

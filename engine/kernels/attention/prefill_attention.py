@@ -19,7 +19,8 @@ from torch import Tensor
 from engine.kernels.attention.online_softmax import attend_block, gather_row, reference_row
 from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
 from engine.kernels.language import cdiv, has_fp8_casts, has_tile_copies, jit, power_of_2, tl
-from engine.kernels.quant.row_quantization import as_bytes
+from engine.kernels.quant.hadamard import rotate_queries, turn_tile_back
+from engine.kernels.quant.row_quantization import INT4, as_bytes
 
 # T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles,
 # P splits of a tile's keys
@@ -94,9 +95,9 @@ def launch_prefill_attention(
     """Launch the kernel. num_splits, codes_at_once (1 or 2): override the chosen values, for tests."""
     _, num_heads, dim = q_THD.shape
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
-    has_scales = scales_B2KS is not None
+    has_scales, is_int4 = scales_B2KS is not None, codes_B2KSD.dtype == INT4
     assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and tables_RB.stride(-1) == 1
-    step = (codes_at_once or (1 if has_tile_copies(q_THD.device) else 2)) if has_scales else 1
+    step = (codes_at_once or (1 if has_tile_copies(q_THD.device) else 2)) if has_scales and not is_int4 else 1
     num_tiles, block_d = len(tiles.rows_N), max(16 * step, power_of_2(dim))
     codes = as_bytes(codes_B2KSD)
     if num_splits is None:
@@ -131,13 +132,14 @@ def launch_prefill_attention(
         HAS_SCALES=has_scales,
         STEP=step,
         IS_INT8=codes.dtype == torch.int8,
+        IS_INT4=is_int4,
         NATIVE=has_fp8_casts(q_THD.device),
         IN_PAIRS=q_THD.dtype == torch.bfloat16 and q_THD.is_cuda,
         num_warps=4,
         num_stages=2,
     )
     if num_splits > 1:
-        sizes = {"H": num_heads, "D": dim, "BLOCK_M": TILE_QUERIES, "BLOCK_D": block_d}
+        sizes = {"H": num_heads, "D": dim, "BLOCK_M": TILE_QUERIES, "BLOCK_D": block_d, "IS_INT4": is_int4}
         _combine_splits[(num_tiles, num_heads)](*where, out_THD, *sums, num_splits, **sizes)
 
 
@@ -179,6 +181,7 @@ def _attend_tile(
     HAS_SCALES: tl.constexpr,
     STEP: tl.constexpr,
     IS_INT8: tl.constexpr,
+    IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
     IN_PAIRS: tl.constexpr,
 ) -> None:
@@ -195,6 +198,8 @@ def _attend_tile(
     token = (tl.load(begins + row) + m).to(tl.int64)
     mask = (m < length)[:, None] & (d < D)[None, :]
     queries = tl.load(q + token[:, None] * q_token_stride + head * q_head_stride + d[None, :], mask=mask, other=0.0)
+    if IS_INT4:
+        queries = rotate_queries(queries.to(tl.float32), D).to(queries.dtype)
 
     end = tl.minimum(context, first_position + BLOCK_M)
     first = context * 0
@@ -218,12 +223,14 @@ def _attend_tile(
     for n in range(first, plain, BLOCK_N):
         result, odd, largest, total = attend_block(
             result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
-            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, NATIVE, IN_PAIRS, False,
+            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, IS_INT4, NATIVE, IN_PAIRS,
+            False,
         )  # fmt: skip
     for n in range(plain, end, BLOCK_N):
         result, odd, largest, total = attend_block(
             result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
-            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, NATIVE, IN_PAIRS, True,
+            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, IS_INT4, NATIVE, IN_PAIRS,
+            True,
         )  # fmt: skip
     if STEP == 2:
         result = tl.reshape(tl.join(result, odd), [BLOCK_M, BLOCK_D])
@@ -236,7 +243,10 @@ def _attend_tile(
         # Positions past the row's last query may see no keys.
         total = tl.where(total == 0.0, 1.0, total)
         place = (token[:, None] * H + head) * D + d[None, :]
-        tl.store(out + place, (result / total[:, None]).to(out.dtype.element_ty), mask=mask)
+        result /= total[:, None]
+        if IS_INT4:
+            result = turn_tile_back(tl.where((d < D)[None, :], result, 0.0), D)
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
 @partial(jit, do_not_specialize=["num_splits"])
@@ -254,6 +264,7 @@ def _combine_splits(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IS_INT4: tl.constexpr,
 ) -> None:
     """One program: one tile of one head."""
     tile, head = tl.program_id(0), tl.program_id(1)
@@ -276,4 +287,7 @@ def _combine_splits(
     total = tl.where(total == 0.0, 1.0, total)
     token = (tl.load(begins + row) + m).to(tl.int64)
     target = out + (token[:, None] * H + head) * D + d[None, :]
-    tl.store(target, (result / total[:, None]).to(out.dtype.element_ty), mask=mask)
+    result /= total[:, None]
+    if IS_INT4:
+        result = turn_tile_back(result, D)
+    tl.store(target, result.to(out.dtype.element_ty), mask=mask)

@@ -2,7 +2,7 @@
 
     q_h = rotate(norm(q_h))      k_h = rotate(norm(k_h))      v_h as is          norm: if the model has one
 
-Keys and values are quantized if the pool has 8 bits. Rounds as rms_norm.py, rotary.py and kv_write.py do.
+Keys and values are quantized if the pool has scales. Rounds as rms_norm.py, rotary.py and kv_write.py do.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.kernels.attention.kv_write import reference_write_kv
+from engine.kernels.attention.kv_write import reference_write_kv, store_rows
 from engine.kernels.attention.rotary import reference_rotate
 from engine.kernels.language import jit, power_of_2, tl
-from engine.kernels.quant.row_quantization import as_bytes, quantize_row
+from engine.kernels.quant.row_quantization import INT4, as_bytes
 from engine.kernels.rms_norm import reference_rms_norm
 
 # T tokens, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, B blocks, S block_size
@@ -100,6 +100,7 @@ def launch_store_heads(
         BLOCK_D=block_d,
         HAS_NORMS=norms is not None,
         HAS_SCALES=scales_B2KS is not None,
+        IS_INT4=codes_B2KSD.dtype == INT4,
         num_warps=max(1, min(4, power_of_2(group) * block_d // 512)),
     )
     return q_THD
@@ -127,6 +128,7 @@ def _store_heads(
     BLOCK_D: tl.constexpr,
     HAS_NORMS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
+    IS_INT4: tl.constexpr,
 ) -> None:
     """One program: one kv head of one token, and the G query heads that share it."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -150,8 +152,9 @@ def _store_heads(
         k = _turned(k_row, is_key, k_weight, c, s, eps, D, BLOCK_D, HAS_NORMS)
         v = tl.load(k_row + K * head_stride + d[None, :], mask=is_key, other=0.0)
         place = (slot // S * 2 * K + head) * S + slot % S + one[:, None]
-        _put(k, is_key, codes, scales, place, d, D, HAS_SCALES)
-        _put(v, is_key, codes, scales, place + K * S, d, D, HAS_SCALES)
+        is_row = one[:, None] == 0
+        store_rows(k, is_key, is_row, codes, scales, place, D, HAS_SCALES, IS_INT4)
+        store_rows(v, is_key, is_row, codes, scales, place + K * S, D, HAS_SCALES, IS_INT4)
 
 
 @jit
@@ -181,24 +184,3 @@ def _turned(
         x = ((x * scale).to(dtype).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
         y = ((y * scale).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
     return (x * c[None, :] + y * s[None, :]).to(dtype)
-
-
-@jit
-def _put(
-    x: tl.tensor,
-    mask: tl.tensor,
-    codes: tl.tensor,
-    scales: tl.tensor,
-    place: tl.tensor,
-    d: tl.tensor,
-    D: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-) -> None:
-    """Store a row (1, BLOCK_D) in the pool. place: (1, 1), row index."""
-    target = codes + place * D + d[None, :]
-    if HAS_SCALES:
-        code, scale = quantize_row(x.to(tl.float32), mask, codes.dtype.element_ty)
-        tl.store(target, code, mask=mask)
-        tl.store(scales + place, scale.to(tl.bfloat16))
-    else:
-        tl.store(target, x.to(codes.dtype.element_ty), mask=mask)

@@ -1,12 +1,17 @@
-"""8-bit quantization of rows with one scale per row, as e4m3 or int8.
+"""Quantization of rows with one scale per row, as e4m3, int8, or rotated int4.
 
     scale = bf16_up(max|x| / most)      x ~ code * scale      code = e4m3(x / scale), most = 448
                                                               code = nearest(x / scale), most = 127
 
+    int4: y = rotate(x)     scale = bf16_up((max y - min y) / 15)     zero = bf16(min y + 8 scale)
+                            y ~ zero + (code - 8) scale               code = 8 + nearest((y - zero) / scale), 0 to 15
+
 bf16_up rounds to bfloat16 away from zero, so that no code exceeds `most`. Append-only: a row is never requantized.
 The steps of e4m3 are relative, up to 1/8 of a number; those of int8 are all 1/127 of the row's largest. Keys, of which
-a few large numbers decide the scores, lose less in int8; rows that span many octaves lose less in e4m3.
-Format: Micikevicius et al. 2022, arXiv:2209.05433 (e4m3: largest finite value 448, no infinities).
+a few large numbers decide the scores, lose less in int8; rows that span many octaves lose less in e4m3. int4 has too
+few steps for either: its rows are rotated first (hadamard.py), which leaves no large numbers.
+Format: Micikevicius et al. 2022, arXiv:2209.05433 (e4m3: largest finite value 448, no infinities). Two int4 codes share
+a byte, the first in its low bits.
 """
 
 from __future__ import annotations
@@ -15,9 +20,14 @@ import torch
 from torch import Tensor
 
 from engine.kernels.language import is_interpreted, jit, tl
+from engine.kernels.quant.hadamard import rotate, rotate_tile, turn_back
 
-# Largest code of each dtype.
+# Largest code of each 8-bit dtype.
 MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+# Dtype that stands for int4: bytes of two codes.
+INT4 = torch.uint8
+# Dtype of each format's scales. An int4 row has the bits of a bf16 scale and, in the upper half, of its bf16 zero.
+SCALES = {torch.float8_e4m3fn: torch.bfloat16, torch.int8: torch.bfloat16, INT4: torch.int32}
 # Scale of an all-zero row: any positive number with a finite inverse.
 _TINY = 2.0**-120
 _NAN = 0x7FC00000
@@ -27,9 +37,12 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, exact: int = 0) -> tuple[Ten
     """Quantize each row (last dimension) with its own scale, except for its last `exact` numbers, kept in bf16.
 
     x: (..., D) bf16, fp16 or fp32. Returns codes (..., D + exact) of `dtype`, float8_e4m3fn or int8, the last 2 * exact
-    of which are bytes of bf16, and scales (...) bfloat16, always positive.
+    of which are bytes of bf16, and scales (...) bfloat16, always positive. dtype INT4: codes (..., D / 2), and scales
+    of SCALES; all numbers are quantized.
     A row with NaN or infinity gets a non-finite scale and dequantizes to non-finite values.
     """
+    if dtype == INT4:
+        return _quantize_int4(rotate(x.float()))
     if not exact:
         return _quantize(x.float(), dtype)
     codes, scales = _quantize(x[..., :-exact].float(), dtype)
@@ -39,6 +52,8 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, exact: int = 0) -> tuple[Ten
 
 def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype, *, exact: int = 0) -> Tensor:
     """Dequantize codes (..., D + exact) with scales (...) to (..., D) of `dtype`; the inverse of `quantize_rows`."""
+    if codes.dtype == INT4:
+        return turn_back(_dequantize_int4(codes, scales)).to(dtype)
     if not exact:
         return _widen(codes).mul_(scales.float().unsqueeze(-1)).to(dtype)
     numbers = dequantize_rows(codes[..., : -2 * exact].contiguous(), scales, dtype)
@@ -60,6 +75,23 @@ def _quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = _round_up_to_bf16((largest / torch.full_like(largest, MOST[dtype])).clamp_min(_TINY))
     x = x / scales.float().unsqueeze(-1)
     return (x.to(dtype) if dtype.is_floating_point else x.round_().nan_to_num_(0.0).to(dtype)), scales
+
+
+def _quantize_int4(y: Tensor) -> tuple[Tensor, Tensor]:
+    least, most = y.amin(dim=-1), y.amax(dim=-1)
+    spread = most - least
+    scales = _round_up_to_bf16((spread / torch.full_like(spread, 15.0)).clamp_min(_TINY))
+    zeros = (least + 8 * scales.float()).to(torch.bfloat16)
+    codes = (y - zeros.float().unsqueeze(-1)).div_(scales.float().unsqueeze(-1))
+    codes = codes.round_().clamp_(-8, 7).add_(8).nan_to_num_(0.0).to(torch.uint8)
+    pairs = codes[..., ::2] | codes[..., 1::2] << 4
+    return pairs, torch.stack((scales, zeros), dim=-1).view(torch.int32).squeeze(-1)
+
+
+def _dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
+    scale, zero = scales.unsqueeze(-1).view(torch.bfloat16).float().split(1, dim=-1)
+    y = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).float()
+    return y.sub_(8).mul_(scale).add_(zero)
 
 
 def _widen(codes: Tensor) -> Tensor:
@@ -100,6 +132,60 @@ def quantize_row(x: tl.tensor, mask: tl.tensor, codes: tl.constexpr) -> tuple[tl
     scale = ((bits + 0xFFFF) & -0x10000).to(tl.float32, bitcast=True)
     x = _divide(x, scale)
     return to_int8(x) if codes == tl.int8 else to_e4m3(x), scale
+
+
+@jit
+def quantize_int4(x: tl.tensor, D: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Quantize x (N, BLOCK_D) fp32, zero from D on. Returns bytes (N, BLOCK_D / 2) and int32 scales (N, 1)."""
+    y = rotate_tile(x, D)
+    is_number = (tl.arange(0, x.shape[1]) < D)[None, :]
+    least = tl.min(tl.where(is_number, y, float("inf")), axis=1, keep_dims=True)
+    most = tl.max(tl.where(is_number, y, -float("inf")), axis=1, keep_dims=True)
+    # NaN if a number is not finite.
+    spread = most - least + tl.sum(y - y, axis=1, keep_dims=True)
+    bits = tl.abs(tl.div_rn(spread, 15.0)).to(tl.int32, bitcast=True)
+    bits = (tl.minimum(tl.maximum(bits, 0x03800000), 0x7FC00000) + 0xFFFF) & -0x10000
+    scale = bits.to(tl.float32, bitcast=True)
+    zero_bits = (least + 8.0 * scale).to(tl.int32, bitcast=True)
+    zero_bits = (zero_bits + 0x7FFF + ((zero_bits >> 16) & 1)) & -0x10000
+    steps = _divide(y - zero_bits.to(tl.float32, bitcast=True), scale)
+    steps = tl.minimum(tl.maximum(steps, -8.0), 7.0)
+    codes = (steps + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000 + 8
+    even, odd = tl.split(tl.reshape(codes, [x.shape[0], x.shape[1] // 2, 2]))
+    return (even | (odd << 4)).to(tl.uint8), ((bits >> 16) & 0xFFFF) | zero_bits
+
+
+@jit
+def scale_and_zero(words: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the scale and the zero, fp32, in each word of int4 scales."""
+    return (words << 16).to(tl.float32, bitcast=True), (words & -0x10000).to(tl.float32, bitcast=True)
+
+
+@jit
+def from_nibbles(pair: tl.tensor, dtype: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Convert bytes of int4 codes to the first and the second number of each, without scale and zero, exactly.
+
+    1024 + n in fp16 has n in its last bits.
+    """
+    bits = pair.to(tl.int16)
+    first = ((bits & 15) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1032.0
+    second = (((bits >> 4) & 15) | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1032.0
+    if dtype != tl.float16:
+        first, second = first.to(tl.float32).to(dtype), second.to(tl.float32).to(dtype)
+    return first, second
+
+
+@jit
+def nibbles_in_columns(pairs: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Convert bytes (N, E) of int4 codes to numbers (N, 2 E); see from_nibbles."""
+    return tl.reshape(tl.join(*from_nibbles(pairs, dtype)), [pairs.shape[0], 2 * pairs.shape[1]])
+
+
+@jit
+def nibbles_in_rows(pairs: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Convert bytes (E, N) of int4 codes to numbers (2 E, N)."""
+    numbers = tl.permute(tl.join(*from_nibbles(pairs, dtype)), 0, 2, 1)
+    return tl.reshape(numbers, [2 * pairs.shape[0], pairs.shape[1]])
 
 
 @jit

@@ -47,6 +47,22 @@ def test_ranks_must_fit_the_model(tmp_path: Path, decode: dict[str, Any], error:
             check_model(spec, print)
 
 
+@pytest.mark.parametrize(
+    ("kv", "error"),
+    [
+        ({"unquantized_layers": [0, -1], "pool_dtype": "int4"}, None),
+        ({"unquantized_layers": [99]}, r"kv\.unquantized_layers: layer 99 is out of range"),
+    ],
+)
+def test_kv_must_fit_the_model(tmp_path: Path, kv: dict[str, Any], error: str | None) -> None:
+    write(tmp_path, architectures=["LlamaForCausalLM"])
+    write_no_weights(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    spec = parse_spec({"model": {"source": str(tmp_path)}, "kv": kv})
+    with pytest.raises(SpecError, match=error) if error else nullcontext():
+        check_model(spec, print)
+
+
 def test_chat_template_must_exist_and_be_valid(tmp_path: Path) -> None:
     write(tmp_path, architectures=["LlamaForCausalLM"])
     write_no_weights(tmp_path)

@@ -111,6 +111,15 @@ def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...
     assert model_config.load(write(tmp_path, **changes)).sliding_windows == windows
 
 
+def test_layers_of_kv_in_the_models_dtype(tmp_path: Path) -> None:
+    config = model_config.load(write(tmp_path))
+    last = config.num_layers - 1
+    assert config.layers_at("kv.unquantized_layers", [-1, 0, last]) == (0, last)
+    for index in (config.num_layers, -config.num_layers - 1):
+        with pytest.raises(SpecError, match=rf"kv.unquantized_layers: layer {index} is out of range"):
+            config.layers_at("kv.unquantized_layers", [index])
+
+
 def test_tensor_parallel_sizes(tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path))  # 12 query heads, 4 kv heads
     assert config.tensor_parallel_choices() == [1, 2, 4, 12]

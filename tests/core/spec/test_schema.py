@@ -19,6 +19,7 @@ DETERMINISTIC = {"engine": {"deterministic": True}, "kv": {"wire_dtype": "raw"}}
         {},
         {"kv": {"pool_dtype": "fp8_e4m3"}},
         {"kv": {"pool_dtype": "int8"}},
+        {"kv": {"pool_dtype": "int4"}},
         {"model": {"weights": "int8"}},
         {"prefill": {"tensor_parallel": 2}, "decode": {"tensor_parallel": 2}},
     ],
@@ -30,7 +31,7 @@ def test_deterministic(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("more", "need"),
     [
-        ({"kv": {}}, "kv.wire_dtype raw, or a kv.pool_dtype of 8 bits"),
+        ({"kv": {}}, "kv.wire_dtype raw, or a quantized kv.pool_dtype"),
         ({"model": {"dtype": "float32"}}, "model.dtype bfloat16"),
         ({"decode": {"resources": {"gpus": 1}}}, "pools without GPUs"),
         ({"prefill": {"tensor_parallel": 2}}, "prefill.tensor_parallel equal to decode.tensor_parallel"),

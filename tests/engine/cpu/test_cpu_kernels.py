@@ -19,7 +19,7 @@ from engine.cpu.library import Kernels, Program, open_kernels
 from engine.cpu.structs import Step
 from engine.cpu.wire import sum_words, wire_of
 from engine.kernels.kv_wire import reference_pack_kv, reference_unpack_kv
-from engine.kernels.quant.row_quantization import as_bytes
+from engine.kernels.quant.row_quantization import SCALES, as_bytes
 from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, GatedSiLU, Linear, RMSNorm, TorchMatrix
@@ -137,7 +137,7 @@ def run(heads: Heads, pool: KVPool, heads_TND: Tensor, norms: dict[str, RMSNorm 
 @pytest.mark.parametrize("window", [None, 1, 21])
 @pytest.mark.parametrize("has_norms", [False, True], ids=["plain", "qk-norm"])
 @pytest.mark.parametrize("head_dim", [12, 64, 80])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8", "int4"])
 def test_heads_conform(kernels: Kernels, dtype: str, head_dim: int, has_norms: bool, window: int | None) -> None:
     batch = make_batch(SPANS)
     heads_TND = random(batch.num_tokens, 6 + 2 + 2, head_dim)
@@ -153,14 +153,15 @@ def test_heads_conform(kernels: Kernels, dtype: str, head_dim: int, has_norms: b
     assert mean_error(got, wanted.float()) < 4e-3
 
 
-def test_attention_does_not_depend_on_chunking(kernels: Kernels) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
+def test_attention_does_not_depend_on_chunking(kernels: Kernels, dtype: str) -> None:
     """A prompt at once, and in chunks beside other rows, gives identical bits."""
     heads_TND = random(170, 10, 64)
     angles = torch.arange(170)[:, None, None] * torch.linspace(1, 0.01, 32)
     cos_T1F, sin_T1F = angles.cos().bfloat16(), angles.sin().bfloat16()
 
     def attended(cuts: list[int]) -> Tensor:
-        pool, parts = make_pool("bfloat16", head_dim=64), []
+        pool, parts = make_pool(dtype, head_dim=64), []
         for start, end in pairwise(cuts):
             row = Row(token_ids=range(end - start), start=start, blocks=range(33, 55), num_logits=1)
             other = Row(token_ids=[0], start=19, blocks=range(20, 30), num_logits=1)
@@ -178,7 +179,7 @@ def test_attention_does_not_depend_on_chunking(kernels: Kernels) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("side", [0, 1], ids=["key", "value"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int4"])
 def test_nan_affects_only_its_own_sequence(kernels: Kernels, dtype: str, side: int) -> None:
     """A NaN key or value spoils its own sequence and leaves nothing in buffers that the next one uses."""
     pool, batch = make_pool(dtype, head_dim=64), make_batch([(80, 1), (2, 1), (0, 3)])
@@ -188,7 +189,10 @@ def test_nan_affects_only_its_own_sequence(kernels: Kernels, dtype: str, side: i
     heads = CompiledHeads(kernels, batch, pool, *torch.ones(2, batch.num_tokens, 1, 32, dtype=torch.bfloat16))
     wanted = heads.attend(0, q_THD, window=None)
     block = int(batch.block_tables[0, 74 // BLOCK_SIZE])
-    (pool.scales or pool.codes)[0][block, side, :, 74 % BLOCK_SIZE] = float("nan")
+    # int4: scale and zero.
+    (pool.scales or pool.codes)[0].view(torch.bfloat16).unflatten(3, (BLOCK_SIZE, -1))[
+        block, side, :, 74 % BLOCK_SIZE
+    ] = float("nan")
     got = heads.attend(0, q_THD, window=None)
     assert got[0].isnan().all()
     torch.testing.assert_close(got[1:], wanted[1:], atol=0, rtol=0)
@@ -316,7 +320,11 @@ def test_kernels_are_for_bf16_on_a_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["float32 raw", "bfloat16 raw", "fp8_e4m3 raw", "int8 raw", "bfloat16 fp8_e4m3", "bfloat16 int8"]
+    "kind",
+    [
+        *("float32 raw", "bfloat16 raw", "fp8_e4m3 raw", "int8 raw"),
+        *("bfloat16 fp8_e4m3", "bfloat16 int8", "bfloat16 int4"),
+    ],
 )
 @pytest.mark.parametrize("dim", [64, 40])
 def test_payloads_equal_torch(kernels: Kernels, kind: str, dim: int) -> None:
@@ -328,8 +336,9 @@ def test_payloads_equal_torch(kernels: Kernels, kind: str, dim: int) -> None:
     pool = numbers.to(DTYPES[pool_dtype])
 
     def payload() -> tuple[Tensor, Tensor | None]:
-        codes = torch.zeros(num_tokens, 2, num_heads, dim, dtype=DTYPES.get(wire, pool.dtype))
-        return codes, None if wire == "raw" else torch.zeros(codes.shape[:-1], dtype=torch.bfloat16)
+        row_dim = dim // 2 if wire == "int4" else dim
+        codes = torch.zeros(num_tokens, 2, num_heads, row_dim, dtype=DTYPES.get(wire, pool.dtype))
+        return codes, None if wire == "raw" else torch.zeros(codes.shape[:-1], dtype=SCALES[codes.dtype])
 
     ours, expected = payload(), payload()
     kernels.pack_wire(wire_of(pool, slots, slice(1, 1 + num_heads), *ours))

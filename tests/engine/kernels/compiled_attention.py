@@ -23,13 +23,14 @@ from engine.kernels.attention.prefill_attention import launch_prefill_attention
 from engine.kernels.attention.kv_splits import Splits
 from engine.kernels.attention.query_groups import QueryGroups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
+from engine.kernels.quant.row_quantization import INT4
 # ruff: isort: on
 
 # Heads of Llama 3 8B and DeepSeek-V2-Lite.
 _H, _K, _D, _S = 32, 8, 128, 16
 _LATENT, _ROPE, _LATENT_HEADS = 512, 64, 16
 _ROWS, _CONTEXT, _QUERIES = 64, 8192, 2048
-_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": INT4}
 
 
 def main() -> None:
@@ -48,8 +49,9 @@ def attend(pool_dtype: torch.dtype) -> None:
     contexts = ints(_ROWS)
     tables = ints(_ROWS, _CONTEXT // _S)
     is_wide = pool_dtype == torch.bfloat16
-    codes = torch.empty(4096, 2, _K, _S, _D, dtype=pool_dtype, device=DEVICE)
-    scales = None if is_wide else numbers(4096, 2, _K, _S)
+    is_int4 = pool_dtype == INT4
+    codes = torch.empty(4096, 2, _K, _S, _D // 2 if is_int4 else _D, dtype=pool_dtype, device=DEVICE)
+    scales = None if is_wide else ints(4096, 2, _K, _S) if is_int4 else numbers(4096, 2, _K, _S)
     q = numbers(_QUERIES, _H, _D)
     rows = {"tables_RB": tables, "contexts_R": contexts, "window": None}
     most = most_queries(_H, _K)
@@ -83,7 +85,8 @@ def attend(pool_dtype: torch.dtype) -> None:
             shape = (_CONTEXT, _LATENT_HEADS, _D)
             query = numbers(_QUERIES, _LATENT_HEADS, _D + _ROPE)
             dense(query, numbers(*shape), numbers(_CONTEXT, _LATENT + _ROPE)[:, _LATENT:], numbers(*shape), tiles, part)
-    attend_latents(pool_dtype, _LATENT_HEADS)
+    if not is_int4:
+        attend_latents(pool_dtype, _LATENT_HEADS)
 
 
 def attend_latents(pool_dtype: torch.dtype, num_heads: int) -> None:

@@ -1,4 +1,4 @@
-"""Attention kernels compared with fp32 attention: ragged rows, grouped heads, windows, 8-bit pools."""
+"""Attention kernels compared with fp32 attention: ragged rows, grouped heads, windows, quantized pools."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from engine.kernels.attention.kv_splits import KEYS, share_out
 from engine.kernels.attention.prefill_attention import launch_prefill_attention, reference_prefill_attention
 from engine.kernels.attention.query_groups import QueryGroups, cut_query_groups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
-from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, random_pool
+from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, QUANTIZED, random, random_pool
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
@@ -46,7 +46,9 @@ CASES = [
     (2, 2, 64, 1, None, "int8", torch.float16),
     (2, 1, 32, 8, 7, "fp8", torch.float32),
     (2, 1, 32, 8, 7, "int8", torch.float32),
-    *((32, 8, 128, 16, None, kind, torch.bfloat16) for kind in (None, *EIGHT_BITS) if torch.bfloat16 in DTYPES),
+    (3, 1, 64, 16, None, "int4", torch.float16),
+    (2, 1, 48, 8, 70, "int4", torch.float32),
+    *((32, 8, 128, 16, None, kind, torch.bfloat16) for kind in (None, *QUANTIZED) if torch.bfloat16 in DTYPES),
 ]
 
 
@@ -74,7 +76,7 @@ def test_decode_equals_reference(case: tuple, num_programs: int) -> None:
     contexts = [1, 330, 65]
     tables = tables_for(contexts, block_size)
     contexts_R = torch.tensor(contexts, dtype=torch.int32, device=DEVICE)
-    codes, scales = random_pool(400 // block_size + 4, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
+    codes, scales = random_pool(400 // block_size + 4, num_kv_heads, block_size, dim, dtype=QUANTIZED.get(kind, dtype))
     q = random(8, num_heads, dim, dtype=dtype)
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
     for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
@@ -87,7 +89,7 @@ def test_decode_equals_reference(case: tuple, num_programs: int) -> None:
             splits=share_out(contexts_R, window=window, num_programs=num_programs),
             out_THD=out,
         )
-    # With 8 bits, values are three times as large.
+    # With codes, values are three times as large.
     tolerance = TOLERANCE[dtype] * (3 if kind else 1)
     torch.testing.assert_close(outs[0], outs[1], atol=tolerance, rtol=tolerance)
     assert (outs[0][[1, 3, 4, 5, 7]] == 7.0).all(), "tokens of other rows were written"
@@ -104,7 +106,7 @@ def test_query_groups_equal_reference(case: tuple) -> None:
     most = most_queries(num_heads, num_kv_heads)
     cut = cut_query_groups(lengths, contexts, most=most)
     tables = tables_for(contexts.tolist(), block_size)[torch.from_numpy(cut.rows_U)]
-    codes, scales = random_pool(420 // block_size + 4, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
+    codes, scales = random_pool(420 // block_size + 4, num_kv_heads, block_size, dim, dtype=QUANTIZED.get(kind, dtype))
     q = random(20, num_heads, dim, dtype=dtype)
     firsts = begins[cut.rows_U] + cut.firsts_U
     numbers = [
@@ -223,7 +225,7 @@ def test_work_is_split_evenly(num_programs: int, window: int | None) -> None:
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_values_of_any_size_keep_their_weight(kind: str) -> None:
     """Value scales from 2^-30 to 2^30 in one row, and queries beyond the range of fp16."""
-    codes, scales = random_pool(10, 1, 16, 64, dtype=EIGHT_BITS[kind])
+    codes, scales = random_pool(10, 1, 16, 64, dtype=QUANTIZED[kind])
     powers = 2.0 ** torch.linspace(-30, 30, 160).view(10, 16).to(DEVICE)
     scales[:, 1, 0] = (scales[:, 1, 0].float() * powers).to(scales.dtype)
     q = random(1, 2, 64) * 2.0**18
@@ -250,11 +252,15 @@ def test_values_of_any_size_keep_their_weight(kind: str) -> None:
 
 
 # Fewer code pairs than a matrix unit multiplies, and counts that do not fill a tile.
-FEW_PAIRS = [(2, 1, 16, 16, None, "int8", torch.float16), (2, 1, 80, 8, None, "fp8", torch.float32)]
+FEW_PAIRS = [
+    (2, 1, 16, 16, None, "int4", torch.float16),
+    (2, 1, 16, 16, None, "int8", torch.float16),
+    (2, 1, 80, 8, None, "fp8", torch.float32),
+]
 PREFILLS = [
     (case, num_splits, codes_at_once)
     for case, num_splits in [*product([*CASES, *FEW_PAIRS], [1]), *product(CASES[1:5], [3])]
-    for codes_at_once in ((1, 2) if case[5] else (1,))
+    for codes_at_once in ((1, 2) if case[5] in EIGHT_BITS else (1,))
 ]
 
 
@@ -266,7 +272,7 @@ def test_prefill_equals_reference(case: tuple, num_splits: int, codes_at_once: i
     # Tokens 0, 176 and 177 belong to other rows.
     begins = np.array([1, 136, 178])
     tables = tables_for(contexts, block_size)
-    codes, scales = random_pool(220 // block_size + 4, num_kv_heads, block_size, dim, dtype=EIGHT_BITS.get(kind, dtype))
+    codes, scales = random_pool(220 // block_size + 4, num_kv_heads, block_size, dim, dtype=QUANTIZED.get(kind, dtype))
     q = random(180, num_heads, dim, dtype=dtype)
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
     launch = partial(launch_prefill_attention, num_splits=num_splits, codes_at_once=codes_at_once)
@@ -286,10 +292,10 @@ def test_prefill_equals_reference(case: tuple, num_splits: int, codes_at_once: i
     assert (outs[0][[0, 176, 177]] == 7.0).all(), "tokens of other rows were written"
 
 
-@pytest.mark.parametrize("kind", [None, *EIGHT_BITS])
+@pytest.mark.parametrize("kind", [None, *QUANTIZED])
 @pytest.mark.parametrize(("block_size", "dim"), [(16, 64), (8, 80)])
 def test_gather_rows_equals_reference(kind: str | None, block_size: int, dim: int) -> None:
-    codes, scales = random_pool(9, 3, block_size, dim, dtype=EIGHT_BITS.get(kind, torch.float16))
+    codes, scales = random_pool(9, 3, block_size, dim, dtype=QUANTIZED.get(kind, torch.float16))
     blocks = torch.tensor([4, 0, 7, 7, 1], dtype=torch.int32, device=DEVICE)
     ours, expected = (
         gather(codes, scales, blocks, torch.float16) for gather in (launch_gather_rows, reference_gather_rows)

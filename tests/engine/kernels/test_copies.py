@@ -8,15 +8,15 @@ import torch
 from engine.kernels.attention.kv_write import launch_write_kv, reference_write_kv
 from engine.kernels.checksum import launch_word_sum
 from engine.kernels.kv_wire import launch_pack_kv, launch_unpack_kv, reference_pack_kv, reference_unpack_kv
-from engine.kernels.quant.row_quantization import as_bytes, dequantize_rows, quantize_rows
+from engine.kernels.quant.row_quantization import INT4, SCALES, as_bytes, dequantize_rows, quantize_rows
 from engine.kv.checksum import checksum
-from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random, random_pool, random_slots
+from tests.engine.kernels.pools import DEVICE, DTYPES, QUANTIZED, random, random_pool, random_slots
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 # Tokens, heads, block size, head_dim.
 SHAPES = [(1, 1, 16, 64), (37, 3, 8, 96), (5, 8, 32, 128)]
-POOLS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16} | EIGHT_BITS
+POOLS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16} | QUANTIZED
 
 
 @pytest.mark.parametrize("pool_kind", POOLS)
@@ -70,23 +70,23 @@ def test_int8_ties_round_to_even() -> None:
     assert torch.equal(codes[0, 0, 0, :, 0].float().cpu(), values.round()) and (scales == 1).all()
 
 
-# NumPy warns where the interpreter divides infinity by itself.
-@pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("kind", EIGHT_BITS)
+# NumPy warns where the interpreter divides infinity by itself, or looks for the largest NaN.
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:All-NaN slice")
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_non_finite_values_propagate(kind: str) -> None:
     """Only their own row is affected."""
     rows = random(6, 1, 64)
     rows[1, 0, 7], rows[2, 0, 3], rows[3, 0, 3], rows[4] = torch.nan, torch.inf, -torch.inf, 0
-    codes, scales = random_pool(1, 1, 6, 64, dtype=EIGHT_BITS[kind])
+    codes, scales = random_pool(1, 1, 6, 64, dtype=QUANTIZED[kind])
     launch_write_kv(codes, scales, torch.arange(6, device=DEVICE), rows, rows)
     written = dequantize_rows(codes, scales, torch.float32)[0, 0, 0]
-    assert not written[1:4].isfinite().any() and not written[4].any() and (scales[0, 0, 0, [0, 4, 5]] > 0).all()
-    expected = dequantize_rows(*quantize_rows(rows, EIGHT_BITS[kind]), torch.float32)[:, 0]
+    assert not written[1:4].isfinite().any() and not written[4].any() and (scales[0, 0, 0, [0, 5]] != 0).all()
+    expected = dequantize_rows(*quantize_rows(rows, QUANTIZED[kind]), torch.float32)[:, 0]
     torch.testing.assert_close(written[[0, 4, 5]], expected[[0, 4, 5]], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize(
-    "kind", [f"{pool} raw" for pool in POOLS] + [f"{str(d)[6:]} {wire}" for d in DTYPES for wire in EIGHT_BITS]
+    "kind", [f"{pool} raw" for pool in POOLS] + [f"{str(d)[6:]} {wire}" for d in DTYPES for wire in QUANTIZED]
 )
 @pytest.mark.parametrize("shape", SHAPES)
 def test_pack_and_unpack_equal_reference(shape: tuple[int, ...], kind: str) -> None:
@@ -98,8 +98,9 @@ def test_pack_and_unpack_equal_reference(shape: tuple[int, ...], kind: str) -> N
 
     def payload() -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = (num_tokens, 2, num_heads)
-        codes = torch.zeros(*rows, dim, dtype=EIGHT_BITS.get(wire, pool.dtype), device=DEVICE)
-        return codes, torch.zeros(rows, dtype=torch.bfloat16, device=DEVICE) if is_quantised else None
+        dtype = QUANTIZED.get(wire, pool.dtype)
+        codes = torch.zeros(*rows, dim // 2 if dtype == INT4 else dim, dtype=dtype, device=DEVICE)
+        return codes, torch.zeros(rows, dtype=SCALES[dtype], device=DEVICE) if is_quantised else None
 
     ours, expected = payload(), payload()
     launch_pack_kv(pool, slots, heads, *ours)
@@ -107,7 +108,7 @@ def test_pack_and_unpack_equal_reference(shape: tuple[int, ...], kind: str) -> N
     for a, b in zip(ours, expected, strict=True):
         assert b is None or (torch.equal(as_bytes(a), as_bytes(b)) and as_bytes(b).any())
     # Unpack into other heads of another pool, the rest of which must not change.
-    targets = [torch.zeros(9, num_heads + 1, 2, block_size, dim, device=DEVICE).to(pool.dtype) for _ in range(2)]
+    targets = [torch.zeros(9, num_heads + 1, 2, *pool.shape[3:], device=DEVICE).to(pool.dtype) for _ in range(2)]
     targets = [target.transpose(1, 2).contiguous() for target in targets]
     slots, heads = random_slots(num_tokens, 9, block_size), slice(0, num_heads)
     launch_unpack_kv(*expected, targets[0], slots, heads)
@@ -115,13 +116,13 @@ def test_pack_and_unpack_equal_reference(shape: tuple[int, ...], kind: str) -> N
     assert torch.equal(as_bytes(targets[0]), as_bytes(targets[1])) and as_bytes(targets[0]).any()
 
 
-@pytest.mark.parametrize("kind", EIGHT_BITS)
+@pytest.mark.parametrize("kind", QUANTIZED)
 def test_wire_and_pool_quantization_give_the_same_bytes(kind: str) -> None:
-    """An 8-bit wire from a bf16 pool carries the same bytes that an 8-bit pool stores."""
+    """A quantized wire from a bf16 pool carries the same bytes that a pool of its dtype stores."""
     k, v = random(2, 9, 2, 64, dtype=torch.bfloat16)
-    codes, scales = random_pool(2, 2, 8, 64, dtype=EIGHT_BITS[kind])
+    codes, scales = random_pool(2, 2, 8, 64, dtype=QUANTIZED[kind])
     launch_write_kv(codes, scales, torch.arange(9, device=DEVICE), k, v)
-    expected, expected_scales = quantize_rows(k, EIGHT_BITS[kind])
+    expected, expected_scales = quantize_rows(k, QUANTIZED[kind])
     assert torch.equal(as_bytes(codes[0, 0, :, :8]), as_bytes(expected[:8].transpose(0, 1)))
     assert torch.equal(scales[0, 0, :, :8], expected_scales[:8].T)
 

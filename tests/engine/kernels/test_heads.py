@@ -23,7 +23,7 @@ WINDOWS = [None, 9]
 
 
 @pytest.mark.parametrize(("window", "has_norms"), [(None, True), (9, False)])
-@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8", "int4"])
 @pytest.mark.parametrize(
     ("is_launched", "is_gathered", "most_queries"),
     [(False, False, 1), (True, False, 1), (True, True, 1), (True, False, 4)],

@@ -1,7 +1,8 @@
-"""KV storage: batches, pools, 8-bit formats, and attention over them."""
+"""KV storage: batches, pools, quantized formats, and attention over them."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,14 +15,15 @@ from engine.attention import attention
 from engine.attention.attention import AttentionPlan, paged_attention
 from engine.batch.batch import Batch
 from engine.batch.rows import Row, RowChanges
-from engine.kernels.quant.row_quantization import MOST, dequantize_rows, quantize_rows
+from engine.kernels.quant.row_quantization import INT4, MOST, SCALES, dequantize_rows, quantize_rows
+from engine.kv import layout
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4
 NUM_BLOCKS = 300
-DTYPES = ["float32", "bfloat16", "float16", "fp8_e4m3", "int8"]
+DTYPES = ["float32", "bfloat16", "float16", "fp8_e4m3", "int8", "int4"]
 
 
 def make_pool(dtype: str, *, num_blocks: int = 64, num_layers: int = 2, **changes: Any) -> KVPool:
@@ -79,7 +81,7 @@ def test_written_kv_is_read_back(dtype: str) -> None:
     pool.write(1, slots, k, v)
     table = np.array([[3, 60, 7], [9, 9, 0]])
     k_read, v_read = pool.gather(1, pool.runs(table), torch.float32)
-    atol = {"float32": 0.0, "int8": 0.02}.get(dtype, 1e-3)
+    atol = {"float32": 0.0, "int8": 0.02, "int4": 0.3}.get(dtype, 1e-3)
     rtol = {"bfloat16": 2**-8, "float16": 2**-10, "fp8_e4m3": 2**-3}.get(dtype, 0.0)
     where = {int(slot): i for i, slot in enumerate(slots)}
     for row, column in np.ndindex(2, 3 * BLOCK_SIZE):
@@ -92,7 +94,7 @@ def test_written_kv_is_read_back(dtype: str) -> None:
     assert not pool.codes[0].view(torch.uint8).any()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8", "int4"])
 def test_copied_block_is_equal(dtype: str) -> None:
     pool = make_pool(dtype)
     pool.write(0, torch.arange(8, 12), random(4, 2, 16), random(4, 2, 16, seed=1))
@@ -139,8 +141,52 @@ def test_rows_in_8_bits_are_within_half_a_step(
     assert (codes.float().abs().amax(dim=-1) >= MOST[kind] / 1.08).all()
 
 
-@pytest.mark.parametrize("kind", MOST, ids=str)
-def test_zero_and_non_finite_rows_in_8_bits(kind: torch.dtype) -> None:
+def _by_hand(x_D: torch.Tensor) -> torch.Tensor:
+    """Return what an int4 row of `x_D` holds, by the formulas alone: a dense rotation and no packing. D: 64."""
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
+    while len(hadamard) < 64:
+        hadamard = torch.kron(torch.tensor([[1, 1], [1, -1]], dtype=torch.float64), hadamard)
+    # The first 64 fractional bits of pi.
+    signs = torch.tensor([1 - 2 * (0x243F6A8885A308D3 >> i & 1) for i in range(64)], dtype=torch.float64)
+    y = hadamard @ (signs * x_D.double()) / 8
+    scale = ((y.max() - y.min()) / 15).float().bfloat16().float()
+    if scale.double() < (y.max() - y.min()) / 15:
+        scale = (scale * (1 + 2**-8)).bfloat16().float()
+    zero = (y.min().float() + 8 * scale).bfloat16().double()
+    steps = ((y - zero) / scale).round().clamp(-8, 7)
+    return signs * (hadamard.T @ (zero + scale * steps)) / 8
+
+
+def test_int4_rows_follow_the_formulas() -> None:
+    x = random(200, 64) * torch.logspace(-3, 3, 200).unsqueeze(-1)
+    x[50:, 7] *= 40
+    x[100:] += 3
+    read = dequantize_rows(*quantize_rows(x, INT4), torch.float32)
+    size = x.abs().amax(dim=-1, keepdim=True)
+    torch.testing.assert_close(read / size, torch.stack([_by_hand(row) for row in x]).float() / size, atol=1e-5, rtol=0)
+
+
+def test_fingerprint_of_int4_includes_its_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fingerprint(dtype: str) -> str:
+        return make_pool(dtype, num_blocks=1).layout.fingerprint
+
+    before = fingerprint("int4"), fingerprint("int8")
+    monkeypatch.setattr(layout, "INT4_FORMAT", "other signs")
+    assert fingerprint("int4") != before[0] and fingerprint("int8") == before[1]
+
+
+@given(cuts=st.lists(st.integers(0, 40), max_size=6), seed=st.integers(0, 100))
+def test_int4_bytes_do_not_depend_on_how_tokens_are_split(cuts: list[int], seed: int) -> None:
+    k, v = random(2, 40, 2, 16, seed=seed)
+    slots, at_once, in_parts = torch.randperm(64 * BLOCK_SIZE)[:40], make_pool("int4"), make_pool("int4")
+    at_once.write(1, slots, k, v)
+    for start, end in pairwise([0, *sorted(cuts), 40]):
+        in_parts.write(1, slots[start:end], k[start:end], v[start:end])
+    assert torch.equal(at_once.copy_out(range(64)), in_parts.copy_out(range(64)))
+
+
+@pytest.mark.parametrize("kind", SCALES, ids=str)
+def test_zero_and_non_finite_rows(kind: torch.dtype) -> None:
     x = torch.zeros(3, 8)
     x[1, 3], x[2, 5] = torch.nan, torch.inf
     codes, scales = quantize_rows(x, kind)

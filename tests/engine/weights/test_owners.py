@@ -125,7 +125,7 @@ def test_logits_equal_the_librarys(case: str, tmp_path: Path, start_gang: StartG
     with torch.no_grad():
         model = write(source, into).eval()
         expected = [reference_logits(model, tokens) for tokens in sequences]
-    for weights in ("as_stored", "quantized"):
+    for weights in ("widen", "auto"):
         config = EngineConfig(model_dir=into, dtype="float32", weights=weights, block_size=8, num_blocks=12)
         check(step(ModelRunner(config), sequences[:1], [(0, 0, 30)]), [expected[0][-1]])
     for rank in start_gang(2, gang.logits_in_three_steps, into, sequences, "float32"):

@@ -48,28 +48,54 @@ def _carry(dtype: str, wire: str) -> tuple[torch.Tensor, torch.Tensor, int]:
     return read(source, from_slots), read(target, to_slots), payload.numel()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8_e4m3", "int8", "int4"])
 def test_raw_wire_is_bit_exact(dtype: str) -> None:
     before, after, _ = _carry(dtype, "raw")
     assert torch.equal(before, after)
 
 
-@pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
-def test_8_bit_pool_is_not_quantized_again(dtype: str, wire: str) -> None:
+@pytest.mark.parametrize(("dtype", "wire"), [("int4", "raw"), ("bfloat16", "int4"), ("fp8_e4m3", "raw")])
+def test_plain_layers_are_never_quantized(dtype: str, wire: str) -> None:
+    layout = replace(_layout(dtype), plain_layers=(0, 3), plain_dtype="bfloat16")
+    slots, segment = torch.arange(32), replace(_SEGMENT, first_layer=0, num_layers=4, first_token=0, num_tokens=32)
+    segment = replace(segment, first_head=0, num_heads=3)
+    exact = _filled_pool(replace(layout, dtype="bfloat16"), slots)
+    source, target = _filled_pool(layout, slots), KVPool(layout, num_blocks=8, device=torch.device("cpu"))
+    codec = codec_for(layout, wire)
+    payload = torch.zeros(codec.num_bytes(segment), dtype=torch.uint8)
+    codec.pack(source, segment, slots, payload)
+    codec.unpack(payload, target, segment, slots)
+    two_blocks = torch.arange(2)
+    for layer in range(4):
+        wanted, got = (pool.read(layer, two_blocks, torch.float32) for pool in (exact, target))
+        assert torch.equal(wanted, got) == (layer in layout.plain_layers)
+    copied = source.copy_out([0, 1])
+    assert copied.shape == (2, layout.block_bytes)
+    target.copy_in(copied, [5, 6])
+    assert torch.equal(target.copy_out([5, 6]), copied)
+
+
+@pytest.mark.parametrize("wire", ["fp8_e4m3", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8", "int4"])
+def test_quantized_pool_is_not_quantized_again(dtype: str, wire: str) -> None:
     before, after, _ = _carry(dtype, wire)
     assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
-def test_8_bit_wire_error_is_within_the_quantization_step(dtype: str, wire: str) -> None:
+@pytest.mark.parametrize("wire", ["fp8_e4m3", "int8", "int4"])
+def test_wire_error_is_within_the_quantization_step(dtype: str, wire: str) -> None:
     before, after, _ = _carry(dtype, wire)
     assert not torch.equal(before, after)
     most = before.abs().amax(-1, keepdim=True)
     # e4m3 has 3 bits of mantissa: half a step is 1/16 of the value, and 2^-10 of the row's scale near zero. int8's
     # steps are all one scale. The result is rounded once more, to the pool's dtype.
-    bound = before.abs() / 16 + most / 448 * 2**-9 + 1e-3 if wire == "fp8_e4m3" else most / 127 * 0.51 + most / 256
+    bound = {
+        "fp8_e4m3": before.abs() / 16 + most / 448 * 2**-9 + 1e-3,
+        "int8": most / 127 * 0.51 + most / 256,
+        # int4 errs by half a step of the rotated row in each of 64 numbers, which cancel in most sums.
+        "int4": before.norm(dim=-1, keepdim=True) / 20,
+    }[wire]
     assert ((before - after).abs() <= bound).all()
 
 
@@ -136,9 +162,13 @@ def test_feature_rows_of_full_blocks_are_sent_with_the_last_layer(wire: str, end
     assert not target.features[[1, 2, 3, 4, 5, 6]].any()
 
 
-@pytest.mark.parametrize("wire", ["fp8_e4m3", "int8"])
-def test_8_bit_payloads_are_at_most_0_53_of_bf16(wire: str) -> None:
-    assert _carry("bfloat16", wire)[2] <= 0.53 * _carry("bfloat16", "raw")[2]
+@pytest.mark.parametrize(("wire", "most"), [("fp8_e4m3", 0.53), ("int8", 0.53), ("int4", 0.29)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_payloads_are_smaller_than_those_of_bf16(wire: str, most: float, head_dim: int) -> None:
+    layout = replace(_layout("bfloat16"), head_dim=head_dim)
+    num_bytes, of_bf16 = (codec_for(layout, name).num_bytes(_SEGMENT) for name in (wire, "raw"))
+    assert num_bytes <= most * of_bf16
+    assert codec_for(replace(layout, dtype=wire), "raw").num_bytes(_SEGMENT) == num_bytes
 
 
 @given(st.binary(min_size=1, max_size=100), st.data())

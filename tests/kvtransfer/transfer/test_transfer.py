@@ -189,9 +189,9 @@ async def test_kv_lands_completely_for_any_pair_of_tensor_parallel_sizes(sender_
         assert torch.equal(_read(d, blocks), kv)
 
 
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8"])
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8", "int4"])
 @pytest.mark.parametrize(("sender_tp", "receiver_tp"), [(1, 1), (2, 1), (1, 4)])
-async def test_8_bit_pool_lands_bit_exact(sender_tp: int, receiver_tp: int, dtype: str) -> None:
+async def test_quantized_pool_lands_bit_exact(sender_tp: int, receiver_tp: int, dtype: str) -> None:
     """The pool's codes and scales are sent unchanged, for any wire dtype."""
     layout, blocks = replace(_LAYOUT, dtype=dtype), [3, 1, 8, 11, 6]
     async with (
@@ -277,7 +277,9 @@ async def test_rejected_handoff_does_not_affect_others_on_the_link(link: str) ->
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [({}, {"block_size": 16}), ({"dtype": "int8"}, {"dtype": "fp8_e4m3"})], ids=str
+    ("ours", "theirs"),
+    [({}, {"block_size": 16}), ({"dtype": "int8"}, {"dtype": "fp8_e4m3"}), ({}, {"plain_layers": (0,)})],
+    ids=str,
 )
 async def test_another_layout_is_refused_at_once(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     async with (

@@ -40,7 +40,12 @@ _THEIRS = [
 
 
 @pytest.mark.timeout(110)  # kernels may have to be compiled first
-@pytest.mark.parametrize(("pool_dtype", "wire"), [("bfloat16", "raw"), ("bfloat16", "fp8_e4m3"), ("fp8_e4m3", "raw")])
+@pytest.mark.parametrize(
+    ("pool_dtype", "wire"),
+    [
+        *(("bfloat16", "raw"), ("bfloat16", "fp8_e4m3"), ("bfloat16", "int4"), ("fp8_e4m3", "raw"), ("int4", "raw")),
+    ],
+)
 @pytest.mark.parametrize(("device", "link"), [("cpu", "tcp"), pytest.param("cuda", "nccl", marks=pytest.mark.gpu)])
 def test_kv_is_equal_after_the_transfer(device: str, link: str, pool_dtype: str, wire: str) -> None:
     """Two concurrent handoffs, by layer and chunk, change no other blocks."""

@@ -95,15 +95,24 @@ def test_plan_draws_the_frontier(trace: str, tmp_path: Path, name: str, begin: b
 
 
 def test_kv_arithmetic() -> None:
-    """Llama 3.1 8B: 32 layers, 8 KV heads of 128; a pool of 8 bits has a bf16 scale per token and head."""
+    """Llama 3.1 8B: 32 layers, 8 KV heads of 128. Codes have a bf16 scale per token and head, int4 a zero too."""
 
-    def kv(dtype: str, ranks: int) -> KVArithmetic:
+    def kv(dtype: str, ranks: int, num_unquantized: int = 0) -> KVArithmetic:
         of_llama = SimpleNamespace(num_layers=32, num_kv_heads=8, kv_dim=128, kv_sides=2, kv_exact_dim=0)
         config = cast(ModelConfig, of_llama)
-        return KVArithmetic(config=config, dtype=dtype, block_size=64, tensor_parallel=ranks, memory_bytes=2**30)
+        return KVArithmetic(
+            config=config,
+            dtype=dtype,
+            block_size=64,
+            tensor_parallel=ranks,
+            memory_bytes=2**30,
+            num_unquantized=num_unquantized,
+        )
 
     assert kv("bfloat16", 1).bytes_per_token == kv("bfloat16", 8).bytes_per_token == 131_072
     assert kv("fp8_e4m3", 1).bytes_per_token == kv("int8", 1).bytes_per_token == 32 * 2 * 8 * 130
+    assert kv("int4", 1).bytes_per_token == 32 * 2 * 8 * 68
+    assert kv("int4", 1, 2).bytes_per_token == 30 * 2 * 8 * 68 + 2 * 2 * 8 * 256
     assert kv("bfloat16", 16).bytes_per_token == 2 * 131_072  # each head is stored twice
     assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
 
@@ -116,6 +125,7 @@ def test_plan_memory_lists_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0.5 < weights["as stored"] / weights["int8"] < 0.8, "the default model has 4-bit matrices"
     by_dtype = pool["tokens_by_pool_dtype"]
     assert by_dtype["bfloat16"] == pool["tokens_per_replica"] and 1.8 < by_dtype["int8"] / by_dtype["bfloat16"] < 2
+    assert 3.5 < by_dtype["int4"] / by_dtype["bfloat16"] < 3.6
     assert run(["plan", "--memory"]) == 0
     assert "by kv.pool_dtype" in capsys.readouterr().out
 
