@@ -1,4 +1,4 @@
-"""`cluster quantize` and `cluster eval perplexity`: 8-bit checkpoints and their quality loss."""
+"""`cluster quantize` and `cluster eval perplexity`: quantized checkpoints and their quality loss."""
 
 from __future__ import annotations
 
@@ -24,22 +24,33 @@ def _group() -> None:
 def quantize(
     into: Annotated[Path, typer.Argument(help="Output directory; must not exist.")],
     model: Model = DEFAULT_MODEL,
-    to: Annotated[str, typer.Option(help="fp8 (128 x 128 blocks) or int8 (one scale per output).")] = "fp8",
+    to: Annotated[
+        str,
+        typer.Option(
+            help="fp8 (blocks of 128 x 128), fp8_dynamic or int8 (one scale per output), int4 or int4_asym (groups of "
+            "inputs, without and with zero points), nvfp4, mxfp4."
+        ),
+    ] = "fp8",
+    group: Annotated[
+        int | None,
+        typer.Option(min=0, help="Inputs per scale of int4 and int4_asym; 0: one scale per output. Default: 128."),
+    ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            help="Text file typical of the workload; rounding then minimizes the error of products instead of weights."
+            help="Text file typical of the workload. Rounding then minimizes the error of products instead of weights "
+            "(GPTQ), and 4-bit formats scale input channels (AWQ)."
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint with 8-bit matrices, for this cluster and other engines."""
+    """Write a checkpoint with quantized matrices, for this cluster, vLLM and other engines."""
     from core.model.source import resolve
     from engine.quantization.calibration import inputs_of_text
     from engine.quantization.write import quantize_checkpoint
 
     model_dir = resolve(model)
     grams = inputs_of_text(model_dir, _read(calibrate)) if calibrate else {}
-    quantize_checkpoint(model_dir, into, to, grams=grams)
+    quantize_checkpoint(model_dir, into, to, group=group, grams=grams)
     print(f"wrote {into}")
 
 

@@ -71,48 +71,47 @@ class Scheme:
     # Divides the stored scales; None if the format has none.
     global_scale: Tensor | None = None
 
-    def choose(self, weight_OS: Tensor, importance_S: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the scale and zero of each output (O, 1) with the least error, weighted by input."""
-        chosen: tuple[Tensor, Tensor | None] | None = None
-        least_O1 = torch.tensor(torch.inf)
-        for clip in self.format.clips:
-            scales_O1, zeros_O1 = self._for(weight_OS, clip)
-            if len(self.format.clips) == 1:
-                return scales_O1, zeros_O1
-            rounded_OS = self.round(weight_OS, scales_O1, zeros_O1)
-            if zeros_O1 is not None:
-                rounded_OS -= zeros_O1
-            error_O1 = (rounded_OS * scales_O1 - weight_OS).square_() @ importance_S.unsqueeze(1)
-            if chosen is None:
-                chosen, least_O1 = (scales_O1, zeros_O1), error_O1
-                continue
-            is_less_O1 = error_O1 < least_O1
-            least_O1 = least_O1.minimum(error_O1)
-            zeros_O1 = None if zeros_O1 is None or chosen[1] is None else zeros_O1.where(is_less_O1, chosen[1])
-            chosen = scales_O1.where(is_less_O1, chosen[0]), zeros_O1
-        assert chosen is not None
-        return chosen
+    def choose(self, weight_GOS: Tensor, importance_S: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scale and zero per group and output (G, O, 1) with the least error, weighted by input."""
+        clips = self.format.clips
+        scales_GO1, zeros_GO1 = self._for(weight_GOS, clips[0])
+        if len(clips) == 1:
+            return scales_GO1, zeros_GO1
+        least_GO1 = self._error(weight_GOS, scales_GO1, zeros_GO1, importance_S)
+        for clip in clips[1:]:
+            others_GO1, other_zeros_GO1 = self._for(weight_GOS, clip)
+            error_GO1 = self._error(weight_GOS, others_GO1, other_zeros_GO1, importance_S)
+            is_less_GO1 = error_GO1 < least_GO1
+            least_GO1 = least_GO1.minimum(error_GO1)
+            scales_GO1 = others_GO1.where(is_less_GO1, scales_GO1)
+            if zeros_GO1 is not None and other_zeros_GO1 is not None:
+                zeros_GO1 = other_zeros_GO1.where(is_less_GO1, zeros_GO1)
+        return scales_GO1, zeros_GO1
 
     def round(self, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
         """Return the nearest numbers of the format's codes."""
         scaled = weight / scales
         return self.format.nearest(scaled if zeros is None else scaled + zeros)
 
-    def _for(self, weight_OS: Tensor, clip: float) -> tuple[Tensor, Tensor | None]:
-        """Return scales and zeros for a share of the largest magnitudes."""
-        if self.format.is_symmetric:
-            most_O1 = weight_OS.abs().amax(1, keepdim=True)
-            if self.format.rows > 1:
-                tiles = pad(most_O1, (0, 0, 0, -len(most_O1) % self.format.rows)).view(-1, self.format.rows)
-                most_O1 = tiles.amax(1).repeat_interleave(self.format.rows)[: len(most_O1)].unsqueeze(1)
-            return self._stored(most_O1 * (clip / self.format.most)), None
-        low_O1 = weight_OS.amin(1, keepdim=True).clamp(max=0) * clip
-        high_O1 = weight_OS.amax(1, keepdim=True).clamp(min=0) * clip
-        scales_O1 = self._stored((high_O1 - low_O1) / self.format.most)
-        return scales_O1, (-low_O1 / scales_O1).round().clamp(0, self.format.most)
+    def _error(self, weight: Tensor, scales: Tensor, zeros: Tensor | None, importance_S: Tensor) -> Tensor:
+        numbers = self.round(weight, scales, zeros)
+        rounded = (numbers if zeros is None else numbers - zeros) * scales
+        return (rounded - weight).square_() @ importance_S.unsqueeze(1)
 
-    def _stored(self, scales: Tensor) -> Tensor:
-        return self.format.store(scales, self)
+    def _for(self, weight_GOS: Tensor, clip: float) -> tuple[Tensor, Tensor | None]:
+        """Return scales and zeros for a share of the largest magnitudes."""
+        form = self.format
+        if form.is_symmetric:
+            most_GO1 = weight_GOS.abs().amax(-1, keepdim=True)
+            if form.rows > 1:
+                num_outputs = most_GO1.shape[1]
+                tiles = torch.unflatten(pad(most_GO1, (0, 0, 0, -num_outputs % form.rows)), 1, (-1, form.rows))
+                most_GO1 = tiles.amax(2).repeat_interleave(form.rows, 1)[:, :num_outputs]
+            return form.store(most_GO1 * (clip / form.most), self), None
+        low_GO1 = weight_GOS.amin(-1, keepdim=True).clamp(max=0) * clip
+        high_GO1 = weight_GOS.amax(-1, keepdim=True).clamp(min=0) * clip
+        scales_GO1 = form.store((high_GO1 - low_GO1) / form.most, self)
+        return scales_GO1, (-low_GO1 / scales_GO1).round().clamp(0, form.most)
 
 
 def _as_fp32(scales: Tensor, scheme: Scheme) -> Tensor:
@@ -197,7 +196,8 @@ def _bytes(codes: Tensor) -> Tensor:
 
 def _words(codes: Tensor) -> Tensor:
     """Pack 4-bit codes (N, M) as (N, M / 8) int32, from the low end."""
-    return _bytes(pad(codes, (0, -codes.shape[1] % 8))).contiguous().view(torch.int32)
+    packed = _bytes(pad(codes, (0, -codes.shape[1] % 8)))
+    return packed.flatten().view(torch.int32).view(len(codes), -1)
 
 
 # Settings of the weights, group size and ignored modules to `quantization_config`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from engine.quantization.formats import Coded, Scheme
 
@@ -22,32 +23,38 @@ _DAMPING = 0.01
 
 def round_matrix(weight_OI: Tensor, scheme: Scheme, gram_II: Tensor | None = None) -> Coded:
     """Round each number to nearest; with a gram, keep products accurate rather than numbers."""
-    wide_OI = weight_OI.float()
-    num_inputs = wide_OI.shape[1]
+    num_inputs = weight_OI.shape[1]
     group = scheme.group or num_inputs
     if gram_II is not None:
-        return _compensated(wide_OI.clone(), scheme, group, gram_II)
-    groups = [wide_OI[:, start : start + group] for start in range(0, num_inputs, group)]
-    chosen = [scheme.choose(part, torch.ones(part.shape[1])) for part in groups]
-    numbers = [scheme.round(part, *scales) for part, scales in zip(groups, chosen, strict=True)]
-    return _coded(torch.cat(numbers, 1), chosen, group)
+        return _compensated(weight_OI.float().clone(), scheme, group, gram_II)
+    whole_OI = pad(weight_OI.float(), (0, -num_inputs % group))
+    weight_GOS = torch.unflatten(whole_OI, 1, (-1, group)).transpose(0, 1).contiguous()
+    scales_GO1, zeros_GO1 = scheme.choose(weight_GOS, torch.ones(group))
+    numbers_OI = scheme.round(weight_GOS, scales_GO1, zeros_GO1).transpose(0, 1).flatten(1)[:, :num_inputs]
+    zeros_OG = None if zeros_GO1 is None else zeros_GO1.squeeze(2).T
+    return Coded(numbers_OI, scales_GO1.squeeze(2).T, zeros_OG, group)
 
 
 def _compensated(left_OI: Tensor, scheme: Scheme, group: int, gram_II: Tensor) -> Coded:
     """Round columns in order. A group's scale is chosen at its first column, so that it fits the compensated weights."""
-    num_inputs = left_OI.shape[1]
+    num_outputs, num_inputs = left_OI.shape
     factor_II, importance_I = _factor(gram_II), gram_II.diagonal()
-    numbers_OI = torch.empty_like(left_OI)
-    chosen: list[tuple[Tensor, Tensor | None]] = []
+    numbers_OI, scales, zeros = torch.empty_like(left_OI), [], []
+    scales_O1, zeros_O1 = left_OI[:, :1], None
     # Whole groups, whose columns then have all corrections when their scale is chosen.
     block = _BLOCK if group >= num_inputs else -(-_BLOCK // group) * group
     for start in range(0, num_inputs, block):
         end = min(start + block, num_inputs)
-        errors_OB = torch.empty(len(left_OI), end - start)
+        errors_OB = torch.empty(num_outputs, end - start)
         for i in range(start, end):
             if i % group == 0:
-                chosen.append(scheme.choose(left_OI[:, i : i + group], importance_I[i : i + group]))
-            scales_O1, zeros_O1 = chosen[-1]
+                part_GOS = left_OI[:, i : i + group].unsqueeze(0)
+                scales_O1, zeros_O1 = (
+                    None if found is None else found[0]
+                    for found in scheme.choose(part_GOS, importance_I[i : i + group])
+                )
+                scales.append(scales_O1)
+                zeros.append(zeros_O1)
             column_O1 = left_OI[:, i : i + 1]
             number_O1 = scheme.round(column_O1, scales_O1, zeros_O1)
             rounded_O1 = (number_O1 if zeros_O1 is None else number_O1 - zeros_O1) * scales_O1
@@ -55,13 +62,7 @@ def _compensated(left_OI: Tensor, scheme: Scheme, group: int, gram_II: Tensor) -
             errors_OB[:, i - start : i - start + 1] = error_O1 = (column_O1 - rounded_O1) / factor_II[i, i]
             left_OI[:, i + 1 : end].addmm_(error_O1, factor_II[i : i + 1, i + 1 : end], alpha=-1)
         left_OI[:, end:].addmm_(errors_OB, factor_II[start:end, end:], alpha=-1)
-    return _coded(numbers_OI, chosen, group)
-
-
-def _coded(numbers_OI: Tensor, chosen: list[tuple[Tensor, Tensor | None]], group: int) -> Coded:
-    zeros = [zeros_O1 for _, zeros_O1 in chosen if zeros_O1 is not None]
-    scales_OG = torch.cat([scales_O1 for scales_O1, _ in chosen], 1)
-    return Coded(numbers_OI, scales_OG, torch.cat(zeros, 1) if zeros else None, group)
+    return Coded(numbers_OI, torch.cat(scales, 1), None if zeros[0] is None else torch.cat(zeros, 1), group)
 
 
 def _factor(gram_II: Tensor) -> Tensor:
