@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,14 +24,15 @@ from core.model.shape import ModelConfig
 from engine.quantization.formats import Scheme
 from engine.quantization.rounding import round_matrix
 
+Some = TypeVar("Some", list[str], Tensor)
 # Scheme of matrices whose largest magnitude is given.
 SchemeFor = Callable[[Tensor], Scheme]
 
 # O outputs, I inputs, P channels of the producer, R repetitions of a channel, D head_dim
 
 _POWERS = tuple(step / 10 for step in range(11))
-# Rows of a matrix that the search looks at.
-_ROWS = 512
+# Matrices of a fold, and rows of each, that the search looks at.
+_MATRICES, _ROWS = 16, 512
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
 _MLP_INPUTS = ("gate_proj", "up_proj", "w1", "w3")
@@ -106,7 +108,8 @@ def find_scales(
         known = [stem for stem in fold.consumers if stem in grams]
         if not known:
             continue
-        matrices = [(_some_rows(read(f"{stem}.weight")), grams[stem]) for stem in known]
+        known = _some(known, _MATRICES)
+        matrices = [(_some(read(f"{stem}.weight"), _ROWS).float(), grams[stem]) for stem in known]
         candidates = _candidates(fold, [gram_II for _, gram_II in matrices])
         columns_I = min(candidates, key=lambda scales_I: _error(scales_I, matrices, scheme_for))
         rows_P = columns_I.view(-1, fold.repeats, fold.head_dim)[:, 0].flatten()
@@ -144,5 +147,6 @@ def _error(scales_I: Tensor, matrices: Sequence[tuple[Tensor, Tensor]], scheme_f
     return total
 
 
-def _some_rows(weight_OI: Tensor) -> Tensor:
-    return weight_OI[:: -(-len(weight_OI) // _ROWS)].float()
+def _some(items: Some, most: int) -> Some:
+    """Return at most so many of the items, evenly spaced."""
+    return items[:: -(-len(items) // most)]

@@ -1,7 +1,7 @@
 """Rounding of a matrix in a format, group by group of inputs.
 
-Without calibration, each number is rounded to nearest. With it, columns are rounded one after another, and each column's
-error is compensated in the remaining columns, as far as inputs correlate (Frantar et al. 2022, "GPTQ",
+Without calibration, each number is rounded to nearest. With it, columns are rounded one after another, and each
+column's error is compensated in the remaining columns, as far as inputs correlate (Frantar et al. 2022, "GPTQ",
 arXiv:2210.17323). `gram` is the sum of x x^T over calibration inputs x, (I, I).
 """
 
@@ -36,7 +36,7 @@ def round_matrix(weight_OI: Tensor, scheme: Scheme, gram_II: Tensor | None = Non
 
 
 def _compensated(left_OI: Tensor, scheme: Scheme, group: int, gram_II: Tensor) -> Coded:
-    """Round columns in order. A group's scale is chosen at its first column, so that it fits the compensated weights."""
+    """Round columns in order. A group's scale is chosen at its first column, and so fits the compensated weights."""
     num_outputs, num_inputs = left_OI.shape
     factor_II, importance_I = _factor(gram_II), gram_II.diagonal()
     numbers_OI, scales, zeros = torch.empty_like(left_OI), [], []

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -161,7 +160,9 @@ class _Source:
         owner, _, last = stem.rpartition(".")
         fused = next((names for names in _FUSED if last in names), ()) if self.format.has_global_scale else ()
         others = [other for part in fused if part != last and (other := f"{owner}.{part}") in self.matrices]
-        return torch.stack([weight_OI.abs().max(), *(self._scaled(f"{other}.weight").abs().max() for other in others)]).max()
+        return torch.stack(
+            [weight_OI.abs().max(), *(self._scaled(f"{other}.weight").abs().max() for other in others)]
+        ).max()
 
 
 def _write(model_dir: Path, into: Path, source: _Source) -> None:

@@ -29,7 +29,6 @@ from engine.weights.quantized_weight import E2M1_LEVELS
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, reference_logits
 
-
 # Tiny models whose inputs every group divides.
 SIZES = {"hidden_size": 64, "intermediate_size": 128}
 GROUPS = {"fp8": None, "fp8_dynamic": None, "int8": None, "int4": 32, "int4_asym": 32, "nvfp4": None, "mxfp4": None}
@@ -59,8 +58,10 @@ def read_matrix(tensors: dict[str, Tensor], stem: str) -> Tensor:
         numbers, scales = unpacked(parts["weight_packed"])[:, : shape[1]].float(), scales.float()
         zeros = torch.tensor(8.0)
         if "weight_zero_point" in parts:
-            zeros = unpacked(parts["weight_zero_point"].T.contiguous()).T[: shape[0]].repeat_interleave(
-                shape[1] // scales.shape[1], 1
+            zeros = (
+                unpacked(parts["weight_zero_point"].T.contiguous())
+                .T[: shape[0]]
+                .repeat_interleave(shape[1] // scales.shape[1], 1)
             )
         numbers = numbers - zeros
     elif "weight_packed" in parts:
@@ -128,9 +129,7 @@ def test_config_equals_the_preset_of_compressed_tensors(kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_moe"])
 @pytest.mark.parametrize("kind", FORMATS)
-def test_written_checkpoint_has_every_tensor(
-    kind: str, family: str, tiny_model: MakeModel, tmp_path: Path
-) -> None:
+def test_written_checkpoint_has_every_tensor(kind: str, family: str, tiny_model: MakeModel, tmp_path: Path) -> None:
     directory, _ = tiny_model(family, **MOE_SIZES.get(family, SIZES))
     quantize_checkpoint(directory, tmp_path / "q", kind, group=GROUPS[kind])
     before, after = open_checkpoint(directory), load_all(tmp_path / "q")
@@ -187,7 +186,7 @@ def test_nothing_is_overwritten_or_quantized_twice(tiny_model: MakeModel, tmp_pa
     with pytest.raises(SpecError, match="already quantized"):
         quantize_checkpoint(tmp_path / "q", tmp_path / "again", "int4")
     (tmp_path / "new.unfinished").mkdir()
-    with pytest.raises(SpecError, match="new.unfinished exists, from a run that was interrupted or still runs"):
+    with pytest.raises(SpecError, match=r"new\.unfinished exists, from a run that was interrupted or still runs"):
         quantize_checkpoint(directory, tmp_path / "new", "int8")
 
 
