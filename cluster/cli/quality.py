@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -49,8 +50,10 @@ def quantize(
     from engine.quantization.write import quantize_checkpoint
 
     model_dir = resolve(model)
-    grams = inputs_of_text(model_dir, _read(calibrate)) if calibrate else {}
-    quantize_checkpoint(model_dir, into, to, group=group, grams=grams)
+    text = _read(calibrate) if calibrate else None
+    quantize_checkpoint(
+        model_dir, into, to, group=group, calibrate=lambda: {} if text is None else inputs_of_text(model_dir, text)
+    )
     print(f"wrote {into}")
 
 
@@ -80,12 +83,11 @@ def perplexity(
     words, seen = words[: len(words) // 2], words[len(words) // 2 :]
     with tempfile.TemporaryDirectory() as scratch:
         others = []
-        grams = inputs_of_text(model_dir, seen)
-        for name, kind, known in (("fp8", "fp8", {}), ("fp8 calibrated", "fp8", grams), ("int8", "int8", {})):
+        calibrate = partial(inputs_of_text, model_dir, seen)
+        for name, kind, known in (("fp8", "fp8", dict), ("fp8 calibrated", "fp8", calibrate), ("int8", "int8", dict)):
             directory = Path(scratch) / name.replace(" ", "-")
-            quantize_checkpoint(model_dir, directory, kind, grams=known)
+            quantize_checkpoint(model_dir, directory, kind, calibrate=known)
             others.append((name, directory))
-        del grams
         result = compare(
             settings_for(model_dir, others),
             words,

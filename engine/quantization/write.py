@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from safetensors import SafetensorError
@@ -20,7 +19,7 @@ from core.model import config as model_config
 from core.model.gguf_table import TABLE
 from core.types.errors import SpecError
 from engine.quantization.channel_scales import ChannelScales, SchemeFor, find_folds, find_scales
-from engine.quantization.formats import FORMATS, Format, Parts
+from engine.quantization.formats import FORMATS, Format
 from engine.quantization.rounding import round_matrix
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
@@ -40,13 +39,13 @@ def quantize_checkpoint(
     kind: str,
     *,
     group: int | None = None,
-    grams: Mapping[str, Tensor] = MappingProxyType({}),
+    calibrate: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> None:
     """Write a checkpoint in a public format, one of FORMATS, with tokenizer and configs.
 
     into: a new directory; it appears when it is complete. group: inputs per scale, for formats that let it be chosen;
-    0: whole rows. grams: Gram matrices of inputs (calibration.inputs_of); matrices not in it are rounded to nearest.
-    Holds one file's tensors in memory (up to 4 GiB). Raises SpecError.
+    0: whole rows. calibrate: returns the Gram matrices of inputs (calibration.inputs_of) once all checks have passed;
+    matrices not in it are rounded to nearest. Holds one file's tensors in memory (up to 4 GiB). Raises SpecError.
     """
     if (form := FORMATS.get(kind)) is None:
         raise SpecError(f"unknown quantization format {kind!r}; choose one of {', '.join(FORMATS)}")
@@ -56,20 +55,20 @@ def quantize_checkpoint(
         raise SpecError(f"{model_dir} is already quantized; use the unquantized checkpoint")
     raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
     dtype = _DTYPES.get(raw.get("dtype") or raw.get("torch_dtype") or "float32", torch.float32)
-    source = _Source(open_checkpoint(model_dir), form, form.group if group is None else group, dtype, grams)
-    source.check_groups(kind)
-    if grams and form.scales_channels:
-        folds = find_folds(source.stems, model_config.load(model_dir))
-        source.scales = find_scales(folds, source.checkpoint.read, source.scheme_for, grams)
+    source = _Source(open_checkpoint(model_dir), form, form.group if group is None else group, dtype)
+    source.check_matrices(kind)
     if into.exists():
         raise SpecError(f"{into} already exists")
     _check_space(into, source.num_bytes)
     unfinished = into.with_name(f"{into.name}.unfinished")
+    if unfinished.exists():
+        raise SpecError(f"{unfinished} exists, from a run that was interrupted or still runs; delete it")
+    source.grams = calibrate()
+    if source.grams and form.scales_channels:
+        folds = find_folds(source.stems, model_config.load(model_dir))
+        source.scales = find_scales(folds, source.checkpoint.read, source.scheme_for, source.grams)
     try:
         unfinished.mkdir(parents=True)
-    except FileExistsError:
-        raise SpecError(f"{unfinished} exists, from a run that was interrupted or still runs; delete it") from None
-    try:
         _write(model_dir, unfinished, source)
         config = raw | {"quantization_config": form.config(source.group, source.exact)}
         (unfinished / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
@@ -89,7 +88,7 @@ class _Source:
     # Inputs per scale; 0: whole rows.
     group: int
     dtype: torch.dtype
-    grams: Mapping[str, Tensor]
+    grams: Mapping[str, Tensor] = field(default_factory=dict)
     scales: ChannelScales = field(default_factory=ChannelScales)
 
     @cached_property
@@ -124,8 +123,11 @@ class _Source:
                 total += numbers * self.dtype.itemsize
         return total
 
-    def check_groups(self, kind: str) -> None:
-        """Reject groups that do not divide the inputs of every matrix."""
+    def check_matrices(self, kind: str) -> None:
+        """Reject stacked experts, and groups that do not divide the inputs of every matrix."""
+        for name, shape in self.checkpoint.shapes.items():
+            if ".experts." in name and len(shape) > 2:
+                raise SpecError(f"{name} stacks the experts in one tensor; save them as one matrix per expert")
         if not self.group or self.format.rows > 1:
             return
         widths = {self.checkpoint.shapes[f"{stem}.weight"][1]: stem for stem in sorted(self.matrices)}
@@ -137,32 +139,29 @@ class _Source:
                     f"{stem} has {width} inputs, which {kind}'s groups of {self.group} do not divide; use {instead}"
                 )
 
-    def parts(self, name: str) -> Parts:
-        """Read a tensor with its channel scales, and quantize it if it is a matrix of a layer."""
-        tensor = self._scaled(name)
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return what is written for a tensor: itself, or the parts of a matrix; with channel scales."""
+        stored = self.checkpoint.read(name)
+        tensor = self.scales.apply(name, stored)
         stem, _, last = name.rpartition(".")
         if last != "weight" or stem not in self.matrices:
-            # Dequantized tensors of GGUF files are in fp32.
-            is_wide = stem in self.scales.columns or stem in self.scales.rows or self.checkpoint.quantized(name)
-            return {last: tensor.to(self.dtype) if is_wide else tensor}
+            is_gguf = self.checkpoint.quantized(name) is not None
+            return {name: tensor.to(self.dtype if is_gguf else stored.dtype)}
         if not bool(tensor.isfinite().all()):
             raise SpecError(f"{name} has a value that is not a finite number; download the file again")
         scheme = self.scheme_for(self._most(stem, tensor))
         gram_II = self.grams.get(stem)
         coded = round_matrix(tensor, scheme, None if gram_II is None else self.scales.gram(stem, gram_II))
-        return self.format.parts(coded, scheme)
-
-    def _scaled(self, name: str) -> Tensor:
-        return self.scales.apply(name, self.checkpoint.read(name))
+        return {f"{stem}.{suffix}": part for suffix, part in self.format.parts(coded, scheme).items()}
 
     def _most(self, stem: str, weight_OI: Tensor) -> Tensor:
         """Return the largest magnitude of a matrix and of those that engines fuse with it."""
         owner, _, last = stem.rpartition(".")
         fused = next((names for names in _FUSED if last in names), ()) if self.format.has_global_scale else ()
         others = [other for part in fused if part != last and (other := f"{owner}.{part}") in self.matrices]
-        return torch.stack(
-            [weight_OI.abs().max(), *(self._scaled(f"{other}.weight").abs().max() for other in others)]
-        ).max()
+        names = [f"{other}.weight" for other in others]
+        scaled = [self.scales.apply(name, self.checkpoint.read(name)) for name in names]
+        return torch.stack([weight.abs().max().float() for weight in (weight_OI, *scaled)]).max()
 
 
 def _write(model_dir: Path, into: Path, source: _Source) -> None:
@@ -180,8 +179,7 @@ def _write(model_dir: Path, into: Path, source: _Source) -> None:
         batch.clear()
 
     for name in source.checkpoint.shapes:
-        stem = name.rpartition(".")[0]
-        batch |= {f"{stem}.{suffix}": part.contiguous() for suffix, part in source.parts(name).items()}
+        batch |= {written: tensor.contiguous() for written, tensor in source.tensors(name).items()}
         if sum(part.nbytes for part in batch.values()) > _FILE_BYTES:
             flush()
     flush()

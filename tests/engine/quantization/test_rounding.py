@@ -102,9 +102,9 @@ def test_calibrated_checkpoint_is_more_accurate(
     directory, model = tiny_model("llama", hidden_size=64, intermediate_size=128)
     seen, (token_ids,) = prompts(*[90] * 20)[1:], prompts(90)
     exact, errors = reference_logits(model, token_ids)[-1], []
-    for grams in ({}, inputs_of(directory, seen)):
+    for calibrate in (dict, lambda: inputs_of(directory, seen)):
         into = tmp_path_factory.mktemp("written") / "fp8"
-        quantize_checkpoint(directory, into, "fp8", grams=grams)
+        quantize_checkpoint(directory, into, "fp8", calibrate=calibrate)
         logits = step(make_runner(into), [token_ids], [(0, 0, 90)])
         errors.append(float((logits[0] - exact).square().mean()))
     assert errors[1] < errors[0]
