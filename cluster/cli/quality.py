@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import date
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -25,22 +26,35 @@ def _group() -> None:
 def quantize(
     into: Annotated[Path, typer.Argument(help="Output directory; must not exist.")],
     model: Model = DEFAULT_MODEL,
-    to: Annotated[str, typer.Option(help="fp8 (128 x 128 blocks) or int8 (one scale per output).")] = "fp8",
+    to: Annotated[
+        str,
+        typer.Option(
+            help="fp8 (blocks of 128 x 128), fp8_dynamic or int8 (one scale per output), int4 or int4_asym (groups of "
+            "inputs, without and with zero points), nvfp4, mxfp4."
+        ),
+    ] = "fp8",
+    group: Annotated[
+        int | None,
+        typer.Option(min=0, help="Inputs per scale of int4 and int4_asym; 0: one scale per output. Default: 128."),
+    ] = None,
     calibrate: Annotated[
         Path | None,
         typer.Option(
-            help="Text file typical of the workload; rounding then minimizes the error of products instead of weights."
+            help="Text file typical of the workload. Rounding then minimizes the error of products instead of weights "
+            "(GPTQ), and 4-bit formats scale input channels (AWQ)."
         ),
     ] = None,
 ) -> None:
-    """Write a checkpoint with 8-bit matrices, for this cluster and other engines."""
+    """Write a checkpoint with quantized matrices, for this cluster, vLLM and other engines."""
     from core.model.source import resolve
     from engine.quantization.calibration import inputs_of_text
     from engine.quantization.write import quantize_checkpoint
 
     model_dir = resolve(model)
-    grams = inputs_of_text(model_dir, _read(calibrate)) if calibrate else {}
-    quantize_checkpoint(model_dir, into, to, grams=grams)
+    text = _read(calibrate) if calibrate else None
+    quantize_checkpoint(
+        model_dir, into, to, group=group, calibrate=lambda: {} if text is None else inputs_of_text(model_dir, text)
+    )
     print(f"wrote {into}")
 
 
@@ -52,7 +66,7 @@ def formats(
         str,
         typer.Option(
             help="Formats of the weights, separated by commas: bf16, stored (as in the checkpoint), int8 (converted at "
-            "load), a format of `cluster quantize`, or NAME=SOURCE, another checkpoint."
+            "load), a format of `cluster quantize`, perhaps with its group (int4:64), or NAME=SOURCE, a checkpoint."
         ),
     ] = "bf16,int8",
     kv: Annotated[str, typer.Option(help="Formats of the KV pool: bf16, fp8, int8, int4.")] = "bf16,int8",
@@ -133,7 +147,8 @@ def _weights(names: Sequence[str], model_dir: Path, scratch: Path, seen: str | N
     from engine.quantization.calibration import inputs_of_text
     from engine.quantization.write import quantize_checkpoint
 
-    found, grams = [], None
+    found = []
+    calibrate = cache(partial(inputs_of_text, model_dir, seen)) if seen is not None else dict
     for name in names:
         label, _, source = name.partition("=")
         if source:
@@ -141,9 +156,9 @@ def _weights(names: Sequence[str], model_dir: Path, scratch: Path, seen: str | N
         elif name in _HELD:
             found.append((name, model_dir, _HELD[name]))
         else:
-            if seen is not None and grams is None:
-                grams = inputs_of_text(model_dir, seen)
-            quantize_checkpoint(model_dir, scratch / name, name, grams=grams or {})
+            kind, _, group = name.partition(":")
+            size = int(group) if group.isdigit() else None
+            quantize_checkpoint(model_dir, scratch / name, kind, group=size, calibrate=calibrate)
             found.append((name, scratch / name, "auto"))
     return found
 

@@ -1,42 +1,68 @@
-"""Rounding of a matrix that keeps its products accurate, rather than its numbers.
+"""Rounding of a matrix in a format, group by group of inputs.
 
-Columns are rounded one after another. Each column's error is compensated in the remaining columns, as far as inputs
-correlate (Frantar et al. 2022, "GPTQ", arXiv:2210.17323). `gram` is the sum of x x^T over calibration inputs x, (I, I).
+Without calibration, each number is rounded to nearest. With it, columns are rounded one after another, and each
+column's error is compensated in the remaining columns, as far as inputs correlate (Frantar et al. 2022, "GPTQ",
+arXiv:2210.17323). `gram` is the sum of x x^T over calibration inputs x, (I, I).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-# O outputs, I inputs, B columns of a block
+from engine.quantization.formats import Coded, Scheme
+
+# O outputs, I inputs, B columns of a block, G groups of inputs
 
 # Columns rounded before their corrections are applied to later columns.
 _BLOCK = 128
 # Added to gram's diagonal, relative to its mean, for directions with few observations.
 _DAMPING = 0.01
 
-# Rounds the numbers (O,) of column i to the nearest representable ones.
-RoundColumn = Callable[[Tensor, int], Tensor]
+
+def round_matrix(weight_OI: Tensor, scheme: Scheme, gram_II: Tensor | None = None) -> Coded:
+    """Round each number to nearest; with a gram, keep products accurate rather than numbers."""
+    num_inputs = weight_OI.shape[1]
+    group = scheme.group or num_inputs
+    if gram_II is not None:
+        return _compensated(weight_OI.float().clone(), scheme, group, gram_II)
+    whole_OI = pad(weight_OI.float(), (0, -num_inputs % group))
+    weight_GOS = torch.unflatten(whole_OI, 1, (-1, group)).transpose(0, 1).contiguous()
+    scales_GO1, zeros_GO1 = scheme.choose(weight_GOS, torch.ones(group))
+    numbers_OI = scheme.round(weight_GOS, scales_GO1, zeros_GO1).transpose(0, 1).flatten(1)[:, :num_inputs]
+    zeros_OG = None if zeros_GO1 is None else zeros_GO1.squeeze(2).T
+    return Coded(numbers_OI, scales_GO1.squeeze(2).T, zeros_OG, group)
 
 
-def round_with_compensation(weight_OI: Tensor, gram_II: Tensor, round_column: RoundColumn) -> Tensor:
-    """Round the matrix column by column with `round_column`, compensating errors. Returns (O, I) fp32."""
-    left_OI = weight_OI.float().clone()
-    factor_II = _factor(gram_II)
-    rounded_OI = torch.empty_like(left_OI)
-    for start in range(0, left_OI.shape[1], _BLOCK):
-        end = min(start + _BLOCK, left_OI.shape[1])
-        errors_OB = torch.empty(left_OI.shape[0], end - start)
+def _compensated(left_OI: Tensor, scheme: Scheme, group: int, gram_II: Tensor) -> Coded:
+    """Round columns in order. A group's scale is chosen at its first column, and so fits the compensated weights."""
+    num_outputs, num_inputs = left_OI.shape
+    factor_II, importance_I = _factor(gram_II), gram_II.diagonal()
+    numbers_OI, scales, zeros = torch.empty_like(left_OI), [], []
+    scales_O1, zeros_O1 = left_OI[:, :1], None
+    # Whole groups, whose columns then have all corrections when their scale is chosen.
+    block = _BLOCK if group >= num_inputs else -(-_BLOCK // group) * group
+    for start in range(0, num_inputs, block):
+        end = min(start + block, num_inputs)
+        errors_OB = torch.empty(num_outputs, end - start)
         for i in range(start, end):
-            rounded_OI[:, i] = round_column(left_OI[:, i], i)
-            error_O = (left_OI[:, i] - rounded_OI[:, i]) / factor_II[i, i]
-            left_OI[:, i + 1 : end] -= torch.outer(error_O, factor_II[i, i + 1 : end])
-            errors_OB[:, i - start] = error_O
-        left_OI[:, end:] -= errors_OB @ factor_II[start:end, end:]
-    return rounded_OI
+            if i % group == 0:
+                part_GOS = left_OI[:, i : i + group].unsqueeze(0)
+                scales_O1, zeros_O1 = (
+                    None if found is None else found[0]
+                    for found in scheme.choose(part_GOS, importance_I[i : i + group])
+                )
+                scales.append(scales_O1)
+                zeros.append(zeros_O1)
+            column_O1 = left_OI[:, i : i + 1]
+            number_O1 = scheme.round(column_O1, scales_O1, zeros_O1)
+            rounded_O1 = (number_O1 if zeros_O1 is None else number_O1 - zeros_O1) * scales_O1
+            numbers_OI[:, i : i + 1] = number_O1
+            errors_OB[:, i - start : i - start + 1] = error_O1 = (column_O1 - rounded_O1) / factor_II[i, i]
+            left_OI[:, i + 1 : end].addmm_(error_O1, factor_II[i : i + 1, i + 1 : end], alpha=-1)
+        left_OI[:, end:].addmm_(errors_OB, factor_II[start:end, end:], alpha=-1)
+    return Coded(numbers_OI, torch.cat(scales, 1), None if zeros[0] is None else torch.cat(zeros, 1), group)
 
 
 def _factor(gram_II: Tensor) -> Tensor:

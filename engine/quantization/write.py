@@ -1,124 +1,174 @@
-"""Writer of 8-bit checkpoints: quantizes the matrices of the layers and copies everything else."""
+"""Writer of quantized checkpoints: quantizes the matrices of the layers and copies everything else."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn.functional import pad
 
+from core.model import config as model_config
 from core.model.gguf_table import TABLE
 from core.types.errors import SpecError
-from engine.kernels.quant.row_quantization import MOST
-from engine.quantization.rounding import round_with_compensation
+from engine.quantization.channel_scales import ChannelScales, SchemeFor, find_folds, find_scales
+from engine.quantization.formats import FORMATS, Format
+from engine.quantization.rounding import round_matrix
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
 
-# O outputs, I inputs
-
-_BLOCK = 128
 _FILE_BYTES = 4 << 30
-_FP8_MOST = MOST[torch.float8_e4m3fn]
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Matrices of attention, MLPs and experts.
-_MATRICES = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
-
-# By suffix of the tensor name.
-_Parts = dict[str, Tensor]
-
-
-def fp8_parts(weight_OI: Tensor, gram_II: Tensor | None = None) -> _Parts:
-    """Quantize to e4m3 with one fp32 scale per block of 128 x 128; blocks at the edges may be smaller.
-
-    gram: Gram matrix of the inputs, see round_with_compensation; None rounds each number to nearest.
-    """
-    num_outputs, num_inputs = weight_OI.shape
-    wide = pad(weight_OI.float(), (0, -num_inputs % _BLOCK, 0, -num_outputs % _BLOCK))
-    blocks = torch.unflatten(torch.unflatten(wide, 0, (-1, _BLOCK)), 2, (-1, _BLOCK))
-    scales = (blocks.abs().amax(dim=(1, 3)) / _FP8_MOST).clamp_min(2.0**-120)
-    scales_OI = scales.repeat_interleave(_BLOCK, 0)[:num_outputs].repeat_interleave(_BLOCK, 1)[:, :num_inputs]
-    if gram_II is not None:
-        weight_OI = round_with_compensation(weight_OI, gram_II, lambda x_O, i: _to_fp8(x_O, scales_OI[:, i]))
-    codes = (weight_OI.float() / scales_OI).clamp(-_FP8_MOST, _FP8_MOST)
-    return {"weight": codes.to(torch.float8_e4m3fn), "weight_scale_inv": scales}
-
-
-def _to_fp8(x: Tensor, scales: Tensor) -> Tensor:
-    return (x / scales).clamp(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn).float() * scales
-
-
-def int8_parts(weight_OI: Tensor, gram_II: Tensor | None = None) -> _Parts:
-    """Quantize to int8 with one fp32 scale per output, symmetric. gram: as for fp8_parts."""
-    wide = weight_OI.float()
-    scales_O1 = (wide.abs().amax(dim=1, keepdim=True) / 127).clamp_min(2.0**-120)
-    if gram_II is not None:
-        scales_O = scales_O1.squeeze(1)
-        wide = round_with_compensation(
-            wide, gram_II, lambda x_O, i: (x_O / scales_O).round().clamp(-127, 127) * scales_O
-        )
-    return {"weight": (wide / scales_O1).round().to(torch.int8), "weight_scale": scales_O1}
-
-
-_INT8_SCHEME = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel", "dynamic": False}
-_Quantize = Callable[[Tensor, Tensor | None], _Parts]
-_FORMATS: dict[str, tuple[_Quantize, dict[str, Any]]] = {
-    "fp8": (
-        fp8_parts,
-        {
-            "quant_method": "fp8",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [_BLOCK, _BLOCK],
-            "modules_to_not_convert": ["lm_head"],
-        },
-    ),
-    "int8": (
-        int8_parts,
-        {
-            "quant_method": "compressed-tensors",
-            "format": "int-quantized",
-            "quantization_status": "compressed",
-            "ignore": ["lm_head"],
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": _INT8_SCHEME}},
-        },
-    ),
-}
+_MATRICES = ("_proj", ".w1", ".w2", ".w3", ".kv_a_proj_with_mqa")
+# Matrices that engines fuse, and that therefore share a global scale.
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
+_GROUPS = (128, 64, 32, 16)
 
 
 def quantize_checkpoint(
-    model_dir: Path, into: Path, kind: str, *, grams: Mapping[str, Tensor] = MappingProxyType({})
+    model_dir: Path,
+    into: Path,
+    kind: str,
+    *,
+    group: int | None = None,
+    calibrate: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> None:
-    """Write a checkpoint of `kind` ("fp8" or "int8") in a public format, with tokenizer and configs.
+    """Write a checkpoint in a public format, one of FORMATS, with tokenizer and configs.
 
-    into: a new directory. grams: Gram matrices of inputs (calibration.inputs_of); matrices not in it are rounded to
-    nearest. Holds one file's tensors in memory (up to 4 GiB). Raises SpecError.
+    into: a new directory; it appears when it is complete. group: inputs per scale, for formats that let it be chosen;
+    0: whole rows. calibrate: returns the Gram matrices of inputs (calibration.inputs_of) once all checks have passed;
+    matrices not in it are rounded to nearest. Holds one file's tensors in memory (up to 4 GiB). Raises SpecError.
     """
-    if kind not in _FORMATS:
-        raise SpecError(f"unknown quantization format {kind!r}; choose one of {', '.join(_FORMATS)}")
-    config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    if config.get("quantization_config"):
+    if (form := FORMATS.get(kind)) is None:
+        raise SpecError(f"unknown quantization format {kind!r}; choose one of {', '.join(FORMATS)}")
+    if group is not None and not form.has_group_option:
+        raise SpecError(f"{kind} has a fixed group size; leave --group out, or choose int4")
+    if model_config.quantization_config(model_dir):
         raise SpecError(f"{model_dir} is already quantized; use the unquantized checkpoint")
+    raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
+    dtype = _DTYPES.get(raw.get("dtype") or raw.get("torch_dtype") or "float32", torch.float32)
+    source = _Source(open_checkpoint(model_dir), form, form.group if group is None else group, dtype)
+    source.check_matrices(kind)
+    if into.exists():
+        raise SpecError(f"{into} already exists")
+    _check_space(into, source.num_bytes)
+    unfinished = into.with_name(f"{into.name}.unfinished")
+    if unfinished.exists():
+        raise SpecError(f"{unfinished} exists, from a run that was interrupted or still runs; delete it")
+    source.grams = calibrate()
+    if source.grams and form.scales_channels:
+        folds = find_folds(source.stems, model_config.load(model_dir))
+        source.scales = find_scales(folds, source.checkpoint.read, source.scheme_for, source.grams)
     try:
-        into.mkdir(parents=True)
-    except FileExistsError:
-        raise SpecError(f"{into} already exists") from None
-    quantize, description = _FORMATS[kind]
+        unfinished.mkdir(parents=True)
+        _write(model_dir, unfinished, source)
+        config = raw | {"quantization_config": form.config(source.group, source.exact)}
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        unfinished.rename(into)
+    except (OSError, SafetensorError) as error:
+        raise SpecError(f"{into}: cannot be written: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@dataclass
+class _Source:
+    """Unquantized checkpoint with the settings for its matrices. dtype: the model's."""
+
+    checkpoint: Checkpoint
+    format: Format
+    # Inputs per scale; 0: whole rows.
+    group: int
+    dtype: torch.dtype
+    grams: Mapping[str, Tensor] = field(default_factory=dict)
+    scales: ChannelScales = field(default_factory=ChannelScales)
+
+    @cached_property
+    def stems(self) -> list[str]:
+        return [name.removesuffix(".weight") for name in self.checkpoint.shapes if name.endswith(".weight")]
+
+    @cached_property
+    def matrices(self) -> frozenset[str]:
+        """Names of the matrices to quantize, without `.weight`."""
+        return frozenset(stem for stem in self.stems if ".layers." in stem and stem.endswith(_MATRICES))
+
+    @property
+    def exact(self) -> Sequence[str]:
+        """Modules with a matrix that is not quantized: the head, routers."""
+        others = [stem for stem in self.stems if stem not in self.matrices and not stem.endswith("embed_tokens")]
+        return sorted({"lm_head", *(stem for stem in others if len(self.checkpoint.shapes[f"{stem}.weight"]) == 2)})
+
+    @property
+    def scheme_for(self) -> SchemeFor:
+        return partial(self.format.scheme, group=self.group, dtype=self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the written tensors, at most: matrices in codes and fp32 scales."""
+        total = 0
+        for name, shape in self.checkpoint.shapes.items():
+            numbers = math.prod(shape)
+            if name.removesuffix(".weight") in self.matrices:
+                scales = shape[0] * -(-shape[1] // (self.group or shape[1]))
+                total += numbers * self.format.bits // 8 + scales * 4
+            else:
+                total += numbers * self.dtype.itemsize
+        return total
+
+    def check_matrices(self, kind: str) -> None:
+        """Reject stacked experts, and groups that do not divide the inputs of every matrix."""
+        for name, shape in self.checkpoint.shapes.items():
+            if ".experts." in name and len(shape) > 2:
+                raise SpecError(f"{name} stacks the experts in one tensor; save them as one matrix per expert")
+        if not self.group or self.format.rows > 1:
+            return
+        widths = {self.checkpoint.shapes[f"{stem}.weight"][1]: stem for stem in sorted(self.matrices)}
+        for width, stem in widths.items():
+            if width % self.group:
+                fits = [size for size in _GROUPS if not any(other % size for other in widths)]
+                instead = f"--group {fits[0]}" if fits and self.format.has_group_option else "--to fp8 or int8"
+                raise SpecError(
+                    f"{stem} has {width} inputs, which {kind}'s groups of {self.group} do not divide; use {instead}"
+                )
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Return what is written for a tensor: itself, or the parts of a matrix; with channel scales."""
+        stored = self.checkpoint.read(name)
+        tensor = self.scales.apply(name, stored)
+        stem, _, last = name.rpartition(".")
+        if last != "weight" or stem not in self.matrices:
+            is_gguf = self.checkpoint.quantized(name) is not None
+            return {name: tensor.to(self.dtype if is_gguf else stored.dtype)}
+        if not bool(tensor.isfinite().all()):
+            raise SpecError(f"{name} has a value that is not a finite number; download the file again")
+        scheme = self.scheme_for(self._most(stem, tensor))
+        gram_II = self.grams.get(stem)
+        coded = round_matrix(tensor, scheme, None if gram_II is None else self.scales.gram(stem, gram_II))
+        return {f"{stem}.{suffix}": part for suffix, part in self.format.parts(coded, scheme).items()}
+
+    def _most(self, stem: str, weight_OI: Tensor) -> Tensor:
+        """Return the largest magnitude of a matrix and of those that engines fuse with it."""
+        owner, _, last = stem.rpartition(".")
+        fused = next((names for names in _FUSED if last in names), ()) if self.format.has_global_scale else ()
+        others = [other for part in fused if part != last and (other := f"{owner}.{part}") in self.matrices]
+        names = [f"{other}.weight" for other in others]
+        scaled = [self.scales.apply(name, self.checkpoint.read(name)) for name in names]
+        return torch.stack([weight.abs().max().float() for weight in (weight_OI, *scaled)]).max()
+
+
+def _write(model_dir: Path, into: Path, source: _Source) -> None:
     for file in model_dir.glob("*"):
         if file.is_file() and file.suffix not in (".safetensors", ".gguf") and ".index." not in file.name:
             if file.name not in (TABLE, "config.json"):
                 shutil.copy(file, into)
-    _write_tensors(open_checkpoint(model_dir), into, quantize, grams)
-    (into / "config.json").write_text(
-        json.dumps(config | {"quantization_config": description}, indent=2), encoding="utf-8"
-    )
-
-
-def _write_tensors(checkpoint: Checkpoint, into: Path, quantize: _Quantize, grams: Mapping[str, Tensor]) -> None:
     batch: dict[str, Tensor] = {}
     file_of: dict[str, str] = {}
 
@@ -128,16 +178,20 @@ def _write_tensors(checkpoint: Checkpoint, into: Path, quantize: _Quantize, gram
         file_of.update(dict.fromkeys(batch, name))
         batch.clear()
 
-    for name in checkpoint.shapes:
-        tensor = checkpoint.read(name)
-        if ".layers." in name and name.endswith(_MATRICES):
-            stem = name.removesuffix("weight")
-            parts = quantize(tensor, grams.get(stem.removesuffix(".")))
-            batch |= {stem + suffix: part.contiguous() for suffix, part in parts.items()}
-        else:
-            batch[name] = tensor.contiguous()
+    for name in source.checkpoint.shapes:
+        batch |= {written: tensor.contiguous() for written, tensor in source.tensors(name).items()}
         if sum(part.nbytes for part in batch.values()) > _FILE_BYTES:
             flush()
     flush()
     index = {"metadata": {}, "weight_map": file_of}
     (into / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+
+
+def _check_space(into: Path, num_bytes: int) -> None:
+    parent = next(parent for parent in into.absolute().parents if parent.exists())
+    free = shutil.disk_usage(parent).free
+    if num_bytes > free:
+        raise SpecError(
+            f"{into} needs {num_bytes / 2**20:,.0f} MiB, and {parent} has {free / 2**20:,.0f} MiB free; "
+            "free some, or write to another disk"
+        )

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import shutil
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
+from core.model import config as model_config
 from engine.quantization.calibration import inputs_of
-from engine.quantization.rounding import round_with_compensation
-from engine.quantization.write import fp8_parts, int8_parts, quantize_checkpoint
+from engine.quantization.channel_scales import find_folds, find_scales
+from engine.quantization.formats import FORMATS
+from engine.quantization.rounding import round_matrix
+from engine.quantization.write import quantize_checkpoint
+from engine.weights.open_checkpoint import open_checkpoint
 from tests.engine.steps import prompts, step
-from tests.engine.tiny_models import MakeModel, MakeRunner, reference_logits
+from tests.engine.tiny_models import (
+    CONFIGS,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    MakeModel,
+    MakeRunner,
+    random_model,
+    reference_logits,
+    tiny_config,
+)
 
 
 def correlated(num_tokens: int, num_inputs: int) -> torch.Tensor:
@@ -19,24 +38,49 @@ def correlated(num_tokens: int, num_inputs: int) -> torch.Tensor:
     return few + 0.1 * torch.randn(num_tokens, num_inputs, generator=generator)
 
 
-@pytest.mark.parametrize(("parts", "scale"), [(fp8_parts, "weight_scale_inv"), (int8_parts, "weight_scale")])
-def test_compensation_reduces_product_error(parts, scale: str) -> None:
-    weight, x = torch.randn(96, 200, generator=torch.Generator().manual_seed(1)), correlated(500, 200)
+@pytest.mark.parametrize("kind", FORMATS)
+def test_compensation_reduces_product_error(kind: str) -> None:
+    weight, x = torch.randn(96, 256, generator=torch.Generator().manual_seed(1)), correlated(500, 256)
+    scheme = FORMATS[kind].scheme(weight.abs().max(), group=FORMATS[kind].group, dtype=torch.float32)
 
     def error(gram: torch.Tensor | None) -> float:
-        made = parts(weight, gram)
-        scales = made[scale]
-        if scale == "weight_scale_inv":
-            scales = scales.repeat_interleave(128, 0)[:96].repeat_interleave(128, 1)[:, :200]
-        return float(((made["weight"].float() * scales - weight) @ x.T).square().mean())
+        return float(((round_matrix(weight, scheme, gram).weight() - weight) @ x.T).square().mean())
 
     assert error(x.T @ x) < 0.5 * error(None)
 
 
-def test_uncorrelated_inputs_round_to_nearest() -> None:
-    weight = torch.randn(5, 300, generator=torch.Generator().manual_seed(1))
-    for gram in (torch.eye(300), torch.zeros(300, 300)):
-        assert torch.equal(round_with_compensation(weight, gram, lambda x, i: x.round()), weight.round())
+@pytest.mark.parametrize("kind", FORMATS)
+def test_uncorrelated_inputs_round_to_nearest(kind: str) -> None:
+    weight = torch.randn(5, 288, generator=torch.Generator().manual_seed(1))
+    scheme = FORMATS[kind].scheme(weight.abs().max(), group=min(FORMATS[kind].group, 96), dtype=torch.float32)
+    plain = round_matrix(weight, scheme).weight()
+    assert torch.equal(round_matrix(weight, scheme, torch.eye(288)).weight(), plain)
+    assert round_matrix(weight, scheme, torch.zeros(288, 288)).weight().isfinite().all()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_channel_scales_change_no_result(family: str, tmp_path: Path) -> None:
+    """Guards the fold table against families whose norms or matrices have another form."""
+    few = {"num_experts": 4}
+    changes = {"deepseek_v2": DEEPSEEK_V2, "deepseek_v3": DEEPSEEK_V3, "qwen2_moe": few, "qwen3_moe": few}.get(
+        family, {}
+    )
+    model = random_model(tiny_config(family, **changes))
+    model.save_pretrained(tmp_path)
+    seen = prompts(20, 30)
+    checkpoint = open_checkpoint(tmp_path)
+    stems = [name.removesuffix(".weight") for name in checkpoint.shapes if name.endswith(".weight")]
+    folds = find_folds(stems, model_config.load(tmp_path))
+    scheme_for = partial(FORMATS["int4"].scheme, group=0, dtype=torch.float32)
+    scales = find_scales(folds, checkpoint.read, scheme_for, inputs_of(tmp_path, seen))
+    assert len(scales.rows) >= 2 * model.config.num_hidden_layers
+    assert sum(not bool((factors == 1).all()) for factors in scales.rows.values()) > len(scales.rows) / 2
+    (tmp_path / "scaled").mkdir()
+    scaled = {name: scales.apply(name, checkpoint.read(name)).contiguous() for name in checkpoint.shapes}
+    save_file(scaled, tmp_path / "scaled" / "model.safetensors", metadata={"format": "pt"})
+    shutil.copy(tmp_path / "config.json", tmp_path / "scaled")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "scaled", dtype=torch.float32).eval()
+    torch.testing.assert_close(reference_logits(again, seen[0]), reference_logits(model, seen[0]), atol=1e-3, rtol=1e-3)
 
 
 def test_grams_equal_recorded_inputs(tiny_model: MakeModel) -> None:
@@ -58,9 +102,9 @@ def test_calibrated_checkpoint_is_more_accurate(
     directory, model = tiny_model("llama", hidden_size=64, intermediate_size=128)
     seen, (token_ids,) = prompts(*[90] * 20)[1:], prompts(90)
     exact, errors = reference_logits(model, token_ids)[-1], []
-    for grams in ({}, inputs_of(directory, seen)):
+    for calibrate in (dict, lambda: inputs_of(directory, seen)):
         into = tmp_path_factory.mktemp("written") / "fp8"
-        quantize_checkpoint(directory, into, "fp8", grams=grams)
+        quantize_checkpoint(directory, into, "fp8", calibrate=calibrate)
         logits = step(make_runner(into), [token_ids], [(0, 0, 90)])
         errors.append(float((logits[0] - exact).square().mean()))
     assert errors[1] < errors[0]

@@ -1,0 +1,339 @@
+"""Formats of quantized checkpoints. Each is a row of FORMATS: its scales, its numbers, its tensors and its config.
+
+    fp8           weight e4m3, weight_scale_inv fp32 per block of 128 x 128
+    fp8_dynamic   weight e4m3, weight_scale fp32 per output
+    int8          weight int8, weight_scale fp32 per output
+    int4          weight_packed int32 (O, I / 8), weight_scale in the model's dtype per group, weight_shape
+    int4_asym     int4 with weight_zero_point int32 (O / 8, G)
+    nvfp4         weight_packed uint8 (O, I / 2), weight_scale e4m3 per 16 inputs, weight_global_scale (1) that divides
+    mxfp4         weight_packed uint8 (O, I / 2), weight_scale uint8 per 32 inputs: b for 2^(b - 127)
+
+Codes lie in order from the low end of a word or byte. All but fp8 are schemes of compressed-tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from engine.kernels.quant.row_quantization import MOST
+from engine.weights.quantized_weight import E2M1_LEVELS
+
+# O outputs, I inputs, G groups of inputs, S inputs of a group
+
+_FP8_MOST = MOST[torch.float8_e4m3fn]
+_FP8_BLOCK = 128
+_E8M0_BIAS = 127
+# Smallest scale of an all-zero group in fp32, bf16 and E8M0.
+_LEAST_SCALE = 2.0**-120
+_LEAST_E4M3 = 2.0**-9
+_E2M1_MAGNITUDES = torch.tensor(E2M1_LEVELS[:8])
+_E2M1_BORDERS = (_E2M1_MAGNITUDES[1:] + _E2M1_MAGNITUDES[:-1]) / 2
+# Shares of a group's largest magnitude that scales are tried for.
+_CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
+
+# Tensors by suffix of the name.
+Parts = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Coded:
+    """Rounded matrix, fp32: weight = (number - zero) * scale. Scales are those stored, over the global scale if any."""
+
+    numbers_OI: Tensor
+    scales_OG: Tensor
+    zeros_OG: Tensor | None
+    # Inputs of a group; the last one may have fewer.
+    group: int
+
+    def weight(self) -> Tensor:
+        """Return the weights that readers of the checkpoint get, (O, I)."""
+        zeros_OI = 0.0 if self.zeros_OG is None else self._per_input(self.zeros_OG)
+        return (self.numbers_OI - zeros_OI) * self._per_input(self.scales_OG)
+
+    def _per_input(self, values_OG: Tensor) -> Tensor:
+        return values_OG.repeat_interleave(self.group, 1)[:, : self.numbers_OI.shape[1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheme:
+    """Scales and codes of one matrix in a format. dtype: the model's."""
+
+    format: Format
+    # Inputs per scale.
+    group: int
+    dtype: torch.dtype
+    # Divides the stored scales; None if the format has none.
+    global_scale: Tensor | None = None
+
+    def choose(self, weight_GOS: Tensor, importance_S: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the scale and zero per group and output (G, O, 1) with the least error, weighted by input."""
+        clips = self.format.clips
+        scales_GO1, zeros_GO1 = self._for(weight_GOS, clips[0])
+        if len(clips) == 1:
+            return scales_GO1, zeros_GO1
+        least_GO1 = self._error(weight_GOS, scales_GO1, zeros_GO1, importance_S)
+        for clip in clips[1:]:
+            others_GO1, other_zeros_GO1 = self._for(weight_GOS, clip)
+            error_GO1 = self._error(weight_GOS, others_GO1, other_zeros_GO1, importance_S)
+            is_less_GO1 = error_GO1 < least_GO1
+            least_GO1 = least_GO1.minimum(error_GO1)
+            scales_GO1 = others_GO1.where(is_less_GO1, scales_GO1)
+            if zeros_GO1 is not None and other_zeros_GO1 is not None:
+                zeros_GO1 = other_zeros_GO1.where(is_less_GO1, zeros_GO1)
+        return scales_GO1, zeros_GO1
+
+    def round(self, weight: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """Return the nearest numbers of the format's codes."""
+        scaled = weight / scales
+        return self.format.nearest(scaled if zeros is None else scaled + zeros)
+
+    def _error(self, weight: Tensor, scales: Tensor, zeros: Tensor | None, importance_S: Tensor) -> Tensor:
+        numbers = self.round(weight, scales, zeros)
+        rounded = (numbers if zeros is None else numbers - zeros) * scales
+        return (rounded - weight).square_() @ importance_S.unsqueeze(1)
+
+    def _for(self, weight_GOS: Tensor, clip: float) -> tuple[Tensor, Tensor | None]:
+        """Return scales and zeros for a share of the largest magnitudes."""
+        form = self.format
+        if form.is_symmetric:
+            most_GO1 = weight_GOS.abs().amax(-1, keepdim=True)
+            if form.rows > 1:
+                num_outputs = most_GO1.shape[1]
+                tiles = torch.unflatten(pad(most_GO1, (0, 0, 0, -num_outputs % form.rows)), 1, (-1, form.rows))
+                most_GO1 = tiles.amax(2).repeat_interleave(form.rows, 1)[:, :num_outputs]
+            return form.store(most_GO1 * (clip / form.most), self), None
+        low_GO1 = weight_GOS.amin(-1, keepdim=True).clamp(max=0) * clip
+        high_GO1 = weight_GOS.amax(-1, keepdim=True).clamp(min=0) * clip
+        scales_GO1 = form.store((high_GO1 - low_GO1) / form.most, self)
+        return scales_GO1, (-low_GO1 / scales_GO1).round().clamp(0, form.most)
+
+
+def _as_fp32(scales: Tensor, scheme: Scheme) -> Tensor:
+    return scales.clamp_min(_LEAST_SCALE)
+
+
+def _as_model(scales: Tensor, scheme: Scheme) -> Tensor:
+    stored = scales.to(scheme.dtype).float()
+    return stored.where(stored > 0, torch.finfo(scheme.dtype).tiny)
+
+
+def _as_e4m3(scales: Tensor, scheme: Scheme) -> Tensor:
+    assert scheme.global_scale is not None
+    # Compensation may raise weights above the global maximum, and e4m3 has no infinity.
+    stored = (scales * scheme.global_scale).clamp(_LEAST_E4M3, _FP8_MOST).to(torch.float8_e4m3fn)
+    return stored.float() / scheme.global_scale
+
+
+def _as_e8m0(scales: Tensor, scheme: Scheme) -> Tensor:
+    return scales.clamp_min(_LEAST_SCALE).log2().ceil().exp2()
+
+
+def _nearest_int(least: int, most: int) -> Callable[[Tensor], Tensor]:
+    return lambda scaled: scaled.round().clamp(least, most)
+
+
+def _nearest_e4m3(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-_FP8_MOST, _FP8_MOST).to(torch.float8_e4m3fn).float()
+
+
+def _nearest_e2m1(scaled: Tensor) -> Tensor:
+    return _E2M1_MAGNITUDES[torch.bucketize(scaled.abs(), _E2M1_BORDERS)].copysign(scaled)
+
+
+def _fp8_parts(coded: Coded, scheme: Scheme) -> Parts:
+    return {
+        "weight": coded.numbers_OI.to(torch.float8_e4m3fn),
+        "weight_scale_inv": coded.scales_OG[:: scheme.format.rows],
+    }
+
+
+def _fp8_dynamic_parts(coded: Coded, scheme: Scheme) -> Parts:
+    return {"weight": coded.numbers_OI.to(torch.float8_e4m3fn), "weight_scale": coded.scales_OG}
+
+
+def _int8_parts(coded: Coded, scheme: Scheme) -> Parts:
+    return {"weight": coded.numbers_OI.to(torch.int8), "weight_scale": coded.scales_OG}
+
+
+def _int4_parts(coded: Coded, scheme: Scheme) -> Parts:
+    parts = {
+        "weight_packed": _words(coded.numbers_OI + (8 if coded.zeros_OG is None else 0)),
+        "weight_scale": coded.scales_OG.to(scheme.dtype),
+        "weight_shape": torch.tensor(coded.numbers_OI.shape),
+    }
+    if coded.zeros_OG is not None:
+        parts["weight_zero_point"] = _words(coded.zeros_OG.T).T
+    return parts
+
+
+def _nvfp4_parts(coded: Coded, scheme: Scheme) -> Parts:
+    assert scheme.global_scale is not None
+    scales_OG = (coded.scales_OG * scheme.global_scale).to(torch.float8_e4m3fn)
+    packed = _bytes(_e2m1_codes(coded.numbers_OI))
+    return {"weight_packed": packed, "weight_scale": scales_OG, "weight_global_scale": scheme.global_scale}
+
+
+def _mxfp4_parts(coded: Coded, scheme: Scheme) -> Parts:
+    exponents_OG = coded.scales_OG.log2().round() + _E8M0_BIAS
+    return {"weight_packed": _bytes(_e2m1_codes(coded.numbers_OI)), "weight_scale": exponents_OG.to(torch.uint8)}
+
+
+def _e2m1_codes(numbers: Tensor) -> Tensor:
+    return torch.bucketize(numbers.abs(), _E2M1_BORDERS) + 8 * numbers.signbit()
+
+
+def _bytes(codes: Tensor) -> Tensor:
+    """Pack 4-bit codes (N, M) as (N, M / 2) uint8, the even one in the low half."""
+    even = pad(codes, (0, codes.shape[1] % 2)).to(torch.uint8)
+    return even[:, ::2] | even[:, 1::2] << 4
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Pack 4-bit codes (N, M) as (N, M / 8) int32, from the low end."""
+    packed = _bytes(pad(codes, (0, -codes.shape[1] % 8)))
+    return packed.flatten().view(torch.int32).view(len(codes), -1)
+
+
+# Settings of the weights, group size and ignored modules to `quantization_config`.
+_Config = Callable[[int, Sequence[str]], dict[str, Any]]
+
+
+def _fp8_config(group: int, ignore: Sequence[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [_FP8_BLOCK, _FP8_BLOCK],
+        "modules_to_not_convert": list(ignore),
+    }
+
+
+def _scheme_config(layout: str, *, rounds_inputs: bool = False, **weights: Any) -> _Config:
+    """Return the settings that compressed-tensors reads. rounds_inputs: engines may round activations per token."""
+
+    def config(group: int, ignore: Sequence[str]) -> dict[str, Any]:
+        settings = {"symmetric": True, "dynamic": False, "strategy": "group" if group else "channel"}
+        settings |= {"group_size": group or None} | weights
+        inputs = {**weights, "symmetric": True, "dynamic": True, "strategy": "token"} if rounds_inputs else None
+        scheme = {"targets": ["Linear"], "format": layout, "weights": settings, "input_activations": inputs}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": layout,
+            "quantization_status": "compressed",
+            "ignore": list(ignore),
+            "config_groups": {"group_0": scheme},
+        }
+
+    return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One format of checkpoints."""
+
+    bits: int
+    # Largest number of the codes.
+    most: float
+    nearest: Callable[[Tensor], Tensor]
+    store: Callable[[Tensor, Scheme], Tensor]
+    parts: Callable[[Coded, Scheme], Parts]
+    config: _Config
+    # Inputs and outputs per scale. group 0: whole rows.
+    group: int = 0
+    rows: int = 1
+    has_group_option: bool = False
+    is_symmetric: bool = True
+    clips: tuple[float, ...] = (1.0,)
+    # True: matrices that engines fuse share one global scale.
+    has_global_scale: bool = False
+    # True: calibration also scales channels (channel_scales.py).
+    scales_channels: bool = True
+
+    def scheme(self, most: Tensor, *, group: int, dtype: torch.dtype) -> Scheme:
+        """Return the scheme of matrices with magnitudes up to `most`, which share its global scale if there is one."""
+        # The largest group then has the largest e4m3 scale.
+        divisor = _FP8_MOST * self.most / most.float().clamp_min(_LEAST_SCALE)
+        return Scheme(
+            format=self, group=group, dtype=dtype, global_scale=divisor.view(1) if self.has_global_scale else None
+        )
+
+
+_INT4 = Format(
+    bits=4,
+    most=7,
+    nearest=_nearest_int(-8, 7),
+    store=_as_model,
+    parts=_int4_parts,
+    config=_scheme_config("pack-quantized", num_bits=4, type="int"),
+    group=128,
+    has_group_option=True,
+    clips=_CLIPS,
+)
+
+FORMATS = {
+    "fp8": Format(
+        bits=8,
+        most=_FP8_MOST,
+        nearest=_nearest_e4m3,
+        store=_as_fp32,
+        parts=_fp8_parts,
+        config=_fp8_config,
+        group=_FP8_BLOCK,
+        rows=_FP8_BLOCK,
+        scales_channels=False,
+    ),
+    "fp8_dynamic": Format(
+        bits=8,
+        most=_FP8_MOST,
+        nearest=_nearest_e4m3,
+        store=_as_fp32,
+        parts=_fp8_dynamic_parts,
+        config=_scheme_config("float-quantized", num_bits=8, type="float", rounds_inputs=True),
+        scales_channels=False,
+    ),
+    "int8": Format(
+        bits=8,
+        most=127,
+        nearest=_nearest_int(-127, 127),
+        store=_as_fp32,
+        parts=_int8_parts,
+        config=_scheme_config("int-quantized", num_bits=8, type="int", rounds_inputs=True),
+        scales_channels=False,
+    ),
+    "int4": _INT4,
+    "int4_asym": replace(
+        _INT4,
+        most=15,
+        nearest=_nearest_int(0, 15),
+        is_symmetric=False,
+        config=_scheme_config("pack-quantized", num_bits=4, type="int", symmetric=False),
+    ),
+    "nvfp4": Format(
+        bits=4,
+        most=6,
+        nearest=_nearest_e2m1,
+        store=_as_e4m3,
+        parts=_nvfp4_parts,
+        config=_scheme_config(
+            "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", scale_dtype="torch.float8_e4m3fn"
+        ),
+        group=16,
+        clips=_CLIPS,
+        has_global_scale=True,
+    ),
+    "mxfp4": Format(
+        bits=4,
+        most=6,
+        nearest=_nearest_e2m1,
+        store=_as_e8m0,
+        parts=_mxfp4_parts,
+        config=_scheme_config("mxfp4-pack-quantized", num_bits=4, type="float", scale_dtype="torch.uint8"),
+        group=32,
+        clips=(1.0, 0.5),
+    ),
+}
