@@ -1,7 +1,7 @@
 """Registration of all commands, and conversion of errors to one line on stderr and an exit code.
 
-0: done. 1: failed, or not ready. 2: user error, such as a bad spec, flag or request. 3: nothing is deployed (`status`).
-130: interrupted.
+0: done. 1: failed, degraded or not ready. 2: user error, such as a bad spec, flag or request. 3: nothing is deployed
+(`status`). 130: interrupted.
 
 Commands import what they need when they run, so that `cluster generate` does not import Ray and `--help` stays fast.
 """

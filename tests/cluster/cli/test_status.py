@@ -16,17 +16,28 @@ from cluster.launch.status import DeploymentReport, missing_at_routers
 from core.types.errors import DeployError, NotDeployed
 
 
-@pytest.mark.parametrize("tls", ["auto", "files", "off"])
-def test_unencrypted_deployment_is_reported(tls: str) -> None:
-    report: DeploymentReport = {
+def _report(*, ready: bool = True, serving: bool = True, tls: str = "auto") -> DeploymentReport:
+    return {
         "name": "a",
-        "ready": True,
+        "ready": ready,
+        "serving": serving,
         "missing": [],
         "endpoints": {"grpc": "127.0.0.1:50051", "http": "http://127.0.0.1:8000", "admin": []},
         "tls": tls,
         "pools": {},
     }
-    assert ("security.tls is off" in as_text(report)) is (tls == "off")
+
+
+@pytest.mark.parametrize("tls", ["auto", "files", "off"])
+def test_unencrypted_deployment_is_reported(tls: str) -> None:
+    assert ("security.tls is off" in as_text(_report(tls=tls))) is (tls == "off")
+
+
+@pytest.mark.parametrize(
+    ("ready", "serving", "text"), [(True, True, "ready"), (False, True, "degraded"), (False, False, "not ready")]
+)
+def test_a_deployment_that_answers_without_all_replicas_is_degraded(ready: bool, serving: bool, text: str) -> None:
+    assert as_text(_report(ready=ready, serving=serving)).startswith(f"a is {text}: ")
 
 
 def test_router_that_sees_too_few_replicas_is_named_with_the_reason() -> None:

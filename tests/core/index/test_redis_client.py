@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisUnreachable
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from core.index import redis_client
 from core.index.key_channel import KeyPublisher
@@ -26,6 +28,7 @@ from core.types.api_key import KeyRegistry
 from core.types.tier import Tier
 from tests.support.members import make_member
 from tests.support.redis_at import Relay, redis_at
+from tests.support.waiting import WITHIN_S
 
 _KEY = bytes(32)
 
@@ -94,6 +97,20 @@ async def test_a_refusal_drops_the_connection(two_servers: tuple[str, str], refu
         await client.aclose()
     with BlockingRedis.from_url(new) as server:
         assert server.get("key") == b"value"
+
+
+@pytest.mark.parametrize("is_accepted", [True, False], ids=["no answer", "no connection"])
+async def test_a_silent_server_ends_a_call_within_its_limit(is_accepted: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent:
+        address = silent.getsockname()
+        # The kernel completes as many connections as the backlog holds, and drops the next ones.
+        others = [] if is_accepted else [socket.create_connection(address, 1) for _ in range(1)]
+        client = connect_redis("redis://{}:{}".format(*address), within_s=0.1)
+        with pytest.raises(RedisTimeout):
+            await asyncio.wait_for(client.get("key"), WITHIN_S)
+        await client.aclose()
+        for other in others:
+            other.close()
 
 
 async def test_a_name_that_moves_is_followed_though_the_old_server_answers(
