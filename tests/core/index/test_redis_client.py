@@ -126,6 +126,19 @@ async def test_a_name_that_moves_is_followed_though_the_old_server_answers(
         await client.aclose()
 
 
+async def test_a_connection_is_made_again_once_per_age(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(redis_client, "time", clock)
+    client = connect_redis(redis_url)
+    ids = [await client.client_id()]
+    for seconds in (0.0, 11.0, 0.0, 9.0, 2.0):
+        clock.now += seconds
+        ids.append(await client.client_id())
+    await client.aclose()
+    first, second, third = dict.fromkeys(ids)
+    assert ids == [first, first, second, second, second, third]
+
+
 async def _renew(redis: Redis) -> None:
     await Membership(redis, name="c", key=_KEY).renew(make_member())
 
