@@ -188,10 +188,13 @@ async def test_a_key_of_another_type_is_replaced(
     await redis.flushall()
     await redis.zadd(key, {"foreign": 1})
     await redis.set("c:other", "kept")
+    if key != "c:members":
+        await redis.sadd("c:members", "decode-1")  # type: ignore[misc]
     with pytest.raises(ResponseError, match="WRONGTYPE"):
         await write(redis)
     await write(redis)
     assert await redis.type(key) != b"zset" and await redis.get("c:other") == b"kept"
+    assert key == "c:members" or await redis.sismember("c:members", "decode-1")  # type: ignore[misc]
     await redis.aclose()
 
 
