@@ -35,7 +35,7 @@ _KEY = bytes(32)
 
 async def test_concurrent_calls_wait_for_a_free_connection(redis_url: str) -> None:
     """An error instead would look like an outage, and suspend the limits of API keys."""
-    client = connect_redis(redis_url)
+    client = connect_redis(redis_url, within_s=WITHIN_S)
     try:
         assert await asyncio.gather(*(client.echo(f"{number}") for number in range(300))) == [
             f"{number}".encode() for number in range(300)
