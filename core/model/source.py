@@ -256,8 +256,8 @@ def _made_once(place: Path, fill: Callable[[Path], None]) -> Path:
     """Return `place`, filled by the first caller. It exists completely or not at all."""
     if place.exists():
         return place
-    place.parent.mkdir(parents=True, exist_ok=True)
     try:
+        place.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(place.with_name(place.name + ".lock"), timeout=_LOCK_S):
             if not place.exists():
                 with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as scratch:
@@ -267,4 +267,8 @@ def _made_once(place: Path, fill: Callable[[Path], None]) -> Path:
                     move_whole(content, place)
     except Timeout:
         raise SpecError(f"{place}: another process holds its lock for more than {_LOCK_S:.0f} s") from None
+    except OSError as error:
+        raise SpecError(
+            f"{error.filename or place}: {error.strerror or error}; set CLUSTER_CACHE to a writable directory with room"
+        ) from error
     return place
