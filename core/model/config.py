@@ -278,11 +278,11 @@ def _rope_scaling(raw: Mapping[str, Any]) -> RopeScaling:
     factor = 1.0 if kind in ("default", "factors") else given.get("factor")
     if factor is None and kind == "yarn":
         factor = raw["max_position_embeddings"] / original
-    required = {"factor": factor}
-    if kind == "llama3":
-        required |= {key: given.get(key) for key in ("low_freq_factor", "high_freq_factor")}
-    if missing := [key for key, found in required.items() if found is None]:
-        raise KeyError(f"rope_scaling.{missing[0]}")
+    if factor is None:
+        raise KeyError("rope_scaling.factor")
+    for key in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():
+        if given.get(key) is None:
+            raise KeyError(f"rope_scaling.{key}")
     return RopeScaling(
         kind=kind,
         factor=factor,
