@@ -1,7 +1,7 @@
 """Registration of all commands, and conversion of errors to one line on stderr and an exit code.
 
-0: done. 1: failed, or not ready. 2: user error, such as a bad spec, flag or request. 3: nothing is deployed (`status`).
-130: interrupted.
+0: done. 1: failed, degraded or not ready. 2: user error, such as a bad spec, flag or request. 3: nothing is deployed
+(`status`). 130: interrupted.
 
 Commands import what they need when they run, so that `cluster generate` does not import Ray and `--help` stays fast.
 """
@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -158,10 +158,20 @@ def run_app(commands: typer.Typer, arguments: list[str], *, name: str) -> tuple[
     except Exception as error:
         if not (_UsageError and isinstance(error, _UsageError)):
             raise
-        message = error.format_message() + _misplaced(commands, arguments, error)  # type: ignore[attr-defined]
+        found: str = error.format_message()  # type: ignore[attr-defined]
+        message = _missing(error) or found + _misplaced(commands, arguments, error)
         print(f"{name}: {message}", file=sys.stderr)
         return 2, message
     return code if isinstance(code, int) else 0, ""
+
+
+def _missing(error: Any) -> str:
+    """Return one message for all required options that are missing; click names the first one only."""
+    if getattr(getattr(error, "param", None), "param_type_name", "") != "option" or not hasattr(error, "ctx"):
+        return ""
+    given = error.ctx.params
+    names = [one.opts[0] for one in error.ctx.command.params if one.required and one.name not in given]
+    return f"missing options: {', '.join(names)}" if len(names) > 1 else ""
 
 
 def _misplaced(commands: typer.Typer, arguments: list[str], error: Exception) -> str:

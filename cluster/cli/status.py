@@ -23,7 +23,7 @@ def status(
     name: Name = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show all replicas. Exit code: 0 ready, 1 not ready, 3 nothing deployed."""
+    """Show all replicas. Exit code: 0 ready, 1 degraded or not ready, 3 nothing deployed."""
     state = None
     try:
         state = find_state(name)
@@ -90,10 +90,10 @@ def as_text(report: DeploymentReport) -> str:
     notes += update_lines(report.get("revision"))
     if report["tls"] == "off":
         notes.append(TLS_IS_OFF)
-    ready = "ready" if report["ready"] else "not ready"
+    state = "ready" if report["ready"] else "degraded" if report["serving"] else "not ready"
     ready_counts = " ".join(f"{role} {pool['ready']}/{pool['desired']}" for role, pool in report["pools"].items())
     ends = report["endpoints"]
     endpoints = (
         f" · gRPC {ends['grpc']} · OpenAI {openai_urls(ends['http'])} · admin {', '.join(ends['admin']) or 'none'}"
     )
-    return "\n".join([f"{report['name']} is {ready}: {ready_counts}{endpoints}", columns(rows), *notes])
+    return "\n".join([f"{report['name']} is {state}: {ready_counts}{endpoints}", columns(rows), *notes])

@@ -9,9 +9,11 @@ import re
 import socket
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from cluster.launch import state as states
 from core.process.json_lines import append_line
+from core.types.errors import SpecError
 
 _CHANGES = {"deploy", "down", "scale", "drain", "keys"}
 _SECRET_OPTION = "--api-key"
@@ -37,7 +39,8 @@ def note_command(arguments: Sequence[str], *, exit_code: int, seconds: float, er
         "error": _without_password(error),
         "seconds": round(seconds, 1),
     }
-    append_line(states.audit_log_path(), line)
+    with suppress(SpecError):  # there is no state directory, which the command has reported
+        append_line(states.audit_log_path(), line)
 
 
 def _command(arguments: Sequence[str]) -> str:

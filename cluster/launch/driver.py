@@ -26,6 +26,7 @@ from cluster.ray.node_task import run_on
 from core.index import embedded as embedded_index
 from core.index.embedded import EmbeddedIndex
 from core.index.redis_server import RedisAddress
+from core.process import processes
 from core.process.ports import free_port, is_free
 from core.process.processes import ENDINGS
 from core.types.errors import ClusterError, DeployError
@@ -59,6 +60,7 @@ def connect(address: str, name: str, *, within_s: float = _JOIN_S) -> None:
         if is_bare_ipv6 or ":" not in address.rpartition("]")[2]:
             address = format_address(address, _PORT)
         _probe(address)
+    _reject_stopped_raylet(address)
     logging.getLogger("ray").setLevel(logging.ERROR)
     internals.keep_off_stdout()
     # One attempt of 45 s; Ray's default is twenty.
@@ -204,6 +206,17 @@ def _detached(name: str, actor: str) -> dict[str, Any]:
         "max_restarts": -1,
         "num_cpus": 0,
     }
+
+
+def _reject_stopped_raylet(address: str) -> None:
+    """Raise DeployError if this host's raylet is stopped: ray.init would block for 30 s and then end the process."""
+    of_this_ray = "" if address == "auto" else f"--gcs-address={address}"
+    for pid in processes.stopped():
+        if "/raylet " in (title := processes.title(pid)) and of_this_ray in title:
+            raise DeployError(
+                f"Ray at {address}: the raylet of this host is stopped; continue it with `kill -CONT {pid}`; running "
+                "replicas and routers keep serving"
+            )
 
 
 def _probe(address: str) -> None:

@@ -144,6 +144,8 @@ def _warnings(pools: Sequence[PoolSpec]) -> Iterator[str]:
         yield f"/dev/shm has {shared_gib:.2f} GiB free; start containers with --shm-size=2g"
     if 0 <= files < 4096:
         yield f"a process may open {files} files; run `ulimit -Hn 65536` before `ray start`"
+    if (space := resource.getrlimit(resource.RLIMIT_AS)[0]) >= 0:
+        yield f"a process may map {space / _GIB:.1f} GiB, and torch maps more than it uses; run `ulimit -v unlimited`"
     if 0 <= locked < _GIB and Path("/sys/class/infiniband").exists():
         yield f"{locked >> 10} KiB may be locked, too little for RDMA; set `ulimit -l unlimited` before `ray start`"
     if any(not pool.resources.gpus for pool in pools) and not shutil.which("g++"):

@@ -28,6 +28,9 @@ _STOP_S = 10.0
 _PAUSE_S = 0.05
 # We do not use the object store; Ray requires at least 75 MB.
 _OBJECT_STORE_BYTES = 100_000_000
+_TMP = "/tmp"
+# Paths of sockets have at most 107 bytes; /xpyd-ray-…/ray/session_…/sockets/plasma_store takes 86 of them.
+_MAX_TEMP_DIR = 21
 _MARK = "XPYD_LOCAL_RAY"
 _READY = b"Ray runtime started"
 # Message of Ray's own startup deadline, 30 s.
@@ -39,7 +42,6 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 class LocalRay:
     """Address of a local Ray. Stored in the deployment's state, so that later commands find it."""
 
-    # Under /tmp, because socket paths inside are limited to 107 bytes.
     temp_dir: str
     port: int  # of its control store
 
@@ -75,7 +77,7 @@ class LocalRay:
 
 def prepare() -> LocalRay:
     """Choose a directory and a port without starting anything. Store the result first, so that stop() always works."""
-    return LocalRay(f"{tempfile.gettempdir()}/xpyd-ray-{secrets.token_hex(4)}", free_port())
+    return LocalRay(f"{_temporary_dir()}/xpyd-ray-{secrets.token_hex(4)}", free_port())
 
 
 def start(local: LocalRay, *, log: Path) -> None:
@@ -87,7 +89,10 @@ def start(local: LocalRay, *, log: Path) -> None:
         # The directory is private; Ray makes its own accessible to all users.
         Path(local.temp_dir).mkdir(mode=0o700)
     except OSError as error:
-        raise DeployError(f"{local.temp_dir}: {error.strerror}; set TMPDIR to a writable directory") from None
+        raise DeployError(
+            f"{local.temp_dir}: {error.strerror}; set TMPDIR to a writable directory, in ASCII and at most "
+            f"{_MAX_TEMP_DIR} characters long"
+        ) from None
     local._token.touch(mode=0o600)
     local._token.write_text(secrets.token_hex(32), encoding="utf-8")
     command = [
@@ -137,6 +142,15 @@ def disable_client_server(parameters: Any, is_head: bool) -> None:
     """Disable Ray's client server, via its start hook: `ray start` has no such option, and all Rays would share port
     10001."""
     parameters.ray_client_server_port = None
+
+
+def _temporary_dir() -> str:
+    """Return the user's temporary directory, or /tmp if Ray cannot use it: a batch system's may be long."""
+    try:
+        usual = tempfile.gettempdir()
+    except FileNotFoundError:  # none is writable
+        return _TMP
+    return usual if usual.isascii() and len(usual) <= _MAX_TEMP_DIR else _TMP
 
 
 def _spawn(command: Sequence[str], environment: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any, NotRequired, TypedDict
 
 from cluster.control.report import ControllerReport, Pools, RevisionReport
@@ -31,6 +32,8 @@ class DeploymentReport(TypedDict):
     name: str
     # Every pool has its desired replicas, and the routers see them.
     ready: bool
+    # A router has a replica that can answer, although something may be missing.
+    serving: bool
     # What the routers lack, one line each.
     missing: list[str]
     endpoints: Endpoints
@@ -56,6 +59,7 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     return {
         "name": state.name,
         "ready": ready,
+        "serving": ready or any(answer.status == HTTPStatus.OK for answer in routers),
         "missing": missing,
         "endpoints": endpoints,
         "tls": tls,

@@ -49,7 +49,7 @@ class Authority:
             .issuer_name(name)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(seconds=_BACKDATED_S))
+            .not_valid_before(now - _OWN_LIFE)  # clocks may be set back after this
             .not_valid_after(now + _OWN_LIFE)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(signs=True), critical=True)

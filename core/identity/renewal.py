@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from core.identity.credentials import Identity, TlsCredentials
@@ -17,7 +18,8 @@ _RETRY_S = 60.0
 class Renewal:
     """Thread that renews one identity until `stop`.
 
-    `obtain` requests a certificate for a new key. Its errors are logged and retried after `retry_s`.
+    `obtain` requests a certificate for a new key. Its errors are logged and retried after `retry_s`. A certificate
+    holds in wall-clock time, so a clock that is set, or a host that slept, makes a renewal due within `retry_s`.
     """
 
     def __init__(self, identity: Identity, obtain: Callable[[], TlsCredentials], *, retry_s: float = _RETRY_S) -> None:
@@ -39,14 +41,15 @@ class Renewal:
 
     def _run(self) -> None:
         assert self.identity.tls_credentials
-        pause_s = self.identity.tls_credentials.certificate.life_s * _AT
-        while not self._stopped.wait(pause_s):
+        certificate, obtained_at = self.identity.tls_credentials.certificate, time.time()
+        while not self._stopped.wait(min(self._retry_s, certificate.life_s * _AT)):
+            if -_RETRY_S < time.time() - obtained_at < certificate.life_s * _AT:
+                continue
             try:
                 tls_credentials = self._obtain()
             except Exception as error:  # the thread must live as long as the process
                 logger.warning("failed to renew the certificate of %s, retrying: %s", self.identity.name, error)
-                pause_s = self._retry_s
             else:
                 self.identity.renew(tls_credentials)
-                pause_s = tls_credentials.certificate.life_s * _AT
-                logger.info("renewed the certificate of %s valid_s=%.0f", self.identity.name, pause_s / _AT)
+                certificate, obtained_at = tls_credentials.certificate, time.time()
+                logger.info("renewed the certificate of %s valid_s=%.0f", self.identity.name, certificate.life_s)

@@ -280,6 +280,9 @@ def _rope_scaling(raw: Mapping[str, Any]) -> RopeScaling:
         factor = raw["max_position_embeddings"] / original
     if factor is None:
         raise KeyError("rope_scaling.factor")
+    for key in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():
+        if given.get(key) is None:
+            raise KeyError(f"rope_scaling.{key}")
     return RopeScaling(
         kind=kind,
         factor=factor,

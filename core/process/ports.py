@@ -37,6 +37,11 @@ def free_ports(count: int, host: str = "127.0.0.1") -> int:
     raise DeployError(f"{host}: no {count} free ports in a row between {_RANGE.start} and {_RANGE.stop}")
 
 
+def is_chosen(port: int) -> bool:
+    """Return whether `free_ports` may have chosen this port."""
+    return port in _RANGE
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """Return a free port, chosen at random so that two deployments started together rarely collide."""
     return free_ports(1, host)

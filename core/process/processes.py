@@ -66,6 +66,12 @@ def end(mark: str, *, grace_s: float) -> list[int]:
     return forced
 
 
+def stopped() -> list[int]:
+    """Return the processes that a signal (SIGSTOP) has stopped."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    return [pid for pid in pids if _state(pid) == "T"]
+
+
 def start_time(pid: int) -> int | None:
     """Return a process's start time in ticks since boot, which together with the pid is unique; None if it exited."""
     try:
@@ -125,6 +131,13 @@ def _is_beginning(path: Path) -> bool:
     """Return whether the process is in the middle of an exec and has no environment yet."""
     stat = _stat(path)
     return stat[0] not in ("Z", "X") and stat[48] == "0" and not int(stat[6]) & _IS_OF_THE_KERNEL
+
+
+def _state(pid: int) -> str:
+    try:
+        return _stat(Path(f"/proc/{pid}"))[0]
+    except OSError:  # it has exited
+        return ""
 
 
 def _is_alive(path: Path) -> bool:

@@ -83,9 +83,11 @@ class Transformer:
 
     def __init__(self, config: ModelConfig, reader: ShardReader, layout: KVLayout, *, on_read: OnLayer) -> None:
         """Read the weights and call `on_read` after each layer. Raises SpecError if tensors do not match the config."""
-        embedding, head = _embedding_and_head(config, reader)
+        embedding, head, warning = _embedding_and_head(config, reader)
         expected = expected_tensors(config, (embedding, head))
         check_tensors(reader.checkpoint, expected, optional=_optional_tensors(config, reader.checkpoint.shapes))
+        if warning:
+            logger.warning(warning)
         self._config = config
         self._parallel = reader.parallel
         self._kernels = reader.kernels
@@ -309,33 +311,35 @@ def expected_tensors(config: ModelConfig, ends: tuple[str, str] | None = None) -
     return tensors | {"model.norm.weight": (hidden,)}
 
 
-def _embedding_and_head(config: ModelConfig, reader: ShardReader) -> tuple[str, str]:
-    """Return the names of the token embedding and of the output matrix; the same one if they are tied.
+def _embedding_and_head(config: ModelConfig, reader: ShardReader) -> tuple[str, str, str]:
+    """Return the names of the token embedding and of the output matrix, the same one if they are tied, and a warning.
 
     The file decides before the config: a head of its own is used, and a missing one is tied, each with a warning.
     """
     found = reader.checkpoint.shapes
     if f"{_HEAD}.weight" not in found:
-        is_missing = not config.tie_embeddings and f"{_HEAD}.weight" not in reader.checkpoint.unindexed
-        if is_missing:
-            logger.warning(
-                "no %s.weight, and tie_word_embeddings is not true: the token embedding is used as the head, where "
-                "transformers would use random numbers; set tie_word_embeddings: true in config.json",
-                _HEAD,
-            )
-        return _EMBEDDING, _EMBEDDING if config.tie_embeddings or is_missing else _HEAD
+        if config.tie_embeddings:
+            return _EMBEDDING, _EMBEDDING, ""
+        if f"{_HEAD}.weight" in reader.checkpoint.unindexed:
+            return _EMBEDDING, _HEAD, ""
+        return (
+            _EMBEDDING,
+            _EMBEDDING,
+            f"no {_HEAD}.weight, and tie_word_embeddings is not true: the token embedding is used as the head, where "
+            "transformers would use random numbers; set tie_word_embeddings: true in config.json",
+        )
     if not config.tie_embeddings:
-        return _EMBEDDING, _HEAD
+        return _EMBEDDING, _HEAD, ""
     if f"{_EMBEDDING}.weight" not in found:
-        return _HEAD, _HEAD
+        return _HEAD, _HEAD, ""
     if _is_same(reader, config.vocab_size):
-        return _EMBEDDING, _EMBEDDING
-    logger.warning(
-        "%s.weight differs from the token embedding although tie_word_embeddings is true: the file's own head is used; "
-        "set tie_word_embeddings: false in config.json",
+        return _EMBEDDING, _EMBEDDING, ""
+    return (
+        _EMBEDDING,
         _HEAD,
+        f"{_HEAD}.weight differs from the token embedding although tie_word_embeddings is true: the file's own head is "
+        "used; set tie_word_embeddings: false in config.json",
     )
-    return _EMBEDDING, _HEAD
 
 
 def _is_same(reader: ShardReader, vocab_size: int) -> bool:

@@ -13,7 +13,6 @@ from starlette.types import ASGIApp
 
 from core.index.membership import Member
 from core.types.errors import DeployError
-from core.types.request import Role
 from frontend.admin.ui_page import UiPage
 from frontend.http.connections import ADMIN
 from frontend.http.http_listener import HttpListener
@@ -29,6 +28,7 @@ def create_admin_app(
     deployment: str,
     router: str,
     health: Callable[[], Mapping[str, int]],
+    is_ready: Callable[[], bool],
     problem: Callable[[], str] = str,
     metrics: Callable[[], bytes],
     explain_route: Callable[[str], Mapping[str, Any]],
@@ -38,10 +38,10 @@ def create_admin_app(
     members: Callable[[], Iterable[Member]] = tuple,
     page: UiPage | None = None,
 ) -> FastAPI:
-    """Return the ASGI application. health: usable replicas by role. problem: why Redis does not serve it; empty
-    if it does. metrics: Prometheus's text. explain_route: the routing of the requests of an id, or of an answer's;
-    empty if unknown. lives: likewise, their timelines. model: name used by clients. routers: admin address by router.
-    members: the replicas of the deployment. page: None: there is none."""
+    """Return the ASGI application. health: usable replicas by role. is_ready: whether a replica can answer. problem:
+    why Redis does not serve it; empty if it does. metrics: Prometheus's text. explain_route: the routing of the
+    requests of an id, or of an answer's; empty if unknown. lives: likewise, their timelines. model: name used by
+    clients. routers: admin address by router. members: the replicas of the deployment. page: None: there is none."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(Methods, routes=app.routes)
     if page:
@@ -49,9 +49,8 @@ def create_admin_app(
 
     @app.get("/health")
     async def report_health() -> Response:
-        usable = health()
-        content = {"deployment": deployment, "router": router, "replicas": dict(usable), "problem": problem()}
-        return JSONResponse(content, status_code=200 if usable.get(Role.DECODE) else 503)
+        content = {"deployment": deployment, "router": router, "replicas": dict(health()), "problem": problem()}
+        return JSONResponse(content, status_code=200 if is_ready() else 503)
 
     @app.get("/metrics")
     async def report_metrics() -> Response:

@@ -64,6 +64,7 @@ class AdminServer:
             model=spec.model.name,
             router=router,
             health=health,
+            is_ready=core.replicas.may_answer,
             problem=problem,
             metrics=metrics.render,
             explain_route=core.decisions.explain,

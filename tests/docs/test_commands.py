@@ -1,4 +1,4 @@
-"""Every command that a document names exists, with its options."""
+"""Every command that a document names exists, with its options; specs are valid, and Python compiles."""
 
 from __future__ import annotations
 
@@ -9,19 +9,61 @@ from typing import Any
 
 import pytest
 import typer
+import yaml
 
 from benchmarks.app import app as benchmarks
 from cluster.cli.app import app
+from core.spec.loader import load_spec
+from core.spec.schema import Spec
+from core.types.errors import SpecError
 from docs.generate.__main__ import ROOT, documents
 
 _BENCHMARKS = "python -m benchmarks"
 _PROGRAM = rf"(?:cluster|make|{_BENCHMARKS}) "
 _SPAN = re.compile(rf"(?<!`)`({_PROGRAM}[^`]+)`(?!`)")
 _BLOCK_LINE = re.compile(rf"^\s*(?:[A-Z_]+=\S+ |\$ )*({_PROGRAM}.*)$")
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_SET = re.compile(r"--set '?([\w.]+=[^\s`'|]+)")
+# Such as `speculation: {method: eagle}` and `router.keys: required` of prose.
+_SPEC_SPAN = re.compile(rf"`((?:{'|'.join(Spec.model_fields)})(?:\.\w+)*): ([^`…]+)`")
 _COMMANDS = {"cluster": typer.main.get_command(app), "benchmarks": typer.main.get_command(benchmarks)}
 # It names commands of earlier versions.
 _HISTORY = "CHANGELOG.md"
 _TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_specs_are_valid_and_python_compiles(path: Path) -> None:
+    if path.name == _HISTORY:
+        return
+    text = path.read_text()
+    problems = []
+    for language, block in _FENCE.findall(text):
+        if language == "python":
+            compile(block, str(path), "exec")
+        elif language == "yaml":
+            tree = yaml.safe_load(block)
+            problems += [_spec_problem(f"{key}={value}") for key, value in tree.items()]
+    spans = (f"{key}={value}" for key, value in _SPEC_SPAN.findall(" ".join(text.split())))
+    problems += [_spec_problem(override) for override in (*_SET.findall(text), *spans)]
+    assert not [problem for problem in problems if problem]
+
+
+@pytest.mark.parametrize("override", ["decode.max_runing=3", "router.keys=maybe", "sppeculation.method=auto"])
+def test_wrong_spec_is_found(override: str) -> None:
+    assert _spec_problem(override)
+
+
+def _spec_problem(override: str) -> str:
+    """Return the error of this key. Others are about keys that the page sets beside it."""
+    key, _, value = override.partition("=")
+    if key.isupper() or value.isupper():  # placeholders
+        return ""
+    try:
+        load_spec("1P1D", overrides=[override])
+    except SpecError as error:
+        return str(error) if str(error).startswith(f"1P1D: {key}: ") or "unknown key" in str(error) else ""
+    return ""
 
 
 def _commands(path: Path) -> list[str]:

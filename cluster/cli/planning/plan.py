@@ -10,18 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.connection import find_state, join_controller
 from cluster.cli.deploy import AsJson, Name
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
-from cluster.cli.planning.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of
+from cluster.cli.planning.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of, running_deployment
 from core.trace.trace import read_trace
-from core.types.errors import ClusterError, NotDeployed, SpecError
+from core.types.errors import SpecError
 
 if TYPE_CHECKING:
     from core.spec.schema import Spec
     from planner.simulator.candidate import Candidate
     from planner.simulator.plan import CapacityPlan
-    from planner.simulator.profile import Profile
 
 _NO_SPEC = "1P1D"
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -94,7 +92,7 @@ def plan(
     from planner.simulator.fleet_setup import FleetSetup
     from planner.simulator.plan import make_plan
 
-    running = _running(name, is_asked=name is not None or not (spec or profile))
+    running = running_deployment(name) if name is not None or not (spec or profile) else None
     source = spec or (running[0] if running else _NO_SPEC)
     simulator = Simulator(profile or (running[1] if running else None), drafts, draft_pass_ms)
     overrides = [f"kv.block_size={block_size}"] if block_size is not None else []
@@ -131,37 +129,6 @@ def plan(
         )
     print(json.dumps(_as_tree(found), indent=1) if as_json else _table(found, times=simulator.times_note))
     raise typer.Exit(0 if found.best else 1)
-
-
-def _running(name: str | None, *, is_asked: bool) -> tuple[dict[str, Any], Profile] | None:
-    """Return the spec of a deployment without its defaults, and the profile that its replicas have learned.
-
-    None if nothing is deployed and `name` is None. Raises SpecError while the rates are unknown.
-    """
-    if not is_asked:
-        return None
-    try:
-        state = find_state(name)
-    except NotDeployed:
-        if name is not None:
-            raise
-        return None
-    controller = join_controller(state)
-    from cluster.launch import driver
-    from core.spec.schema import AutoscaleSpec, Spec
-    from core.trace.traffic import ReplicaReport
-    from planner.autoscaler.live_fleets import fleets_of
-
-    spec = Spec.model_validate(driver.ask(controller, "status")["spec"])
-    replicas = [ReplicaReport.of(tree) for tree in driver.ask(controller, "autoscaling")["replicas"]]
-    try:
-        profile = fleets_of(spec, AutoscaleSpec(), replicas).profile
-    except ClusterError as error:
-        raise SpecError(
-            f"{state.name}: {error}; run a load first, such as `cluster bench`, or give --profile"
-        ) from error
-    tree = spec.model_dump(mode="json", exclude_defaults=True)
-    return tree, profile.model_copy(update={"name": state.name})
 
 
 def _as_spec(source: str | dict[str, Any], overrides: list[str], given: Spec, best: Candidate, *, threads: int) -> str:

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cluster.cli.deploy import AsJson
+from cluster.cli.connection import find_state, join_controller
+from cluster.cli.deploy import AsJson, Name
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, with_drafts
 from core.trace.trace import TraceRequest, read_trace
-from core.types.errors import SpecError
+from core.types.errors import ClusterError, NotDeployed, SpecError
 
 if TYPE_CHECKING:
     from core.spec.schema import Spec
@@ -50,11 +51,13 @@ def simulate(
     drafts: DraftsOption = None,
     draft_pass_ms: DraftPass = 0.0,
     max_requests: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests.")] = None,
+    name: Name = None,
     as_json: AsJson = False,
 ) -> None:
     """Replay a trace against simulated replicas: reuse, latencies, goodput, transfers, load.
 
-    Policy, schedulers, block manager and eviction are the production code; only time is simulated.
+    Policy, schedulers, block manager and eviction are the production code; only time is simulated. Without --profile,
+    the rates are those that the replicas of the running deployment have learned.
     """
     from core.spec.loader import load_spec
     from planner.simulator.fleet_setup import FleetSetup
@@ -62,7 +65,8 @@ def simulate(
     spec = load_spec(topology)
     if not spec.decode.replicas:
         raise SpecError(f"--topology {topology}: needs at least one decode replica")
-    simulator = Simulator(profile, drafts, draft_pass_ms)
+    running = running_deployment(name) if name is not None or not profile else None
+    simulator = Simulator(profile or (running[1] if running else None), drafts, draft_pass_ms)
     kv_tokens = kv_tokens_per_replica or simulator.profile.kv.pool_tokens
     if kv_tokens < block_size:
         raise SpecError(f"--kv-tokens-per-replica {kv_tokens}: smaller than a block of {block_size} tokens")
@@ -116,6 +120,38 @@ class Simulator:
             slo_itl_s=slo_itl_ms / 1e3 if slo_itl_ms is not None else None,
         )
         return {"profile": self.profile.name, "profile_origin": self.profile.origin} | report
+
+
+def running_deployment(name: str | None) -> tuple[dict[str, Any], Profile] | None:
+    """Return the spec of a deployment as it was given, and the profile that its replicas have learned.
+
+    None if nothing is deployed and `name` is None. Raises SpecError while the rates are unknown.
+    """
+    try:
+        state = find_state(name)
+    except NotDeployed:
+        if name is not None:
+            raise
+        return None
+    controller = join_controller(state)
+    from cluster.launch import driver
+    from core.process.ports import is_chosen
+    from core.spec.schema import AutoscaleSpec, Spec
+    from core.trace.traffic import ReplicaReport
+    from planner.autoscaler.live_fleets import fleets_of
+
+    spec = Spec.model_validate(driver.ask(controller, "status")["spec"])
+    replicas = [ReplicaReport.of(tree) for tree in driver.ask(controller, "autoscaling")["replicas"]]
+    try:
+        profile = fleets_of(spec, AutoscaleSpec(), replicas).profile
+    except ClusterError as error:
+        raise SpecError(
+            f"{state.name}: {error}; run a load first, such as `cluster bench`, or give --profile"
+        ) from error
+    tree = spec.model_dump(mode="json", exclude_defaults=True)
+    if spec.router.admin_port and is_chosen(spec.router.admin_port):
+        del tree["router"]["admin_port"]
+    return tree, profile.model_copy(update={"name": state.name})
 
 
 def pools_of(spec: Spec) -> dict[str, Any]:

@@ -24,6 +24,7 @@ class FakeRouter:
             deployment=spec.name,
             router="router-0",
             health=lambda: self._seen,
+            is_ready=lambda: bool(self._seen.get("decode")),
             metrics=lambda: b"",
             explain_route=lambda request_id: {},
         )

@@ -56,6 +56,7 @@ def left_of(cluster: ClusterCommand) -> list[int]:
             "security.ca: nowhere.pem No such file or directory",
         ),
         (["deploy"], "Missing argument"),
+        (["simulate"], "missing options: --trace, --topology"),
         (["deploy", "1P1D", "--frobnicate"], "No such option: --frobnicate"),
         (["--name", "a", "down"], "options of a command follow it: `cluster down --name ...`"),
         (["scale", "prefill"], "scale prefill: write prefill=N, decode=N or both"),

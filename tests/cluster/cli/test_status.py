@@ -9,6 +9,7 @@ import pytest
 
 from cluster.cli.app import run
 from cluster.cli.status import as_text
+from cluster.launch import status as launch_status
 from cluster.launch.local_ray import LocalRay
 from cluster.launch.router_admin import AdminAnswer
 from cluster.launch.state import State
@@ -21,12 +22,30 @@ def test_unencrypted_deployment_is_reported(tls: str) -> None:
     report: DeploymentReport = {
         "name": "a",
         "ready": True,
+        "serving": True,
         "missing": [],
         "endpoints": {"grpc": "127.0.0.1:50051", "http": "http://127.0.0.1:8000", "admin": []},
         "tls": tls,
         "pools": {},
     }
     assert ("security.tls is off" in as_text(report)) is (tls == "off")
+
+
+@pytest.mark.parametrize(
+    ("num_ready", "http_status", "text"), [(2, 200, "ready"), (1, 200, "degraded"), (1, 503, "not ready")]
+)
+def test_a_deployment_that_answers_without_all_replicas_is_degraded(
+    num_ready: int, http_status: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = {"desired": 2, "ready": num_ready, "replicas": [], "failures": [], "has_given_up": False}
+    report = {"pools": {"prefill": pool, "decode": pool}, "spec": {"security": {"tls": "auto"}}}
+    seen = {"replicas": {"prefill": num_ready, "decode": num_ready}}
+    router = AdminAnswer("127.0.0.1:9", http_status, json.dumps(seen).encode())
+    state = State(name="a", ray_address="r", local_ray=None, grpc="g:1", http="h:2", admin=("x",), deploying=None)
+    monkeypatch.setattr(launch_status.driver, "ask", lambda controller, method, within_s: report)
+    monkeypatch.setattr(launch_status, "ask_routers", lambda state, path: [router])
+    found = launch_status.read_status(state, None)
+    assert as_text(found).startswith(f"a is {text}: prefill {num_ready}/2") and found["ready"] is (text == "ready")
 
 
 def test_router_that_sees_too_few_replicas_is_named_with_the_reason() -> None:

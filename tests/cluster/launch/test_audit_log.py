@@ -57,6 +57,17 @@ def test_read_only_commands_and_prompts_are_not_logged(root: Path) -> None:
     assert not (root / "commands.jsonl").exists()
 
 
+def test_user_id_without_a_home_is_told_the_variable_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("CLUSTER_STATE_DIR")
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    assert run(["scale", "prefill=2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("cluster: HOME is not set") and "set CLUSTER_STATE_DIR to a writable directory" in line
+
+
 def test_failed_write_is_ignored(root: Path) -> None:
     root.write_text("a file where the directory should be")
     assert run(["scale", "prefill=2"]) == 2

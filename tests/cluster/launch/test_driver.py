@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -114,6 +118,22 @@ def test_ray_that_stands_still_is_reported_within_the_deadline(monkeypatch: pyte
         driver.connect("auto", "a", within_s=0.1)
     assert any(thread.name == driver.JOINING for thread in threading.enumerate())
     never.set()
+
+
+def test_stopped_raylet_is_named_at_once() -> None:
+    """ray.init would block in C++, where no deadline of ours ends it."""
+    with socket.create_server(("127.0.0.1", 0)) as gcs:
+        address = f"127.0.0.1:{gcs.getsockname()[1]}"
+        title = f"/x/raylet/raylet --gcs-address={address} "
+        raylet = subprocess.Popen([title, "60"], executable=shutil.which("sleep"))
+        try:
+            raylet.send_signal(signal.SIGSTOP)
+            os.waitpid(raylet.pid, os.WUNTRACED)
+            with pytest.raises(DeployError, match=f"raylet of this host is stopped; .* `kill -CONT {raylet.pid}`"):
+                driver.connect(address, "a")
+        finally:
+            raylet.kill()
+            raylet.wait()
 
 
 def test_address_for_ssh_names_the_option_that_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,9 +39,13 @@ def _without_nixl(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     return {"kv": {"host_link": "nixl"}}
 
 
-def _few_files(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
-    return {}
+def _limited(kind: int, limit: int) -> Callable[[Path, pytest.MonkeyPatch], dict[str, Any]]:
+    def plant(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+        usual = resource.getrlimit
+        monkeypatch.setattr(resource, "getrlimit", lambda asked: (limit, limit) if asked == kind else usual(asked))
+        return {}
+
+    return plant
 
 
 def _no_compiler(path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
@@ -77,7 +81,8 @@ _PLANTED: dict[str, tuple[str, Callable[[Path, pytest.MonkeyPatch], dict[str, An
         "small memory",
         lambda path, monkeypatch: {role: {"kv_memory_gib": 100_000} for role in ("prefill", "decode")},
     ),
-    "warning: 127.0.0.1: a process may open 1024 files": ("few files", _few_files),
+    "warning: 127.0.0.1: a process may open 1024 files": ("few files", _limited(resource.RLIMIT_NOFILE, 1024)),
+    "warning: 127.0.0.1: a process may map 4.0 GiB": ("small space", _limited(resource.RLIMIT_AS, 4 << 30)),
     "warning: 127.0.0.1: g\\+\\+ is missing": ("no compiler", _no_compiler),
 }
 

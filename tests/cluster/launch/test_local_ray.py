@@ -63,13 +63,24 @@ def test_overloaded_machine_is_reported(started: Callable[[FakeRay], str], ray: 
 
 def test_nothing_is_made_before_the_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A deploy that a later check stops leaves no directory behind."""
-    monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: str(tmp_path))
-    local_ray.prepare()
-    assert not list(tmp_path.iterdir())
-    monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: str(tmp_path / "gone"))
+    assert not Path(local_ray.prepare().temp_dir).exists()
+    monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: "/tmp/gone")
     place = local_ray.prepare()
-    with pytest.raises(DeployError, match="No such file or directory; set TMPDIR to a writable directory"):
+    with pytest.raises(DeployError, match="No such file or directory; set TMPDIR to a writable directory, in ASCII"):
         local_ray.start(place, log=tmp_path / "ray.log")
+
+
+@pytest.mark.parametrize("directory", ["/scratch/käse", "/scratch/users/ab/jobs/4711", None])
+def test_a_temporary_directory_that_ray_cannot_use_is_passed_over(
+    directory: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gettempdir() -> str:
+        if directory is None:
+            raise FileNotFoundError("No usable temporary directory found")
+        return directory
+
+    monkeypatch.setattr(local_ray.tempfile, "gettempdir", gettempdir)
+    assert local_ray.prepare().temp_dir.startswith("/tmp/xpyd-ray-")
 
 
 def test_ray_that_gave_up_on_a_busy_machine_is_started_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

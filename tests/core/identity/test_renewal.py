@@ -8,12 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from core.identity import renewal as renewal_module
 from core.identity.authority import Authority
 from core.identity.credentials import Identity, TlsCredentials
 from core.identity.renewal import Renewal
 from core.types.errors import DeployError
 from tests.support.identities import DEPLOYMENT, in_clear, rank, tls_credentials
-from tests.support.waiting import until
+from tests.support.waiting import WITHIN_S, until
 
 _NAME = rank("decode-0")
 _AUTHORITY = Authority.create(DEPLOYMENT)
@@ -52,6 +53,33 @@ def test_identity_is_renewed_before_its_certificate_expires(soon_over: Identity)
     until(lambda: soon_over.tls_credentials is fresh)
     renewal.stop()
     assert controller.calls.qsize() == 1, "not due again for an hour"
+
+
+@pytest.mark.parametrize("hours", [-1, 30])
+def test_a_clock_that_is_set_makes_a_renewal_due(hours: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The certificate has ended, or does not hold yet, although no time has passed."""
+    looks: queue.SimpleQueue[float] = queue.SimpleQueue()
+
+    class Clock:
+        now = 1e9
+
+        @classmethod
+        def time(cls) -> float:
+            looks.put(cls.now)
+            return cls.now
+
+    monkeypatch.setattr(renewal_module, "time", Clock)
+    identity, fresh = Identity(_NAME, _tls_credentials(24 * 3600.0)), _tls_credentials(24 * 3600.0)
+    controller = FakeController(fresh)
+    renewal = Renewal(identity, controller.obtain, retry_s=0.001)
+    renewal.start()
+    for _ in range(3):
+        looks.get(timeout=WITHIN_S)
+    assert controller.calls.empty()
+    Clock.now += hours * 3600
+    until(lambda: identity.tls_credentials is fresh)
+    renewal.stop()
+    assert controller.calls.qsize() == 1
 
 
 def test_failed_renewal_is_retried(soon_over: Identity) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisUnreachable
 from redis.exceptions import OutOfMemoryError, RedisError, ResponseError
+from redis.exceptions import TimeoutError as RedisTimeout
 
 from core.index import redis_client
 from core.index.key_channel import KeyPublisher
@@ -26,13 +28,14 @@ from core.types.api_key import KeyRegistry
 from core.types.tier import Tier
 from tests.support.members import make_member
 from tests.support.redis_at import Relay, redis_at
+from tests.support.waiting import WITHIN_S
 
 _KEY = bytes(32)
 
 
 async def test_concurrent_calls_wait_for_a_free_connection(redis_url: str) -> None:
     """An error instead would look like an outage, and suspend the limits of API keys."""
-    client = connect_redis(redis_url)
+    client = connect_redis(redis_url, within_s=WITHIN_S)
     try:
         assert await asyncio.gather(*(client.echo(f"{number}") for number in range(300))) == [
             f"{number}".encode() for number in range(300)
@@ -96,6 +99,20 @@ async def test_a_refusal_drops_the_connection(two_servers: tuple[str, str], refu
         assert server.get("key") == b"value"
 
 
+@pytest.mark.parametrize("is_accepted", [True, False], ids=["no answer", "no connection"])
+async def test_a_silent_server_ends_a_call_within_its_limit(is_accepted: bool) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as silent:
+        address = silent.getsockname()
+        # The kernel completes as many connections as the backlog holds, and drops the next ones.
+        others = [] if is_accepted else [socket.create_connection(address, 1) for _ in range(1)]
+        client = connect_redis("redis://{}:{}".format(*address), within_s=0.1)
+        with pytest.raises(RedisTimeout):
+            await asyncio.wait_for(client.get("key"), WITHIN_S)
+        await client.aclose()
+        for other in others:
+            other.close()
+
+
 async def test_a_name_that_moves_is_followed_though_the_old_server_answers(
     two_servers: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,6 +124,19 @@ async def test_a_name_that_moves_is_followed_though_the_old_server_answers(
         relay.port = _port(new)
         assert await client.get("key") is None
         await client.aclose()
+
+
+async def test_a_connection_is_made_again_once_per_age(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = _Clock()
+    monkeypatch.setattr(redis_client, "time", clock)
+    client = connect_redis(redis_url)
+    ids = [await client.client_id()]
+    for seconds in (0.0, 11.0, 0.0, 9.0, 2.0):
+        clock.now += seconds
+        ids.append(await client.client_id())
+    await client.aclose()
+    first, second, third = dict.fromkeys(ids)
+    assert ids == [first, first, second, second, second, third]
 
 
 async def _renew(redis: Redis) -> None:
@@ -158,10 +188,13 @@ async def test_a_key_of_another_type_is_replaced(
     await redis.flushall()
     await redis.zadd(key, {"foreign": 1})
     await redis.set("c:other", "kept")
+    if key != "c:members":
+        await redis.sadd("c:members", "decode-1")  # type: ignore[misc]
     with pytest.raises(ResponseError, match="WRONGTYPE"):
         await write(redis)
     await write(redis)
     assert await redis.type(key) != b"zset" and await redis.get("c:other") == b"kept"
+    assert key == "c:members" or await redis.sismember("c:members", "decode-1")  # type: ignore[misc]
     await redis.aclose()
 
 

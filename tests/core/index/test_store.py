@@ -224,6 +224,18 @@ async def test_index_survives_a_redis_restart_until_replicas_rewrite(redis: Redi
     assert index.match(_HASHES) == {"a": 6}
 
 
+async def test_a_stream_that_begins_again_with_older_ids_is_read_from_its_start(redis: Redis) -> None:
+    """Ids are times: those of a new server, or after its clock was set back, may be older than the last one read."""
+    index, reader = _reader(redis)
+    await IndexWriter(redis, name="c", replica="a").publish({_HASHES[0]: Tier.DEVICE})
+    await reader.follow(["a"], wait_ms=1)
+    await redis.flushall()
+    for number in (1, 2):
+        await redis.xadd("c:events", {"replica": "a", "device": _HASHES[number]}, id=f"5-{number}")
+    await reader.follow(["a"], wait_ms=100)
+    assert index.match(_HASHES) == {"a": 3}
+
+
 async def test_renew_reports_an_evicted_set(redis: Redis) -> None:
     writer = IndexWriter(redis, name="c", replica="a")
     await writer.reset({_HASHES[0]: Tier.DEVICE})

@@ -25,6 +25,7 @@ LLAMA: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def write(directory: Path, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
@@ -63,7 +64,7 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, "default", 2048),
         ({"rope_theta": 5e5, "rope_scaling": {"type": "linear", "factor": 4.0}}, "linear", 8192),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 2.0}}, "dynamic", 4096),
-        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "llama3", 2048),
+        ({"rope_theta": 5e5, "rope_scaling": _LLAMA3}, "llama3", 2048),
         (
             {
                 "rope_theta": 5e5,
@@ -147,6 +148,9 @@ def test_sizes(tmp_path: Path) -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type longrope is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": _LLAMA3 | {"factor": None}}, "rope_scaling.factor is missing"),
+        ({"rope_scaling": _LLAMA3 | {"low_freq_factor": None}}, "rope_scaling.low_freq_factor is missing"),
+        ({"rope_scaling": _LLAMA3 | {"high_freq_factor": None}}, "rope_scaling.high_freq_factor is missing"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "per kind of layer (full_attention)"),
         ({"rope_parameters": ["yarn"]}, "rope_parameters is ['yarn'], and must be a JSON object"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "beta_fast": "x"}}, "beta_fast is 'x'"),

@@ -238,6 +238,15 @@ def test_missing_path_is_rejected() -> None:
         resolve("nowhere")
 
 
+@pytest.mark.parametrize("cache", ["/proc/no", "/dev/null/no"])
+def test_cache_that_cannot_be_written_names_the_variable(
+    cache: str, model_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CLUSTER_CACHE", cache)
+    with pytest.raises(SpecError, match=rf"^{cache}.*: N.*; set CLUSTER_CACHE to a writable directory with room$"):
+        resolve(str(model_file))
+
+
 def test_lock_wait_times_out(model_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = model_source._imported(model_file, print)
     shutil.rmtree(place)

@@ -120,6 +120,11 @@ def test_missing_head_is_tied_with_a_warning(
     edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight", None), tie_word_embeddings=flag)
     check_equal(tmp_path, model)
     assert "set tie_word_embeddings: true" in caplog.text
+    caplog.clear()
+    edit(tmp_path, lambda tensors: tensors.pop(f"{DOWN}.weight"))
+    with pytest.raises(SpecError, match="missing: "):
+        logits_of(tmp_path)
+    assert "tie_word_embeddings" not in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["plain", "fp8 tensor", "fp8 blocks", "int8 channels"])

@@ -38,6 +38,7 @@ def app(
         members=lambda: members,
         router=router,
         health=lambda: {"prefill": 2, "decode": decode},
+        is_ready=lambda: decode > 0,
         metrics=lambda: b"xpyd_requests_total 1\n",
         explain_route=lambda request_id: {request_id: []} if request_id == "r/1" else {},
         page=page,

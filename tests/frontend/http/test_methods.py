@@ -41,6 +41,7 @@ async def listeners(completions: MakeCompletions) -> AsyncIterator[dict[str, Lis
         deployment="d",
         router="r",
         health=lambda: {"decode": 1},
+        is_ready=lambda: True,
         metrics=lambda: b"# none\n",
         explain_route=lambda id: {},
         page=UiPage(lambda has_history: {}, host="127.0.0.1"),

@@ -1,4 +1,4 @@
-"""`cluster plan` for a running deployment: its spec, and the rates that its replicas have learned."""
+"""`cluster plan` and `cluster simulate` for a running deployment: its spec, and the rates that it has learned."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from cluster.cli.app import run
-from cluster.cli.planning import plan
+from cluster.cli.planning import simulate
 from cluster.launch import driver
+from core.process.ports import free_port
 from core.spec.loader import load_spec, parse_spec
 from core.trace.trace import poisson, write_trace
 from core.types.request import Role
@@ -41,11 +42,12 @@ def trace(tmp_path: Path) -> str:
 
 def _deploy(monkeypatch: pytest.MonkeyPatch, *, base_s: float | None) -> None:
     """Fake a controller of _SPEC whose replicas take base_s a step; None: not learnt yet."""
-    spec = parse_spec(_SPEC).model_dump(mode="json")
+    # The controller's spec has the port that `cluster deploy` has chosen.
+    spec = parse_spec(_SPEC | {"router": {"admin_port": free_port()}}).model_dump(mode="json")
     replicas = [_replica(role, base_s=base_s) for role in Role]
     answers = {"status": {"spec": spec}, "autoscaling": {"replicas": replicas}}
-    monkeypatch.setattr(plan, "find_state", lambda name: SimpleNamespace(name="llm"))
-    monkeypatch.setattr(plan, "join_controller", lambda state: None)
+    monkeypatch.setattr(simulate, "find_state", lambda name: SimpleNamespace(name="llm"))
+    monkeypatch.setattr(simulate, "join_controller", lambda state: None)
     monkeypatch.setattr(driver, "ask", lambda controller, method: answers[method])
 
 
@@ -68,9 +70,26 @@ def test_plan_is_for_the_running_deployment(
     assert run([*command, "--spec", "1P1D"]) == 0, "another spec is planned at the rates of the default profile"
 
 
-def test_plan_needs_learnt_rates(
+def test_simulation_has_the_rates_of_the_running_deployment(
     trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    command = ["simulate", "--trace", trace, "--topology", "2P1D", "--json"]
+    itl_ms = []
+    for base_s in (0.05, 0.2):
+        _deploy(monkeypatch, base_s=base_s)
+        assert run(command) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["profile"], report["profile_origin"]) == ("llm", "measured")
+        itl_ms.append(report["itl_ms"]["p50"])
+    assert itl_ms[1] > 3 * itl_ms[0]
+    assert run([*command, "--profile", "h200-llama-3.1-8b"]) == 0
+    assert json.loads(capsys.readouterr().out)["profile"] == "h200-llama-3.1-8b"
+
+
+@pytest.mark.parametrize("command", [["plan"], ["simulate", "--topology", "1P1D"]])
+def test_prediction_needs_learnt_rates(
+    command: list[str], trace: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     _deploy(monkeypatch, base_s=None)
-    assert run(["plan", "--trace", trace]) == 2
+    assert run([*command, "--trace", trace]) == 2
     assert "has reported step times yet; run a load first" in capsys.readouterr().err
