@@ -98,6 +98,7 @@ class EventStream(Response):
                     except Exception as error:  # boundary: report any failure by the means that are left
                         await self._settled()
                         if not self._has_started:
+                            self._sent_at = math.inf  # no keep-alive beside the response
                             await error_response(error, self._errors)(scope, receive, send)
                             return
                         event = self._errors.events(error)
