@@ -123,7 +123,8 @@ class AnswerReader:
 
     def _calls_in_thinking(self, pieces: Sequence[Piece]) -> AnswerText:
         """Return the complete calls of thinking that was never closed, numbered from 0; the rest is thinking."""
-        ended = [piece.number for piece in pieces if isinstance(piece, CallEnded)]
+        ended = (piece.number for piece in pieces if isinstance(piece, CallEnded))
+        numbers = {number: at for at, number in enumerate(ended)}
         thought, calls = "", list[Piece]()
         for piece in pieces:
             match piece:
@@ -131,8 +132,8 @@ class AnswerReader:
                     thought += piece
                 case CallBroken():
                     thought += piece.raw
-                case _ if piece.number in ended:
-                    calls.append(replace(piece, number=ended.index(piece.number)))
+                case _ if piece.number in numbers:
+                    calls.append(replace(piece, number=numbers[piece.number]))
         return self._parsed(thought.rstrip(), calls)
 
     def _parsed(self, thought: str, pieces: Iterable[Piece]) -> AnswerText:
