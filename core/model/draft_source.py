@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from core.model import source as model_source
 from core.model.draft_heads import HeadsKind, is_eagle1, predicts_further
+from core.model.json_file import read_object
 from core.model.source import Progress
 from core.types.errors import SpecError
 from core.types.request import Role
@@ -103,11 +103,9 @@ def _heads(source: str, progress: Progress | None) -> DraftSource | None:
         return None  # a GGUF model
     directory = model_source.resolve_heads(source, progress=progress)
     try:
-        raw = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        raw = read_object(directory / "config.json")
+    except SpecError:
         return None  # reported when it is loaded as a model
-    if not isinstance(raw, dict):
-        return None
     if "medusa_num_heads" in raw:
         return DraftSource("medusa", directory)
     is_eagle = (

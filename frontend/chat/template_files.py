@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from core.model.json_file import read_object
 from core.types.errors import SpecError
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names, as in transformers
@@ -26,7 +26,7 @@ def find_chat_template(model_dir: Path, given: str | None = None) -> Mapping[str
     if files:
         return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
     for name in ("tokenizer_config.json", "chat_template.json"):
-        if found := _named(_chat_template(model_dir / name)):
+        if found := _named(read_object(model_dir / name, missing_ok=True).get("chat_template")):
             return found
     return None
 
@@ -40,16 +40,6 @@ def _named(given: Any) -> dict[str, str]:
     if not isinstance(given, Mapping):
         return {}
     return {name: text for name, text in given.items() if isinstance(name, str) and isinstance(text, str)}
-
-
-def _chat_template(path: Path) -> Any:
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise SpecError(f"{path}: not readable as JSON: {error}") from None
-    return content.get("chat_template") if isinstance(content, Mapping) else None
 
 
 def _read(path: Path) -> str:

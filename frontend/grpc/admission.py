@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 from weakref import WeakValueDictionary
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_status import rpc_status
 
 from core.types.errors import CapacityError, ClusterError, DeadlineExceeded, RequestError
@@ -63,14 +64,15 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gRPC 
         handler = await continuation(call)
         if handler is None:
             return None
+        decode = handler.request_deserializer
         if call.method.startswith(self._free):
-            return _streamed(handler, _Messages(min(self._within_s, _FREE_S), [self._of_free]))
+            return _streamed(handler, _Messages(min(self._within_s, _FREE_S), [self._of_free], decode))
         try:
             client = self._access.identify(authorization_of(call.invocation_metadata))
         except ClusterError as error:
             return _rejecting(error)
         rooms = [self._room_of(client.key.id), self._of_all] if client.key else [self._of_all]
-        return _streamed(handler, _Messages(self._within_s, rooms), self._entered.get(call.method, _nothing))
+        return _streamed(handler, _Messages(self._within_s, rooms, decode), self._entered.get(call.method, _nothing))
 
     def _room_of(self, key_id: str) -> _Room:
         room = self._of_keys.get(key_id) or _Room(_MAX_OF_KEY, self._max_waiting, spared_s=_SPARED * self._within_s)
@@ -145,10 +147,11 @@ class _Room:
 class _Messages:
     """Messages of one call, mostly one. Each has a time limit and takes a place in each room while it is received."""
 
-    def __init__(self, within_s: float, rooms: Sequence[_Room]) -> None:
-        """rooms: entered in order."""
+    def __init__(self, within_s: float, rooms: Sequence[_Room], decode: Callable[[bytes], Any]) -> None:
+        """rooms: entered in order. decode: raises DecodeError."""
         self._within_s = within_s
         self._rooms = rooms
+        self._decode = decode
 
     async def one(self, requests: Any, context: _Context) -> Any:
         """Return the call's message. Aborts the call if there is none."""
@@ -161,13 +164,16 @@ class _Messages:
             yield message
 
     async def _next(self, requests: Any, context: _Context) -> Any:
-        """Return the next message, or None at the end. Aborts the call if it does not arrive in time."""
+        """Return the next message, or None at the end. Aborts the call if it is invalid, or not here in time."""
         try:
             async with asyncio.timeout(self._within_s) as scope, AsyncExitStack() as stack:
                 reading = _Reading(scope, 0.0)
                 for room in self._rooms:
                     await stack.enter_async_context(room.taken(reading))
-                return await anext(aiter(requests), None)
+                received = await anext(aiter(requests), None)
+            return received if received is None else self._decode(received)
+        except DecodeError as error:  # gRPC itself would report UNKNOWN
+            await _abort(context, RequestError(f"the request message is not valid protobuf of its type: {error}"))
         except TimeoutError:
             if reading.is_ended:
                 await _abort(context, CapacityError("too many calls are sending their request; retry"))
@@ -199,7 +205,6 @@ def _streamed(handler: Any, messages: _Messages, entered: Entered = _nothing) ->
 
     return grpc.stream_stream_rpc_method_handler(
         answer_all if handler.request_streaming else answer,
-        request_deserializer=handler.request_deserializer,
         response_serializer=serialize,
     )
 

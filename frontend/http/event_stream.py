@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -78,48 +79,64 @@ class EventStream(Response):
         self._errors = errors
         self._keepalive_s = keepalive_s
         self._has_started = False
-        self._now = asyncio.get_running_loop().time
-        self._sent_at = self._now()
-        self._sending = asyncio.Lock()
+        self._loop = asyncio.get_running_loop()
+        self._now = self._loop.time
+        self._sent_at = self._now()  # infinite while something is being sent
+        self._keepalive: asyncio.Task[None] | None = None  # sends one; awaited before the next event is sent
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await while_connected(receive, self._send_all(scope, receive, send))
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        keeping = asyncio.ensure_future(self._keep_alive(send))
+        self._keep_alive(send)
         try:
             async with aclosing(self._events) as events:
                 while True:
                     try:
                         event = await anext(events, None)
                     except Exception as error:  # boundary: report any failure by the means that are left
-                        async with self._sending:
-                            if not self._has_started:
-                                await error_response(error, self._errors)(scope, receive, send)
-                                return
+                        await self._settled()
+                        if not self._has_started:
+                            self._sent_at = math.inf  # no keep-alive beside the response
+                            await error_response(error, self._errors)(scope, receive, send)
+                            return
                         event = self._errors.events(error)
                     if event is None:
                         break
-                    async with self._sending:
-                        await self._send(event, send)
+                    if self._keepalive:
+                        await self._settled()
+                    await self._send(event, send)
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+            if self._timer:
+                self._timer.cancel()
+            if self._keepalive:
+                self._keepalive.cancel()
+                await asyncio.gather(self._keepalive, return_exceptions=True)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, content: bytes, send: Send) -> None:
+        self._sent_at = math.inf
         if not self._has_started:
             self._has_started = True
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         await send({"type": "http.response.body", "body": content, "more_body": True})
         self._sent_at = self._now()
 
-    async def _keep_alive(self, send: Send) -> None:
-        while True:
-            await asyncio.sleep(self._sent_at + self._keepalive_s - self._now())
-            async with self._sending:
-                if self._now() - self._sent_at >= self._keepalive_s:
-                    await self._send(self._errors.keepalive, send)
+    async def _settled(self) -> None:
+        """Wait until no keep-alive is being sent."""
+        while keepalive := self._keepalive:
+            self._keepalive = None
+            await keepalive
+
+    def _keep_alive(self, send: Send) -> None:
+        # Polled: a lock, a task or a timer for each event would cost more than the event.
+        now = self._now()
+        if now - self._sent_at >= self._keepalive_s:
+            self._sent_at = math.inf
+            self._keepalive = self._loop.create_task(self._send(self._errors.keepalive, send))
+        wait_s = self._keepalive_s - max(0.0, now - self._sent_at)
+        self._timer = self._loop.call_later(wait_s, self._keep_alive, send)
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -99,6 +99,7 @@ class CallFormat:
     begins: tuple[str, ...]  # texts with which a call begins; NAME stands for a tool's name
     markers: tuple[str, ...]  # may be special tokens, but belong to the text
     template_marks: tuple[str, ...]  # any of these in a chat template identifies the format
+    first: str = ""  # if an answer begins with it, the answer may be a call
 
 
 # In order of precedence: formats identified by a string that others contain as well come last.
@@ -115,10 +116,14 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     ),
     "hermes": CallFormat(hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>"), ("<tool_call>",)),
     "pythonic": CallFormat(
-        pythonic, (PYTHON_START, "[NAME("), (PYTHON_START, PYTHON_END), (PYTHON_START, "func_name1(")
+        pythonic, (PYTHON_START, "[NAME("), (PYTHON_START, PYTHON_END), (PYTHON_START, "func_name1("), first="["
     ),
     "llama3_json": CallFormat(
-        llama3_json, ("<|python_tag|>", '{"name"'), ("<|python_tag|>",), ("<|python_tag|>", '"parameters": dictionary')
+        llama3_json,
+        ("<|python_tag|>", '{"name"'),
+        ("<|python_tag|>",),
+        ("<|python_tag|>", '"parameters": dictionary'),
+        first="{",
     ),
 }
 

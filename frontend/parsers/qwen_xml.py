@@ -8,9 +8,10 @@ from contextlib import suppress
 from typing import Any
 
 from core.types.json_schema import target
-from frontend.parsers.scanner import Reading, Scanner
+from frontend.parsers.scanner import Reading, Scanner, overlap
 
 _MAX_NAME = 128
+_END = "</parameter>"
 _BY_JSON = {"integer", "number", "boolean", "object", "array", "null"}
 _BY_KEYWORD = {"properties": "object", "additionalProperties": "object", "items": "array", "prefixItems": "array"}
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null",
@@ -43,15 +44,42 @@ def _parameters(scan: Scanner, schema: Mapping[str, Any]) -> Reading[bool]:
     while (yield from scan.optional("<parameter=")):
         key = yield from scan.before(">", most=_MAX_NAME)
         yield from scan.optional(">")
-        value = yield from scan.before("</parameter>")
-        if not (yield from scan.optional("</parameter>")):
+        head, kinds = f"{opening}{json.dumps(key)}: ", types.of_parameter(key)
+        if kinds <= {"string"}:
+            yield from _streamed_string(scan, head)
+        else:
+            value = yield from scan.before(_END)
+            if scan.rest.startswith(_END):
+                scan.emit_arguments(head + _as_json(value, kinds))
+        if not (yield from scan.optional(_END)):
             return False
-        scan.emit_arguments(f"{opening}{json.dumps(key)}: {_as_json(value, types.of_parameter(key))}")
         opening = ", "
     if not (yield from scan.optional("</function>")):
         return False
     scan.emit_arguments("{}" if opening == "{" else "}")
     return True
+
+
+def _streamed_string(scan: Scanner, head: str) -> Reading[None]:
+    """Emit `head` and a string, as it arrives, up to the end of the parameter. One line break at each end is markup."""
+    while not scan.rest and not scan.is_ended:
+        yield
+    if scan.rest.startswith("\n"):
+        scan.take(1)
+    head += '"'
+    while True:
+        at = scan.rest.find(_END)
+        is_whole = at >= 0
+        if not is_whole:
+            at = len(scan.rest) - max(overlap(scan.rest, f"\n{_END}"), overlap(scan.rest, _END))
+        text = scan.take(at)
+        if is_whole:
+            text = text.removesuffix("\n")
+        scan.emit_arguments(head + json.dumps(text, ensure_ascii=False)[1:-1] + ('"' if is_whole else ""))
+        if is_whole or scan.is_ended:
+            return
+        head = ""
+        yield
 
 
 def _as_json(value: str, types: set[str]) -> str:

@@ -43,10 +43,12 @@ class ThinkingReader:
     to close it; so text from the first call on is held until one of the two is known.
     """
 
-    def __init__(self, tags: Tags, start: Start, *, calls: Sequence[str] = ()) -> None:
-        """calls: texts with which a tool call may begin."""
+    def __init__(self, tags: Tags, start: Start, *, calls: Sequence[str] = (), first: str = "") -> None:
+        """calls: texts with which a tool call may begin. first: text with which an answer begins that may be a call as
+        a whole, and not thinking without an opening tag; empty if there is none."""
         self._tags = tags
         self._start = start
+        self._first = first
         self._marks = (tags.closing, *calls)
         self._may_begin_mark = re.compile("|".join({re.escape(mark[0]) for mark in self._marks})).search
         self._held = ""
@@ -56,7 +58,7 @@ class ThinkingReader:
 
     def fresh(self) -> ThinkingReader:
         """Return a fresh reader in the initial state."""
-        return ThinkingReader(self._tags, self._start, calls=self._marks[1:])
+        return ThinkingReader(self._tags, self._start, calls=self._marks[1:], first=self._first)
 
     def behind_call(self) -> ThinkingReader:
         """Return a reader for the text behind a call, which may begin with thinking again."""
@@ -99,7 +101,8 @@ class ThinkingReader:
         if begun.startswith(opening):
             self._held, self._state = begun.removeprefix(opening), "opened"
         elif not opening.startswith(begun):
-            self._state = "unopened" if self._start == "before" else "after"
+            may_be_call = self._first and begun.startswith(self._first)
+            self._state = "unopened" if self._start == "before" and not may_be_call else "after"
 
     def _look_for_closing(self) -> str:
         """Return text before the closing tag, or before a call, behind which no thinking can end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 
@@ -73,15 +73,16 @@ class AnswerReader:
         """Create a reader, or return None for an answer of plain text. prompt: its last characters suffice. grammar:
         constrains the answer."""
         thinking = calls = None
-        begins = list[str]()
+        begins, first = list[str](), ""
         if chat.tools and (output_format.calls or chat.forced is not None):
             calls = CallReader(_format(chat, output_format), chat.parameters)
             begins = _begins(chat, output_format)
+            first = CALL_FORMATS[output_format.calls].first if output_format.calls else ""
         start = output_format.start(chat, prompt)
         if output_format.tags and may_think(grammar, start):
             if grammar and start == "before":
                 start = "after"  # the grammar wants an opening tag
-            thinking = ThinkingReader(output_format.tags, start, calls=begins)
+            thinking = ThinkingReader(output_format.tags, start, calls=begins, first=first)
         if not thinking and not calls:
             return None
         return cls(thinking, calls, is_parallel=chat.is_parallel, is_forced=chat.forced is not None and bool(calls))
@@ -121,8 +122,9 @@ class AnswerReader:
         return parsed
 
     def _calls_in_thinking(self, pieces: Sequence[Piece]) -> AnswerText:
-        """Return the complete calls of thinking that was never closed; the rest is thinking."""
-        ended = {piece.number for piece in pieces if isinstance(piece, CallEnded)}
+        """Return the complete calls of thinking that was never closed, numbered from 0; the rest is thinking."""
+        ended = (piece.number for piece in pieces if isinstance(piece, CallEnded))
+        numbers = {number: at for at, number in enumerate(ended)}
         thought, calls = "", list[Piece]()
         for piece in pieces:
             match piece:
@@ -130,8 +132,8 @@ class AnswerReader:
                     thought += piece
                 case CallBroken():
                     thought += piece.raw
-                case _ if piece.number in ended:
-                    calls.append(piece)
+                case _ if piece.number in numbers:
+                    calls.append(replace(piece, number=numbers[piece.number]))
         return self._parsed(thought.rstrip(), calls)
 
     def _parsed(self, thought: str, pieces: Iterable[Piece]) -> AnswerText:
@@ -153,6 +155,8 @@ class AnswerReader:
                     _part_of(parsed, number).arguments += text
                 case CallBroken(number, raw, rest) if not self._is_forced:
                     parsed.calls.append(CallText(number, broken=raw, rest=rest, at=len(parsed.text)))
+                case CallBroken():
+                    self.num_calls = 0  # a stop string cut the last of the forced calls, so they did not end the answer
                 case CallEnded():
                     self._behind_call = self._thinking.behind_call() if self._thinking else None
                     self.num_calls += 1

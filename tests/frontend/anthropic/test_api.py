@@ -183,6 +183,9 @@ async def test_calls_whole_and_streamed(completions: MakeCompletions, byte_level
             assert final.stop_reason == whole.stop_reason
             if together == 1 and final.stop_reason == "tool_use":
                 assert len(pieces) > 10, "arguments come as they are made"
+        endpoint.say(f"{_PARIS}\n{_LYON}")
+        cut = await endpoint.client.messages.create(**{**fields, "max_tokens": len(byte_level.encode(_PARIS)) + 3})
+        assert (cut.content[0].type, cut.stop_reason) == ("tool_use", "max_tokens")
 
 
 async def test_agent_turns(completions: MakeCompletions, byte_level: Tokenizer) -> None:

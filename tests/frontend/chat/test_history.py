@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.history import History
 from tests.support.tiny_tokenizers import CHATML
 
 _TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
@@ -83,6 +84,13 @@ def test_parallel_calls_are_given_one_by_one() -> None:
     rendered = _template("llama31_tools").render([_U, _say("assistant", "Both.", tool_calls=calls), *results])
     order = [rendered.index(text) for text in ("Both.", "look_1", "first", "look_2", "second")]
     assert order == sorted(order)
+
+
+def test_merged_messages_keep_their_texts_thoughts_and_calls() -> None:
+    said = [_say("assistant", name, tool_calls=[_call(name=name)], reasoning_content=f"{name}?") for name in "ab"]
+    _, merged = History(keeps_assistants=False).arranged([_U, *said])
+    assert (merged["content"], merged["reasoning_content"]) == ("a\n\nb", "a?\n\nb?")
+    assert [call["function"]["name"] for call in merged["tool_calls"]] == ["a", "b"]
 
 
 @pytest.mark.parametrize(("name", "shown"), [("channels", True), ("hermes_tools", False)])

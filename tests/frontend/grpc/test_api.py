@@ -336,6 +336,16 @@ async def test_failure_in_the_stream(endpoint: Endpoint, error: Exception, code:
     assert status and [detail.TypeName() for detail in status.details] == ["google.rpc.ErrorInfo"]
 
 
+@pytest.mark.parametrize("raw", [b"\xff\xff\xff", b"\x12\x02\xff\xfe"], ids=["no protobuf", "no UTF-8"])
+@pytest.mark.parametrize("method", ["Generate", "Tokenize"])
+async def test_message_that_cannot_be_decoded_is_the_clients_fault(endpoint: Endpoint, method: str, raw: bytes) -> None:
+    call = endpoint.channel.unary_stream(f"/cluster.v1.Inference/{method}")
+    with pytest.raises(grpc.aio.AioRpcError, match="not valid protobuf") as caught:
+        async for _ in call(raw, timeout=30):
+            pass
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_too_large_message(endpoint: Endpoint) -> None:
     code, text, _ = await endpoint.rejected(pb.GenerateRequest(prompt="x" * 50_000_000))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" in text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from core.spec.schema import RouterSpec
 from core.types.errors import CapacityError, ReplicaLost
 from frontend.access.access import Access
 from frontend.http.app import create_app
+from frontend.http.event_stream import COMMENT, EventStream
+from frontend.openai.errors import OpenAIErrors
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.tiny_service import MakeCompletions
@@ -132,3 +134,44 @@ async def test_client_that_leaves_a_silent_stream_ends_its_request(completions: 
             async for _ in answer.aiter_text():
                 break
         await asyncio.wait_for(fake.has_ended.wait(), 30)
+
+
+async def _sent(events: AsyncGenerator[bytes, None], pause: Callable[[], Awaitable[object]]) -> list[Any]:
+    """Return the statuses and bodies of a stream in their order. pause: awaited behind each of them."""
+    sent = list[Any]()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("status") or message["body"])
+        await pause()
+
+    stream = EventStream(events, more_headers={}, errors=OpenAIErrors(), keepalive_s=0.01)
+    await stream({"type": "http", "method": "POST"}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+    return sent
+
+
+@pytest.mark.parametrize("is_failing", [False, True], ids=["event", "failure"])
+async def test_event_waits_for_the_keepalive_that_is_being_sent(is_failing: bool) -> None:
+    is_sending = asyncio.Event()
+
+    async def pause() -> None:
+        is_sending.set()
+        await asyncio.sleep(0)
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        await is_sending.wait()
+        if is_failing:
+            raise ReplicaLost("gone")
+        yield b"event"
+
+    status, keepalive, event, end = await _sent(events(), pause)
+    assert (status, keepalive, end) == (200, COMMENT, b"")
+    assert (b"gone" if is_failing else b"event") in event
+
+
+async def test_no_keepalive_is_sent_beside_an_error_response() -> None:
+    async def events() -> AsyncGenerator[bytes, None]:
+        raise ReplicaLost("gone")
+        yield b""
+
+    status, body = await _sent(events(), lambda: asyncio.sleep(0.05))  # several keep-alives would be due
+    assert status == 503 and b"gone" in body

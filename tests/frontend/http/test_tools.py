@@ -314,7 +314,7 @@ async def test_grpc_tools(completions: MakeCompletions, byte_level: Tokenizer) -
         chat = pb.Chat(
             messages=[
                 pb.ChatMessage(role="user", content="hi", name="ann"),
-                pb.ChatMessage(role="assistant", content="I"),
+                pb.ChatMessage(role="assistant", content="I", reasoning_content="so"),
             ],
             tools=[tool],
             tool_choice=pb.ToolChoice(none=True),
@@ -324,8 +324,12 @@ async def test_grpc_tools(completions: MakeCompletions, byte_level: Tokenizer) -
         sampling = pb.SamplingParams(truncate_prompt_tokens=3)
         [one async for one in generate(pb.GenerateRequest(chat=chat, sampling=sampling))]
         assert byte_level.decode(fake.started[-1].token_ids, skip_special_tokens=False) == "istant\nI"
+        call = generate(pb.GenerateRequest(chat=pb.Chat(messages=messages[:1], reasoning_effort="high")))
+        assert tuple(await call.initial_metadata()) == (("x-ignored-fields", "reasoning_effort"),)
+        [one async for one in call]
         made = chat_of(chat)
         assert (made.tools, made.variables, made.messages[0]["name"]) == ((), {"enable_thinking": False}, "ann")
+        assert made.messages[1]["reasoning_content"] == "so"
         for fields, param in (
             ({"template_variables": "[]"}, "chat.template_variables"),
             ({"add_generation_prompt": True, "continue_final_message": True}, "chat.continue_final_message"),

@@ -540,6 +540,12 @@ def test_consecutive_assistant_items_are_one_message() -> None:
     )
 
 
+@pytest.mark.parametrize("role", ["system", "developer", "user"])
+def test_instructions_precede_the_input(role: str) -> None:
+    first = {"role": role, "content": "b"}
+    assert _asked(input=[first], instructions="a").prompt.messages == ({"role": "system", "content": "a"}, first)
+
+
 async def test_logprobs_of_the_text(serve: Serve) -> None:
     async with serve() as served:
         served.say("<think>Hm</think>Yes 🎉")
