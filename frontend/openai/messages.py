@@ -208,17 +208,43 @@ class ToolNamed:
     name: str
 
 
+@dataclass(frozen=True)
+class ToolsAllowed:
+    """Subset of the tools that the model may call; `required`: that it must call one of."""
+
+    mode: Literal["auto", "required"]
+    names: tuple[str, ...]
+
+
 def _tool_choice(value: Any) -> Any:
+    """Parse a choice in the form of a chat or of /v1/responses. Raises ValueError."""
     match value:
         case None | "none" | "auto" | "required":
             return value
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function"} if name := _function_name(value):
             return ToolNamed(name)
-    raise ValueError('must be "none", "auto", "required", or {"type": "function", "function": {"name": …}}')
+        case {"type": "allowed_tools"}:
+            match value.get("allowed_tools", value):
+                case {"mode": "auto" | "required" as mode, "tools": [*tools]}:
+                    return ToolsAllowed(mode, tuple(name for tool in tools if (name := _function_name(tool))))
+            raise ValueError('must have a mode, "auto" or "required", and a list of tools')
+    raise ValueError(
+        'must be "none", "auto", "required", or an object of type "function" with a name, or of type "allowed_tools"'
+    )
 
 
-ToolChoiceGiven = Literal["none", "auto", "required"] | dict[str, Any] | None
-ToolChoice = Annotated[str | ToolNamed | None, PlainValidator(_tool_choice, json_schema_input_type=ToolChoiceGiven)]
+def _function_name(tool: Any) -> str | None:
+    """Return the name of a function; None for other tools, which are skipped in `tools` as well."""
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    return None
+
+
+_ToolChoiceGiven = Literal["none", "auto", "required"] | dict[str, Any] | None
+ToolChoice = Annotated[
+    str | ToolNamed | ToolsAllowed | None, PlainValidator(_tool_choice, json_schema_input_type=_ToolChoiceGiven)
+]
 
 
 class ThinkingGiven(OpenAIObject):

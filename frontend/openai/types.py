@@ -16,8 +16,8 @@ from core.types.token_rules import MAX_BIAS
 from frontend.http.open_requests import GenerationBody
 from frontend.openai.constraints import ResponseFormat, StructuredOutputs, grammar_of
 from frontend.openai.fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
-from frontend.openai.messages import ChatSettings, Messages, ToolChoice
-from frontend.openai.tool_choice import forced_grammar
+from frontend.openai.messages import ChatSettings, Messages, ToolChoice, ToolGiven, ToolNamed, ToolsAllowed
+from frontend.openai.tool_choice import forced_grammar, tool_not_found
 from frontend.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, CompletionRequest
 
 MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request
@@ -250,7 +250,8 @@ class ChatBody(_Sampled, ChatSettings):
     """Return this many of the most likely tokens as well. Requires `logprobs: true`."""
     tool_choice: ToolChoice = None
     """`auto` (default): the model may call tools. `none`: tools are hidden from the model. `required`: the answer
-    consists of calls. A function's name: the answer is a call of that function."""
+    consists of calls. A function's name: the answer is a call of that function. `allowed_tools`: the other tools are
+    hidden from the model."""
     parallel_tool_calls: bool | None = None
     """Default true. If false, the answer ends after its first call."""
     chat_template: Unsupported = None
@@ -286,11 +287,25 @@ class ChatBody(_Sampled, ChatSettings):
             fields["grammar_field"] = "tools"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
 
+    @property
+    def function_tools(self) -> list[ToolGiven]:
+        """The functions that the choice allows. Raises RequestError."""
+        tools, choice = super().function_tools, self.tool_choice
+        if not isinstance(choice, ToolsAllowed):
+            return tools
+        names = [tool.function.name for tool in tools if tool.function]
+        if missing := next((name for name in choice.names if name not in names), None):
+            raise tool_not_found(missing)
+        return [tool for tool, name in zip(tools, names, strict=True) if name in choice.names]
+
     def _forced(self) -> str | None:
         """Return the name of the tool that must be called, "" for any, or None if no call is required."""
-        if self.tool_choice is None or self.tool_choice in ("none", "auto"):
-            return None
-        return "" if isinstance(self.tool_choice, str) else self.tool_choice.name
+        match self.tool_choice:
+            case "required" | ToolsAllowed(mode="required"):
+                return ""
+            case ToolNamed(name):
+                return name
+        return None
 
 
 def reject_fields_of_others(body: OpenAIObject) -> None:

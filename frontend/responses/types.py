@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from msgspec import Raw
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, Field
 
 from core.types.errors import RequestError
 from frontend.chat.chat import Chat
@@ -22,9 +22,10 @@ from frontend.openai.messages import (
     FunctionAsTool,
     FunctionName,
     ReasoningEffort,
-    ToolChoiceGiven,
+    ToolChoice,
     ToolGiven,
     ToolNamed,
+    ToolsAllowed,
 )
 from frontend.openai.types import ChatBody, reject_fields_of_others
 from frontend.responses.items import Id, Items, Kinds, messages_of
@@ -83,15 +84,6 @@ class ReasoningConfig(OpenAIObject):
     generate_summary: Ignored = None
 
 
-def _tool_choice(value: Any) -> Any:
-    match value:
-        case None | "none" | "auto" | "required":
-            return value
-        case {"type": "function", "name": str(name)}:
-            return ToolNamed(name)
-    raise ValueError('must be "none", "auto", "required", or {"type": "function", "name": …}')
-
-
 class ResponsesBody(GenerationBody):
     """POST /v1/responses"""
 
@@ -117,10 +109,8 @@ class ResponsesBody(GenerationBody):
     """`format`: `text`, `json_object` or `json_schema`; see `response_format` of /v1/chat/completions."""
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call. Other tools are skipped, and listed in `x-ignored-fields`."""
-    tool_choice: Annotated[
-        str | ToolNamed | None, PlainValidator(_tool_choice, json_schema_input_type=ToolChoiceGiven)
-    ] = None
-    """`auto` (default), `none`, `required`, or a function's name."""
+    tool_choice: ToolChoice = None
+    """`auto` (default), `none`, `required`, a function's name, or `allowed_tools`."""
     parallel_tool_calls: bool | None = None
     """Default true. If false, the answer ends after its first call."""
     reasoning: ReasoningConfig | None = None
@@ -209,7 +199,6 @@ class ResponsesBody(GenerationBody):
         tools = [tool.model_dump(by_alias=True, exclude_unset=True) for tool in self.tools or () if not tool.skipped]
         config = self.text.format if self.text else None
         shown = config.model_dump(by_alias=True, exclude_none=True) if config else {"type": "text"}
-        choice = self.tool_choice or "auto"
         return {
             "background": False,
             "instructions": Raw(to_json(self.instructions)),
@@ -221,7 +210,7 @@ class ResponsesBody(GenerationBody):
             "service_tier": "default",
             "temperature": self.temperature,
             "text": Raw(to_json({"format": shown})),
-            "tool_choice": {"type": "function", "name": choice.name} if isinstance(choice, ToolNamed) else choice,
+            "tool_choice": _shown(self.tool_choice),
             "tools": Raw(to_json([{"parameters": None, "strict": None, **tool} for tool in tools])),
             "top_logprobs": self.top_logprobs or 0,
             "top_p": self.top_p,
@@ -243,3 +232,12 @@ class ResponsesBody(GenerationBody):
             logprobs=has_logprobs,
             top_logprobs=self.top_logprobs if has_logprobs else None,
         )
+
+
+def _shown(choice: str | ToolNamed | ToolsAllowed | None) -> str | JSON:
+    match choice:
+        case ToolNamed(name):
+            return {"type": "function", "name": name}
+        case ToolsAllowed(mode, names):
+            return {"type": "allowed_tools", "mode": mode, "tools": [_shown(ToolNamed(name)) for name in names]}
+    return choice or "auto"
