@@ -61,7 +61,7 @@ def unknown_fields(given: OpenAIObject, path: str = "") -> Iterator[str]:
         yield f"{path}{given.skipped}"
         return
     yield from (f"{path}{name}" for name, value in (given.model_extra or {}).items() if value is not None)
-    for name in given.model_fields_set:
+    for name in given.model_fields_set & type(given).model_fields.keys():
         value = getattr(given, name)
         if isinstance(value, OpenAIObject):
             yield from unknown_fields(value, f"{path}{name}.")
