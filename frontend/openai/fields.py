@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
 from core.types.errors import RequestError, UnsupportedField
@@ -39,6 +39,11 @@ class Only:
         return value
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_whole)]  # 40.0 as well: some JSON libraries write all numbers as floats
 Ignored = Any  # accepted; no effect on the answer
 EMPTY: tuple[Any, ...] = ([], {})
 Unsupported = Annotated[Any, AfterValidator(Only(EMPTY))]

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, Pri
 
 from core.types.errors import RequestError, UnsupportedField
 from frontend.chat.chat import Chat, opens_answer
-from frontend.openai.fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
+from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported
 from frontend.text.completion_request import MAX_MESSAGES
 
 MAX_PARTS = 4096  # per message
@@ -251,7 +251,7 @@ class ThinkingGiven(OpenAIObject):
     """Thinking as in Anthropic's API."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
+    budget_tokens: Integer | None = None
     display: Literal["summarized", "omitted"] | None = None
 
     @property

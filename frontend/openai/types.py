@@ -15,7 +15,7 @@ from core.types.errors import RequestError, UnsupportedField
 from core.types.token_rules import MAX_BIAS
 from frontend.http.open_requests import GenerationBody
 from frontend.openai.constraints import ResponseFormat, StructuredOutputs, grammar_of
-from frontend.openai.fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
+from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported
 from frontend.openai.messages import ChatSettings, Messages, ToolChoice, ToolGiven, ToolNamed, ToolsAllowed
 from frontend.openai.tool_choice import forced_grammar, tool_not_found
 from frontend.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, CompletionRequest
@@ -67,7 +67,7 @@ class _Sampled(GenerationBody):
 
     model: str | None = None
     """Default: the model of the router's own deployment."""
-    max_tokens: int | None = None
+    max_tokens: Integer | None = None
     """Default: 16 for a text; for a chat, the model's `max_tokens` in `/v1/models`, else the rest of the context."""
     temperature: float | None = None
     """0 means greedy decoding. Default, as of `top_p`, `top_k`, `min_p` and `repetition_penalty`: the model's, as in
@@ -75,31 +75,31 @@ class _Sampled(GenerationBody):
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     """Default: random, once per request. Choice i of n uses a seed derived from this one."""
     stop: Annotated[list[str], BeforeValidator(_strings)] | None = None
     """A string or a list of strings. The text ends before the first match."""
-    n: int | None = None
+    n: Integer | None = None
     """Number of choices; they share the prompt's KV cache. With several prompts, 64 choices run at a time. If several
     tenants have API keys, `router.tenant_share` limits one tenant to a part of `decode.max_running`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     """Only with `stream`. `include_usage` adds a chunk before `[DONE]` with the usage of all choices; with
     `continuous_usage_stats`, an extension, each chunk also has the usage of its choice so far."""
-    top_k: int | None = None
+    top_k: Integer | None = None
     """Extension. 0 and -1 turn it off."""
     min_p: float | None = None
     """Extension."""
     repetition_penalty: float | None = None
     """Extension. Applied to tokens of prompt and answer, as in transformers."""
-    min_tokens: int | None = None
+    min_tokens: Integer | None = None
     """Extension: no stop token is sampled, and no stop string matches, before this many tokens."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     """Extension: additional tokens that end the answer."""
     logit_bias: Annotated[Biases, PlainValidator(_biases, json_schema_input_type=dict[str, float])] | None = None
     """Map from token id to a bias added to its logit. Reported logprobs exclude it, as well as `allowed_token_ids` and
     `bad_words`."""
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[Integer] | None = None
     """Extension: only these tokens are sampled. Unless they include an end-of-sequence token, the answer ends by
     length or another stop condition."""
     bad_words: list[str] | None = None
@@ -112,14 +112,14 @@ class _Sampled(GenerationBody):
     """Extension. Default true."""
     cache_salt: str | None = None
     """Extension: share cached prefixes only with requests of the same tenant and salt."""
-    priority: int | None = None
+    priority: Integer | None = None
     """Extension: smaller runs first, among the requests of one `user`. Default 0. Clamped to the range of the API key.
     2^31 - 1 runs only when no other request waits."""
     return_token_ids: bool | None = None
     """Extension: return `prompt_token_ids` and `token_ids` beside the text."""
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Integer | None = None
     """Extension: keep only the last tokens of the prompt, this many; -1: as many as leave room for the answer."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Integer | None = None
     """Extension: return log-probability and rank of each prompt token, and this many of the most likely tokens. Limit:
     prompt tokens times (`prompt_logprobs` + 1) must not exceed 262,144. Not with `stream`."""
     response_format: ResponseFormat | None = None
@@ -128,10 +128,10 @@ class _Sampled(GenerationBody):
     structured_outputs: StructuredOutputs | None = None
     """Extension: one of `json` (a schema), `json_object`, `regex`, `choice`, `grammar` (Lark or GBNF) and
     `structural_tag` (JSON)."""
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Integer | None = None
     """Extension: maximum number of thinking tokens; the server then writes the end of thinking. 0 disables thinking.
     Only for models that think."""
-    thinking_budget: int | None = None
+    thinking_budget: Integer | None = None
     """Alias of `thinking_token_budget`, named as in Qwen's API."""
     user: str | None = None
     """Id of the end user. Users of a tenant share its capacity fairly."""
@@ -199,13 +199,13 @@ class TextBody(_Sampled):
 
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts, json_schema_input_type=_PromptsGiven)]
     """A string, a list of strings, token ids, or a list of lists of token ids. Each prompt gets n choices."""
-    logprobs: int | None = None
+    logprobs: Integer | None = None
     """Return this many of the most likely tokens beside each sampled one."""
     echo: bool | None = None
     """Return the prompt before the answer, with `logprobs` also the log-probabilities of its tokens (limited as in
     `prompt_logprobs`). With `max_tokens: 0`, and without `stream`, return the prompt alone."""
     suffix: Annotated[str | None, AfterValidator(Only(("",)))] = None
-    best_of: int | None = None
+    best_of: Integer | None = None
     """Run this many choices, which all count as usage, and return the `n` with the highest mean log-probability. With
     `stream`, must equal `n`."""
 
@@ -242,11 +242,11 @@ class ChatBody(_Sampled, ChatSettings):
     """POST /v1/chat/completions"""
 
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     """The newer name of `max_tokens`; takes precedence over it."""
     logprobs: bool | None = None
     """Return the log-probability of each sampled token."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Return this many of the most likely tokens as well. Requires `logprobs: true`."""
     tool_choice: ToolChoice = None
     """`auto` (default): the model may call tools. `none`: tools are hidden from the model. `required`: the answer

@@ -16,7 +16,7 @@ from frontend.chat.chat import Chat
 from frontend.http.json_response import JSON, to_json
 from frontend.http.open_requests import GenerationBody
 from frontend.openai.constraints import ResponseFormat
-from frontend.openai.fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
+from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported
 from frontend.openai.messages import (
     MAX_TOOLS,
     FunctionAsTool,
@@ -98,7 +98,7 @@ class ResponsesBody(GenerationBody):
     store: bool | None = None
     """Store the response, so that it can be continued or fetched. Default true. The response's `store` is true if it
     was stored."""
-    max_output_tokens: int | None = None
+    max_output_tokens: Integer | None = None
     """Maximum number of tokens of the output, including reasoning and calls. Default: the rest of the context, to which
     larger values are clamped."""
     temperature: float | None = None
@@ -120,7 +120,7 @@ class ResponsesBody(GenerationBody):
     are left for the answer."""
     include: Annotated[list[str], Field(max_length=64)] | None = None
     """`message.output_text.logprobs`; other values have no effect."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     """Return this many of the most likely tokens beside each token of the text."""
     metadata: (
         Annotated[
@@ -135,9 +135,9 @@ class ResponsesBody(GenerationBody):
     """Returned with the response. At most 16 pairs; keys of 64, values of 512 characters."""
     user: str | None = None
     """Id of the end user. Users of a tenant share its capacity fairly."""
-    seed: int | None = None
+    seed: Integer | None = None
     """Extension; see /v1/chat/completions."""
-    top_k: int | None = None
+    top_k: Integer | None = None
     """Extension; see /v1/chat/completions."""
     min_p: float | None = None
     """Extension; see /v1/chat/completions."""
@@ -149,11 +149,11 @@ class ResponsesBody(GenerationBody):
     """Extension; see /v1/chat/completions."""
     cache_salt: str | None = None
     """Extension; see /v1/chat/completions."""
-    priority: int | None = None
+    priority: Integer | None = None
     """Extension; see /v1/chat/completions."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Extension; see /v1/chat/completions."""
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Integer | None = None
     """Extension; see /v1/chat/completions."""
     background: Annotated[bool | None, AfterValidator(Only((False,)))] = None
     stream_options: Ignored = None
