@@ -66,7 +66,7 @@ class OpenAIApi:
         if parsed.body.stream:  # a whole response has the prompt only once
             with self._request_contexts.audited(request):
                 _check_repeated(parsed.body, opened, 0)
-        forms = [ChatForm(opened[0].service.tokenizer)]
+        forms = [ChatForm(opened[0].service.tokenizer, hides_thinking=parsed.body.hides_thinking)]
         return await self._answer(request, parsed, opened, forms, headers=await request_context.charge(opened))
 
     async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:

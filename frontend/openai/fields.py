@@ -39,11 +39,12 @@ class Only:
         return value
 
 
-def _whole(value: Any) -> Any:
+def whole(value: Any) -> Any:
+    """Return a float without fraction as an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Integer = Annotated[int, BeforeValidator(_whole)]  # 40.0 as well: some JSON libraries write all numbers as floats
+Integer = Annotated[int, BeforeValidator(whole)]  # 40.0 as well: some JSON libraries write all numbers as floats
 Ignored = Any  # accepted; no effect on the answer
 EMPTY: tuple[Any, ...] = ([], {})
 Unsupported = Annotated[Any, AfterValidator(Only(EMPTY))]

@@ -267,7 +267,7 @@ class ReasoningGiven(OpenAIObject):
 
     effort: ReasoningEffort | None = None
     enabled: bool | None = None
-    exclude: Annotated[bool | None, AfterValidator(Only((False,)))] = None
+    exclude: bool | None = None
 
 
 class ChatSettings(OpenAIObject):
@@ -283,7 +283,7 @@ class ChatSettings(OpenAIObject):
     """Given to the chat template by its own variable: the nearest `reasoning_effort` that it accepts, or thinking
     turned on or off. Without such a variable it is listed in `x-ignored-fields`."""
     reasoning: ReasoningGiven | None = None
-    """Extension: `effort` as above, and `enabled`, as in OpenRouter."""
+    """Extension: `effort` as above, and `enabled` and `exclude`, as in OpenRouter."""
     thinking: ThinkingGiven | None = None
     """Extension: `type` is `enabled`, `adaptive` or `disabled`, as in Anthropic's API."""
     enable_thinking: bool | None = None

@@ -15,7 +15,7 @@ from core.types.errors import RequestError, UnsupportedField
 from core.types.token_rules import MAX_BIAS
 from frontend.http.open_requests import GenerationBody
 from frontend.openai.constraints import ResponseFormat, StructuredOutputs, grammar_of
-from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported
+from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported, whole
 from frontend.openai.messages import ChatSettings, Messages, ToolChoice, ToolGiven, ToolNamed, ToolsAllowed
 from frontend.openai.tool_choice import forced_grammar, tool_not_found
 from frontend.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, CompletionRequest
@@ -25,6 +25,7 @@ DEFAULT_TEXT_TOKENS = 16  # of /v1/completions, as in OpenAI's reference; a chat
 
 Prompt = str | tuple[int, ...]
 Biases = tuple[tuple[int, float], ...]  # (token id, bias added to its logit)
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole)]
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -246,7 +247,7 @@ class ChatBody(_Sampled, ChatSettings):
     """The newer name of `max_tokens`; takes precedence over it."""
     logprobs: bool | None = None
     """Return the log-probability of each sampled token."""
-    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     """Return this many of the most likely tokens as well. Requires `logprobs: true`."""
     tool_choice: ToolChoice = None
     """`auto` (default): the model may call tools. `none`: tools are hidden from the model. `required`: the answer
@@ -257,15 +258,15 @@ class ChatBody(_Sampled, ChatSettings):
     chat_template: Unsupported = None
     documents: Unsupported = None
     input_ids: Unsupported = None
-    include_reasoning: Annotated[bool | None, AfterValidator(Only((True,)))] = None
+    include_reasoning: bool | None = None
+    """Extension. If false, the answer's thinking is left out."""
     functions: Annotated[Any, AfterValidator(Only(EMPTY, "tools"))] = None
     function_call: Annotated[Any, AfterValidator(Only(("none", "auto"), "tool_choice"))] = None
     modalities: Annotated[Any, AfterValidator(Only((["text"],)))] = None
     audio: Unsupported = None
-    prediction: Unsupported = None
+    prediction: Ignored = None
     moderation: Unsupported = None
     web_search_options: Annotated[Any, AfterValidator(Only(()))] = None  # an empty object requests it, too
-    verbosity: Annotated[Any, AfterValidator(Only(("medium",)))] = None
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """Return the one request. Raises RequestError."""
@@ -286,6 +287,10 @@ class ChatBody(_Sampled, ChatSettings):
             fields["grammar"] = forced_grammar(forced, self.function_tools, is_parallel=is_parallel)
             fields["grammar_field"] = "tools"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
+
+    @property
+    def hides_thinking(self) -> bool:
+        return self.include_reasoning is False or bool(self.reasoning and self.reasoning.exclude)
 
     @property
     def function_tools(self) -> list[ToolGiven]:
@@ -311,5 +316,6 @@ class ChatBody(_Sampled, ChatSettings):
 def reject_fields_of_others(body: OpenAIObject) -> None:
     """Reject a field of the other endpoint, which would have no effect here. Raises UnsupportedField."""
     for name, value in (body.model_extra or {}).items():
-        if name in {*TextBody.model_fields, *ChatBody.model_fields} and value not in (None, False, [], {}):
+        is_neutral = value in (None, False, [], {}, "") or (name, value) == ("best_of", 1)
+        if name in {*TextBody.model_fields, *ChatBody.model_fields} and not is_neutral:
             raise UnsupportedField(f"{name}: not supported by this endpoint", param=name)

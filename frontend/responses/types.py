@@ -27,9 +27,9 @@ from frontend.openai.messages import (
     ToolNamed,
     ToolsAllowed,
 )
-from frontend.openai.types import ChatBody, reject_fields_of_others
+from frontend.openai.types import ChatBody, TopLogprobs, reject_fields_of_others
 from frontend.responses.items import Id, Items, Kinds, messages_of
-from frontend.text.completion_request import MAX_LOGPROBS, CompletionRequest
+from frontend.text.completion_request import CompletionRequest
 
 _MAX_PAIRS = 16  # of metadata
 _MAX_KEY, _MAX_VALUE = 64, 512  # characters
@@ -74,7 +74,6 @@ class TextFormat(OpenAIObject):
 
 class TextConfig(OpenAIObject):
     format: TextFormat | None = None
-    verbosity: Annotated[Any, AfterValidator(Only(("medium",)))] = None
 
 
 class ReasoningConfig(OpenAIObject):
@@ -120,7 +119,7 @@ class ResponsesBody(GenerationBody):
     are left for the answer."""
     include: Annotated[list[str], Field(max_length=64)] | None = None
     """`message.output_text.logprobs`; other values have no effect."""
-    top_logprobs: Annotated[Integer, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     """Return this many of the most likely tokens beside each token of the text."""
     metadata: (
         Annotated[

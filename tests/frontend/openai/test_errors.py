@@ -138,7 +138,6 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
     ({"modalities": ["audio"]}, "modalities", "is not supported"),
     ({"moderation": {"model": "m"}}, "moderation", "is not supported"),
     ({"web_search_options": {}}, "web_search_options", "is not supported"),
-    ({"verbosity": "high"}, "verbosity", "is not supported"),
     ({"max_tokens": 1, "max_completion_tokens": 0}, "max_completion_tokens", "from 1"),
     ({"max_completion_tokens": 2, "min_tokens": 3}, "min_tokens", "max_completion_tokens, 2"),
     ({"max_completion_tokens": 10**6}, "messages", "and 1000000 for the answer"),

@@ -569,7 +569,6 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "background": ({"background": True}, "background", "is not supported"),
     "conversation": ({"conversation": "conv_1"}, "conversation", "is not supported"),
     "a prompt": ({"prompt": {"id": "p"}}, "prompt", "is not supported"),
-    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported"),
     "metadata": ({"metadata": {"a": "x" * 513}}, "metadata.a", "at most 512 characters"),
     "tokens": ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: must be from 1"),
     "too long": ({"input": "x " * 9000}, "input", "context"),
@@ -588,8 +587,9 @@ async def test_invalid_requests_are_rejected_by_name(serve: Serve) -> None:
             status, named, said = await served.rejected(**body)
             assert (status, named) == (400, param) and message in said and "\n" not in said, (case, named, said)
         assert not served.fake.started
-        answer = await served.http.post("/v1/responses", json={"input": "hi", "mood": 1, "max_output_tokens": 1})
-        assert answer.headers["x-ignored-fields"] == "mood"
+        body = {"input": "hi", "mood": 1, "text": {"verbosity": "low"}, "max_output_tokens": 1.0}
+        answer = await served.http.post("/v1/responses", json=body)
+        assert answer.headers["x-ignored-fields"] == "mood, text.verbosity"
 
 
 async def test_agent_requests_are_accepted(serve: Serve) -> None:
