@@ -18,7 +18,7 @@ MAX_PARTS = 4096  # per message
 MAX_CALLS = 512  # per message
 MAX_TOOLS = 512
 _MAX_KIND = 64  # characters of a client's value in a text
-_MAY_BE_EMPTY = ("assistant", "tool")
+_MAY_BE_EMPTY = ("assistant", "tool", "function")
 _THOUGHTS = ("thinking", "redacted_thinking")
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 
@@ -133,13 +133,16 @@ class ChatMessage(OpenAIObject):
     refusal: str | None = None
     annotations: Ignored = None
     audio: Unsupported = None
-    function_call: Annotated[Any, AfterValidator(Only(EMPTY, "tool_calls"))] = None
+    function_call: CalledFunction | None = None
+    """The older form of `tool_calls`; a message of role `function` answers it."""
 
     _path: str = PrivateAttr("")  # its name in the client's body, if that is of another API
 
     def for_template(self, path: str) -> dict[str, Any]:
         """Return the message in the form that templates expect. Raises RequestError."""
         calls = [_call(call) for call in self.tool_calls or () if not call.skipped]
+        if self.function_call:
+            calls.append(_call(CallInHistory.model_construct(function=self.function_call)))
         if self.content is None and self.role not in _MAY_BE_EMPTY:
             text = f"{path}.content: required; a string or a list of text parts, null only for roles assistant and tool"
             raise RequestError(text, param=f"{path}.content")
@@ -148,7 +151,7 @@ class ChatMessage(OpenAIObject):
             parts = [*enumerate(self.content or ())]
             texts = [one.text_for(self.role, f"{path}.content[{i}]") for i, one in parts if one.type not in _THOUGHTS]
             content = "\n".join(texts) if self.content else self.refusal or ""
-        message: dict[str, Any] = {"role": self.role, "content": content}
+        message: dict[str, Any] = {"role": "tool" if self.role == "function" else self.role, "content": content}
         for name, value in (
             ("name", self.name),
             ("reasoning_content", self._thoughts),

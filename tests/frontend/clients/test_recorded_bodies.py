@@ -102,6 +102,11 @@ _ODD: dict[str, tuple[tuple[str, dict[str, Any]], str, str]] = {  # request, par
     "arguments of null": (_chat(_called(None)), '"arguments": {}', ""),
     "arguments with NaN": (_chat(_called('{"a": NaN}')), '"arguments": "{\\"a\\": NaN}"', ""),
     "an argument out of range": (_chat(_called('{"a": 1e400}')), '"arguments": "{\\"a\\": 1e400}"', ""),
+    "the older form of a call": (
+        _chat({"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": '{"a": 1}'}},
+              {"role": "function", "name": "look", "content": "FOUND"}),
+        '"arguments": {"a": 1}}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nFOUND\n', "",
+    ),
     "redacted thinking": (
         _chat({"role": "assistant", "content": [{"type": "redacted_thinking"}, {"type": "text", "text": "T"}]}),
         "assistant\nT<|im_end|>", "",

@@ -292,8 +292,6 @@ async def test_ignored_fields_are_accepted(endpoint: OpenAIEndpoint, byte_level:
         "chat_template_kwargs": {"enable_thinking": False},
         "top_logprobs": 0,
         "prediction": {"type": "content", "content": "x"},
-        "best_of": 1,
-        "suffix": "",
         "reasoning_effort": "none",
         "prompt_cache_options": {"mode": "explicit"},
         "nobody_knows_it": None,

@@ -105,11 +105,6 @@ WRONG_CHAT: list[tuple[dict[str, Any], str, str]] = [
         "'image_url' is not supported; supported: text",
     ),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [1]}]}, "messages[0].tool_calls[0]", "an object"),
-    (
-        {"messages": [{"role": "user", "content": "a", "function_call": {"name": "f"}}]},
-        "messages[0].function_call",
-        "not supported; use tool_calls",
-    ),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "should match pattern"),
     ({"tools": [F, F]}, "tools", "'f' appears twice"),
