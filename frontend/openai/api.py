@@ -51,6 +51,8 @@ class OpenAIApi:
         return JSONResponse({"object": "list", "data": listed})
 
     async def model(self, model_id: str) -> Response:
+        if not model_id:  # the list's path with a slash behind it
+            return await self.models()
         return JSONResponse(_model(self._models.card(model_id), model_id))
 
     async def _text(self, request: Request, request_context: RequestContext) -> Response:

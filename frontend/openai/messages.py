@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, PrivateAttr
+from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr
 
 from core.types.errors import RequestError, UnsupportedField
 from frontend.chat.chat import Chat, opens_answer
-from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported
+from frontend.openai.fields import Ignored, Integer, OpenAIObject, Unsupported
 from frontend.text.completion_request import MAX_MESSAGES
 
 MAX_PARTS = 4096  # per message
@@ -191,7 +191,7 @@ class FunctionAsTool(OpenAIObject):
 class ToolGiven(OpenAIObject):
     """Tool that the model may call. Other tools than functions are skipped."""
 
-    type: str
+    type: str = "function"
     function: FunctionAsTool | None = None
 
     @property

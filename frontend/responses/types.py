@@ -164,7 +164,6 @@ class ResponsesBody(GenerationBody):
     prompt_cache_options: Ignored = None
     conversation: Annotated[Any, AfterValidator(Only(EMPTY, "previous_response_id"))] = None
     prompt: Unsupported = None
-    context_management: Unsupported = None
     moderation: Unsupported = None
     image: Unsupported = None
 

@@ -575,6 +575,7 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "a schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "text.format: missing"),
     "a choice": ({"tool_choice": {"type": "web_search"}}, "tool_choice", "must be"),
     "a choice of no tool": ({"tool_choice": "required"}, "tool_choice", "requires tools"),
+    "messages": ({"messages": [{"role": "user", "content": "a"}]}, "messages", "messages: not supported by this"),
     "a field of chats": ({"messages": []} | {"stop": "x"}, "stop", "not supported by this endpoint"),
     "a tool twice": ({"tools": [_FUNCTION, _FUNCTION]}, "tools", "appears twice"),
     "many items": ({"input": [{"role": "user", "content": ""}] * 4097}, "input", "at most 4096 items"),
@@ -587,9 +588,10 @@ async def test_invalid_requests_are_rejected_by_name(serve: Serve) -> None:
             status, named, said = await served.rejected(**body)
             assert (status, named) == (400, param) and message in said and "\n" not in said, (case, named, said)
         assert not served.fake.started
-        body = {"input": "hi", "mood": 1, "text": {"verbosity": "low"}, "max_output_tokens": 1.0}
+        body = {"input": "hi", "mood": 1, "text": {"verbosity": "low"}, "max_output_tokens": 1.0,
+                "context_management": [{"type": "compaction"}]}  # fmt: skip
         answer = await served.http.post("/v1/responses", json=body)
-        assert answer.headers["x-ignored-fields"] == "mood, text.verbosity"
+        assert answer.headers["x-ignored-fields"] == "mood, context_management, text.verbosity"
 
 
 async def test_agent_requests_are_accepted(serve: Serve) -> None:
