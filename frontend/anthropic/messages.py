@@ -156,7 +156,7 @@ AnthropicMessages = Annotated[list[AnthropicMessage], Field(fail_fast=True, max_
 
 def chat_messages(system: Sequence[TextBlock] | None, messages: Sequence[AnthropicMessage]) -> list[ChatMessage]:
     """Convert a conversation; consecutive messages of one role are merged. Raises RequestError."""
-    parts = [_part(one.shown) for one in system or () if one.shown or not one.skipped]
+    parts = [_part(one.shown) for one in system or () if one.shown]
     turns = [_Turn("system", "system", parts=parts)] if parts else []
     for number, message in enumerate(messages):
         for turn in message.turns(f"messages[{number}]"):
