@@ -71,7 +71,7 @@ class _Sampled(GenerationBody):
     max_tokens: Integer | None = None
     """Default: 16 for a text; for a chat, the model's `max_tokens` in `/v1/models`, else the rest of the context."""
     temperature: float | None = None
-    """0 means greedy decoding. Default, as of `top_p`, `top_k`, `min_p` and `repetition_penalty`: the model's, as in
+    """0 means greedy decoding. Default, as of `top_p`, `top_k`, `min_p` and the penalties: the model's, as in
     `default_sampling_params` of `/v1/models`."""
     top_p: float | None = None
     presence_penalty: float | None = None
