@@ -92,8 +92,8 @@ class ModelSpec(_Section):
     """Maximum length of prompt and answer together. null: the model's own limit."""
     generation_config: str = "auto"
     """Sampling defaults of requests that omit a field. `auto`: the model's generation_config.json (temperature, top_k,
-    top_p, min_p, repetition_penalty, max_new_tokens, and do_sample: false as temperature 0). `vllm`: none, as in vLLM.
-    A directory on the routers' hosts: its generation_config.json."""
+    top_p, min_p, penalties, max_new_tokens, and do_sample: false as temperature 0). `vllm`: none, as in vLLM. A
+    directory on the routers' hosts: its generation_config.json."""
     tool_parser: ToolParser = "auto"
     """Format of the model's tool calls. `auto`: detected from its chat template. `none`: requests with tools are
     rejected."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, PrivateAttr
 
 from core.types.errors import RequestError, UnsupportedField
 from frontend.openai.fields import Ignored, OpenAIObject
@@ -87,11 +88,26 @@ class ContentBlock(OpenAIObject):
     data: Ignored = None
     citations: Ignored = None
     caller: Ignored = None
+    server_name: Ignored = None
+    encrypted_content: Ignored = None
     cache_control: Ignored = None
+
+    _facts: dict[str, Any] = PrivateAttr(default_factory=dict)  # a web page's address, output of code, and the like
+
+    def model_post_init(self, context: Any, /) -> None:
+        if self.type.endswith("_result") and self.model_extra is not None:
+            given = {"title": self.title, "source": self.source, **self.model_extra}
+            self._facts = {name: fact for name, fact in given.items() if fact is not None}
+            self.model_extra.clear()
+
+    @property
+    def kind(self) -> str:
+        """Its type; for a tool that ran on a server, such as `mcp_tool_use`, that of the client's tools."""
+        return next((kind for kind in ("tool_use", "tool_result") if self.type.endswith(f"_{kind}")), self.type)
 
     @property
     def skipped(self) -> str:
-        return "" if self.type in _BLOCKS or self.in_result != placeholder(self.type) else self.type
+        return "" if self.kind in _BLOCKS or self.in_result != placeholder(self.type) else self.type
 
     @property
     def in_result(self) -> str:
@@ -100,9 +116,10 @@ class ContentBlock(OpenAIObject):
             return self.text
         if isinstance(self.source, dict) and self.source.get("type") == "text":
             return str(self.source.get("data") or "")
-        if self.content:
-            return "\n".join(one.in_result for one in self.content)
-        return placeholder(self.type)
+        texts = [one.in_result for one in self.content or ()]
+        if self._facts:
+            texts.insert(0, json.dumps(self._facts, ensure_ascii=False))
+        return "\n".join(texts) or placeholder(self.type)
 
 
 class AnthropicMessage(OpenAIObject):
@@ -115,12 +132,12 @@ class AnthropicMessage(OpenAIObject):
         """Yield the message's turns, in order; each tool result is a turn of its own. Raises RequestError."""
         turn = _Turn(self.role, path)
         for number, block in enumerate(self.content):
-            if self.role == "assistant" and block.type not in _BLOCKS:
-                continue  # of a tool that ran on Anthropic's servers
+            if self.role == "assistant" and block.skipped:
+                continue
             place = f"{path}.content[{number}]"
             _check(block, self.role, place)
-            if block.type == "tool_result":
-                if turn.parts:
+            if block.kind == "tool_result":
+                if turn.has_content:
                     yield turn
                     turn = _Turn(self.role, path)
                 parts = [_part(one.in_result) for one in block.content or ()]
@@ -139,7 +156,7 @@ AnthropicMessages = Annotated[list[AnthropicMessage], Field(fail_fast=True, max_
 
 def chat_messages(system: Sequence[TextBlock] | None, messages: Sequence[AnthropicMessage]) -> list[ChatMessage]:
     """Convert a conversation; consecutive messages of one role are merged. Raises RequestError."""
-    parts = [_part(one.shown) for one in system or () if one.shown or not one.skipped]
+    parts = [_part(one.shown) for one in system or () if one.shown]
     turns = [_Turn("system", "system", parts=parts)] if parts else []
     for number, message in enumerate(messages):
         for turn in message.turns(f"messages[{number}]"):
@@ -172,7 +189,7 @@ class _Turn:
             self.parts.append(_part(block.text))
         elif block.type == "thinking":
             self.thoughts.append(block.thinking or "")
-        elif block.type == "tool_use":
+        elif block.kind == "tool_use":
             function = CalledFunction(name=block.name or "", arguments=block.input)
             self.calls.append(CallInHistory(id=block.id, function=function))
         elif block.type not in _BLOCKS:

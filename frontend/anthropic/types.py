@@ -15,7 +15,7 @@ from core.types.constraints import Grammar, GrammarKind
 from frontend.anthropic.messages import AnthropicMessages, AnthropicToolChoice, AnthropicTools, Texts, chat_messages
 from frontend.chat.chat import Chat
 from frontend.http.open_requests import GenerationBody
-from frontend.openai.fields import Ignored, OpenAIObject, Unsupported
+from frontend.openai.fields import Ignored, Integer, OpenAIObject, Unsupported
 from frontend.openai.messages import ChatSettings, ThinkingGiven, ToolGiven
 from frontend.openai.tool_choice import forced_grammar
 from frontend.text.completion_request import MAX_STOP_CHARS, MAX_STOPS, MAX_USER_CHARS, CompletionRequest
@@ -109,7 +109,7 @@ class CountTokensBody(ConversationBody):
 class MessagesBody(ConversationBody):
     """POST /v1/messages"""
 
-    max_tokens: int
+    max_tokens: Integer
     """Maximum number of tokens of the answer, including thinking. Clamped to the rest of the context."""
     stream: bool | None = None
     stop_sequences: (
@@ -123,15 +123,15 @@ class MessagesBody(ConversationBody):
     temperature: float | None = None
     """0 means greedy decoding. Default, as of `top_p` and `top_k`: the model's; see /v1/chat/completions."""
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Integer | None = None
     """0 turns it off."""
     metadata: AnthropicMetadata | None = None
     """`user_id`: id of the end user. Users of a tenant share its capacity fairly."""
-    seed: int | None = None
+    seed: Integer | None = None
     """Extension. Default: random."""
     cache_salt: str | None = None
     """Extension: share cached prefixes only with requests of the same tenant and salt."""
-    priority: int | None = None
+    priority: Integer | None = None
     """Extension: smaller runs first, among the requests of one `user_id`. Default 0. Clamped to the range of the API
     key."""
     service_tier: Ignored = None

@@ -133,9 +133,12 @@ class BodyReader:
             fields = msgspec.json.decode(body, type=dict[_Name, msgspec.Raw], dec_hook=_Names().add)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise RequestError(f"the body is not valid JSON: {error}") from None
+        values = dict[str, list[bytes]]()  # several of a repeated field, of which the parser takes the last
         for field, raw in fields.items():
-            name, value = field.text, bytes(raw).strip()
-            if value.startswith(b'"') and name == "prompt":
+            values.setdefault(field.text, []).append(bytes(raw).strip())
+        for name, given in values.items():
+            value = b",".join(given)
+            if name == "prompt" and all(one.startswith(b'"') for one in given):
                 continue  # one string; its length is checked later, against the model's context
             ids = max(_MAX_PROMPT_VALUES, self._max_context())
             limit = {"prompt": ids, "tokens": ids, **_MAX_VALUES_OF}.get(name)
@@ -148,25 +151,23 @@ class BodyReader:
 
 
 class _Name:
-    """Field name. Not a dataclass, because msgspec would decode an object into one."""
+    """One occurrence of a field name. Not a dataclass, because msgspec would decode an object into one."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 class _Names:
-    """Field names of one body. Rejects duplicates, which the parser would silently collapse."""
+    """Field names of one body, with a limit on their number."""
 
     def __init__(self) -> None:
-        self._seen = set[str]()
+        self._num = 0
 
     def add(self, kind: type, text: str) -> _Name:
         """Decode one field name; msgspec's dec_hook. Raises RequestError."""
         assert kind is _Name
-        if text in self._seen:
-            raise RequestError(f"{text[:64]}: appears twice in the body", param=text[:64])
-        self._seen.add(text)
-        if len(self._seen) > _MAX_FIELDS:
+        self._num += 1
+        if self._num > _MAX_FIELDS:
             raise RequestError(f"the body has more than {_MAX_FIELDS} fields")
         return _Name(text)
 

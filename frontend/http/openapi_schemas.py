@@ -36,8 +36,9 @@ class _Generator(GenerateJsonSchema):
         return False  # the title would repeat the field's name
 
     def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JSON:
-        """Describe a before-validator; all of ours turn a string into a list."""
-        return {"anyOf": [{"type": "string"}, super().function_before_schema(schema)]}
+        """Describe a before-validator; all of ours but that of an integer turn a string into a list."""
+        inner = super().function_before_schema(schema)
+        return inner if inner.get("type") == "integer" else {"anyOf": [{"type": "string"}, inner]}
 
     def function_after_schema(self, schema: core_schema.AfterValidatorFunctionSchema) -> JSON:
         match schema["function"]["function"]:

@@ -51,6 +51,8 @@ class OpenAIApi:
         return JSONResponse({"object": "list", "data": listed})
 
     async def model(self, model_id: str) -> Response:
+        if not model_id:  # the list's path with a slash behind it
+            return await self.models()
         return JSONResponse(_model(self._models.card(model_id), model_id))
 
     async def _text(self, request: Request, request_context: RequestContext) -> Response:
@@ -66,7 +68,7 @@ class OpenAIApi:
         if parsed.body.stream:  # a whole response has the prompt only once
             with self._request_contexts.audited(request):
                 _check_repeated(parsed.body, opened, 0)
-        forms = [ChatForm(opened[0].service.tokenizer)]
+        forms = [ChatForm(opened[0].service.tokenizer, hides_thinking=parsed.body.hides_thinking)]
         return await self._answer(request, parsed, opened, forms, headers=await request_context.charge(opened))
 
     async def _text_forms(self, body: TextBody | ChatBody, opened: Sequence[Completion]) -> list[Form]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic_core import PydanticCustomError
 
 from core.types.errors import RequestError, UnsupportedField
@@ -39,6 +39,12 @@ class Only:
         return value
 
 
+def whole(value: Any) -> Any:
+    """Return a float without fraction as an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(whole)]  # 40.0 as well: some JSON libraries write all numbers as floats
 Ignored = Any  # accepted; no effect on the answer
 EMPTY: tuple[Any, ...] = ([], {})
 Unsupported = Annotated[Any, AfterValidator(Only(EMPTY))]
@@ -61,7 +67,7 @@ def unknown_fields(given: OpenAIObject, path: str = "") -> Iterator[str]:
         yield f"{path}{given.skipped}"
         return
     yield from (f"{path}{name}" for name, value in (given.model_extra or {}).items() if value is not None)
-    for name in given.model_fields_set:
+    for name in given.model_fields_set & type(given).model_fields.keys():
         value = getattr(given, name)
         if isinstance(value, OpenAIObject):
             yield from unknown_fields(value, f"{path}{name}.")

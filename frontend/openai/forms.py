@@ -106,8 +106,9 @@ class ChatForm:
     echo = ""
     num_echo_logprobs: int | None = None
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, hides_thinking: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._thinking_fields = () if hides_thinking else REASONING
 
     def opening(self) -> JSON | None:
         return {"delta": {"role": "assistant", "content": ""}}
@@ -118,7 +119,7 @@ class ChatForm:
     def said(self, delta: Delta) -> list[JSON]:
         said = self.piece(delta.text_with_broken(is_whole=False))
         if delta.thinking:
-            said["delta"] |= {name: delta.thinking for name in REASONING}
+            said["delta"] |= dict.fromkeys(self._thinking_fields, delta.thinking)
         calls = [{"tool_calls": [chunk_of(call)]} for call in delta.calls if call.broken is None]
         if calls:
             said["delta"] |= calls[0]
@@ -127,7 +128,7 @@ class ChatForm:
     def message(self, whole: WholeChoice) -> JSON:
         message: JSON = {"role": "assistant", "content": whole.text, "refusal": None}
         if whole.thinking:
-            message |= {name: whole.thinking for name in REASONING}
+            message |= dict.fromkeys(self._thinking_fields, whole.thinking)
         if whole.calls:
             message |= {"content": whole.text or None, "tool_calls": whole.calls}
         return {"message": message}

@@ -7,18 +7,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, PrivateAttr
+from pydantic import BeforeValidator, Field, PlainValidator, PrivateAttr
 
 from core.types.errors import RequestError, UnsupportedField
 from frontend.chat.chat import Chat, opens_answer
-from frontend.openai.fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
+from frontend.openai.fields import Ignored, Integer, OpenAIObject, Unsupported
 from frontend.text.completion_request import MAX_MESSAGES
 
 MAX_PARTS = 4096  # per message
 MAX_CALLS = 512  # per message
 MAX_TOOLS = 512
 _MAX_KIND = 64  # characters of a client's value in a text
-_MAY_BE_EMPTY = ("assistant", "tool")
+_MAY_BE_EMPTY = ("assistant", "tool", "function")
 _THOUGHTS = ("thinking", "redacted_thinking")
 TEXT_PARTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 
@@ -133,13 +133,16 @@ class ChatMessage(OpenAIObject):
     refusal: str | None = None
     annotations: Ignored = None
     audio: Unsupported = None
-    function_call: Annotated[Any, AfterValidator(Only(EMPTY, "tool_calls"))] = None
+    function_call: CalledFunction | None = None
+    """The older form of `tool_calls`; a message of role `function` answers it."""
 
     _path: str = PrivateAttr("")  # its name in the client's body, if that is of another API
 
     def for_template(self, path: str) -> dict[str, Any]:
         """Return the message in the form that templates expect. Raises RequestError."""
         calls = [_call(call) for call in self.tool_calls or () if not call.skipped]
+        if self.function_call:
+            calls.append(_call(CallInHistory.model_construct(function=self.function_call)))
         if self.content is None and self.role not in _MAY_BE_EMPTY:
             text = f"{path}.content: required; a string or a list of text parts, null only for roles assistant and tool"
             raise RequestError(text, param=f"{path}.content")
@@ -148,7 +151,7 @@ class ChatMessage(OpenAIObject):
             parts = [*enumerate(self.content or ())]
             texts = [one.text_for(self.role, f"{path}.content[{i}]") for i, one in parts if one.type not in _THOUGHTS]
             content = "\n".join(texts) if self.content else self.refusal or ""
-        message: dict[str, Any] = {"role": self.role, "content": content}
+        message: dict[str, Any] = {"role": "tool" if self.role == "function" else self.role, "content": content}
         for name, value in (
             ("name", self.name),
             ("reasoning_content", self._thoughts),
@@ -188,7 +191,7 @@ class FunctionAsTool(OpenAIObject):
 class ToolGiven(OpenAIObject):
     """Tool that the model may call. Other tools than functions are skipped."""
 
-    type: str
+    type: str = "function"
     function: FunctionAsTool | None = None
 
     @property
@@ -208,24 +211,50 @@ class ToolNamed:
     name: str
 
 
+@dataclass(frozen=True)
+class ToolsAllowed:
+    """Subset of the tools that the model may call; `required`: that it must call one of."""
+
+    mode: Literal["auto", "required"]
+    names: tuple[str, ...]
+
+
 def _tool_choice(value: Any) -> Any:
+    """Parse a choice in the form of a chat or of /v1/responses. Raises ValueError."""
     match value:
         case None | "none" | "auto" | "required":
             return value
-        case {"type": "function", "function": {"name": str(name)}}:
+        case {"type": "function"} if name := _function_name(value):
             return ToolNamed(name)
-    raise ValueError('must be "none", "auto", "required", or {"type": "function", "function": {"name": …}}')
+        case {"type": "allowed_tools"}:
+            match value.get("allowed_tools", value):
+                case {"mode": "auto" | "required" as mode, "tools": [*tools]}:
+                    return ToolsAllowed(mode, tuple(name for tool in tools if (name := _function_name(tool))))
+            raise ValueError('must have a mode, "auto" or "required", and a list of tools')
+    raise ValueError(
+        'must be "none", "auto", "required", or an object of type "function" with a name, or of type "allowed_tools"'
+    )
 
 
-ToolChoiceGiven = Literal["none", "auto", "required"] | dict[str, Any] | None
-ToolChoice = Annotated[str | ToolNamed | None, PlainValidator(_tool_choice, json_schema_input_type=ToolChoiceGiven)]
+def _function_name(tool: Any) -> str | None:
+    """Return the name of a function; None for other tools, which are skipped in `tools` as well."""
+    match tool:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    return None
+
+
+_ToolChoiceGiven = Literal["none", "auto", "required"] | dict[str, Any] | None
+ToolChoice = Annotated[
+    str | ToolNamed | ToolsAllowed | None, PlainValidator(_tool_choice, json_schema_input_type=_ToolChoiceGiven)
+]
 
 
 class ThinkingGiven(OpenAIObject):
     """Thinking as in Anthropic's API."""
 
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
+    budget_tokens: Integer | None = None
     display: Literal["summarized", "omitted"] | None = None
 
     @property
@@ -241,7 +270,7 @@ class ReasoningGiven(OpenAIObject):
 
     effort: ReasoningEffort | None = None
     enabled: bool | None = None
-    exclude: Annotated[bool | None, AfterValidator(Only((False,)))] = None
+    exclude: bool | None = None
 
 
 class ChatSettings(OpenAIObject):
@@ -257,7 +286,7 @@ class ChatSettings(OpenAIObject):
     """Given to the chat template by its own variable: the nearest `reasoning_effort` that it accepts, or thinking
     turned on or off. Without such a variable it is listed in `x-ignored-fields`."""
     reasoning: ReasoningGiven | None = None
-    """Extension: `effort` as above, and `enabled`, as in OpenRouter."""
+    """Extension: `effort` as above, and `enabled` and `exclude`, as in OpenRouter."""
     thinking: ThinkingGiven | None = None
     """Extension: `type` is `enabled`, `adaptive` or `disabled`, as in Anthropic's API."""
     enable_thinking: bool | None = None

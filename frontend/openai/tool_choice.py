@@ -11,6 +11,8 @@ from core.types.errors import RequestError
 from frontend.openai.messages import ToolGiven
 from frontend.structured_output.json_schema import moved
 
+_MAX_NAME = 128  # characters in an error message
+
 
 def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) -> Grammar:
     """Return the grammar of the named tool's arguments; for "", of a list of calls of any tool. Raises RequestError."""
@@ -20,7 +22,7 @@ def forced_grammar(name: str, tools: Sequence[ToolGiven], *, is_parallel: bool) 
     if name:
         chosen = next((one for one in functions if one.name == name), None)
         if chosen is None:
-            raise RequestError(f"tool_choice: tool {name!r} not found in tools", param="tool_choice")
+            raise tool_not_found(name)
         schema = _object(chosen.parameters)
         is_strict = bool(chosen.strict)
     else:
@@ -50,3 +52,7 @@ def _call(name: str, place: str) -> dict[str, Any]:
 
 def _object(parameters: Mapping[str, Any] | None) -> dict[str, Any]:
     return {"type": "object", **(parameters or {})}
+
+
+def tool_not_found(name: str) -> RequestError:
+    return RequestError(f"tool_choice: tool {name[:_MAX_NAME]!r} not found in tools", param="tool_choice")

@@ -15,9 +15,9 @@ from core.types.errors import RequestError, UnsupportedField
 from core.types.token_rules import MAX_BIAS
 from frontend.http.open_requests import GenerationBody
 from frontend.openai.constraints import ResponseFormat, StructuredOutputs, grammar_of
-from frontend.openai.fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
-from frontend.openai.messages import ChatSettings, Messages, ToolChoice
-from frontend.openai.tool_choice import forced_grammar
+from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported, whole
+from frontend.openai.messages import ChatSettings, Messages, ToolChoice, ToolGiven, ToolNamed, ToolsAllowed
+from frontend.openai.tool_choice import forced_grammar, tool_not_found
 from frontend.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, CompletionRequest
 
 MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request
@@ -25,6 +25,7 @@ DEFAULT_TEXT_TOKENS = 16  # of /v1/completions, as in OpenAI's reference; a chat
 
 Prompt = str | tuple[int, ...]
 Biases = tuple[tuple[int, float], ...]  # (token id, bias added to its logit)
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(whole)]
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
 
@@ -67,39 +68,39 @@ class _Sampled(GenerationBody):
 
     model: str | None = None
     """Default: the model of the router's own deployment."""
-    max_tokens: int | None = None
+    max_tokens: Integer | None = None
     """Default: 16 for a text; for a chat, the model's `max_tokens` in `/v1/models`, else the rest of the context."""
     temperature: float | None = None
-    """0 means greedy decoding. Default, as of `top_p`, `top_k`, `min_p` and `repetition_penalty`: the model's, as in
+    """0 means greedy decoding. Default, as of `top_p`, `top_k`, `min_p` and the penalties: the model's, as in
     `default_sampling_params` of `/v1/models`."""
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Integer | None = None
     """Default: random, once per request. Choice i of n uses a seed derived from this one."""
     stop: Annotated[list[str], BeforeValidator(_strings)] | None = None
     """A string or a list of strings. The text ends before the first match."""
-    n: int | None = None
+    n: Integer | None = None
     """Number of choices; they share the prompt's KV cache. With several prompts, 64 choices run at a time. If several
     tenants have API keys, `router.tenant_share` limits one tenant to a part of `decode.max_running`."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     """Only with `stream`. `include_usage` adds a chunk before `[DONE]` with the usage of all choices; with
     `continuous_usage_stats`, an extension, each chunk also has the usage of its choice so far."""
-    top_k: int | None = None
+    top_k: Integer | None = None
     """Extension. 0 and -1 turn it off."""
     min_p: float | None = None
     """Extension."""
     repetition_penalty: float | None = None
     """Extension. Applied to tokens of prompt and answer, as in transformers."""
-    min_tokens: int | None = None
+    min_tokens: Integer | None = None
     """Extension: no stop token is sampled, and no stop string matches, before this many tokens."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Integer] | None = None
     """Extension: additional tokens that end the answer."""
     logit_bias: Annotated[Biases, PlainValidator(_biases, json_schema_input_type=dict[str, float])] | None = None
     """Map from token id to a bias added to its logit. Reported logprobs exclude it, as well as `allowed_token_ids` and
     `bad_words`."""
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: list[Integer] | None = None
     """Extension: only these tokens are sampled. Unless they include an end-of-sequence token, the answer ends by
     length or another stop condition."""
     bad_words: list[str] | None = None
@@ -112,14 +113,14 @@ class _Sampled(GenerationBody):
     """Extension. Default true."""
     cache_salt: str | None = None
     """Extension: share cached prefixes only with requests of the same tenant and salt."""
-    priority: int | None = None
+    priority: Integer | None = None
     """Extension: smaller runs first, among the requests of one `user`. Default 0. Clamped to the range of the API key.
     2^31 - 1 runs only when no other request waits."""
     return_token_ids: bool | None = None
     """Extension: return `prompt_token_ids` and `token_ids` beside the text."""
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Integer | None = None
     """Extension: keep only the last tokens of the prompt, this many; -1: as many as leave room for the answer."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Integer | None = None
     """Extension: return log-probability and rank of each prompt token, and this many of the most likely tokens. Limit:
     prompt tokens times (`prompt_logprobs` + 1) must not exceed 262,144. Not with `stream`."""
     response_format: ResponseFormat | None = None
@@ -128,10 +129,10 @@ class _Sampled(GenerationBody):
     structured_outputs: StructuredOutputs | None = None
     """Extension: one of `json` (a schema), `json_object`, `regex`, `choice`, `grammar` (Lark or GBNF) and
     `structural_tag` (JSON)."""
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Integer | None = None
     """Extension: maximum number of thinking tokens; the server then writes the end of thinking. 0 disables thinking.
     Only for models that think."""
-    thinking_budget: int | None = None
+    thinking_budget: Integer | None = None
     """Alias of `thinking_token_budget`, named as in Qwen's API."""
     user: str | None = None
     """Id of the end user. Users of a tenant share its capacity fairly."""
@@ -199,13 +200,13 @@ class TextBody(_Sampled):
 
     prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts, json_schema_input_type=_PromptsGiven)]
     """A string, a list of strings, token ids, or a list of lists of token ids. Each prompt gets n choices."""
-    logprobs: int | None = None
+    logprobs: Integer | None = None
     """Return this many of the most likely tokens beside each sampled one."""
     echo: bool | None = None
     """Return the prompt before the answer, with `logprobs` also the log-probabilities of its tokens (limited as in
     `prompt_logprobs`). With `max_tokens: 0`, and without `stream`, return the prompt alone."""
     suffix: Annotated[str | None, AfterValidator(Only(("",)))] = None
-    best_of: int | None = None
+    best_of: Integer | None = None
     """Run this many choices, which all count as usage, and return the `n` with the highest mean log-probability. With
     `stream`, must equal `n`."""
 
@@ -242,29 +243,30 @@ class ChatBody(_Sampled, ChatSettings):
     """POST /v1/chat/completions"""
 
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Integer | None = None
     """The newer name of `max_tokens`; takes precedence over it."""
     logprobs: bool | None = None
     """Return the log-probability of each sampled token."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     """Return this many of the most likely tokens as well. Requires `logprobs: true`."""
     tool_choice: ToolChoice = None
     """`auto` (default): the model may call tools. `none`: tools are hidden from the model. `required`: the answer
-    consists of calls. A function's name: the answer is a call of that function."""
+    consists of calls. A function's name: the answer is a call of that function. `allowed_tools`: the other tools are
+    hidden from the model."""
     parallel_tool_calls: bool | None = None
     """Default true. If false, the answer ends after its first call."""
     chat_template: Unsupported = None
     documents: Unsupported = None
     input_ids: Unsupported = None
-    include_reasoning: Annotated[bool | None, AfterValidator(Only((True,)))] = None
+    include_reasoning: bool | None = None
+    """Extension. If false, the answer's thinking is left out."""
     functions: Annotated[Any, AfterValidator(Only(EMPTY, "tools"))] = None
     function_call: Annotated[Any, AfterValidator(Only(("none", "auto"), "tool_choice"))] = None
     modalities: Annotated[Any, AfterValidator(Only((["text"],)))] = None
     audio: Unsupported = None
-    prediction: Unsupported = None
+    prediction: Ignored = None
     moderation: Unsupported = None
     web_search_options: Annotated[Any, AfterValidator(Only(()))] = None  # an empty object requests it, too
-    verbosity: Annotated[Any, AfterValidator(Only(("medium",)))] = None
 
     def requests(self, request_id: str, *, peer: str = "") -> list[CompletionRequest]:
         """Return the one request. Raises RequestError."""
@@ -286,15 +288,34 @@ class ChatBody(_Sampled, ChatSettings):
             fields["grammar_field"] = "tools"
         return [CompletionRequest(id=request_id, peer=peer, prompt=chat, **fields)]
 
+    @property
+    def hides_thinking(self) -> bool:
+        return self.include_reasoning is False or bool(self.reasoning and self.reasoning.exclude)
+
+    @property
+    def function_tools(self) -> list[ToolGiven]:
+        """The functions that the choice allows. Raises RequestError."""
+        tools, choice = super().function_tools, self.tool_choice
+        if not isinstance(choice, ToolsAllowed):
+            return tools
+        names = [tool.function.name for tool in tools if tool.function]
+        if missing := next((name for name in choice.names if name not in names), None):
+            raise tool_not_found(missing)
+        return [tool for tool, name in zip(tools, names, strict=True) if name in choice.names]
+
     def _forced(self) -> str | None:
         """Return the name of the tool that must be called, "" for any, or None if no call is required."""
-        if self.tool_choice is None or self.tool_choice in ("none", "auto"):
-            return None
-        return "" if isinstance(self.tool_choice, str) else self.tool_choice.name
+        match self.tool_choice:
+            case "required" | ToolsAllowed(mode="required"):
+                return ""
+            case ToolNamed(name):
+                return name
+        return None
 
 
 def reject_fields_of_others(body: OpenAIObject) -> None:
     """Reject a field of the other endpoint, which would have no effect here. Raises UnsupportedField."""
     for name, value in (body.model_extra or {}).items():
-        if name in {*TextBody.model_fields, *ChatBody.model_fields} and value not in (None, False, [], {}):
+        is_neutral = value in (None, False, [], {}, "") or (name, value) == ("best_of", 1)
+        if name in {*TextBody.model_fields, *ChatBody.model_fields} and not is_neutral:
             raise UnsupportedField(f"{name}: not supported by this endpoint", param=name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from core.types.errors import RequestError, outcome_of
+from core.types.errors import RequestError, UnsupportedField, outcome_of
 from frontend.http.event_stream import COMMENT
 from frontend.openai.errors import OpenAIErrors, error_body
 from frontend.responses.answer import ResponseAnswer
@@ -44,6 +44,8 @@ def _named(error: BaseException) -> BaseException:
     """Return the error with this API's field name."""
     if not isinstance(error, RequestError) or not (found := _OF_CHAT.match(error.param or "")):
         return error
+    if isinstance(error, UnsupportedField) and error.param in _NAMES:
+        return error  # the client used the chat's name
     return type(error)(_OF_CHAT.sub(_name, str(error), count=1), param=_NAMES[found[1]])
 
 

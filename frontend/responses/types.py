@@ -9,26 +9,27 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from msgspec import Raw
-from pydantic import AfterValidator, Field, PlainValidator
+from pydantic import AfterValidator, Field
 
 from core.types.errors import RequestError
 from frontend.chat.chat import Chat
 from frontend.http.json_response import JSON, to_json
 from frontend.http.open_requests import GenerationBody
 from frontend.openai.constraints import ResponseFormat
-from frontend.openai.fields import EMPTY, Ignored, Only, OpenAIObject, Unsupported
+from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported
 from frontend.openai.messages import (
     MAX_TOOLS,
     FunctionAsTool,
     FunctionName,
     ReasoningEffort,
-    ToolChoiceGiven,
+    ToolChoice,
     ToolGiven,
     ToolNamed,
+    ToolsAllowed,
 )
-from frontend.openai.types import ChatBody, reject_fields_of_others
+from frontend.openai.types import ChatBody, TopLogprobs, reject_fields_of_others
 from frontend.responses.items import Id, Items, Kinds, messages_of
-from frontend.text.completion_request import MAX_LOGPROBS, CompletionRequest
+from frontend.text.completion_request import CompletionRequest
 
 _MAX_PAIRS = 16  # of metadata
 _MAX_KEY, _MAX_VALUE = 64, 512  # characters
@@ -73,7 +74,6 @@ class TextFormat(OpenAIObject):
 
 class TextConfig(OpenAIObject):
     format: TextFormat | None = None
-    verbosity: Annotated[Any, AfterValidator(Only(("medium",)))] = None
 
 
 class ReasoningConfig(OpenAIObject):
@@ -81,15 +81,6 @@ class ReasoningConfig(OpenAIObject):
     # Not summarized: reasoning text is returned verbatim.
     summary: Ignored = None
     generate_summary: Ignored = None
-
-
-def _tool_choice(value: Any) -> Any:
-    match value:
-        case None | "none" | "auto" | "required":
-            return value
-        case {"type": "function", "name": str(name)}:
-            return ToolNamed(name)
-    raise ValueError('must be "none", "auto", "required", or {"type": "function", "name": …}')
 
 
 class ResponsesBody(GenerationBody):
@@ -106,7 +97,7 @@ class ResponsesBody(GenerationBody):
     store: bool | None = None
     """Store the response, so that it can be continued or fetched. Default true. The response's `store` is true if it
     was stored."""
-    max_output_tokens: int | None = None
+    max_output_tokens: Integer | None = None
     """Maximum number of tokens of the output, including reasoning and calls. Default: the rest of the context, to which
     larger values are clamped."""
     temperature: float | None = None
@@ -117,10 +108,8 @@ class ResponsesBody(GenerationBody):
     """`format`: `text`, `json_object` or `json_schema`; see `response_format` of /v1/chat/completions."""
     tools: Annotated[list[FunctionTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call. Other tools are skipped, and listed in `x-ignored-fields`."""
-    tool_choice: Annotated[
-        str | ToolNamed | None, PlainValidator(_tool_choice, json_schema_input_type=ToolChoiceGiven)
-    ] = None
-    """`auto` (default), `none`, `required`, or a function's name."""
+    tool_choice: ToolChoice = None
+    """`auto` (default), `none`, `required`, a function's name, or `allowed_tools`."""
     parallel_tool_calls: bool | None = None
     """Default true. If false, the answer ends after its first call."""
     reasoning: ReasoningConfig | None = None
@@ -130,7 +119,7 @@ class ResponsesBody(GenerationBody):
     are left for the answer."""
     include: Annotated[list[str], Field(max_length=64)] | None = None
     """`message.output_text.logprobs`; other values have no effect."""
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     """Return this many of the most likely tokens beside each token of the text."""
     metadata: (
         Annotated[
@@ -145,9 +134,9 @@ class ResponsesBody(GenerationBody):
     """Returned with the response. At most 16 pairs; keys of 64, values of 512 characters."""
     user: str | None = None
     """Id of the end user. Users of a tenant share its capacity fairly."""
-    seed: int | None = None
+    seed: Integer | None = None
     """Extension; see /v1/chat/completions."""
-    top_k: int | None = None
+    top_k: Integer | None = None
     """Extension; see /v1/chat/completions."""
     min_p: float | None = None
     """Extension; see /v1/chat/completions."""
@@ -159,11 +148,11 @@ class ResponsesBody(GenerationBody):
     """Extension; see /v1/chat/completions."""
     cache_salt: str | None = None
     """Extension; see /v1/chat/completions."""
-    priority: int | None = None
+    priority: Integer | None = None
     """Extension; see /v1/chat/completions."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Extension; see /v1/chat/completions."""
-    thinking_token_budget: int | None = None
+    thinking_token_budget: Integer | None = None
     """Extension; see /v1/chat/completions."""
     background: Annotated[bool | None, AfterValidator(Only((False,)))] = None
     stream_options: Ignored = None
@@ -175,7 +164,6 @@ class ResponsesBody(GenerationBody):
     prompt_cache_options: Ignored = None
     conversation: Annotated[Any, AfterValidator(Only(EMPTY, "previous_response_id"))] = None
     prompt: Unsupported = None
-    context_management: Unsupported = None
     moderation: Unsupported = None
     image: Unsupported = None
 
@@ -209,7 +197,6 @@ class ResponsesBody(GenerationBody):
         tools = [tool.model_dump(by_alias=True, exclude_unset=True) for tool in self.tools or () if not tool.skipped]
         config = self.text.format if self.text else None
         shown = config.model_dump(by_alias=True, exclude_none=True) if config else {"type": "text"}
-        choice = self.tool_choice or "auto"
         return {
             "background": False,
             "instructions": Raw(to_json(self.instructions)),
@@ -221,7 +208,7 @@ class ResponsesBody(GenerationBody):
             "service_tier": "default",
             "temperature": self.temperature,
             "text": Raw(to_json({"format": shown})),
-            "tool_choice": {"type": "function", "name": choice.name} if isinstance(choice, ToolNamed) else choice,
+            "tool_choice": _shown(self.tool_choice),
             "tools": Raw(to_json([{"parameters": None, "strict": None, **tool} for tool in tools])),
             "top_logprobs": self.top_logprobs or 0,
             "top_p": self.top_p,
@@ -243,3 +230,12 @@ class ResponsesBody(GenerationBody):
             logprobs=has_logprobs,
             top_logprobs=self.top_logprobs if has_logprobs else None,
         )
+
+
+def _shown(choice: str | ToolNamed | ToolsAllowed | None) -> str | JSON:
+    match choice:
+        case ToolNamed(name):
+            return {"type": "function", "name": name}
+        case ToolsAllowed(mode, names):
+            return {"type": "allowed_tools", "mode": mode, "tools": [_shown(ToolNamed(name)) for name in names]}
+    return choice or "auto"

@@ -55,7 +55,15 @@ RANGES: Mapping[str, tuple[float, float, bool]] = {
 
 # Values of omitted fields for a model without defaults of its own.
 NEUTRAL: Mapping[str, float] = MappingProxyType(
-    {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    {
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    }
 )
 
 
@@ -111,8 +119,8 @@ class CompletionRequest:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -290,8 +298,8 @@ def sampling_of(
         top_p=chosen["top_p"],
         min_p=chosen["min_p"],
         repetition_penalty=chosen["repetition_penalty"],
-        presence_penalty=request.presence_penalty,
-        frequency_penalty=request.frequency_penalty,
+        presence_penalty=chosen["presence_penalty"],
+        frequency_penalty=chosen["frequency_penalty"],
         seed=seed,
         stop_token_ids=tuple(sorted(ends)),
         num_logprobs=0 if request.is_ranked and request.logprobs is None else request.logprobs,

@@ -20,7 +20,7 @@ _APPLIED = {name: name for name in NEUTRAL} | {"max_new_tokens": "max_tokens"}
 _NOT_APPLIED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("typical_p", "length_penalty", "encoder_repetition_penalty", "guidance_scale"), (1,)),
     **dict.fromkeys(("epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "min_length", "min_new_tokens"), (0,)),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "penalty_alpha", "top_h"), (0,)),
+    **dict.fromkeys(("penalty_alpha", "top_h"), (0,)),
     **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), ([], {})),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), ()),
     "num_beams": (1,),

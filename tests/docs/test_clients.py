@@ -33,7 +33,7 @@ from tests.support.waiting import becomes
 _HERMES = (ROOT / "tests" / "frontend" / "chat" / "templates" / "hermes_tools.jinja").read_text()
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
 _EXAMPLES = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
-_FIRST, _STREAM, _TOOLS, _PARSED, _RESPONSES, _ANTHROPIC, _GRPC, _SECURE = _EXAMPLES
+_FIRST, _STREAM, _TOOLS, _PARSED, _RESPONSES, _MESSAGES, _ANTHROPIC, _GRPC, _SECURE = _EXAMPLES
 
 
 @pytest.mark.timeout(300)
@@ -60,6 +60,7 @@ async def test_the_examples_do_what_the_pages_say(
             first = await _run(_FIRST.replace("127.0.0.1:8000", address))
             again = await _run(_FIRST.replace("127.0.0.1:8000", address))
             assert first.strip() and again == first  # the seeded answer
+            assert (await _run(_MESSAGES, address)).strip()
             streamed = await _run(_STREAM, address)
             assert streamed.endswith("tokens\n") and len(streamed.splitlines()) > 1
             assert 0 <= int(await _run(_PARSED, address)) <= 50_000_000

@@ -265,6 +265,7 @@ def test_request_equals_that_of_a_chat() -> None:
          {"tool_choice": {"type": "function", "function": {"name": "weather"}}, "tools": tools}),
         ({"stop_sequences": ["a"], "seed": 3, "cache_salt": "s", "priority": 2, "metadata": {"user_id": "u"}},
          {"stop": "a", "seed": 3, "cache_salt": "s", "priority": 2, "user": "u"}),
+        ({"system": ""}, {}),
         ({"system": "Be."}, {"messages": [{"role": "system", "content": "Be."}, *_USER]}),
         ({"messages": _TWO_ANSWERED}, {"messages": _TWO_ANSWERED_IN_A_CHAT}),
     ]  # fmt: skip

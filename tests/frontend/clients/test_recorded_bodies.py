@@ -80,6 +80,14 @@ def _claude(*blocks: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/messages", {"messages": [*said, {"role": "user", "content": [result]}]}
 
 
+def _served(*blocks: Any) -> tuple[str, dict[str, Any]]:
+    """Return a request with an assistant's blocks of tools that ran on a server."""
+    texts = [{"type": "text", "text": text} for text in "AB"]
+    said = {"role": "assistant", "content": [texts[0], *blocks, texts[1]]}
+    hi = {"role": "user", "content": "hi"}
+    return "/v1/messages", {"messages": [hi, said, hi]}
+
+
 def _items(*items: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/responses", {"input": [{"role": "user", "content": "hi"}, *items]}
 
@@ -94,6 +102,11 @@ _ODD: dict[str, tuple[tuple[str, dict[str, Any]], str, str]] = {  # request, par
     "arguments of null": (_chat(_called(None)), '"arguments": {}', ""),
     "arguments with NaN": (_chat(_called('{"a": NaN}')), '"arguments": "{\\"a\\": NaN}"', ""),
     "an argument out of range": (_chat(_called('{"a": 1e400}')), '"arguments": "{\\"a\\": 1e400}"', ""),
+    "the older form of a call": (
+        _chat({"role": "assistant", "content": None, "function_call": {"name": "look", "arguments": '{"a": 1}'}},
+              {"role": "function", "name": "look", "content": "FOUND"}),
+        '"arguments": {"a": 1}}\n</tool_call><|im_end|>\n<|im_start|>user\n<tool_response>\nFOUND\n', "",
+    ),
     "redacted thinking": (
         _chat({"role": "assistant", "content": [{"type": "redacted_thinking"}, {"type": "text", "text": "T"}]}),
         "assistant\nT<|im_end|>", "",
@@ -122,7 +135,31 @@ _ODD: dict[str, tuple[tuple[str, dict[str, Any]], str, str]] = {  # request, par
             {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "DATA"}}]}]}),
         "user\nDATA<|im_end|>", "",
     ),
-    "a search result": (_claude({"type": "search_result", "content": [{"type": "text", "text": "F"}]}), "\nF\n", ""),
+    "a search result": (
+        _claude({"type": "search_result", "source": "S", "title": "T", "content": [{"type": "text", "text": "F"}]}),
+        '\n{"title": "T", "source": "S"}\nF\n', "",
+    ),
+    "a call of an MCP server": (
+        _served({"type": "mcp_tool_use", "id": "m", "name": "look", "server_name": "s", "input": {"a": 1}},
+                {"type": "mcp_tool_result", "tool_use_id": "m", "content": [{"type": "text", "text": "FOUND"}]}),
+        'A\n<tool_call>\n{"name": "look", "arguments": {"a": 1}}\n</tool_call><|im_end|>\n<|im_start|>user\n'
+        "<tool_response>\nFOUND\n</tool_response><|im_end|>\n<|im_start|>assistant\nB<|im_end|>",
+        "",
+    ),
+    "code that ran": (
+        _served({"type": "bash_code_execution_tool_result", "tool_use_id": "m", "content":
+                 {"type": "bash_code_execution_result", "stdout": "OUT", "return_code": 1, "content": []}}),
+        '\n{"stdout": "OUT", "return_code": 1}\n', "",
+    ),
+    "a fetched page": (
+        _served({"type": "web_fetch_tool_result", "tool_use_id": "m", "content":
+                 {"type": "web_fetch_result", "url": "U", "content":
+                  {"type": "document", "source": {"type": "text", "data": "PAGE"}}}}),
+        '\n{"url": "U"}\nPAGE\n', "",
+    ),
+    "an assistant's block with text": (_served({"type": "compaction", "content": "SUMMARY"}), "SUMMARY", ""),
+    "an assistant's block without text": (_served({"type": "container_upload", "file_id": "f"}), "A\nB",
+                                          "messages[1].content[1].container_upload"),
     "a result that is no block": (_claude("FOUND"), "FOUND", ""),
     "an item of a computer": (
         _items({"type": "computer_call", "call_id": "c", "action": {"type": "click"}},

@@ -30,6 +30,7 @@ _BODIES: list[tuple[str, dict[str, Any]]] = [
     *(("/v1/completions", {"prompt": "a", **more}) for more in (
         {"logit_bias": {"5": -1.5}, "stop": "x", "top_p": 1, "seed": 2**64 - 1, "typical_p": 1.0, "suffix": "",
          "guided_json": {}, "metadata": {"a": 1}, "mood": 1},
+        {"max_tokens": 5.0, "seed": 1e3, "stop_token_ids": [5.0], "n": 1.0},  # as Gson writes integers
         {"stop": ["x"], "echo": True, "max_tokens": 0, "temperature": None, "response_format": {"type": "text"}},
     )),
     *(("/v1/chat/completions", {"messages": USER, **more}) for more in (

@@ -167,6 +167,7 @@ async def test_model_has_several_names(completions: MakeCompletions) -> None:
         assert [(one["id"], one["root"], one["parent"]) for one in listed] == [
             (name, "org/tiny", None) for name in ("big", "haiku", "gpt-4o-mini")
         ]
+        assert (await http.get("/v1/models/")).json() == (await http.get("/v1/models")).json()
         for name in ("big", "haiku", "gpt-4o-mini"):
             assert (await http.get(f"/v1/models/{name}")).json()["id"] == name
             bodies: dict[str, dict[str, Any]] = {

@@ -291,7 +291,7 @@ async def test_ignored_fields_are_accepted(endpoint: OpenAIEndpoint, byte_level:
         "max_tokens": 1,
         "chat_template_kwargs": {"enable_thinking": False},
         "top_logprobs": 0,
-        "verbosity": "medium",
+        "prediction": {"type": "content", "content": "x"},
         "reasoning_effort": "none",
         "prompt_cache_options": {"mode": "explicit"},
         "nobody_knows_it": None,

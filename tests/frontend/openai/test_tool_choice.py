@@ -19,6 +19,7 @@ from frontend.openai.messages import ToolGiven
 from frontend.openai.tool_choice import forced_grammar
 from frontend.openai.types import ChatBody
 from frontend.responses.types import ResponsesBody
+from frontend.text.completion_request import CompletionRequest
 from tests.support.character_tokenizer import save_tokenizer
 
 _SCHEMAS: dict[str, dict[str, Any]] = {
@@ -130,6 +131,31 @@ def test_text_format_does_not_affect_a_required_call(kind: type[GenerationBody])
     }
     asked, bare = ((kind.model_validate(body).requests("r")) for body in (fields, without))
     assert without != fields and asked == bare and asked[0].grammar_field == "tools"
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("kind", [ChatBody, ResponsesBody], ids=lambda kind: kind.__name__)
+def test_allowed_tools_hide_the_others(kind: type[GenerationBody], mode: str) -> None:
+    """Both APIs take the form of either; a hosted tool is skipped, as in `tools`."""
+    functions = [{"name": name, "parameters": _SCHEMA} for name in ("f", "g", "h")]
+    nested = [{"type": "function", "function": one} for one in functions]
+    flat = [{"type": "function", **one} for one in functions]
+    web = {"type": "web_search"}
+
+    def asked(tools: list[Any], choice: Any) -> CompletionRequest:
+        given = {"messages": _USER, "tools": nested} if kind is ChatBody else {"input": "hi", "tools": flat}
+        given["tools"] = [tool for tool in given["tools"] if tool in tools or not isinstance(choice, str)]
+        (request,) = kind.model_validate({**given, "tool_choice": choice}).requests("r")
+        return request
+
+    without_g = asked([nested[0], nested[2], flat[0], flat[2]], mode)
+    for choice in (
+        {"type": "allowed_tools", "mode": mode, "tools": [web, flat[2], flat[0]]},
+        {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [nested[0], nested[2]]}},
+    ):
+        assert asked([], choice) == without_g
+    with pytest.raises(RequestError, match="tool 'x' not found"):
+        asked([], {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "x"}]})
 
 
 def test_grpc_tools_keep_strict_and_an_empty_choice_is_auto() -> None:

@@ -575,13 +575,13 @@ _REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "background": ({"background": True}, "background", "is not supported"),
     "conversation": ({"conversation": "conv_1"}, "conversation", "is not supported"),
     "a prompt": ({"prompt": {"id": "p"}}, "prompt", "is not supported"),
-    "verbosity": ({"text": {"verbosity": "low"}}, "text.verbosity", "is not supported"),
     "metadata": ({"metadata": {"a": "x" * 513}}, "metadata.a", "at most 512 characters"),
     "tokens": ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens: must be from 1"),
     "too long": ({"input": "x " * 9000}, "input", "context"),
     "a schema": ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format", "text.format: missing"),
     "a choice": ({"tool_choice": {"type": "web_search"}}, "tool_choice", "must be"),
     "a choice of no tool": ({"tool_choice": "required"}, "tool_choice", "requires tools"),
+    "messages": ({"messages": [{"role": "user", "content": "a"}]}, "messages", "messages: not supported by this"),
     "a field of chats": ({"messages": []} | {"stop": "x"}, "stop", "not supported by this endpoint"),
     "a tool twice": ({"tools": [_FUNCTION, _FUNCTION]}, "tools", "appears twice"),
     "many items": ({"input": [{"role": "user", "content": ""}] * 4097}, "input", "at most 4096 items"),
@@ -594,8 +594,10 @@ async def test_invalid_requests_are_rejected_by_name(serve: Serve) -> None:
             status, named, said = await served.rejected(**body)
             assert (status, named) == (400, param) and message in said and "\n" not in said, (case, named, said)
         assert not served.fake.started
-        answer = await served.http.post("/v1/responses", json={"input": "hi", "mood": 1, "max_output_tokens": 1})
-        assert answer.headers["x-ignored-fields"] == "mood"
+        body = {"input": "hi", "mood": 1, "text": {"verbosity": "low"}, "max_output_tokens": 1.0,
+                "context_management": [{"type": "compaction"}]}  # fmt: skip
+        answer = await served.http.post("/v1/responses", json=body)
+        assert answer.headers["x-ignored-fields"] == "mood, context_management, text.verbosity"
 
 
 async def test_agent_requests_are_accepted(serve: Serve) -> None:

@@ -9,6 +9,7 @@ import pytest
 from core.grammar.compiler import CompiledGrammar, GrammarCompiler
 from core.types.constraints import Grammar, GrammarKind
 from core.types.errors import RequestError
+from frontend.openai.types import ChatBody
 from frontend.structured_output.grammar_check import GrammarCheck
 from frontend.text.completion_request import CompletionRequest
 from tests.support.character_tokenizer import save_tokenizer
@@ -63,3 +64,19 @@ async def test_problem_is_cached_and_names_each_clients_field(compiler: Counting
             await check.check(asked("[a", field))
         assert rejected.value.param == field and str(rejected.value).startswith(f"{field}: at ")
     assert compiler.compiled == ["[a"]
+
+
+@pytest.mark.parametrize("choice", ["required", "bad", "other"])
+async def test_problem_of_a_forced_call_names_the_tool(compiler: CountingCompiler, choice: str) -> None:
+    schema = {"properties": {"a": {"type": "array", "uniqueItems": True}}}
+    functions = [{"name": "good", "strict": True}] + [
+        {"name": name, "parameters": schema, "strict": True} for name in ("bad", "other")
+    ]
+    tools = [{"type": "function", "function": one} for one in functions]
+    forced = choice if choice == "required" else {"type": "function", "function": {"name": choice}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools, "tool_choice": forced}
+    check, tool = GrammarCheck(compiler), "bad" if choice == "required" else choice
+    for _ in range(2):
+        with pytest.raises(RequestError, match=f"^tools: tool {tool!r}: .*uniqueItems") as error:
+            await check.check(ChatBody.model_validate(body).requests("r")[0])
+        assert error.value.param == "tools"

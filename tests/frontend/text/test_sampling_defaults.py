@@ -29,7 +29,8 @@ from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.tiny_service import MakeCompletions
 
-GENERATION = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05}
+GENERATION = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05,
+              "presence_penalty": 0.5, "frequency_penalty": -0.25}  # fmt: skip
 
 
 def write(directory: Path, **generation: Any) -> Path:
@@ -147,6 +148,7 @@ async def test_every_endpoint_applies_the_defaults_and_requests_win(endpoints: E
             (0.6, 20, 0.95, 0.05), rel=1e-6
         ), name
         assert (found.repetition_penalty, found.max_tokens) == (1.05, max_tokens), name
+        assert (found.presence_penalty, found.frequency_penalty) == (0.5, -0.25), name
         found = await endpoints.asked(lambda call=call: call(temperature=0, top_p=0.5, top_k=0))
         assert (found.temperature, found.top_p, found.top_k, found.min_p) == pytest.approx((0, 0.5, 0, 0.05)), name
     answer = await endpoints.post("/v1/responses", input="hi", top_p=0.5)
