@@ -212,7 +212,7 @@ def _integer_name(weight: GroupedWeight) -> FormatName | None:
 
 def _bits_of(weight: GroupedWeight) -> int:
     is_packed = weight.codes.shape[1] != weight.shape[1]
-    return 4 if is_packed or weight.codes.dtype == torch.uint8 and int(weight.codes.max()) < 16 else 8
+    return 4 if is_packed or (weight.codes.dtype == torch.uint8 and int(weight.codes.max()) < 16) else 8
 
 
 def _zero_codes(weight: GroupedWeight) -> Tensor:

@@ -22,8 +22,7 @@ from engine.quantization.rounding import round_matrix
 from engine.quantization.write import quantize_checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
 from engine.weights.quantized_weight import E2M1_LEVELS
-from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.engine.tiny_models import MakeModel, reference_logits
+from tests.engine.tiny_models import MakeModel
 
 # Tiny models whose inputs every group divides.
 SIZES = {"hidden_size": 64, "intermediate_size": 128}

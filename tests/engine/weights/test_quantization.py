@@ -21,6 +21,7 @@ from engine.kernels.quant.quantized_matmul import launch_coded_product
 from engine.layers import low_bit_matrix
 from engine.layers.low_bit_matrix import CodedMatrix
 from engine.layers.shards import ShardReader
+from engine.runner.parallel import TensorParallel
 from engine.runner.runner import ModelRunner
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
@@ -100,7 +101,7 @@ def test_fused_parts_keep_their_own_factors(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path)
     for rank in range(2):
         rows = (32 * rank, 32 * rank + 32)
-        reader = ShardReader(checkpoint, TensorParallel(), torch.float32, CPU, weights="quantized")
+        reader = ShardReader(checkpoint, TensorParallel(), torch.float32, CPU)
         x, expected = torch.randn(3, 96), torch.cat([checkpoint.read(f"{part}.weight", rows=rows) for part in "qk"])
         torch.testing.assert_close(reader.linear({"q": rows, "k": rows})(x), x @ expected.T)
     assert not torch.allclose(expected[:32], expected[32:])
