@@ -96,8 +96,7 @@ class EventStream(Response):
                     try:
                         event = await anext(events, None)
                     except Exception as error:  # boundary: report any failure by the means that are left
-                        await self._settled()
-                        if not self._has_started:
+                        if not self._has_started and not self._keepalive:
                             self._sent_at = math.inf  # no keep-alive beside the response
                             await error_response(error, self._errors)(scope, receive, send)
                             return

@@ -279,6 +279,23 @@ def test_request_equals_that_of_a_chat() -> None:
             assert getattr(one, name) == getattr(other, name)
 
 
+def test_merged_messages_keep_their_thoughts_texts_and_calls() -> None:
+    said: list[Any] = [
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": f"{n}?", "signature": ""}, {"type": "text", "text": n},
+            {"type": "tool_use", "id": n, "name": n, "input": {}},
+        ]}
+        for n in "ab"
+    ]  # fmt: skip
+    results = [{"type": "tool_result", "tool_use_id": n, "content": n} for n in "ab"]
+    body = {"max_tokens": 8, "messages": [*_USER, *said, {"role": "user", "content": results}]}
+    (request,) = MessagesBody.model_validate(body).requests("r")
+    assert isinstance(request.prompt, Chat)
+    _, merged, *answered = request.prompt.messages
+    assert (merged["content"], merged["reasoning_content"]) == ("a\nb", "a?\nb?")
+    assert [call["id"] for call in merged["tool_calls"]] == [one["tool_call_id"] for one in answered] == ["a", "b"]
+
+
 async def test_thinking_has_its_own_block(completions: MakeCompletions, byte_level: Tokenizer) -> None:
     template = _HERMES.replace("{%- if message.content %}", "{{- message.reasoning_content }}{%- if message.content %}")
     async with _endpoint(completions, byte_level, template + "{# </think> #}", has_grammars=True) as endpoint:

@@ -149,23 +149,30 @@ async def _sent(events: AsyncGenerator[bytes, None], pause: Callable[[], Awaitab
     return sent
 
 
-@pytest.mark.parametrize("is_failing", [False, True], ids=["event", "failure"])
-async def test_event_waits_for_the_keepalive_that_is_being_sent(is_failing: bool) -> None:
-    is_sending = asyncio.Event()
+@pytest.mark.parametrize("case", ["event", "failure", "failure before it begins"])
+async def test_event_waits_for_the_keepalive_that_is_being_sent(case: str) -> None:
+    is_sending, now = asyncio.Event(), asyncio.get_running_loop().time
 
     async def pause() -> None:
         is_sending.set()
         await asyncio.sleep(0)
 
     async def events() -> AsyncGenerator[bytes, None]:
-        await is_sending.wait()
-        if is_failing:
+        if case == "failure before it begins":  # the timer runs between these two steps of the event loop
+            due = now() + 0.02
+            while now() < due:
+                pass
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        else:
+            await is_sending.wait()
+        if case != "event":
             raise ReplicaLost("gone")
         yield b"event"
 
     status, keepalive, event, end = await _sent(events(), pause)
     assert (status, keepalive, end) == (200, COMMENT, b"")
-    assert (b"gone" if is_failing else b"event") in event
+    assert (b"event" if case == "event" else b"gone") in event
 
 
 async def test_no_keepalive_is_sent_beside_an_error_response() -> None:

@@ -202,12 +202,14 @@ def test_tags_are_found_in_the_template_or_among_special_tokens(tags: Tags) -> N
     assert OutputFormat.of(tags.closing, reasoning_parser="none", is_special=special).tags is None
 
 
-def test_thinking_tokens_without_an_opening_tag_are_counted(byte_level: Tokenizer) -> None:
-    ids = byte_level.encode("hm, so</think>yes")
-    choice = ChoiceText(CompletionRequest(id="r", prompt="a"), 0, byte_level, reader=_reader(""))
-    choice.add(SampledToken(token_id=i) for i in ids[:-1])
-    choice.add([SampledToken(token_id=ids[-1], finish_reason=FinishReason.LENGTH)])
-    assert choice.num_thinking == len(byte_level.encode("hm, so</think>"))
+@pytest.mark.parametrize(("end", "opening"), [("", ""), ("", "<think>"), ("<think>\n", "")])
+def test_thinking_tokens_are_counted(end: str, opening: str, byte_level: Tokenizer) -> None:
+    before, thought, behind = map(byte_level.encode, (opening, "hm, so</think>", "yes"))
+    *ids, last = [*before, *thought, *behind]
+    choice = ChoiceText(CompletionRequest(id="r", prompt="a"), 0, byte_level, reader=_reader(end))
+    choice.add(SampledToken(token_id=i) for i in ids)
+    choice.add([SampledToken(token_id=last, finish_reason=FinishReason.LENGTH)])
+    assert choice.num_thinking == len(thought)
 
 
 def test_long_thinking_is_read_once() -> None:
