@@ -108,7 +108,7 @@ class ChatForm:
 
     def __init__(self, tokenizer: Tokenizer, *, hides_thinking: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._thinking_fields = () if hides_thinking else REASONING
+        self._thinking_fields: tuple[str, ...] = () if hides_thinking else REASONING
 
     def opening(self) -> JSON | None:
         return {"delta": {"role": "assistant", "content": ""}}

@@ -202,7 +202,8 @@ async def test_thinking_is_separated(completions: MakeCompletions, byte_level: T
             thought += (chunk.choices[0].delta.model_extra or {}).get("reasoning_content", "")
             said += chunk.choices[0].delta.content or ""
         assert (thought, said) == ("Hm, < 3?", "Yes.")
-        for hiding in ({"include_reasoning": False}, {"reasoning": {"exclude": True}}):
+        hidings: list[dict[str, Any]] = [{"include_reasoning": False}, {"reasoning": {"exclude": True}}]
+        for hiding in hidings:
             for stream in (False, True):
                 body = {**fields, **hiding, "stream": stream, "max_tokens": 512}
                 answer = await endpoint.http.post("/v1/chat/completions", json=body)

@@ -143,7 +143,8 @@ def test_allowed_tools_hide_the_others(kind: type[GenerationBody], mode: str) ->
     web = {"type": "web_search"}
 
     def asked(tools: list[Any], choice: Any) -> CompletionRequest:
-        given = {"messages": _USER, "tools": nested} if kind is ChatBody else {"input": "hi", "tools": flat}
+        in_chat: dict[str, Any] = {"messages": _USER, "tools": nested}
+        given = in_chat if kind is ChatBody else {"input": "hi", "tools": flat}
         given["tools"] = [tool for tool in given["tools"] if tool in tools or not isinstance(choice, str)]
         (request,) = kind.model_validate({**given, "tool_choice": choice}).requests("r")
         return request
