@@ -44,7 +44,7 @@ async def test_leave_is_final_even_if_a_cancellation_is_swallowed(redis_url: str
     await redis.aclose()
 
 
-@pytest.mark.parametrize("loss", ["everything", "blocks", "a refused change"])
+@pytest.mark.parametrize("loss", ["everything", "blocks", "a refused change", "an event"])
 async def test_lease_and_blocks_that_redis_lost_are_written_again(loss: str, tmp_path: Path) -> None:
     held, new = {bytes(16): Tier.DEVICE}, bytes([1]) * 16
     member = make_member()
@@ -54,7 +54,9 @@ async def test_lease_and_blocks_that_redis_lost_are_written_again(loss: str, tmp
         return dict(held)
 
     async def is_complete() -> bool:
-        return bool(await redis.exists(lease)) and await redis.smembers(blocks) == set(held)  # type: ignore[misc]
+        has_stream = await redis.type("c:events") == b"stream"
+        has_lease = bool(await redis.exists(lease))
+        return has_stream and has_lease and await redis.smembers(blocks) == set(held)  # type: ignore[misc]
 
     async def is_refused() -> bool:
         return not await redis.exists(lease)
@@ -75,6 +77,11 @@ async def test_lease_and_blocks_that_redis_lost_are_written_again(loss: str, tmp
                 presence.publish({new: Tier.DEVICE})
                 await told(is_refused)
                 await redis.config_set("maxmemory", "0")
+            case "an event":  # routers would never learn of this change
+                await redis.delete("c:events")
+                await redis.set("c:events", "foreign")
+                held[new] = Tier.DEVICE
+                presence.publish({new: Tier.DEVICE})
         await told(is_complete)
         await presence.leave()
         task.cancel()

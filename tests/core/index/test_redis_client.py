@@ -20,7 +20,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 from core.index import redis_client
 from core.index.key_channel import KeyPublisher
 from core.index.membership import Membership
-from core.index.redis_client import RedisReach, connect_redis, reason_of
+from core.index.redis_client import RedisReach, connect_redis, is_about_one_key, reason_of
 from core.index.revision_channel import RevisionChannel
 from core.index.router_addresses import RouterAddresses
 from core.index.store import IndexWriter
@@ -210,6 +210,20 @@ async def test_a_reason_has_the_servers_words_and_no_bytes_of_the_command(redis_
     assert reason_of(refused.value) == f"Redis refuses: {wrong_type}"
     assert reason_of(RedisUnreachable("Error 111\n\x1b")) == "Redis is unreachable: Error 111??"
     await redis.aclose()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_about_the_key"),
+    [
+        (ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"), True),
+        (ResponseError("value is not an integer or out of range"), True),
+        (ResponseError("MISCONF Redis is configured to save RDB snapshots, but it is unable to persist"), False),
+        (OutOfMemoryError("command not allowed when used memory > 'maxmemory'."), False),
+        (RedisUnreachable("Error 111"), False),
+    ],
+)
+def test_errors_about_one_key_are_no_outage(error: RedisError, is_about_the_key: bool) -> None:
+    assert is_about_one_key(error) is is_about_the_key
 
 
 class _Clock:

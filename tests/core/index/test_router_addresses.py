@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
+import pytest
 import redis
 
+from core.index import router_addresses
 from core.index.redis_client import connect_redis
 from core.index.router_addresses import RouterAddresses
+from tests.support.redis_at import redis_at
 from tests.support.waiting import becomes
 
 _KEY = b"k" * 32
@@ -37,6 +41,20 @@ async def test_routers_see_each_other_until_one_leaves(redis_url: str) -> None:
             both = {"router-a": "127.0.0.1:1", "router-b": "127.0.0.1:2"}
             await becomes(lambda: second == both)
         await becomes(lambda: redis.Redis.from_url(redis_url).smembers("d:routers") == {b"router-a"})
+
+
+async def test_known_addresses_stay_through_an_outage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(router_addresses, "_RENEW_S", 0.05)
+    both = {"router-a": "127.0.0.1:1", "router-b": "127.0.0.1:2"}
+    async with AsyncExitStack() as stack:
+        with redis_at("127.0.0.1", tmp_path) as url:
+            first = await stack.enter_async_context(_router(url, "router-a", "127.0.0.1:1"))
+            await stack.enter_async_context(_router(url, "router-b", "127.0.0.1:2"))
+            await becomes(lambda: first == both)
+        await becomes(lambda: "the addresses of other routers stay as they are" in caplog.text)
+        assert first == both
 
 
 async def test_unsigned_router_record_is_ignored(redis_url: str) -> None:

@@ -136,6 +136,19 @@ async def test_empty_redis_removes_no_keys(wiped: str, publisher: KeyPublisher) 
             assert lets_in(newcomer, known)
 
 
+async def test_key_of_another_type_removes_no_keys(wiped: str, publisher: KeyPublisher) -> None:
+    known = issue("acme")
+    await publisher.publish(book_of(known))
+    client = connect_redis(wiped)
+    ring = Keyring(KeyReader(client, name="d", signing_key=SEAL_KEY), salt_key=SALT_KEY, is_required=True)
+    await ring.read()
+    await client.unlink("d:keys")
+    await client.set("d:keys", "foreign")
+    await ring.read()
+    assert lets_in(ring, known)
+    await client.aclose()
+
+
 async def test_unreachable_redis_removes_no_keys() -> None:
     async with following(connect_redis(f"redis://127.0.0.1:{free_port()}")) as ring:
         known = issue("a")

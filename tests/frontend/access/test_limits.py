@@ -121,6 +121,7 @@ class FakeOutage:
 
     def __init__(self, inner: Limiter) -> None:
         self.is_unavailable = False
+        self.num_calls = 0
         self.goes_on = asyncio.Event()
         self.goes_on.set()
         self.has_counted = asyncio.Event()
@@ -152,6 +153,7 @@ class FakeOutage:
         await self._inner.renew(taken)
 
     def _check(self) -> None:
+        self.num_calls += 1
         if self.is_unavailable:
             raise redis.ConnectionError("away")
 
@@ -172,6 +174,18 @@ async def test_running_requests_count_again_after_a_redis_outage(completions: Ma
                 pass
     await limits.settled()
     await there.aclose()
+
+
+async def test_requests_do_not_wait_for_redis_again_for_a_while(completions: MakeCompletions) -> None:
+    """Each would wait for the limit of an answer."""
+    shared = FakeOutage(LocalLimiter())
+    shared.is_unavailable = True
+    limits = Limits(shared, LocalLimiter(), try_again_s=1e6)
+    for _ in range(3):
+        async with reserved(limits, client(rpm=10), [await opened(completions, max_tokens=1)]):
+            pass
+    await limits.settled()
+    assert shared.num_calls == 1
 
 
 async def test_disconnect_during_the_reservation_returns_everything(completions: MakeCompletions) -> None:

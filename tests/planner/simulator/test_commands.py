@@ -16,6 +16,12 @@ from core.spec.loader import load_spec
 from planner.simulator.profile import load_profile
 
 
+@pytest.fixture(autouse=True)
+def nothing_deployed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the deployments of the user who runs the tests."""
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path / "state"))
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> str:
     path = tmp_path / "trace.jsonl"

@@ -76,6 +76,15 @@ async def test_known_revisions_survive_redis_loss_and_older_tables_are_ignored(r
         await becomes(lambda: not known.is_split)
 
 
+async def test_a_table_is_followed_after_a_key_of_another_type(redis_url: str) -> None:
+    async with watched(redis_url, "router-0") as (controller, (known,)):
+        with redis.Redis.from_url(redis_url) as client:
+            client.sadd("a:revisions", "foreign")
+            await becomes(lambda: not client.exists("a:revisions"))
+        await controller.publish(RevisionTable(version=1, revisions=REVISIONS))
+        await becomes(lambda: known.is_split)
+
+
 async def test_unsigned_entries_are_ignored(redis_url: str) -> None:
     async with watched(redis_url) as (controller, _):
         pending_peer = RevisionChannel(connect_redis(redis_url), name="a", key=bytes(32))
