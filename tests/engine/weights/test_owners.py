@@ -116,6 +116,8 @@ def auto_round(form: str, **settings: Any) -> Write:
     def write(source: Path, into: Path) -> PreTrainedModel:
         AutoRound = pytest.importorskip("auto_round").AutoRound
         AutoRound(str(source), iters=0, disable_opt_rtn=True, **settings).quantize_and_save(str(into), format=form)
+        for nested in into.glob("*/config.json"):  # named after the settings, in some formats
+            shutil.copytree(nested.parent, into, dirs_exist_ok=True)
         return AutoModelForCausalLM.from_pretrained(into, dtype=torch.float32)
 
     return write
