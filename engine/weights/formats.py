@@ -62,7 +62,7 @@ class Format:
     """Row of the table.
 
     kind: must equal kind_of(config), if names fit several formats. bits: 0: from the shapes. group: inputs per scale;
-    0: from shapes and settings. more: what is added to stored zeros. order: code of each word at each place.
+    0: from shapes and settings. is_less_one: zeros are stored so. order: code of each word at each place.
     factor: tensor with a factor of all weights. codes_of, scales_of: from the stored order; zeros_of: zeros and scales.
     """
 
@@ -74,7 +74,7 @@ class Format:
     group: int = 0
     levels: tuple[float, ...] | None = None
     is_signed: bool = False
-    more: int = 0
+    is_less_one: bool = False
     order: tuple[int, ...] | None = None
     factor: str = ""
     divides: bool = False
@@ -124,7 +124,7 @@ FORMATS = (
     _row(".qweight int32 tiles", ".scales float G O", kind="marlin", bits=4,
          codes_of=marlin_codes, scales_of=marlin_scales),
     # AutoGPTQ, GPTQModel, auto-round: version 1 stores zeros less one
-    _row(".qweight int32 I/ O", ".scales float G O", ".qzeros int32 G O/", kind="gptq", bits=0, more=1),
+    _row(".qweight int32 I/ O", ".scales float G O", ".qzeros int32 G O/", kind="gptq", bits=0, is_less_one=True),
     _row(".qweight int32 I/ O", ".scales float G O", ".qzeros int32 G O/", kind="gptq_v2", bits=0),
 )
 # fmt: on

@@ -19,7 +19,7 @@ def unpack(words_NM: Tensor, bits: int, start: int, count: int, order: tuple[int
     if order is not None:
         skipped, size = start // bits, len(order)
         whole = unpack(words_NM, bits, 0, -(-(skipped + count) // size) * size)
-        return whole.unflatten(1, (-1, size))[..., list(order)].flatten(1)[:, skipped : skipped + count]
+        return torch.unflatten(whole, 1, (-1, size))[..., list(order)].flatten(1)[:, skipped : skipped + count]
     # Not contiguous(): it keeps any stride of a single column, and view() needs 1.
     bytes_NB = words_NM.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if 8 % bits == 0:
@@ -39,8 +39,9 @@ def fast_codes(words: Tensor) -> Tensor:
     codes, the even ones come first.
     """
     num_inputs = words.shape[1]
-    runs = unpack(words, 4, 0, 4 * num_inputs).unflatten(1, (-1, 4, 64)).transpose(1, 2).reshape(-1, num_inputs)
-    pairs = runs.unflatten(1, (-1, 4, 2, 4)).transpose(-1, -2)
+    codes = torch.unflatten(unpack(words, 4, 0, 4 * num_inputs), 1, (-1, 4, 64))
+    runs = codes.transpose(1, 2).reshape(-1, num_inputs)
+    pairs = torch.unflatten(runs, 1, (-1, 4, 2, 4)).transpose(-1, -2)
     return pairs.transpose(2, 3).flatten(1)
 
 
@@ -55,11 +56,11 @@ def marlin_codes(words: Tensor) -> Tensor:
     Source: Frantar et al. 2024, arXiv:2408.11743.
     """
     # Tile row, four tiles; then column, row pair, tile of the four, row of the pair, upper columns, upper rows.
-    lanes = unpack(words, 4, 0, 8 * words.shape[1]).unflatten(1, (-1, 8, 4, 4, 2, 2, 2))
+    lanes = torch.unflatten(unpack(words, 4, 0, 8 * words.shape[1]), 1, (-1, 8, 4, 4, 2, 2, 2))
     return lanes.permute(1, 4, 6, 2, 0, 7, 3, 5).flatten(4).flatten(0, 3)
 
 
 def marlin_scales(scales_GO: Tensor) -> Tensor:
     """Return Marlin's scales (G, O) in the order of outputs; a single group has an order of its own."""
     tiles = (-1, 4, 4, 2) if scales_GO.shape[0] == 1 else (-1, 8, 8)
-    return scales_GO.unflatten(1, tiles).transpose(2, 3).flatten(1)
+    return torch.unflatten(scales_GO, 1, tiles).transpose(2, 3).flatten(1)

@@ -233,6 +233,9 @@ class QuantizedCheckpoint:
         else:
             whole = self._plain.read(name, rows=(matrix.expert, matrix.expert + 1))[0].flatten(1)
             numbers = whole[slice(*spans[0]), slice(*spans[1])]
+        if part is matrix.format.zeros and matrix.format.is_less_one and 8 % bits == 0:
+            # Subtracted from whole words: a zero of 0 borrows from the next one.
+            numbers = numbers + sum(1 << at for at in range(0, width, bits))
         if packed is not None:
             numbers = numbers.T if packed == 0 else numbers
             numbers = unpack(numbers, bits, start % width, (end - start) // bits, matrix.format.order)
@@ -273,7 +276,9 @@ class QuantizedCheckpoint:
         if zeros.shape != scales.shape:
             stored = self._plain.shapes[name]
             raise SpecError(f"{name} with shape {stored} does not match the scales of {tuple(scales.shape)} groups")
-        return row.zeros_of(zeros, scales) if row.zeros_of else zeros.float() + row.more
+        if row.is_less_one and 8 % matrix.bits:
+            zeros = zeros + 1 & (1 << matrix.bits) - 1
+        return row.zeros_of(zeros, scales) if row.zeros_of else zeros.float()
 
     def _blocks(self, matrix: _Matrix, found: Shape) -> tuple[int, int]:
         """Return how many outputs and inputs share a scale, from the settings that fit the scales' shape."""

@@ -8,12 +8,14 @@ A library that is not installed skips its cases. Single matrices of the same for
 from __future__ import annotations
 
 import copy
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -72,23 +74,50 @@ def model_optimizer(name: str) -> Write:
         quantization = pytest.importorskip("modelopt.torch.quantization")
         export = pytest.importorskip("modelopt.torch.export.unified_export_hf")
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        settings = copy.deepcopy(getattr(quantization, name))
-        settings["quant_cfg"].append({"quantizer_name": "*input_quantizer", "enable": "AWQ" in name})
+        settings, is_awq = copy.deepcopy(getattr(quantization, name)), "AWQ" in name
+        if not is_awq:
+            settings["quant_cfg"].append({"quantizer_name": "*input_quantizer", "enable": False})
         tokens = torch.tensor(prompts(64, 64))
         quantization.quantize(model, settings, lambda quantized: quantized(tokens))
         export.requantize_resmooth_fused_llm_layers(model)
         reference = copy.deepcopy(model)
         export.export_hf_checkpoint(model, export_dir=into)
+        if not is_awq:
+            # Its simulation of these formats needs a GPU.
+            return _widened_by_model_optimizer(source, into)
         quantization.fold_weight(reference)
         return reference
 
     return write
 
 
+def _widened_by_model_optimizer(source: Path, into: Path) -> PreTrainedModel:
+    kinds = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    tensors = load_file(into / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(".weight_scale")]:
+        stem = name.removesuffix("_scale")
+        codes, scale = tensors.pop(stem), tensors.pop(name)
+        if (double := tensors.pop(f"{stem}_scale_2", None)) is not None:
+            stored = kinds.NVFP4QTensor((codes.shape[0], 2 * codes.shape[1]), torch.float32, codes)
+            numbers = stored.dequantize(torch.float32, scale=scale, double_scale=double, block_sizes={-1: 16})
+        elif scale.dtype == torch.uint8:
+            numbers = kinds.MXFP8QTensor(codes.shape, torch.float32, codes).dequantize(torch.float32, scale=scale)
+        else:
+            numbers = kinds.FP8QTensor(codes.shape, torch.float32, codes).dequantize(torch.float32, scale=scale)
+        tensors[stem] = numbers
+    plain = into.parent / "widened"
+    shutil.copytree(source, plain)
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    return model
+
+
 def auto_round(form: str, **settings: Any) -> Write:
     def write(source: Path, into: Path) -> PreTrainedModel:
         AutoRound = pytest.importorskip("auto_round").AutoRound
         AutoRound(str(source), iters=0, disable_opt_rtn=True, **settings).quantize_and_save(str(into), format=form)
+        for nested in into.glob("*/config.json"):  # named after the settings, in some formats
+            shutil.copytree(nested.parent, into, dirs_exist_ok=True)
         return AutoModelForCausalLM.from_pretrained(into, dtype=torch.float32)
 
     return write

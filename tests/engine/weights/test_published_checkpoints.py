@@ -231,11 +231,11 @@ def test_asymmetric_int8_uses_its_zero_points(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_dynamic", [False, True])
 def test_gptq_with_other_bits(bits: int, is_dynamic: bool, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
-    codes, zeros = (torch.randint(1, 1 << bits, size, generator=generator) for size in ((64, 96), (64, 6)))
+    codes, zeros = (torch.randint(0, 1 << bits, size, generator=generator) for size in ((64, 96), (64, 6)))
     scales = torch.rand(64, 6, generator=generator).half()
 
     def pack(x: Tensor) -> Tensor:
-        """Pack along the last dimension."""
+        """Pack along the last dimension. -1 borrows from the next number, as in GPTQModel."""
         words = (torch.unflatten(x.long(), 1, (-1, 32 // bits)) << torch.arange(32 // bits) * bits).sum(-1)
         return words.where(words < 1 << 31, words - (1 << 32)).int()
 

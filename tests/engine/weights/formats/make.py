@@ -1,6 +1,6 @@
 """Generator of the files in this folder: one small matrix per format, packed and dequantized by the format's library.
 
-    pip install --no-deps autoawq==0.2.9 auto-gptq==0.7.1 auto-round==0.16.1 bitsandbytes==0.50.2 \
+    pip install --no-deps autoawq==0.2.9 auto-gptq==0.7.1 gptqmodel==7.7.0 auto-round==0.16.1 bitsandbytes==0.50.2 \
         compressed-tensors==0.20.0 loguru nvidia-modelopt==0.47.0 omegaconf py-cpuinfo
     python -m tests.engine.weights.formats.make
 
@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
@@ -124,6 +125,29 @@ def gptq(bits: int) -> Written:
     return Written(under_w(tensors), numbers, config)
 
 
+def gptqmodel(bits: int, form: str) -> Written:
+    """Write with the newest GPTQ library, without symmetry; in version 1 a zero of 0 borrows from the next."""
+    kinds, config = importlib.import_module("gptqmodel.nn_modules.qlinear.torch"), importlib.import_module("gptqmodel")
+    layer = linear()
+    layer.weight.data[::3] = layer.weight.data[::3].abs()
+    groups = layer.weight.data.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1)
+    scales = ((high - low) / ((1 << bits) - 1)).half().float()
+    zeros = (-low / scales).round()
+    packed = kinds.TorchLinear(bits, GROUP, False, False, INPUTS, OUTPUTS, bias=False)
+    packed.pack_original(layer, scales, zeros, torch.arange(INPUTS).int() // GROUP)
+    packed.post_init()
+    packed.scales = packed.scales.float()
+    numbers = packed.dequantize_weight().T
+    packed.scales = packed.scales.half()
+    if form == "gptq":
+        settings = config.QuantizeConfig(bits=bits, group_size=GROUP, sym=False, desc_act=False)
+        importlib.import_module("gptqmodel.utils.model").convert_gptq_v2_to_v1_format_module(packed, settings)
+    tensors = {name: packed.state_dict()[name] for name in ("qweight", "qzeros", "scales", "g_idx")}
+    description = {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "sym": False, "checkpoint_format": form}
+    return Written(under_w(tensors), numbers, description)
+
+
 def auto_round(packing: str, bits: int) -> Written:
     name = "qlinear_torch_zp" if packing == "auto_round:auto_gptq" else "qlinear_torch"
     linear_of = importlib.import_module(f"auto_round_extension.torch.{name}").QuantLinear
@@ -141,11 +165,11 @@ def auto_round(packing: str, bits: int) -> Written:
 # ---- compressed-tensors ----
 
 
-def compressed(form: str, **weights: Any) -> Written:
+def compressed(form: str, **settings: Any) -> Written:
     quantization = importlib.import_module("compressed_tensors.quantization")
     compressor = importlib.import_module("compressed_tensors.compressors").BaseCompressor.get_value_from_registry(form)
     forward = importlib.import_module("compressed_tensors.quantization.lifecycle.forward")
-    weights = {"symmetric": True, "num_bits": 8, "type": "int", "strategy": "group"} | weights
+    weights: dict[str, Any] = {"symmetric": True, "num_bits": 8, "type": "int", "strategy": "group"} | settings
     arguments = quantization.QuantizationArgs(**weights)
     scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
     height, width = weights.get("block_structure") or (1, weights.get("group_size") or INPUTS)
@@ -259,39 +283,33 @@ def fp8_blocks() -> Written:
 
 
 MAKERS: dict[str, Callable[[], Written]] = {
-    **{f"awq_{version}": lambda version=version: awq(version) for version in ("gemm", "gemv", "gemv_fast", "marlin")},
-    **{f"gptq_{bits}": lambda bits=bits: gptq(bits) for bits in (2, 3, 4, 8)},
-    "auto_round": lambda: auto_round("auto_round:auto_gptq", 4),
-    "auto_round_5": lambda: auto_round("auto_round", 5),
+    **{f"awq_{version}": partial(awq, version) for version in ("gemm", "gemv", "gemv_fast", "marlin")},
+    **{f"gptq_{bits}": partial(gptq, bits) for bits in (2, 3, 4, 8)},
+    "gptqmodel_4_v2": partial(gptqmodel, 4, "gptq_v2"),
+    **{f"gptqmodel_{bits}": partial(gptqmodel, bits, "gptq") for bits in (3, 4)},
+    "auto_round": partial(auto_round, "auto_round:auto_gptq", 4),
+    "auto_round_5": partial(auto_round, "auto_round", 5),
+    **{f"int{bits}_pack": partial(compressed, "pack-quantized", num_bits=bits, group_size=GROUP) for bits in (2, 4, 7)},
+    "int3_pack_channels": partial(compressed, "pack-quantized", num_bits=3, strategy="channel"),
     **{
-        f"int{bits}_pack": lambda bits=bits: compressed("pack-quantized", num_bits=bits, group_size=GROUP)
-        for bits in (2, 4, 7)
-    },
-    "int3_pack_channels": lambda: compressed("pack-quantized", num_bits=3, strategy="channel"),
-    **{
-        f"int{bits}_pack_zeros": lambda bits=bits: compressed(
-            "pack-quantized", num_bits=bits, group_size=GROUP, symmetric=False
-        )
+        f"int{bits}_pack_zeros": partial(compressed, "pack-quantized", num_bits=bits, group_size=GROUP, symmetric=False)
         for bits in (4, 5, 8)
     },
-    "fp8_tensor": lambda: compressed("float-quantized", type="float", strategy="tensor"),
-    "fp8_channels": lambda: compressed("float-quantized", type="float", strategy="channel"),
-    "fp8_blocks": lambda: compressed("float-quantized", type="float", strategy="block", block_structure=[32, 48]),
+    "fp8_tensor": partial(compressed, "float-quantized", type="float", strategy="tensor"),
+    "fp8_channels": partial(compressed, "float-quantized", type="float", strategy="channel"),
+    "fp8_blocks": partial(compressed, "float-quantized", type="float", strategy="block", block_structure=[32, 48]),
     "fp8_blocks_e8m0": fp8_blocks,
-    "int8_channels": lambda: compressed("int-quantized", strategy="channel"),
-    "int8_groups": lambda: compressed("int-quantized", group_size=GROUP),
-    "nvfp4": lambda: compressed(
-        "nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16
+    "int8_channels": partial(compressed, "int-quantized", strategy="channel"),
+    "int8_groups": partial(compressed, "int-quantized", group_size=GROUP),
+    "nvfp4": partial(
+        compressed, "nvfp4-pack-quantized", type="float", num_bits=4, strategy="tensor_group", group_size=16
     ),
-    "mxfp4": lambda: compressed("mxfp4-pack-quantized", type="float", num_bits=4, group_size=32),
-    "mxfp8": lambda: compressed("mxfp8-quantized", type="float", group_size=32, scale_dtype=torch.uint8),
+    "mxfp4": partial(compressed, "mxfp4-pack-quantized", type="float", num_bits=4, group_size=32),
+    "mxfp8": partial(compressed, "mxfp8-quantized", type="float", group_size=32, scale_dtype=torch.uint8),
     "mxfp4_experts": mxfp4_experts,
-    **{
-        f"modelopt_{algorithm.lower()}": lambda algorithm=algorithm: modelopt(algorithm)
-        for algorithm in ("NVFP4", "MXFP8", "W4A16_AWQ")
-    },
-    **{f"bnb_{kind}": lambda kind=kind: bitsandbytes(kind) for kind in ("nf4", "fp4", "int8")},
-    "bnb_nf4_nested": lambda: bitsandbytes("nf4", is_nested=True),
+    **{f"modelopt_{algorithm.lower()}": partial(modelopt, algorithm) for algorithm in ("NVFP4", "MXFP8", "W4A16_AWQ")},
+    **{f"bnb_{kind}": partial(bitsandbytes, kind) for kind in ("nf4", "fp4", "int8")},
+    "bnb_nf4_nested": partial(bitsandbytes, "nf4", is_nested=True),
 }
 
 if __name__ == "__main__":
