@@ -172,7 +172,9 @@ def _group_format(weight: GroupedWeight) -> Format | None:
     if not (group := _group_size(group_I, least)):
         # Groups in any order (act-order), or not of whole runs: sort and pad them.
         order_C = _sorted(group_I, least)
-        group = _group_size(group_I[order_C.clamp_min(0)], least)
+        # Padding belongs to the group before it.
+        filled_C = torch.where(order_C < 0, 0, torch.arange(len(order_C))).cummax(dim=0).values
+        group = _group_size(group_I[order_C[filled_C]], least)
     levels = b""
     if name is FormatName.LEVELS:
         assert weight.levels is not None

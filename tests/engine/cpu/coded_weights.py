@@ -59,9 +59,7 @@ def _nibbles(
 def _bytes(size: int, codes: Callable[[int, int], Tensor], scales: Callable[[int, int], Tensor]) -> Make:
     def make(num_outputs: int, num_inputs: int) -> GroupedWeight:
         group_I = torch.arange(num_inputs) // (size or num_inputs)
-        return GroupedWeight(
-            codes(num_outputs, num_inputs), scales(num_outputs, int(group_I[-1]) + 1), None, group_I
-        )
+        return GroupedWeight(codes(num_outputs, num_inputs), scales(num_outputs, int(group_I[-1]) + 1), None, group_I)
 
     return make
 
