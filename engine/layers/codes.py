@@ -214,7 +214,7 @@ def _integer_name(weight: GroupedWeight) -> FormatName | None:
 
 def _bits_of(weight: GroupedWeight) -> int:
     is_packed = weight.codes.shape[1] != weight.shape[1]
-    return 4 if is_packed or weight.codes.dtype == torch.uint8 and int(weight.codes.max()) < 16 else 8
+    return 4 if is_packed or (weight.codes.dtype == torch.uint8 and int(weight.codes.max()) < 16) else 8
 
 
 def _zero_codes(weight: GroupedWeight) -> Tensor:
@@ -229,7 +229,7 @@ def _is_exact(weight: GroupedWeight, dtype: torch.dtype) -> bool:
 
 
 def _integer_levels(levels: Tensor) -> tuple[Tensor, float]:
-    """Return levels times the factor that leaves the least rounding error, as integers up to _MOST_LEVEL; the factor."""
+    """Return levels times the factor that leaves the least error, rounded to at most _MOST_LEVEL; and the factor."""
     most = float(levels.abs().max().clamp_min(1e-30))
     factors_F = torch.arange(_MOST_LEVEL, _MOST_LEVEL // 2, -1, dtype=torch.float64) / most
     products = levels.double() * factors_F.unsqueeze(1)
