@@ -24,12 +24,12 @@ namespace {
 template <class Format>
 constexpr int MOST_FEW_BITS_ROWS = PARTS == 1 ? (Format::PLANES > 1 ? 6 : 8) : Format::BITS > 6 && !Format::IS_FLOAT ? 2 : 4;
 template <class Format>
-constexpr int MOST_COPIED_ROWS = PARTS > 1 ? MOST_FEW_BITS_ROWS<Format> : Format::IS_FLOAT ? 12 : 8;
+constexpr int MOST_COPIED_ROWS = PARTS == 1 && Format::IS_FLOAT ? 12 : MOST_FEW_BITS_ROWS<Format>;
 
 // 8-bit integers need no unpacking. Other formats are read as fast from the panel if a tile has many rows, and codes and
 // scales are cheap.
 template <class Format>
-constexpr bool IS_WORTH_A_COPY = Format::IS_FLOAT || Format::PLANES > 1 || (Format::BITS < 8 && (PARTS > 1 || Format::IS_NESTED));
+constexpr bool IS_WORTH_A_COPY = Format::IS_FLOAT || (Format::BITS < 8 && (PARTS > 1 || Format::IS_NESTED));
 constexpr int64_t COPIED_INPUTS = 512;  // at a time: their copy fits the L1 cache
 // On AVX2, 5 rows of Q4_K take 4.4 ms with a copy and 6.5 without; of Q4_0 4.3 and 3.6.
 template <class Format> constexpr int ROWS_WORTH_A_COPY = Format::IS_NESTED ? MOST_FEW_BITS_ROWS<Format> + 1 : 9;

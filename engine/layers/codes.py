@@ -172,7 +172,9 @@ def _group_format(weight: GroupedWeight) -> Format | None:
     if not (group := _group_size(group_I, least)):
         # Groups in any order (act-order), or not of whole runs: sort and pad them.
         order_C = _sorted(group_I, least)
-        group = _group_size(group_I[order_C.clamp_min(0)], least)
+        # Padding belongs to the group before it.
+        filled_C = torch.where(order_C < 0, 0, torch.arange(len(order_C))).cummax(dim=0).values
+        group = _group_size(group_I[order_C[filled_C]], least)
     levels = b""
     if name is FormatName.LEVELS:
         assert weight.levels is not None
@@ -227,7 +229,7 @@ def _is_exact(weight: GroupedWeight, dtype: torch.dtype) -> bool:
 
 
 def _integer_levels(levels: Tensor) -> tuple[Tensor, float]:
-    """Return levels times the factor that leaves the least rounding error, as integers up to _MOST_LEVEL; the factor."""
+    """Return levels times the factor that leaves the least error, rounded to at most _MOST_LEVEL; and the factor."""
     most = float(levels.abs().max().clamp_min(1e-30))
     factors_F = torch.arange(_MOST_LEVEL, _MOST_LEVEL // 2, -1, dtype=torch.float64) / most
     products = levels.double() * factors_F.unsqueeze(1)

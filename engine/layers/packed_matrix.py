@@ -41,6 +41,10 @@ _MOST_ERROR = 0.02
 _WIDENED_AT_ONCE = 1 << 21
 
 
+# Of matrices that are not low-bit.
+_NO_FORMAT = Format(FormatName.Q4_0)
+
+
 @dataclass(frozen=True)
 class PackedPart:
     """Outputs of a matrix with one kind and format. tensors: memory for the pointers of ProductCall, by field."""
@@ -50,7 +54,7 @@ class PackedPart:
     # Inputs as packed: of a format in another order, they may include padding.
     num_columns: int
     tensors: Mapping[str, Tensor]
-    form: Format = Format(FormatName.Q4_0)
+    form: Format = _NO_FORMAT
 
 
 class PackedMatrix:

@@ -203,9 +203,9 @@ def test_amx_is_disabled_without_permission(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 40, 700])
-@pytest.mark.parametrize("name", FORMATS)
-def test_low_bit_amx_products_equal_dequantized_bf16(tiled_kernels: Emulated, name: str | int, num_rows: int) -> None:
-    """Rows stay in bf16, so results are bit-identical to a bf16 matrix of the dequantized numbers."""
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "int4_act_order"])
+def test_low_bit_amx_products_equal_dequantized_bf16(tiled_kernels: Emulated, name: str, num_rows: int) -> None:
+    """Rows stay in bf16, so results are bit-identical to a bf16 matrix of the dequantized numbers in the same order."""
     coded = PackedMatrix.few_bits(tiled_kernels, [random_weight(name, 88, 768)])
     assert coded is not None
     plain = PackedMatrix.bf16(tiled_kernels, coded.rows(torch.arange(88)))
