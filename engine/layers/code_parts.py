@@ -51,8 +51,9 @@ def rows_of(weight: QuantizedWeight, device: torch.device) -> CodeRows | None:
     """Return the codes and scales of a weight on the device; None if the kernels do not support its format."""
     if isinstance(weight, GroupedWeight):
         return _of_groups(weight.to(device))
-    assert isinstance(weight, GGMLWeight)
-    return None if format_of(weight) is None else _of_blocks(GGMLWeight(weight.blocks_OB.to(device), weight.kind))
+    if not isinstance(weight, GGMLWeight) or format_of(weight) is None:
+        return None
+    return _of_blocks(GGMLWeight(weight.blocks_OB.to(device), weight.kind))
 
 
 def panels_of(rows: Sequence[CodeRows]) -> CodePanels:
