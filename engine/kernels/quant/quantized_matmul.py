@@ -21,7 +21,6 @@ from torch import Tensor
 
 from engine.kernels.language import (
     cdiv,
-    has_fp8_casts,
     has_tensor_memory,
     has_tile_copies,
     jit,
@@ -299,9 +298,7 @@ def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, Any]:
     least = 0
     if panels.leasts is not None:
         least = 1 if panels.leasts.dtype != torch.uint8 else 2 if panels.supers is None else 3
-    # Levels are looked up, which needs no instruction of newer devices.
-    has_native = has_fp8_casts(x.device) or (x.is_cuda and panels.kind in (E2M1, LEVELS))
-    is_native = x.dtype == torch.bfloat16 and has_native
+    is_native = x.dtype == torch.bfloat16 and x.is_cuda
     levels = panels.levels if panels.kind == LEVELS else None
     return {
         "KIND": panels.kind,
