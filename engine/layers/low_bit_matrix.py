@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,8 @@ from engine.kernels.quant.quantized_matmul import coded_product, launch_widen, n
 from engine.layers.code_parts import CodeRows, panels_of, rows_of
 from engine.layers.layers import Before
 from engine.weights.quantized_weight import QuantizedWeight
+
+logger = logging.getLogger(__name__)
 
 # T tokens, I input features, O output features
 
@@ -68,7 +71,13 @@ class CodedMatrix:
                 out_TO = x_TI.new_empty(num_rows, num_outputs)
                 multiply = partial(_multiply_many, x_TI, part.panels, None, None, out_TO)
                 ways = {KERNELS: multiply, FP8: partial(multiply, is_fp8=True)}
-                if measured.quickest(f"FP8 {num_outputs} x {num_inputs}, {num_rows} rows", ways) != FP8:
+                try:
+                    way = measured.quickest(f"FP8 {num_outputs} x {num_inputs}, {num_rows} rows", ways)
+                except RuntimeError as error:
+                    # torch supports some devices in some versions only.
+                    logger.warning("FP8 products are not available, weights are widened: %s", error)
+                    return
+                if way != FP8:
                     return
                 self.fp8_rows = num_rows
 

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from engine.kernels.language import (
     cdiv,
-    has_fp8_casts,
     has_tensor_memory,
     has_tile_copies,
     jit,
@@ -299,9 +298,7 @@ def _constants(panels: CodePanels, tile: Tile, x: Tensor) -> dict[str, Any]:
     least = 0
     if panels.leasts is not None:
         least = 1 if panels.leasts.dtype != torch.uint8 else 2 if panels.supers is None else 3
-    # Levels are looked up, which needs no instruction of newer devices.
-    has_native = has_fp8_casts(x.device) or (x.is_cuda and panels.kind in (E2M1, LEVELS))
-    is_native = x.dtype == torch.bfloat16 and has_native
+    is_native = x.dtype == torch.bfloat16 and x.is_cuda
     levels = panels.levels if panels.kind == LEVELS else None
     return {
         "KIND": panels.kind,
@@ -374,8 +371,8 @@ def _product(
     POSITIONS: tl.constexpr = 2 if KIND < 2 else 4
     CENTER: tl.constexpr = 1 << (KIND - 1) if KIND >= 4 else 0
     PER_GROUP: tl.constexpr = GROUP // K if GROUP else POSITIONS
-    # Positions whose products are summed.
-    PER_SUM: tl.constexpr = POSITIONS if FOLDS else PER_GROUP
+    # True if all products of a span are summed at once, otherwise those of a group.
+    IS_WHOLE: tl.constexpr = GROUP == 0 or FOLDS
     # Groups per unit.
     GROUPS: tl.constexpr = POSITIONS * K // GROUP if GROUP else 1
     # 8-bit scales are stored by span, four or two per word.
@@ -429,7 +426,7 @@ def _product(
                 # Use every iteration's sums before it ends: Triton 3.6 otherwise leaves a product in flight at the
                 # start of the next iteration, and the compiler reuses the registers of its codes too early. Without
                 # asynchronous products, sums accumulate in place.
-                if p % PER_SUM == 0:
+                if (u + p == 0) if IS_WHOLE else (p % PER_GROUP == 0):
                     product = acc if IN_PLACE else tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
                     sums = tl.zeros([BLOCK_O, BLOCK_T], tl.float32)
                 word_of_span = of_span * (OF_SPAN // PACK) + (u * GROUPS + p // PER_GROUP) // PACK
@@ -444,8 +441,8 @@ def _product(
                 product = tl.dot(code, rows, product, input_precision="ieee")
                 if LEAST:
                     sums = tl.dot(ones, rows, sums, input_precision="ieee")
-                if p % PER_SUM == PER_SUM - 1:
-                    if GROUP == 0 or FOLDS:
+                if (u + p == SPAN + POSITIONS - 2) if IS_WHOLE else (p % PER_GROUP == PER_GROUP - 1):
+                    if IS_WHOLE:
                         acc = product if IN_PLACE else acc + product
                     else:
                         of_group = (panel * num_units * GROUPS + unit * GROUPS + p // PER_GROUP) * 64 + r

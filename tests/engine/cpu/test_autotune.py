@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,10 +27,12 @@ CPU = torch.device("cpu")
 class Clock:
     """Clock that only advances by the stated duration of work."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self) -> None:
         self.now = 0.0
         self.calls: list[str] = []
-        monkeypatch.setattr(time, "thread_time", lambda: self.now)
+
+    def read(self) -> float:
+        return self.now
 
     def work(self, name: str, seconds: float) -> Callable[[], None]:
         def compute() -> None:
@@ -53,33 +54,33 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def test_measurement_is_shared_by_all_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, path = Clock(monkeypatch), tmp_path / "kernels" / "ways.json"
+def test_measurement_is_shared_by_all_processes(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "kernels" / "ways.json"
     ways = {KERNELS: clock.work(KERNELS, 1.4), TORCH: clock.work(TORCH, 1.0)}
-    assert MeasuredWays(path).quickest("a product", ways) == TORCH
+    assert MeasuredWays(path, clock.read).quickest("a product", ways) == TORCH
     num_calls = len(clock.calls)
     assert clock.calls[:4] == [KERNELS, TORCH] * 2, "alternatives must alternate"
-    another = MeasuredWays(path)
+    another = MeasuredWays(path, clock.read)
     assert another.quickest("a product", ways) == TORCH and len(clock.calls) == num_calls
     [row] = another.table()
     assert row == {"what": "a product", "ms": {KERNELS: 1400.0, TORCH: 1000.0}, "taken": TORCH}
 
 
 @pytest.mark.parametrize("kernels_s", [1.2, 1.0, 0.5])
-def test_torch_must_win_by_more_than_noise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels_s: float) -> None:
-    clock = Clock(monkeypatch)
+def test_torch_must_win_by_more_than_noise(tmp_path: Path, kernels_s: float) -> None:
+    clock = Clock()
     ways = {KERNELS: clock.work(KERNELS, kernels_s), TORCH: clock.work(TORCH, 1.0)}
-    assert MeasuredWays(tmp_path / "ways.json").quickest("a product", ways) == KERNELS
+    assert MeasuredWays(tmp_path / "ways.json", clock.read).quickest("a product", ways) == KERNELS
 
 
-def test_lost_measurement_is_repeated_before_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch)
+def test_lost_measurement_is_repeated_before_it_is_saved(tmp_path: Path) -> None:
+    clock = Clock()
 
     def disturbed() -> None:
         clock.work(KERNELS, 2.0 if clock.calls.count(KERNELS) < 6 else 1.1)()
 
     ways = {KERNELS: disturbed, TORCH: clock.work(TORCH, 1.0)}
-    measured = MeasuredWays(tmp_path / "ways.json")
+    measured = MeasuredWays(tmp_path / "ways.json", clock.read)
     assert measured.quickest("a product", ways) == KERNELS
     assert measured.table()[0]["ms"][KERNELS] == pytest.approx(1100.0)
 
@@ -91,35 +92,33 @@ def test_lost_measurement_is_repeated_before_it_is_saved(tmp_path: Path, monkeyp
     + ["[" * 100_000],
     ids=range(10),
 )
-def test_malformed_file_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    clock, path = Clock(monkeypatch), tmp_path / "ways.json"
+def test_malformed_file_is_measured_again(tmp_path: Path, text: str) -> None:
+    clock, path = Clock(), tmp_path / "ways.json"
     path.write_text(text)
     ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
-    assert MeasuredWays(path).quickest("a product", ways) == TORCH and clock.calls
-    assert MeasuredWays(path).quickest("a product", dict.fromkeys(ways, pytest.fail)) == TORCH
+    assert MeasuredWays(path, clock.read).quickest("a product", ways) == TORCH and clock.calls
+    assert MeasuredWays(path, clock.read).quickest("a product", dict.fromkeys(ways, pytest.fail)) == TORCH
 
 
-def test_read_only_file_is_used_and_unwritable_results_are_not_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_read_only_file_is_used_and_unwritable_results_are_not_saved(tmp_path: Path) -> None:
     """Covers a container image that contains the kernels and is read-only."""
-    clock, path = Clock(monkeypatch), tmp_path / "kernels" / "ways.json"
+    clock, path = Clock(), tmp_path / "kernels" / "ways.json"
     ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
-    assert MeasuredWays(path).quickest("a product", ways) == TORCH
+    assert MeasuredWays(path, clock.read).quickest("a product", ways) == TORCH
     path.with_suffix(".lock").unlink()
     path.with_suffix(".lock").mkdir()
-    assert MeasuredWays(path).quickest("a product", dict.fromkeys(ways, pytest.fail)) == TORCH
+    assert MeasuredWays(path, clock.read).quickest("a product", dict.fromkeys(ways, pytest.fail)) == TORCH
     nowhere, num_calls = path / "ways.json", len(clock.calls)
-    assert MeasuredWays(nowhere).quickest("a product", ways) == TORCH and len(clock.calls) > num_calls
+    assert MeasuredWays(nowhere, clock.read).quickest("a product", ways) == TORCH and len(clock.calls) > num_calls
 
 
-def test_new_alternative_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, path = Clock(monkeypatch), tmp_path / "ways.json"
+def test_new_alternative_is_measured(tmp_path: Path) -> None:
+    clock, path = Clock(), tmp_path / "ways.json"
     ways = {KERNELS: clock.work(KERNELS, 2.0), TORCH: clock.work(TORCH, 1.0)}
-    assert MeasuredWays(path).quickest("a product", ways) == TORCH
+    assert MeasuredWays(path, clock.read).quickest("a product", ways) == TORCH
     more = ways | {TILES: clock.work(TILES, 0.5)}
-    assert MeasuredWays(path).quickest("a product", more) == TILES
-    assert MeasuredWays(path).quickest("a product", ways) == TORCH, "AMX was not among the alternatives"
+    assert MeasuredWays(path, clock.read).quickest("a product", more) == TILES
+    assert MeasuredWays(path, clock.read).quickest("a product", ways) == TORCH, "AMX was not among the alternatives"
 
 
 def test_matrix_measures_from_many_rows_down(kernels: Kernels, tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.engine.kernels.test_compiled import resident_warps
+
 triton = pytest.importorskip("triton")
 
 _ROOT = Path(__file__).parents[3]
@@ -34,9 +36,15 @@ _STACK_BYTES = {
 _INSTRUCTIONS = {
     "fp8": (329, 691, 342),
     "fp8 blocks": (339, 688, 396),
+    "MXFP8": (480, 686, 627),
     "int8 rows": (94, 422, 104),
     "int8 channels": (299, 504, 312),
     "Q8_0": (639, 741, 588),
+    "int8 zeros": (365, 488, 380),
+    "NVFP4": (827, 814, 1137),
+    "MXFP4": (749, 727, 1116),
+    "NF4": (1039, 1073, 1439),
+    "int4 channels": (408, 683, 613),
     "AWQ": (670, 1111, 838),
     "Q4_0": (781, 1137, 968),
     "Q4_1": (1279, 1614, 1333),
@@ -44,6 +52,8 @@ _INSTRUCTIONS = {
     "Q5_K": (1462, 1954, 1495),
     "Q6_K": (1247, 1778, 1287),
 }
+# Forms of which a processor must hold two programs of four warps, or one of eight.
+_FILL_A_PROCESSOR = {"MXFP8", "int8 zeros", "NVFP4", "MXFP4", "NF4", "int4 channels"}
 # Triton 3.6 needs up to 1.42 times as many.
 _MORE = 1.1 if _IS_PINNED else 1.5
 
@@ -66,6 +76,8 @@ def check(form: str, capability: str = "9.0") -> None:
         assert launch["stack_bytes"] <= most, f"{place} spills {launch['stack_bytes']} bytes per thread"
         assert launch["shared_bytes"] <= _SHARED_KIB[capability] << 10, place
         assert launch["tensor_columns"] <= 512, f"{place} needs {launch['tensor_columns']} columns of tensor memory"
+        if launch["name"] == "_product" and form in _FILL_A_PROCESSOR:
+            assert resident_warps(launch, capability) >= 8, f"{place}: one program per processor"
         for loop in launch["loops"]:
             if launch["name"] == "_product" and loop["products"]:
                 check_loop(form, capability, loop, place)
@@ -109,8 +121,9 @@ def test_products_in_flight_are_detected() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_product_fits_the_gpu() -> None:
-    check("fp8")
+@pytest.mark.parametrize("form", ["fp8", "NVFP4"])
+def test_product_fits_the_gpu(form: str) -> None:
+    check(form)
 
 
 @pytest.mark.slow
@@ -124,7 +137,7 @@ def test_every_format_fits_every_gpu(form: str, capability: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("capability", _DEVICES)
-@pytest.mark.parametrize("form", ["fp8", "fp8 blocks", "int8 channels", "AWQ", "Q4_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("form", [form for form in _INSTRUCTIONS if form not in ("int8 rows", "Q8_0", "Q4_1")])
 def test_expert_products_fit_every_gpu(form: str, capability: str) -> None:
     found = launches(f"experts of {form}", capability)
     assert len(found) >= 2

@@ -222,6 +222,11 @@ class FP8Wins(MeasuredWays):
         return FP8
 
 
+class FP8Fails(MeasuredWays):
+    def quickest(self, workload: str, ways: Ways) -> str:
+        raise RuntimeError("scaled_mm needs another device")
+
+
 def test_prompts_are_multiplied_in_fp8_if_measured_and_asked_for(tmp_path: Path) -> None:
     """FP8 weights with one scale per output, and inputs with one scale per row, in a prompt of 512 rows."""
     weight = random_weight("fp8 channels", 48, 200)
@@ -235,6 +240,7 @@ def test_prompts_are_multiplied_in_fp8_if_measured_and_asked_for(tmp_path: Path)
     for activations, product in products.items():
         matrix = CodedMatrix.of([replace(weight, activations=activations)], DEVICE)
         assert matrix is not None
+        matrix.measure(FP8Fails(tmp_path))
         unmeasured = multiplied(matrix, x, bias_O=bias, residual_TO=residual)
         matrix.measure(FP8Wins(tmp_path))
         assert matrix.fp8_rows == 512 or activations is None
