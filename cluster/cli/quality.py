@@ -53,7 +53,7 @@ def perplexity(
     windows: Annotated[int, typer.Option(min=1, help="Maximum number of windows.")] = 32,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the perplexity cost of 8-bit weights, KV pool and wire format, for FP8 and INT8, separately and combined.
+    """Measure the perplexity cost of quantized weights, KV pool and wire format, separately and combined.
 
     Windows come from the first half of the text; "calibrated" weights used the second half.
     """
