@@ -25,7 +25,7 @@ from engine.kernels.quant.row_quantization import INT4, as_bytes
 # T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles,
 # P splits of a tile's keys
 
-# Keys per loop iteration; half as many where codes are widened in registers.
+# Keys per loop iteration; half as many for pairs, whose even and odd features need registers.
 _KEYS = 64
 _PROGRAMS_PER_PROCESSOR = 2
 _MIN_KEYS_PER_SPLIT = 512
@@ -127,7 +127,7 @@ def launch_prefill_attention(
         S=block_size,
         D=dim,
         BLOCK_M=TILE_QUERIES,
-        BLOCK_N=_KEYS // at_once,
+        BLOCK_N=_KEYS // step,
         BLOCK_D=block_d,
         WINDOW=window or 0,
         HAS_SCALES=has_scales,
@@ -136,7 +136,8 @@ def launch_prefill_attention(
         IS_INT4=is_int4,
         NATIVE=has_fp8_casts(q_THD.device),
         IN_PAIRS=q_THD.dtype == torch.bfloat16 and q_THD.is_cuda,
-        num_warps=4,
+        # Four warps would spill the widened codes if operands come from registers.
+        num_warps=8 if is_int4 and at_once == 2 else 4,
         num_stages=2,
     )
     if num_splits > 1:
