@@ -25,7 +25,7 @@ from engine.kernels.quant.row_quantization import INT4, as_bytes
 # T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles,
 # P splits of a tile's keys
 
-# Keys per loop iteration; half as many for pairs, whose even and odd features need registers.
+# Keys per loop iteration; half as many where codes are widened in registers for operands there.
 _KEYS = 64
 _PROGRAMS_PER_PROCESSOR = 2
 _MIN_KEYS_PER_SPLIT = 512
@@ -127,7 +127,7 @@ def launch_prefill_attention(
         S=block_size,
         D=dim,
         BLOCK_M=TILE_QUERIES,
-        BLOCK_N=_KEYS // step,
+        BLOCK_N=_KEYS // at_once,
         BLOCK_D=block_d,
         WINDOW=window or 0,
         HAS_SCALES=has_scales,
