@@ -29,7 +29,7 @@ _MEASURED = (512, 2048)
 
 
 class CompiledHeads:
-    """Implements engine.attention.heads.Heads with the C++ kernels: bf16, over a pool of bf16 or 8 bits.
+    """Implements engine.attention.heads.Heads with the C++ kernels: bf16, over a pool of bf16 or codes.
 
     A query's result depends only on its own tokens, not on the batch or on how its prompt was chunked. With AMX, rows
     with many queries match this only within rounding.

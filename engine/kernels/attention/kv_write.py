@@ -1,4 +1,4 @@
-"""KV cache write: stores a step's keys and values in their blocks, quantized if the pool has 8 bits."""
+"""KV cache write: stores a step's keys and values in their blocks, quantized if the pool has scales."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ Reads the pool's blocks in place; keys seen by many queries are gathered first, 
 
 On an A100, matrix operands come from registers, and 8-bit values would be loaded byte by byte. There they are read two
 features at a time as int16 and split in registers. Devices with operands in shared memory need fewer instructions when
-reading single codes.
+reading single codes. int4 codes are widened in registers everywhere; see decode_attention.py.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.kernels.quant.row_quantization import INT4, as_bytes
 # T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles,
 # P splits of a tile's keys
 
-# Keys per loop iteration; half as many for pairs, whose even and odd features need registers.
+# Keys per loop iteration; half as many where codes are widened in registers for operands there.
 _KEYS = 64
 _PROGRAMS_PER_PROCESSOR = 2
 _MIN_KEYS_PER_SPLIT = 512
@@ -45,7 +45,7 @@ def prefill_attention(
     """Compute softmax(q k / sqrt(D)) v for each row's queries, its last positions, over keys up to their own.
 
     q, out: (T, H, D) bf16, fp16 or fp32; out is written at the tiles' queries only. codes, scales: a layer of the pool,
-    of 8 bits or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys, including those of
+    quantized or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys, including those of
     the queries.
     """
     attend = launch_prefill_attention if q_THD.is_cuda else reference_prefill_attention
@@ -97,7 +97,8 @@ def launch_prefill_attention(
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
     has_scales, is_int4 = scales_B2KS is not None, codes_B2KSD.dtype == INT4
     assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and tables_RB.stride(-1) == 1
-    step = (codes_at_once or (1 if has_tile_copies(q_THD.device) else 2)) if has_scales and not is_int4 else 1
+    at_once = (codes_at_once or (1 if has_tile_copies(q_THD.device) else 2)) if has_scales else 1
+    step = 1 if is_int4 else at_once
     num_tiles, block_d = len(tiles.rows_N), max(16 * step, power_of_2(dim))
     codes = as_bytes(codes_B2KSD)
     if num_splits is None:
@@ -126,7 +127,7 @@ def launch_prefill_attention(
         S=block_size,
         D=dim,
         BLOCK_M=TILE_QUERIES,
-        BLOCK_N=_KEYS // step,
+        BLOCK_N=_KEYS // at_once,
         BLOCK_D=block_d,
         WINDOW=window or 0,
         HAS_SCALES=has_scales,
@@ -135,7 +136,8 @@ def launch_prefill_attention(
         IS_INT4=is_int4,
         NATIVE=has_fp8_casts(q_THD.device),
         IN_PAIRS=q_THD.dtype == torch.bfloat16 and q_THD.is_cuda,
-        num_warps=4,
+        # Four warps would spill the widened codes if operands come from registers.
+        num_warps=8 if is_int4 and at_once == 2 else 4,
         num_stages=2,
     )
     if num_splits > 1:

@@ -229,7 +229,7 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
             replaying.forward(replace(batch, device_tokens=device_tokens), **options)
     assert written_layers == list(range(layout.num_layers))
     assert len(launches) == warm, f"kernels compiled after the warm-up: {[launch.name for launch in launches[warm:]]}"
-    for wire_dtype in ("raw", "fp8_e4m3", "int8"):
+    for wire_dtype in ("raw", "fp8_e4m3", "int8", *(("int4",) if layout.num_sides == 2 else ())):
         ship(replaying, wire_dtype, launches)
 
 

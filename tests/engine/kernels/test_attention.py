@@ -27,7 +27,7 @@ from engine.kernels.attention.kv_splits import KEYS, share_out
 from engine.kernels.attention.prefill_attention import launch_prefill_attention, reference_prefill_attention
 from engine.kernels.attention.query_groups import QueryGroups, cut_query_groups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
-from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, QUANTIZED, random, random_pool
+from tests.engine.kernels.pools import DEVICE, DTYPES, QUANTIZED, random, random_pool
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
@@ -260,7 +260,7 @@ FEW_PAIRS = [
 PREFILLS = [
     (case, num_splits, codes_at_once)
     for case, num_splits in [*product([*CASES, *FEW_PAIRS], [1]), *product(CASES[1:5], [3])]
-    for codes_at_once in ((1, 2) if case[5] in EIGHT_BITS else (1,))
+    for codes_at_once in ((1, 2) if case[5] else (1,))
 ]
 
 

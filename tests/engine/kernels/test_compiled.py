@@ -51,30 +51,30 @@ def check(capability: str, *cases: str, program: str = "compiled_steps") -> None
             assert _PRODUCTS[capability] in launch["ptx"], f"{place} multiplies without {_PRODUCTS[capability]}"
 
 
-_KINDS = ("bf16", "fp8", "int8")
+_KINDS = ("bf16", "fp8", "int8", "int4")
 _HEADS = ("medusa", "eagle1", "mtp")
 # Minimum resident warps per multiprocessor, for kernels that wait for memory or products; limited by its 65536
 # registers and shared memory. A prompt tile fills half of an A100's.
 _WARPS = {"_attend_part": 8, "_attend_tile": 8, "_attend_latents": 8, "_gather_rows": 32}
 _WARPS_OF_AN_A100 = _WARPS | {"_attend_tile": 4}
 _PROCESSOR_KIB = {"9.0": 228, "8.0": 164, "10.0": 228}
-# Instructions of the longest loop over keys or latent values, counted with the pinned Triton, for bf16, fp8 and int8.
+# Instructions of the longest loop over keys or latent values, counted with the pinned Triton, for each of _KINDS.
 _INSTRUCTIONS = {
     "9.0": {
-        "_attend_part": (327, 1140, 1407),
-        "_attend_tile": (716, 1101, 1408),
+        "_attend_part": (327, 1140, 1407, 1997),
+        "_attend_tile": (716, 1101, 1408, 1464),
         "_attend_latents": (576, 1184, 1066),
         "_latent_values": (377, 377, 377),
     },
     "8.0": {
-        "_attend_part": (324, 2184, 1707),
-        "_attend_tile": (1041, 1091, 966),
+        "_attend_part": (324, 2184, 1707, 2031),
+        "_attend_tile": (1041, 1091, 966, 931),
         "_attend_latents": (512, 1152, 1066),
         "_latent_values": (328, 328, 328),
     },
     "10.0": {
-        "_attend_part": (327, 1091, 1382),
-        "_attend_tile": (696, 1530, 1838),
+        "_attend_part": (327, 1091, 1382, 1950),
+        "_attend_tile": (696, 1530, 1838, 1349),
         "_attend_latents": (554, 1172, 1055),
         "_latent_values": (358, 358, 358),
     },
@@ -153,11 +153,17 @@ def test_steps_fit_the_gpu() -> None:
     check("9.0", "qwen3_moe/int8")
 
 
+# Not for latent attention.
+_INT4 = {"llama": ("int4",), "qwen3_moe": ("int4",)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", _SHARED_KIB)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v2"])
 def test_every_pool_dtype_fits_every_gpu(family: str, capability: str) -> None:
-    check(capability, *(f"{family}/{pool_dtype}" for pool_dtype in ("auto", "fp8_e4m3", "int8")))
+    check(
+        capability, *(f"{family}/{pool_dtype}" for pool_dtype in ("auto", "fp8_e4m3", "int8", *_INT4.get(family, ())))
+    )
 
 
 @pytest.mark.timeout(300)
@@ -166,7 +172,7 @@ def test_draft_heads_fit_the_gpu(kind: str) -> None:
     check("9.0", kind, program="compiled_heads")
 
 
-_HANDOFFS = ("bfloat16/raw/1", "bfloat16/int8/2", "fp8_e4m3/raw/1", "int8/raw/4")
+_HANDOFFS = ("bfloat16/raw/1", "bfloat16/int8/2", "bfloat16/int4/2", "fp8_e4m3/raw/1", "int8/raw/4", "int4/raw/1")
 
 
 @pytest.mark.timeout(300)
