@@ -39,8 +39,10 @@ def _compensated(left_OI: Tensor, scheme: Scheme, group: int, gram_II: Tensor) -
     """Round columns in order. A group's scale is chosen at its first column, and so fits the compensated weights."""
     num_outputs, num_inputs = left_OI.shape
     factor_II, importance_I = _factor(gram_II), gram_II.diagonal()
-    numbers_OI, scales, zeros = torch.empty_like(left_OI), [], []
-    scales_O1, zeros_O1 = left_OI[:, :1], None
+    numbers_OI = torch.empty_like(left_OI)
+    # One of each per group so far; no zeros if codes are symmetric.
+    scales: list[Tensor] = []
+    zeros: list[Tensor] = []
     # Whole groups, whose columns then have all corrections when their scale is chosen.
     block = _BLOCK if group >= num_inputs else -(-_BLOCK // group) * group
     for start in range(0, num_inputs, block):
@@ -49,12 +51,10 @@ def _compensated(left_OI: Tensor, scheme: Scheme, group: int, gram_II: Tensor) -
         for i in range(start, end):
             if i % group == 0:
                 part_GOS = left_OI[:, i : i + group].unsqueeze(0)
-                scales_O1, zeros_O1 = (
-                    None if found is None else found[0]
-                    for found in scheme.choose(part_GOS, importance_I[i : i + group])
-                )
-                scales.append(scales_O1)
-                zeros.append(zeros_O1)
+                scales_GO1, zeros_GO1 = scheme.choose(part_GOS, importance_I[i : i + group])
+                scales += scales_GO1
+                zeros += [] if zeros_GO1 is None else zeros_GO1
+            scales_O1, zeros_O1 = scales[-1], zeros[-1] if zeros else None
             column_O1 = left_OI[:, i : i + 1]
             number_O1 = scheme.round(column_O1, scales_O1, zeros_O1)
             rounded_O1 = (number_O1 if zeros_O1 is None else number_O1 - zeros_O1) * scales_O1
@@ -62,7 +62,7 @@ def _compensated(left_OI: Tensor, scheme: Scheme, group: int, gram_II: Tensor) -
             errors_OB[:, i - start : i - start + 1] = error_O1 = (column_O1 - rounded_O1) / factor_II[i, i]
             left_OI[:, i + 1 : end].addmm_(error_O1, factor_II[i : i + 1, i + 1 : end], alpha=-1)
         left_OI[:, end:].addmm_(errors_OB, factor_II[start:end, end:], alpha=-1)
-    return Coded(numbers_OI, torch.cat(scales, 1), None if zeros[0] is None else torch.cat(zeros, 1), group)
+    return Coded(numbers_OI, torch.cat(scales, 1), torch.cat(zeros, 1) if zeros else None, group)
 
 
 def _factor(gram_II: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -208,14 +209,21 @@ def test_full_disk_is_refused_before_writing(
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_that_are_not_finite_are_refused(tiny_model: MakeModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("model.layers.1.mlp.up_proj.weight", torch.full((80, 48), torch.nan), "a value that is not a finite number"),
+        ("model.layers.1.mlp.experts.down_proj", torch.ones(2, 48, 20), "stacks the experts in one tensor"),
+    ],
+)
+def test_tensors_that_cannot_be_quantized_are_refused(
+    name: str, tensor: Tensor, message: str, tiny_model: MakeModel, tmp_path: Path
+) -> None:
     directory, _ = tiny_model("llama")
-    tensors = load_all(directory)
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.nan
     (tmp_path / "m").mkdir()
     shutil.copy(directory / "config.json", tmp_path / "m")
-    save_file(tensors, tmp_path / "m" / "model.safetensors")
-    with pytest.raises(SpecError, match=r"layers.1.mlp.up_proj.weight has a value that is not a finite number"):
+    save_file(load_all(directory) | {name: tensor}, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(SpecError, match=f"{re.escape(name)} .*{message}"):
         quantize_checkpoint(tmp_path / "m", tmp_path / "q", "fp8")
 
 

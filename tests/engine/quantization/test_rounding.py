@@ -61,7 +61,7 @@ def test_uncorrelated_inputs_round_to_nearest(kind: str) -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_channel_scales_change_no_result(family: str, tmp_path: Path) -> None:
     """Guards the fold table against families whose norms or matrices have another form."""
-    few = {"num_experts": 4}
+    few = {"num_experts": 4, "num_experts_per_tok": 2}
     changes = {"deepseek_v2": DEEPSEEK_V2, "deepseek_v3": DEEPSEEK_V3, "qwen2_moe": few, "qwen3_moe": few}.get(
         family, {}
     )
