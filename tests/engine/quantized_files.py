@@ -15,10 +15,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from engine.weights.open_checkpoint import open_checkpoint
+from engine.weights.quantized_weight import GroupedWeight, ScaledColumns
+
 Quantised = tuple[dict[str, Tensor], Tensor]
 
 GROUP = 16
 BLOCK = (32, 16)
+# Inside and on the borders of groups, bytes, words and blocks; single rows and columns.
+SLICES = [((5, 50), (7, 90)), (None, (48, 96)), ((32, 64), None), ((0, 1), (31, 32)), ((63, 64), (0, 95))]
 
 
 def fp8_blocks(w: Tensor) -> Quantised:
@@ -111,6 +116,30 @@ def write_quantised(directory: Path, model: PreTrainedModel, kind: str) -> None:
     save_file(tensors, directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
+
+
+def check_numbers(directory: Path, tensors: dict[str, Tensor], expected: Tensor, config: dict[str, object]) -> None:
+    """Check whole matrices, slices of them, and the memory that they need. expected: all rows of all matrices."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"quantization_config": config}))
+    checkpoint, held = open_checkpoint(directory), 0
+    names = [name for name in sorted(checkpoint.shapes) if name.endswith(".weight")]
+    for name, numbers in zip(names, expected.chunk(len(names)), strict=True):
+        assert checkpoint.shapes[name] == numbers.shape
+        torch.testing.assert_close(checkpoint.read(name), numbers, atol=1e-6, rtol=1e-5)
+        for rows, columns in SLICES:
+            part = numbers[slice(*rows or (None,)), slice(*columns or (None,))]
+            kept = checkpoint.quantized(name, rows=rows, columns=columns)
+            assert kept is not None and kept.shape == part.shape
+            torch.testing.assert_close(kept.rows(0, len(part)), part, atol=1e-6, rtol=1e-5)
+        kept = checkpoint.quantized(name)
+        kept = kept.weight if isinstance(kept, ScaledColumns) else kept
+        assert isinstance(kept, GroupedWeight)
+        # A repeated zero takes no memory.
+        parts = (part for part in (kept.codes, kept.scales_OG, kept.zeros_OG) if part is not None and part.stride(0))
+        held += sum(part.nbytes for part in parts)
+    if config.get("bits") not in (2, 3, 5) and "pack-quantized" not in str(config.get("format")):
+        assert held <= 1.1 * sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _asymmetric(w: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

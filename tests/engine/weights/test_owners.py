@@ -25,8 +25,10 @@ from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from tests.engine import gang
 from tests.engine.gang import StartGang
+from tests.engine.quantized_files import check_numbers
 from tests.engine.steps import VOCAB_SIZE, prompts, step
 from tests.engine.tiny_models import random_model, reference_logits, tiny_config
+from tests.engine.weights.formats.make import MAKERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
@@ -161,6 +163,16 @@ def test_logits_equal_the_librarys(case: str, tmp_path: Path, start_gang: StartG
         _, prompt_logits, token_logits = rank.result(60)
         check(prompt_logits, [logits[-2] for logits in expected])
         check(token_logits, [logits[-1] for logits in expected])
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_matrix_equals_the_librarys(name: str, tmp_path: Path) -> None:
+    """Compare the matrices of the default set, written by the installed versions."""
+    try:
+        written = MAKERS[name]()
+    except ModuleNotFoundError as missing:
+        pytest.skip(f"{missing.name} is not installed; see formats/make.py")
+    check_numbers(tmp_path, written.tensors, written.numbers.float(), written.config)
 
 
 def check(found: Tensor, expected: list[Tensor]) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from core.model.gguf_import import import_gguf
@@ -25,10 +24,10 @@ from engine.runner.parallel import TensorParallel
 from engine.runner.runner import ModelRunner
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
-from engine.weights.quantized_weight import GroupedWeight, QuantizedWeight, ScaledColumns
+from engine.weights.quantized_weight import QuantizedWeight
 from tests.engine import quantized_files
 from tests.engine.gguf_files import write_model
-from tests.engine.quantized_files import FORMATS, awq, fp8_blocks, gptq, write_quantised
+from tests.engine.quantized_files import FORMATS, awq, check_numbers, fp8_blocks, gptq, write_quantised
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import random_model, reference_logits, tiny_config
 
@@ -50,8 +49,6 @@ def test_logits_equal_the_dequantized_model(kind: str, tmp_path: Path) -> None:
 
 
 OWNED = sorted((Path(__file__).parent / "formats").glob("*.safetensors"))
-# Inside and on the borders of groups, bytes, words and blocks; single rows and columns.
-SLICES = [((5, 50), (7, 90)), (None, (48, 96)), ((32, 64), None), ((0, 1), (31, 32)), ((63, 64), (0, 95))]
 
 
 @pytest.mark.parametrize("path", OWNED, ids=lambda path: path.stem)
@@ -61,30 +58,6 @@ def test_numbers_equal_the_formats_own_library(path: Path, tmp_path: Path) -> No
         config = json.loads(file.metadata()["quantization_config"])
     tensors = load_file(path)
     check_numbers(tmp_path, tensors, tensors.pop("numbers"), config)
-
-
-def check_numbers(directory: Path, tensors: dict[str, Tensor], expected: Tensor, config: dict[str, object]) -> None:
-    """Check whole matrices, slices of them, and the memory that they need. expected: all rows of all matrices."""
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({"quantization_config": config}))
-    checkpoint, held = open_checkpoint(directory), 0
-    names = [name for name in sorted(checkpoint.shapes) if name.endswith(".weight")]
-    for name, numbers in zip(names, expected.chunk(len(names)), strict=True):
-        assert checkpoint.shapes[name] == numbers.shape
-        torch.testing.assert_close(checkpoint.read(name), numbers, atol=1e-6, rtol=1e-5)
-        for rows, columns in SLICES:
-            part = numbers[slice(*rows or (None,)), slice(*columns or (None,))]
-            kept = checkpoint.quantized(name, rows=rows, columns=columns)
-            assert kept is not None and kept.shape == part.shape
-            torch.testing.assert_close(kept.rows(0, len(part)), part, atol=1e-6, rtol=1e-5)
-        kept = checkpoint.quantized(name)
-        kept = kept.weight if isinstance(kept, ScaledColumns) else kept
-        assert isinstance(kept, GroupedWeight)
-        # A repeated zero takes no memory.
-        parts = (part for part in (kept.codes, kept.scales_OG, kept.zeros_OG) if part is not None and part.stride(0))
-        held += sum(part.nbytes for part in parts)
-    if config.get("bits") not in (2, 3, 5) and "pack-quantized" not in str(config.get("format")):
-        assert held <= 1.1 * sum(tensor.nbytes for tensor in tensors.values())
 
 
 def test_fused_parts_keep_their_own_factors(tmp_path: Path) -> None:
@@ -167,9 +140,8 @@ def test_last_group_may_be_smaller(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_mismatched_groups_are_rejected(tmp_path: Path, wrong: dict[str, torch.Tensor]) -> None:
     parts, _ = gptq(torch.randn(16, 96, generator=torch.Generator().manual_seed(0)))
     del parts["g_idx"]
-    checkpoint = write_matrix(tmp_path, parts | wrong, {"quant_method": "gptq", "bits": 4, "group_size": 16})
     with pytest.raises(SpecError, match=r"^w"):
-        checkpoint.read("w.weight")
+        write_matrix(tmp_path, parts | wrong, {"quant_method": "gptq", "bits": 4, "group_size": 16}).read("w.weight")
 
 
 def write_matrix(directory: Path, parts: dict[str, torch.Tensor], description: dict[str, object]) -> Checkpoint:
