@@ -19,7 +19,7 @@ def thinking_variables(chat: Chat, template: ChatTemplate) -> Mapping[str, Any]:
     if wants is False:
         effort = "none"
     elif wants and effort is None and template.efforts.get("none") == template.unasked:
-        effort = _USUAL  # the template does not think unless it is asked to
+        effort = _USUAL  # this template renders an omitted effort like `none`, so thinking needs a value
     if (
         effort is not None
         and template.efforts
