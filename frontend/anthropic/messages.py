@@ -109,7 +109,7 @@ class ContentBlock(OpenAIObject):
 
     @property
     def skipped(self) -> str:
-        """Name for `x-ignored-fields` if a history may omit the block; empty for a block that is kept."""
+        """Type of a block that this model cannot read; empty for others."""
         return "" if self.kind in _BLOCKS or self.in_result != placeholder(self.type) else self.type
 
     @property
