@@ -17,7 +17,7 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, 
 logger = logging.getLogger(__name__)
 
 _REDIS_TIMEOUT_S = 2.0
-_MOST_CONNECTIONS = 64  # of one client: a server accepts about 10,000 in total, and more would only queue in Redis
+_MOST_CONNECTIONS = 64  # per client: a server accepts about 10,000 in total, and more would only queue in Redis
 # Age at which a connection is replaced. A DNS name that moves to another server closes no connection, and the old
 # server may go on answering reads from stale data.
 _MAX_AGE_S = 10.0
@@ -30,9 +30,10 @@ _WRONG_TYPE = "WRONGTYPE"
 def connect_redis(url: str, *, within_s: float = _REDIS_TIMEOUT_S) -> Redis:
     """Return a client that connects on first use, resolves the name for each connection, and never retries.
 
-    within_s: limit for an answer, and for a free connection if all are in use: many concurrent calls are no outage.
-    Without retries the caller notices an outage, after which Redis may be empty. A server that refuses a command loses
-    its connection: it may be a primary that became a replica (READONLY, MASTERDOWN) or lost its replicas (NOREPLICAS).
+    within_s: limit for an answer, and for a free connection if all are in use: many concurrent calls are not an outage.
+    There are no retries, so that the caller notices an outage, after which Redis may be empty. An error response closes
+    the connection: the server may be a primary that became a replica (READONLY, MASTERDOWN) or lost its replicas
+    (NOREPLICAS), and the next call resolves the name again.
     """
     pool = _Pool.from_url(
         url,
