@@ -86,22 +86,33 @@ class History:
             arranged = arranged if self.keeps_parallel_calls else _one_call_each(arranged)
         arranged = self._in_turns(arranged)
         for message in arranged:
-            if "reasoning_content" not in message:
-                continue
-            thoughts = message.pop("reasoning_content")
-            if message.get("tool_calls") and message["content"] and not self.keeps_reasoning_beside_text:
-                thoughts, message["content"] = _BETWEEN.join((thoughts, message["content"])), None
-            message[self.reasoning] = thoughts
-        at = next((at for at, message in enumerate(arranged) if message["role"] not in _INSTRUCTIONS), len(arranged))
-        first = arranged[at] if at < len(arranged) else {"role": "user"}
+            self._move_reasoning(message)
+        return self._begun_by_user(arranged)
+
+    def _move_reasoning(self, message: dict[str, Any]) -> None:
+        """Put an assistant's thoughts into the field that the template reads."""
+        if "reasoning_content" not in message:
+            return
+        thoughts = message.pop("reasoning_content")
+        if message.get("tool_calls") and message["content"] and not self.keeps_reasoning_beside_text:
+            thoughts, message["content"] = _BETWEEN.join((thoughts, message["content"])), None
+        message[self.reasoning] = thoughts
+
+    def _begun_by_user(self, messages: _Messages) -> _Messages:
+        """Insert an empty user message before a first message that the template does not accept there."""
+        at = len([*takewhile(lambda message: message["role"] in _INSTRUCTIONS, messages)])
+        if at == len(messages):
+            return messages
+        first = messages[at]
         is_called = first["role"] == "tool" or "tool_calls" in first  # no template accepts a call without a user
         if is_called or (first["role"] == "assistant" and not self.keeps_assistant_first):
-            arranged.insert(at, {"role": "user", "content": ""})
-        return arranged
+            messages.insert(at, {"role": "user", "content": ""})
+        return messages
 
     def _with_instructions(self, messages: _Messages) -> _Messages:
         """Merge consecutive system and developer messages, and give them a role that the template keeps."""
         first = len([*takewhile(lambda message: message["role"] in _INSTRUCTIONS, messages)])
+        # Folded: the instructions at the beginning become a user message, or part of the first one.
         is_folded = not self.keeps_system or not (self.keeps_system_alone or messages[first:])
         is_folded |= not self.keeps_system_if_answered and messages[-1]["role"] in ("assistant", "tool")
         merged: _Messages = []
