@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 _REDIS_TIMEOUT_S = 2.0
 _MOST_CONNECTIONS = 64  # per client: a server accepts about 10,000 in total, and more would only queue in Redis
 # Age at which a connection is replaced. A DNS name that moves to another server closes no connection, and the old
-# server may go on answering reads from stale data.
+# server may still answer reads from stale data.
 _MAX_AGE_S = 10.0
 _LOG_EVERY_S = 10.0  # minimum interval between two lines with different reasons
 _QUIET_S = 3.0  # without failures, before Redis counts as back in the log
@@ -65,7 +65,7 @@ class _Pool(BlockingConnectionPool):
 
 @asynccontextmanager
 async def repaired(redis: Redis, types: Mapping[str, str]) -> AsyncIterator[None]:
-    """If a command in the block fails with WRONGTYPE, delete the keys of a wrong type, then re-raise the error.
+    """Delete keys of a wrong type if a command in the block fails with WRONGTYPE. The error is re-raised.
 
     types: expected Redis type of each key of the caller. Other writers of this Redis may have replaced them.
     """
