@@ -189,7 +189,7 @@ class ServedModel:
         return bool(self._tasks.failing)
 
     def health(self) -> dict[str, int]:
-        """How many replicas of each role can be used now."""
+        """Number of usable replicas of each role."""
         return {role.value: self._replicas.num_usable(role) for role in Role}
 
     def is_ready(self) -> bool:

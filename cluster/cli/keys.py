@@ -51,7 +51,7 @@ def create(
     change: KeyChange = ask_deployed(name, "add_key", new)
     typer.echo(f"{new.id} for {new.name}, tenant {new.tenant}; the secret is shown only once:", err=True)
     print(secret)
-    if not change.is_told:
+    if not change.is_published:
         typer.echo("Redis is unavailable: routers accept this key when it is back", err=True)
 
 
@@ -84,7 +84,9 @@ def revoke(
     revoked = registry.find(key)
     change: KeyChange = ask_deployed(name, "revoke_key", revoked)
     unavailable = (
-        "" if change.is_told else "Redis is unavailable: running routers accept it until it is back; new ones do not"
+        ""
+        if change.is_published
+        else "Redis is unavailable: running routers accept it until it is back; new ones do not"
     )
     if problems := [problem for problem in (unavailable, change.problem) if problem]:
         raise DeployError(f"{revoked.id} of {revoked.name} is revoked, but {'; and '.join(problems)}")

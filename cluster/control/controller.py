@@ -220,7 +220,9 @@ class Controller:
     async def add_key(self, key: ApiKey) -> KeyChange:
         """Admit clients that present this key. Raises SpecError if its name is taken."""
         change = await self._key_keeper.add(key)
-        logger.info("API key made key=%s name=%s tenant=%s published=%s", key.id, key.name, key.tenant, change.is_told)
+        logger.info(
+            "API key made key=%s name=%s tenant=%s published=%s", key.id, key.name, key.tenant, change.is_published
+        )
         return change
 
     async def revoke_key(self, key: ApiKey) -> KeyChange:
@@ -228,7 +230,7 @@ class Controller:
         change = await self._key_keeper.revoke(key)
         logger.info(
             "API key revoked key=%s name=%s tenant=%s published=%s problem=%s",
-            key.id, key.name, key.tenant, change.is_told, change.problem,
+            key.id, key.name, key.tenant, change.is_published, change.problem,
         )  # fmt: skip
         return change
 

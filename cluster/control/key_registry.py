@@ -95,7 +95,7 @@ class KeyKeeper:
                 write_whole(self._file, self.registry.to_json())
             raise DeployError(f"the key was not created: {error}") from error
         self.registry = registry
-        return KeyChange(key=key, is_told=await self._publish())
+        return KeyChange(key=key, is_published=await self._publish())
 
     async def revoke(self, key: ApiKey) -> KeyChange:
         """Revoke a key; routers reject it within a second of publication, even if saving fails.
@@ -103,8 +103,8 @@ class KeyKeeper:
         Idempotent: Ray repeats a call that a controller had not answered when it died.
         """
         self.registry = self.registry.without(key)
-        is_told = await self._publish()
-        return KeyChange(key=key, is_told=is_told, problem=self._save())
+        is_published = await self._publish()
+        return KeyChange(key=key, is_published=is_published, problem=self._save())
 
     async def close(self) -> None:
         """Stop publishing when the deployment is taken down."""
@@ -120,7 +120,7 @@ class KeyKeeper:
             published = self.registry if await self._publish() else None
             self._save_if_needed()
             await asyncio.sleep(_PUBLISH_S)
-            # By now all routers use the published registry.
+            # After _PUBLISH_S all routers use the published registry.
             if published and published != cleared and await self._clear(published):
                 cleared = published
 

@@ -108,7 +108,8 @@ class Router:
 class _AttachedFinder:
     """Finder of the deployments attached to these endpoints.
 
-    Blocking calls run on dedicated threads, so a hanging controller delays other attached deployments at most.
+    Blocking calls run on dedicated threads, so a hanging controller can delay other attached deployments, and nothing
+    else.
     """
 
     def __init__(self, endpoints: str, *, router: str, log: str) -> None:
@@ -116,7 +117,7 @@ class _AttachedFinder:
         self._list = AttachedList(endpoints)
         self._router = router
         self._log = log
-        self._threads = ThreadPoolExecutor(_ATTACHED_THREADS, "borrowers")
+        self._threads = ThreadPoolExecutor(_ATTACHED_THREADS, "attached")
 
     async def find(self) -> list[AttachedDeployment]:
         """Return the attached deployments. Raises DeployError."""

@@ -72,7 +72,7 @@ class RevisionReporter:
 
     async def _publish(self) -> None:
         table = self.table
-        # Without any update so far, routers need no table.
+        # Routers need no table before the first update.
         if not table.version:
             return
         if self._forgets:

@@ -1,7 +1,7 @@
 """Distribution of the API keys from the controller, which owns them, to every router.
 
     <name>:keys                 hash with the registry (JSON) and its signature
-    <name>:keys:counted         set of the ids of keys, revoked ones included, that may have counters:
+    <name>:keys:counted         set of key ids, including revoked keys, that may have these counters:
     <name>:key:<id>:used        usage of a key in the last minute, for rate limits
     <name>:key:<id>:running     its running requests
 

@@ -34,7 +34,8 @@ RENEW_S = 1.0
 
 _MAX_RECORD_BYTES = 16 << 10
 _MAX_REMEMBERED = 1024  # rejected names that were logged
-# Routers of the oldest supported tree send such requests only to members that announce these features.
+# Routers of the oldest supported version send requests with grammars, token rules, thinking budgets or prompt logprobs
+# only to members that announce these features.
 _FEATURES = dict.fromkeys(
     ("keeps_grammars", "keeps_token_rules", "keeps_thinking_budgets", "tells_prompt_logprobs"), True
 )
@@ -113,7 +114,7 @@ class Member:
             raise ValueError("not an object")
         if (version := fields.get("wire_version")) != WIRE_VERSION:
             raise OtherVersion(
-                f"it speaks version {version!r:.20} on the wire, and this router {WIRE_VERSION}; update the older"
+                f"its wire version is {version!r:.20}, this router's is {WIRE_VERSION}; update the older of the two"
             )
         known = known_fields(cls, fields)
         try:
@@ -181,7 +182,7 @@ class Membership:
         return [member for replica, record in found if (member := self._read(replica, record))]
 
     def opened(self, records: Iterable[bytes]) -> list[Member]:
-        """Return the members of those signed records that are valid. Invalid ones are logged when Redis has them."""
+        """Return the members of the valid records. `members` logs invalid ones, if Redis has them too."""
         members = []
         for record in records:
             with suppress(ValueError):

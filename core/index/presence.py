@@ -19,7 +19,7 @@ _FLUSH_S = 0.02  # window in which changes are batched into one event
 class Presence:
     """Task that renews the lease and publishes block events. Serving continues while Redis is unreachable.
 
-    `snapshot` returns the blocks that the replica holds. It is called at the start and after events may have been lost.
+    `snapshot` returns the blocks that the replica holds; called at the start, and whenever events may have been lost.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Presence:
         self._snapshot = snapshot
         self._changes: dict[bytes, Tier | None] = {}
         self._changed = asyncio.Event()
-        self._is_whole = False  # Redis has all blocks except for `_changes`
+        self._is_whole = False  # Redis has all blocks of the last snapshot and of later flushes
         self._is_leaving = False
         self._reach = RedisReach("serving continues without it")
 

@@ -1,4 +1,4 @@
-"""Async Redis clients that follow a failover, repair of keys of another type, and rare logging of outages."""
+"""Async Redis clients that follow a failover, repair of keys with a wrong type, and rate-limited logs of outages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from redis.exceptions import AuthenticationError, BusyLoadingError, RedisError, 
 logger = logging.getLogger(__name__)
 
 _REDIS_TIMEOUT_S = 2.0
-_MOST_CONNECTIONS = 64  # of one client: a server accepts about 10,000 in total, and more would only queue in Redis
-# After this, a connection is made again: a name that moved to another server closes none, and the old server may answer
-# reads from old data.
+_MOST_CONNECTIONS = 64  # per client: a server accepts about 10,000 in total, and more would only queue in Redis
+# Age at which a connection is replaced. A DNS name that moves to another server closes no connection, and the old
+# server may still answer reads from stale data.
 _MAX_AGE_S = 10.0
 _LOG_EVERY_S = 10.0  # minimum interval between two lines with different reasons
 _QUIET_S = 3.0  # without failures, before Redis counts as back in the log
@@ -30,9 +30,10 @@ _WRONG_TYPE = "WRONGTYPE"
 def connect_redis(url: str, *, within_s: float = _REDIS_TIMEOUT_S) -> Redis:
     """Return a client that connects on first use, resolves the name for each connection, and never retries.
 
-    within_s: limit for an answer, and for a free connection if all are in use: many concurrent calls are no outage.
-    Without retries the caller notices an outage, after which Redis may be empty. A server that refuses a command loses
-    its connection: it may be a primary that became a replica (READONLY, MASTERDOWN) or lost its replicas (NOREPLICAS).
+    within_s: limit for an answer, and for a free connection if all are in use: many concurrent calls are not an outage.
+    There are no retries, so that the caller notices an outage, after which Redis may be empty. An error response closes
+    the connection: the server may be a primary that became a replica (READONLY, MASTERDOWN) or lost its replicas
+    (NOREPLICAS), and the next call resolves the name again.
     """
     pool = _Pool.from_url(
         url,
@@ -64,9 +65,9 @@ class _Pool(BlockingConnectionPool):
 
 @asynccontextmanager
 async def repaired(redis: Redis, types: Mapping[str, str]) -> AsyncIterator[None]:
-    """Delete those keys that have another type, if a command in the block fails for that; the error is raised anyway.
+    """Delete keys of a wrong type if a command in the block fails with WRONGTYPE. The error is re-raised.
 
-    types: Redis type by key, of keys that belong to the caller. Other writers of this Redis may have set them.
+    types: expected Redis type of each key of the caller. Other writers of this Redis may have replaced them.
     """
     try:
         yield
@@ -85,13 +86,13 @@ async def repaired(redis: Redis, types: Mapping[str, str]) -> AsyncIterator[None
 
 
 def is_about_one_key(error: RedisError) -> bool:
-    """Return whether Redis works, but the keys of this call do not."""
+    """Return whether the error concerns the keys of this call, while Redis itself works."""
     # redis-py drops the code ERR of scripts; the codes of a server that refuses, such as MISCONF, stay.
     return type(error) is ResponseError and (_WRONG_TYPE in str(error) or not str(error).split(" ")[0].isupper())
 
 
 def reason_of(error: RedisError) -> str:
-    """Return the server's words, or the client's if no server answered, in one line without a command's bytes."""
+    """Return the server's error message, or the client's if no server answered, as one line without the command."""
     # redis-py puts the command in front of the error of a pipeline.
     words = str(error).rpartition(" of pipeline caused error: ")[2].strip("()'\",")
     has_refused = isinstance(error, (ResponseError, BusyLoadingError, AuthenticationError))
@@ -100,9 +101,9 @@ def reason_of(error: RedisError) -> str:
 
 
 class RedisReach:
-    """State of Redis as one of its users last saw it.
+    """Reachability of Redis for one client, from the outcome of its last calls.
 
-    Logs the first failure, another reason, and the return, at a bounded rate.
+    Logs the first failure, each change of the reason, and the recovery, at a bounded rate.
     """
 
     def __init__(self, meanwhile: str) -> None:
@@ -122,7 +123,7 @@ class RedisReach:
         return next(reversed(self._failing.values()), "")
 
     def found(self, action: str = "") -> None:
-        """Record a successful call. action: one that fails on its own, such as reads or writes."""
+        """Record a successful call. action: kind of call that may fail while others succeed, such as writes."""
         self._failing.pop(action, None)
         if self._logged and not self._failing and time.monotonic() - self._missed_at >= _QUIET_S:
             logger.info("Redis is reachable again")

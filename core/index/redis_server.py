@@ -85,7 +85,7 @@ class RedisServer:
     @property
     def _config(self) -> str:
         """Configuration without persistence: replicas and the controller publish their state again after a restart.
-        Only the usage counters of API keys are lost.
+        Usage counters of API keys and stored responses are lost.
 
         volatile-lru evicts the least recently used blocks. The event stream has no TTL and is never evicted; leases
         have a short TTL, but are renewed every second.

@@ -1,4 +1,4 @@
-"""Directory of the routers' admin addresses: each router registers its own, and each of them can list all.
+"""Directory of the routers' admin addresses: each router registers its address and reads those of the others.
 
     <name>:routers             set of router names
     <name>:router:<router>     signature and address; expires 10 s after its last renewal

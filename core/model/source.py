@@ -7,8 +7,8 @@
     FILE.gguf
 
 Downloads and conversions are cached in $CLUSTER_CACHE or ~/.cache/xpyd; a repository that is already in the hub's own
-cache stays there. Concurrent processes make each entry once:
-under a file lock, in a temporary directory that is moved into place when complete.
+cache stays there. Concurrent processes create each entry once, under a file lock, in a temporary directory that is
+renamed when complete.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _LFS_POINTER = b"version https://git-lfs"
 class WeightFiles:
     """Weight files of a model directory. index: file of each tensor that may be read; None: all in the files.
 
-    note: difference to what transformers would read; empty: none.
+    note: difference from the files that transformers would read; empty: none.
     """
 
     paths: tuple[Path, ...]
@@ -78,7 +78,10 @@ def locate_tensors(files: WeightFiles) -> tuple[dict[str, Path], frozenset[str]]
 
 
 def _indexed(directory: Path, names: Sequence[str]) -> WeightFiles | None:
-    """Return the files that an index names; None without index, and if it is older than a whole file beside it."""
+    """Return the files that the index names, or `model.safetensors` alone if some of those are missing.
+
+    Returns None without an index.
+    """
     indices = [path for path in directory.glob("*.safetensors.index*.json") if not path.name.startswith(".")]
     if len(indices) > 1:
         indices = [path for path in indices if path.name == _INDEX]

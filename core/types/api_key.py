@@ -46,7 +46,7 @@ class KeyChange:
     """Result of creating or revoking a key."""
 
     key: ApiKey
-    is_told: bool  # True: routers apply it within a second; False: once Redis is back
+    is_published: bool  # True: routers apply it within a second; False: once Redis is back
     problem: str = ""  # why saving it failed, and the consequence; empty: saved
 
 

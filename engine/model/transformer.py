@@ -314,7 +314,8 @@ def expected_tensors(config: ModelConfig, ends: tuple[str, str] | None = None) -
 def _embedding_and_head(config: ModelConfig, reader: ShardReader) -> tuple[str, str, str]:
     """Return the names of the token embedding and of the output matrix, the same one if they are tied, and a warning.
 
-    The file decides before the config: a head of its own is used, and a missing one is tied, each with a warning.
+    The tensors take precedence over tie_word_embeddings: a head that differs from the embedding is used, and a missing
+    head is tied, each with a warning.
     """
     found = reader.checkpoint.shapes
     if f"{_HEAD}.weight" not in found:
@@ -337,8 +338,8 @@ def _embedding_and_head(config: ModelConfig, reader: ShardReader) -> tuple[str, 
     return (
         _EMBEDDING,
         _HEAD,
-        f"{_HEAD}.weight differs from the token embedding although tie_word_embeddings is true: the file's own head is "
-        "used; set tie_word_embeddings: false in config.json",
+        f"{_HEAD}.weight differs from the token embedding although tie_word_embeddings is true: the head is used as "
+        "stored; set tie_word_embeddings: false in config.json",
     )
 
 

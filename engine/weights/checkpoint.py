@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 # Tensors listed in a message.
 _NAMED_AT_MOST = 5
 _LAYER = re.compile(r"(.*\.)?layers\.\d+\.")
-# Of the KV cache, of activations, and of attention's intermediate results.
+# Names of scales of the KV cache, of activations and of attention's intermediate results.
 _SCALE = re.compile(
     r"(^|\.)((k|v|q|kv|prob|prob_output|input|output)_(scale|scale_ub|global_scale|zero_point)|(k|v)_bias|"
     r"activation_scale(_inv)?)$"
@@ -39,7 +39,7 @@ class Checkpoint(Protocol):
 
     @property
     def unindexed(self) -> Collection[str]:
-        """Tensors of the files that the index leaves out, and that are therefore not read."""
+        """Names of tensors that the files hold and the index omits; they are not read."""
         ...
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
@@ -56,9 +56,9 @@ def check_tensors(
 ) -> None:
     """Raise one SpecError that lists all differences of the tensors whose names start with `prefix`.
 
-    `optional` names may be present and are not read. Of the others, those pass that cannot change the result: scales of
-    KV and activations, which have scales of their own here; zero biases and zero points; and, with a warning, parts of
-    the checkpoint outside the modules of `expected`, as in transformers.
+    Tensors in `optional` may be present and are not read. Other surplus tensors pass only if they cannot change the
+    result: zero biases and zero points; scales of KV and activations, which this engine computes itself; and, as in
+    transformers, tensors outside the modules of `expected`. The last two are logged.
     """
     found = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(prefix)}
     missing = [f"{name} (not in the index)" if name in checkpoint.unindexed else name

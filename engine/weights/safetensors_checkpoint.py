@@ -20,7 +20,7 @@ _LOGGED = 3  # tensors named in a log line
 
 
 class SafetensorsCheckpoint:
-    """Implements Checkpoint over one or several memory-mapped files. dtypes: in safetensors' words, such as F32."""
+    """Checkpoint over memory-mapped .safetensors files. dtypes: safetensors' names, such as F32."""
 
     def __init__(self, model_dir: Path) -> None:
         files = weight_files(model_dir)
@@ -32,7 +32,7 @@ class SafetensorsCheckpoint:
             logger.warning(
                 "%s: %d tensors that the index does not name are not read: %s", model_dir, len(self.unindexed), named
             )
-        # Saved from the model without its head. Draft heads have the same names, and `fc`.
+        # A checkpoint saved from the base model lacks the prefix `model.`. So do draft heads, which also have `fc`.
         is_base = "embed_tokens.weight" in located and "fc.weight" not in located
         opened = {path: safe_open(path, framework="pt") for path in sorted(set(located.values()))}
         self._stored: dict[str, tuple[Any, str]] = {  # file, and the tensor's name in it

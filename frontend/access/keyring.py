@@ -15,7 +15,7 @@ from frontend.access.identity import Client
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.4  # a key that is made or revoked counts everywhere within a second
+_POLL_S = 0.4  # a created or revoked key takes effect at every router within a second
 _SCHEME = "bearer "
 _MAX_CHARS = 256
 

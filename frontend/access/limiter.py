@@ -9,8 +9,8 @@ from core.types.api_key import ApiKey
 from core.types.errors import RateLimited
 
 LEASE_S = 10.0  # a running request counts for this long after its router last renewed it
-# Seconds are counted whole: 61 of them cover any minute. One more, because tokens taken ahead may be used a little
-# later.
+# In seconds. Counters hold whole seconds, so 61 of them cover any minute; one more, because a request may use tokens
+# taken ahead up to half a second later.
 WINDOW = 62
 
 
@@ -57,16 +57,15 @@ class Limiter(Protocol):
     """Counts requests and tokens of keys. Methods raise redis.RedisError if the backing Redis is unavailable."""
 
     async def enter(self, key: ApiKey, *, id: str, ahead: int = 0) -> Reservation:
-        """Take one request and a concurrency slot, before its size is known, or nothing.
+        """Take one request and a concurrency slot, before the request's size is known.
 
-        Takes `ahead` tokens as well if the key has twice as many left, so that the next request finds as many. Raises
-        RateLimited with a retry time, also if the key has no token left.
+        Takes `ahead` tokens as well if the key has twice as many left, so that the next request can do the same. Raises
+        RateLimited with a retry time, also if the key has no token left; then it takes nothing.
         """
         ...
 
     async def charge(self, taken: Reservation, *, num_tokens: int) -> Reservation:
-        """Exchange the tokens taken ahead for the request's own bound; those taken ahead are returned in any case.
-        Raises RateLimited, having taken none."""
+        """Return the tokens taken ahead, and take `num_tokens` instead. Raises RateLimited; then no tokens are held."""
         ...
 
     async def give_back(self, taken: Reservation, *, num_tokens: int) -> None:

@@ -17,7 +17,7 @@ _PIECE = "\x00"  # placeholder in the event template
 
 
 class WholeContent:
-    """Blocks of a whole response. Text that turned out not to be a call is kept as text."""
+    """Blocks of a whole response. A malformed call is kept as text."""
 
     def __init__(self, *, hides_thinking: bool) -> None:
         self._hides_thinking = hides_thinking
@@ -37,7 +37,7 @@ class WholeContent:
 
     def call(self, call: CallText) -> None:
         if call.broken is not None:
-            self._blocks.pop()  # the call's block; a broken call is reported before anything else follows
+            self._blocks.pop()  # the last block is this call's: CallBroken comes directly after its arguments
             self.text(call.broken)
         elif call.id:
             self._blocks.append((_call(call), [call.arguments]))
@@ -55,9 +55,9 @@ class WholeContent:
 
 
 class StreamedContent:
-    """Events of streamed blocks. If a call turns out to be none, its block ends and a text block follows.
+    """Events of streamed blocks. After a malformed call its block ends, and the rest of its text is a text block.
 
-    The events of one block differ only in their text, and are filled into a template that is encoded once.
+    The events of one block differ only in their text, so each block's event template is encoded once.
     """
 
     def __init__(self, *, hides_thinking: bool) -> None:
@@ -128,7 +128,7 @@ def _call(call: CallText) -> JSON:
 
 
 def _input(text: str) -> object:
-    """Return the model's JSON object, verbatim; of one that is cut off, the members that are complete."""
+    """Return the model's JSON object verbatim. If it is cut off, return its complete members."""
     try:
         msgspec.json.decode(text or "{}")
     except msgspec.DecodeError:

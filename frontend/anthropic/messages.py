@@ -43,8 +43,8 @@ _BLOCKS_OF = {  # by role
 }
 _BLOCKS = frozenset(type for types in _BLOCKS_OF.values() for type in types)
 _NEEDED = {"text": "text", "thinking": "thinking", "tool_use": "name", "tool_result": "tool_use_id"}
-# The first line of Claude Code's `system`. It is meant for Anthropic's API, which does not show it to the model, and it
-# differs from request to request, so that no prefix would ever be reused.
+# The first line of Claude Code's `system`. Anthropic's API hides it from the model. It differs in each request, so a
+# prompt that kept it would never reuse a cached prefix.
 _BILLING = "x-anthropic-billing-header"
 
 
@@ -82,7 +82,8 @@ class ContentBlock(OpenAIObject):
     ] = None
     source: Any = None
     title: Any = None
-    # Templates have no field for is_error, so the text has to say it. Signatures and redacted data are not ours.
+    # Chat templates have no field for is_error: the model sees an error only in the result's text. Signatures and
+    # redacted data belong to Anthropic's own models.
     is_error: Ignored = None
     signature: Ignored = None
     data: Ignored = None
@@ -92,7 +93,8 @@ class ContentBlock(OpenAIObject):
     encrypted_content: Ignored = None
     cache_control: Ignored = None
 
-    _facts: dict[str, Any] = PrivateAttr(default_factory=dict)  # a web page's address, output of code, and the like
+    # Fields of a server tool's result: the address of a web page, the output of code.
+    _facts: dict[str, Any] = PrivateAttr(default_factory=dict)
 
     def model_post_init(self, context: Any, /) -> None:
         if self.type.endswith("_result") and self.model_extra is not None:
@@ -102,11 +104,12 @@ class ContentBlock(OpenAIObject):
 
     @property
     def kind(self) -> str:
-        """Its type; for a tool that ran on a server, such as `mcp_tool_use`, that of the client's tools."""
+        """Block type. Server tools (`mcp_tool_use`) count as `tool_use`, their results as `tool_result`."""
         return next((kind for kind in ("tool_use", "tool_result") if self.type.endswith(f"_{kind}")), self.type)
 
     @property
     def skipped(self) -> str:
+        """Type of a block that this model cannot read; empty for others."""
         return "" if self.kind in _BLOCKS or self.in_result != placeholder(self.type) else self.type
 
     @property
@@ -129,7 +132,7 @@ class AnthropicMessage(OpenAIObject):
     ]
 
     def turns(self, path: str) -> Iterator[_Turn]:
-        """Yield the message's turns, in order; each tool result is a turn of its own. Raises RequestError."""
+        """Yield the message's turns, in order; each tool result becomes a separate turn. Raises RequestError."""
         turn = _Turn(self.role, path)
         for number, block in enumerate(self.content):
             if self.role == "assistant" and block.skipped:

@@ -73,7 +73,7 @@ class CallShape:
 
 
 def _nine(id: str | None) -> str:
-    """Return the id, or one of nine alphanumerics made from it."""
+    """Return the id if it has nine alphanumerics, else nine alphanumerics derived from it."""
     if id and len(id) == len(_NINE) and id.isascii() and id.isalnum():
         return id
     digest = hashlib.sha256((id or "").encode(errors="replace")).digest()
@@ -81,7 +81,7 @@ def _nine(id: str | None) -> str:
 
 
 def _how_well(text: str | None) -> tuple[bool, bool, bool, int]:
-    """Rank a rendering: the call must appear, then there should be no Python syntax."""
+    """Return the sort key of a rendering: accepted, call printed, no Python syntax, few `None`."""
     rendered = text or ""
     return text is not None, "probe" in rendered, _AS_PYTHON not in rendered, -rendered.count("None")
 

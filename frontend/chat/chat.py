@@ -22,7 +22,7 @@ class Chat:
     thinks: bool | None = None  # whether to think before answering; None: as the template decides
     thinks_field: str = "thinking"  # the client's name of the field
     paths: tuple[str, ...] = ()  # names of the messages in the client's body; empty: messages[0] and so on
-    tools: tuple[Mapping[str, Any], ...] = ()  # that the model may call, in OpenAI's form
+    tools: tuple[Mapping[str, Any], ...] = ()  # tools that the model may call, in OpenAI's form
     is_parallel: bool = True  # False: an answer ends after its first call
     forced: str | None = None  # the tool that must be called; "": any; None: calls are optional
     is_continued: bool = False  # the answer continues the last message
@@ -42,7 +42,7 @@ class Chat:
 
     @property
     def wants_thinking(self) -> bool | None:
-        """Whether the client asks to think; None: not asked."""
+        """True if the client turns thinking on, False if off, None if it sets neither."""
         if self.thinks is not None or self.reasoning_effort is None:
             return self.thinks
         return self.reasoning_effort != "none"

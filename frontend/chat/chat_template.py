@@ -71,7 +71,7 @@ class ChatTemplate:
         self.knows_tools = "tools" in self.variables or (self._with_tools is not None and self._with_tools.knows_tools)
         self.unasked = self._try(_SHORT)
         if self.unasked is None:
-            return  # an unusual template, about which probes say nothing
+            return  # the template rejects even one user message, so probes show nothing
         self._calls = CallShape.of(self._try)
         self._history = History.of(
             lambda messages: self._try(self._calls.convert(messages)),
@@ -99,7 +99,7 @@ class ChatTemplate:
         is_continued: bool = False,
         paths: Sequence[str] = (),
     ) -> str:
-        """Return the prompt, ending where the assistant's answer begins, or continues the last message if is_continued.
+        """Return the prompt. It ends where the answer begins, or, if is_continued, where the last message's text ends.
 
         A message has a role, a content (a string or None) and other keys that the template may use; call arguments are
         JSON text. variables: set by the client, e.g. enable_thinking. paths: names of the messages in the client's
@@ -132,7 +132,7 @@ class ChatTemplate:
         return _up_to_tag(text, str(messages[-1]["content"])) if is_continued else text
 
     def _arranged(self, messages: Sequence[Message], context: dict[str, Any], *, is_continued: bool) -> str:
-        """Render messages as the template wants them; if it rejects them nevertheless, in the simplest way."""
+        """Render the arranged messages. If the template rejects them, try again with the ALTERNATING history."""
         rejection: RequestError | None = None
         for history in (self._history, ALTERNATING):
             arranged = self._calls.convert(history.arranged(messages))
@@ -203,7 +203,7 @@ class ChatTemplate:
 
 
 def _up_to_tag(text: str, last: str) -> str:
-    """Cut at the tag. As in transformers, trailing space of the message is kept unless the template strips it."""
+    """Cut the text at the tag. As in transformers, keep the message's trailing space unless the template strips it."""
     before, tag, after = text.rpartition(_TAG.strip())
     if not tag or last.strip() not in before:
         raise RequestError(

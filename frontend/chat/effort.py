@@ -19,12 +19,9 @@ def thinking_variables(chat: Chat, template: ChatTemplate) -> Mapping[str, Any]:
     if wants is False:
         effort = "none"
     elif wants and effort is None and template.efforts.get("none") == template.unasked:
-        effort = _USUAL  # the template does not think unless it is asked to
-    if (
-        effort is not None
-        and template.efforts
-        and not (effort == "none" and "none" not in template.efforts and variables)
-    ):
+        effort = _USUAL  # this template renders an omitted effort like `none`, so thinking needs a value
+    is_off_by_switch = effort == "none" and "none" not in template.efforts and bool(variables)
+    if effort is not None and template.efforts and not is_off_by_switch:
         variables[EFFORT] = _nearest(effort, template.efforts)
     return {**variables, **chat.variables}
 
@@ -38,7 +35,8 @@ def unheeded_fields(chat: Chat, template: ChatTemplate, output_format: OutputFor
     if not wants:
         stops = bool(template.switches) or variables.get(EFFORT) == "none" or not thinks
         return [] if stops else [chat.effort_field if chat.thinks is None else chat.thinks_field]
-    if any(name in variables for name in (*template.switches, EFFORT)) and (thinks or output_format.tags is None):
+    has_variable = any(name in variables for name in (*template.switches, EFFORT))
+    if has_variable and (thinks or output_format.tags is None):  # without tags the answer's thinking is not visible
         return []
     fields = [chat.effort_field] if chat.reasoning_effort else []
     return fields if thinks or not chat.thinks else [*fields, chat.thinks_field]

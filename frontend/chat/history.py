@@ -1,8 +1,8 @@
-"""Conversations in the order and roles that one chat template renders, found out by rendering small ones.
+"""Arrangement of a conversation for one chat template, which small probe conversations determine.
 
-Many templates demand that user and assistant alternate, or drop in silence what they do not expect: a late system
-message, the text beside a call. Clients send all of it. So messages are merged, split or given another role, where a
-template needs that, and no text is lost.
+Many templates require user and assistant to alternate, or silently drop a late system message or the text beside a
+call. Clients send all of these. History merges or splits messages, or changes their roles, where the template needs it,
+and loses no text.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BETWEEN = "\n\n"
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """Arrangement of messages for one template. Every attribute is true for a template without demands."""
+    """Arrangement of messages for one template. `keeps_…` is true if the template renders such messages unchanged."""
 
     keeps_developer: bool = False  # OpenAI's newer name of system
     keeps_system: bool = True  # at the beginning
@@ -40,14 +40,14 @@ class History:
     keeps_calls: bool = True
     keeps_orphans: bool = True  # results of tools that no message calls
     keeps_parallel_calls: bool = True
-    splits_text: str | None = None  # messages for the text beside a call, in the letters of _ROLES; None: one
+    splits_text: str | None = None  # messages that replace a call with text, as letters of _ROLES; None: not split
     reasoning: str = _REASONING[0]  # field of an assistant's thoughts
     keeps_reasoning_beside_text: bool = True  # in a message with calls
 
     @classmethod
     def of(cls, render: Render, *, with_tools: Render, knows_developer: bool) -> History:
-        """Return the arrangement that a template needs. render: also converts call arguments. with_tools: likewise, for
-        a chat with tools. knows_developer: the template names the role developer."""
+        """Probe a template and return the arrangement that it needs. render: converts call arguments and renders.
+        with_tools: the same with tools. knows_developer: the template contains the role name developer."""
 
         def keeps(letters: str) -> bool:
             return _is_kept(render, _conversation(letters))
@@ -86,22 +86,33 @@ class History:
             arranged = arranged if self.keeps_parallel_calls else _one_call_each(arranged)
         arranged = self._in_turns(arranged)
         for message in arranged:
-            if "reasoning_content" not in message:
-                continue
-            thoughts = message.pop("reasoning_content")
-            if message.get("tool_calls") and message["content"] and not self.keeps_reasoning_beside_text:
-                thoughts, message["content"] = _BETWEEN.join((thoughts, message["content"])), None
-            message[self.reasoning] = thoughts
-        at = next((at for at, message in enumerate(arranged) if message["role"] not in _INSTRUCTIONS), len(arranged))
-        first = arranged[at] if at < len(arranged) else {"role": "user"}
-        is_called = first["role"] == "tool" or "tool_calls" in first  # no template expects that
+            self._move_reasoning(message)
+        return self._begun_by_user(arranged)
+
+    def _move_reasoning(self, message: dict[str, Any]) -> None:
+        """Put an assistant's thoughts into the field that the template reads."""
+        if "reasoning_content" not in message:
+            return
+        thoughts = message.pop("reasoning_content")
+        if message.get("tool_calls") and message["content"] and not self.keeps_reasoning_beside_text:
+            thoughts, message["content"] = _BETWEEN.join((thoughts, message["content"])), None
+        message[self.reasoning] = thoughts
+
+    def _begun_by_user(self, messages: _Messages) -> _Messages:
+        """Insert an empty user message before a first message that the template does not accept there."""
+        at = len([*takewhile(lambda message: message["role"] in _INSTRUCTIONS, messages)])
+        if at == len(messages):
+            return messages
+        first = messages[at]
+        is_called = first["role"] == "tool" or "tool_calls" in first  # no template accepts a call without a user
         if is_called or (first["role"] == "assistant" and not self.keeps_assistant_first):
-            arranged.insert(at, {"role": "user", "content": ""})
-        return arranged
+            messages.insert(at, {"role": "user", "content": ""})
+        return messages
 
     def _with_instructions(self, messages: _Messages) -> _Messages:
-        """Merge instructions in a row into one message, with a role that the template keeps."""
+        """Merge consecutive system and developer messages, and give them a role that the template keeps."""
         first = len([*takewhile(lambda message: message["role"] in _INSTRUCTIONS, messages)])
+        # Folded: the instructions at the beginning become a user message, or part of the first one.
         is_folded = not self.keeps_system or not (self.keeps_system_alone or messages[first:])
         is_folded |= not self.keeps_system_if_answered and messages[-1]["role"] in ("assistant", "tool")
         merged: _Messages = []
@@ -128,7 +139,7 @@ class History:
         return [text, *between, {**message, "content": None}]
 
     def _in_turns(self, messages: _Messages) -> _Messages:
-        """Merge neighbours of one role, and separate a user from a tool's result, where the template needs that."""
+        """Merge neighbours of one role, and put an assistant between a tool's result and a user, where needed."""
         turns: _Messages = []
         for message in messages:
             before, role = turns[-1] if turns else {"role": ""}, message["role"]
@@ -145,7 +156,7 @@ class History:
         return turns
 
 
-# The arrangement with the fewest demands on a template: user and assistant in turns, and nothing else.
+# The arrangement that the most templates accept: user and assistant in turns, and nothing else.
 ALTERNATING = History(
     keeps_system=False, keeps_late_system=False, keeps_users=False, keeps_assistants=False,
     keeps_assistant_first=False, keeps_calls=False, keeps_orphans=False,
@@ -153,7 +164,7 @@ ALTERNATING = History(
 
 
 def _joined(one: Message, other: Message) -> dict[str, Any]:
-    """Merge two messages of one role; that of the second counts."""
+    """Merge two messages. Join texts and calls; of other keys, such as the role, the second message's value wins."""
     joined = {**one, **other}
     for name in ("content", "reasoning_content"):
         texts = [text for text in (one.get(name), other.get(name)) if text]
@@ -168,15 +179,15 @@ def _as_text(message: Message) -> dict[str, Any]:
     """Write calls and their results as text, for a template that drops them."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"Result of the call:\n{message['content'] or ''}"}
-    said = [message["content"]] if message["content"] else []
+    texts = [message["content"]] if message["content"] else []
     for call in message.get("tool_calls", ()):
-        said.append(f"Call of {call['function']['name']}: {call['function']['arguments']}")
+        texts.append(f"Call of {call['function']['name']}: {call['function']['arguments']}")
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**rest, "content": _BETWEEN.join(said)}
+    return {**rest, "content": _BETWEEN.join(texts)}
 
 
 def _without_orphans(messages: _Messages) -> _Messages:
-    """Write results as text that no call precedes."""
+    """Write results without a preceding call as text."""
     kept: _Messages = []
     num_open = 0
     for message in messages:
@@ -200,7 +211,7 @@ def _one_call_each(messages: _Messages) -> _Messages:
         results = [*takewhile(lambda one: one["role"] == "tool", messages[at:])]
         at += len(results)
         own = [next((r for r in results if r.get("tool_call_id") == call.get("id")), None) for call in calls]
-        if None in own or len({id(result) for result in own}) < len(own):  # without ids: in their order
+        if None in own or len({id(result) for result in own}) < len(own):  # ids are missing or repeated: pair in order
             own = [*results[: len(calls)], *[None] * (len(calls) - len(results))]
         for number, (call, result) in enumerate(zip(calls, own, strict=True)):
             more = {} if not number else {"content": None, "reasoning_content": None}
@@ -212,7 +223,7 @@ def _one_call_each(messages: _Messages) -> _Messages:
 
 
 def _conversation(letters: str) -> _Messages:
-    """Return a conversation of roles: those of _ROLES; c is a call, C two, and T a call beside a text."""
+    """Build a probe from letters: keys of _ROLES, C for two parallel calls, T for a call beside a text."""
     messages: _Messages = []
     pending = list[str]()
     for number, letter in enumerate(letters):

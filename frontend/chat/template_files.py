@@ -32,7 +32,7 @@ def find_chat_template(model_dir: Path, given: str | None = None) -> Mapping[str
 
 
 def _named(given: Any) -> dict[str, str]:
-    """Return templates by name: of a text, of {name: text}, or of [{"name": name, "template": text}, …]."""
+    """Return templates by name, from a text, {name: text} or [{"name": name, "template": text}, …]."""
     if isinstance(given, str):
         return {DEFAULT: given}
     if isinstance(given, list):

@@ -21,7 +21,7 @@ def thinking_budget(
         return None
     chat, grammar = request.prompt, request.grammar
     if tags is None and isinstance(chat, Chat) and chat.thinks is not None:
-        return None  # part of a wish to think, which is ignored as a whole
+        return None  # the field that turns thinking on has no effect with this model, so neither has its budget
     if tags is None:
         text = f"{field}: not supported; this model does not think (the operator can set model.reasoning_parser)"
         raise UnsupportedField(text, param=field)

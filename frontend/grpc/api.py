@@ -96,7 +96,7 @@ async def open_grpc_api(
             ("grpc.absolute_max_metadata_size", limits.header_bytes),
             ("grpc.server_handshake_timeout_ms", _ms(limits.open_s)),
             ("grpc.max_connection_idle_ms", _ms(limits.idle_s)),
-            ("grpc.max_connection_age_ms", _ms(limits.age_s)),  # then the client is told to reconnect
+            ("grpc.max_connection_age_ms", _ms(limits.age_s)),  # then gRPC asks the client to reconnect
             ("grpc.max_connection_age_grace_ms", _ms(models.default.max_request_s)),  # for running calls to finish
             ("grpc.max_concurrent_streams", limits.streams),
             # Calls that arrive while the event loop is busy; above its default of 1,000 gRPC drops some silently.

@@ -15,12 +15,16 @@ from frontend.grpc.messages import field_of
 
 
 def status_of(error: Exception) -> Status:
-    """Return the status with ErrorInfo (the code as its reason), and BadRequest or RetryInfo where they apply. The text
-    of an unexpected exception is withheld."""
+    """Return the status with ErrorInfo (the code as its reason), and BadRequest or RetryInfo where they apply. The
+    message names the field of GenerateRequest. The text of an unexpected exception is withheld."""
     outcome = outcome_of(error)
     details: list[Message] = [ErrorInfo(reason=outcome.code.upper(), domain=pb.DESCRIPTOR.package)]
+    message = str(error) if isinstance(error, ClusterError) else "internal error; see the router's log"
     if isinstance(error, RequestError) and error.param is not None:
-        violation = BadRequest.FieldViolation(field=field_of(error.param), description=str(error))
+        field, param = field_of(error.param), f"{error.param}:"
+        if message.startswith(param):
+            message = f"{field}:{message.removeprefix(param)}"
+        violation = BadRequest.FieldViolation(field=field, description=message)
         details.append(BadRequest(field_violations=[violation]))
     if isinstance(error, CapacityError):
         delay = Duration()
@@ -30,5 +34,4 @@ def status_of(error: Exception) -> Status:
     for any_message, detail in zip(packed, details, strict=True):
         any_message.Pack(detail)
     code = getattr(grpc.StatusCode, outcome.grpc).value[0]
-    message = str(error) if isinstance(error, ClusterError) else "internal error; see the router's log"
     return Status(code=code, message=message, details=packed)

@@ -38,7 +38,9 @@ _MAX_TOOLS_BYTES = 2**20
 _MAX_VALUES_OF = {**dict.fromkeys(("messages", "input", "system"), 2**17), "tools": 2**15}
 _MAX_FIELDS = 256
 _MAX_NAME = 128  # characters of a field name
-_TEXTS = frozenset(("messages", "prompt", "input", "system", "instructions"))  # fields in which surrogates are mended
+_TEXTS = frozenset(
+    ("messages", "prompt", "input", "system", "instructions")
+)  # fields in which lone surrogates are replaced
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 # Escapes of a pair of surrogates, or of a lone one as the group, unless a backslash before it makes it text.
 _SURROGATES = re.compile(
@@ -176,7 +178,7 @@ def _mended(body: bytes) -> bytes:
     """Remove a byte order mark, and replace lone surrogates by U+FFFD, as JavaScript's TextEncoder does.
 
     A client that cuts a text between the halves of a surrogate pair would send it again with every later turn. Only
-    texts are mended: a body with a lone surrogate in another field, such as a schema, is left for the parser to reject.
+    texts change: a lone surrogate in another field, such as a schema, is left for the parser to reject.
     """
     body = body.removeprefix(codecs.BOM_UTF8)
     mended = _with_surrogates_as(rb"\ufffd", body)

@@ -143,8 +143,8 @@ class Scanner:
         self._unemitted.clear()
 
     def give_up(self, *, is_text: bool = False) -> None:
-        """Give up: there is no call. The first consumed part becomes text and the rest is scanned again; with is_text,
-        all becomes text. An open call is reported as broken instead."""
+        """Reject the consumed text as a call. Emit its first part as text and scan the rest again; is_text: emit all of
+        it as text. Report an open call as broken instead."""
         taken, unemitted = self._taken, "".join(self._unemitted)
         self._taken, self._unemitted, self._num_taken = [], [], 0
         if self.is_begun:

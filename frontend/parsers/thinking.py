@@ -32,20 +32,20 @@ TAGS = (
     Tags("<reasoning>", "</reasoning>"),
 )
 
-# Where the prompt ends: inside the thinking, before an answer that may begin with it, or in the answer behind it.
+# Place where the prompt ends: inside thinking, before an answer that may begin with thinking, or after thinking.
 Start = Literal["inside", "before", "after"]
 
 
 class ThinkingReader:
     """Parser of the beginning of one answer. Space around thinking belongs to its tags.
 
-    A call within the thinking is a quotation if the thinking is closed later. If it never is, the model has forgotten
-    to close it; so text from the first call on is held until one of the two is known.
+    A call inside the thinking is quoted text if a closing tag follows. Without a closing tag the model forgot it, and
+    the call is a real one. So the reader holds text from the first call on until the tag or the end of the answer.
     """
 
     def __init__(self, tags: Tags, start: Start, *, calls: Sequence[str] = (), first: str = "") -> None:
-        """calls: texts with which a tool call may begin. first: text with which an answer begins that may be a call as
-        a whole, and not thinking without an opening tag; empty if there is none."""
+        """calls: texts with which a tool call may begin. first: an answer that begins with it may be one call, and is
+        then not read as thinking without an opening tag; empty: none."""
         self._tags = tags
         self._start = start
         self._first = first
@@ -105,7 +105,7 @@ class ThinkingReader:
             self._state = "unopened" if self._start == "before" and not may_be_call else "after"
 
     def _look_for_closing(self) -> str:
-        """Return text before the closing tag, or before a call, behind which no thinking can end."""
+        """Return the text before the closing tag. A call ends the search: no thinking ends behind a call."""
         if not self._may_begin_mark(self._held):
             text, self._held = self._held, ""
             return text

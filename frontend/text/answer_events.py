@@ -23,8 +23,8 @@ _CHECKS = 4  # checks per limit
 
 
 class AnswerEvents:
-    """Iterator over batches of events, for one task. Not a generator: each generator and each event loop step per
-    token costs as much as the token's text (docs/benchmarks/router.md)."""
+    """Iterator over batches of events, for one task. Not a generator: one more generator, or one more event loop step,
+    per token would cost as much as the token's text (docs/benchmarks/router.md)."""
 
     def __init__(
         self,
@@ -136,16 +136,15 @@ class TokenClock:
 
 
 class UnreadLimit:
-    """Ends its `async with` block with ClientTooSlow, wherever it waits, if a given event is not consumed in time.
+    """Context manager that ends its block with ClientTooSlow if the consumer leaves an event unread for the limit.
     Enter it once, in the consuming task."""
 
     def __init__(self, limit_s: float, *, request_id: str) -> None:
         self._limit_s = limit_s
         self._request_id = request_id
         self.is_passed = False  # valid after the block
-        self._scope: asyncio.Timeout | None = (
-            None  # set within the block only: it refers to the task and so to the request
-        )
+        # Set within the block only, because it refers to the task, and the task to the request.
+        self._scope: asyncio.Timeout | None = None
         self._given_at: float | None = None  # None: the consumer waits for an event
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None

@@ -26,7 +26,7 @@ class CallText:
     id: str = ""  # set in the first part only, as is `name`
     name: str = ""
     arguments: str = ""  # fragment of JSON
-    broken: str | None = None  # set if the text turned out to be no call: all of that text
+    broken: str | None = None  # all text of a malformed call; None: the call is well-formed so far
     rest: str = ""  # the part of `broken` that has not been sent
     at: int = 0  # offset in the accompanying text
 
@@ -57,7 +57,7 @@ class AnswerReader:
         is_parallel: bool = True,
         is_forced: bool = False,
     ) -> None:
-        """is_forced: a grammar constrains the answer to be calls, so that text is a part of one and never content."""
+        """is_forced: a grammar constrains the answer to calls, so text outside of them is dropped."""
         self.num_calls = 0  # completed calls
         self.is_over = False  # the rest of the text is not part of the answer
         self._thinking = thinking
@@ -81,15 +81,11 @@ class AnswerReader:
         start = output_format.start(chat, prompt)
         if output_format.tags and may_think(grammar, start):
             if grammar and start == "before":
-                start = "after"  # the grammar wants an opening tag
+                start = "after"  # the grammar allows thinking only behind an opening tag
             thinking = ThinkingReader(output_format.tags, start, calls=begins, first=first)
         if not thinking and not calls:
             return None
         return cls(thinking, calls, is_parallel=chat.is_parallel, is_forced=chat.forced is not None and bool(calls))
-
-    @property
-    def is_thinking(self) -> bool:
-        return self._thinking is not None and self._thinking.is_inside
 
     def new_thinking_reader(self) -> ThinkingReader | None:
         """Return a fresh reader of the thinking of this answer, in its initial state."""
@@ -110,8 +106,8 @@ class AnswerReader:
         return AnswerText(parsed.text + behind.text, behind.thinking, behind.calls, num_thought=len(parsed.text))
 
     def finish(self, *, is_cut: bool = False) -> AnswerText:
-        """Return the remaining parts at the end of the text. is_cut: the limit of tokens ended it, so that a call that
-        is still open remains a call, with its arguments so far."""
+        """Return the remaining parts at the end of the text. is_cut: the token limit ended it, so an open call stays a
+        call, with its arguments so far."""
         thought, text, in_thinking = self._thinking.finish() if self._thinking else ("", "", "")
         if in_thinking:
             assert self._calls
@@ -156,7 +152,7 @@ class AnswerReader:
                 case CallBroken(number, raw, rest) if not self._is_forced:
                     parsed.calls.append(CallText(number, broken=raw, rest=rest, at=len(parsed.text)))
                 case CallBroken():
-                    self.num_calls = 0  # a stop string cut the last of the forced calls, so they did not end the answer
+                    self.num_calls = 0  # a stop string cut a forced call: finish_reason is stop, not tool_calls
                 case CallEnded():
                     self._behind_call = self._thinking.behind_call() if self._thinking else None
                     self.num_calls += 1

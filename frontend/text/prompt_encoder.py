@@ -18,7 +18,7 @@ _LONG_TEXT = 2 * 1024  # characters, some 3 ms of tokenizing; longer texts go to
 _MANY_TOKENS = 4096  # some 2 ms of decoding
 _MESSAGE = 64  # template cost of one message or call, in characters
 _MAX_KNOWN = 64  # cached bad_words lists: all prompts of one body share theirs, and may be a thousand
-_MARK = 16  # tokens; covers any marker at the end of a prompt
+_MARK = 16  # tokens at the end of a prompt, enough for any thinking tag
 
 
 class PromptEncoder:
@@ -42,7 +42,7 @@ class PromptEncoder:
         self._bad_words_as_tokens = lru_cache(_MAX_KNOWN)(partial(bad_words_as_tokens, tokenizer))
 
     def least_tokens(self, request: CompletionRequest) -> int:
-        """Return a lower bound of the tokens it needs, from its size alone: as if every token were the longest one."""
+        """Return a lower bound of the request's tokens: its size, as if every token were the longest one."""
         least, num_kept = self._least_in(request), request.truncate_prompt_tokens
         if num_kept is not None:
             least = min(least, num_kept if num_kept > 0 else self._model.max_model_len)

@@ -95,7 +95,7 @@ class Tokenizer:
         return None
 
     def _find_eos(self, model_dir: Path, generation_dir: Path) -> frozenset[int]:
-        """Return every id that ends a sequence: the tokenizer's and those in generation_config.json, as in Llama 3."""
+        """Return the ids that end a sequence: the tokenizer's, and generation_config.json's, else config.json's."""
         listed = read_object(generation_dir / "generation_config.json", missing_ok=True).get("eos_token_id")
         if listed is None:
             listed = read_object(model_dir / "config.json", missing_ok=True).get("eos_token_id")

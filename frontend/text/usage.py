@@ -86,7 +86,7 @@ class Account:
             self._trace.tell(self._span_attributes(outcome, usage, route), life)
         self._audit_log.done(request, outcome, usage, max_tokens=max_tokens, s=clock.elapsed_s, ttft_s=ttft_s)
         logger.info(
-            "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d pulled_tokens=%d "
+            "request done request=%s outcome=%s prompt_tokens=%d cached_tokens=%d fetched_tokens=%d "
             "completion_tokens=%d prefill=%s decode=%s blocks=%d bytes=%d attempts=%d ttft_ms=%.1f itl_ms=%.1f ms=%.1f",
             request.id, outcome, usage.prompt_tokens, route.cached_tokens, route.fetched_tokens,
             usage.completion_tokens,

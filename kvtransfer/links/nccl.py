@@ -20,7 +20,7 @@ from kvtransfer.links.device_stream import StreamEvent, own_stream
 from kvtransfer.links.link import LinkEnd, Operation
 from kvtransfer.links.nccl_library import Nccl, NcclError, loaded_nccl
 
-# GPU memory that a two-rank communicator takes on each side: NCCL 2.28.9 on an H100, docs/benchmarks/kv_path.md.
+# GPU memory that a two-rank communicator takes on each side: NCCL 2.28.9 on an H100, docs/benchmarks/gpu.md.
 NCCL_BYTES = 140 << 20
 _SENDER, _RECEIVER = 0, 1
 _POLL_S = 5e-5

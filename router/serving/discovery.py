@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 class Discovery:
     """Follower of the membership and the block index. Owns `redis`.
 
-    A replica that either source lists is used. While both are unavailable the known replicas stay: the frames of each
-    show whether it is alive.
+    The router uses each replica that either source lists. While both are unavailable the known replicas stay, because
+    their token frames show whether they are alive.
     """
 
     def __init__(
@@ -43,10 +43,9 @@ class Discovery:
         tasks: Supervisor | None = None,
         count_rejected: Callable[[RejectionReason], object] = lambda why: None,
     ) -> None:
-        """name: deployment. key: key with which members sign their records. find_members: return the signed records
-        that the controller has, a second source for when Redis refuses leases. None: there is no controller. tasks:
-        supervisor of the background tasks; None: a new one. count_rejected: called for each membership record with a
-        bad signature or format."""
+        """name: of the deployment. key: signing key of its members. find_members: returns the controller's signed
+        records, used beside those in Redis; None: there is no controller. tasks: supervisor of the background tasks;
+        None: a new one. count_rejected: called for each record with a bad signature or format."""
         self._redis = redis
         self._replicas = replicas
         self._membership = Membership(redis, name=name, key=key, count_rejected=count_rejected)

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _MAX_FRUITLESS = 5
 _PROGRESS = 8  # tokens
 _BACKOFF_S, _BACKOFF_GROWTH = 0.02, 4  # per fruitless attempt: five of them outlast a fault of a few seconds
-_BLAME_S = 10.0  # a failed replica or link is avoided for so long
+_BLAME_S = 10.0  # time for which the request avoids a replica or link that failed
 _MAX_TROUBLE = 200  # characters kept of an attempt's error
 _NO_FAULT = (RequestError, CapacityError, DeadlineExceeded, ClientTooSlow, GrammarNotFollowed, NoTokenAllowed)
 
@@ -112,7 +112,7 @@ class Relay:
             logger.exception("request=%s failed", state.request.id)
             state.responses.end(ClusterError(f"internal error: {errors.exceptions[0]!r}"))
         finally:
-            # This also runs if the client, having got the last token, cancels the task before it ends by itself.
+            # Also reached if the client has the last token and cancels the task before it ends by itself.
             if not state.unfinished:
                 self._reservations.finished([len(tokens) for tokens in state.tokens.values()])
                 self._answered(state, self._revision)

@@ -15,12 +15,12 @@ _KEY = new_key("acme", new_secret())
 
 
 @pytest.fixture(params=[True, False])
-def is_told(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
+def is_published(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the controller could publish the change to the routers."""
     has_published: bool = request.param
 
     def ask(controller: object, method: str, *keys: ApiKey) -> KeyRegistry | KeyChange:
-        return KeyChange(key=keys[0], is_told=has_published) if keys else KeyRegistry(version=1, keys=(_KEY,))
+        return KeyChange(key=keys[0], is_published=has_published) if keys else KeyRegistry(version=1, keys=(_KEY,))
 
     monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     monkeypatch.setattr(connection, "find_state", lambda name, **_: None)
@@ -29,21 +29,23 @@ def is_told(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.
     return has_published
 
 
-def test_unpublished_revocation_is_an_error(is_told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unpublished_revocation_is_an_error(is_published: bool, capsys: pytest.CaptureFixture[str]) -> None:
     code, printed = run(["keys", "revoke", "acme"]), capsys.readouterr()
-    assert (code == 0) == is_told
-    assert printed.out == (f"{_KEY.id} of acme is revoked\n" if is_told else "")
-    assert ("Redis is unavailable: running routers accept it until" in printed.err) != is_told
+    assert (code == 0) == is_published
+    assert printed.out == (f"{_KEY.id} of acme is revoked\n" if is_published else "")
+    assert ("Redis is unavailable: running routers accept it until" in printed.err) != is_published
 
 
-@pytest.mark.parametrize("is_told", [True], indirect=True)
+@pytest.mark.parametrize("is_published", [True], indirect=True)
 def test_unsaved_revocation_is_an_error(
-    is_told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    is_published: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ask(controller: object, method: str, *keys: ApiKey) -> KeyRegistry | KeyChange:
         if not keys:
             return KeyRegistry(version=1, keys=(_KEY,))
-        return KeyChange(key=keys[0], is_told=is_told, problem="keys.json: No space left on device; until then")
+        return KeyChange(
+            key=keys[0], is_published=is_published, problem="keys.json: No space left on device; until then"
+        )
 
     monkeypatch.setattr(driver, "ask", ask)
     assert run(["keys", "revoke", _KEY.id]) == 2
@@ -51,13 +53,13 @@ def test_unsaved_revocation_is_an_error(
     assert f"{_KEY.id} of acme is revoked, but keys.json: No space left on device" in printed.err and not printed.out
 
 
-def test_unknown_key_lists_the_existing_ones(is_told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_key_lists_the_existing_ones(is_published: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["keys", "revoke", "other"]) == 2
     assert "no key is called other; there are: acme" in capsys.readouterr().err
 
 
-def test_unpublished_new_key_is_reported(is_told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unpublished_new_key_is_reported(is_published: bool, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["keys", "create", "acme"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("sk-")
-    assert ("Redis is unavailable: routers accept this key when it is back" in printed.err) != is_told
+    assert ("Redis is unavailable: routers accept this key when it is back" in printed.err) != is_published

@@ -45,11 +45,11 @@ async def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 async def test_change_reports_whether_it_was_published(keep: Callable[[str], KeyKeeper], redis_url: str) -> None:
     key = new_key("a", new_secret())
     keeper = keep(redis_url)
-    assert (await keeper.add(key)).is_told and (await keeper.revoke(key)).is_told
+    assert (await keeper.add(key)).is_published and (await keeper.revoke(key)).is_published
     away = keep(f"redis://127.0.0.1:{free_port()}")
-    assert not (await away.add(key)).is_told
+    assert not (await away.add(key)).is_published
     change = await away.revoke(key)
-    assert (change.key, change.is_told) == (key, False)
+    assert (change.key, change.is_published) == (key, False)
     assert away.registry == KeyRegistry(version=4), "it is stored in any case"
 
 
@@ -82,7 +82,7 @@ async def test_revoke_is_idempotent(keep: Callable[[str], KeyKeeper], redis_url:
     await keeper.add(other)
     first = await keeper.revoke(key)
     again = keep(redis_url)
-    assert await again.revoke(key) == first == KeyChange(key=key, is_told=True)
+    assert await again.revoke(key) == first == KeyChange(key=key, is_published=True)
     assert again.registry == KeyRegistry(version=3, keys=(other,))
 
 
@@ -96,7 +96,7 @@ async def test_revocation_works_on_a_full_disk(
     with monkeypatch.context() as patched:
         fill_disk(patched)
         change = await keeper.revoke(key)
-        assert change.is_told and "keys.json: No space left on device" in change.problem
+        assert change.is_published and "keys.json: No space left on device" in change.problem
         assert keeper.registry == keep(redis_url).registry == KeyRegistry(version=2)
         with redis.Redis.from_url(redis_url) as client:
             assert KeyRegistry.from_json(client.hget("kept:keys", "book")) == KeyRegistry(version=2)  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def test_keys_outlive_controller_redis_and_deployment(
     deployment = deploy(_NOBODY, index_url=redis_url)
     first, second = new_key("first", new_secret(), rpm=3), new_key("second", new_secret())
     deployment.call("add_key", first)
-    assert deployment.call("add_key", second).is_told
+    assert deployment.call("add_key", second).is_published
     with pytest.raises(SpecError, match="a key is called first already"):
         deployment.call("add_key", new_key("first", new_secret()))
     book = KeyRegistry(version=2, keys=(first, second))
@@ -52,7 +52,7 @@ def test_keys_outlive_controller_redis_and_deployment(
     redis.Redis.from_url(redis_url).flushall()
     until(lambda: published(deployment, redis_url) == book)
     deployment.restart()
-    assert deployment.call("revoke_key", second) == KeyChange(key=second, is_told=True)
+    assert deployment.call("revoke_key", second) == KeyChange(key=second, is_published=True)
     assert published(deployment, redis_url) == KeyRegistry(version=3, keys=(first,))
 
     file = tmp_path / "keys.json"

@@ -110,7 +110,7 @@ async def test_member_of_another_wire_version_is_ignored_counted_and_logged_once
             assert await membership.members() == [_MEMBER]
     assert rejected == [RejectionReason.OTHER_VERSION]
     [message] = caplog.messages
-    assert "decode-9" in message and f"version {version} on the wire, and this router {WIRE_VERSION}" in message
+    assert "decode-9" in message and f"wire version is {version}, this router's is {WIRE_VERSION}" in message
 
 
 def test_record_without_a_version_is_an_old_one() -> None:

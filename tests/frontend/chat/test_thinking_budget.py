@@ -106,7 +106,6 @@ def test_counted_thinking_stays_within_the_budget(
     delta = choice.add(SampledToken(token_id=token) for token in tokens)
     is_unopened = delta.num_thought is not None  # thinking without an opening tag has no budget
     assert is_unopened or choice.num_thinking <= budget.num_tokens + len(budget.closing_ids)
-    assert not (delta.thinking and reader and reader.is_thinking), "60 tokens are more than any budget here"
 
 
 @pytest.fixture(scope="module")

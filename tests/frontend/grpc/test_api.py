@@ -149,7 +149,7 @@ async def test_best_of_is_sent_when_all_choices_have_ended(endpoint: Endpoint, b
 )
 async def test_best_of_is_bounded(endpoint: Endpoint, sampling: pb.SamplingParams, says: str) -> None:
     status, message, details = await endpoint.rejected(pb.GenerateRequest(prompt="x", sampling=sampling))
-    assert status is grpc.StatusCode.INVALID_ARGUMENT and message.startswith("best_of: ") and says in message
+    assert status is grpc.StatusCode.INVALID_ARGUMENT and message.startswith("sampling.best_of: ") and says in message
     assert [one.field for one in details["BadRequest"].field_violations] == ["sampling.best_of"]
     assert not endpoint.fake.started
 
@@ -286,6 +286,7 @@ WRONG: list[tuple[pb.GenerateRequest, str, str]] = [
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])), "prompt", "out of range"),
     (pb.GenerateRequest(chat=pb.Chat()), "chat.messages", "must not be empty"),
     (pb.GenerateRequest(prompt="a", request_id="a\nb"), "request_id", "visible ASCII"),
+    (pb.GenerateRequest(prompt="a", tenant="a" * 257), "tenant", "tenant: has 257 characters"),
     (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 256)), "prompt", "context holds 256"),
 ]
 
