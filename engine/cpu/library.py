@@ -1,6 +1,6 @@
 """Build and loading of the CPU kernels: C++ sources beside this file, compiled once per machine and cached.
 
-Compiling takes about ten seconds and needs a C++ compiler; loading a cached library takes a millisecond. Without a
+Compiling takes about half a minute and needs a C++ compiler; loading a cached library takes a millisecond. Without a
 compiler, or for dtypes other than bf16, torch computes everything; see `open_kernels`.
 """
 

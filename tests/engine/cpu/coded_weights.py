@@ -38,7 +38,12 @@ def _exponents(num_outputs: int, num_groups: int) -> Tensor:
 
 
 def _nibbles(
-    size: int, scales: Callable[[int, int], Tensor], *, zeros: tuple[int, int] | None = None, **extra: Tensor | None
+    size: int,
+    scales: Callable[[int, int], Tensor],
+    *,
+    zeros: tuple[int, int] | None = None,
+    levels: Tensor | None = None,
+    has_factors: bool = False,
 ) -> Make:
     """Return a maker of 4-bit matrices with groups of `size`; 0: one group."""
 
@@ -47,10 +52,9 @@ def _nibbles(
         num_groups = int(group_I[-1]) + 1
         codes = _integers(0, 16, num_outputs, num_inputs, seed=0)
         zeros_OG = None if zeros is None else _integers(*zeros, num_outputs, num_groups, seed=2).float()
-        factors_O = _numbers(num_outputs, seed=3) * 0.01 if "factors_O" in extra else None
-        return GroupedWeight.of_4_bits(
-            codes, scales(num_outputs, num_groups), zeros_OG, group_I, levels=extra.get("levels"), factors_O=factors_O
-        )
+        factors_O = _numbers(num_outputs, seed=3) * 0.01 if has_factors else None
+        scales_OG = scales(num_outputs, num_groups)
+        return GroupedWeight.of_4_bits(codes, scales_OG, zeros_OG, group_I, levels=levels, factors_O=factors_O)
 
     return make
 
@@ -98,7 +102,7 @@ _MADE: dict[str, tuple[FormatName, Make]] = {
     "int4_32_symmetric": (FormatName.Q4_0, _nibbles(32, _half, zeros=(8, 9))),
     "int4_channel": (FormatName.INT4_F32, _nibbles(0, _single, zeros=(8, 9))),
     "int4_act_order": (FormatName.INT4, _act_order),
-    "nvfp4": (FormatName.NVFP4, _nibbles(16, _e4m3, levels=_E2M1, factors_O=None)),
+    "nvfp4": (FormatName.NVFP4, _nibbles(16, _e4m3, levels=_E2M1, has_factors=True)),
     "mxfp4": (FormatName.MXFP4, _nibbles(32, _exponents, levels=_E2M1)),
     "nf4": (FormatName.LEVELS, _nibbles(64, _single, levels=_NF4)),
     "fp4": (FormatName.LEVELS, _nibbles(128, _single, levels=_FP4)),
