@@ -47,7 +47,7 @@ _INSTRUCTIONS = {
     "Q5_K": (1462, 1427, 1495),
     "Q6_K": (1247, 1264, 1287),
 }
-# Forms of which a processor must hold two programs of four warps, or one of eight.
+# Forms whose programs share a processor: two of four warps, or one of eight.
 _FILL_A_PROCESSOR = {"MXFP8", "int8 zeros", "NVFP4", "MXFP4", "NF4", "int4 channels"}
 # Triton 3.6 needs up to 1.42 times as many.
 _MORE = 1.1 if _IS_PINNED else 1.5
