@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -83,7 +83,7 @@ class GroupedWeight:
         return numbers_OI
 
     def to(self, device: torch.device) -> GroupedWeight:
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device) if isinstance(value := getattr(self, field.name), Tensor) else value
             for field in fields(self)
         }
