@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.cpu.library import load_kernels
-from engine.layers.layers import TorchMatrix
+from engine.layers.layers import Matrix, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.weights.quantized_weight import E2M1_LEVELS, GroupedWeight
 
@@ -30,10 +30,13 @@ _BYTES = 100 << 20
 
 def main() -> None:
     torch.set_num_threads(1)
-    matrices = {"torch": [TorchMatrix(torch.randn(_SIZE, _SIZE).bfloat16())], **_packed()}
+    matrices: dict[str, list[TorchMatrix] | list[PackedMatrix]] = {
+        "torch": [TorchMatrix(torch.randn(_SIZE, _SIZE).bfloat16())],
+        **_packed(),
+    }
     for num_rows in _ROWS:
         x_TI = torch.randn(num_rows, _SIZE).bfloat16()
-        turns = {name: cycle(copies) for name, copies in matrices.items()}
+        turns: dict[str, cycle[Matrix]] = {name: cycle(copies) for name, copies in matrices.items()}
         best = dict.fromkeys(matrices, float("inf"))
         for _ in range(1 + _TRIES // (1 + num_rows // 32)):
             for name, copies in turns.items():

@@ -147,8 +147,8 @@ class KVSpec(_Section):
     pool_dtype: PoolDType = "auto"
     """Data type of the KV pool. `auto`: the model's dtype. `int8`, `fp8_e4m3`: nearly twice the tokens in the same
     memory, with one scale per token and head. `int8` is the more accurate of the two (docs/benchmarks/accuracy.md).
-    `int4`: more than 3.5 times the tokens, with one scale and zero point per token and head, of rotated heads; not for
-    latent attention."""
+    `int4`: more than 3.5 times the tokens, with one scale and zero point per token and head, of rotated heads; small
+    models lose several per cent of perplexity; not for latent attention."""
     wire_dtype: WireDType = "fp8_e4m3"
     """Data type in which a 16- or 32-bit pool is sent. `raw`: the pool's own. A quantized pool is always sent as it
     is."""

@@ -118,6 +118,7 @@ def measure(
             process.close()
         losses_WT = torch.tensor(losses, dtype=torch.float64)
         baseline_WT = losses_WT if baseline_WT is None else baseline_WT
+        difference, error = _difference(losses_WT, baseline_WT)
         found.append(
             FormatCost(
                 weights=combination.weights,
@@ -129,7 +130,9 @@ def measure(
                 batch_tokens_s=_BATCH / batch_s,
                 first_token_s=first_s,
                 scores=scores,
-                **_quality(losses_WT, baseline_WT),
+                perplexity=math.exp(float(losses_WT.mean())),
+                difference=difference,
+                error=error,
             )
         )
         measured(found[-1])
@@ -142,11 +145,12 @@ def _is_better(one: FormatCost, other: FormatCost) -> bool:
     return ours != theirs and all(mine >= its for mine, its in zip(ours, theirs, strict=True))
 
 
-def _quality(losses_WT: Tensor, baseline_WT: Tensor) -> dict[str, float | None]:
+def _difference(losses_WT: Tensor, baseline_WT: Tensor) -> tuple[float, float | None]:
+    """Return the relative difference of perplexity, and its standard error."""
     difference_W = (losses_WT - baseline_WT).mean(dim=1)
     ratio = math.exp(float(difference_W.mean()))
     error = ratio * float(difference_W.std()) / math.sqrt(len(difference_W)) if len(difference_W) > 1 else None
-    return {"perplexity": math.exp(float(losses_WT.mean())), "difference": ratio - 1, "error": error}
+    return ratio - 1, error
 
 
 def _windows(model_dir: Path, text: str, window: int, stride: int, max_windows: int) -> list[list[int]]:
