@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from engine.cpu.library import load_kernels
-from engine.layers.layers import TorchMatrix
+from engine.layers.layers import Matrix, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.weights.quantized_weight import E2M1_LEVELS, GroupedWeight
 
@@ -30,7 +31,7 @@ _BYTES = 100 << 20
 
 def main() -> None:
     torch.set_num_threads(1)
-    matrices = {"torch": [TorchMatrix(torch.randn(_SIZE, _SIZE).bfloat16())], **_packed()}
+    matrices: dict[str, Sequence[Matrix]] = {"torch": [TorchMatrix(torch.randn(_SIZE, _SIZE).bfloat16())], **_packed()}
     for num_rows in _ROWS:
         x_TI = torch.randn(num_rows, _SIZE).bfloat16()
         turns = {name: cycle(copies) for name, copies in matrices.items()}
