@@ -65,6 +65,7 @@ def rows_of(weight: QuantizedWeight, form: Format, start: int, end: int) -> Code
     """Return rows [start, end) of a matrix in its format."""
     if isinstance(weight, GroupedWeight):
         return _groups(weight, form, start, end)
+    assert isinstance(weight, GGMLWeight)
     codes, num_spans = codes_of(weight, start, end), weight.shape[1] // form.span
     heads = tuple(head.reshape(end - start, num_spans, -1, head.shape[-1]) for head in codes.heads)
     return Codes(codes.bits, codes.codes_ONU32.reshape(end - start, num_spans, -1, _UNIT), heads)
@@ -246,7 +247,7 @@ def _group_size(group_I: Tensor, least: int) -> int:
 
 def _sorted(group_I: Tensor, least: int) -> Tensor:
     """Return the inputs in the order of their groups, each padded to whole runs with -1."""
-    parts = group_I.argsort(stable=True).split(group_I.bincount().tolist())
+    parts = torch.split(group_I.argsort(stable=True), group_I.bincount().tolist())
     order_C = torch.cat([F.pad(part, (0, -len(part) % least), value=-1) for part in parts])
     return F.pad(order_C, (0, -len(order_C) % _UNIT), value=-1)
 

@@ -128,8 +128,9 @@ class PackedMatrix:
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
         panels_PN16C = kernels.memory.copy(_panels(weight_OI.to(torch.bfloat16), group=2))
-        part = PackedPart(Kind.MULTIPLY_BF16, *weight_OI.shape, {"panels": panels_PN16C})
-        return cls(kernels, weight_OI.shape[1], part)
+        num_outputs, num_inputs = weight_OI.shape
+        part = PackedPart(Kind.MULTIPLY_BF16, num_outputs, num_inputs, {"panels": panels_PN16C})
+        return cls(kernels, num_inputs, part)
 
     @classmethod
     def int8(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
@@ -146,7 +147,8 @@ class PackedMatrix:
             "scales": _pad(scales_O),
             "sums": _pad(codes_OI.sum(dim=1, dtype=torch.int32)),
         }
-        return cls(kernels, weight_OI.shape[1], PackedPart(Kind.MULTIPLY_INT8, *weight_OI.shape, tensors))
+        num_outputs, num_inputs = weight_OI.shape
+        return cls(kernels, num_inputs, PackedPart(Kind.MULTIPLY_INT8, num_outputs, num_inputs, tensors))
 
     @classmethod
     def few_bits(cls, kernels: Kernels, weights: Sequence[QuantizedWeight]) -> PackedMatrix | None:
