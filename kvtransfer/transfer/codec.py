@@ -123,7 +123,7 @@ class Codec:
         scale_dtypes = [SCALES.get(dtype) for dtype in dtypes]
         sizes = [math.prod(rows) * layout.row_dim_of(dtype) * dtype.itemsize for dtype in dtypes]
         sizes += [math.prod(rows) * dtype.itemsize if dtype else 0 for dtype in scale_dtypes]
-        parts = payload[: sum(sizes)].split(sizes)
+        parts = torch.split(payload[: sum(sizes)], sizes)
         codes, scales = parts[: len(dtypes)], parts[len(dtypes) :]
         for layer, dtype, of_layer, scale_dtype, of_rows in zip(
             segment.layers, dtypes, codes, scale_dtypes, scales, strict=True

@@ -49,7 +49,7 @@ def _transform(x: Tensor) -> Tensor:
     """Multiply each part of each row with H."""
     step = 1
     while step < part_of(x.shape[-1]):
-        a, b = x.unflatten(-1, (-1, 2, step)).unbind(-2)
+        a, b = torch.unflatten(x, -1, (-1, 2, step)).unbind(-2)
         x = torch.stack((a + b, a - b), dim=-2).flatten(-3)
         step *= 2
     return x

@@ -89,7 +89,7 @@ def _quantize_int4(y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _dequantize_int4(codes: Tensor, scales: Tensor) -> Tensor:
-    scale, zero = scales.unsqueeze(-1).view(torch.bfloat16).float().split(1, dim=-1)
+    scale, zero = torch.split(scales.unsqueeze(-1).view(torch.bfloat16).float(), 1, dim=-1)
     y = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).float()
     return y.sub_(8).mul_(scale).add_(zero)
 
