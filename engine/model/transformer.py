@@ -257,7 +257,7 @@ class Transformer:
         """
         layers: Sequence[DecoderLayer | LatentLayer] = self._layers or self._latent_layers
         if not is_plain(self._head) or not all(layer.is_fixed for layer in layers):
-            return "experts are computed one by one or spread over ranks, or matrices are dequantized per product"
+            return "experts are computed one by one or spread over ranks"
         return None
 
     def _score(self, scored_SE: Tensor, on_logits: OnLogits | None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from core.model.weight_formats import INSTEAD
@@ -164,6 +165,16 @@ def kind_of(config: Mapping[str, Any]) -> str:
         return "gemm"
     # auto-round's other backends store zeros as they are.
     return "gptq" if "gptq" in packing and "gptqmodel" not in packing else "gptq_v2"
+
+
+def activations_of(config: Mapping[str, Any]) -> torch.dtype | None:
+    """Return the dtype to which every product quantizes its inputs; None: none does, or they differ."""
+    groups = (config.get("config_groups") or {}).values()
+    schemes = [group.get("input_activations") or {} for group in groups]
+    kinds = {(scheme.get("type"), scheme.get("num_bits")) for scheme in schemes}
+    if config.get("quant_method") == "fbgemm_fp8" or config.get("quant_algo") == "FP8":
+        kinds = {("float", 8)}
+    return {("int", 8): torch.int8, ("float", 8): torch.float8_e4m3fn}.get(*kinds) if len(kinds) == 1 else None
 
 
 def sizes_of(config: Mapping[str, Any]) -> list[tuple[int, int]]:

@@ -26,6 +26,7 @@ from engine.weights.formats import (
     STATES,
     Format,
     Part,
+    activations_of,
     format_of,
     kind_of,
     sizes_of,
@@ -59,7 +60,7 @@ class QuantizedCheckpoint:
     def __init__(self, plain: SafetensorsCheckpoint, config: Mapping[str, Any]) -> None:
         """config: quantization settings of the checkpoint. Raises SpecError for unsupported formats."""
         self._plain = plain
-        self._sizes, self._kind = sizes_of(config), kind_of(config)
+        self._sizes, self._kind, self._activations = sizes_of(config), kind_of(config), activations_of(config)
         self._is_gptq = config.get("quant_method") == "gptq"
         self.unindexed = plain.unindexed
         self._matrices: dict[str, _Matrix] = {}
@@ -178,6 +179,7 @@ class QuantizedCheckpoint:
             group_I - first,
             None if row.levels is None else torch.tensor(row.levels),
             self._factors(matrix, rows),
+            self._activations,
         )
 
     def _flat(self, matrix: _Matrix, rows: Span, columns: Span) -> GroupedWeight:

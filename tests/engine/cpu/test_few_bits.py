@@ -22,11 +22,12 @@ from engine.cpu.structs import FormatName
 from engine.layers.codes import format_of
 from engine.layers.layers import Before, GatedSiLU, RMSNorm
 from engine.layers.packed_matrix import PackedMatrix
+from engine.quantization.write import quantize_checkpoint
 from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
 from tests.engine.cpu.coded_weights import FORMATS, format_name, random_weight
 from tests.engine.gguf_files import write_model
 from tests.engine.steps import prompts, step
-from tests.engine.tiny_models import MakeRunner, random_model, reference_logits, tiny_config
+from tests.engine.tiny_models import MakeModel, MakeRunner, random_model, reference_logits, tiny_config
 
 # T tokens, I input features, O output features
 
@@ -227,7 +228,7 @@ def test_faults_exceed_the_tolerance(kernels: Kernels, fault: Callable[[GroupedW
 
 
 def test_unsupported_weights_are_rejected() -> None:
-    """Weights with NaN, zeros between codes and groups of 16 are dequantized per product instead."""
+    """Weights with NaN and zeros between codes have no format."""
     codes, group_I = torch.zeros(4, 64, dtype=torch.uint8), torch.arange(64) // 32
     scales, zeros = torch.full((4, 2), 0.1), torch.ones(4, 2)
     assert format_of(GroupedWeight.of_4_bits(codes, scales, zeros, group_I)) is not None
@@ -246,9 +247,35 @@ def test_logit_error_is_below_quantization_error(name: str, make_runner: MakeRun
     import_gguf(tmp_path / "m.gguf", tmp_path)
     widened = reference_logits(model, tokens)[-1]
     logits = step(make_runner(tmp_path, dtype="bfloat16"), [tokens], [(0, 0, 30)])[0]
-    plain = step(make_runner(tmp_path, dtype="bfloat16"), [tokens], [(0, 0, 30)])[0]
+    plain = step(make_runner(tmp_path, dtype="bfloat16", weights="widen"), [tokens], [(0, 0, 30)])[0]
     of_the_format, of_bf16 = ((other - widened).norm() for other in (exact, plain))
     assert (logits - widened).norm() < of_the_format + of_bf16
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic", "int8", "int4", "int4_asym", "nvfp4", "mxfp4"])
+def test_written_checkpoints_stay_in_their_bits(
+    kind: str,
+    family: str,
+    tiny_model: MakeModel,
+    make_runner: MakeRunner,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """No matrix of the layers or experts is widened, and logits are close to those of the widened model."""
+    # All experts are chosen, because rounding may choose others.
+    every = {"num_local_experts": 4, "num_experts_per_tok": 4} if family == "mixtral" else {}
+    directory, _ = tiny_model(family, hidden_size=64, intermediate_size=96, head_dim=16, **every)
+    group = 32 if kind.startswith("int4") else None
+    quantize_checkpoint(directory, tmp_path / kind, kind, group=group)
+    (tokens,) = prompts(30)
+    stored, wide = (
+        step(make_runner(tmp_path / kind, dtype="bfloat16", weights=weights), [tokens], [(0, 0, 30)])[0].float()
+        for weights in ("auto", "widen")
+    )
+    assert "are held in" not in caplog.text
+    assert (stored - wide).norm() < 0.12 * wide.norm()
+    assert not torch.equal(stored, wide) or kind in ("fp8", "fp8_dynamic")
 
 
 # Instruction sets that a processor needs to run the build for each target; None: no test machine has them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -23,6 +24,7 @@ from engine.layers.shards import ShardReader
 from engine.runner.parallel import TensorParallel
 from engine.runner.runner import ModelRunner
 from engine.weights.checkpoint import Checkpoint
+from engine.weights.formats import activations_of
 from engine.weights.open_checkpoint import open_checkpoint
 from engine.weights.quantized_weight import QuantizedWeight
 from tests.engine import quantized_files
@@ -58,6 +60,21 @@ def test_numbers_equal_the_formats_own_library(path: Path, tmp_path: Path) -> No
         config = json.loads(file.metadata()["quantization_config"])
     tensors = load_file(path)
     check_numbers(tmp_path, tensors, tensors.pop("numbers"), config)
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"config_groups": {"0": {"input_activations": {"type": "int", "num_bits": 8}}}}, torch.int8),
+        ({"config_groups": {"0": {"input_activations": {"type": "float", "num_bits": 8}}}}, torch.float8_e4m3fn),
+        ({"config_groups": {"0": {"input_activations": {"type": "int", "num_bits": 8}}, "1": {}}}, None),
+        ({"config_groups": {"0": {"weights": {"num_bits": 4}, "input_activations": None}}}, None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, torch.float8_e4m3fn),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, None),
+    ],
+)
+def test_only_formats_that_quantize_all_inputs_say_so(config: dict[str, Any], expected: torch.dtype | None) -> None:
+    assert activations_of(config) is expected
 
 
 def test_fused_parts_keep_their_own_factors(tmp_path: Path) -> None:
