@@ -19,10 +19,9 @@ from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Checkpoint, Span
 from engine.weights.quantized_weight import QuantizedWeight
 
-# auto: quantized matrices stay in their stored format where the device has a kernel for it, and are dequantized at load
-# where not. widen: they are dequantized at load. int8: all matrices are quantized at load with one scale per output.
+# auto: quantized matrices stay in their stored format if the device has a kernel for it, and are dequantized at load
+# otherwise. widen: they are dequantized at load. int8: all matrices are quantized at load with one scale per output.
 WEIGHTS = ("auto", "widen", "int8")
-
 
 # Called with each matrix of a layer and the names of its tensors; returns the matrix to use instead.
 OnMatrix = Callable[[Sequence[str], Matrix], Matrix]
@@ -123,7 +122,8 @@ class ShardReader:
     @property
     def _no_kernel(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"no kernel multiplies them by {dtype} on this {self.device.type.upper()}, or ranks would share blocks"
+        device = "GPU" if self.device.type == "cuda" else "CPU"
+        return f"this {device} has no kernel for their format in {dtype}, or blocks of the format cross a rank's share"
 
     def _in_stored_bits(self, *weights: QuantizedWeight) -> Matrix | None:
         """Return a matrix that stays quantized; None if the device has no kernel for it."""
