@@ -1,4 +1,4 @@
-"""Matrices that a GPU multiplies in their stored low-bit formats."""
+"""Matrices in their stored low-bit formats on a GPU. Products of many rows dequantize them in chunks."""
 
 from __future__ import annotations
 
