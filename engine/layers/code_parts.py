@@ -37,6 +37,7 @@ class CodeRows:
     activations: torch.dtype | None = None
 
     def is_like(self, other: CodeRows) -> bool:
+        """Return True if `panels_of` can concatenate both exactly."""
         in_order = self.order_I is None or other.order_I is None
         same = self.order_I is other.order_I if in_order else torch.equal(self.order_I, other.order_I)  # type: ignore[arg-type]
         return same and self._format() == other._format()

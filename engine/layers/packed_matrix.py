@@ -126,6 +126,7 @@ class PackedMatrix:
 
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
+        """Pack a matrix (O, I) of any float dtype, rounded to bf16."""
         panels_PN16C = kernels.memory.copy(_panels(weight_OI.to(torch.bfloat16), group=2))
         num_outputs, num_inputs = weight_OI.shape
         part = PackedPart(Kind.MULTIPLY_BF16, num_outputs, num_inputs, {"panels": panels_PN16C})

@@ -63,6 +63,7 @@ class ShardReader:
         return RMSNorm(self._place(self.checkpoint.read(f"{name}.weight")), eps)
 
     def embedding(self, name: str, vocab_size: int) -> Embedding:
+        """Read this rank's rows of the token embedding. Only CPU kernels keep them quantized."""
         rows = self.parallel.span(vocab_size)
         quantized = self._quantized(name, rows=rows)
         table: Table | None = None if quantized is None else self._packed(quantized)
