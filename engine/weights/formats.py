@@ -177,7 +177,9 @@ def activations_of(config: Mapping[str, Any]) -> torch.dtype | None:
     kinds = {(scheme.get("type"), scheme.get("num_bits")) for scheme in schemes}
     if config.get("quant_method") == "fbgemm_fp8" or config.get("quant_algo") == "FP8":
         kinds = {("float", 8)}
-    return {("int", 8): torch.int8, ("float", 8): torch.float8_e4m3fn}.get(*kinds) if len(kinds) == 1 else None
+    if kinds == {("int", 8)}:
+        return torch.int8
+    return torch.float8_e4m3fn if kinds == {("float", 8)} else None
 
 
 def sizes_of(config: Mapping[str, Any]) -> list[tuple[int, int]]:
