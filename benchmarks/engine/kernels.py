@@ -21,6 +21,7 @@ from torch import Tensor
 from benchmarks.engine.few_tokens import Case, few_tokens
 from benchmarks.engine.gpu_command import requested_shapes
 from benchmarks.engine.products import bench_products
+from core.model.kv_memory import QUANTIZED
 from core.types.errors import SpecError
 from engine.kernels.attention.decode_attention import decode_attention, resident_programs
 from engine.kernels.attention.dense_prefill import dense_prefill_attention
@@ -37,7 +38,7 @@ from engine.kernels.moe.fused_experts import fused_experts
 from engine.kernels.quant.row_quantization import quantize_rows
 from engine.kernels.rms_norm import add_rms_norm
 from engine.kernels.silu_mul import silu_mul
-from engine.kv.layout import DTYPES, QUANTIZED
+from engine.kv.layout import DTYPES
 
 # T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
 

@@ -14,10 +14,11 @@ from collections.abc import Callable
 
 import torch
 
+from core.model.kv_memory import QUANTIZED
 from engine.kernels.kv_wire import pack_kv, reference_pack_kv, reference_unpack_kv, unpack_kv
 from engine.kernels.quant.row_quantization import SCALES, quantize_rows
 from engine.kv.checksum import checksum
-from engine.kv.layout import DTYPES, QUANTIZED
+from engine.kv.layout import DTYPES
 
 _HEADS, _HEAD_DIM, _BLOCK_SIZE = 3, 64, 16
 _NUM_BYTES = 4 << 20

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from cluster.cli.planning.model_options import DEFAULT_MODEL, Model
+from core.model.kv_memory import QUANTIZED
 from core.types.errors import SpecError
 
 evaluate = typer.Typer(help="Measure a model's quality, in this process.", no_args_is_help=True)
@@ -130,8 +131,9 @@ def formats(
     print(f"wrote {output}")
 
 
-_POOLS = {"bf16": "auto", "fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
-_WIRES = {"raw": "raw", "fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
+# Values of kv.pool_dtype, kv.wire_dtype and model.weights.
+_POOLS = {"bf16": "auto"} | QUANTIZED
+_WIRES = {"raw": "raw"} | QUANTIZED
 _HELD = {"bf16": "widen", "stored": "auto", "int8": "int8"}
 
 

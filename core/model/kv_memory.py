@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from core.model.draft_heads import HeadsConfig
 from core.model.shape import ModelConfig
 
+# Quantized pool and wire dtypes by their short names in commands and reports.
+QUANTIZED = {"fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1, "int4": 0.5}
 # bf16, per token and head, for keys and for values each: a scale; int4: a scale and a zero.
 _SCALE_BYTES = {"fp8_e4m3": 2, "int8": 2, "int4": 4}

@@ -1,4 +1,4 @@
-"""Weight formats that are recognized by their settings or tensor names and rejected by name."""
+"""Quantization methods that load, and checks that reject other weight formats by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ QUANTIZATION_METHODS = (
 )
 INSTEAD = (
     "use the unquantized checkpoint, one in a format of compressed-tensors, AWQ, GPTQ or bitsandbytes, or a GGUF file "
-    "(`cluster quantize` writes FP8 and INT8)"
+    "(`cluster quantize` writes compressed-tensors)"
 )
 
 # Values of a key in quantization_config, or in the settings of its layers, by method.
@@ -77,7 +77,7 @@ def check_method(config: Mapping[str, Any]) -> None:
         method = "MLX" if {"group_size", "bits"} <= config.keys() else "an unnamed method"
     if config and method not in QUANTIZATION_METHODS:
         known = ", ".join(QUANTIZATION_METHODS)
-        raise SpecError(f"weights quantised by {method} are not supported; supported: {known}; {INSTEAD}")
+        raise SpecError(f"weights quantized by {method} are not supported; supported: {known}; {INSTEAD}")
     if transforms := config.get("transform_config"):
         named = ", ".join(transforms.get("config_groups", transforms))
         raise SpecError(f"quantization_config.transform_config ({named}) rotates activations: not supported; {INSTEAD}")

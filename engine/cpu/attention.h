@@ -147,7 +147,7 @@ private:
                 const float offset = is_rotated ? sum(load<Floats>(offsets + own * LANES)) : 0;
                 Word::in_order(out + own * padded_dim, padded_dim, numbers);
                 for (int64_t i = 0; i < padded_dim; i += LANES) store(numbers + i, (load<Floats>(numbers + i) + offset) / total);
-                if (is_rotated) turn_row_back(numbers, dim);
+                if (is_rotated) unrotate_row(numbers, dim);
                 narrow_numbers(numbers, dim, a.out + head(h, r, a.q_heads * dim));
             }
     }

@@ -9,8 +9,9 @@
 //     bits 5, 6      byte 64 (g / 4) + j of 128 more, bits 2 (g % 4) and on
 //     8 bits         byte 64 g + j; 8-bit floats: in the order of Float8
 //
-// A run covers the inputs that one scale of a row covers: weight = scale * code + minimum, times a factor per output.
-// Bits equal those of the file (6-bit scales of K formats take 8), in another order.
+// A run is 32 inputs (16 for Q6_K and NVFP4), for which quantized activations have one scale. A scale of weights covers one run or
+// more: weight = (scale * code + minimum) * factor of the output. Codes take the bits of the file; 6-bit scales of K formats
+// and 4-bit zeros take 8, and 16-bit scales of some formats take 32.
 #pragma once
 #include "dots.h"
 

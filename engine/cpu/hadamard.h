@@ -59,7 +59,7 @@ inline void rotate_row(float* x, int64_t dim, float scale = 1) {
     add_all(x, dim, part_of(dim));
 }
 
-inline void turn_row_back(float* x, int64_t dim) {
+inline void unrotate_row(float* x, int64_t dim) {
     add_all(x, dim, part_of(dim));
     flip(x, dim, 1 / (factor_of(dim) * part_of(dim)));
 }

@@ -173,7 +173,7 @@ template <class Codes> inline void widen_row(const uint8_t* codes, bf16 scale, i
 template <class Codes> inline void widen_row(const uint8_t* codes, Int4Codes::Scale scale, int64_t dim, bf16* to) {
     float* y = room_for_row(dim);
     widen_codes<Codes>(codes, dim, [&](int64_t i, Floats x) { store(y + i, x * widen(scale.scale) + widen(scale.zero)); });
-    turn_row_back(y, dim);
+    unrotate_row(y, dim);
     narrow_numbers(y, dim, to);
 }
 

@@ -34,8 +34,6 @@ DTYPES = {
 }
 # Part of the fingerprint with a draft head: a replica that does not ship features is incompatible with one that does.
 _WITH_BLOCKS = "features with blocks"
-# Short names for tables and reports.
-QUANTIZED = {"fp8": "fp8_e4m3", "int8": "int8", "int4": "int4"}
 # Part of the fingerprint with int4: replicas that rotate by other signs are incompatible.
 INT4_FORMAT = f"rotated by {SIGNS:x}"
 
@@ -57,7 +55,7 @@ class KVLayout:
     # Dtype of the pool, a key of DTYPES.
     dtype: str
     tensor_parallel: int = 1
-    # Format that the weights are converted to at load; see engine.layers.shards.WEIGHTS.
+    # Storage of the weights, one of engine.layers.shards.WEIGHTS: it changes the rounding of products.
     weights: str = "auto"
     # 2: keys and values. 1: one latent row for both.
     num_sides: int = 2

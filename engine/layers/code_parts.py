@@ -1,4 +1,4 @@
-"""Conversion of quantized weights to the few code formats of the GPU kernels, without changing their values."""
+"""Exact conversion of quantized weights to the code formats of the GPU kernels (code_panels.py)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.kernels.quant.code_panels import RUN, CodePanels, center_of, in_pane
 from engine.kernels.quant.code_words import E2M1, E4M3, INT8, LEVELS, NIBBLES
 from engine.kernels.quant.row_quantization import as_bytes
 from engine.layers.codes import codes_of, format_of
-from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
+from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight, unpack_4_bits
 
 # O outputs, I inputs, G groups of inputs
 
@@ -37,12 +37,13 @@ class CodeRows:
     activations: torch.dtype | None = None
 
     def is_like(self, other: CodeRows) -> bool:
+        """Return True if `panels_of` can concatenate both exactly."""
         in_order = self.order_I is None or other.order_I is None
         same = self.order_I is other.order_I if in_order else torch.equal(self.order_I, other.order_I)  # type: ignore[arg-type]
         return same and self._format() == other._format()
 
     def _format(self) -> object:
-        # Wide numbers of several dtypes are concatenated exactly.
+        # Scales of two bytes or more may differ in dtype: concatenation widens them exactly.
         numbers = [(name, each.element_size() == 1 and each.dtype) for name, each in self.numbers.items()]
         return self.kind, self.group, self.levels, self.activations, numbers
 
@@ -130,7 +131,7 @@ def _codes(weight: GroupedWeight) -> Tensor:
     """Return one byte per code: (O, I)."""
     if weight.codes.shape[1] == weight.shape[1]:
         return weight.codes ^ 128 if weight.codes.dtype == torch.uint8 else weight.codes.view(torch.uint8)
-    return torch.stack((weight.codes & 15, weight.codes >> 4), dim=-1).flatten(1)[:, : weight.shape[1]]
+    return unpack_4_bits(weight.codes, weight.shape[1])
 
 
 def _zeros(weight: GroupedWeight, kind: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Codes and scales of quantized matrices in the layout of the CPU kernels' formats."""
+"""Codes and scales of quantized matrices in the formats of the CPU kernels (engine/cpu/formats.h)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.cpu.structs import FormatName
-from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
+from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight, unpack_4_bits
 
-# O outputs, I inputs, G groups, N spans (inputs that share one header), U units of 32 inputs per span, R runs per span,
-# C code columns: inputs in the order of the codes
+# O outputs, I inputs, G groups of inputs, N spans (inputs that share one header), U units of 32 inputs per span,
+# R numbers of one kind in a header, C code columns: inputs in the order of the codes
 
 _UNIT = 32
 # Inputs per header and per scale, in descending order.
@@ -27,7 +27,8 @@ _E2M1 = torch.tensor(E2M1_LEVELS)
 class Format:
     """Format of formats.h with its parameters. Matrices with equal ones can be packed as one.
 
-    order: int32 input of each code column, -1 for padding; empty: in order. levels: two planes of LEVELS.
+    span, group: inputs per header and per scale. order: int32 input of each code column, -1 for padding; empty: in
+    order. levels: for LEVELS, the upper seven bits of its 16 numbers, then the lower seven; otherwise empty.
     """
 
     name: FormatName
@@ -45,7 +46,8 @@ class Format:
 class Codes:
     """Rows of a matrix in a format of formats.h.
 
-    codes_ONU32: uint8 with `bits` significant bits. heads: (O, N, R, bytes of one number) uint8, in span order.
+    codes_ONU32: uint8 with `bits` significant bits. heads: the header's numbers in its order, each
+    (O, N, R, bytes of one number) uint8.
     """
 
     bits: int
@@ -75,7 +77,7 @@ def factors_of(weight: QuantizedWeight, form: Format) -> Tensor | None:
     """Return the factor of each output, (O,) fp32, that the format's codes and scales leave out; None: 1."""
     if not isinstance(weight, GroupedWeight):
         return None
-    # E2M1 codes count halves. Scales in e4m3 are read as fp16, whose exponent is 8 smaller.
+    # The kernels read E2M1 codes as twice their numbers, and e4m3 scales as 2^-8 times theirs.
     unit = {FormatName.NVFP4: 2.0**7, FormatName.MXFP4: 0.5}.get(form.name, 1.0)
     if form.name is FormatName.LEVELS:
         assert weight.levels is not None
@@ -164,14 +166,14 @@ def _number(blocks_ONB: Tensor, at: int, num_bytes: int) -> Tensor:
 
 
 def _group_format(weight: GroupedWeight) -> Format | None:
-    """Return the format if it keeps scales exactly, and zeros are integer codes."""
+    """Return the format that holds codes, scales and zeros exactly (levels: in 14 bits); None if there is none."""
     name = _name(weight)
     least = _SIZES[-1] if name is FormatName.NVFP4 else _UNIT
     if name is None or not len(weight.group_I):
         return None
     group_I, order_C = weight.group_I, None
     if not (group := _group_size(group_I, least)):
-        # Groups in any order (act-order), or not of whole runs: sort and pad them.
+        # Groups are in any order (act-order), or not whole runs: sort and pad their inputs.
         order_C = _sorted(group_I, least)
         # Padding belongs to the group before it.
         filled_C = torch.where(order_C < 0, 0, torch.arange(len(order_C))).cummax(dim=0).values
@@ -260,7 +262,7 @@ def _groups(weight: GroupedWeight, form: Format, start: int, end: int) -> Codes:
     order_C, num_outputs = form.order_C, end - start
     codes_OC = weight.codes[start:end]
     if codes_OC.shape[1] != weight.shape[1]:
-        codes_OC = torch.stack((codes_OC & 15, codes_OC >> 4), dim=-1).flatten(1)[:, : weight.shape[1]]
+        codes_OC = unpack_4_bits(codes_OC, weight.shape[1])
     codes_OC = codes_OC.view(torch.uint8)
     if weight.codes.dtype == torch.int8:
         codes_OC = codes_OC ^ 128

@@ -1,4 +1,4 @@
-"""Matrices that a GPU multiplies in their stored low-bit formats."""
+"""Matrices in their stored low-bit formats on a GPU. Products of many rows dequantize them in chunks."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ logger = logging.getLogger(__name__)
 
 # T tokens, I input features, O output features
 
-# From this many rows on, dequantizing the matrix first is faster.
+# From this many rows on, cuBLAS with chunks dequantized before each product is faster.
 _ROWS_WORTH_WIDENING = 512
 # Rows per prompt step that are measured, in descending order until FP8 loses.
 _ROWS_OF_PROMPTS = (2048, _ROWS_WORTH_WIDENING)
 _NEVER = 1 << 62
 # Outputs of an FP8 product are a multiple of this.
 _FP8_OUTPUTS = 16
-# Weights per chunk.
+# Weights dequantized at a time.
 _WIDENED_AT_ONCE = 1 << 25
 
 
@@ -75,7 +75,7 @@ class CodedMatrix:
                     way = measured.quickest(f"FP8 {num_outputs} x {num_inputs}, {num_rows} rows", ways)
                 except RuntimeError as error:
                     # torch supports some devices in some versions only.
-                    logger.warning("FP8 products are not available, weights are widened: %s", error)
+                    logger.warning("FP8 products are not available, prompts use dequantized weights: %s", error)
                     return
                 if way != FP8:
                     return
@@ -133,6 +133,7 @@ class CodedMatrix:
 
 
 def coded_part(panels: CodePanels, order_I: Tensor | None = None, activations: torch.dtype | None = None) -> CodedPart:
+    """Build a part with counters of its own. activations: as in GroupedWeight."""
     counters = new_counters(panels.shape[0], panels.words.device)
     is_fp8 = panels.kind == E4M3 and not panels.group and activations == torch.float8_e4m3fn
     is_supported = has_tile_copies(panels.words.device) and panels.shape[0] % _FP8_OUTPUTS == 0

@@ -40,18 +40,17 @@ _MOST_ERROR = 0.02
 # Weights per chunk; larger chunks would spill from the cache to memory.
 _WIDENED_AT_ONCE = 1 << 21
 
-
-# Of matrices that are not low-bit.
+# Placeholder for matrices that are not low-bit.
 _NO_FORMAT = Format(FormatName.Q4_0)
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Outputs of a matrix with one kind and format. tensors: memory for the pointers of ProductCall, by field."""
+    """Outputs of a matrix with one kind and format. tensors: memory that ProductCall points to, by field."""
 
     kind: Kind
     num_outputs: int
-    # Inputs as packed: of a format in another order, they may include padding.
+    # Packed inputs: a format with its own order may pad them.
     num_columns: int
     tensors: Mapping[str, Tensor]
     form: Format = _NO_FORMAT
@@ -127,6 +126,7 @@ class PackedMatrix:
 
     @classmethod
     def bf16(cls, kernels: Kernels, weight_OI: Tensor) -> PackedMatrix:
+        """Pack a matrix (O, I) of any float dtype, rounded to bf16."""
         panels_PN16C = kernels.memory.copy(_panels(weight_OI.to(torch.bfloat16), group=2))
         num_outputs, num_inputs = weight_OI.shape
         part = PackedPart(Kind.MULTIPLY_BF16, num_outputs, num_inputs, {"panels": panels_PN16C})

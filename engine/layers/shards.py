@@ -19,10 +19,9 @@ from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Checkpoint, Span
 from engine.weights.quantized_weight import QuantizedWeight
 
-# auto: quantized matrices stay in their stored format where the device has a kernel for it, and are dequantized at load
-# where not. widen: they are dequantized at load. int8: all matrices are quantized at load with one scale per output.
+# auto: quantized matrices stay in their stored format if the device has a kernel for it, and are dequantized at load
+# otherwise. widen: they are dequantized at load. int8: all matrices are quantized at load with one scale per output.
 WEIGHTS = ("auto", "widen", "int8")
-
 
 # Called with each matrix of a layer and the names of its tensors; returns the matrix to use instead.
 OnMatrix = Callable[[Sequence[str], Matrix], Matrix]
@@ -64,6 +63,7 @@ class ShardReader:
         return RMSNorm(self._place(self.checkpoint.read(f"{name}.weight")), eps)
 
     def embedding(self, name: str, vocab_size: int) -> Embedding:
+        """Read this rank's rows of the token embedding. Only CPU kernels keep them quantized."""
         rows = self.parallel.span(vocab_size)
         quantized = self._quantized(name, rows=rows)
         table: Table | None = None if quantized is None else self._packed(quantized)
@@ -123,7 +123,8 @@ class ShardReader:
     @property
     def _no_kernel(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"no kernel multiplies them by {dtype} on this {self.device.type.upper()}, or ranks would share blocks"
+        device = "GPU" if self.device.type == "cuda" else "CPU"
+        return f"this {device} has no kernel for their format in {dtype}, or blocks of the format cross a rank's share"
 
     def _in_stored_bits(self, *weights: QuantizedWeight) -> Matrix | None:
         """Return a matrix that stays quantized; None if the device has no kernel for it."""

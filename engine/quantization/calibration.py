@@ -26,7 +26,7 @@ from engine.weights.open_checkpoint import open_checkpoint
 
 _BLOCK_SIZE = 16
 _DTYPE = "float32"
-# More tokens, several times a matrix's inputs, would be more accurate but slower.
+# Tokens per prompt, and of all prompts. More would be more accurate but slower.
 _PROMPT, _TOKENS = 256, 8192
 
 
@@ -42,7 +42,7 @@ def inputs_of_text(model_dir: Path, text: str) -> dict[str, Tensor]:
 def inputs_of(model_dir: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     """Return the sum of x x^T, (I, I) fp32, over each matrix's inputs; keyed by tensor name without `.weight`.
 
-    Runs on the CPU in fp32. The sums take at least twice the memory of the model.
+    Runs on the CPU in fp32. The sums take about twice the memory of a dense bf16 model.
     """
     config = model_config.load(model_dir)
     layout = EngineConfig(model_dir=model_dir, dtype=_DTYPE, block_size=_BLOCK_SIZE).layout()

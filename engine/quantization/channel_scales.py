@@ -1,8 +1,8 @@
 """Scales of input channels, folded into the preceding norm or matrix (Lin et al. 2023, "AWQ", arXiv:2306.00978).
 
-Multiplying an input channel of a matrix by s, and dividing what produces the channel by s, changes nothing but the
-rounding: channels with large inputs are then rounded more finely. Per group of matrices that read the same channels, s
-is a power of their inputs' magnitude, the one with the least error of products.
+A fold multiplies an input channel of a matrix by s and divides the channel's producer by s. Exact products stay the
+same, but channels with large inputs are rounded more finely. Matrices that read the same channels share s, a power of
+their inputs' magnitudes. The search takes the exponent, 0 to 1, with the least error of products.
 
     input_layernorm           -> q, k and v, or the down projections of latent attention
     v                         -> o; query heads of a group share the scales of their KV head
@@ -31,7 +31,7 @@ SchemeFor = Callable[[Tensor], Scheme]
 # O outputs, I inputs, P channels of the producer, R repetitions of a channel, D head_dim
 
 _POWERS = tuple(step / 10 for step in range(11))
-# Matrices of a fold, and rows of each, that the search looks at.
+# Limits of the search: matrices per fold, and rows of each.
 _MATRICES, _ROWS = 16, 512
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
@@ -115,7 +115,7 @@ def find_scales(
         rows_P = columns_I.view(-1, fold.repeats, fold.head_dim)[:, 0].flatten()
         producer = read(f"{fold.producer}.weight")
         if producer.dim() == 1:
-            # The norm's new weights are rounded; the scales then follow from what is stored.
+            # Storing the norm rounds its weights, so compute the scales from the stored ones.
             stored_P = (producer.float() / rows_P).to(producer.dtype).float()
             rows_P = (producer.float() / stored_P).nan_to_num(1.0).where(stored_P != 0, 1.0)
             columns_I = rows_P

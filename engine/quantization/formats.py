@@ -1,4 +1,4 @@
-"""Formats of quantized checkpoints. Each is a row of FORMATS: its scales, its numbers, its tensors and its config.
+"""Formats that `cluster quantize` writes. Each row of FORMATS has a format's scales, numbers, tensors and config.
 
     fp8           weight e4m3, weight_scale_inv fp32 per block of 128 x 128
     fp8_dynamic   weight e4m3, weight_scale fp32 per output
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.kernels.quant.row_quantization import MOST
-from engine.weights.quantized_weight import E2M1_LEVELS
+from engine.weights.quantized_weight import E2M1_LEVELS, pack_4_bits
 
 # O outputs, I inputs, G groups of inputs, S inputs of a group
 
@@ -34,7 +34,7 @@ _LEAST_SCALE = 2.0**-120
 _LEAST_E4M3 = 2.0**-9
 _E2M1_MAGNITUDES = torch.tensor(E2M1_LEVELS[:8])
 _E2M1_BORDERS = (_E2M1_MAGNITUDES[1:] + _E2M1_MAGNITUDES[:-1]) / 2
-# Shares of a group's largest magnitude that scales are tried for.
+# Scales are tried for these shares of a group's largest magnitude; larger weights are clipped.
 _CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
 
 # Tensors by suffix of the name.
@@ -43,7 +43,7 @@ Parts = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Coded:
-    """Rounded matrix, fp32: weight = (number - zero) * scale. Scales are those stored, over the global scale if any."""
+    """Rounded matrix, fp32: weight = (number - zero) * scale. Scales are the stored ones over the global scale."""
 
     numbers_OI: Tensor
     scales_OG: Tensor
@@ -175,32 +175,26 @@ def _int4_parts(coded: Coded, scheme: Scheme) -> Parts:
 def _nvfp4_parts(coded: Coded, scheme: Scheme) -> Parts:
     assert scheme.global_scale is not None
     scales_OG = (coded.scales_OG * scheme.global_scale).to(torch.float8_e4m3fn)
-    packed = _bytes(_e2m1_codes(coded.numbers_OI))
+    packed = pack_4_bits(_e2m1_codes(coded.numbers_OI))
     return {"weight_packed": packed, "weight_scale": scales_OG, "weight_global_scale": scheme.global_scale}
 
 
 def _mxfp4_parts(coded: Coded, scheme: Scheme) -> Parts:
     exponents_OG = coded.scales_OG.log2().round() + _E8M0_BIAS
-    return {"weight_packed": _bytes(_e2m1_codes(coded.numbers_OI)), "weight_scale": exponents_OG.to(torch.uint8)}
+    return {"weight_packed": pack_4_bits(_e2m1_codes(coded.numbers_OI)), "weight_scale": exponents_OG.to(torch.uint8)}
 
 
 def _e2m1_codes(numbers: Tensor) -> Tensor:
     return torch.bucketize(numbers.abs(), _E2M1_BORDERS) + 8 * numbers.signbit()
 
 
-def _bytes(codes: Tensor) -> Tensor:
-    """Pack 4-bit codes (N, M) as (N, M / 2) uint8, the even one in the low half."""
-    even = pad(codes, (0, codes.shape[1] % 2)).to(torch.uint8)
-    return even[:, ::2] | even[:, 1::2] << 4
-
-
 def _words(codes: Tensor) -> Tensor:
     """Pack 4-bit codes (N, M) as (N, M / 8) int32, from the low end."""
-    packed = _bytes(pad(codes, (0, -codes.shape[1] % 8)))
+    packed = pack_4_bits(pad(codes, (0, -codes.shape[1] % 8)))
     return packed.flatten().view(torch.int32).view(len(codes), -1)
 
 
-# Settings of the weights, group size and ignored modules to `quantization_config`.
+# Returns `quantization_config` for a group size and ignored modules.
 _Config = Callable[[int, Sequence[str]], dict[str, Any]]
 
 

@@ -22,7 +22,7 @@ _DAMPING = 0.01
 
 
 def round_matrix(weight_OI: Tensor, scheme: Scheme, gram_II: Tensor | None = None) -> Coded:
-    """Round each number to nearest; with a gram, keep products accurate rather than numbers."""
+    """Round each number to nearest, or, with a gram, such that the products' error is small."""
     num_inputs = weight_OI.shape[1]
     group = scheme.group or num_inputs
     if gram_II is not None:
@@ -43,7 +43,7 @@ def _compensated(left_OI: Tensor, scheme: Scheme, group: int, gram_II: Tensor) -
     # One of each per group so far; no zeros if codes are symmetric.
     scales: list[Tensor] = []
     zeros: list[Tensor] = []
-    # Whole groups, whose columns then have all corrections when their scale is chosen.
+    # A block holds whole groups, so all corrections of a group's columns precede the choice of its scale.
     block = _BLOCK if group >= num_inputs else -(-_BLOCK // group) * group
     for start in range(0, num_inputs, block):
         end = min(start + block, num_inputs)

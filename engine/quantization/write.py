@@ -112,7 +112,7 @@ class _Source:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the written tensors, at most: matrices in codes and fp32 scales."""
+        """Upper bound of the written bytes, with fp32 scales."""
         total = 0
         for name, shape in self.checkpoint.shapes.items():
             numbers = math.prod(shape)
@@ -140,7 +140,7 @@ class _Source:
                 )
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """Return what is written for a tensor: itself, or the parts of a matrix; with channel scales."""
+        """Return the tensors to write for a source tensor: itself, or the parts of a matrix; with channel scales."""
         stored = self.checkpoint.read(name)
         tensor = self.scales.apply(name, stored)
         stem, _, last = name.rpartition(".")

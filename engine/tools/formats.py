@@ -140,7 +140,7 @@ def measure(
 
 
 def _is_better(one: FormatCost, other: FormatCost) -> bool:
-    """Return True if `one` is at least as good as the other in both, and better in one."""
+    """Return True if `one` is at least as fast and as accurate as `other`, and better in one of these."""
     ours, theirs = (one.decode_tokens_s, -one.perplexity), (other.decode_tokens_s, -other.perplexity)
     return ours != theirs and all(mine >= its for mine, its in zip(ours, theirs, strict=True))
 

@@ -78,6 +78,6 @@ class EngineLM(TemplateLM):  # type: ignore[misc]
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics, without facts of the run."""
+    """Return the numeric metrics; lm-eval's other entries describe the run."""
     values = {name: value for name, value in metrics.items() if "," in name and isinstance(value, int | float)}
     return {name.removesuffix(",none"): float(value) for name, value in values.items()}

@@ -1,7 +1,7 @@
 """Table of the published formats of quantized matrices: the tensors of each, and how numbers lie in them.
 
 weight[o, i] = (level(code[o, i]) - zero[o, g]) * scale[o, g] * factor * column[i] with g = group[i].
-Activations are not quantized, even if the format allows it.
+`activations_of` names the dtype of inputs that a format asks for; each device decides whether its products use it.
 """
 
 from __future__ import annotations
@@ -62,9 +62,12 @@ class Part:
 class Format:
     """Row of the table.
 
-    kind: must equal kind_of(config), if names fit several formats. bits: 0: from the shapes. group: inputs per scale;
-    0: from shapes and settings. is_less_one: zeros are stored so. order: code of each word at each place.
-    factor: tensor with a factor of all weights. codes_of, scales_of: from the stored order; zeros_of: zeros and scales.
+    kind: required result of kind_of(config); empty: the tensors' names identify the format. bits: per code; 0: found
+    from the shapes. group: inputs per scale; 0: found from shapes and settings. levels: number of each code; None: the
+    code itself. is_signed: codes are in two's complement. is_less_one: zeros are stored less one. order: index in its
+    word of the code at each place. factor: suffix of the tensor with a factor of all weights; divides: the factor
+    divides. constant: multiplies all scales. codes_of, scales_of: convert tensors to (O, I) codes and (G, O) scales;
+    zeros_of: converts stored zeros, given the scales, to codes.
     """
 
     codes: Part
@@ -86,7 +89,7 @@ class Format:
 
     @property
     def has_middle(self) -> bool:
-        """True if the code 2 ** (bits - 1) stands for 0 without stored zeros."""
+        """True if the code 2 ** (bits - 1) means 0 where no zeros are stored."""
         return self.levels is None and self.codes.dims != ("O", "I")
 
 
@@ -134,7 +137,7 @@ FORMATS = (
 def format_of(stem: str, end: str, dtypes: Mapping[str, str], kind: str) -> Format | None:
     """Return the format of the matrix with codes `stem + end`; None for plain floats. Raises SpecError.
 
-    dtypes: of all tensors of the checkpoint. kind: kind_of its settings.
+    dtypes: safetensors dtype of every tensor, by name. kind: result of kind_of for the checkpoint's settings.
     """
     name = stem + end
     for row in FORMATS:
@@ -155,7 +158,7 @@ def format_of(stem: str, end: str, dtypes: Mapping[str, str], kind: str) -> Form
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """Return the kind of `qweight` tensors. config: quantization_config of config.json."""
+    """Return the layout of `qweight` tensors, as in Format.kind. config: quantization_config of config.json."""
     method, packing = str(config.get("quant_method")), str(config.get("packing_format") or config.get("backend") or "")
     if method == "awq":
         return str(config.get("version") or "gemm").lower()
@@ -168,17 +171,19 @@ def kind_of(config: Mapping[str, Any]) -> str:
 
 
 def activations_of(config: Mapping[str, Any]) -> torch.dtype | None:
-    """Return the dtype to which every product quantizes its inputs; None: none does, or they differ."""
+    """Return the dtype to which all products should quantize inputs; None: they should not, or settings differ."""
     groups = (config.get("config_groups") or {}).values()
     schemes = [group.get("input_activations") or {} for group in groups]
     kinds = {(scheme.get("type"), scheme.get("num_bits")) for scheme in schemes}
     if config.get("quant_method") == "fbgemm_fp8" or config.get("quant_algo") == "FP8":
         kinds = {("float", 8)}
-    return {("int", 8): torch.int8, ("float", 8): torch.float8_e4m3fn}.get(*kinds) if len(kinds) == 1 else None
+    if kinds == {("int", 8)}:
+        return torch.int8
+    return torch.float8_e4m3fn if kinds == {("float", 8)} else None
 
 
 def sizes_of(config: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return the blocks of outputs and inputs that the settings name."""
+    """Return the sizes (outputs, inputs) of blocks with one scale that the settings name."""
     schemes = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
     sizes = [config.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
     groups = [config.get("group_size"), *(scheme.get("group_size") for scheme in schemes)]

@@ -27,7 +27,7 @@ def unpack(words_NM: Tensor, bits: int, start: int, count: int, order: tuple[int
         codes = bytes_NB.unsqueeze(-1) >> shifts & (1 << bits) - 1
         return codes.flatten(1)[:, start // bits :][:, :count]
     first = torch.arange(start, start + count * bits, bits)
-    # A code lies in one byte or two. Behind the last byte any other will do.
+    # A code spans one byte or two. A last code in one byte ignores the second, so the index may be clamped.
     low, high = (bytes_NB[:, (first // 8 + i).clamp(max=bytes_NB.shape[1] - 1)].to(torch.int16) for i in range(2))
     return ((low | high << 8) >> (first % 8).to(torch.int16) & (1 << bits) - 1).to(torch.uint8)
 
@@ -35,8 +35,8 @@ def unpack(words_NM: Tensor, bits: int, start: int, count: int, order: tuple[int
 def fast_codes(words: Tensor) -> Tensor:
     """Unpack AWQ's layout gemv_fast, (O / 4, I) int16, to (O, I).
 
-    Runs of 64 inputs of four outputs alternate. Of 32 inputs, four groups of eight are interleaved by pairs; of eight
-    codes, the even ones come first.
+    A row of words alternates runs of 64 inputs of four outputs. Inside 32 inputs, pairs of four groups of eight are
+    interleaved; inside eight codes, the even ones come first.
     """
     num_inputs = words.shape[1]
     codes = torch.unflatten(unpack(words, 4, 0, 4 * num_inputs), 1, (-1, 4, 64))

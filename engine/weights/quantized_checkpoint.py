@@ -38,14 +38,15 @@ from engine.weights.safetensors_checkpoint import SafetensorsCheckpoint
 # O outputs, I inputs, G groups of inputs
 
 _ENDS = {row.codes.name for row in FORMATS}
-_WIDTHS = {"I32": 32, "I16": 16}  # of a stored word in bits; others: 8
+# Bits of a stored word, by dtype; other dtypes have 8.
+_WIDTHS = {"I32": 32, "I16": 16}
 # GPTQModel stores codes of other widths in planes.
 _GPTQ_BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """Quantized matrix: its format, the start of its tensors' names, and its expert, if they hold all experts."""
+    """Quantized matrix. stem: start of its tensors' names. expert: index in tensors that hold all experts."""
 
     format: Format
     stem: str
@@ -186,7 +187,7 @@ class QuantizedCheckpoint:
         """Read rows of bitsandbytes' 4-bit codes, whose blocks run through all rows; the first code is the high one."""
         stem, state, num_inputs = matrix.stem, self._state(matrix.stem), matrix.shape[1]
         first, end = (row * num_inputs for row in rows)
-        # Their bytes may be stored as numbers of another dtype.
+        # bitsandbytes may store the codes' bytes as numbers of a wider dtype.
         size = 2 * self._plain.read(name := stem + matrix.format.codes.name, rows=(0, 1)).element_size()
         pairs = self._plain.read(name, rows=(first // size, -(-end // size))).flatten().view(torch.uint8)
         codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[first % size :][: end - first]
@@ -195,7 +196,7 @@ class QuantizedCheckpoint:
             nested = self._plain.read(stem + NESTED).repeat_interleave(state["nested_blocksize"])[: len(scales)]
             levels = self._plain.read(stem + NESTED_LEVELS)
             scales = levels[scales.long()] * nested + state["nested_offset"]
-        # Inputs that are in one block in every row.
+        # Number of consecutive inputs that share a block in every row.
         size = math.gcd(num_inputs, state["blocksize"])
         start_RG = torch.arange(*rows).unsqueeze(1) * num_inputs + torch.arange(0, num_inputs, size)
         group_I = torch.arange(*columns) // size
@@ -283,7 +284,7 @@ class QuantizedCheckpoint:
         return row.zeros_of(zeros, scales) if row.zeros_of else zeros.float()
 
     def _blocks(self, matrix: _Matrix, found: Shape) -> tuple[int, int]:
-        """Return how many outputs and inputs share a scale, from the settings that fit the scales' shape."""
+        """Return the outputs and inputs per scale: the first size of the settings that fits the scales' shape."""
         (num_outputs, num_inputs), row = matrix.shape, matrix.format
         sizes = [(1, row.group)] if row.group else [*self._sizes, (num_outputs, num_inputs)]
         if not row.group and found[1] and num_inputs % found[1] == 0:
@@ -298,7 +299,7 @@ class QuantizedCheckpoint:
         raise SpecError(f"{name}: scales of shape {found} do not fit {num_outputs} outputs and {num_inputs} inputs")
 
     def _groups(self, matrix: _Matrix, in_order_I: Tensor, num_groups: int) -> Tensor:
-        """Return the group of each input; -1 throughout stands for groups in order."""
+        """Return the group of each input, (I,) int64. A stored tensor of only -1 means groups in order."""
         name = next((matrix.stem + end for end in ORDERS if matrix.stem + end in self._plain.shapes), None)
         if name is None or bool(((group_I := self._plain.read(name).long()) == -1).all()):
             return in_order_I
@@ -312,7 +313,7 @@ class QuantizedCheckpoint:
             return None
         factor = _finite(name, self._plain.read(name).float())
         if factor.numel() != 1 or not bool(factor.all()):
-            raise SpecError(f"{name} is {factor.tolist()}, and must be one number other than 0")
+            raise SpecError(f"{name} is {factor.tolist()}, expected one number other than 0; download the file again")
         return (1 / factor if row.divides else factor).flatten().expand(rows[1] - rows[0])
 
 

@@ -43,7 +43,7 @@ class GroupedWeight:
     scales: (O, G) in any float dtype, as stored. zeros: (O, G) uint8, int8 or fp32; None for symmetric codes. group:
     (I,) int64.
     levels: (16,) fp32, the number of each 4-bit code; None: the code itself. factors: (O,) fp32; None: 1.
-    activations: dtype to which the format quantizes each row of inputs at run time; None: they stay as they are.
+    activations: dtype to which the format quantizes each row of inputs at run time; None: it does not.
     """
 
     codes: Tensor
@@ -75,7 +75,7 @@ class GroupedWeight:
     def rows(self, start: int, end: int) -> Tensor:
         codes_OI = self.codes[start:end]
         if codes_OI.shape[1] != len(self.group_I):
-            codes_OI = torch.stack((codes_OI & 15, codes_OI >> 4), dim=-1).flatten(1)[:, : len(self.group_I)]
+            codes_OI = unpack_4_bits(codes_OI, len(self.group_I))
         numbers_OI = codes_OI.float() if self.levels is None else self.levels[codes_OI.long()]
         if self.zeros_OG is not None:
             numbers_OI -= self.zeros_OG[start:end, self.group_I]
@@ -100,9 +100,14 @@ def pack_4_bits(codes_OI: Tensor) -> Tensor:
     return even[:, ::2] | even[:, 1::2] << 4
 
 
+def unpack_4_bits(codes: Tensor, num_inputs: int) -> Tensor:
+    """Return the codes that `pack_4_bits` packed: (O, I) uint8."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)[:, :num_inputs]
+
+
 @dataclass(frozen=True)
 class ScaledColumns:
-    """Matrix whose columns are multiplied by numbers of their own, which its quantizer took from the activations."""
+    """Matrix with a factor per input channel (ModelOpt's pre_quant_scale). No kernel multiplies it as stored."""
 
     weight: GroupedWeight
     factors_I: Tensor

@@ -8,9 +8,8 @@ A segment is a run of layers and token positions of one sequence. Its payload, f
                                complete from every rank that sends heads of it
 
 2 stands for keys, then values. A quantized pool ships its codes unchanged: nothing is quantized twice. Plain layers
-(engine/kv/layout.py) ship the pool's dtype, without scales. With latent
-attention there is one side, K is 1, and an 8-bit row on the wire ends with its rotated key in bf16, as in such a pool
-(engine/kv/layout.py).
+(engine/kv/layout.py) ship the pool's dtype, without scales. With latent attention there is one side, K is 1, and a row
+in 8 bits ends with its rotated key in bf16.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`cluster plan --formats`: memory, speed and risk of weight and KV formats, by arithmetic alone."""
+"""`cluster plan --formats`: memory and speed of weight and KV formats, by arithmetic alone."""
 
 from __future__ import annotations
 

@@ -280,14 +280,14 @@ def _formats(source: str, profile: str | None, memory_gib: float, batch: int, co
     from cluster.cli.planning.formats import WEIGHT_BITS, format_plan, formats_table
     from core.model import config as model_config
     from core.model import source as model_source
-    from core.model.kv_memory import KVArithmetic
+    from core.model.kv_memory import QUANTIZED, KVArithmetic
     from core.spec.loader import load_spec
 
     spec = load_spec(source)
     config = model_config.load(model_source.resolve(spec.model.source))
     simulator, ranks = Simulator(profile, None, 0.0), spec.decode.tensor_parallel
     plans = []
-    for kv, dtype in {"bf16": "bfloat16", "int8": "int8", "fp8": "fp8_e4m3", "int4": "int4"}.items():
+    for kv, dtype in ({"bf16": "bfloat16"} | QUANTIZED).items():
         pool = KVArithmetic(
             config=config, dtype=dtype, block_size=spec.kv.block_size, tensor_parallel=ranks, memory_bytes=0
         )

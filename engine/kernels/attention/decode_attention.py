@@ -25,7 +25,7 @@ from engine.kernels.attention.kv_splits import KEYS, Splits, blocks_of
 from engine.kernels.attention.online_softmax import gather_row, places_of, reference_row
 from engine.kernels.attention.query_groups import TILE_ROWS, QueryGroups
 from engine.kernels.language import cdiv, has_fp8_casts, jit, power_of_2, tl
-from engine.kernels.quant.hadamard import rotate_queries, turn_tile_back
+from engine.kernels.quant.hadamard import rotate_queries, unrotate_tile
 from engine.kernels.quant.row_quantization import (
     INT4,
     as_bytes,
@@ -520,7 +520,7 @@ def _combine_parts(
     row, query = seat // Q, seat % Q
     whole = whole_of_parts(part, largest, total, starts, row, query * H + head, d, num_rows, Q * H, D, BLOCK_P)
     if IS_INT4:
-        whole = tl.reshape(turn_tile_back(tl.reshape(whole, [1, BLOCK_D]), D), [BLOCK_D])
+        whole = tl.reshape(unrotate_tile(tl.reshape(whole, [1, BLOCK_D]), D), [BLOCK_D])
     tl.store(out + (token * H + head) * D + d, whole.to(out.dtype.element_ty), mask=d < D)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.language import has_fp8_casts, jit, power_of_2, tl
-from engine.kernels.quant.hadamard import turn_tile_back
+from engine.kernels.quant.hadamard import unrotate_tile
 from engine.kernels.quant.row_quantization import (
     INT4,
     as_bytes,
@@ -115,7 +115,7 @@ def load_rows(
         pairs = tl.load(codes + rows[:, None] * (D // 2) + e[None, :], mask=mask, other=0)
         scale, zero = scale_and_zero(tl.load(scales + rows, mask=is_row, other=0))
         x = nibbles_in_columns(pairs, tl.float32) * scale[:, None] + zero[:, None]
-        return turn_tile_back(tl.where((tl.arange(0, BLOCK_D) < D)[None, :], x, 0.0), D)
+        return unrotate_tile(tl.where((tl.arange(0, BLOCK_D) < D)[None, :], x, 0.0), D)
     d = tl.arange(0, BLOCK_D)
     x = tl.load(codes + rows[:, None] * D + d[None, :], mask=is_row[:, None] & (d < D)[None, :], other=0)
     if HAS_SCALES:

@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.kernels.attention.online_softmax import attend_block, gather_row, reference_row
 from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
 from engine.kernels.language import cdiv, has_fp8_casts, has_tile_copies, jit, power_of_2, tl
-from engine.kernels.quant.hadamard import rotate_queries, turn_tile_back
+from engine.kernels.quant.hadamard import rotate_queries, unrotate_tile
 from engine.kernels.quant.row_quantization import INT4, as_bytes
 
 # T tokens of the step, R rows, H query heads, K kv heads, G = H / K, D head_dim, B blocks, S block_size, N tiles,
@@ -247,7 +247,7 @@ def _attend_tile(
         place = (token[:, None] * H + head) * D + d[None, :]
         result /= total[:, None]
         if IS_INT4:
-            result = turn_tile_back(tl.where((d < D)[None, :], result, 0.0), D)
+            result = unrotate_tile(tl.where((d < D)[None, :], result, 0.0), D)
         tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -291,5 +291,5 @@ def _combine_splits(
     target = out + (token[:, None] * H + head) * D + d[None, :]
     result /= total[:, None]
     if IS_INT4:
-        result = turn_tile_back(result, D)
+        result = unrotate_tile(result, D)
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)

@@ -35,10 +35,10 @@ class CodePanels:
 
     kind: see code_words. group: inputs per scale, 16 to 128; 0: factors only. words: (P, U, 64, K) int16. high:
     (P, N, 1 or 2, 64, K) int16, for 5 and 6 bits. scales: (P, G, 64) fp32, fp16 or bf16; or e4m3 or e8m0; or 8-bit
-    integers that multiply supers (P, N, 64) fp16. leasts: (P, G, 64) fp32 or fp16 to add, or uint8 zero codes, or 8-bit
-    integers that multiply super_leasts and are subtracted; None: codes are centered. 8-bit values are stored output by
-    output, (P, spans, 64, groups of a span), so that those of a span can be read as words. factors: (P, 1, 64) fp32;
-    None: 1. levels: numbers of the codes of E2M1 and LEVELS.
+    integers that multiply supers (P, N, 64) fp16. leasts: (P, G, 64) fp32, fp16 or bf16 to add, or uint8 zero codes, or
+    8-bit integers that multiply super_leasts and are subtracted; None: center_of(kind) is subtracted from codes. 8-bit
+    values are (P, spans, 64, groups of a span), so that one load gets several. factors: (P, 1, 64) fp32; None: 1.
+    levels: the 16 numbers of E2M1 and LEVELS.
     """
 
     kind: int

@@ -1,10 +1,10 @@
 """Random-sign Hadamard rotation of rows, which spreads a row's outliers over all of its numbers.
 
     rotate(x) = c H (s * x)        H: Hadamard matrix, +-1        s: constant signs        c: a power of two
-    turn_back(y) = s * (H y / (c n))                              H H = n, so turn_back(rotate(x)) = x
+    unrotate(y) = s * (H y / (c n))                               H H = n, so unrotate(rotate(x)) = x
 
-Rows whose length is not a power of two rotate in parts of n, its largest divisor that is one. Products keep their value
-up to a power of two: x . y = rotate(x) . rotate(y) / (c^2 n), where c^2 n is 1 or 2.
+Rows rotate in parts of n numbers, the largest power of two that divides their length. Dot products change by a power of
+two only: x . y = rotate(x) . rotate(y) / (c^2 n), where c^2 n is 1 or 2.
 
 Only sums, sign flips and powers of two occur, in a fixed order, so that torch, Triton and C++ (engine/cpu/hadamard.h)
 give the same bits. Method: Ashkboos et al. 2024, "QuaRot", arXiv:2404.00456.
@@ -39,8 +39,8 @@ def rotate(x: Tensor) -> Tensor:
     return _transform(x * (_signs(dim, x.device) * factor_of(dim)))
 
 
-def turn_back(x: Tensor) -> Tensor:
-    """Return the rows that `rotate` rotated to `x`."""
+def unrotate(x: Tensor) -> Tensor:
+    """Invert `rotate`: rows (last dimension) of fp32."""
     dim = x.shape[-1]
     return _transform(x).mul_(_signs(dim, x.device) / (factor_of(dim) * part_of(dim)))
 
@@ -73,13 +73,13 @@ def rotate_tile(x: tl.tensor, D: tl.constexpr) -> tl.tensor:
 
 @jit
 def rotate_queries(x: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """Rotate rows (R, BLOCK_D) fp32 such that their products with rows of `rotate_tile` are those of before."""
+    """Rotate rows (R, BLOCK_D) fp32 with factor 1 / (c n), so that dot products with rows of `rotate_tile` are kept."""
     return _transform_tile(_flip(x), D, 0)
 
 
 @jit
-def turn_tile_back(x: tl.tensor, D: tl.constexpr) -> tl.tensor:
-    """Return the rows that `rotate_tile` rotated to `x`."""
+def unrotate_tile(x: tl.tensor, D: tl.constexpr) -> tl.tensor:
+    """Invert `rotate_tile`: rows (R, BLOCK_D) fp32."""
     return _flip(_transform_tile(x, D, 0))
 
 
@@ -92,7 +92,7 @@ def _flip(x: tl.tensor) -> tl.tensor:
 
 @jit
 def _transform_tile(x: tl.tensor, D: tl.constexpr, HALVED: tl.constexpr) -> tl.tensor:
-    """Multiply each part of each row with H and a power of two: a half in every step whose number has this parity."""
+    """Multiply each part of each row with H, and by 1/2 in every even (HALVED 0) or odd (HALVED 1) step."""
     R: tl.constexpr = x.shape[0]
     BLOCK_D: tl.constexpr = x.shape[1]
     for i in tl.static_range(10):

@@ -3,8 +3,9 @@
     out[t, o] = residual[t, o] + (factor[o] * sum over groups g of (scale[o, g] * (code[o, g] . x[t, g])
                                                                     + least[o, g] * sum x[t, g]) + bias[o])
 
-Codes are exact in the activations' dtype, except for levels; scales multiply the fp32 sums, or the codes if their
-products are exact too. Only the activations have been rounded.
+Codes are exact in the activations' dtype; only LEVELS are rounded to it. Scales multiply the fp32 sums of a group, or
+the codes where that product is exact.
+
 With few rows, one program per output tile would leave the device idle, so programs split the inputs: each writes its
 partial sums, and the last one adds them up in order and resets its counter (split-K).
 """

@@ -7,9 +7,9 @@
                             y ~ zero + (code - 8) scale               code = 8 + nearest((y - zero) / scale), 0 to 15
 
 bf16_up rounds to bfloat16 away from zero, so that no code exceeds `most`. Append-only: a row is never requantized.
-The steps of e4m3 are relative, up to 1/8 of a number; those of int8 are all 1/127 of the row's largest. Keys, of which
-a few large numbers decide the scores, lose less in int8; rows that span many octaves lose less in e4m3. int4 has too
-few steps for either: its rows are rotated first (hadamard.py), which leaves no large numbers.
+The steps of e4m3 are relative, up to 1/8 of a number; those of int8 are all 1/127 of the row's largest. In keys a few
+large numbers decide the scores, so int8 loses less; rows that span many octaves lose less in e4m3. int4 has 16 codes
+only, so its rows are rotated first (hadamard.py), which spreads large numbers.
 Format: Micikevicius et al. 2022, arXiv:2209.05433 (e4m3: largest finite value 448, no infinities). Two int4 codes share
 a byte, the first in its low bits.
 """
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from engine.kernels.language import is_interpreted, jit, tl
-from engine.kernels.quant.hadamard import rotate, rotate_tile, turn_back
+from engine.kernels.quant.hadamard import rotate, rotate_tile, unrotate
 
 # Largest code of each 8-bit dtype.
 MOST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -53,7 +53,7 @@ def quantize_rows(x: Tensor, dtype: torch.dtype, *, exact: int = 0) -> tuple[Ten
 def dequantize_rows(codes: Tensor, scales: Tensor, dtype: torch.dtype, *, exact: int = 0) -> Tensor:
     """Dequantize codes (..., D + exact) with scales (...) to (..., D) of `dtype`; the inverse of `quantize_rows`."""
     if codes.dtype == INT4:
-        return turn_back(_dequantize_int4(codes, scales)).to(dtype)
+        return unrotate(_dequantize_int4(codes, scales)).to(dtype)
     if not exact:
         return _widen(codes).mul_(scales.float().unsqueeze(-1)).to(dtype)
     numbers = dequantize_rows(codes[..., : -2 * exact].contiguous(), scales, dtype)

@@ -183,8 +183,8 @@ def test_other_tokenizer_files_get_advice_that_works_for_them(file: str, advice:
         ("l.weight l.svdquant_lora_a", {}, "l.svdquant_lora_a: ModelOpt NVFP4_SVD"),
         ("l.lora_A.weight", {}, "l.lora_A.weight: LoRA"),
         ("layers.0.attention.wq.weight", {}, "under Mistral's or Meta's own names"),
-        ("x", {"quant_method": "hqq"}, "weights quantised by hqq are not supported"),
-        ("x", {"group_size": 64, "bits": 4}, "weights quantised by MLX are not supported"),
+        ("x", {"quant_method": "hqq"}, "weights quantized by hqq are not supported"),
+        ("x", {"group_size": 64, "bits": 4}, "weights quantized by MLX are not supported"),
         ("x", {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R3": {}}}}, r"\(R3\)"),
     ],
 )
