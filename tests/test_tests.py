@@ -14,6 +14,7 @@ _OTHERS = {
     "os._exit",  # public, in spite of its name
     "torch.cpu._is_avx512_bf16_supported",  # torch has no public function for it
     "Fp8Dequantize(None)._dequantize_one",  # reference implementation of transformers
+    "codes._quantized_data",  # of ModelOpt's tensors
 }
 _KNOWN = {
     # Duration or amount of a benchmark's measurement: no option for operators, but tests shorten it.
@@ -21,6 +22,7 @@ _KNOWN = {
     ("benchmarks/test_isolation.py", "isolation._WARM_UP_S"),
     ("core/model/test_source.py", "model_source._LOCK_S"),
     ("core/index/test_redis_client.py", "redis_client._MAX_AGE_S"),
+    ("core/index/test_router_addresses.py", "router_addresses._RENEW_S"),
     ("engine/kv/test_kv.py", "attention._MAX_GATHERED"),
     ("benchmarks/engine/test_bench.py", "bench._NUM_STEPS"),
     ("benchmarks/test_kv.py", "bench_run._MOST_BYTES"),

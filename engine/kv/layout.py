@@ -81,7 +81,7 @@ class KVLayout:
             self.head_dim,
             self.block_size,
             self.dtype,
-            self.weights,
+            "int8" if self.weights == "int8" else "as_stored",
             self.num_sides,
             self.exact_dim,
             *((self.draft, self.num_draft_layers, self.feature_bytes, _WITH_BLOCKS) if self.draft else ()),

@@ -86,7 +86,7 @@ class ShardReader:
 
         parts = [self._quantized(name, rows=span) for name, span in rows.items()]
         quantized = [part for part in parts if part is not None]
-        matrix = self._in_stored_bits(*quantized) if len(quantized) == len(parts) else None
+        matrix = self.in_stored_bits(*quantized) if len(quantized) == len(parts) else None
         if matrix is None:
             for name in rows:
                 self.note_widened(name, self._no_kernel)
@@ -96,7 +96,7 @@ class ShardReader:
     def columns(self, name: str, columns: Span) -> Matrix:
         """Read some columns of a matrix; the caller sums its products over the ranks."""
         quantized = self._quantized(name, columns=columns)
-        matrix = None if quantized is None else self._in_stored_bits(quantized)
+        matrix = None if quantized is None else self.in_stored_bits(quantized)
         if matrix is None:
             self.note_widened(name, self._no_kernel)
             matrix = self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns)))
@@ -126,7 +126,7 @@ class ShardReader:
         device = "GPU" if self.device.type == "cuda" else "CPU"
         return f"this {device} has no kernel for their format in {dtype}, or blocks of the format cross a rank's share"
 
-    def _in_stored_bits(self, *weights: QuantizedWeight) -> Matrix | None:
+    def in_stored_bits(self, *weights: QuantizedWeight) -> Matrix | None:
         """Return a matrix that stays quantized; None if the device has no kernel for it."""
         if self.device.type != "cuda":
             return self._packed(*weights)

@@ -54,7 +54,7 @@ class _Clients:
                     self.texts[number].add("".join(choice["text"] for choice in choices))
                     self.num_answers[number] += 1
                 except httpx.ConnectError:
-                    await asyncio.sleep(0.05)
+                    await asyncio.sleep(0)
                 except (httpx.HTTPError, AssertionError, ValueError, KeyError) as error:
                     self.broken.append((started_at, repr(error)))
 

@@ -232,7 +232,7 @@ def _attend_latents(
             )
             if HAS_SCALES:
                 if IN_PAIRS:
-                    latent, odd = widen(latent, latent, 0, 1 if IS_INT8 else 0, q_latent.dtype, True)
+                    latent, odd = widen(latent, latent, 0, 1 if IS_INT8 else 0, None, q_latent.dtype, True)
                 else:
                     latent, odd = from_codes(latent, IS_INT8, q_latent.dtype, NATIVE)
             scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")

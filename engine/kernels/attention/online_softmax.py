@@ -200,7 +200,7 @@ def _widened(
     pair: tl.tensor, IS_INT8: tl.constexpr, dtype: tl.constexpr, NATIVE: tl.constexpr, IN_PAIRS: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     if IN_PAIRS:
-        even, odd = widen(pair, pair, 0, 1 if IS_INT8 else 0, dtype, True)
+        even, odd = widen(pair, pair, 0, 1 if IS_INT8 else 0, None, dtype, True)
     else:
         even, odd = from_codes(pair, IS_INT8, dtype, NATIVE)
     return even, odd

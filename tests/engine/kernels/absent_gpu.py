@@ -98,7 +98,7 @@ def absent_gpu(capability: tuple[int, int]) -> Iterator[list[Launch]]:
 
     torch.cuda.get_device_capability = lambda device=None: capability
     properties = SimpleNamespace(
-        multi_processor_count=_PROCESSORS, shared_memory_per_multiprocessor=_SHARED_KIB[capability] << 10
+        name="absent", multi_processor_count=_PROCESSORS, shared_memory_per_multiprocessor=_SHARED_KIB[capability] << 10
     )
     torch.cuda.get_device_properties = lambda device=None: properties
     driver.set_active(_Driver(10 * capability[0] + capability[1]))

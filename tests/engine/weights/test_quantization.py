@@ -179,7 +179,7 @@ def test_low_bit_model_on_gpu_kernels(kind: str, tmp_path: Path, monkeypatch: py
         kept.append(matrix)
         return matrix
 
-    monkeypatch.setattr(ShardReader, "_in_stored_bits", keep)
+    monkeypatch.setattr(ShardReader, "in_stored_bits", keep)
     monkeypatch.setattr(low_bit_matrix, "coded_product", launch_coded_product)
     model = random_model(tiny_config("llama", **SHAPE))
     write_quantised(tmp_path, model, kind)

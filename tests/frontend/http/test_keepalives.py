@@ -180,5 +180,11 @@ async def test_no_keepalive_is_sent_beside_an_error_response() -> None:
         raise ReplicaLost("gone")
         yield b""
 
-    status, body = await _sent(events(), lambda: asyncio.sleep(0.05))  # several keep-alives would be due
+    async def pause() -> None:
+        now = asyncio.get_running_loop().time
+        due = now() + 0.05  # several keep-alives would be due
+        while now() < due:
+            await asyncio.sleep(0)
+
+    status, body = await _sent(events(), pause)
     assert status == 503 and b"gone" in body
