@@ -15,6 +15,8 @@ _OTHERS = {
     "torch.cpu._is_avx512_bf16_supported",  # torch has no public function for it
     "Fp8Dequantize(None)._dequantize_one",  # reference implementation of transformers
     "codes._quantized_data",  # of ModelOpt's tensors
+    "integration.Fp8Dequantize(None)._dequantize_one",
+    "importlib.import_module('transformers.integrations.mxfp4')._convert_moe_packed_tensors",
 }
 _KNOWN = {
     # Duration or amount of a benchmark's measurement: no option for operators, but tests shorten it.

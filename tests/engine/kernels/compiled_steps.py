@@ -124,6 +124,9 @@ class FakeCheckpoint:
     def of(cls, model_dir: Path) -> FakeCheckpoint:
         return cls(expected_tensors(model_config.load(model_dir)))
 
+    def quantized(self, name: str, **_: Any) -> None:
+        """Return None: all tensors are plain."""
+
     def read(self, name: str, *, rows: Any = None, columns: Any = None) -> Tensor:
         cuts = (rows, columns, *[None] * len(self.shapes[name]))
         shape = [cut[1] - cut[0] if cut else size for size, cut in zip(self.shapes[name], cuts, strict=False)]
