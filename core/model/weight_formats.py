@@ -101,13 +101,16 @@ def check_method(config: Mapping[str, Any]) -> None:
 
 def _layers(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the settings of groups of layers. Raises SpecError if they are not objects."""
-    found = []
+    found: list[Mapping[str, Any]] = []
     for key in ("config_groups", "quantized_layers"):
         groups = config.get(key) or {}
-        of_groups = list(groups.values()) if isinstance(groups, dict) else [None]
-        if not all(isinstance(layer, dict) and isinstance(layer.get("weights") or {}, dict) for layer in of_groups):
+        layers = list(groups.values()) if isinstance(groups, dict) else [groups]
+        fitting = [
+            layer for layer in layers if isinstance(layer, dict) and isinstance(layer.get("weights") or {}, dict)
+        ]
+        if not isinstance(groups, dict) or len(fitting) < len(layers):
             raise SpecError(
                 f"quantization_config.{key} is {groups!r:.80}, and must hold objects; download config.json again"
             )
-        found += of_groups
+        found += fitting
     return found

@@ -127,13 +127,17 @@ class QuantizedCheckpoint:
                 raise SpecError(f"{name} is empty; {_AGAIN}")
             # A scale may be one for all, or one per output. Experts' codes are in groups.
             least = 3 if "E" in part.dims else 0 if row.codes.dims == ("O", "I") and part is not row.codes else 2
-            most = {("E", "O", "I/"): 4, ("E", "O", "G"): 3}.get(part.dims, 2)
+            most = (4 if part is row.codes else 3) if "E" in part.dims else 2
             if part.dims != ("flat",) and not least <= len(shape) <= most:
                 raise SpecError(f"{name} has {len(shape)} dimensions, expected {most}")
             if "E" in part.dims and shape[0] != self._plain.shapes[stem + row.codes.name][0]:
                 raise SpecError(f"{name} has {shape[0]} experts, but {stem}{row.codes.name} has others; {_AGAIN}")
 
     def _present(self, name: str, row: Format, stem: str, expert: int | None = None) -> None:
+        if f"{name}.weight" in self._matrices or (
+            row.codes.name != ".weight" and f"{name}.weight" in self._plain.shapes
+        ):
+            raise SpecError(f"{name}.weight is in the files in two formats; remove the tensors of one")
         shape, bits = self._shape(stem, row)
         self._matrices[f"{name}.weight"] = _Matrix(row, stem, shape, bits, expert)
         self.shapes[f"{name}.weight"] = shape
@@ -183,7 +187,7 @@ class QuantizedCheckpoint:
         """Return the settings that bitsandbytes stores with a 4-bit matrix."""
         name = next((stem + end for end in STATES if stem + end in self._plain.shapes), f"{stem}{STATES[0]}")
         try:
-            state = json.loads(bytes(self._plain.read(name).tolist()))
+            state: dict[str, Any] = json.loads(bytes(self._plain.read(name).tolist()))
             shape, block = state["shape"], state["blocksize"]
             sizes = (*shape, block, state.get("nested_blocksize", 1))
             offset = state.get("nested_offset", 0.0)

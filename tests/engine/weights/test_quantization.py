@@ -76,6 +76,8 @@ def _without_scale_columns(tensors: dict[str, torch.Tensor]) -> None:
         ("int4_pack_zeros", lambda t: t.pop("w.weight_zero_point"), "weight_zero_point is missing"),
         ("int5_pack_zeros", lambda t: t.update({"w.weight_zero_point": t["w.weight_zero_point"][:-1]}), "too few"),
         ("gptq_4", lambda t: t.pop("w.g_idx"), "no g_idx, which its settings"),
+        ("awq_gemm", lambda t: t.update({"w.weight": torch.ones(64, 96)}), "w.weight is in the files in two formats"),
+        ("int4_pack", lambda t: t.update({"w.weight": torch.ones(64, 96)}), "w.weight .* is in no supported format"),
         # Tensors of other dimensions, and incomplete ones.
         ("int4_pack", lambda t: t.update({"w.weight_shape": torch.tensor(64)}), "weight_shape is 64"),
         ("int4_pack", lambda t: t.update({"w.weight_packed": t["w.weight_packed"][0]}), "has 1 dimensions, expected 2"),
