@@ -158,7 +158,7 @@ def _windows(model_dir: Path, text: str, window: int, stride: int, max_windows: 
     ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     windows = [ids[start : start + window] for start in range(0, len(ids) - window + 1, stride)][:max_windows]
     if not windows:
-        raise SpecError(f"the text has {len(ids)} tokens, fewer than one window of {window}")
+        raise SpecError(f"the text (half of --text) has {len(ids)} tokens, fewer than one window of {window}")
     return windows
 
 

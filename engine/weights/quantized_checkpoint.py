@@ -363,7 +363,9 @@ class QuantizedCheckpoint:
     def _blocks(self, matrix: _Matrix, found: Shape) -> tuple[int, int]:
         """Return how many outputs and inputs share a scale, from the settings that fit the scales' shape."""
         (num_outputs, num_inputs), row = matrix.shape, matrix.format
-        declared = [(1, row.group)] if row.group else self._declared.sizes
+        # bitsandbytes' INT8 settings do not name its one scale per output.
+        own = [(1, row.group)] if row.group or row.constant != 1 else []
+        declared = own or self._declared.sizes
         whole = [(min(o or num_outputs, num_outputs), min(i or num_inputs, num_inputs)) for o, i in declared]
         fitting = [size for size in dict.fromkeys(whole) if self._fits(matrix, size, found)]
         name = matrix.stem + row.scales.name
@@ -372,7 +374,7 @@ class QuantizedCheckpoint:
                 f"{name}: scales of shape {found} fit blocks of {' and of '.join(f'{o} x {i}' for o, i in fitting)} in "
                 "quantization_config; leave the settings of one"
             )
-        if not fitting and not row.group and not self._declared.has_all_sizes:
+        if not fitting and not own and not self._declared.has_all_sizes:
             derived = [(num_outputs, num_inputs)]
             if num_inputs % found[1] == 0:
                 derived.append((1, num_inputs // found[1]))
@@ -381,7 +383,7 @@ class QuantizedCheckpoint:
             fitting = [size for size in derived if self._fits(matrix, size, found)]
         if fitting:
             return fitting[0]
-        named = "" if row.group or not whole else f" in blocks of {' or '.join(f'{o} x {i}' for o, i in whole)}"
+        named = "" if own or not whole else f" in blocks of {' or '.join(f'{o} x {i}' for o, i in whole)}"
         raise SpecError(
             f"{name}: scales of shape {found} do not fit {num_outputs} outputs and {num_inputs} inputs{named}"
         )

@@ -51,7 +51,7 @@ def test_combinations_are_compared_with_the_first(tiny_model: MakeModel, tmp_pat
     assert (first.difference, first.error) == (0, 0)
     assert all(0 < abs(cost.difference) < 0.05 for cost in rest)
     assert rest[0].kv_bytes_per_token < first.kv_bytes_per_token == rest[1].kv_bytes_per_token
-    with pytest.raises(SpecError, match="60 tokens, fewer than one window of 100"):
+    with pytest.raises(SpecError, match="has 60 tokens, fewer than one window of 100"):
         measure([base], text, dtype="float32", **WINDOWS | {"window": 100, "stride": 50})
 
 

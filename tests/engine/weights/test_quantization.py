@@ -88,6 +88,7 @@ def _without_scale_columns(tensors: dict[str, torch.Tensor]) -> None:
         ("nvfp4", lambda t: t["w.weight_global_scale"].fill_(1e-40), "not a finite number"),
         ("modelopt_w4a16_awq", lambda t: t.update({"w.pre_quant_scale": torch.ones(95)}), "is not 96 numbers"),
         ("mxfp4_experts", lambda t: t.update({"experts.w_scales": t["experts.w_scales"][:1]}), "has 1 experts"),
+        ("bnb_int8", lambda t: t.update({"w.SCB": t["w.SCB"][0].clone()}), "do not fit 64 outputs"),
         ("bnb_nf4", lambda t: t.pop("w.weight.quant_map"), "quant_map is missing, expected 16"),
         ("bnb_nf4", lambda t: t["w.weight.quant_map"].fill_(float("nan")), "not a finite number"),
         ("bnb_nf4", lambda t: t.update({"w.weight": t["w.weight"][:-1]}), "does not hold 64 x 96 codes"),
