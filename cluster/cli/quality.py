@@ -88,6 +88,7 @@ def formats(
 
     The first combination is the baseline. Windows come from the first half of the text.
     """
+    from importlib.util import find_spec
     from itertools import product
     from pydoc_data.topics import topics
 
@@ -95,11 +96,18 @@ def formats(
     from core.model.source import resolve
     from engine.tools import formats as tool
 
+    names, pools, wires = (list(dict.fromkeys(given.split(","))) for given in (weights, kv, wire))
+    settings = [_split(name) for name in names]
+    pool_dtypes = {pool: _known("--kv", pool, _POOLS) for pool in pools}
+    wire_dtypes = {link: _known("--wire", link, _WIRES) for link in wires}
+    if tasks and find_spec("lm_eval") is None:
+        raise SpecError("--tasks needs lm-eval: pip install lm-eval")
+    tool.make_directory(output)
     model_dir = resolve(model)
     words = _read(text) if text else "\n".join(topics.values())
     words, seen = words[: len(words) // 2], words[len(words) // 2 :]
     with tempfile.TemporaryDirectory() as scratch:
-        held = _weights(weights.split(","), model_dir, Path(scratch), seen if calibrate else None)
+        held = _weights(settings, model_dir, Path(scratch), seen if calibrate else None)
         combinations = [
             tool.Combination(
                 weights=name,
@@ -107,10 +115,10 @@ def formats(
                 wire=link,
                 model_dir=directory,
                 held=how,
-                pool_dtype=_known("--kv", pool, _POOLS),
-                wire_dtype=_known("--wire", link, _WIRES),
+                pool_dtype=pool_dtypes[pool],
+                wire_dtype=wire_dtypes[link],
             )
-            for (name, directory, how), pool, link in product(held, kv.split(","), wire.split(","))
+            for (name, directory, how), pool, link in product(held, pools, wires)
         ]
         costs = tool.measure(
             combinations,
@@ -121,14 +129,14 @@ def formats(
             stride=stride,
             max_windows=windows,
             seconds=seconds,
-            tasks=tasks.split(",") if tasks else (),
+            tasks=[task for task in tasks.split(",") if task],
             limit=limit,
             measured=lambda cost: print(f"{cost.weights} / {cost.kv} / {cost.wire}: done", file=sys.stderr, flush=True),
         )
     facts = {"model": model, "threads": threads, "date": date.today().isoformat()}
-    tool.write_report(costs, output, facts)
+    note = tool.write_report(costs, output, facts)
     print(columns(tool.table(costs)))
-    print(f"wrote {output}")
+    print(f"wrote {output}{note}")
 
 
 # Values of kv.pool_dtype, kv.wire_dtype and model.weights.
@@ -143,7 +151,25 @@ def _known(option: str, name: str, known: Mapping[str, str]) -> str:
     return known[name]
 
 
-def _weights(names: Sequence[str], model_dir: Path, scratch: Path, seen: str | None) -> list[tuple[str, Path, str]]:
+def _split(name: str) -> tuple[str, str, int | None, str]:
+    """Return a format's label, its kind, its group, and its checkpoint's source if it names one. Raises SpecError."""
+    from engine.quantization.formats import FORMATS
+
+    label, equals, source = name.partition("=")
+    if equals:
+        if not label or not source:
+            raise SpecError(f"--weights: {name!r} is not NAME=SOURCE, a name and a checkpoint")
+        return label, "", None, source
+    kind, colon, group = name.partition(":")
+    _known("--weights", name if name in _HELD else kind, _HELD | dict.fromkeys(FORMATS, ""))
+    if colon and not (group.isascii() and group.isdigit()):
+        raise SpecError(f"--weights: the group of {name!r} is not a number of inputs, as in int4:64")
+    return name, kind, int(group) if colon else None, ""
+
+
+def _weights(
+    names: Sequence[tuple[str, str, int | None, str]], model_dir: Path, scratch: Path, seen: str | None
+) -> list[tuple[str, Path, str]]:
     """Return name, model directory and model.weights of each format; quantizes into `scratch` where needed."""
     from core.model.source import resolve
     from engine.quantization.calibration import inputs_of_text
@@ -151,16 +177,13 @@ def _weights(names: Sequence[str], model_dir: Path, scratch: Path, seen: str | N
 
     found = []
     calibrate = cache(partial(inputs_of_text, model_dir, seen)) if seen is not None else dict
-    for name in names:
-        label, _, source = name.partition("=")
+    for name, kind, group, source in names:
         if source:
-            found.append((label, resolve(source), "auto"))
+            found.append((name, resolve(source), "auto"))
         elif name in _HELD:
             found.append((name, model_dir, _HELD[name]))
         else:
-            kind, _, group = name.partition(":")
-            size = int(group) if group.isdigit() else None
-            quantize_checkpoint(model_dir, scratch / name, kind, group=size, calibrate=calibrate)
+            quantize_checkpoint(model_dir, scratch / name, kind, group=group, calibrate=calibrate)
             found.append((name, scratch / name, "auto"))
     return found
 

@@ -83,8 +83,11 @@ def parse(
 def quantization_config(path: Path) -> dict[str, Any]:
     """Return the settings of quantized weights: config.json's, or ModelOpt's own file; empty if not quantized."""
     if given := read_object(path / "config.json").get("quantization_config"):
-        return dict(given)
-    settings = read_object(path / "hf_quant_config.json", missing_ok=True).get("quantization") or {}
+        if not isinstance(given, dict):
+            raise SpecError(f"{path / 'config.json'}: quantization_config is {given!r}, and must be an object")
+        return given
+    settings = read_object(path / "hf_quant_config.json", missing_ok=True).get("quantization")
+    settings = settings if isinstance(settings, dict) else {}
     return {"quant_method": "modelopt", **settings} if settings.get("quant_algo") else {}
 
 

@@ -36,6 +36,9 @@ _KNOWN: dict[str, tuple[str, tuple[object, ...]]] = {
     "auto-round": ("data_type", ("int", "fp", "fp8", "mx_fp", "mx_fp4", "mx_fp8", "nv_fp", "nv_fp4")),
 }
 
+# Sizes of a block of weights with one scale.
+_BLOCKS = ("weight_block_size", "block_structure", "group_size")
+
 # Format by the last part of a tensor's name.
 _UNSUPPORTED = {
     "weight_bitmask": "compressed-tensors sparse",
@@ -79,15 +82,35 @@ def check_method(config: Mapping[str, Any]) -> None:
         known = ", ".join(QUANTIZATION_METHODS)
         raise SpecError(f"weights quantized by {method} are not supported; supported: {known}; {INSTEAD}")
     if transforms := config.get("transform_config"):
-        named = ", ".join(transforms.get("config_groups", transforms))
+        named = ", ".join(transforms.get("config_groups", transforms)) if isinstance(transforms, dict) else transforms
         raise SpecError(f"quantization_config.transform_config ({named}) rotates activations: not supported; {INSTEAD}")
     key, known_values = _KNOWN.get(str(method), ("", ()))
-    layers = [*(config.get("config_groups") or {}).values(), *(config.get("quantized_layers") or {}).values()]
+    layers = _layers(config)
     for settings in (config, *layers):
         found = settings.get(key)
         if found is not None and str(found).lower() not in [str(value).lower() for value in known_values]:
             supported = ", ".join(map(str, known_values))
             raise SpecError(f"{method} with {key} {found} is not supported; supported: {supported}; {INSTEAD}")
-    block = config.get("weight_block_size")
-    if block and not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        raise SpecError(f"quantization_config.weight_block_size is {block!r}, and must be two numbers above 0")
+    schemes = [*layers, *(layer.get("weights") or {} for layer in layers)]
+    for key, block in [(key, scheme.get(key)) for scheme in (config, *schemes) for key in _BLOCKS]:
+        numbers = block if isinstance(block, list) else [block, 1]
+        if block and not (len(numbers) == 2 and all(type(number) is int and number > 0 for number in numbers)):
+            if (key, block) != ("group_size", -1):
+                raise SpecError(f"quantization_config: {key} is {block!r}, and must be numbers above 0")
+
+
+def _layers(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the settings of groups of layers. Raises SpecError if they are not objects."""
+    found: list[Mapping[str, Any]] = []
+    for key in ("config_groups", "quantized_layers"):
+        groups = config.get(key) or {}
+        layers = list(groups.values()) if isinstance(groups, dict) else [groups]
+        fitting = [
+            layer for layer in layers if isinstance(layer, dict) and isinstance(layer.get("weights") or {}, dict)
+        ]
+        if not isinstance(groups, dict) or len(fitting) < len(layers):
+            raise SpecError(
+                f"quantization_config.{key} is {groups!r:.80}, and must hold objects; download config.json again"
+            )
+        found += fitting
+    return found

@@ -222,7 +222,7 @@ def _bits_of(weight: GroupedWeight) -> int:
 
 def _zero_codes(weight: GroupedWeight) -> Tensor:
     """Return the code of zero per group, for unsigned codes: (O, G) fp32."""
-    zeros_OG = torch.zeros(weight.scales_OG.shape) if weight.zeros_OG is None else weight.zeros_OG
+    zeros_OG = torch.zeros(weight.scales_OG.shape) if weight.zeros_OG is None else weight.zeros_OG.float()
     return zeros_OG + 128 if weight.codes.dtype == torch.int8 else zeros_OG
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -57,11 +58,11 @@ def quantize_checkpoint(
     dtype = _DTYPES.get(raw.get("dtype") or raw.get("torch_dtype") or "float32", torch.float32)
     source = _Source(open_checkpoint(model_dir), form, form.group if group is None else group, dtype)
     source.check_matrices(kind)
-    if into.exists():
+    if os.path.lexists(into):
         raise SpecError(f"{into} already exists")
     _check_space(into, source.num_bytes)
     unfinished = into.with_name(f"{into.name}.unfinished")
-    if unfinished.exists():
+    if os.path.lexists(unfinished):
         raise SpecError(f"{unfinished} exists, from a run that was interrupted or still runs; delete it")
     source.grams = calibrate()
     if source.grams and form.scales_channels:
@@ -188,7 +189,7 @@ def _write(model_dir: Path, into: Path, source: _Source) -> None:
 
 
 def _check_space(into: Path, num_bytes: int) -> None:
-    parent = next(parent for parent in into.absolute().parents if parent.exists())
+    parent = next(parent for parent in into.absolute().parents if os.path.exists(parent))
     free = shutil.disk_usage(parent).free
     if num_bytes > free:
         raise SpecError(

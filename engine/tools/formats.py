@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -157,7 +158,7 @@ def _windows(model_dir: Path, text: str, window: int, stride: int, max_windows: 
     ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(text, add_special_tokens=False).ids
     windows = [ids[start : start + window] for start in range(0, len(ids) - window + 1, stride)][:max_windows]
     if not windows:
-        raise SpecError(f"the text has {len(ids)} tokens, fewer than one window of {window}")
+        raise SpecError(f"the text (half of --text) has {len(ids)} tokens, fewer than one window of {window}")
     return windows
 
 
@@ -180,9 +181,19 @@ def table(costs: Sequence[FormatCost]) -> list[list[str]]:
     return rows
 
 
-def write_report(costs: Sequence[FormatCost], into: Path, facts: dict[str, object]) -> None:
-    """Write formats.json, formats.md and, with matplotlib, formats.png. facts: settings of the run."""
-    into.mkdir(parents=True, exist_ok=True)
+def make_directory(into: Path) -> None:
+    """Make the report's directory, before hours of measurement. Raises SpecError."""
+    try:
+        into.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SpecError(f"{into}: cannot be written: {error}") from error
+
+
+def write_report(costs: Sequence[FormatCost], into: Path, facts: dict[str, object]) -> str:
+    """Write formats.json, formats.md and, with matplotlib, formats.png. Returns a note without it; may be empty.
+
+    into: an existing directory. facts: settings of the run.
+    """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU " + " ".join(instruction_sets())
     facts = facts | {"device": device}
     tree = facts | {"results": [asdict(cost) for cost in costs]}
@@ -192,15 +203,16 @@ def write_report(costs: Sequence[FormatCost], into: Path, facts: dict[str, objec
     notes = "; ".join(f"{name}: {value}" for name, value in facts.items())
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     (into / "formats.md").write_text(f"{text}\n\n{notes}\n", encoding="utf-8")
+    if find_spec("matplotlib") is None:
+        return "; the picture needs matplotlib: pip install 'xpyd[plot]'"
     _draw(costs, into / "formats.png")
+    return ""
 
 
 def _draw(costs: Sequence[FormatCost], path: Path) -> None:
-    """Draw perplexity over speed, with the line of the best combinations. Raises SpecError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SpecError("the picture needs matplotlib: pip install 'xpyd[plot]'") from None
+    """Draw perplexity over speed, with the line of the best combinations."""
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     best = sorted((cost for cost in costs if cost.is_best), key=lambda cost: cost.decode_tokens_s)

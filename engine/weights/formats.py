@@ -182,10 +182,50 @@ def activations_of(config: Mapping[str, Any]) -> torch.dtype | None:
     return torch.float8_e4m3fn if kinds == {("float", 8)} else None
 
 
-def sizes_of(config: Mapping[str, Any]) -> list[tuple[int, int]]:
-    """Return the sizes (outputs, inputs) of blocks with one scale that the settings name."""
-    schemes = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
-    sizes = [config.get("weight_block_size"), *(scheme.get("block_structure") for scheme in schemes)]
-    groups = [config.get("group_size"), *(scheme.get("group_size") for scheme in schemes)]
-    in_groups = [(1, size) for size in groups if type(size) is int and size > 0]
-    return [(size[0], size[1]) for size in sizes if size] + in_groups
+@dataclass(frozen=True)
+class Declared:
+    """Settings of the weights in quantization_config.
+
+    sizes: blocks of outputs and inputs that share a scale; 0: all of them. has_all_sizes: no scheme leaves its own out.
+    bits: of integer codes; may be empty. is_asymmetric: all schemes have zero points. has_order: groups come in an
+    order that the file gives.
+    """
+
+    sizes: tuple[tuple[int, int], ...]
+    has_all_sizes: bool
+    bits: frozenset[int]
+    is_asymmetric: bool
+    has_order: bool
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Declared:
+        schemes = [group.get("weights") or {} for group in (config.get("config_groups") or {}).values()]
+        schemes += (config.get("quantized_layers") or {}).values()
+        # Layers with settings of their own; those that they leave out are the model's.
+        named = [of for key in ("dynamic", "extra_config") if isinstance(of := config.get(key), dict)]
+        changed = [settings for of in named for settings in of.values() if isinstance(settings, dict)]
+        every = [config, *schemes, *changed]
+        own = [_size(scheme) for scheme in schemes] or [_size(config)]
+        bits = [scheme.get(key) for scheme in every for key in ("bits", "num_bits")]
+        return cls(
+            tuple(dict.fromkeys(size for scheme in every if (size := _size(scheme)))),
+            all(own),
+            frozenset(number for number in bits if type(number) is int),
+            bool(schemes) and all(scheme.get("symmetric") is False for scheme in schemes),
+            bool(config.get("desc_act")) or any(scheme.get("actorder") == "group" for scheme in schemes),
+        )
+
+
+def _size(scheme: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the block of outputs and inputs with one scale, if the settings name it."""
+    if scheme.get("quant_algo") == "MXFP8":
+        return (1, 32)
+    group, strategy = scheme.get("group_size"), scheme.get("strategy")
+    block = scheme.get("weight_block_size") or scheme.get("block_structure") or group
+    if block and isinstance(block, list):
+        return (block[0], block[1])
+    if type(group) is int and group > 0:
+        return (1, group)
+    if group == -1 or strategy == "channel":
+        return (1, 0)
+    return (0, 0) if strategy == "tensor" else None

@@ -47,7 +47,8 @@ def fast_codes(words: Tensor) -> Tensor:
 
 def fast_zeros(stored: Tensor, scales: Tensor) -> Tensor:
     """Return the integer zeros of gemv_fast, which stores -zero * scale in half precision; groups of padding get 0."""
-    return (-stored.float() / scales.float()).nan_to_num(0.0, 0.0, 0.0).round()
+    zeros = -stored.float() / scales.float()
+    return torch.where((scales == 0) & (stored == 0), 0.0, zeros).round()
 
 
 def marlin_codes(words: Tensor) -> Tensor:

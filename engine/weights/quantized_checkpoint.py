@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from engine.weights.checkpoint import Shape, Span
 from engine.weights.formats import (
     COLUMNS,
     COMPANIONS,
+    FLOATS,
     FORMATS,
     LEVELS,
     NESTED,
@@ -24,12 +25,12 @@ from engine.weights.formats import (
     ORDERS,
     SHAPE,
     STATES,
+    Declared,
     Format,
     Part,
     activations_of,
     format_of,
     kind_of,
-    sizes_of,
 )
 from engine.weights.packing import unpack
 from engine.weights.quantized_weight import GroupedWeight, QuantizedWeight, ScaledColumns, pack_4_bits
@@ -42,6 +43,8 @@ _ENDS = {row.codes.name for row in FORMATS}
 _WIDTHS = {"I32": 32, "I16": 16}
 # GPTQModel stores codes of other widths in planes.
 _GPTQ_BITS = (2, 3, 4, 8)
+_PACKED = ".weight_packed"
+_AGAIN = "download the file again"
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class QuantizedCheckpoint:
     def __init__(self, plain: SafetensorsCheckpoint, config: Mapping[str, Any]) -> None:
         """config: quantization settings of the checkpoint. Raises SpecError for unsupported formats."""
         self._plain = plain
-        self._sizes, self._kind, self._activations = sizes_of(config), kind_of(config), activations_of(config)
+        self._declared, self._kind, self._activations = Declared.of(config), kind_of(config), activations_of(config)
         self._is_gptq = config.get("quant_method") == "gptq"
         self.unindexed = plain.unindexed
         self._matrices: dict[str, _Matrix] = {}
@@ -92,7 +95,10 @@ class QuantizedCheckpoint:
         weight, factors = read(matrix, rows, columns), matrix.stem + COLUMNS
         if factors not in self._plain.shapes:
             return weight
-        return ScaledColumns(weight, _finite(factors, self._plain.read(factors)).flatten()[slice(*columns)].float())
+        factors_I = _finite(factors, self._plain.read(factors)).flatten()
+        if len(factors_I) != matrix.shape[1] or self._plain.dtypes[factors] not in FLOATS:
+            raise SpecError(f"{factors} is not {matrix.shape[1]} numbers, one per input; {_AGAIN}")
+        return ScaledColumns(weight, factors_I[slice(*columns)].float())
 
     # ---- Names and shapes ----
 
@@ -102,6 +108,7 @@ class QuantizedCheckpoint:
         for end in (*parts, row.factor, *COMPANIONS):
             if end:
                 self.shapes.pop(stem + end, None)
+        self._check_dimensions(stem, row)
         if "E" not in row.codes.dims:
             self._present(stem, row, stem)
             return
@@ -113,7 +120,26 @@ class QuantizedCheckpoint:
                 self._biases[f"{name}.bias"] = (f"{stem}_bias", expert)
                 self.shapes[f"{name}.bias"] = bias[1:]
 
+    def _check_dimensions(self, stem: str, row: Format) -> None:
+        """Raise SpecError if a tensor is empty, or has dimensions that its format does not."""
+        for part in (row.codes, row.scales, row.zeros):
+            if part is None or (shape := self._plain.shapes.get(name := stem + part.name)) is None:
+                continue
+            if 0 in shape:
+                raise SpecError(f"{name} is empty; {_AGAIN}")
+            # A scale may be one for all, or one per output. Experts' codes are in groups.
+            least = 3 if "E" in part.dims else 0 if row.codes.dims == ("O", "I") and part is not row.codes else 2
+            most = (4 if part is row.codes else 3) if "E" in part.dims else 2
+            if part.dims != ("flat",) and not least <= len(shape) <= most:
+                raise SpecError(f"{name} has {len(shape)} dimensions, expected {most}")
+            if "E" in part.dims and shape[0] != self._plain.shapes[stem + row.codes.name][0]:
+                raise SpecError(f"{name} has {shape[0]} experts, but {stem}{row.codes.name} has others; {_AGAIN}")
+
     def _present(self, name: str, row: Format, stem: str, expert: int | None = None) -> None:
+        if f"{name}.weight" in self._matrices or (
+            row.codes.name != ".weight" and f"{name}.weight" in self._plain.shapes
+        ):
+            raise SpecError(f"{name}.weight is in the files in two formats; remove the tensors of one")
         shape, bits = self._shape(stem, row)
         self._matrices[f"{name}.weight"] = _Matrix(row, stem, shape, bits, expert)
         self.shapes[f"{name}.weight"] = shape
@@ -127,15 +153,17 @@ class QuantizedCheckpoint:
         stored = shapes[name]
         if row.codes.dims[0] == "E":
             stored = (stored[1], math.prod(stored[2:]))
-        if len(stored) != 2:
-            raise SpecError(f"{name} has {len(stored)} dimensions, expected 2")
         width, bits = _WIDTHS.get(self._plain.dtypes[name], 8), row.bits
         if row.codes_of:
             num_outputs = shapes[stem + row.scales.name][1]
             return (num_outputs, math.prod(stored) * width // bits // num_outputs), bits
         if stem + SHAPE in shapes:
-            num_outputs, num_inputs = self._plain.read(stem + SHAPE).tolist()
-            bits = next((b for b in range(2, 9) if -(-num_inputs * b // width) == stored[1]), 0)
+            num_inputs = self._stored_shape(stem)[1]
+            fitting = [b for b in range(2, 9) if -(-num_inputs * b // width) == stored[1]]
+            fitting = [b for b in fitting if b in (self._declared.bits or fitting)]
+            bits = fitting[0] if len(fitting) == 1 else 0
+        elif row.codes.name == _PACKED and bits == 0:
+            raise SpecError(f"{stem}{SHAPE} is missing; {_AGAIN}")
         elif bits == 0 and row.zeros and stem + row.zeros.name in shapes:
             bits = shapes[stem + row.zeros.name][-1] * width // stored[1]
         if bits not in range(2, 9) or (self._is_gptq and bits not in _GPTQ_BITS):
@@ -148,14 +176,29 @@ class QuantizedCheckpoint:
             sizes["I"] = num_inputs
         return (sizes["O"], sizes["I"]), bits
 
+    def _stored_shape(self, stem: str) -> tuple[int, int]:
+        """Return the outputs and inputs that the file gives beside packed codes."""
+        stored, (rows, _) = self._plain.read(stem + SHAPE), self._plain.shapes[stem + _PACKED]
+        if stored.numel() == 2 and not stored.is_floating_point():
+            num_outputs, num_inputs = (int(number) for number in stored.flatten())
+            if num_outputs == rows and num_inputs > 0:
+                return num_outputs, num_inputs
+        raise SpecError(f"{stem}{SHAPE} is {stored.tolist()}, expected {rows} outputs and their inputs; {_AGAIN}")
+
     def _state(self, stem: str) -> dict[str, Any]:
         """Return the settings that bitsandbytes stores with a 4-bit matrix."""
         name = next((stem + end for end in STATES if stem + end in self._plain.shapes), f"{stem}{STATES[0]}")
         try:
-            state = json.loads(bytes(self._plain.read(name).tolist()))
+            state: dict[str, Any] = json.loads(bytes(self._plain.read(name).tolist()))
             shape, block = state["shape"], state["blocksize"]
-            if len(shape) == 2 and all(type(number) is int and number > 0 for number in (*shape, block)):
-                return dict(state)
+            sizes = (*shape, block, state.get("nested_blocksize", 1))
+            offset = state.get("nested_offset", 0.0)
+            if (
+                len(shape) == 2
+                and all(type(number) is int and number > 0 for number in sizes)
+                and math.isfinite(offset)
+            ):
+                return {"nested_blocksize": 1, "nested_offset": 0.0} | state
         except (KeyError, TypeError, ValueError):
             pass
         raise SpecError(f"{name} does not hold the shape and blocksize of a 4-bit matrix; download the file again")
@@ -186,6 +229,7 @@ class QuantizedCheckpoint:
     def _flat(self, matrix: _Matrix, rows: Span, columns: Span) -> GroupedWeight:
         """Read rows of bitsandbytes' 4-bit codes, whose blocks run through all rows; the first code is the high one."""
         stem, state, num_inputs = matrix.stem, self._state(matrix.stem), matrix.shape[1]
+        self._check_flat(matrix, state)
         first, end = (row * num_inputs for row in rows)
         # bitsandbytes may store the codes' bytes as numbers of a wider dtype.
         size = 2 * self._plain.read(name := stem + matrix.format.codes.name, rows=(0, 1)).element_size()
@@ -209,11 +253,36 @@ class QuantizedCheckpoint:
             self._plain.read(stem + LEVELS).float(),
         )
 
+    def _check_flat(self, matrix: _Matrix, state: Mapping[str, Any]) -> None:
+        """Raise SpecError unless each tensor of bitsandbytes' 4-bit codes has the numbers that the settings need."""
+        stem, numbers = matrix.stem, math.prod(matrix.shape)
+        num_blocks = -(-numbers // state["blocksize"])
+        needed = {matrix.format.scales.name: num_blocks, LEVELS: 16}
+        is_nested = self._plain.dtypes[stem + matrix.format.scales.name] == "U8"
+        if is_nested:
+            needed |= {NESTED: -(-num_blocks // state["nested_blocksize"]), NESTED_LEVELS: 256}
+        for end, count in needed.items():
+            shape, dtype = self._plain.shapes.get(stem + end), self._plain.dtypes.get(stem + end)
+            is_code = is_nested and end == matrix.format.scales.name
+            if shape != (count,) or not (is_code or dtype in FLOATS):
+                found = "is missing" if shape is None else f"has shape {shape} and dtype {dtype}"
+                raise SpecError(f"{stem}{end} {found}, expected {count} numbers; {_AGAIN}")
+        codes = stem + matrix.format.codes.name
+        stored, size = self._plain.shapes[codes], self._plain.read(codes).element_size()
+        if not stored or math.prod(stored[1:]) != 1 or stored[0] * size != -(-numbers // 2):
+            raise SpecError(f"{codes} does not hold {matrix.shape[0]} x {matrix.shape[1]} codes of 4 bits; {_AGAIN}")
+        for end in needed:
+            _finite(stem + end, self._plain.read(stem + end))
+
     def _codes(self, matrix: _Matrix, rows: Span, columns: Span) -> Tensor:
         """Read codes as GroupedWeight holds them."""
         row, is_packed = matrix.format, matrix.bits <= 4
         if row.codes_of:
-            codes = row.codes_of(self._plain.read(matrix.stem + row.codes.name))[slice(*rows), slice(*columns)]
+            whole = self._converted(matrix, row.codes, row.codes_of)
+            if tuple(whole.shape) != matrix.shape:
+                found = self._plain.shapes[matrix.stem + row.codes.name]
+                raise SpecError(f"{matrix.stem}{row.codes.name} of shape {found} does not fit {matrix.shape}; {_AGAIN}")
+            codes = whole[slice(*rows), slice(*columns)]
         elif matrix.bits == 4 and "I/" in row.codes.dims and row.order is None and columns[0] % 2 == 0:
             # Two codes are a byte already.
             return self._oriented(matrix, row.codes, 8, rows, (columns[0] // 2, -(-columns[1] // 2))).contiguous()
@@ -227,10 +296,12 @@ class QuantizedCheckpoint:
         dims, name = part.dims[-2:], matrix.stem + part.name
         spans = [rows if dim[0] == "O" else others for dim in dims]
         packed = next((i for i, dim in enumerate(dims) if "/" in dim), None)
-        width = _WIDTHS.get(self._plain.dtypes[name], 8)
+        width, stored = _WIDTHS.get(self._plain.dtypes[name], 8), self._plain.shapes[name]
         if packed is not None:
             start, end = (number * bits for number in spans[packed])
             spans[packed] = (start // width, -(-end // width))
+            if matrix.expert is None and stored[packed] < spans[packed][1]:
+                raise SpecError(f"{name} of shape {stored} has too few codes of {bits} bits; {_AGAIN}")
         if matrix.expert is None:
             numbers = self._plain.read(name, rows=spans[0], columns=spans[1])
         else:
@@ -245,17 +316,26 @@ class QuantizedCheckpoint:
             return numbers.T if dims[packed] == "O/" else numbers
         return numbers if dims[0] == "O" else numbers.T
 
+    def _converted(self, matrix: _Matrix, part: Part, convert: Callable[[Tensor], Tensor]) -> Tensor:
+        """Read a tensor into the order of outputs. Raises SpecError for shapes that its layout does not have."""
+        name = matrix.stem + part.name
+        try:
+            return convert(self._plain.read(name))
+        except RuntimeError as error:
+            shape = self._plain.shapes[name]
+            raise SpecError(f"{name} of shape {shape} is not in the layout {matrix.format.kind}; {_AGAIN}") from error
+
     def _scales(self, matrix: _Matrix) -> Tensor:
         """Read all scales, (blocks of outputs, groups), in their dtype."""
         part, name = matrix.format.scales, matrix.stem + matrix.format.scales.name
-        if matrix.expert is None:
+        if matrix.format.scales_of:
+            scales = self._converted(matrix, part, matrix.format.scales_of)
+        elif matrix.expert is None:
             scales = self._plain.read(name)
         else:
             scales = self._plain.read(name, rows=(matrix.expert, matrix.expert + 1))[0]
         if scales.dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
-        if matrix.format.scales_of:
-            scales = matrix.format.scales_of(scales)
         _finite(name, scales)
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales.flatten(1)
         return scales.T if part.dims[0] == "G" else scales
@@ -264,8 +344,8 @@ class QuantizedCheckpoint:
         """Read zeros in the order of the scales; None if codes are numbers."""
         row, part = matrix.format, matrix.format.zeros
         if part is None or (name := matrix.stem + part.name) not in self._plain.shapes:
-            if row.kind and part:
-                raise SpecError(f"{matrix.stem}{part.name} is missing; download the files again")
+            if part and (row.kind or (self._declared.is_asymmetric and row.levels is None)):
+                raise SpecError(f"{matrix.stem}{part.name} is missing; {_AGAIN}")
             return torch.tensor(1 << (matrix.bits - 1)).expand(scales.shape) if row.has_middle else None
         if self._plain.dtypes[name] not in part.dtypes:
             raise SpecError(f"{name} has dtype {self._plain.dtypes[name]}, expected {' or '.join(part.dtypes)}")
@@ -281,27 +361,55 @@ class QuantizedCheckpoint:
             raise SpecError(f"{name} with shape {stored} does not match the scales of {tuple(scales.shape)} groups")
         if row.is_less_one and 8 % matrix.bits:
             zeros = zeros + 1 & (1 << matrix.bits) - 1
-        return row.zeros_of(zeros, scales) if row.zeros_of else zeros.float()
+        return _finite(name, row.zeros_of(zeros, scales) if row.zeros_of else zeros.float())
 
     def _blocks(self, matrix: _Matrix, found: Shape) -> tuple[int, int]:
         """Return the outputs and inputs per scale: the first size of the settings that fits the scales' shape."""
         (num_outputs, num_inputs), row = matrix.shape, matrix.format
-        sizes = [(1, row.group)] if row.group else [*self._sizes, (num_outputs, num_inputs)]
-        if not row.group and found[1] and num_inputs % found[1] == 0:
-            sizes.append((1, num_inputs // found[1]))
-        for block_o, block_i in [*sizes, (128, 128)]:
-            num_groups = -(-num_inputs // block_i)
-            # AWQ's gemv pads groups to whole words.
-            has_groups = found[1] >= num_groups if row.kind.startswith("gemv") else found[1] == num_groups
-            if has_groups and found[0] == -(-num_outputs // block_o):
-                return block_o, block_i
+        # bitsandbytes' INT8 settings do not name its one scale per output.
+        own = [(1, row.group)] if row.group or row.constant != 1 else []
+        declared = own or self._declared.sizes
+        whole = [(min(o or num_outputs, num_outputs), min(i or num_inputs, num_inputs)) for o, i in declared]
+        fitting = [size for size in dict.fromkeys(whole) if self._fits(matrix, size, found)]
         name = matrix.stem + row.scales.name
-        raise SpecError(f"{name}: scales of shape {found} do not fit {num_outputs} outputs and {num_inputs} inputs")
+        if len(fitting) > 1:
+            raise SpecError(
+                f"{name}: scales of shape {found} fit blocks of {' and of '.join(f'{o} x {i}' for o, i in fitting)} in "
+                "quantization_config; leave the settings of one"
+            )
+        if not fitting and not own and not self._declared.has_all_sizes:
+            derived = [(num_outputs, num_inputs)]
+            if num_inputs % found[1] == 0:
+                derived.append((1, num_inputs // found[1]))
+            if row.codes.dims == ("O", "I"):
+                derived.append((128, 128))
+            fitting = [size for size in derived if self._fits(matrix, size, found)]
+        if fitting:
+            return fitting[0]
+        named = "" if own or not whole else f" in blocks of {' or '.join(f'{o} x {i}' for o, i in whole)}"
+        raise SpecError(
+            f"{name}: scales of shape {found} do not fit {num_outputs} outputs and {num_inputs} inputs{named}"
+        )
+
+    @staticmethod
+    def _fits(matrix: _Matrix, size: tuple[int, int], found: Shape) -> bool:
+        (num_outputs, num_inputs), (block_o, block_i) = matrix.shape, size
+        num_groups = -(-num_inputs // block_i)
+        # AWQ's gemv pads groups to whole words.
+        has_groups = found[1] >= num_groups if matrix.format.kind.startswith("gemv") else found[1] == num_groups
+        return has_groups and found[0] == -(-num_outputs // block_o)
 
     def _groups(self, matrix: _Matrix, in_order_I: Tensor, num_groups: int) -> Tensor:
         """Return the group of each input, (I,) int64. A stored tensor of only -1 means groups in order."""
-        name = next((matrix.stem + end for end in ORDERS if matrix.stem + end in self._plain.shapes), None)
-        if name is None or bool(((group_I := self._plain.read(name).long()) == -1).all()):
+        names = [name for end in ORDERS if 0 not in self._plain.shapes.get(name := matrix.stem + end, (0,))]
+        if not names:
+            if self._declared.has_order and matrix.format.bits == 0 and num_groups > 1:
+                raise SpecError(f"{matrix.stem} has no g_idx, which its settings (desc_act, actorder) need; {_AGAIN}")
+            return in_order_I
+        (name, *_), stored = names, self._plain.read(names[0])
+        if stored.dtype not in (torch.int32, torch.int64):
+            raise SpecError(f"{name} has dtype {stored.dtype}, expected int32; {_AGAIN}")
+        if bool(((group_I := stored.long()) == -1).all()):
             return in_order_I
         if group_I.shape != in_order_I.shape or not bool(((group_I >= 0) & (group_I < num_groups)).all()):
             raise SpecError(f"{name} does not match {len(in_order_I)} inputs in {num_groups} groups")
@@ -311,15 +419,18 @@ class QuantizedCheckpoint:
         row, name = matrix.format, matrix.stem + matrix.format.factor
         if not row.factor:
             return None
+        if self._plain.dtypes[name] not in FLOATS:
+            raise SpecError(f"{name} has dtype {self._plain.dtypes[name]}, expected a float; {_AGAIN}")
         factor = _finite(name, self._plain.read(name).float())
         if factor.numel() != 1 or not bool(factor.all()):
-            raise SpecError(f"{name} is {factor.tolist()}, expected one number other than 0; download the file again")
-        return (1 / factor if row.divides else factor).flatten().expand(rows[1] - rows[0])
+            raise SpecError(f"{name} is {factor.tolist()}, expected one number other than 0; {_AGAIN}")
+        factor = _finite(name, 1 / factor) if row.divides else factor
+        return factor.flatten().expand(rows[1] - rows[0])
 
 
 def _finite(name: str, scales: Tensor) -> Tensor:
     if not bool(scales.float().isfinite().all()):
-        raise SpecError(f"{name} has a scale that is not a finite number; download the file again")
+        raise SpecError(f"{name} has a scale that is not a finite number; {_AGAIN}")
     return scales
 
 

@@ -56,7 +56,7 @@ def plan(
     formats: Annotated[
         bool, typer.Option("--formats", help="Show only memory and speed of weight and KV formats; no trace needed.")
     ] = False,
-    memory_gib: Annotated[float, typer.Option(min=0.01, help="With --formats: memory of one rank.")] = 80.0,
+    memory_gib: Annotated[float, typer.Option(min=0.01, max=1e6, help="With --formats: memory of one rank.")] = 80.0,
     batch: Annotated[int, typer.Option(min=1, help="With --formats: sequences decoded at a time.")] = 32,
     speculation: Annotated[
         bool, typer.Option("--speculation", help="Show only the benefit of --drafts at --context; no trace needed.")
@@ -288,8 +288,15 @@ def _formats(source: str, profile: str | None, memory_gib: float, batch: int, co
     simulator, ranks = Simulator(profile, None, 0.0), spec.decode.tensor_parallel
     plans = []
     for kv, dtype in ({"bf16": "bfloat16"} | QUANTIZED).items():
+        if not config.can_keep_kv(dtype):
+            continue
         pool = KVArithmetic(
-            config=config, dtype=dtype, block_size=spec.kv.block_size, tensor_parallel=ranks, memory_bytes=0
+            config=config,
+            dtype=dtype,
+            block_size=spec.kv.block_size,
+            tensor_parallel=ranks,
+            memory_bytes=0,
+            num_unquantized=len(config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers)),
         )
         plans += [
             format_plan(

@@ -77,6 +77,19 @@ def test_rows_equal_the_stored_numbers(kernels: Kernels, name: str) -> None:
     assert wanted.std() > 0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "zero"), [(torch.int8, -9), (torch.int8, 100), (torch.uint8, 120), (torch.uint8, 200)]
+)
+def test_zeros_of_signed_codes_in_every_dtype(kernels: Kernels, dtype: torch.dtype, zero: int) -> None:
+    """Zeros as the reader stores them. Their unsigned codes, 128 more, fit neither dtype; those above 255 no kernel."""
+    codes = torch.randint(-128, 128, (16, 64), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    zeros = torch.full((16, 2), zero, dtype=dtype)
+    weight = GroupedWeight(codes, random(16, 2).abs() + 0.1, zeros, torch.arange(64) // 32)
+    assert (format_of(weight) is None) == (zero + 128 > 255)
+    if (matrix := PackedMatrix.few_bits(kernels, (weight,))) is not None:
+        torch.testing.assert_close(matrix.rows(torch.arange(16)).float(), weight.rows(0, 16), rtol=2**-8, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_products_equal_those_of_the_stored_numbers(kernels: Kernels, name: str) -> None:
     """Exact except for rounding the rows, the result to bf16, and NF4's levels to 14 bits."""

@@ -179,6 +179,11 @@ def test_nothing_is_overwritten_or_quantized_twice(tiny_model: MakeModel, tmp_pa
     quantize_checkpoint(directory, tmp_path / "q", "int8")
     with pytest.raises(SpecError, match="q already exists"):
         quantize_checkpoint(directory, tmp_path / "q", "int8")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(SpecError, match="link already exists"):
+        quantize_checkpoint(directory, tmp_path / "link", "int8")
+    with pytest.raises(SpecError, match=r"cannot be written: .*too long"):
+        quantize_checkpoint(directory, tmp_path / ("q" * 300), "int8")
     with pytest.raises(SpecError, match="already quantized"):
         quantize_checkpoint(tmp_path / "q", tmp_path / "again", "int4")
     (tmp_path / "new.unfinished").mkdir()

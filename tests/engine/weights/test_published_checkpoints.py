@@ -290,7 +290,11 @@ def test_gptq_with_bits_in_planes_is_refused(tmp_path: Path) -> None:
             "awq with version exllama is not supported; supported: gemm",
         ),
         ({}, {"quant_method": "gptq", "checkpoint_format": "marlin"}, "gptq with checkpoint_format marlin is not supp"),
-        ({}, {"quant_method": "fp8", "weight_block_size": [0, 0]}, r"weight_block_size is \[0, 0\], and must be two"),
+        (
+            {},
+            {"quant_method": "fp8", "weight_block_size": [0, 0]},
+            r"weight_block_size is \[0, 0\], and must be numbers",
+        ),
         ({}, None, "w.weight has dtype F8_E4M3, and config.json has no quantization_config"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,

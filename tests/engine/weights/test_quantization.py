@@ -77,6 +77,96 @@ def test_only_formats_that_quantize_all_inputs_say_so(config: dict[str, Any], ex
     assert activations_of(config) is expected
 
 
+def _without_scale_columns(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["w.weight_scale"] = tensors["w.weight_scale"][:, ::2]
+
+
+@pytest.mark.parametrize(
+    ("stem", "change", "message"),
+    [
+        # Groups, bits, zero points and orders that the settings name are not guessed from shapes.
+        ("int4_pack", _without_scale_columns, "do not fit 64 outputs and 96 inputs in blocks"),
+        ("modelopt_mxfp8", _without_scale_columns, "do not fit 64 outputs and 96 inputs in blocks"),
+        ("nvfp4", lambda t: t.update({"w.weight_scale": t["w.weight_scale"][:1, :1]}), "do not fit"),
+        ("int4_pack", lambda t: t.update({"w.weight_packed": t["w.weight_packed"].repeat(1, 2)}), "unknown bits"),
+        ("int4_pack", lambda t: t.pop("w.weight_shape"), "weight_shape is missing"),
+        ("int4_pack_zeros", lambda t: t.pop("w.weight_zero_point"), "weight_zero_point is missing"),
+        ("int5_pack_zeros", lambda t: t.update({"w.weight_zero_point": t["w.weight_zero_point"][:-1]}), "too few"),
+        ("gptq_4", lambda t: t.pop("w.g_idx"), "no g_idx, which its settings"),
+        ("awq_gemm", lambda t: t.update({"w.weight": torch.ones(64, 96)}), "w.weight is in the files in two formats"),
+        ("int4_pack", lambda t: t.update({"w.weight": torch.ones(64, 96)}), "w.weight .* is in no supported format"),
+        # Tensors of other dimensions, and incomplete ones.
+        ("int4_pack", lambda t: t.update({"w.weight_shape": torch.tensor(64)}), "weight_shape is 64"),
+        ("int4_pack", lambda t: t.update({"w.weight_packed": t["w.weight_packed"][0]}), "has 1 dimensions, expected 2"),
+        ("int4_pack", lambda t: t.update({"w.weight_packed": t["w.weight_packed"][:0]}), "weight_packed is empty"),
+        ("awq_gemm", lambda t: t.update({"w.scales": t["w.scales"].flatten()}), "scales has 1 dimensions, expected 2"),
+        ("awq_marlin", lambda t: t.update({"w.qweight": t["w.qweight"][:, :-1]}), "qweight of shape .* marlin"),
+        ("awq_gemv_fast", lambda t: t["w.qzeros"].fill_(float("nan")), "not a finite number"),
+        ("nvfp4", lambda t: t["w.weight_global_scale"].fill_(1e-40), "not a finite number"),
+        ("modelopt_w4a16_awq", lambda t: t.update({"w.pre_quant_scale": torch.ones(95)}), "is not 96 numbers"),
+        ("mxfp4_experts", lambda t: t.update({"experts.w_scales": t["experts.w_scales"][:1]}), "has 1 experts"),
+        ("bnb_int8", lambda t: t.update({"w.SCB": t["w.SCB"][0].clone()}), "do not fit 64 outputs"),
+        ("bnb_nf4", lambda t: t.pop("w.weight.quant_map"), "quant_map is missing, expected 16"),
+        ("bnb_nf4", lambda t: t["w.weight.quant_map"].fill_(float("nan")), "not a finite number"),
+        ("bnb_nf4", lambda t: t.update({"w.weight": t["w.weight"][:-1]}), "does not hold 64 x 96 codes"),
+        ("bnb_nf4_nested", lambda t: t.pop("w.weight.nested_absmax"), "nested_absmax is missing"),
+    ],
+)  # fmt: skip
+def test_contradictory_tensors_are_rejected(
+    stem: str, change: Callable[[dict[str, torch.Tensor]], object], message: str, tmp_path: Path
+) -> None:
+    path = Path(__file__).parent / "formats" / f"{stem}.safetensors"
+    with safe_open(path, framework="pt") as file:
+        config = json.loads(file.metadata()["quantization_config"])
+    tensors = load_file(path)
+    tensors.pop("numbers")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    with pytest.raises(SpecError, match=message):
+        checkpoint = open_checkpoint(tmp_path)
+        checkpoint.read(next(name for name in checkpoint.shapes if name.endswith(".weight")))
+
+
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("gptq", "quantization_config is 'gptq', and must be an object"),
+        (PACKED | {"config_groups": ["group_0"]}, "config_groups is .*, and must hold objects"),
+        (PACKED | {"config_groups": {"group_0": 4}}, "config_groups is .*, and must hold objects"),
+        (PACKED | {"config_groups": {"group_0": {"weights": {"group_size": "32"}}}}, "group_size is '32'"),
+        (PACKED | {"config_groups": {"group_0": {"weights": {"block_structure": [0, 32]}}}}, "block_structure is"),
+        (PACKED | {"transform_config": "rotate"}, r"transform_config \(rotate\)"),
+        # 96 inputs are three groups of either size.
+        (
+            PACKED | {"config_groups": {str(g): {"weights": {"group_size": g, "num_bits": 4}} for g in (32, 40)}},
+            "fit blocks of 1 x 32 and of 1 x 40",
+        ),
+    ],
+)
+def test_odd_settings_are_rejected(config: object, message: str, tmp_path: Path) -> None:
+    parts = {
+        "weight_packed": torch.zeros(16, 12, dtype=torch.int32),
+        "weight_scale": torch.ones(16, 3),
+        "weight_shape": torch.tensor((16, 96)),
+    }
+    with pytest.raises(SpecError, match=message):
+        write_matrix(tmp_path, parts, config).read("w.weight")
+
+
+@pytest.mark.parametrize("num_inputs", [8, 16, 24])
+def test_settings_give_the_bits_of_narrow_matrices(num_inputs: int, tmp_path: Path) -> None:
+    """Codes of three and of four bits fill equally many words."""
+    words = torch.full((16, num_inputs // 8), 0x59595959, dtype=torch.int32)
+    parts = {"weight_packed": words, "weight_scale": torch.ones(16, 1), "weight_shape": torch.tensor((16, num_inputs))}
+    weights = {"num_bits": 4, "strategy": "channel"}
+    checkpoint = write_matrix(tmp_path, parts, PACKED | {"config_groups": {"group_0": {"weights": weights}}})
+    assert torch.equal(checkpoint.read("w.weight"), torch.tensor([1.0, -3.0]).repeat(16, num_inputs // 2))
+
+
 def test_fused_parts_keep_their_own_factors(tmp_path: Path) -> None:
     """One global scale for q, k and v would be wrong, and folding the others into e4m3 scales would round."""
     path = next(path for path in OWNED if path.stem == "nvfp4")
@@ -161,7 +251,7 @@ def test_mismatched_groups_are_rejected(tmp_path: Path, wrong: dict[str, torch.T
         write_matrix(tmp_path, parts | wrong, {"quant_method": "gptq", "bits": 4, "group_size": 16}).read("w.weight")
 
 
-def write_matrix(directory: Path, parts: dict[str, torch.Tensor], description: dict[str, object]) -> Checkpoint:
+def write_matrix(directory: Path, parts: dict[str, torch.Tensor], description: object) -> Checkpoint:
     save_file({f"w.{suffix}": part.contiguous() for suffix, part in parts.items()}, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps({"quantization_config": description}))
     return open_checkpoint(directory)

@@ -136,7 +136,7 @@ def test_plan_memory_lists_formats(capsys: pytest.CaptureFixture[str]) -> None:
     assert "by kv.pool_dtype" in capsys.readouterr().out
 
 
-def test_plan_formats_weighs_memory_against_speed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_formats_weighs_memory_against_speed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--formats", "--memory-gib", "0.15", "--json"]) == 0
     plans = {(row["weights"], row["kv"]): row for row in json.loads(capsys.readouterr().out)}
     wide, narrow = plans["bf16", "bf16"], plans["int4", "int8"]
@@ -144,6 +144,12 @@ def test_plan_formats_weighs_memory_against_speed(capsys: pytest.CaptureFixture[
     assert narrow["tokens_s"] > plans["int4", "bf16"]["tokens_s"] > plans["int8", "bf16"]["tokens_s"]
     assert run(["plan", "--formats", "--memory-gib", "0.15"]) == 0
     assert "weights do not fit" in capsys.readouterr().out
+    assert run(["plan", "--formats", "--memory-gib", "inf"]) != 0
+    (tmp_path / "spec.yaml").write_text("kv: {unquantized_layers: [0, -1]}")
+    capsys.readouterr()
+    assert run(["plan", "--formats", "--spec", str(tmp_path / "spec.yaml"), "--json"]) == 0
+    exact = {row["kv"]: row["kv_bytes_per_token"] for row in json.loads(capsys.readouterr().out)}
+    assert exact["bf16"] == wide["kv_bytes_per_token"] and exact["int8"] > narrow["kv_bytes_per_token"]
 
 
 def test_plan_memory_refuses_ranks_that_do_not_fit_the_model(
