@@ -16,7 +16,7 @@ from tests.support.tiny_tokenizers import CHATML
 _TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 _TEMPLATES["chatml"] = CHATML
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
-_TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
+TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
 
 
 def _template(name: str) -> ChatTemplate:
@@ -103,7 +103,7 @@ def test_thoughts_are_given_by_the_templates_name(name: str, shown: bool) -> Non
 _WORDS = [f"word{number}x" for number in range(200)]
 
 
-def _random_conversation(rng: random.Random) -> list[dict[str, Any]]:
+def random_conversation(rng: random.Random) -> list[dict[str, Any]]:
     """Return any order of roles, with broken arguments, odd ids, empty texts and orphans."""
     words = iter(rng.sample(_WORDS, len(_WORDS)))
     messages: list[dict[str, Any]] = []
@@ -123,17 +123,25 @@ def _random_conversation(rng: random.Random) -> list[dict[str, Any]]:
     return messages
 
 
+def texts_of(messages: list[dict[str, Any]], *, with_arguments: bool = True) -> list[str]:
+    """Return the texts that a rendering must hold. with_arguments: also those of arguments that are no object."""
+    texts = []
+    for message in messages:
+        texts.append((message["content"] or "").split("\n")[0])
+        for call in message.get("tool_calls", ()):
+            texts.append(call["function"]["name"])
+            arguments = call["function"]["arguments"]
+            if with_arguments or arguments.startswith('{"a"'):
+                texts += [word for word in _WORDS if word in arguments]
+    return texts
+
+
 @pytest.mark.parametrize("name", _TEMPLATES)
 def test_any_history_is_rendered_whole(name: str) -> None:
     template, rng = _template(name), random.Random(name)
     for _ in range(150):
-        messages = _random_conversation(rng)
-        tools = [_TOOL] if template.knows_tools and rng.random() < 0.5 else []
+        messages = random_conversation(rng)
+        tools = [TOOL] if template.knows_tools and rng.random() < 0.5 else []
         rendered = template.render(messages, tools=tools)
-        for message in messages:
-            texts = [(message["content"] or "").split("\n")[0]]
-            for call in message.get("tool_calls", ()):
-                texts.append(call["function"]["name"])
-                if name != "coder_tools" or call["function"]["arguments"].startswith('{"a"'):
-                    texts += [word for word in _WORDS if word in call["function"]["arguments"]]
-            assert all(text in rendered for text in texts), json.dumps(messages, indent=1)
+        texts = texts_of(messages, with_arguments=name != "coder_tools")
+        assert all(text in rendered for text in texts), json.dumps(messages, indent=1)
