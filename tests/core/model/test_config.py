@@ -144,7 +144,7 @@ def test_sizes(tmp_path: Path) -> None:
         ({"architectures": ...}, "architecture (none) is not supported"),
         ({"hidden_size": ...}, "hidden_size is missing"),
         ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
-        ({"quantization_config": {"quant_method": "hqq"}}, "quantised by hqq"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type longrope is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
