@@ -13,6 +13,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 import redis
 
@@ -120,6 +121,7 @@ async def test_a_failover_of_redis_fails_no_stream_and_a_router_killed_then_serv
                         pid for pid in processes.marked(mark) if processes.title(pid).startswith("ray::ServeReplica")
                     ]
                     os.kill(router, signal.SIGKILL)
+                    await asyncio.to_thread(psutil.Process(router).wait, 10)
                     killed_at = time.monotonic()
                     await told(is_healthy)
                     print(f"/health answered 200 {time.monotonic() - killed_at:.1f} s after the router's death")
