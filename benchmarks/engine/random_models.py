@@ -185,5 +185,8 @@ class RandomCheckpoint:
         numbers = numbers[slice(*rows or (None,)), slice(*columns or (None,))]
         return numbers if name == "model.embed_tokens.weight" else numbers.mul_(shape[-1] ** -0.5)
 
+    def is_quantized(self, name: str) -> bool:
+        return False
+
     def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
         return None

@@ -81,6 +81,7 @@ class KVLayout:
             self.head_dim,
             self.block_size,
             self.dtype,
+            # "auto" and "widen" differ by rounding only; the oldest supported version calls both "as_stored".
             "int8" if self.weights == "int8" else "as_stored",
             self.num_sides,
             self.exact_dim,

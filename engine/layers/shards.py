@@ -68,8 +68,7 @@ class ShardReader:
         quantized = self._quantized(name, rows=rows)
         table: Table | None = None if quantized is None else self._packed(quantized)
         if table is None:
-            self.note_widened(name, self._no_kernel)
-            table = TorchMatrix(self._place(self.checkpoint.read(f"{name}.weight", rows=rows)))
+            table = TorchMatrix(self._place(self._widened(name, quantized, rows=rows)))
         return Embedding(table, rows[0], self.parallel)
 
     def tied(self, embedding: Embedding) -> Matrix:
@@ -80,26 +79,26 @@ class ShardReader:
     def linear(self, rows: Mapping[str, Span], *, has_bias: bool = False) -> Linear:
         """Read the given rows of several matrices as one fused matrix, in order."""
 
-        def fused(suffix: str) -> Tensor:
-            parts = [self.checkpoint.read(f"{name}.{suffix}", rows=span) for name, span in rows.items()]
+        def fused(parts: list[Tensor]) -> Tensor:
             return self._place(parts[0] if len(parts) == 1 else torch.cat(parts))
 
         parts = [self._quantized(name, rows=span) for name, span in rows.items()]
         quantized = [part for part in parts if part is not None]
         matrix = self.in_stored_bits(*quantized) if len(quantized) == len(parts) else None
         if matrix is None:
-            for name in rows:
-                self.note_widened(name, self._no_kernel)
-            matrix = self.matrix(fused("weight"))
-        return Linear(self._seen(tuple(rows), matrix), fused("bias") if has_bias else None)
+            spans = zip(rows.items(), parts, strict=True)
+            matrix = self.matrix(fused([self._widened(name, part, rows=span) for (name, span), part in spans]))
+        bias_O = None
+        if has_bias:
+            bias_O = fused([self.checkpoint.read(f"{name}.bias", rows=span) for name, span in rows.items()])
+        return Linear(self._seen(tuple(rows), matrix), bias_O)
 
     def columns(self, name: str, columns: Span) -> Matrix:
         """Read some columns of a matrix; the caller sums its products over the ranks."""
         quantized = self._quantized(name, columns=columns)
         matrix = None if quantized is None else self.in_stored_bits(quantized)
         if matrix is None:
-            self.note_widened(name, self._no_kernel)
-            matrix = self.matrix(self._place(self.checkpoint.read(f"{name}.weight", columns=columns)))
+            matrix = self.matrix(self._place(self._widened(name, quantized, columns=columns)))
         return self._seen((name,), matrix)
 
     def row_parallel(self, name: str, columns: Span, *, has_bias: bool = False) -> RowParallelLinear:
@@ -117,8 +116,17 @@ class ShardReader:
 
     def note_widened(self, name: str, reason: str) -> None:
         """Record that a matrix is held dequantized, if the checkpoint has it quantized."""
-        if self.weights == "auto" and self.checkpoint.quantized(f"{name}.weight") is not None:
+        if self.weights == "auto" and self.checkpoint.is_quantized(f"{name}.weight"):
             self.widened.setdefault(reason, []).append(name)
+
+    def _widened(
+        self, name: str, part: QuantizedWeight | None, *, rows: Span | None = None, columns: Span | None = None
+    ) -> Tensor:
+        """Return a slice of a matrix dequantized, and record it. part: the slice, if it was read quantized."""
+        self.note_widened(name, self._no_kernel)
+        if part is not None:
+            return part.rows(0, part.shape[0])
+        return self.checkpoint.read(f"{name}.weight", rows=rows, columns=columns)
 
     @property
     def _no_kernel(self) -> str:

@@ -46,6 +46,10 @@ class Checkpoint(Protocol):
         """Read a tensor or a slice in its stored dtype (quantized ones as fp32). Raises SpecError."""
         ...
 
+    def is_quantized(self, name: str) -> bool:
+        """Return True if the tensor is stored quantized."""
+        ...
+
     def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
         """Read the quantized form; None if it is stored unquantized, or if the slice would cut a quantization block."""
         ...

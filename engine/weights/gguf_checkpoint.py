@@ -30,10 +30,13 @@ class GGUFCheckpoint:
         values = blocks.rows(0, len(blocks.blocks_OB)).view(-1, *tensor.shape[1:])
         return values if columns is None else values[:, slice(*columns)]
 
+    def is_quantized(self, name: str) -> bool:
+        return GGML_TYPES[self._tensors[name].ggml_type].block > 1
+
     def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> GGMLWeight | None:
         kind = GGML_TYPES[self._tensors[name].ggml_type]
         first, end = columns or (0, self.shapes[name][-1])
-        if kind.block == 1 or first % kind.block or end % kind.block:
+        if not self.is_quantized(name) or first % kind.block or end % kind.block:
             return None
         blocks_OB = self._blocks(name, rows).blocks_OB
         first, end = (column // kind.block * kind.num_bytes for column in (first, end))

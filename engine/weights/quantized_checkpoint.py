@@ -86,6 +86,9 @@ class QuantizedCheckpoint:
             return self._plain.read(stored, rows=(expert, expert + 1))[0, slice(*rows or (None,))]
         return self._plain.read(name, rows=rows, columns=columns)
 
+    def is_quantized(self, name: str) -> bool:
+        return name in self._matrices
+
     def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
         matrix = self._matrices.get(name)
         if matrix is None:

@@ -53,5 +53,8 @@ class SafetensorsCheckpoint:
         tensor: Tensor = part[taken] if columns is None else part[taken, slice(*columns)]
         return tensor
 
+    def is_quantized(self, name: str) -> bool:
+        return False
+
     def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> None:
         return None

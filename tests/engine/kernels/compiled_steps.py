@@ -124,6 +124,9 @@ class FakeCheckpoint:
     def of(cls, model_dir: Path) -> FakeCheckpoint:
         return cls(expected_tensors(model_config.load(model_dir)))
 
+    def is_quantized(self, name: str) -> bool:
+        return False
+
     def quantized(self, name: str, **_: Any) -> None:
         """Return None: all tensors are plain."""
 
