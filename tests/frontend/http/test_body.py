@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -90,31 +90,32 @@ async def test_lone_surrogates_are_replaced(
     completions: MakeCompletions, byte_level: Tokenizer, escaped: str, text: str, padding: int
 ) -> None:
     """Clients cut texts between the halves of a pair. The byte order mark is one that Windows adds to a file."""
-    fake = FakeTokenService()
-    service = completions(fake)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     body = f'\ufeff{{"prompt": "{escaped}", "max_tokens": 1, "metadata": "{"x" * padding}"}}'
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
-        answer = await client.post("completions", content=body.encode())
-    service.close()
+    answer, token_ids = await _completed(completions, body)
     assert answer.status_code == 200, answer.text
-    assert byte_level.decode(fake.started[0].token_ids) == text
+    assert byte_level.decode(token_ids) == text
 
 
 @pytest.mark.parametrize("padding", [0, 30_000], ids=["small", "large"])
 async def test_the_last_of_a_repeated_field_counts(
     completions: MakeCompletions, byte_level: Tokenizer, padding: int
 ) -> None:
+    body = f'{{"prompt": [1, 2], "max_tokens": 9, "metadata": "{"x" * padding}", "prompt": "abc", "max_tokens": 1}}'
+    answer, token_ids = await _completed(completions, body)
+    assert answer.status_code == 200, answer.text
+    assert byte_level.decode(token_ids) == "abc"
+    assert answer.json()["usage"]["completion_tokens"] == 1
+
+
+async def _completed(completions: MakeCompletions, body: str) -> tuple[httpx.Response, Sequence[int]]:
+    """Send a body to /v1/completions. Returns the answer, and the prompt that a replica got."""
     fake = FakeTokenService()
     service = completions(fake)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    body = f'{{"prompt": [1, 2], "max_tokens": 9, "metadata": "{"x" * padding}", "prompt": "abc", "max_tokens": 1}}'
     async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
         answer = await client.post("completions", content=body.encode())
     service.close()
-    assert answer.status_code == 200, answer.text
-    assert byte_level.decode(fake.started[0].token_ids) == "abc"
-    assert answer.json()["usage"]["completion_tokens"] == 1
+    return answer, fake.started[0].token_ids if fake.started else ()
 
 
 async def test_parsing_a_large_body_does_not_block_streams(completions: MakeCompletions) -> None:
