@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -55,9 +54,11 @@ class _Clients:
                     self.texts[number].add("".join(choice["text"] for choice in choices))
                     self.num_answers[number] += 1
                 except httpx.ConnectError:
-                    await asyncio.sleep(0)
+                    await told(partial(_is_healthy, self._http))
                 except (httpx.HTTPError, AssertionError, ValueError, KeyError) as error:
                     self.broken.append((started_at, repr(error)))
+                    # The socket of a router that dies accepts connections until its process is gone.
+                    await told(partial(_is_healthy, self._http))
 
     async def each_answered(self, num_more: int) -> None:
         """Wait until each client has so many more answers."""
@@ -66,6 +67,14 @@ class _Clients:
             lambda: all(now >= then + num_more for now, then in zip(self.num_answers, before, strict=True)),
             within_s=120,
         )
+
+
+async def _is_healthy(http: str) -> bool:
+    try:
+        async with httpx.AsyncClient() as client:
+            return (await client.get(f"{http}/health", timeout=2)).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @asynccontextmanager
@@ -92,13 +101,6 @@ async def test_a_failover_of_redis_fails_no_stream_and_a_router_killed_then_serv
         outcome = await asyncio.to_thread(cluster.run, *arguments, within_s=300)
         assert outcome.code == 0, outcome.err
 
-    async def is_healthy() -> bool:
-        try:
-            async with httpx.AsyncClient() as client:
-                return (await client.get(f"{http}/health", timeout=2)).status_code == 200
-        except httpx.HTTPError:
-            return False
-
     with redis_at("127.0.0.1", tmp_path) as old, redis_at("127.0.0.1", tmp_path) as new:
         ports = [urlsplit(url).port or 0 for url in (old, new)]
         async with Relay.to(ports[0]) as (relay, url):
@@ -120,10 +122,11 @@ async def test_a_failover_of_redis_fails_no_stream_and_a_router_killed_then_serv
                     (router,) = [
                         pid for pid in processes.marked(mark) if processes.title(pid).startswith("ray::ServeReplica")
                     ]
-                    os.kill(router, signal.SIGKILL)
-                    await asyncio.to_thread(psutil.Process(router).wait, 10)
+                    process = psutil.Process(router)
+                    process.kill()
+                    await asyncio.to_thread(process.wait, 10)
                     killed_at = time.monotonic()
-                    await told(is_healthy)
+                    await told(partial(_is_healthy, http))
                     print(f"/health answered 200 {time.monotonic() - killed_at:.1f} s after the router's death")
                     await clients.each_answered(3)
                     assert all(started_at < killed_at for started_at, _ in clients.broken), clients.broken
