@@ -7,13 +7,14 @@ sequence are gathered and passed to scaled_dot_product_attention. A plan is made
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.attention.layer_attention import LayerAttention
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
 from engine.kv.pool import KVPool
@@ -25,6 +26,8 @@ from engine.kv.pool import KVPool
 _MAX_GATHERED = 1 << 16
 # Gathered keys over needed keys.
 _MAX_PADDING = 2.0
+# Queries whose scores are computed at a time where torch has no fused attention.
+_SCORED_AT_ONCE = 256
 
 
 @dataclass(frozen=True)
@@ -70,84 +73,135 @@ class Singles:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Blocks and keys that each row of a batch attends to, for one sliding window or none."""
+    """Blocks and keys that each row of a batch attends to, for one window or chunk, or none."""
 
     prompts: list[PromptQueries]
     singles: list[Singles]
 
-    @classmethod
-    def of(cls, batch: Batch, pool: KVPool, *, window: int | None, dtype: torch.dtype) -> AttentionPlan:
-        """Plan a batch. dtype: dtype of the queries."""
-        planner = _Planner(batch, pool, window, dtype)
-        single = batch.query_lens == 1
-        return cls(
+
+class AttentionPlans:
+    """Plans of one step, made when a layer first needs them."""
+
+    def __init__(self, batch: Batch, pool: KVPool, *, dtype: torch.dtype, rows: Sequence[int] | None = None) -> None:
+        """dtype: dtype of the queries. rows: plan only these rows, each with any number of queries."""
+        self._batch = batch
+        self._pool = pool
+        self._dtype = dtype
+        self._rows = rows
+        # By window and chunk.
+        self._plans: dict[tuple[int | None, int | None], AttentionPlan] = {}
+
+    def of(self, attention: LayerAttention) -> AttentionPlan:
+        seen = attention.window, attention.chunk
+        if seen not in self._plans:
+            self._plans[seen] = self._plan(_Planner(self._batch, self._pool, *seen, self._dtype))
+        return self._plans[seen]
+
+    def whole(self) -> AttentionPlan:
+        """Return the plan of full attention."""
+        return self._plan(_Planner(self._batch, self._pool, None, None, self._dtype))
+
+    def _plan(self, planner: _Planner) -> AttentionPlan:
+        if self._rows is not None:
+            return AttentionPlan([planner.prompt(row) for row in self._rows], [])
+        single = self._batch.query_lens == 1
+        return AttentionPlan(
             prompts=[planner.prompt(row) for row in np.flatnonzero(~single).tolist()],
             singles=[planner.singles(rows) for rows in planner.similar(np.flatnonzero(single))],
         )
 
-    @classmethod
-    def of_rows(
-        cls, rows: Sequence[int], batch: Batch, pool: KVPool, *, window: int | None, dtype: torch.dtype
-    ) -> AttentionPlan:
-        """Plan only these rows, each with any number of queries."""
-        planner = _Planner(batch, pool, window, dtype)
-        return cls(prompts=[planner.prompt(row) for row in rows], singles=[])
 
-
-def paged_attention(q_THD: Tensor, pool: KVPool, layer: int, plan: AttentionPlan) -> Tensor:
-    """Compute softmax(q k / sqrt(D)) v for every query over the keys up to and including its own.
+def paged_attention(q_THD: Tensor, pool: KVPool, attention: LayerAttention, plan: AttentionPlan) -> Tensor:
+    """Compute the attention of every query; see LayerAttention.
 
     The batch's keys and values are already in the pool. q_THD: (T, H, D), H a multiple of the pool's KV heads.
     Returns (T, H, D) in the queries' dtype; rows outside the plan are undefined.
     """
     num_tokens, num_heads, dim = q_THD.shape
-    num_kv_heads = pool.layout.heads_per_rank
+    num_kv_heads, layer = pool.layout.heads_per_rank, attention.layer
     q_TKGD = q_THD.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, dim)
     out_TKGD = torch.empty_like(q_TKGD)
+    sinks_KG = None if attention.sinks_H is None else attention.sinks_H.view(num_kv_heads, -1)
+    rule = ScoreRule(attention.scale, attention.soft_cap, sinks_KG)
     for prompt in plan.prompts:
         k_1KLD, v_1KLD = prompt.gather(pool, layer, q_THD.dtype)
         out_TKGD[prompt.first : prompt.end] = attend_prompt(
-            q_TKGD[prompt.first : prompt.end], k_1KLD[0], v_1KLD[0], prompt.mask_QL
+            q_TKGD[prompt.first : prompt.end], k_1KLD[0], v_1KLD[0], prompt.mask_QL, rule
         )
     for singles in plan.singles:
         k_RKLD, v_RKLD = singles.gather(pool, layer, q_THD.dtype)
         # Put the G queries that share a KV head in the place of query positions, so that no key is read twice.
         q_RKGD = q_TKGD[singles.tokens_R]
         mask_RKGL = singles.mask_R11L.expand(*q_RKGD.shape[:-1], -1)
-        out_TKGD[singles.tokens_R] = F.scaled_dot_product_attention(q_RKGD, k_RKLD, v_RKLD, attn_mask=mask_RKGL)
+        out_TKGD[singles.tokens_R] = _attend(q_RKGD, k_RKLD, v_RKLD, mask_RKGL, rule)
     return out_TKGD.view(num_tokens, num_heads, dim)
 
 
-def attend_prompt(
-    q_QKGD: Tensor, k_KLD: Tensor, v_KLD: Tensor, mask_QL: Tensor | None, *, scale: float | None = None
-) -> Tensor:
+@dataclass(frozen=True)
+class ScoreRule:
+    """How attention turns products of queries and keys into weights; see LayerAttention."""
+
+    scale: float
+    soft_cap: float | None = None
+    sinks_KG: Tensor | None = None
+
+
+def attend_prompt(q_QKGD: Tensor, k_KLD: Tensor, v_KLD: Tensor, mask_QL: Tensor | None, rule: ScoreRule) -> Tensor:
     """Attend one row's queries to its keys. Returns (Q, K, G, D of the values); G heads share keys without a copy.
 
-    mask: see PromptQueries. scale: factor of the scores, by default 1 / sqrt(D) of the keys.
+    mask: see PromptQueries.
     """
     num_queries, _, group, _ = q_QKGD.shape
     if mask_QL is None:
         k_KLD, v_KLD = k_KLD[:, :num_queries], v_KLD[:, :num_queries]
+    q_KGQD = q_QKGD.permute(1, 2, 0, 3)
     k_KGLD, v_KGLD = (x_KLD.unsqueeze(1).expand(-1, group, -1, -1) for x_KLD in (k_KLD, v_KLD))
-    out_KGQD = F.scaled_dot_product_attention(
-        q_QKGD.permute(1, 2, 0, 3), k_KGLD, v_KGLD, attn_mask=mask_QL, is_causal=mask_QL is None, scale=scale
-    )
-    return out_KGQD.permute(2, 0, 1, 3)
+    sinks_KG1 = None if rule.sinks_KG is None else rule.sinks_KG.unsqueeze(-1)
+    return _attend(q_KGQD, k_KGLD, v_KGLD, mask_QL, replace(rule, sinks_KG=sinks_KG1)).permute(2, 0, 1, 3)
+
+
+def _attend(q_QD: Tensor, k_LD: Tensor, v_LD: Tensor, mask_QL: Tensor | None, rule: ScoreRule) -> Tensor:
+    """Attend queries to keys, over any leading dimensions. mask: None: causal, Q = L. rule.sinks: one per query."""
+    if rule.soft_cap is None and rule.sinks_KG is None:
+        return F.scaled_dot_product_attention(
+            q_QD, k_LD, v_LD, attn_mask=mask_QL, is_causal=mask_QL is None, scale=rule.scale
+        )
+    num_queries, num_keys = q_QD.shape[-2], k_LD.shape[-2]
+    if mask_QL is None:
+        mask_QL = torch.full((num_queries, num_keys), -torch.inf, device=q_QD.device).triu_(1)
+    mask_QL = mask_QL.expand(*q_QD.shape[:-1], num_keys)
+    out_QD = q_QD.new_empty(*q_QD.shape[:-1], v_LD.shape[-1])
+    for start in range(0, num_queries, _SCORED_AT_ONCE):
+        some = slice(start, start + _SCORED_AT_ONCE)
+        scores_QL = (q_QD[..., some, :] @ k_LD.transpose(-1, -2)).float() * rule.scale
+        if rule.soft_cap is not None:
+            scores_QL = torch.tanh(scores_QL / rule.soft_cap) * rule.soft_cap
+        scores_QL = scores_QL + mask_QL[..., some, :]
+        if rule.sinks_KG is not None:
+            sinks_Q1 = rule.sinks_KG.expand(q_QD.shape[:-1])[..., some, None]
+            scores_QL = torch.cat((scores_QL, sinks_Q1), dim=-1)
+        out_QD[..., some, :] = scores_QL.softmax(-1)[..., :num_keys].to(v_LD.dtype) @ v_LD
+    return out_QD
 
 
 class _Planner:
     """Builder of the parts of one plan."""
 
-    def __init__(self, batch: Batch, pool: KVPool, window: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, batch: Batch, pool: KVPool, window: int | None, chunk: int | None, dtype: torch.dtype) -> None:
         self._batch = batch
         self._pool = pool
         self._window = window
+        self._chunk = chunk
         self._dtype = dtype
         self._starts = batch.context_lens - batch.query_lens
         self._ends = np.cumsum(batch.query_lens)
         # Blocks [low, high) of a row's table hold everything that its queries attend to.
         block_size = pool.layout.block_size
-        lowest_key = np.zeros_like(self._starts) if window is None else np.maximum(0, self._starts - window + 1)
+        lowest_key = np.zeros_like(self._starts)
+        if window is not None:
+            lowest_key = np.maximum(0, self._starts - window + 1)
+        elif chunk is not None:
+            lowest_key = self._starts // chunk * chunk
         self._low = lowest_key // block_size
         self._high = -(-batch.context_lens // block_size)
 
@@ -156,7 +210,7 @@ class _Planner:
         low, high = int(self._low[row]), int(self._high[row])
         runs_2RKB = self._pool.runs(self._batch.block_tables[row : row + 1, low:high])
         num_keys = int(self._batch.context_lens[row]) - low * self._pool.layout.block_size
-        if self._starts[row] == 0 and (self._window is None or self._window >= end - first):
+        if self._starts[row] == 0 and min(self._window or num_keys, self._chunk or num_keys) >= end - first:
             return PromptQueries(first, end, runs_2RKB, None, num_keys)
         mask_1QL = self._mask(self._batch.positions[None, first:end], self._low[[row]], high - low)
         return PromptQueries(first, end, runs_2RKB, mask_1QL[0], num_keys)
@@ -184,6 +238,8 @@ class _Planner:
         is_hidden_RQL = keys_R1L > queries_RQ1
         if self._window is not None:
             is_hidden_RQL |= keys_R1L <= queries_RQ1 - self._window
+        elif self._chunk is not None:
+            is_hidden_RQL |= keys_R1L < queries_RQ1 // self._chunk * self._chunk
         return torch.zeros(is_hidden_RQL.shape, dtype=self._dtype, device=device).masked_fill_(
             is_hidden_RQL, -torch.inf
         )

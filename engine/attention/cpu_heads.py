@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.attention import AttentionPlan, paged_attention
+from engine.attention.attention import AttentionPlans, paged_attention
+from engine.attention.layer_attention import Angles, LayerAttention
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints, Row
 from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays
@@ -18,7 +18,6 @@ from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import AttentionCall, Coding, Kind, PoolView, RotaryCall, Step
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
-from engine.layers.layers import RMSNorm
 
 # T tokens, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2
 
@@ -40,8 +39,7 @@ class CompiledHeads:
         kernels: Kernels,
         batch: Batch,
         pool: KVPool,
-        cos_T1F: Tensor,
-        sin_T1F: Tensor,
+        angles: Angles,
         *,
         by_tiles: bool = False,
     ) -> None:
@@ -49,20 +47,20 @@ class CompiledHeads:
         self._kernels = kernels
         self._pool = pool
         self._by_tiles = by_tiles
-        self._rows = StepRows(batch, cos_T1F, sin_T1F)
+        self._rows = StepRows(batch, angles)
 
-    def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
-        rotation = rotary_call(self._pool, layer, heads_TND, q_norm=q_norm, k_norm=k_norm)
+    def store(self, attention: LayerAttention, heads_TND: Tensor) -> Tensor:
+        rotation = rotary_call(self._pool, attention, heads_TND)
         Program(self._kernels, [rotation]).run(self._rows.step)
         return heads_TND[:, : rotation.q_heads]
 
-    def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
+    def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
         out_THD = torch.empty(q_THD.shape, dtype=torch.bfloat16)
-        self._attend(layer, q_THD, out_THD, window, self._rows.step)
+        self._attend(attention, q_THD, out_THD, self._rows.step)
         return out_THD
 
-    def _attend(self, layer: int, q_THD: Tensor, out_THD: Tensor, window: int | None, step: Step) -> None:
-        call = attention_call(self._pool, layer, q_THD, out_THD, window=window, by_tiles=self._by_tiles)
+    def _attend(self, attention: LayerAttention, q_THD: Tensor, out_THD: Tensor, step: Step) -> None:
+        call = attention_call(self._pool, attention, q_THD, out_THD, by_tiles=self._by_tiles)
         Program(self._kernels, [call]).run(step)
 
 
@@ -72,29 +70,17 @@ class SharedHeads(CompiledHeads):
     Results of long rows depend on how the prompt was chunked, within rounding.
     """
 
-    def __init__(
-        self,
-        kernels: Kernels,
-        batch: Batch,
-        pool: KVPool,
-        cos_T1F: Tensor,
-        sin_T1F: Tensor,
-        windows: Iterable[int | None],
-    ) -> None:
-        """windows: sliding windows of all layers."""
-        super().__init__(kernels, batch, pool, cos_T1F, sin_T1F)
+    def __init__(self, kernels: Kernels, batch: Batch, pool: KVPool, angles: Angles) -> None:
+        super().__init__(kernels, batch, pool, angles)
         num_rows, num_long = len(batch.query_lens), num_long_rows(batch)
         long_rows = range(num_rows - num_long, num_rows)
-        self._plans = {
-            window: AttentionPlan.of_rows(long_rows, batch, pool, window=window, dtype=torch.bfloat16)
-            for window in set(windows)
-        }
+        self._plans = AttentionPlans(batch, pool, dtype=torch.bfloat16, rows=long_rows)
         self._before = self._rows.first(num_rows - num_long)
 
-    def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
-        out_THD = paged_attention(q_THD, self._pool, layer, self._plans[window])
+    def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
+        out_THD = paged_attention(q_THD, self._pool, attention, self._plans.of(attention))
         if num_tokens := self._before.tokens:
-            self._attend(layer, q_THD[:num_tokens], out_THD[:num_tokens], window, self._before)
+            self._attend(attention, q_THD[:num_tokens], out_THD[:num_tokens], self._before)
         return out_THD
 
 
@@ -114,27 +100,29 @@ def quickest_way(kernels: Kernels, layout: KVLayout, num_heads: int, measured: M
     )
     row = Row([0] * num_queries, start=context - num_queries, blocks=range(pool.num_blocks), num_logits=0)
     batch = Batch.of([row], block_size=layout.block_size)
-    angles = torch.ones(num_queries, 1, layout.head_dim // 2)
-    heads: dict[str, CompiledHeads] = {KERNELS: CompiledHeads(kernels, batch, pool, angles, angles)}
+    angles = [(torch.ones(num_queries, 1, layout.head_dim // 2),) * 2]
+    heads: dict[str, CompiledHeads] = {KERNELS: CompiledHeads(kernels, batch, pool, angles)}
     if kernels.has_tiles:
-        heads[TILES] = CompiledHeads(kernels, batch, pool, angles, angles, by_tiles=True)
-    heads[TORCH] = SharedHeads(kernels, batch, pool, angles, angles, [None])
+        heads[TILES] = CompiledHeads(kernels, batch, pool, angles, by_tiles=True)
+    heads[TORCH] = SharedHeads(kernels, batch, pool, angles)
+    attention = LayerAttention(layer=0, scale=layout.head_dim**-0.5)
     q_THD = torch.ones(num_queries, num_heads, layout.head_dim, dtype=torch.bfloat16)
     workload = (
         f"ATTEND {num_queries} of {context}, {num_heads} heads on {layout.heads_per_rank} of {layout.head_dim}, "
         f"{layout.dtype}"
     )
-    ways = {way: partial(backend.attend, 0, q_THD, window=None) for way, backend in heads.items()}
+    ways = {way: partial(backend.attend, attention, q_THD) for way, backend in heads.items()}
     return measured.quickest(workload, ways)
 
 
 class StepRows:
     """Batch in the kernels' format; owns the memory that `step` points to."""
 
-    def __init__(self, batch: Batch, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
+    def __init__(self, batch: Batch, angles: Angles) -> None:
         # May be a view of a wider array.
         self._tables = batch.block_tables
         self._arrays = [np.ascontiguousarray(a) for a in (batch.slots, batch.query_lens, batch.context_lens)]
+        ((cos_T1F, sin_T1F),) = angles
         self._angles = cos_T1F.contiguous(), sin_T1F.contiguous()
         slots, query_lens, context_lens = (array.ctypes.data for array in self._arrays)
         cos, sin = (angle.data_ptr() for angle in self._angles)
@@ -176,37 +164,42 @@ class StepRows:
 
 
 def store_kv(
-    kernels: Kernels, pool: KVPool, layer: int, slots_T: Ints, kv_TND: Tensor, cos_T1F: Tensor, sin_T1F: Tensor
+    kernels: Kernels,
+    pool: KVPool,
+    attention: LayerAttention,
+    slots_T: Ints,
+    kv_TND: Tensor,
+    cos_T1F: Tensor,
+    sin_T1F: Tensor,
 ) -> None:
     """Rotate keys in place and write keys and values to the pool. kv_TND: keys and values only, N = 2 K."""
     slots_T, cos_T1F, sin_T1F = np.ascontiguousarray(slots_T), cos_T1F.contiguous(), sin_T1F.contiguous()
     step = Step(tokens=len(slots_T), slots=slots_T.ctypes.data, cos=cos_T1F.data_ptr(), sin=sin_T1F.data_ptr())
-    Program(kernels, [rotary_call(pool, layer, kv_TND, q_norm=None, k_norm=None)]).run(step)
+    Program(kernels, [rotary_call(pool, attention, kv_TND)]).run(step)
 
 
-def rotary_call(
-    pool: KVPool, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None
-) -> RotaryCall:
+def rotary_call(pool: KVPool, attention: LayerAttention, heads_TND: Tensor) -> RotaryCall:
     """Build the call that norms and rotates queries and keys in place and writes keys and values to the pool."""
-    call = RotaryCall(kind=Kind.ROTATE, pool=_view(pool, layer), heads=heads_TND.data_ptr())
+    call = RotaryCall(kind=Kind.ROTATE, pool=_view(pool, attention.layer), heads=heads_TND.data_ptr())
     call.q_heads = heads_TND.shape[1] - 2 * pool.layout.heads_per_rank
+    q_norm, k_norm = attention.q_norm, attention.k_norm
     if q_norm is not None and k_norm is not None:
         call.q_norm, call.k_norm, call.eps = q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps
     return call
 
 
 def attention_call(
-    pool: KVPool, layer: int, q_THD: Tensor, out_THD: Tensor, *, window: int | None, by_tiles: bool = False
+    pool: KVPool, attention: LayerAttention, q_THD: Tensor, out_THD: Tensor, *, by_tiles: bool = False
 ) -> AttentionCall:
     """Build the attention call. q_THD may be a view of wider rows; out_THD is contiguous."""
     return AttentionCall(
         kind=Kind.ATTEND,
-        pool=_view(pool, layer),
+        pool=_view(pool, attention.layer),
         q=q_THD.data_ptr(),
         q_stride=q_THD.stride(0),
         out=out_THD.data_ptr(),
         q_heads=q_THD.shape[1],
-        window=window or 0,
+        window=attention.window or 0,
         by_tiles=by_tiles,
     )
 

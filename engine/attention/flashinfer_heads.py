@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 
 from engine.attention.heads import Heads
+from engine.attention.layer_attention import LayerAttention
 from engine.attention.triton_heads import KernelHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch, upload
 from engine.batch.rows import Row
 from engine.kv.pool import KVPool
-from engine.layers.layers import RMSNorm
 from engine.runner import streams
 
 logger = logging.getLogger(__name__)
@@ -106,13 +106,12 @@ class FlashInferHeads:
         self._pool = pool
         self._kernels = kernels
 
-    def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
-        return self._kernels.store(layer, heads_TND, q_norm=q_norm, k_norm=k_norm)
+    def store(self, attention: LayerAttention, heads_TND: Tensor) -> Tensor:
+        return self._kernels.store(attention, heads_TND)
 
-    def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
-        assert window is None
+    def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
         q_THD = q_THD.contiguous()
-        return self._wrapper.run(q_THD, self._pool.codes[layer], out=torch.empty_like(q_THD))
+        return self._wrapper.run(q_THD, self._pool.codes[attention.layer], out=torch.empty_like(q_THD))
 
 
 def find_flashinfer(
@@ -164,9 +163,10 @@ def prompt_seconds(
     batch = Batch.of([Row([0] * num_tokens, 0, blocks, num_logits=1)], block_size=layout.block_size)
     q_THD = torch.randn(num_tokens, num_q_heads, layout.head_dim, dtype=dtype, device=device)
     angles = torch.zeros(num_tokens, 1, layout.head_dim // 2, dtype=dtype, device=device)
-    ours = KernelHeads(DeviceBatch.of(batch, device), pool, angles, angles)
+    ours = KernelHeads(DeviceBatch.of(batch, device), pool, [(angles, angles)])
     theirs = flashinfer.heads(batch, ours)
-    ours_s, theirs_s = (seconds(partial(heads.attend, 0, q_THD, window=None)) for heads in (ours, theirs))
+    attention = LayerAttention(layer=0, scale=layout.head_dim**-0.5)
+    ours_s, theirs_s = (seconds(partial(heads.attend, attention, q_THD)) for heads in (ours, theirs))
     return ours_s, theirs_s
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.attention.attention import AttentionPlan, PromptQueries, Singles, attend_prompt
+from engine.attention.attention import AttentionPlans, PromptQueries, ScoreRule, Singles, attend_prompt
 from engine.batch.batch import Batch
 from engine.kernels.attention.rotary import rotate
 from engine.kv.pool import KVPool
@@ -106,7 +106,7 @@ class TorchLatentHeads:
         self._rotation = rotation
         self._scale = scale
         self._slots_T = torch.from_numpy(batch.slots).to(pool.device)
-        self._plan = AttentionPlan.of(batch, pool, window=None, dtype=rotation.cos_T1F.dtype)
+        self._plan = AttentionPlans(batch, pool, dtype=rotation.cos_T1F.dtype).whole()
 
     def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm, expansion: Expansion) -> Tensor:
         rope_dim = self._rotation.rope_dim
@@ -128,7 +128,7 @@ class TorchLatentHeads:
         k_HLN, v_HLW = (latent_LC @ made.transpose(1, 2) for made in (expansion.key_HNC, expansion.value_HWC))
         k_HLD = torch.cat((k_HLN, key_LP.expand(len(k_HLN), -1, -1)), dim=-1)
         q_QH1D = q_THD[prompt.first : prompt.end].unsqueeze(2)
-        return attend_prompt(q_QH1D, k_HLD, v_HLW, prompt.mask_QL, scale=self._scale).squeeze(2)
+        return attend_prompt(q_QH1D, k_HLD, v_HLW, prompt.mask_QL, ScoreRule(self._scale)).squeeze(2)
 
     def _attend_singles(self, layer: int, q_THD: Tensor, singles: Singles, expansion: Expansion) -> Tensor:
         rows_R1LD = singles.gather(self._pool, layer, q_THD.dtype)[0]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.gathered_kv import GatheredRows
+from engine.attention.layer_attention import Angles, LayerAttention
 from engine.batch.device_batch import DeviceBatch, PromptRows
 from engine.kernels.attention.decode_attention import decode_attention, resident_programs, window_of_query_groups
 from engine.kernels.attention.dense_prefill import dense_prefill_attention
@@ -14,7 +15,6 @@ from engine.kernels.attention.kv_splits import Splits
 from engine.kernels.attention.prefill_attention import prefill_attention
 from engine.kernels.attention.store_heads import HeadNorms, store_heads
 from engine.kv.pool import KVPool
-from engine.layers.layers import RMSNorm
 
 # T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, L keys of all prompts
 
@@ -34,26 +34,30 @@ class KernelHeads:
     therefore be captured in a CUDA graph and replayed with other values (engine/runner/decode_graphs.py).
     """
 
-    def __init__(self, batch: DeviceBatch, pool: KVPool, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
+    def __init__(self, batch: DeviceBatch, pool: KVPool, angles: Angles) -> None:
         self._batch = batch
         self._pool = pool
-        self._cos_T1F = cos_T1F
-        self._sin_T1F = sin_T1F
+        self._angles = angles
         # By window.
         self._splits: dict[int | None, Splits] = {}
         self._gathered: GatheredRows | None = None
-        if batch.prompts and is_worth_gathering(batch.prompts, pool, cos_T1F.dtype):
+        if batch.prompts and is_worth_gathering(batch.prompts, pool, angles[0][0].dtype):
             self._gathered = GatheredRows.of(batch.prompts, pool)
 
-    def store(self, layer: int, heads_TND: Tensor, *, q_norm: RMSNorm | None, k_norm: RMSNorm | None) -> Tensor:
-        norms = None
+    def store(self, attention: LayerAttention, heads_TND: Tensor) -> Tensor:
+        norms, q_norm, k_norm = None, attention.q_norm, attention.k_norm
         if q_norm is not None and k_norm is not None:
             norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
         return store_heads(
-            heads_TND, self._cos_T1F, self._sin_T1F, *self._pool.layer(layer), self._batch.slots_T, norms
+            heads_TND,
+            *self._angles[attention.rope],
+            *self._pool.layer(attention.layer),
+            self._batch.slots_T,
+            norms,
         )
 
-    def attend(self, layer: int, q_THD: Tensor, *, window: int | None) -> Tensor:
+    def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
+        layer, window = attention.layer, attention.window
         out_THD = torch.empty_like(q_THD)
         if query_groups := self._batch.query_groups:
             decode_attention(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.cpu_heads import StepRows, attention_call, rotary_call
+from engine.attention.layer_attention import Angles
 from engine.batch.batch import Batch
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import Call, ProductCall, RotaryCall, Step
@@ -44,8 +45,7 @@ class CompiledLayers:
         self,
         x_TE: Tensor,
         batch: Batch,
-        cos_T1F: Tensor,
-        sin_T1F: Tensor,
+        angles: Angles,
         on_layer: Callable[[int], None] | None,
         aux_hidden_states: AuxHiddenStates | None = None,
         *,
@@ -57,7 +57,7 @@ class CompiledLayers:
         """
         if len(x_TE) > len(self._x_CE):
             self._make_room(1 << (len(x_TE) - 1).bit_length())
-        rows, begin = StepRows(batch, cos_T1F, sin_T1F), 0
+        rows, begin = StepRows(batch, angles), 0
         self._x_CE[: len(x_TE)] = x_TE
         if on_layer is not None or aux_hidden_states is not None:
             for layer, (first, end) in enumerate(self._kv_calls):
@@ -123,8 +123,8 @@ class CompiledLayers:
         x_CE, heads_CND, attended_CHD, gate_up_CI = self._x_CE, self._heads_CND, self._attended_CHD, self._gate_up_CI
         q_CHD = heads_CND[:, : attended_CHD.shape[1]]
         yield from _products(layer.qkv, x_CE, heads_CND, before=layer.input_norm)
-        yield rotary_call(self._pool, layer.index, heads_CND, q_norm=layer.q_norm, k_norm=layer.k_norm)
-        yield attention_call(self._pool, layer.index, q_CHD, attended_CHD, window=layer.window, by_tiles=self._by_tiles)
+        yield rotary_call(self._pool, layer.attention, heads_CND)
+        yield attention_call(self._pool, layer.attention, q_CHD, attended_CHD, by_tiles=self._by_tiles)
         yield from _products(layer.output, attended_CHD, x_CE, residual_CE=x_CE)
         yield from _products(mlp.gate_up, x_CE, gate_up_CI, before=layer.mlp_norm)
         yield from _products(mlp.down, gate_up_CI, x_CE, before=GatedSiLU(), residual_CE=x_CE)

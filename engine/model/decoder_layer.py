@@ -10,6 +10,7 @@ from torch import Tensor
 
 from core.model.shape import ModelConfig
 from engine.attention.heads import Heads
+from engine.attention.layer_attention import LayerAttention
 from engine.kv.layout import KVLayout
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
@@ -27,12 +28,10 @@ class DecoderLayer:
 
     index: int
     head_dim: int
-    window: int | None
+    attention: LayerAttention
     input_norm: RMSNorm
     # Rows: queries, keys, values.
     qkv: Linear
-    q_norm: RMSNorm | None
-    k_norm: RMSNorm | None
     output: RowParallelLinear
     mlp_norm: RMSNorm
     mlp: GatedMLP | SparseMLP
@@ -47,14 +46,18 @@ class DecoderLayer:
         return cls(
             index=index,
             head_dim=dim,
-            window=config.sliding_windows[index],
+            attention=LayerAttention(
+                layer=index,
+                scale=config.attention_scale,
+                window=config.sliding_windows[index],
+                q_norm=reader.norm(f"{attention}.q_norm", eps) if config.has_qk_norm else None,
+                k_norm=reader.norm(f"{attention}.k_norm", eps) if config.has_qk_norm else None,
+            ),
             input_norm=reader.norm(f"{prefix}.input_layernorm", eps),
             qkv=reader.linear(
                 {f"{attention}.q_proj": q_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows},
                 has_bias=config.has_qkv_bias,
             ),
-            q_norm=reader.norm(f"{attention}.q_norm", eps) if config.has_qk_norm else None,
-            k_norm=reader.norm(f"{attention}.k_norm", eps) if config.has_qk_norm else None,
             output=reader.row_parallel(f"{attention}.o_proj", q_rows, has_bias=config.has_output_bias),
             mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", eps),
             mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
@@ -63,10 +66,10 @@ class DecoderLayer:
     def store(self, x: Residual, heads: Heads) -> Tensor:
         """Write the tokens' keys and values to the pool. Returns the queries (T, H, D)."""
         heads_TND = torch.unflatten(x.into(self.qkv, norm=self.input_norm), -1, (-1, self.head_dim))
-        return heads.store(self.index, heads_TND, q_norm=self.q_norm, k_norm=self.k_norm)
+        return heads.store(self.attention, heads_TND)
 
     def finish(self, x: Residual, q_THD: Tensor, heads: Heads) -> None:
-        attended_THD = heads.attend(self.index, q_THD, window=self.window)
+        attended_THD = heads.attend(self.attention, q_THD)
         x.add_product(self.output, attended_THD.flatten(1))
         self.mlp(x, norm=self.mlp_norm)
 

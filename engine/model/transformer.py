@@ -150,30 +150,30 @@ class Transformer:
         x_TE = self._embedding(token_ids_T)
         if aux_hidden_states is not None:
             aux_hidden_states.token_ids_T = token_ids_T
-        cos_T1F, sin_T1F = self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
+        angles = [self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)]
         x, is_scored = Residual(x_TE, adds_late=False), len(batch.scored_rows) > 0
         if latent := self._config.latent:
-            rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
+            rotation = Rotation(*angles[0], latent.is_interleaved)
             latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
             x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states)
         elif self._kernels is not None:
             is_shared = self._way == TORCH and num_long_rows(batch) > 0
             compiled = None if is_shared else self._compiled_for(pool)
             if compiled and compiled.is_quickest(batch.num_tokens):
-                compute = partial(compiled, x_TE, batch, cos_T1F, sin_T1F, on_layer, aux_hidden_states)
+                compute = partial(compiled, x_TE, batch, angles, on_layer, aux_hidden_states)
                 if not is_scored:
                     return self.logits(compute(is_whole=False))
                 x_TE = compute(is_whole=True)
             else:
-                rows = self._kernels, batch, pool, cos_T1F, sin_T1F
+                rows = self._kernels, batch, pool, angles
                 heads: Heads
                 if is_shared:
-                    heads = SharedHeads(*rows, self._config.sliding_windows)
+                    heads = SharedHeads(*rows)
                 else:
                     heads = CompiledHeads(*rows, by_tiles=self._way == TILES)
                 x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states)
         else:
-            heads = TorchHeads(batch, pool, cos_T1F, sin_T1F, self._config.sliding_windows)
+            heads = TorchHeads(batch, pool, angles)
             x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states)
         if is_scored:
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
@@ -198,14 +198,14 @@ class Transformer:
         x_TE = self._embedding(batch.token_ids_T)
         if aux_hidden_states is not None:
             aux_hidden_states.token_ids_T = batch.token_ids_T
-        cos_T1F, sin_T1F = self._rotary(batch.positions_T, x_TE.dtype)
+        angles = [self._rotary(batch.positions_T, x_TE.dtype)]
         x = Residual(x_TE, adds_late=True)
         if latent := self._config.latent:
-            rotation = Rotation(cos_T1F, sin_T1F, latent.is_interleaved)
+            rotation = Rotation(*angles[0], latent.is_interleaved)
             latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
             x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states)
         else:
-            kernel_heads = KernelHeads(batch, pool, cos_T1F, sin_T1F)
+            kernel_heads = KernelHeads(batch, pool, angles)
             x_TE = _pass(self._layers, x, others(kernel_heads) if others else kernel_heads, on_layer, aux_hidden_states)
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)

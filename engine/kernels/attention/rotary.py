@@ -22,8 +22,10 @@ def rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
 
 
 def reference_rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    first_THF, second_THF = x_THD.chunk(2, dim=-1)
-    return torch.cat((first_THF * cos_T1F - second_THF * sin_T1F, second_THF * cos_T1F + first_THF * sin_T1F), dim=-1)
+    half = cos_T1F.shape[-1]
+    first_THF, second_THF, rest = torch.split(x_THD, [half, half, x_THD.shape[-1] - 2 * half], dim=-1)
+    turned = first_THF * cos_T1F - second_THF * sin_T1F, second_THF * cos_T1F + first_THF * sin_T1F
+    return torch.cat((*turned, rest), dim=-1)
 
 
 def launch_rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.cpu_heads import attention_call, rotary_call
+from engine.attention.layer_attention import LayerAttention
 from engine.batch.rows import Ints
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import ProductCall, Step
@@ -56,8 +57,10 @@ class EagleParts:
 class CompiledEagle:
     """EAGLE-3 layer in CPU kernels. Owned by the step thread."""
 
-    def __init__(self, kernels: Kernels, parts: EagleParts, pool: KVPool, *, layer: int, dim: int) -> None:
-        """layer: index in the pool; dim: head_dim. All matrices are packed."""
+    def __init__(
+        self, kernels: Kernels, parts: EagleParts, pool: KVPool, attention: LayerAttention, *, dim: int
+    ) -> None:
+        """dim: head_dim. All matrices are packed."""
         self._pool = pool
         self.most_tokens = min(_MOST, *(_packed(matrix).torch_rows - 1 for matrix in parts.matrices))
 
@@ -79,15 +82,15 @@ class CompiledEagle:
             kernels,
             [
                 *self._entry(parts, parts.kv, self._kv_CMD),
-                rotary_call(pool, layer, self._kv_CMD, q_norm=None, k_norm=None),
+                rotary_call(pool, attention, self._kv_CMD),
             ],
         )
         self._draft = Program(
             kernels,
             [
                 *self._entry(parts, parts.qkv, heads),
-                rotary_call(pool, layer, heads, q_norm=None, k_norm=None),
-                attention_call(pool, layer, heads[:, : attended.shape[1]], attended, window=None),
+                rotary_call(pool, attention, heads),
+                attention_call(pool, attention, heads[:, : attended.shape[1]], attended),
                 *_products(parts.output.matrix, attended, x, residual_CO=x),
                 *_products(parts.mlp.gate_up.matrix, x, gate_up, before=parts.mlp_norm),
                 *_products(parts.mlp.down.matrix, gate_up, x, before=GatedSiLU(), residual_CO=x),

@@ -11,6 +11,7 @@ from torch import Tensor
 from core.model.shape import ModelConfig
 from engine.attention.cpu_heads import CompiledHeads, store_kv
 from engine.attention.heads import Heads, TorchHeads
+from engine.attention.layer_attention import Angles, LayerAttention
 from engine.attention.rotary import Rotary
 from engine.attention.triton_heads import KernelHeads
 from engine.batch.batch import Batch
@@ -35,7 +36,7 @@ class DecoderBlock:
     """y = x + attention(entry), then y + mlp(norm(y)). The caller builds the entry, so attention has no norm before
     it."""
 
-    index: int
+    attention: LayerAttention
     head_dim: int
     kv: Linear
     qkv: Linear
@@ -56,7 +57,7 @@ class DecoderBlock:
         q_rows, kv_rows = (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
         kv = {f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows}
         return cls(
-            index=index,
+            attention=LayerAttention(layer=index, scale=dim**-0.5),
             head_dim=dim,
             kv=reader.linear(kv, has_bias=has_bias),
             qkv=reader.linear({f"{attention}.q_proj": q_rows} | kv, has_bias=has_bias),
@@ -72,18 +73,18 @@ class DecoderBlock:
         cos_N1F, sin_N1F = self.angles(positions_N, entry_NI)
         kv_NMD = torch.unflatten(self.kv(entry_NI), -1, (-1, self.head_dim))
         if self.kernels is not None:
-            store_kv(self.kernels, pool, self.index, slots_N, kv_NMD, cos_N1F, sin_N1F)
+            store_kv(self.kernels, pool, self.attention, slots_N, kv_NMD, cos_N1F, sin_N1F)
         else:
             k_NKD, v_NKD = kv_NMD.chunk(2, dim=1)
             slots = streams.upload_indices(slots_N, pool.device)
-            pool.write(self.index, slots, rotate(k_NKD, cos_N1F, sin_N1F), v_NKD)
+            pool.write(self.attention.layer, slots, rotate(k_NKD, cos_N1F, sin_N1F), v_NKD)
 
     def __call__(self, batch: Batch, pool: KVPool, entry_RI: Tensor, x_RE: Tensor) -> Tensor:
         """Compute one entry of each row, and write its KV to the pool. -> (R, E)"""
-        heads = self._heads(batch, pool, *self.angles(batch.positions, entry_RI))
+        heads = self._heads(batch, pool, [self.angles(batch.positions, entry_RI)])
         heads_RMD = torch.unflatten(self.qkv(entry_RI), -1, (-1, self.head_dim))
-        q_RHD = heads.store(self.index, heads_RMD, q_norm=None, k_norm=None)
-        attended_RHD = heads.attend(self.index, q_RHD, window=None)
+        q_RHD = heads.store(self.attention, heads_RMD)
+        attended_RHD = heads.attend(self.attention, q_RHD)
         x = Residual(x_RE, adds_late=False)
         x.add_product(self.output, attended_RHD.flatten(1))
         self.mlp(x, norm=self.mlp_norm)
@@ -93,12 +94,12 @@ class DecoderBlock:
         """Return cosines and sines with the device and dtype of x: see Rotary."""
         return self.rotary(streams.upload_indices(positions_N, x_NI.device), x_NI.dtype)
 
-    def _heads(self, batch: Batch, pool: KVPool, cos_R1F: Tensor, sin_R1F: Tensor) -> Heads:
+    def _heads(self, batch: Batch, pool: KVPool, angles: Angles) -> Heads:
         if pool.device.type == "cuda":
-            return KernelHeads(DeviceBatch.of(batch, pool.device), pool, cos_R1F, sin_R1F)
+            return KernelHeads(DeviceBatch.of(batch, pool.device), pool, angles)
         if self.kernels is not None:
-            return CompiledHeads(self.kernels, batch, pool, cos_R1F, sin_R1F)
-        return TorchHeads(batch, pool, cos_R1F, sin_R1F, [None])
+            return CompiledHeads(self.kernels, batch, pool, angles)
+        return TorchHeads(batch, pool, angles)
 
 
 def expected_tensors(shape: ModelConfig, prefix: str, *, entry_size: int) -> Mapping[str, Shape]:

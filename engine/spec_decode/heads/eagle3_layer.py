@@ -128,7 +128,7 @@ class Eagle3Layer:
         )
         if not can_compile(parts):
             return None
-        return partial(CompiledEagle, reader.kernels, parts, layer=block.index, dim=shape.head_dim)
+        return partial(CompiledEagle, reader.kernels, parts, attention=block.attention, dim=shape.head_dim)
 
     def _residual(self, before_TE: Tensor) -> Tensor:
         return self._feature_norm(before_TE) if self._variant.norm_before_residual else before_TE

@@ -11,6 +11,7 @@ import torch
 
 from engine.attention.flashinfer_heads import FlashInfer, find_flashinfer, is_possible
 from engine.attention.heads import TorchHeads
+from engine.attention.layer_attention import LayerAttention
 from engine.attention.triton_heads import KernelHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
@@ -52,13 +53,13 @@ def test_mixed_step_equals_torch(spans: list[tuple[int, int, list[int]]]) -> Non
     for pool in pools:
         pool.write(1, torch.arange(320), *random(2, 320, 2, DIM, seed=6))
     library = FakeFlashInfer()
-    kernels = KernelHeads(DeviceBatch.of(batch, CPU), pools[1], angles.cos(), angles.sin())
+    kernels = KernelHeads(DeviceBatch.of(batch, CPU), pools[1], [(angles.cos(), angles.sin())])
     theirs = FlashInfer(library, pools[1], num_q_heads=4, dtype=torch.float32).heads(batch, kernels)
-    ours = TorchHeads(batch, pools[0], angles.cos(), angles.sin(), [None])
-    found = []
+    ours = TorchHeads(batch, pools[0], [(angles.cos(), angles.sin())])
+    found, attention = [], LayerAttention(layer=1, scale=DIM**-0.5)
     for heads in (ours, theirs):
-        q_THD = heads.store(1, fused.clone(), q_norm=None, k_norm=None)
-        found.append(heads.attend(1, q_THD, window=None))
+        q_THD = heads.store(attention, fused.clone())
+        found.append(heads.attend(attention, q_THD))
     torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
     assert library.num_runs == 1
 
@@ -97,7 +98,7 @@ def test_plan_waits_until_previous_plan_was_copied(monkeypatch: pytest.MonkeyPat
     ours = FakeStreams()
     monkeypatch.setattr(streams, "streams_of", lambda device: ours)
     pool, batch = pool_of(), Batch.of([Row([0] * 9, 0, [1, 2], num_logits=1)], block_size=SIZE)
-    kernels = KernelHeads(DeviceBatch.of(batch, CPU), pool, torch.ones(9, 1, 32), torch.ones(9, 1, 32))
+    kernels = KernelHeads(DeviceBatch.of(batch, CPU), pool, [(torch.ones(9, 1, 32),) * 2])
     flashinfer = FlashInfer(FakeFlashInfer(), pool, num_q_heads=4, dtype=torch.float32)
     events.clear()
     for _ in range(4):
@@ -171,8 +172,9 @@ def test_flashinfer_on_gpu_equals_torch(spans: list[tuple[int, int, int]]) -> No
     fused = random(batch.num_tokens, 8 + 2 * 2, 128, seed=1).to(device, torch.bfloat16)
     angles = random(batch.num_tokens, 1, 64, seed=4).to(device, torch.bfloat16)
     pool.write(0, torch.arange(960, device=device), *random(2, 960, 2, 128, seed=6).to(device, torch.bfloat16))
-    ours = KernelHeads(DeviceBatch.of(batch, device), pool, angles.cos(), angles.sin())
+    ours = KernelHeads(DeviceBatch.of(batch, device), pool, [(angles.cos(), angles.sin())])
     theirs = FlashInfer(library, pool, num_q_heads=8, dtype=torch.bfloat16).heads(batch, ours)
-    q_THD = ours.store(0, fused, q_norm=None, k_norm=None)
-    found = [heads.attend(0, q_THD, window=None) for heads in (theirs, ours)]
+    attention = LayerAttention(layer=0, scale=128**-0.5)
+    q_THD = ours.store(attention, fused)
+    found = [heads.attend(attention, q_THD) for heads in (theirs, ours)]
     torch.testing.assert_close(*found, atol=3e-2, rtol=3e-2)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.attention.cpu_heads import CompiledHeads, SharedHeads, num_long_rows
+from engine.attention.layer_attention import LayerAttention
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays, Ways
@@ -173,8 +174,9 @@ def test_only_long_trailing_rows_go_to_torch(kernels: Kernels, dtype: str, windo
     pool.write(0, torch.arange(720), random(720, 2, 64, seed=1), random(720, 2, 64, seed=2))
     angles = torch.ones(batch.num_tokens, 1, 32)
     q_THD = random(batch.num_tokens, 6, 64, seed=3)
-    ours = CompiledHeads(kernels, batch, pool, angles, angles).attend(0, q_THD, window=window)
-    theirs = SharedHeads(kernels, batch, pool, angles, angles, [window]).attend(0, q_THD, window=window)
+    attention = LayerAttention(layer=0, scale=64**-0.5, window=window)
+    ours = CompiledHeads(kernels, batch, pool, [(angles, angles)]).attend(attention, q_THD)
+    theirs = SharedHeads(kernels, batch, pool, [(angles, angles)]).attend(attention, q_THD)
     num_short = 76
     assert torch.equal(ours[:num_short], theirs[:num_short])
     torch.testing.assert_close(theirs, ours, atol=0.02, rtol=0.02)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.attention.cpu_heads import CompiledHeads
 from engine.attention.heads import Heads, TorchHeads
+from engine.attention.layer_attention import LayerAttention
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.cpu import library
@@ -113,6 +114,9 @@ def test_int8_product_equals_its_formula(kernels: Kernels) -> None:
     torch.testing.assert_close(got, wanted, atol=2e-3 * float(wanted.abs().max()), rtol=8e-3)
 
 
+FULL = LayerAttention(layer=0, scale=64**-0.5)
+
+
 def make_pool(dtype: str, *, head_dim: int) -> KVPool:
     layout = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=head_dim, block_size=BLOCK_SIZE, dtype=dtype)
     return KVPool(layout, num_blocks=NUM_BLOCKS, device=CPU)
@@ -127,11 +131,11 @@ def make_batch(spans: list[tuple[int, int]]) -> Batch:
     return Batch.of(rows, block_size=BLOCK_SIZE)
 
 
-def run(heads: Heads, pool: KVPool, heads_TND: Tensor, norms: dict[str, RMSNorm | None], window: int | None) -> Tensor:
+def run(heads: Heads, pool: KVPool, heads_TND: Tensor, attention: LayerAttention) -> Tensor:
     """Run heads over a pool in which every slot is filled, so that reads of wrong places are noticed."""
     slots_T, shape = torch.arange(NUM_BLOCKS * BLOCK_SIZE), (NUM_BLOCKS * BLOCK_SIZE, 2, pool.layout.head_dim)
     pool.write(1, slots_T, random(*shape, seed=7), random(*shape, seed=8))
-    return heads.attend(1, heads.store(1, heads_TND.clone(), **norms), window=window)
+    return heads.attend(attention, heads.store(attention, heads_TND.clone()))
 
 
 @pytest.mark.parametrize("window", [None, 1, 21])
@@ -144,10 +148,10 @@ def test_heads_conform(kernels: Kernels, dtype: str, head_dim: int, has_norms: b
     angles = torch.from_numpy(batch.positions)[:, None, None] * torch.linspace(1, 0.01, head_dim // 2)
     cos_T1F, sin_T1F = angles.cos().bfloat16(), angles.sin().bfloat16()
     norm = RMSNorm(random(head_dim, seed=9), 1e-6) if has_norms else None
-    norms = {"q_norm": norm, "k_norm": norm}
+    attention = LayerAttention(layer=1, scale=head_dim**-0.5, window=window, q_norm=norm, k_norm=norm)
     mine, theirs = make_pool(dtype, head_dim=head_dim), make_pool(dtype, head_dim=head_dim)
-    got = run(CompiledHeads(kernels, batch, mine, cos_T1F, sin_T1F), mine, heads_TND, norms, window)
-    wanted = run(TorchHeads(batch, theirs, cos_T1F, sin_T1F, [window]), theirs, heads_TND, norms, window)
+    got = run(CompiledHeads(kernels, batch, mine, [(cos_T1F, sin_T1F)]), mine, heads_TND, attention)
+    wanted = run(TorchHeads(batch, theirs, [(cos_T1F, sin_T1F)]), theirs, heads_TND, attention)
     torch.testing.assert_close(mine.codes[1].float(), theirs.codes[1].float(), atol=0, rtol=2**-7 if has_norms else 0)
     torch.testing.assert_close(got, wanted, atol=0.03, rtol=0.02)
     assert mean_error(got, wanted.float()) < 4e-3
@@ -167,9 +171,9 @@ def test_attention_does_not_depend_on_chunking(kernels: Kernels, dtype: str) -> 
             other = Row(token_ids=[0], start=19, blocks=range(20, 30), num_logits=1)
             batch = Batch.of([row, other], block_size=BLOCK_SIZE)
             extra = [*range(start, end), 19]
-            heads = CompiledHeads(kernels, batch, pool, cos_T1F[extra], sin_T1F[extra])
-            q_THD = heads.store(0, heads_TND[extra], q_norm=None, k_norm=None)
-            parts.append(heads.attend(0, q_THD, window=None)[:-1])
+            heads = CompiledHeads(kernels, batch, pool, [(cos_T1F[extra], sin_T1F[extra])])
+            q_THD = heads.store(FULL, heads_TND[extra])
+            parts.append(heads.attend(FULL, q_THD)[:-1])
         return torch.cat(parts)
 
     whole = attended([0, 170])
@@ -186,14 +190,14 @@ def test_nan_affects_only_its_own_sequence(kernels: Kernels, dtype: str, side: i
     slots_T = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
     pool.write(0, slots_T, *(random(len(slots_T), 2, 64, seed=seed) for seed in (7, 8)))
     q_THD = random(batch.num_tokens, 6, 64)
-    heads = CompiledHeads(kernels, batch, pool, *torch.ones(2, batch.num_tokens, 1, 32, dtype=torch.bfloat16))
-    wanted = heads.attend(0, q_THD, window=None)
+    heads = CompiledHeads(kernels, batch, pool, [(torch.ones(batch.num_tokens, 1, 32, dtype=torch.bfloat16),) * 2])
+    wanted = heads.attend(FULL, q_THD)
     block = int(batch.block_tables[0, 74 // BLOCK_SIZE])
     # int4: scale and zero.
     (pool.scales or pool.codes)[0].view(torch.bfloat16).unflatten(3, (BLOCK_SIZE, -1))[
         block, side, :, 74 % BLOCK_SIZE
     ] = float("nan")
-    got = heads.attend(0, q_THD, window=None)
+    got = heads.attend(FULL, q_THD)
     assert got[0].isnan().all()
     torch.testing.assert_close(got[1:], wanted[1:], atol=0, rtol=0)
 

@@ -17,6 +17,7 @@ import torch
 
 from core.model.source import cache_root
 from engine.attention.cpu_heads import CompiledHeads, quickest_way
+from engine.attention.layer_attention import LayerAttention
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.cpu import library
@@ -233,10 +234,11 @@ def test_amx_attention_equals_plain_attention(
     batch, pool = Batch.of(rows, block_size=8), KVPool(layout, num_blocks=150, device=torch.device("cpu"))
     pool.write(0, torch.arange(1200), random(1200, 2, head_dim, seed=1), random(1200, 2, head_dim, seed=2))
     angles, q_THD = torch.ones(batch.num_tokens, 1, head_dim // 2), random(batch.num_tokens, 6, head_dim, seed=3)
-    without = CompiledHeads(tiled_kernels, batch, pool, angles, angles).attend(0, q_THD, window=window)
+    attention = LayerAttention(layer=0, scale=head_dim**-0.5, window=window)
+    without = CompiledHeads(tiled_kernels, batch, pool, [(angles, angles)]).attend(attention, q_THD)
     assert not tiled_kernels.have_been_used()
-    heads = CompiledHeads(tiled_kernels, batch, pool, angles, angles, by_tiles=True)
-    got = heads.attend(0, q_THD, window=window)
+    heads = CompiledHeads(tiled_kernels, batch, pool, [(angles, angles)], by_tiles=True)
+    got = heads.attend(attention, q_THD)
     assert tiled_kernels.have_been_used()
     torch.testing.assert_close(got, without, atol=0.02, rtol=0.02)
     assert float((got.float() - without.float()).abs().mean() / without.float().abs().mean()) < 4e-3
@@ -270,7 +272,8 @@ def test_scores_may_change_by_any_amount(request: pytest.FixtureRequest, whose: 
     row = Row([0] * num_queries, num_keys - num_queries, range(188), 1)
     batch, angles = Batch.of([row], block_size=8), torch.ones(num_queries, 1, 32)
     q_THD = torch.full((num_queries, 2, 64), 4.0, dtype=torch.bfloat16)
-    got = CompiledHeads(some, batch, pool, angles, angles, by_tiles=True).attend(0, q_THD, window=None)
+    attention = LayerAttention(layer=0, scale=64**-0.5)
+    got = CompiledHeads(some, batch, pool, [(angles, angles)], by_tiles=True).attend(attention, q_THD)
     assert not isinstance(some, Emulated) or some.have_been_used()
     scores = q_THD[0, 0].double() @ keys[:, 0].double().T / 8
     for query in range(num_queries):
@@ -286,9 +289,9 @@ def test_amx_attention_with_any_group_size(tiled_kernels: Emulated, num_heads: i
     pool = KVPool(layout, num_blocks=25, device=torch.device("cpu"))
     pool.write(0, torch.arange(200), random(200, 1, 64, seed=1), random(200, 1, 64, seed=2))
     batch, angles = Batch.of([Row([0] * 200, 0, range(25), 1)], block_size=8), torch.ones(200, 1, 32)
-    q_THD = random(200, num_heads, 64, seed=3)
-    without = CompiledHeads(tiled_kernels, batch, pool, angles, angles).attend(0, q_THD, window=None)
-    got = CompiledHeads(tiled_kernels, batch, pool, angles, angles, by_tiles=True).attend(0, q_THD, window=None)
+    q_THD, attention = random(200, num_heads, 64, seed=3), LayerAttention(layer=0, scale=64**-0.5)
+    without = CompiledHeads(tiled_kernels, batch, pool, [(angles, angles)]).attend(attention, q_THD)
+    got = CompiledHeads(tiled_kernels, batch, pool, [(angles, angles)], by_tiles=True).attend(attention, q_THD)
     assert tiled_kernels.have_been_used()
     torch.testing.assert_close(got, without, atol=0.02, rtol=0.02)
 

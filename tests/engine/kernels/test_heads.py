@@ -7,6 +7,7 @@ import torch
 
 from engine.attention import triton_heads
 from engine.attention.heads import Heads, TorchHeads
+from engine.attention.layer_attention import LayerAttention
 from engine.attention.triton_heads import KernelHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
@@ -18,8 +19,6 @@ from tests.engine.kernels.launched import launch_kernels
 from tests.engine.kernels.pools import DEVICE, random
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
-
-WINDOWS = [None, 9]
 
 
 @pytest.mark.parametrize(("window", "has_norms"), [(None, True), (9, False)])
@@ -46,22 +45,22 @@ def test_mixed_step_equals_torch(
     batch = Batch.of(rows, block_size=8)
     fused = random(batch.num_tokens, 4 + 2 * 2, 32)
     angles = random(batch.num_tokens, 1, 16, seed=4)
-    norms = {"q_norm": RMSNorm(random(32), 1e-5), "k_norm": RMSNorm(random(32, seed=8), 1e-5)} if has_norms else {}
+    norms = (RMSNorm(random(32), 1e-5), RMSNorm(random(32, seed=8), 1e-5)) if has_norms else (None, None)
+    attention = LayerAttention(layer=1, scale=32**-0.5, window=window, q_norm=norms[0], k_norm=norms[1])
 
     def attended(heads: Heads) -> torch.Tensor:
-        q_THD = heads.store(1, fused.clone(), **({"q_norm": None, "k_norm": None} | norms))
-        return heads.attend(1, q_THD, window=window)
+        return heads.attend(attention, heads.store(attention, fused.clone()))
 
     pools = [KVPool(layout, num_blocks=9, device=DEVICE) for _ in range(2)]
     for pool in pools:
         pool.write(1, torch.arange(72, device=DEVICE), *random(2, 72, 2, 32, seed=6))
-    expected = attended(TorchHeads(batch, pools[0], angles.cos(), angles.sin(), WINDOWS))
+    expected = attended(TorchHeads(batch, pools[0], [(angles.cos(), angles.sin())]))
     if is_launched:
         launch_kernels(monkeypatch)
     on_device = DeviceBatch.of(batch, DEVICE, most_queries=most_queries)
     assert on_device.prompts and on_device.prompts.query_lens == ([19, 12] if most_queries == 1 else [19])
     assert triton_heads.is_worth_gathering(on_device.prompts, pools[1], fused.dtype) == is_gathered
-    got = attended(KernelHeads(on_device, pools[1], angles.cos(), angles.sin()))
+    got = attended(KernelHeads(on_device, pools[1], [(angles.cos(), angles.sin())]))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 

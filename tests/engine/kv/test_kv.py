@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.attention import attention
-from engine.attention.attention import AttentionPlan, paged_attention
+from engine.attention.attention import AttentionPlans, paged_attention
+from engine.attention.layer_attention import LayerAttention
 from engine.batch.batch import Batch
 from engine.batch.rows import Row, RowChanges
 from engine.kernels.quant.row_quantization import INT4, MOST, SCALES, dequantize_rows, quantize_rows
@@ -233,8 +234,8 @@ def test_attention_of_mixed_rows_equals_naive(dtype: str, window: int | None) ->
     pool.write(1, slots, random(len(slots), 2, 16), random(len(slots), 2, 16, seed=1))
     batch = Batch.of(batch_rows, block_size=BLOCK_SIZE)
     q_THD = random(batch.num_tokens, 6, 16, seed=2)
-    plan = AttentionPlan.of(batch, pool, window=window, dtype=torch.float32)
-    got = paged_attention(q_THD, pool, 1, plan)
+    rule = LayerAttention(layer=1, scale=16**-0.5, window=window)
+    got = paged_attention(q_THD, pool, rule, AttentionPlans(batch, pool, dtype=torch.float32).of(rule))
     torch.testing.assert_close(got, naive_attention(q_THD, pool, batch_rows, window), atol=1e-5, rtol=1e-5)
 
 
@@ -245,7 +246,7 @@ def test_single_tokens_gather_little_padding(monkeypatch: pytest.MonkeyPatch) ->
     batch = Batch.of(batch_rows, block_size=BLOCK_SIZE)
 
     def gathered_blocks() -> list[int]:
-        plan = AttentionPlan.of(batch, pool, window=None, dtype=torch.float32)
+        plan = AttentionPlans(batch, pool, dtype=torch.float32).whole()
         sizes = [group.runs_2RKB.shape for group in plan.singles]
         return [rows * blocks for _, rows, _, blocks in sizes]
 

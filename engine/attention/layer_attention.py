@@ -1,0 +1,42 @@
+"""Description of one layer's attention, shared by all backends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.layers.layers import RMSNorm
+
+# H query heads of this rank, D head_dim, T tokens of the step, F half of the rotated part of a head
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """Attention of one layer on one rank: where its keys and values are, and how they are scored.
+
+    score = scale q k, then soft_cap tanh(score / soft_cap) if there is a cap; output = softmax(scores) v over the keys
+    up to and including the query's own, of its window or chunk.
+    """
+
+    # Layer of the pool. Several layers of a model may share its keys and values; the first of them stores them.
+    layer: int
+    # Factor of the scores; by default 1 / sqrt(D).
+    scale: float
+    # A token attends to itself and to window - 1 tokens before it.
+    window: int | None = None
+    # A token attends to tokens of its own chunk of positions [n chunk, (n + 1) chunk); excludes `window`.
+    chunk: int | None = None
+    soft_cap: float | None = None
+    # fp32: one more score per head, without a value, in the softmax's denominator (gpt-oss).
+    sinks_H: Tensor | None = None
+    # Index of the step's angles; see Angles.
+    rope: int = 0
+    # Norms of each head before the rotation.
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
+
+
+# Cosines and sines (T, 1, F) of a step's tokens, for each kind of rotation in the model. F may be less than D / 2: the
+# features [0, 2 F) of a head are rotated, the others are not. F = 0: no rotation.
+Angles = list[tuple[Tensor, Tensor]]
