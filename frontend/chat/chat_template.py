@@ -147,10 +147,10 @@ class ChatTemplate:
     ) -> str:
         """Render the arranged messages. If the template rejects them, try again with the ALTERNATING history."""
         rejection: RequestError | None = None
-        for history in (history, ALTERNATING):
-            arranged = self._calls.convert(history.arranged(messages))
+        for one in (history, ALTERNATING):
+            arranged = self._calls.convert(one.arranged(messages))
             if is_continued:
-                arranged[-1]["content"] += _TAG
+                arranged[-1]["content"] = f"{arranged[-1]['content'] or ''}{_TAG}"
             try:
                 return self._guarded({**context, "messages": arranged})
             except RequestError as error:
