@@ -66,19 +66,20 @@ async def _served(model_dir: Path, redis_url: str, **model: Any) -> AsyncIterato
 
 
 @asynccontextmanager
-async def _client(model_dir: Path, redis_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with _served(model_dir, redis_url, served_name="smollm2", chat_template=str(_TEMPLATE)) as url:
+async def _client(model_dir: Path, redis_url: str, template: str | None) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with _served(model_dir, redis_url, served_name="smollm2", chat_template=template) as url:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
             yield client
 
 
 @pytest.mark.timeout(300)
-async def test_tool_call_round_trip(smollm2_dir: Path, redis_url: str) -> None:
+@pytest.mark.parametrize("template", [str(_TEMPLATE), None], ids=["hermes", "its own"])
+async def test_tool_call_round_trip(smollm2_dir: Path, redis_url: str, template: str | None) -> None:
     """A greedy tool call works unary and streamed, and its result can be sent back. The prompt has example calls."""
     messages = [message for city in ("Paris", "London", "Berlin") for message in _turn(city)]
     messages.append({"role": "user", "content": "What is the weather in Rome?"})
     fields: dict[str, Any] = {"model": "smollm2", "tools": [_TOOL], "temperature": 0, "max_tokens": 48}
-    async with _client(smollm2_dir, redis_url) as client:
+    async with _client(smollm2_dir, redis_url, template) as client:
         (choice,) = (await client.chat.completions.create(messages=messages, **fields)).choices
         assert choice.message.tool_calls, choice.message.content
         (call,) = choice.message.tool_calls
