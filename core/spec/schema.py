@@ -97,8 +97,8 @@ class ModelSpec(_Section):
     top_p, min_p, penalties, max_new_tokens, and do_sample: false as temperature 0). `vllm`: none, as in vLLM. A
     directory on the routers' hosts: its generation_config.json."""
     tool_parser: ToolParser = "auto"
-    """Format of the model's tool calls. `auto`: detected from its chat template, else `generic`: the router describes
-    tools in the system message and asks for JSON. `none`: requests with tools are rejected."""
+    """Format of the model's tool calls. `auto`: detected from its chat template, else `generic`: JSON, which the system
+    message asks for. `none`: requests with tools are rejected."""
     reasoning_parser: Literal["auto", "none", "think", "deepseek_r1"] = "auto"
     """`think`: text between the model's thinking tags (`<think>`, `[THINK]`, …) is returned as `reasoning_content`.
     `auto`: `think` if the chat template or the special tokens have such tags. `deepseek_r1`: likewise, for a model that

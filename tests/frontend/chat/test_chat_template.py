@@ -298,6 +298,7 @@ def test_named_template_is_chosen_by_the_tools(names: tuple[str, ...]) -> None:
     assert template.render(said) == f"{names[0]}:hi"
     assert template.render(said, tools=[WEATHER]) == f"{with_tools}:hi"
     assert template.render(_with_calls("{}")).startswith(with_tools)
+    assert template.render(said, tools=[WEATHER], writes_tools=True).startswith(f"{names[0]}You can call tools.")
 
 
 def test_invalid_template_is_a_spec_error() -> None:
