@@ -232,7 +232,8 @@ def _with_results(messages: _Messages) -> Iterator[tuple[dict[str, Any], Sequenc
         results = [*takewhile(lambda one: one["role"] == "tool", messages[at:])]
         at += len(results)
         own = [next((r for r in results if r.get("tool_call_id") == call.get("id")), None) for call in calls]
-        if None in own or len({id(result) for result in own}) < len(own):  # ids are missing or repeated: pair in order
+        found = [id(result) for result in own if result is not None]
+        if len({*found}) < len(found) or len(found) < min(len(calls), len(results)):  # unclear ids: pair in order
             own = [*results[: len(calls)], *[None] * (len(calls) - len(results))]
         yield message, own, [result for result in results if not any(result is one for one in own)]
 

@@ -168,6 +168,8 @@ def test_tools_calls_and_results_are_written_for_a_template_without_them() -> No
         rendered = _template(name).render(messages, tools=[TOOL], writes_tools=True)
         blocks = [tuple(block.split("<|im_end|>")[0].split("\n", 1)) for block in rendered.split("<|im_start|>")[1:]]
         assert blocks == expected
+    alone = _template("chatml").render([_U, messages[2], results[0]], writes_tools=True)
+    assert 'Result of x":\nsecond' in alone, "the first call has no result"
     asked = _user(f"<<SYS>>\n{tools_as_text([TOOL])}\n<</SYS>>\n\nU")
     assert _template("llama2").render([_U], tools=[TOOL], writes_tools=True) == f"<s>{asked}\n"
     assert f"user\n{tools_as_text([TOOL])}\n\nU<" in _template("gemma").render([_U], tools=[TOOL], writes_tools=True)
