@@ -55,7 +55,7 @@ RECORDED = [
         for raw in (
             '{"plan": [{"name": "now", "arguments": {}}]}\n',
             '[\n  [{"name": "now", "arguments": {}}]\n]\n[1]\n',
-            '```json\n[```\n[{"name": "unknown"}]\n```\nSay [{"name": "now"}]',
+            'See\n```json\n[```\n[{"name": "unknown"}]\n```\nSay [{"name": "now"}]',
             "```python\n[1]\n``` \n\n `{`",
         )
     ),
