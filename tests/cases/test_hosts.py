@@ -47,7 +47,13 @@ async def test_ranks_reach_each_other(checkpoint: Checkpoint, redis_url: str, tl
 async def test_both_endpoints_listen(smollm2_dir: str, redis_url: str, host: str) -> None:
     """vllm-project/tpu-inference#3467, NovaSky-AI/SkyRL#612"""
     pool = {"replicas": 0}
-    doors: dict[str, Any] = {"host": host, "shutdown_delay_s": 0.0, "admin_host": "::1", "keys": "none", "grpc_port": free_port("::1")}
+    doors: dict[str, Any] = {
+        "host": host,
+        "shutdown_delay_s": 0.0,
+        "admin_host": "::1",
+        "keys": "none",
+        "grpc_port": free_port("::1"),
+    }
     doors["http_port"] = free_port("::1")
     async with local_cluster(smollm2_dir, redis_url, prefill=pool, decode=pool, router=doors) as cluster:
         spec = cluster.spec
