@@ -43,7 +43,8 @@ def _parameters(scan: Scanner, schema: Mapping[str, Any]) -> Reading[bool]:
     types, opening = _Types(schema), "{"
     while (yield from scan.optional("<parameter=")):
         key = yield from scan.before(">", most=_MAX_NAME)
-        yield from scan.optional(">")
+        if not (yield from scan.optional(">")):
+            return False
         head, kinds = f"{opening}{json.dumps(key)}: ", types.of_parameter(key)
         if kinds <= {"string"}:
             yield from _streamed_string(scan, head)

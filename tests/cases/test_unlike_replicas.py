@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -84,9 +85,10 @@ async def test_clients_see_what_the_pool_holds(checkpoint: Checkpoint, redis_url
     ports: dict[str, Any] = {"grpc_port": free_port(), "http_port": free_port()}
     tree = {"model": {"dtype": "float32"}, "prefill": pool, "decode": pool, "router": ports}
     model_dir = checkpoint("llama")
-    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+    async with local_cluster(model_dir, redis_url, **tree) as cluster, AsyncExitStack() as closing:
         identity = cluster.identity(router("router-1"))
         service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
+        closing.push_async_callback(service.close)
         async with httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address), timeout=60) as http:
 
             async def is_ready() -> bool:
@@ -101,4 +103,3 @@ async def test_clients_see_what_the_pool_holds(checkpoint: Checkpoint, redis_url
             for refused in ({**body, "max_tokens": 9}, {"prompt": [5] * limit}):
                 answer = await http.post("/v1/completions", json=refused)
                 assert answer.status_code == 400 and f"holds {limit} tokens" in answer.json()["error"]["message"]
-            await service.close()

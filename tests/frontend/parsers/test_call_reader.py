@@ -85,6 +85,7 @@ def test_truncated_answers_lose_no_text(recorded: Recorded) -> None:
         ("days>\n", '{"days": '),
         ('units>\nme"t', '{"units": "me\\"t'),
         ("city>\nPar", '{"city": "Par'),
+        ("days>\n12\n</parameter>\n<parameter=is_ex", '{"days": 12'),
         ("days>\n12\n</parameter>\n<parameter=is_exact>\ntr", '{"days": 12, "is_exact": tr'),
     ],
 )
