@@ -89,7 +89,7 @@ class AnswerReader:
 
     def fresh(self) -> AnswerReader:
         """Return a reader of the same answer in its initial state."""
-        thinking, calls = (reader and reader.fresh() for reader in (self._thinking, self._calls))
+        thinking, calls = self._thinking and self._thinking.fresh(), self._calls and self._calls.fresh()
         return AnswerReader(thinking, calls, is_parallel=self._is_parallel, is_forced=self._is_forced)
 
     @property
