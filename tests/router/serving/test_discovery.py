@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 
@@ -29,18 +31,13 @@ class _Worker:
     def __init__(self, member: object) -> None:
         self._has_ended = asyncio.Event()
         self.num_connected = 0
-        self.is_connected = False
 
     async def follow(self, take: Callable[[pb.Frame], None]) -> None:
         self.num_connected += 1
-        self.is_connected = True
-        try:
-            if self._has_ended.is_set():
-                await asyncio.Event().wait()
-            take(pb.Frame(number=0, status=pb.Status(replica="decode-0")))
-            await self._has_ended.wait()
-        finally:
-            self.is_connected = False
+        if self._has_ended.is_set():
+            await asyncio.Event().wait()
+        take(pb.Frame(number=0, status=pb.Status(replica="decode-0")))
+        await self._has_ended.wait()
 
     def end(self) -> None:
         self._has_ended.set()
@@ -116,17 +113,22 @@ async def test_lease_and_frames_must_both_end(redis_url: str) -> None:
         await router.membership.leave("decode-0")
         await router.next_refresh()
         await router.has("decode-0", "prefill-9")
+        old = ref(router.replicas.get("decode-0") or router)
+
+        def is_freed() -> bool:
+            gc.collect()
+            return old() is None
+
         router.workers[0].end()
         await becomes(lambda: router.replicas.get("decode-0") is None)
         await becomes(lambda: not router.replicas.index.match([_HASH]))
-        await becomes(lambda: not router.workers[0].is_connected)
+        await becomes(is_freed)  # its frames are no longer followed
 
         # Its name may return, as another process.
         await router.membership.renew(make_member())
         await becomes(lambda: router.replicas.get("decode-0") is not None)
         assert len(router.workers) == 3
-        await becomes(lambda: router.workers[2].is_connected)
-        assert not router.workers[0].is_connected
+        await becomes(lambda: router.workers[2].num_connected == 1)
 
 
 async def test_dead_replica_stays_known_while_it_has_a_lease(redis_url: str) -> None:
