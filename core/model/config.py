@@ -49,6 +49,7 @@ _SWITCHES = (
     *("norm_topk_prob", "rope_interleave"),
 )
 _MOST = (1 << 31) - 1
+_THETA = 10000.0  # rotary base where config.json has none
 
 
 def load(path: Path) -> ModelConfig:
@@ -121,7 +122,7 @@ def token_ids(given: Any) -> tuple[int, ...]:
 
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     raw = {name: found for name, found in raw.items() if found is not None}
-    listed = raw.get("architectures") or ["(none)"]
+    listed = raw.get("architectures") or [_of_type(raw.get("model_type"))]
     architecture = listed if isinstance(listed, str) else listed[0]
     _reject_unsupported(architecture, raw)
     _check_numbers(raw)
@@ -144,7 +145,7 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         max_position=raw["max_position_embeddings"],
         max_context=_max_context(raw["max_position_embeddings"], scaling),
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=_rope(raw).get("rope_theta") or 10000.0,
+        rope_theta=_rope(raw).get("rope_theta") or _THETA,
         rope_scaling=scaling,
         tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
         has_qkv_bias=has_bias or (architecture.startswith("Qwen2") and bool(raw.get("qkv_bias", True))),
@@ -156,6 +157,11 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
         eos_token_ids=token_ids(generation.get("eos_token_id", raw.get("eos_token_id"))),
         dtype=raw.get("dtype") or raw.get("torch_dtype") or "float32",
     )
+
+
+def _of_type(model_type: object) -> str:
+    """Return the architecture of a model type, which transformers takes if a config lists none."""
+    return "".join(map(str.capitalize, str(model_type or "(none)").split("_"))) + ("ForCausalLM" if model_type else "")
 
 
 def _check_numbers(raw: Mapping[str, Any]) -> None:
@@ -254,13 +260,22 @@ def _reject_unsupported(architecture: str, raw: Mapping[str, Any]) -> None:
 
 
 def _rope(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings in transformers 5's form: theta and scaling together."""
-    settings = dict(_object(raw, "rope_parameters") or _object(raw, "rope_scaling"))
+    """Return the rotary settings in transformers 5's form: theta and scaling together.
+
+    rope_scaling, which users add for longer contexts, replaces rope_parameters, as in transformers.
+    """
+    parameters, scaling = _object(raw, "rope_parameters"), _object(raw, "rope_scaling")
+    settings = dict(scaling or parameters)
     if nested := [name for name, found in settings.items() if isinstance(found, dict)]:
         raise SpecError(f"rope_parameters per kind of layer ({', '.join(nested)}) are not supported")
     for key in ("rope_theta", "partial_rotary_factor"):
         if settings.get(key) is None and raw.get(key) is not None:
             settings[key] = raw[key]
+    if (theta := parameters.get("rope_theta")) and theta != (settings.get("rope_theta") or _THETA):
+        raise SpecError(
+            f"rope_scaling replaces rope_parameters, and its rope_theta of {theta} would be lost; set rope_theta in "
+            "rope_scaling, too"
+        )
     return settings
 
 
