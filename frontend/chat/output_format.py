@@ -43,7 +43,7 @@ class OutputFormat:
 
     @property
     def markers(self) -> Iterator[str]:
-        """Markers that may be special tokens and must be kept in the text for parsing."""
+        """Markers whose special tokens must be kept in the text for parsing."""
         if self.calls:
             yield from CALL_FORMATS[self.calls].markers
         if self.tags:
