@@ -108,7 +108,7 @@ def _thought(tags: Tags, special: SpecialTokens, *, is_open: bool) -> Iterator[s
     yield f"thought: {'said' if is_open else '(opening said)?'}"
     if not is_open:
         token = special.begun(tags.opening)
-        yield f"opening: opened {f'| {token[0]}' if token else ''}"
+        yield f"opening: opened {f'| {token[0]} {special.literal(token[1])}' if token else ''}"
         yield f"opened[lazy]: {json.dumps(tags.opening)}"  # lazy, because an answer may begin with any text
     yield "said: thinking gap"
     token = special.begun(tags.closing)
