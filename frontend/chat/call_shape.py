@@ -43,9 +43,8 @@ class CallShape:
         return replace(
             best,
             takes_text=not best.has_objects or "probe" in (broken or ""),
-            takes_any_id=render(_conversation(arguments, best.no_content, id=_LONG_ID)) is not None
-            or plain is None,
-            takes_named_ids=_NINE in called and _NAME not in called,
+            takes_any_id=render(_conversation(arguments, best.no_content, id=_LONG_ID)) is not None or plain is None,
+            takes_named_ids=(_NINE in called and _NAME not in called) or named_id(_NAME, 0) in called,
         )
 
     def check(self, message: Mapping[str, Any], path: str) -> None:

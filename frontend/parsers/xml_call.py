@@ -36,9 +36,9 @@ class XmlTags:
     is_padded: bool = False  # one line break at each end of a value is markup
 
 
-QWEN3_CODER = XmlTags(
-    blocks=("<tool_call>",), call="<function=", parameter="<parameter=", value_end="</parameter>",
-    call_end="</function>", block_ends=("</tool_call>",), is_padded=True,
+QWEN3_CODER = XmlTags(  # Seed-OSS has a block of its own
+    blocks=("<tool_call>", "<seed:tool_call>"), call="<function=", parameter="<parameter=", value_end="</parameter>",
+    call_end="</function>", block_ends=("</tool_call>", "</seed:tool_call>"), is_padded=True,
 )  # fmt: skip
 GLM = XmlTags(
     call="<tool_call>", name_end="<", parameter="<arg_key>", key_end="</arg_key>", value="<arg_value>",
@@ -87,9 +87,11 @@ def _parameters(scan: Scanner, tags: XmlTags, types: _Types) -> Reading[bool]:
             yield from streamed_string(scan, tags.value_end, is_padded=tags.is_padded)
         else:
             value = yield from scan.before(tags.value_end)
-            if scan.rest.startswith(tags.value_end):
-                value = value.removeprefix("\n").removesuffix("\n") if tags.is_padded else value
-                scan.emit_arguments(head + as_json(value, kinds))
+            if not scan.rest.startswith(tags.value_end):
+                scan.take(len(scan.rest))  # nothing in it ends a value, and reading it again would be quadratic
+                return False
+            value = value.removeprefix("\n").removesuffix("\n") if tags.is_padded else value
+            scan.emit_arguments(head + as_json(value, kinds))
         if not (yield from scan.optional(tags.value_end)):
             return False
         opening = ", "

@@ -75,6 +75,25 @@ def test_template_shows_the_format(name: str) -> None:
     assert OutputFormat.of(_KNOWN[name].sources) == OutputFormat(*_TEMPLATES[name])
 
 
+@pytest.mark.parametrize(
+    ("name", "thinks", "start"),
+    [
+        ("deepseek_v31_tools", True, "inside"),
+        ("deepseek_v31_tools", False, "after"),
+        ("dsml_tools", True, "inside"),
+        ("gemma4_tools", True, "before"),
+        ("gemma4_tools", False, "after"),
+        ("glm_tools", True, "before"),
+        ("glm_tools", False, "after"),
+        ("minimax_tools", True, "inside"),
+    ],
+)
+def test_end_of_the_prompt_shows_where_thinking_begins(name: str, thinks: bool, start: str) -> None:
+    template = _KNOWN[name]
+    prompt = template.render([_USER], variables=dict.fromkeys(template.switches, thinks))
+    assert OutputFormat(*_TEMPLATES[name]).start(Chat(messages=(_USER,)), prompt) == start
+
+
 @settings(max_examples=40, database=None)
 @given(calls=_calls)
 @pytest.mark.parametrize("name", _TEMPLATES)

@@ -141,6 +141,7 @@ RECORDED = [
         'def f():\n    return "é \\ 🎉"\n\n</parameter>\n</function>\n</tool_call>',
         (_FILE,),
     ),
+    Recorded("qwen3_coder", "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>", (_NOW,)),
     Recorded("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>", (), "="),
     Recorded("pythonic", '[get_weather(city="Paris", days=3), now()]', (_PARIS, _NOW)),
     Recorded(
@@ -162,8 +163,8 @@ RECORDED = [
     Recorded("llama4_pythonic", '<|python_start|>{"now": [now()]}', (), "="),
     Recorded(
         "glm45",
-        "I see.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n<arg_key>days</arg_key>\n"
-        "<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        "I see.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
         (_PARIS, _NOW),
         "I see.",
     ),
