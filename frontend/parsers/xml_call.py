@@ -36,7 +36,7 @@ class XmlTags:
     is_padded: bool = False  # one line break at each end of a value is markup
 
 
-QWEN3_CODER = XmlTags(  # Seed-OSS has a block of its own
+QWEN3_CODER = XmlTags(  # Seed-OSS names its block differently
     blocks=("<tool_call>", "<seed:tool_call>"), call="<function=", parameter="<parameter=", value_end="</parameter>",
     call_end="</function>", block_ends=("</tool_call>", "</seed:tool_call>"), is_padded=True,
 )  # fmt: skip
