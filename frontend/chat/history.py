@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import groupby, takewhile
 from typing import Any, TypeAlias
 
 Message: TypeAlias = Mapping[str, Any]
@@ -76,7 +76,7 @@ class History:
 
     def arranged(self, messages: Iterable[Message]) -> _Messages:
         """Return copies of the messages, arranged."""
-        arranged = self._with_instructions([dict(message) for message in messages])
+        arranged = self._with_instructions(_in_call_order([dict(message) for message in messages]))
         if not self.keeps_calls:
             kept = ("tool",) if self.keeps_orphans else ()
             arranged = [message if message["role"] in kept else _as_text(message) for message in arranged]
@@ -184,6 +184,19 @@ def _as_text(message: Message) -> dict[str, Any]:
         texts.append(f"Call of {call['function']['name']}: {call['function']['arguments']}")
     rest = {name: value for name, value in message.items() if name != "tool_calls"}
     return {**rest, "content": _BETWEEN.join(texts)}
+
+
+def _in_call_order(messages: _Messages) -> _Messages:
+    """Sort results by their calls, because many templates print no ids. Unknown or repeated ids leave them as sent."""
+    ordered: _Messages = []
+    for are_results, group in groupby(messages, key=lambda message: message["role"] == "tool"):
+        members = [*group]
+        calls = ordered[-1].get("tool_calls", ()) if are_results and ordered else ()
+        places = {call.get("id"): at for at, call in enumerate(calls)}
+        if len(places) == len(calls) and all(result.get("tool_call_id") in places for result in members):
+            members.sort(key=lambda result: places[result.get("tool_call_id")])
+        ordered += members
+    return ordered
 
 
 def _without_orphans(messages: _Messages) -> _Messages:

@@ -128,7 +128,7 @@ _DEEPSEEK_MARKERS = (*_DEEPSEEK, _DEEPSEEK_SEP, _DEEPSEEK_CALL_END, _DEEPSEEK_EN
 
 # In order of precedence: formats identified by a string that others contain as well come last.
 CALL_FORMATS: Mapping[str, CallFormat] = {
-    "deepseek_v32": _xml(DSML, "DSML"),
+    "deepseek_v32": _xml(DSML, "｜DSML｜"),  # noqa: RUF001
     "deepseek_v31": CallFormat(deepseek_v3, _DEEPSEEK, _DEEPSEEK_MARKERS, f"{_DEEPSEEK_SEP}[^<`]*{_DEEPSEEK_CALL_END}"),
     "deepseek_v3": CallFormat(deepseek_v3, _DEEPSEEK, _DEEPSEEK_MARKERS, "|".join(_DEEPSEEK)),
     "mistral": CallFormat(mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), r"\[TOOL_CALLS\]"),

@@ -104,7 +104,7 @@ def test_calls_are_rendered_as_the_model_writes_them(name: str, calls: list[tupl
 
 
 def test_ids_of_kimi_name_the_call() -> None:
-    """Ids of other models are replaced, and those of its own kept."""
+    """Ids of other models are replaced, and its own are kept."""
     own = [(tool, {}) for tool in ("look", "write.file")]
     rendered = _rendered("kimi_tools", [_said("assistant", own), _result("call_1", "A"), _result("call_0", "B")])
     (first, *_), (second, *_) = made = _read("kimi_tools", rendered)

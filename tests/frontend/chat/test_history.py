@@ -86,6 +86,18 @@ def test_parallel_calls_are_given_one_by_one() -> None:
     assert order == sorted(order)
 
 
+@pytest.mark.parametrize(
+    ("ids", "order"),
+    [(("b", "a"), ["second", "first"]), (("a", "b"), ["first", "second"]), (("b", "x"), ["first", "second"])],
+)
+def test_results_come_in_the_order_of_their_calls(ids: tuple[str, str], order: list[str]) -> None:
+    """A template without ids leaves it to the order which result belongs to which call."""
+    calls = [_call(name="look_1", id="a"), _call(name="look_2", id="b")]
+    results = [_say("tool", text, tool_call_id=id) for text, id in zip(("first", "second"), ids, strict=True)]
+    rendered = _template("hermes_tools").render([_U, _say("assistant", tool_calls=calls), *results])
+    assert sorted(order, key=rendered.index) == order
+
+
 def test_merged_messages_keep_their_texts_thoughts_and_calls() -> None:
     said = [_say("assistant", name, tool_calls=[_call(name=name)], reasoning_content=f"{name}?") for name in "ab"]
     _, merged = History(keeps_assistants=False).arranged([_U, *said])
