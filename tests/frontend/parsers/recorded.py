@@ -184,14 +184,14 @@ RECORDED = [
     ),
     Recorded(
         "glm47",
-        "<tool_call>get_weather<arg_key>city</arg_key><arg_value> </arg_key><tool_call>now</tool_call></arg_value>"
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>\n </arg_key><tool_call>now</tool_call></arg_value>"
         '<arg_key>units</arg_key><arg_value>null</arg_value><arg_key>places</arg_key><arg_value>["a", "b"]</arg_value>'
         "<arg_key>is_exact</arg_key><arg_value>True</arg_value></tool_call>",
         (
             (
                 "get_weather",
                 {
-                    "city": " </arg_key><tool_call>now</tool_call>",
+                    "city": "\n </arg_key><tool_call>now</tool_call>",
                     "units": None,
                     "places": ["a", "b"],
                     "is_exact": True,
