@@ -126,12 +126,12 @@ def _texts(value: object) -> Iterator[str]:
 
 _RAW_STRINGS = {"qwen3_coder", "glm45", "glm47", "minimax_m2", "deepseek_v32", "gemma4"}  # strings without escapes
 _NOT_JSON = {*_RAW_STRINGS, "pythonic", "llama4_pythonic"}
-_OTHER_MEMBERS = r'"(?:type|id)"\s*:\s*(?:"(?:\\.|[^"\\])*"|[\[{].*?[\]}]|[^\s",{}\[\]]+)'  # of a call, with any value
+# Parts with any content: other members of a call, and Mistral's id.
+_ANY = r'"(?:type|id)"\s*:\s*(?:"(?:\\.|[^"\\])*"|[\[{].*?[\]}]|[^\s",{}\[\]]+)|\[CALL_ID\].*?\[ARGS\]'
 _MARKS: dict[str, list[str]] = {  # beside the markers and those of JSON
     "deepseek_v3": ["function", "```json", "```"],
     "gemma4": ["call:"],
     "kimi_k2": ["functions.", *"0123456789"],
-    "mistral": ["a1"],
     "pythonic": ["<|python_start|>", "<|python_end|>"],
 }
 
@@ -141,7 +141,7 @@ def _markup(format: str) -> str:
     """Return a pattern of everything in a format's calls but names and arguments."""
     marks = {*_MARKS.get(format, ()), '"name"', '"arguments"', '"parameters"', *'[]{},:;"'}
     marks |= {*CALL_FORMATS[format].markers} - {""} if format in CALL_FORMATS else set()
-    return rf"(?:\s|{_OTHER_MEMBERS}|{'|'.join(map(re.escape, sorted(marks, key=len, reverse=True)))})*"
+    return rf"(?:\s|{_ANY}|{'|'.join(map(re.escape, sorted(marks, key=len, reverse=True)))})*"
 
 
 _PARTS = re.compile(r"</?[^<>\s]*>?|[\w]+|\s|.", re.DOTALL)
