@@ -275,6 +275,7 @@ RECORDED = [
         ),
     ),
     Recorded("gemma4", "<|tool_call>call:now{city}<tool_call|> or a:b}", (), "="),
+    Recorded("gemma4", "<|tool_call>call:now{city:Paris<tool_call|> or}", (), "="),
     Recorded("gemma4", "<|tool_call>call:f{a:1}<tool_call|>", (), "="),
     Recorded("forced_call", ' {"a": [1, {}]}\n', (("now", {"a": [1, {}]}),)),
     Recorded("forced_call", "no", (), "="),
