@@ -104,7 +104,9 @@ def check_nothing_is_lost(format: str, raw: str) -> None:
                 if format == "forced_call":  # this format has no name
                     pattern += f"{markup}{written}{markup}"
                 elif format in _NOT_JSON:
-                    values = "".join(f".*?{re.escape(value)}" for value in _texts(json.loads(text)))
+                    values = "".join(
+                        f".*?{re.escape(value)}" for value in _texts(json.loads(text, object_pairs_hook=list))
+                    )
                     pattern += f"{markup}{name}{values if format in _RAW_STRINGS else ''}.*?{markup}"
                 else:
                     pattern += f"{markup}(?:{name}{markup}{written}|{written}{markup}{name}){markup}"
@@ -114,14 +116,12 @@ def check_nothing_is_lost(format: str, raw: str) -> None:
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield the strings and keys of a call's arguments."""
+    """Yield the strings and keys of a call's arguments, which are lists of pairs: a key may be repeated."""
     match value:
         case str():
             yield value
-        case list():
+        case list() | tuple():
             yield from chain.from_iterable(map(_texts, value))
-        case dict():
-            yield from chain.from_iterable((key, *_texts(of)) for key, of in value.items())
 
 
 _RAW_STRINGS = {"qwen3_coder", "glm45", "glm47", "minimax_m2", "deepseek_v32", "gemma4"}  # strings without escapes
