@@ -136,6 +136,9 @@ def test_grammar_begins_after_marker_tokens(
     for opening in ([] if is_open else tokenizer.encode(tags.opening, add_special_tokens=False),):
         mask = compiler.bounded(budget, compiler.compile(grammar).mask([ends]))
         tokens = [*opening]
+        if is_special and len(opening) > 1:  # a channel of another name is no thinking
+            (other,) = tokenizer.encode("a", add_special_tokens=False)
+            assert not _has(compiler.compile(grammar).mask([ends]).allowed(opening[:1], 0), other)
         for token in tokenizer.encode("abc", add_special_tokens=False):
             assert mask.only(tokens, 0) is None and _has(mask.allowed(tokens, 0), token)
             tokens.append(token)

@@ -244,8 +244,11 @@ RECORDED = [
         "deepseek_v32",
         "<｜DSML｜tool_calls>\n"  # noqa: RUF001
         + _invoke("get_weather", ("days", "true", "3"), ("more", "false", '{"a": [1]}'), ("none", "false", "as is"))
-        + _invoke("write.file", ("path", "true", "a.py"), ("text", "true", _TEXT)),
-        (("get_weather", {"days": "3", "more": {"a": [1]}, "none": "as is"}), _FILE),
+        + _invoke("write.file", ("text", "true", _TEXT)),
+        (
+            ("get_weather", {"days": "3", "more": {"a": [1]}, "none": "as is"}),
+            ("write.file", {"text": _TEXT}),
+        ),
     ),
     Recorded("deepseek_v32", _invoke("f", ("a", "true", "1")), (), "="),
     Recorded(
