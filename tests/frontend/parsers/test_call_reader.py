@@ -100,7 +100,8 @@ def check_nothing_is_lost(format: str, raw: str) -> None:
             case CallArguments(number, text) if CallEnded(number) in pieces:
                 begun = pieces[at - 1]
                 assert isinstance(begun, CallBegun)
-                name, written = re.escape(begun.name), f"(?:{re.escape(text)}|{re.escape(json.dumps(text))})?"
+                name, quoted = re.escape(begun.name), re.escape(json.dumps(text)[1:-1])
+                written = rf'(?:{re.escape(text)}|"\s*{quoted}\s*")?'
                 if format == "forced_call":  # this format has no name
                     pattern += f"{markup}{written}{markup}"
                 elif format in _NOT_JSON:
