@@ -9,10 +9,12 @@ from itertools import product
 from typing import Any
 
 from frontend.chat.call_arguments import check_size, object_or_none
+from frontend.parsers.formats import named_id
 
 _ARGUMENTS = {"probe": "b"}
 _AS_PYTHON = "{'probe'"
 _BROKEN = '{"probe": '
+_NAME = "shape_5e0c"
 _LONG_ID, _NINE = "call_4f0a-1b2c3d4e5f60718293a4", "callnine1"
 _ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz"
 
@@ -24,6 +26,7 @@ class CallShape:
     has_objects: bool = True  # arguments are objects; False: JSON text
     takes_text: bool = True  # arguments may be text instead of a JSON object
     takes_any_id: bool = True  # False: ids have nine alphanumerics, as in Mistral's templates
+    takes_named_ids: bool = False  # ids stand for the names of calls, as in Kimi K2's templates
     no_content: str | None = None  # content of a message that has only calls
 
     @classmethod
@@ -35,11 +38,13 @@ class CallShape:
         best = max(zip(shapes, texts, strict=True), key=lambda candidate: _how_well(candidate[1]))[0]
         broken = render(_conversation(_BROKEN, best.no_content))
         arguments = _ARGUMENTS if best.has_objects else '{"probe": "b"}'
+        plain = render(_conversation(arguments, best.no_content))
+        called = render(_conversation(arguments, best.no_content)[:2]) or ""
         return replace(
             best,
             takes_text=not best.has_objects or "probe" in (broken or ""),
-            takes_any_id=render(_conversation(arguments, best.no_content, id=_LONG_ID)) is not None
-            or render(_conversation(arguments, best.no_content)) is None,
+            takes_any_id=render(_conversation(arguments, best.no_content, id=_LONG_ID)) is not None or plain is None,
+            takes_named_ids=(_NINE in called and _NAME not in called) or named_id(_NAME, 0) in called,
         )
 
     def check(self, message: Mapping[str, Any], path: str) -> None:
@@ -50,17 +55,34 @@ class CallShape:
     def convert(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return copies of checked messages in this form."""
         copies = [dict(message) for message in messages]
+        ids, num_calls = dict[str | None, str | None](), 0  # by the client's own
         for message in copies:
-            calls, content = message.get("tool_calls"), message["content"]
+            calls, content = message.get("tool_calls", ()), message["content"]
             if calls:
-                message["tool_calls"] = [self._call(call) for call in calls]
-            if not self.takes_any_id and message["role"] == "tool":
-                message["tool_call_id"] = _nine(message.get("tool_call_id"))
+                own = [self._id(call, number) for number, call in enumerate(calls, num_calls)]
+                num_calls += len(calls)
+                ids |= zip((call.get("id") for call in calls), own, strict=True)
+                message["tool_calls"] = [self._call(call, id) for call, id in zip(calls, own, strict=True)]
+            if message["role"] == "tool" and self._changes_ids:
+                id = message.get("tool_call_id")
+                message["tool_call_id"] = ids.get(id, id) if self.takes_any_id else _nine(id)
             if content is None or (calls and not content.strip()):
                 message["content"] = self.no_content if calls else ""
         return copies
 
-    def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:
+    @property
+    def _changes_ids(self) -> bool:
+        return self.takes_named_ids or not self.takes_any_id
+
+    def _id(self, call: Mapping[str, Any], number: int) -> str | None:
+        """Return a call's id. number: of the call in the conversation."""
+        id: str | None = call.get("id")
+        if self.takes_named_ids:
+            new = named_id(call["function"]["name"], number)
+            return id if id and id.rpartition(":")[0] == new.rpartition(":")[0] else new
+        return id if self.takes_any_id else _nine(id)
+
+    def _call(self, call: Mapping[str, Any], id: str | None) -> dict[str, Any]:
         function = dict(call["function"])
         text = function["arguments"]
         value = object_or_none(text)
@@ -70,7 +92,7 @@ class CallShape:
             function["arguments"] = value or {}
         elif not value:
             function["arguments"] = "{}"
-        return {**call, **({} if self.takes_any_id else {"id": _nine(call.get("id"))}), "function": function}
+        return {**call, **({"id": id} if self._changes_ids else {}), "function": function}
 
 
 def _nine(id: str | None) -> str:
@@ -88,9 +110,9 @@ def _how_well(text: str | None) -> tuple[bool, bool, bool, int]:
 
 
 def _conversation(arguments: Any, content: str | None, *, id: str = _NINE) -> list[dict[str, Any]]:
-    call = {"id": id, "type": "function", "function": {"name": "f", "arguments": arguments}}
+    call = {"id": id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     return [
         {"role": "user", "content": "a"},
         {"role": "assistant", "content": content, "tool_calls": [call]},
-        {"role": "tool", "content": "c", "tool_call_id": id, "name": "f"},
+        {"role": "tool", "content": "c", "tool_call_id": id, "name": _NAME},
     ]

@@ -82,6 +82,7 @@ class History:
         if not self.keeps_calls:
             arranged = _as_texts(arranged, keeps_results=self.keeps_orphans)
         else:
+            arranged = _in_call_order(arranged)
             arranged = arranged if self.keeps_orphans else _without_orphans(arranged)
             arranged = [part for message in arranged for part in self._split_text(message)]
             arranged = arranged if self.keeps_parallel_calls else _one_call_each(arranged)
@@ -193,6 +194,11 @@ def _as_texts(messages: _Messages, *, keeps_results: bool) -> _Messages:
 
 def _result_as_user(result: Message, name: str | None) -> dict[str, Any]:
     return {"role": "user", "content": result_as_text(result["content"], name)}
+
+
+def _in_call_order(messages: _Messages) -> _Messages:
+    """Sort results by their calls, because many templates print no ids."""
+    return [one for message, own, others in _with_results(messages) for one in (message, *own, *others) if one]
 
 
 def _without_orphans(messages: _Messages) -> _Messages:

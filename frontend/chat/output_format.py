@@ -36,7 +36,7 @@ class OutputFormat:
         """
         calls = tool_parser
         if tool_parser == "auto":
-            calls = (find_call_format(template) if knows_tools else None) or GENERIC
+            calls = find_call_format(template) if knows_tools else GENERIC
         in_template = (tags for tags in TAGS if tags.closing in template)
         in_vocabulary = (tags for tags in TAGS if is_special(tags.opening) and is_special(tags.closing))
         tags = next(in_template, None) or next(in_vocabulary, None)
@@ -46,7 +46,7 @@ class OutputFormat:
 
     @property
     def markers(self) -> Iterator[str]:
-        """Markers that may be special tokens and must be kept in the text for parsing."""
+        """Markers whose special tokens must be kept in the text for parsing."""
         if self.calls:
             yield from CALL_FORMATS[self.calls].markers
         if self.tags:

@@ -8,6 +8,8 @@ from frontend.parsers.formats import Format
 from frontend.parsers.pieces import Piece
 from frontend.parsers.scanner import Scanner, Tools
 
+_MAX_FED = 4096  # characters; the scanner copies what it has not consumed
+
 
 class CallReader:
     """Parser of one answer. The concatenated pieces do not depend on how the text was split, and no text is lost."""
@@ -25,8 +27,11 @@ class CallReader:
         return CallReader(self._format, self._tools)
 
     def add(self, text: str) -> list[Piece]:
-        self._scan.feed(text)
-        return self._read()
+        pieces = list[Piece]()
+        for at in range(0, len(text), _MAX_FED):
+            self._scan.feed(text[at : at + _MAX_FED])
+            pieces += self._read()
+        return pieces
 
     def finish(self) -> list[Piece]:
         """Return the remaining pieces at the end of the text."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
+from frontend.parsers.gemma4 import GEMMA4_CALL, GEMMA4_END, GEMMA4_QUOTE, gemma4
 from frontend.parsers.json_call import json_arguments, json_call
 from frontend.parsers.pythonic import PYTHON_END, PYTHON_START, pythonic
-from frontend.parsers.qwen_xml import qwen3_coder
 from frontend.parsers.scanner import Reading, Scanner
+from frontend.parsers.xml_call import DSML, GLM, MINIMAX_M2, QWEN3_CODER, XmlTags, xml_calls
 
 Format: TypeAlias = Callable[[Scanner], Reading[None]]
 
@@ -19,6 +22,9 @@ _JSON_BEGINS = tuple(f"{fence}\n{bracket}" for fence in ("```json", "```", "") f
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001 - DeepSeek's own bars
 _DEEPSEEK_CALL, _DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
 _DEEPSEEK_SEP = "<｜tool▁sep｜>"  # noqa: RUF001
+_KIMI_BEGIN, _KIMI_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+_KIMI_ID = re.compile(r"^functions\.|:\d+$")  # the parts around a name
+_KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_CALL_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
 
 
 def hermes(scan: Scanner) -> Reading[None]:
@@ -95,10 +101,7 @@ def _named(scan: Scanner) -> Reading[None]:
 
 def deepseek_v3(scan: Scanner) -> Reading[None]:
     """DeepSeek V3 and R1 (type, separator, name, then JSON between fences), and V3.1 (name, separator, JSON)."""
-    while marker := (yield from scan.text_until(_DEEPSEEK_BEGIN, _DEEPSEEK_CALL)):
-        if marker == _DEEPSEEK_BEGIN and not (yield from scan.optional(_DEEPSEEK_CALL)):
-            scan.give_up()
-            continue
+    while (yield from scan.next_call(_DEEPSEEK_CALL, _DEEPSEEK_BEGIN)):
         name = yield from scan.before(_DEEPSEEK_SEP, most=_MAX_NAME)
         yield from scan.optional(_DEEPSEEK_SEP)
         is_fenced = name.strip() == "function" and not (yield from scan.next_is("{"))
@@ -112,46 +115,81 @@ def deepseek_v3(scan: Scanner) -> Reading[None]:
             yield from scan.optional(_DEEPSEEK_END)
 
 
+def kimi_k2(scan: Scanner) -> Reading[None]:
+    """<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>{…}<|tool_call_end|>, in a section."""
+    while (yield from scan.next_call(_KIMI_CALL, _KIMI_BEGIN)):
+        id = yield from scan.before(_KIMI_ARGUMENTS, most=_MAX_NAME)
+        yield from scan.optional(_KIMI_ARGUMENTS)
+        if (yield from json_arguments(scan, _KIMI_ID.sub("", id.strip()))):
+            yield from scan.optional(_KIMI_CALL_END)
+            yield from scan.optional(_KIMI_END)
+
+
 @dataclass(frozen=True)
 class CallFormat:
     """Parser of a format, with its markers."""
 
     read: Format
     begins: tuple[str, ...]  # texts with which a call begins; NAME stands for a tool's name
-    markers: tuple[str, ...]  # may be special tokens, but belong to the text
-    template_marks: tuple[str, ...]  # any of these in a chat template identifies the format
-    first: tuple[str, ...] = ()  # if an answer begins with one of them, it may be a call
+    markers: tuple[str, ...]  # special tokens in these belong to the text
+    template: str  # pattern of a chat template that instructs the model to use the format
+    first: tuple[str, ...] = ()  # if an answer begins with one of these, it may be a call
+    has_named_ids: bool = False  # ids of calls are functions.NAME:INDEX
 
+
+def _xml(tags: XmlTags, template: str) -> CallFormat:
+    texts = (*tags.blocks, tags.call, tags.parameter, tags.key_end, tags.value, tags.value_end, tags.call_end)
+    return CallFormat(
+        partial(xml_calls, tags=tags), (*tags.blocks, tags.call), (*texts, *tags.block_ends), template
+    )  # fmt: skip
+
+
+_DEEPSEEK = (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL)
+_DEEPSEEK_MARKERS = (*_DEEPSEEK, _DEEPSEEK_SEP, _DEEPSEEK_CALL_END, _DEEPSEEK_END)
 
 # In order of precedence: formats identified by a string that others contain as well come last.
 CALL_FORMATS: Mapping[str, CallFormat] = {
-    "deepseek_v3": CallFormat(
-        deepseek_v3,
-        (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL),
-        (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL, _DEEPSEEK_SEP, _DEEPSEEK_CALL_END, _DEEPSEEK_END),
-        (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL),
+    "deepseek_v32": _xml(DSML, "｜DSML｜"),  # noqa: RUF001
+    "deepseek_v31": CallFormat(deepseek_v3, _DEEPSEEK, _DEEPSEEK_MARKERS, f"{_DEEPSEEK_SEP}[^<`]*{_DEEPSEEK_CALL_END}"),
+    "deepseek_v3": CallFormat(deepseek_v3, _DEEPSEEK, _DEEPSEEK_MARKERS, "|".join(_DEEPSEEK)),
+    "mistral": CallFormat(mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), r"\[TOOL_CALLS\]"),
+    "kimi_k2": CallFormat(
+        kimi_k2,
+        (_KIMI_BEGIN, _KIMI_CALL),
+        (_KIMI_BEGIN, _KIMI_CALL, _KIMI_ARGUMENTS, _KIMI_CALL_END, _KIMI_END),
+        re.escape(_KIMI_BEGIN),
+        has_named_ids=True,
     ),
-    "mistral": CallFormat(mistral, ("[TOOL_CALLS]",), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), ("[TOOL_CALLS]",)),
-    "qwen3_coder": CallFormat(
-        qwen3_coder, ("<tool_call>", "<function="), ("<tool_call>", "</tool_call>"), ("<function=",)
+    "minimax_m2": _xml(MINIMAX_M2, "<minimax:tool_call>"),
+    "gemma4": CallFormat(gemma4, (GEMMA4_CALL,), (GEMMA4_CALL, GEMMA4_END, GEMMA4_QUOTE), re.escape(GEMMA4_CALL)),
+    "glm47": _xml(GLM, "</arg_key><arg_value>"),
+    "glm45": _xml(GLM, "<arg_key>"),
+    "qwen3_coder": _xml(QWEN3_CODER, "<function="),
+    "hermes": CallFormat(hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>"), "<tool_call>"),
+    "llama4_pythonic": CallFormat(
+        pythonic,
+        (PYTHON_START, "[NAME(", '{"name"'),
+        (PYTHON_START, PYTHON_END),
+        re.escape("<|header_start|>"),
+        first=("[", "{"),
     ),
-    "hermes": CallFormat(hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>"), ("<tool_call>",)),
-    "pythonic": CallFormat(
-        pythonic, (PYTHON_START, "[NAME("), (PYTHON_START, PYTHON_END), (PYTHON_START, "func_name1("), first=("[",)
-    ),
+    "pythonic": CallFormat(pythonic, ("[NAME(",), (), r"func_name1\(", first=("[",)),
     "llama3_json": CallFormat(
         llama3_json,
         ("<|python_tag|>", '{"name"'),
         ("<|python_tag|>",),
-        ("<|python_tag|>", '"parameters": dictionary'),
+        r'<\|python_tag\|>|"parameters": dictionary',
         first=("{",),
     ),
-    GENERIC: CallFormat(generic, ("\n[", "\n{"), (), (), first=("[", "{", "`")),
+    GENERIC: CallFormat(generic, ("\n[", "\n{"), (), "", first=("[", "{", "`")),  # for every template
 }
 
 
-def find_call_format(template: str) -> str | None:
-    """Return the name of the format that a chat template instructs the model to use, or None if there is none."""
-    return next(
-        (name for name, kind in CALL_FORMATS.items() if any(mark in template for mark in kind.template_marks)), None
-    )
+def find_call_format(template: str) -> str:
+    """Return the name of the format that a chat template instructs the model to use; `generic` if it names none."""
+    return next(name for name, kind in CALL_FORMATS.items() if re.search(kind.template, template))
+
+
+def named_id(name: str, index: int) -> str:
+    """Return the id of a call for a model that reads the call's name in it. index: among all calls of the chat."""
+    return f"functions.{name}:{index}"

@@ -6,6 +6,7 @@ import ast
 import json
 import warnings
 
+from frontend.parsers.json_call import json_call
 from frontend.parsers.scanner import Reading, Scanner
 
 PYTHON_START, PYTHON_END = "<|python_start|>", "<|python_end|>"
@@ -16,16 +17,16 @@ _JSONS_OWN = {"true": True, "false": False, "null": None}
 
 
 def pythonic(scan: Scanner) -> Reading[None]:
-    """Llama 3.2, Llama 4, ToolACE: a list of calls, as the whole answer or after <|python_start|>."""
-    is_list = yield from scan.next_is("[")
-    while is_list or (yield from scan.text_until(PYTHON_START)):
-        is_list = False
-        if not (yield from scan.optional("[")):
-            scan.give_up()
-            continue
-        while (yield from _call(scan)):
-            if not (yield from scan.optional(",")):
-                yield from scan.optional("]")
+    """Llama 3.2, Llama 4, ToolACE: a list of calls, as the whole answer or after <|python_start|>. Llama 4 may write
+    calls in JSON instead."""
+    is_call = (yield from scan.next_is("[")) or (yield from scan.next_is("{"))
+    while is_call or (yield from scan.text_until(PYTHON_START)):
+        is_call = False
+        is_list = yield from scan.optional("[")
+        while (yield from _call(scan) if is_list else json_call(scan)):
+            if not (yield from scan.optional("," if is_list else ";")):
+                if is_list:
+                    yield from scan.optional("]")
                 yield from scan.optional(PYTHON_END)
                 break
 

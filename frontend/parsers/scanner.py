@@ -69,6 +69,15 @@ class Scanner:
             self._emit_next(len(self._text[: len(self._text) - held].rstrip()))
             yield
 
+    def next_call(self, call: str, *blocks: str) -> Reading[bool]:
+        """Emit the text before the next `call`, alone or at the beginning of a block, and consume both. Return whether
+        there is one."""
+        while marker := (yield from self.text_until(*blocks, call)):
+            if marker == call or (yield from self.optional(call)):
+                return True
+            self.give_up()
+        return False
+
     def all_text(self) -> Reading[None]:
         """Emit all remaining text."""
         self._forget_taken()

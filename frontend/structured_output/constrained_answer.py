@@ -14,7 +14,7 @@ from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.formats import GENERIC
 from frontend.parsers.thinking import Start, Tags
-from frontend.structured_output.json_schema import LOOKING_AROUND, in_lark, lenient, moved, weakened
+from frontend.structured_output.json_schema import LOOKING_AROUND, in_lark, lenient, weakened
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.structured_output.structural_tag import structural_tag_rules
 from frontend.text.completion_request import CompletionRequest
@@ -25,19 +25,38 @@ _NOTES = ("description", "title", "default", "examples", "x-guidance")  # annota
 
 @dataclass(frozen=True)
 class _Calls:
-    """Syntax of tool calls of a model family."""
+    """Syntax of tool calls of a model family whose arguments are JSON."""
 
-    opening: str
-    arguments: str  # name of the arguments member
-    closing: str
-    between: str
+    before: str  # the arguments; NAME stands for the tool's name, INDEX for a number
+    after: str
+    between: str = ""  # two calls
+    begin: str = ""  # of all calls
+    end: str = ""
 
 
 _CALLS = {
-    "hermes": _Calls("<tool_call>\n", "arguments", "\n</tool_call>", "\n"),
-    "llama3_json": _Calls("", "parameters", "", "; "),
-    GENERIC: _Calls("[", "arguments", "]", "\n"),
+    "hermes": _Calls('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n"),
+    "llama3_json": _Calls('{"name": "NAME", "parameters": ', "}", "; "),
+    "kimi_k2": _Calls(
+        "<|tool_call_begin|>functions.NAME:INDEX<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+        begin="<|tool_calls_section_begin|>",
+        end="<|tool_calls_section_end|>",
+    ),
+    "deepseek_v31": _Calls(
+        "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>",  # noqa: RUF001 - DeepSeek's own bars
+        "<｜tool▁call▁end｜>",  # noqa: RUF001
+        begin="<｜tool▁calls▁begin｜>",  # noqa: RUF001
+        end="<｜tool▁calls▁end｜>",  # noqa: RUF001
+    ),
+    GENERIC: _Calls('{"name": "NAME", "arguments": ', "}", ", ", begin="[", end="]"),
 }
+_CALLS["deepseek_v3"] = replace(
+    _CALLS["deepseek_v31"],
+    before="<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME\n```json\n",  # noqa: RUF001
+    after="\n```<｜tool▁call▁end｜>",  # noqa: RUF001
+    between="\n",
+)
 
 
 def may_think(grammar: Grammar | None, start: Start) -> bool:
@@ -110,7 +129,7 @@ def _thought(tags: Tags, special: SpecialTokens, *, is_open: bool) -> Iterator[s
     yield f"thought: {'said' if is_open else '(opening said)?'}"
     if not is_open:
         token = special.begun(tags.opening)
-        yield f"opening: opened {f'| {token[0]}' if token else ''}"
+        yield f"opening: opened {f'| {token[0]} {special.literal(token[1])}' if token else ''}"
         yield f"opened[lazy]: {json.dumps(tags.opening)}"  # lazy, because an answer may begin with any text
     yield "said: thinking gap"
     token = special.begun(tags.closing)
@@ -126,17 +145,16 @@ def _calls(request: CompletionRequest, chat: Chat, output_format: OutputFormat) 
     if form is None or request.grammar.kind not in _SCHEMAS:
         text = f"tools: cannot be combined with {request.grammar_field} here; set tool_choice to none or required"
         raise RequestError(text, param="tools")
-    opening, closing, between = map(output_format.special.literal, (form.opening, form.closing, form.between))
-    yield f"calls: call ({between} call)*" if chat.is_parallel else "calls: call"
-    yield f"call: {' | '.join(f'{opening} call{number} {closing}' for number in range(len(chat.tools)))}"
+    literal = output_format.special.literal
+    more = f"({literal(form.between)} call)*" if chat.is_parallel else ""
+    yield f"calls: {literal(form.begin)} call {more} {literal(form.end)}"
+    yield f"call: {' | '.join(f'call{number}' for number in range(len(chat.tools)))}"
     for number, (name, parameters) in enumerate(chat.parameters.items()):
+        before = form.before.replace('"NAME"', json.dumps(name)).replace("NAME", name)
+        opening = " /[0-9]{1,4}/ ".join(map(literal, before.split("INDEX")))
+        yield f"call{number}: {opening} arguments{number} {literal(form.after)}"
         lean = rewritten(lenient(parameters), lambda key, value: DROPPED if key in _NOTES else value)
-        yield _rule(f"call{number}", _call(name, {"type": "object", **lean}, form), is_lenient=True)
-
-
-def _call(name: str, arguments: dict[str, Any], form: _Calls) -> dict[str, Any]:
-    properties = {"name": {"const": name}, form.arguments: moved(arguments, f"#/properties/{form.arguments}")}
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+        yield _rule(f"arguments{number}", {"type": "object", **lean}, is_lenient=True)
 
 
 def _rule(name: str, schema: dict[str, Any], *, is_lenient: bool) -> str:

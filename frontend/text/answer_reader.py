@@ -12,7 +12,7 @@ from core.types.constraints import Grammar
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.call_reader import CallReader
-from frontend.parsers.formats import CALL_FORMATS, Format, forced_call, forced_calls
+from frontend.parsers.formats import CALL_FORMATS, CallFormat, Format, forced_call, forced_calls, named_id
 from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece
 from frontend.parsers.thinking import ThinkingReader
 from frontend.structured_output.constrained_answer import may_think
@@ -56,14 +56,17 @@ class AnswerReader:
         *,
         is_parallel: bool = True,
         is_forced: bool = False,
+        first_index: int | None = None,
     ) -> None:
-        """is_forced: a grammar constrains the answer to calls, so text outside of them is dropped."""
+        """is_forced: a grammar constrains the answer to calls, so text outside of them is dropped. first_index: index
+        of the first call's id, which names the call; None: ids are random."""
         self.num_calls = 0  # completed calls
         self.is_over = False  # the rest of the text is not part of the answer
         self._thinking = thinking
         self._calls = calls
         self._is_parallel = is_parallel
         self._is_forced = is_forced
+        self._first_index = first_index
         self._behind_call: ThinkingReader | None = None  # of the text behind the last call
 
     @classmethod
@@ -73,11 +76,12 @@ class AnswerReader:
         """Create a reader, or return None for an answer of plain text. prompt: its last characters suffice. grammar:
         constrains the answer."""
         thinking = calls = None
+        kind = CALL_FORMATS.get(output_format.calls or "")
         begins, first = list[str](), tuple[str, ...]()
-        if chat.tools and (output_format.calls or chat.forced is not None):
-            calls = CallReader(_format(chat, output_format), chat.parameters)
-            begins = _begins(chat, output_format)
-            first = CALL_FORMATS[output_format.calls].first if output_format.calls else ()
+        if chat.tools and (kind or chat.forced is not None):
+            calls = CallReader(_format(chat, kind), chat.parameters)
+            begins = _begins(chat, kind)
+            first = kind.first if kind else ()
         start = output_format.start(chat, prompt)
         if output_format.tags and may_think(grammar, start):
             if grammar and start == "before":
@@ -85,12 +89,24 @@ class AnswerReader:
             thinking = ThinkingReader(output_format.tags, start, calls=begins, first=first)
         if not thinking and not calls:
             return None
-        return cls(thinking, calls, is_parallel=chat.is_parallel, is_forced=chat.forced is not None and bool(calls))
+        return cls(
+            thinking,
+            calls,
+            is_parallel=chat.is_parallel,
+            is_forced=chat.forced is not None and bool(calls),
+            first_index=chat.num_calls if kind and kind.has_named_ids else None,
+        )
 
     def fresh(self) -> AnswerReader:
         """Return a reader of the same answer in its initial state."""
         thinking, calls = self._thinking and self._thinking.fresh(), self._calls and self._calls.fresh()
-        return AnswerReader(thinking, calls, is_parallel=self._is_parallel, is_forced=self._is_forced)
+        return AnswerReader(
+            thinking,
+            calls,
+            is_parallel=self._is_parallel,
+            is_forced=self._is_forced,
+            first_index=self._first_index,
+        )
 
     @property
     def is_thinking(self) -> bool:
@@ -156,7 +172,8 @@ class AnswerReader:
                     parsed.text += piece
                 case CallBegun(number, name):
                     self._end_text(parsed)
-                    parsed.calls.append(CallText(number, id=_call_id(), name=name, at=len(parsed.text)))
+                    id = _random_id() if self._first_index is None else named_id(name, self._first_index + number)
+                    parsed.calls.append(CallText(number, id=id, name=name, at=len(parsed.text)))
                 case CallArguments(number, text):
                     _part_of(parsed, number).arguments += text
                 case CallBroken(number, raw, rest) if not self._is_forced:
@@ -180,17 +197,16 @@ class AnswerReader:
             self._behind_call = None
 
 
-def _format(chat: Chat, output_format: OutputFormat) -> Format:
+def _format(chat: Chat, kind: CallFormat | None) -> Format:
     if chat.forced is not None:
         return partial(forced_call, name=chat.forced) if chat.forced else forced_calls
-    return CALL_FORMATS[output_format.calls or ""].read
+    assert kind
+    return kind.read
 
 
-def _begins(chat: Chat, output_format: OutputFormat) -> list[str]:
+def _begins(chat: Chat, kind: CallFormat | None) -> list[str]:
     """Return the texts with which a call may begin."""
-    if chat.forced is not None:
-        return []
-    texts = CALL_FORMATS[output_format.calls or ""].begins
+    texts = kind.begins if kind and chat.forced is None else ()
     return [text.replace("NAME", name) for text in texts for name in (chat.parameters if "NAME" in text else [""])]
 
 
@@ -200,6 +216,6 @@ def _part_of(parsed: AnswerText, number: int) -> CallText:
     return parsed.calls[-1]
 
 
-def _call_id() -> str:
+def _random_id() -> str:
     """Return a random call id of nine alphanumerics, the only form that Mistral's templates accept."""
     return secrets.token_hex(5)[:9]

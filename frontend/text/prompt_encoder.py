@@ -34,7 +34,7 @@ class PromptEncoder:
         threads: TextThreads,
     ) -> None:
         self.output_format = output_format
-        self.shown_ids = tokenizer.ids_of(output_format.markers)  # special tokens that answer readers need
+        self.shown_ids = tokenizer.special_ids_in(output_format.markers)  # special tokens that answer readers need
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._model = model

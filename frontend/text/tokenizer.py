@@ -74,6 +74,12 @@ class Tokenizer:
         """Return whether the text is a special token, which decoding leaves out."""
         return not self.ids_of([token]).isdisjoint(self._special_ids)
 
+    def special_ids_in(self, texts: Iterable[str]) -> frozenset[int]:
+        """Return the ids of the special tokens that occur in the texts."""
+        found = ((i, self.token_text(i)) for i in self._special_ids)
+        known = {i: text for i, text in found if text}
+        return frozenset(i for text in texts for i, token in known.items() if token in text)
+
     def ids_of(self, tokens: Iterable[str]) -> frozenset[int]:
         """Return the ids of those strings that are tokens."""
         return frozenset(i for token in tokens if (i := self._fast.token_to_id(token)) is not None)

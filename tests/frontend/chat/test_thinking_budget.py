@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from core.types.request import SampledToken
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking_budget import thinking_budget
-from frontend.parsers.thinking import THINK
+from frontend.parsers.thinking import TAGS, THINK, Tags
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.text.answer_reader import AnswerReader
@@ -28,6 +27,7 @@ from frontend.text.tokenizer import Tokenizer
 
 _THINKS = OutputFormat(tags=THINK)
 _CHAT = Chat(messages=({"role": "user", "content": "hi"},))
+_CHANNEL = next(tags for tags in TAGS if tags.opening == "<|channel>thought")
 _REGEX = Grammar(kind=GrammarKind.REGEX, text="a")
 _TAGS = Grammar(kind=GrammarKind.STRUCTURAL_TAG, text='{"format": {"type": "any_text"}}')
 _SCHEMA = Grammar(kind=GrammarKind.JSON_SCHEMA, text="{}")
@@ -116,33 +116,45 @@ def compiler(byte_level_dir: Path, byte_level: Tokenizer) -> GrammarCompiler:
 @pytest.mark.parametrize("is_special", [False, True])
 @pytest.mark.parametrize("is_open", [False, True])
 @pytest.mark.parametrize("form", [_SCHEMA, _TAGS], ids=["schema", "tags"])
+@pytest.mark.parametrize("tags", [THINK, _CHANNEL], ids=lambda tags: tags.opening)
 def test_grammar_begins_after_marker_tokens(
-    form: Grammar, is_open: bool, is_special: bool, byte_level_dir: Path, tmp_path: Path
+    tags: Tags, form: Grammar, is_open: bool, is_special: bool, byte_level_dir: Path, tmp_path: Path
 ) -> None:
-    """Markers may be special tokens or spelled out."""
+    """Markers may be special tokens, begin with one, or be spelled out."""
     fast = FastTokenizer.from_file(str(byte_level_dir / "tokenizer.json"))
-    for text in ("<think>", "</think>"):
+    for text in (tags.opening.removesuffix("thought"), tags.closing):
         fast.add_special_tokens([text]) if is_special else fast.add_tokens([text])
     shutil.copytree(byte_level_dir, tmp_path / "model")
     fast.save(str(tmp_path / "model" / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path / "model")
     compiler = GrammarCompiler(tmp_path / "model", vocab_size=tokenizer.vocab_size)
-    output_format = replace(_THINKS, special=SpecialTokens(compiler.special_tokens))
-    request, end = _request(3, grammar=form), "assistant\n<think>" if is_open else "assistant\n"
+    output_format = OutputFormat(tags=tags, special=SpecialTokens(compiler.special_tokens))
+    request, end = _request(3, grammar=form), f"assistant\n{tags.opening}" if is_open else "assistant\n"
     grammar, budget = bound_answer(request, output_format, end), thinking_budget(request, output_format, tokenizer, end)
     assert grammar and budget and len(budget.closing_ids) == 1
     (ends,) = tokenizer.encode("<|im_end|>", add_special_tokens=False)
-    for opening in ([] if is_open else tokenizer.encode("<think>", add_special_tokens=False),):
+    for opening in ([] if is_open else tokenizer.encode(tags.opening, add_special_tokens=False),):
         mask = compiler.bounded(budget, compiler.compile(grammar).mask([ends]))
         tokens = [*opening]
+        if is_special and len(opening) > 1:  # a channel of another name is no thinking
+            (other,) = tokenizer.encode("a", add_special_tokens=False)
+            assert not _has(compiler.compile(grammar).mask([ends]).allowed(opening[:1], 0), other)
         for token in tokenizer.encode("abc", add_special_tokens=False):
             assert mask.only(tokens, 0) is None and _has(mask.allowed(tokens, 0), token)
             tokens.append(token)
         tokens.append(mask.only(tokens, 0) or -1)
-        assert tokenizer.decode(tokens, skip_special_tokens=False).endswith("abc</think>")
+        assert tokenizer.decode(tokens, skip_special_tokens=False).endswith(f"abc{tags.closing}")
         for token in [*tokenizer.encode("{}", add_special_tokens=False), ends]:
             assert _has(mask.allowed(tokens, 0), token), tokenizer.decode(tokens)
             tokens.append(token)
+        reader = AnswerReader.of(_CHAT, output_format, end, grammar=form)
+        shown = tokenizer.special_ids_in(output_format.markers)
+        delta = ChoiceText(request, 0, tokenizer, reader=reader, shown=shown).add(map(_sampled, tokens))
+        assert (delta.thinking, delta.text) == ("abc", "{}")
+
+
+def _sampled(token: int) -> SampledToken:
+    return SampledToken(token_id=token)
 
 
 def _has(words: Sequence[int], token: int) -> bool:

@@ -33,7 +33,22 @@ class Recorded:
 
 _PARIS: Call = ("get_weather", {"city": "Paris", "days": 3})
 _NOW: Call = ("now", {})
-_FILE: Call = ("write.file", {"path": "a.py", "text": 'def f():\n    return "é \\ 🎉"\n'})
+_TEXT = 'def f():\n    return "é \\ 🎉"\n'
+_FILE: Call = ("write.file", {"path": "a.py", "text": _TEXT})
+
+
+def _args(key: str, value: str) -> str:
+    return f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+
+
+def _invoke(name: str, *parameters: tuple[str, str, str]) -> str:
+    """Write a call as DeepSeek V3.2 does. parameters: their names, whether they are strings, and values."""
+    written = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{is_string}">{value}</｜DSML｜parameter>\n'  # noqa: RUF001
+        for key, is_string, value in parameters
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{written}</｜DSML｜invoke>\n'  # noqa: RUF001
+
 
 RECORDED = [
     Recorded(
@@ -123,7 +138,7 @@ RECORDED = [
         "I see.",
     ),
     Recorded(
-        "deepseek_v3",
+        "deepseek_v31",
         '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Paris", "days": 3}'  # noqa: RUF001
         "<｜tool▁call▁end｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",  # noqa: RUF001
         (_PARIS, _NOW),
@@ -149,10 +164,11 @@ RECORDED = [
         'def f():\n    return "é \\ 🎉"\n\n</parameter>\n</function>\n</tool_call>',
         (_FILE,),
     ),
+    Recorded("qwen3_coder", "<seed:tool_call>\n<function=now>\n</function>\n</seed:tool_call>", (_NOW,)),
     Recorded("qwen3_coder", "<tool_call>\n<function=unknown>\n</function>\n</tool_call>", (), "="),
     Recorded("pythonic", '[get_weather(city="Paris", days=3), now()]', (_PARIS, _NOW)),
     Recorded(
-        "pythonic",
+        "llama4_pythonic",
         "Well. <|python_start|>[get_weather(city='Par)is', places=['a', \"b]\"], is_exact=true)]<|python_end|>",
         (("get_weather", {"city": "Par)is", "places": ["a", "b]"], "is_exact": True}),),
         "Well.",
@@ -160,6 +176,133 @@ RECORDED = [
     Recorded("pythonic", "[1, 2, 3] is a list, and [now] is one.", (), "="),
     Recorded("pythonic", '[get_weather("Paris")]', (), "="),
     Recorded("pythonic", "[get_weather(city=open('x'))]", (), "="),
+    Recorded(
+        "llama4_pythonic",
+        '<|python_start|>{"type": "function", "name": "now", "parameters": {}}; '
+        '{"name": "get_weather", "parameters": {"city": "Paris", "days": 3}}<|python_end|>',
+        (_NOW, _PARIS),
+    ),
+    Recorded("llama4_pythonic", '{"name": "now", "parameters": {}}', (_NOW,)),
+    Recorded("llama4_pythonic", '<|python_start|>{"now": [now()]}', (), "="),
+    Recorded(
+        "glm45",
+        "I see.\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
+        "<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>now\n</tool_call>",
+        (_PARIS, _NOW),
+        "I see.",
+    ),
+    Recorded(
+        "glm45",
+        f"<tool_call>write.file\n{_args('path', 'a.py')}{_args('text', _TEXT)}</tool_call> Done.",
+        (_FILE,),
+        " Done.",
+    ),
+    Recorded("glm45", "<tool_call>no_such_tool\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", (), "="),
+    Recorded("glm45", "<tool_call>get_weather\n<arg_value>Paris</arg_value>\n</tool_call>", (), "="),
+    Recorded(
+        "glm47",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value><arg_key>days</arg_key>"
+        "<arg_value>3</arg_value></tool_call><tool_call>now</tool_call>",
+        (_PARIS, _NOW),
+    ),
+    Recorded(
+        "glm47",
+        "<tool_call>get_weather<arg_key>city</arg_key><arg_value>\n </arg_key><tool_call>now</tool_call></arg_value>"
+        '<arg_key>units</arg_key><arg_value>null</arg_value><arg_key>places</arg_key><arg_value>["a", "b"]</arg_value>'
+        "<arg_key>is_exact</arg_key><arg_value>True</arg_value></tool_call>",
+        (
+            (
+                "get_weather",
+                {
+                    "city": "\n </arg_key><tool_call>now</tool_call>",
+                    "units": None,
+                    "places": ["a", "b"],
+                    "is_exact": True,
+                },
+            ),
+        ),
+    ),
+    Recorded(
+        "kimi_k2",
+        "Sure.<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>"
+        '{"city": "Paris", "days": 3}<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}'
+        "<|tool_call_end|><|tool_calls_section_end|>",
+        (_PARIS, _NOW),
+        "Sure.",
+    ),
+    Recorded(
+        "kimi_k2",
+        "<|tool_call_begin|> write.file:12 <|tool_call_argument_begin|>"
+        '{"text": "<|tool_call_end|>"}<|tool_calls_section_end|>',
+        (("write.file", {"text": "<|tool_call_end|>"}),),
+    ),
+    Recorded("kimi_k2", "<|tool_calls_section_begin|><|tool_calls_section_end|>", (), "="),
+    Recorded(
+        "kimi_k2", '<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|>', (), "="
+    ),
+    Recorded(
+        "minimax_m2",
+        'I look.\n<minimax:tool_call>\n<invoke name="get_weather">\n<parameter name="city">Paris</parameter>\n'
+        '<parameter name="days">3</parameter>\n</invoke>\n<invoke name="now">\n</invoke>\n</minimax:tool_call>',
+        (_PARIS, _NOW),
+        "I look.",
+    ),
+    Recorded(
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="write.file">\n<parameter name="path">a.py</parameter>\n'
+        f'<parameter name="text">{_TEXT}</parameter>\n</invoke>\n</minimax:tool_call>',
+        (_FILE,),
+    ),
+    Recorded("minimax_m2", '<invoke name="now">\n<parameter name="a">1</parameter>\n</minimax:tool_call>', (), "="),
+    Recorded(
+        "deepseek_v32",
+        "I see.\n\n<｜DSML｜function_calls>\n"  # noqa: RUF001
+        + _invoke("get_weather", ("city", "true", "Paris"), ("days", "false", "3"))
+        + _invoke("now")
+        + "</｜DSML｜function_calls>",  # noqa: RUF001
+        (_PARIS, _NOW),
+        "I see.",
+    ),
+    Recorded(
+        "deepseek_v32",
+        "<｜DSML｜tool_calls>\n"  # noqa: RUF001
+        + _invoke("get_weather", ("days", "true", "3"), ("more", "false", '{"a": [1]}'), ("none", "false", "as is"))
+        + _invoke("write.file", ("text", "true", _TEXT)),
+        (
+            ("get_weather", {"days": "3", "more": {"a": [1]}, "none": "as is"}),
+            ("write.file", {"text": _TEXT}),
+        ),
+    ),
+    Recorded("deepseek_v32", _invoke("f", ("a", "true", "1")), (), "="),
+    Recorded(
+        "gemma4",
+        'Well.<|tool_call>call:get_weather{city:<|"|>Paris<|"|>,days:3}<tool_call|><|tool_call>call:now{}<tool_call|>',
+        (_PARIS, _NOW),
+        "Well.",
+    ),
+    Recorded(
+        "gemma4", f'<|tool_call>call:write.file{{path:<|"|>a.py<|"|>,text:<|"|>{_TEXT}<|"|>}}<tool_call|>', (_FILE,)
+    ),
+    Recorded(
+        "gemma4",
+        '<|tool_call>call:get_weather{places:[<|"|>a<|"|>,<|"|>}<tool_call|><|"|>],more:{a:[],b:{c:-1.5},<|"|>d:e<|"|>:{}}'
+        ", units : None ,is_exact:true,city:Rome}",
+        (
+            (
+                "get_weather",
+                {
+                    "places": ["a", "}<tool_call|>"],
+                    "more": {"a": [], "b": {"c": -1.5}, "d:e": {}},
+                    "units": None,
+                    "is_exact": True,
+                    "city": "Rome",
+                },
+            ),
+        ),
+    ),
+    Recorded("gemma4", "<|tool_call>call:now{city}<tool_call|> or a:b}", (), "="),
+    Recorded("gemma4", "<|tool_call>call:now{city:Paris<tool_call|> or}", (), "="),
+    Recorded("gemma4", "<|tool_call>call:f{a:1}<tool_call|>", (), "="),
     Recorded("forced_call", ' {"a": [1, {}]}\n', (("now", {"a": [1, {}]}),)),
     Recorded("forced_call", "no", (), "="),
     Recorded(

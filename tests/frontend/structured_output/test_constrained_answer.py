@@ -95,6 +95,32 @@ def test_answer_or_calls(compiler: GrammarCompiler, byte_level: Tokenizer, text:
     assert not is_accepted or len(calls) == text.count("<tool_call>"), "and what may be said is read as what it is"
 
 
+_WRITTEN = {  # the calls look and now
+    "kimi_k2": '<|tool_calls_section_begin|><|tool_call_begin|>functions.look:0<|tool_call_argument_begin|>{"y": true}'
+    "<|tool_call_end|><|tool_call_begin|>functions.now:1<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    "<|tool_calls_section_end|>",
+    "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>{"y": true}<｜tool▁call▁end｜>'  # noqa: RUF001
+    "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",  # noqa: RUF001
+    "deepseek_v3": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n{"y": true}\n```'  # noqa: RUF001
+    "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\n{}\n```<｜tool▁call▁end｜>"  # noqa: RUF001
+    "<｜tool▁calls▁end｜>",  # noqa: RUF001
+}
+
+
+@pytest.mark.parametrize("format", _WRITTEN)
+def test_calls_have_the_syntax_of_their_format(format: str, compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
+    request, output_format, text = _request(tools=_TOOLS), OutputFormat(format), _WRITTEN[format]
+    assert _accepts(compiler, byte_level, request, output_format, text, "")
+    assert _accepts(compiler, byte_level, request, output_format, _ROME, "")
+    for wrong in (text.replace("true", "1"), text.replace("now", "later"), text[: len(text) // 2]):
+        assert not _accepts(compiler, byte_level, request, output_format, wrong, "")
+    assert isinstance(request.prompt, Chat)
+    reader = AnswerReader.of(request.prompt, output_format, "")
+    assert reader is not None
+    said = [*reader.add(text).calls, *reader.finish().calls]
+    assert [(call.name, call.arguments) for call in said if call.name] == [("look", '{"y": true}'), ("now", "{}")]
+
+
 def test_calls_follow_the_model_family_syntax(compiler: GrammarCompiler, byte_level: Tokenizer) -> None:
     one, llama = _request(tools=_TOOLS, is_parallel=False), _request(tools=_TOOLS)
     assert _accepts(compiler, byte_level, one, _HERMES, _LOOK, "")

@@ -31,6 +31,9 @@ def test_spec_can_name_every_format() -> None:
         ('{"name": function name, "parameters": dictionary of argument name and its value}', "llama3_json"),
         ('{{- "[TOOL_CALLS] [" }}', "mistral"),
         ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'", "deepseek_v3"),  # noqa: RUF001
+        ("'<｜tool▁sep｜>' + tool.name + '```json' + '<｜tool▁call▁end｜><｜tool▁calls▁begin｜>'", "deepseek_v3"),  # noqa: RUF001
+        ("'<｜tool▁sep｜>' + tool.arguments + '<｜tool▁call▁end｜><｜tool▁calls▁begin｜>'", "deepseek_v31"),  # noqa: RUF001
+        ("<|header_start|>", "llama4_pythonic"),
         ("[func_name1(params_name1=params_value1, params_name2=params_value2...)]", "pythonic"),
         ("{{ message.content }}", "generic"),
     ],
