@@ -9,11 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer as FastTokenizer
-
 from core.model.config import token_ids
 from core.model.json_file import read_object
-from core.types.errors import SpecError
+from core.model.tokenizer_file import default_names, open_tokenizer
 from frontend.text.token_bytes import TokenBytes
 
 # Tokenize on the calling thread, which is already one of TextThreads, not on the library's own pool.
@@ -21,7 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Tokenizer of a model directory: tokenizer.json, tokenizer_config.json, generation_config.json, config.json.
+    """Tokenizer of a model directory: its vocabulary, tokenizer_config.json, generation_config.json, config.json.
 
     Immutable and thread-safe; `encode` releases the GIL. Raises SpecError if the directory has no tokenizer, or one
     whose tokens have no bytes of their own.
@@ -29,14 +27,13 @@ class Tokenizer:
 
     def __init__(self, model_dir: Path, *, generation_dir: Path | None = None) -> None:
         """generation_dir: directory of generation_config.json; None: the model's."""
-        self._fast = _load(model_dir / "tokenizer.json")
+        self._fast = open_tokenizer(model_dir)
         self._bytes = TokenBytes.of(self._fast)
         # Text of a token whose bytes are whole UTF-8 characters; None for other tokens and for special ones. Cached.
         self.whole_text = cache(self._find_whole_text)
         config = read_object(model_dir / "tokenizer_config.json", missing_ok=True)
-        self.special_tokens = _special_tokens(
-            config, read_object(model_dir / "special_tokens_map.json", missing_ok=True)
-        )
+        fallback = default_names(model_dir) | read_object(model_dir / "special_tokens_map.json", missing_ok=True)
+        self.special_tokens = _special_tokens(config, fallback)
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.eos_token_ids = self._find_eos(model_dir, generation_dir or model_dir)
@@ -100,22 +97,6 @@ class Tokenizer:
         if listed is None:
             listed = read_object(model_dir / "config.json", missing_ok=True).get("eos_token_id")
         return frozenset(token_ids(listed)) | frozenset(self._ids_of("eos_token"))
-
-
-def _load(path: Path) -> FastTokenizer:
-    if not path.is_file():
-        raise SpecError(f"{path.parent}: has no tokenizer.json, so text cannot be tokenized")
-    try:
-        fast = FastTokenizer.from_file(str(path))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises plain Exception for a bad file, or a Rust panic
-        raise SpecError(f"{path}: not readable as a tokenizer: {error}") from error
-    if not fast.get_vocab_size():
-        raise SpecError(f"{path}: its vocabulary is empty; download it again")
-    fast.no_truncation()  # some files still carry the settings of a training run
-    fast.no_padding()
-    return fast
 
 
 def _special_tokens(config: dict[str, Any], fallback: dict[str, Any]) -> dict[str, str]:
