@@ -11,6 +11,7 @@ from __future__ import annotations
 from base64 import b64decode
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
@@ -70,6 +71,15 @@ def default_names(model_dir: Path) -> dict[str, str]:
     return dict(_TEKKEN_NAMES) if check_tokenizer(model_dir).name == TEKKEN else {}
 
 
+def tekken_format(path: Path) -> tuple[int, Collection[str]]:
+    """Return the version of the instruct format of a tekken.json, and its special tokens. Raises SpecError."""
+    file = read_object(path)
+    try:
+        return int(file["config"]["version"].removeprefix("v").partition("m")[0]), _tekken_added(file).keys()
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise SpecError(f"{path}: not readable as a tokenizer: {error!r}") from error
+
+
 def _tiktoken(path: Path) -> Tokenizer:
     pattern = _pattern(path)
     assert pattern
@@ -92,18 +102,20 @@ def _pattern(path: Path) -> str | None:
 
 def _tekken(path: Path) -> Tokenizer:
     file = read_object(path)
-    config = file["config"]
-    num_special = config["default_num_special_tokens"]
-    listed = file.get("special_tokens")
-    special = {f"<SPECIAL_{i}>": i for i in range(num_special)}
-    named = dict(enumerate(_FIRST_TEKKEN)) if listed is None else {one["rank"]: one["token_str"] for one in listed}
-    special = {named.get(i, token): i for token, i in special.items()}
-    tokens = file["vocab"][: config["default_vocab_size"] - num_special]
-    ranks = {b64decode(token["token_bytes"]): token["rank"] + num_special for token in tokens}
-    tokenizer = _ranked(ranks, config["pattern"], special)
+    config, added = file["config"], _tekken_added(file)
+    tokens = file["vocab"][: config["default_vocab_size"] - len(added)]
+    ranks = {b64decode(token["token_bytes"]): token["rank"] + len(added) for token in tokens}
+    tokenizer = _ranked(ranks, config["pattern"], added)
     bos = _TEKKEN_NAMES["bos_token"]
-    tokenizer.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, special[bos])])
+    tokenizer.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, added[bos])])
     return tokenizer
+
+
+def _tekken_added(file: Mapping[str, Any]) -> dict[str, int]:
+    listed = file.get("special_tokens")
+    named = dict(enumerate(_FIRST_TEKKEN)) if listed is None else {one["rank"]: one["token_str"] for one in listed}
+    ids = range(file["config"]["default_num_special_tokens"])
+    return {named.get(i, f"<SPECIAL_{i}>"): i for i in ids}
 
 
 def _ranked(
