@@ -93,7 +93,7 @@ class GrammarCompiler:
 
         def bytes_of(token_id: int) -> bytes:
             text = tokenizer.decode_bytes([token_id])
-            is_hidden = tokenizer.is_special_token(token_id) and text not in markers
+            is_hidden = tokenizer.is_special_token(token_id) and not any(text in marker for marker in markers)
             return b"" if is_hidden else text
 
         return ThinkingMask(budget, bytes_of=bytes_of, vocab_size=tokenizer.vocab_size, grammar=grammar)

@@ -34,7 +34,9 @@ DType = Literal["bfloat16", "float16", "float32"]
 Weights = Literal["auto", "widen", "int8"]
 PoolDType = Literal["auto", "int8", "fp8_e4m3", "int4"]
 WireDType = Literal["fp8_e4m3", "int8", "int4", "raw"]
-ToolParser = Literal["auto", "none", "deepseek_v3", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"]
+ToolParser = Literal[
+    "auto", "none", "deepseek_v3", "hermes", "llama3_json", "mistral", "openai", "pythonic", "qwen3_coder"
+]
 
 
 def _check_known(name: str, *, ours: tuple[str, ...]) -> str:

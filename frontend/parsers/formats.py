@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from frontend.parsers.harmony import HARMONY, Frame
 from frontend.parsers.json_call import json_arguments, json_call
 from frontend.parsers.pythonic import PYTHON_END, PYTHON_START, pythonic
 from frontend.parsers.qwen_xml import qwen3_coder
@@ -100,10 +101,12 @@ class CallFormat:
     markers: tuple[str, ...]  # may be special tokens, but belong to the text
     template_marks: tuple[str, ...]  # any of these in a chat template identifies the format
     first: str = ""  # if an answer begins with it, the answer may be a call
+    frame: Frame | None = None  # of a model whose whole answers are messages; `read` also reads thinking then
 
 
 # In order of precedence: formats identified by a string that others contain as well come last.
 CALL_FORMATS: Mapping[str, CallFormat] = {
+    "openai": CallFormat(HARMONY.read, (), HARMONY.markers, ("<|channel|>",), frame=HARMONY),
     "deepseek_v3": CallFormat(
         deepseek_v3,
         (_DEEPSEEK_BEGIN, _DEEPSEEK_CALL),

@@ -12,9 +12,9 @@ from core.types.errors import RequestError
 from core.types.json_schema import DROPPED, rewritten
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
+from frontend.parsers.harmony import HARMONY
 from frontend.parsers.thinking import Start, Tags
 from frontend.structured_output.json_schema import LOOKING_AROUND, in_lark, lenient, moved, weakened
-from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.structured_output.structural_tag import structural_tag_rules
 from frontend.text.completion_request import CompletionRequest
 
@@ -26,15 +26,16 @@ _NOTES = ("description", "title", "default", "examples", "x-guidance")  # annota
 class _Calls:
     """Syntax of tool calls of a model family."""
 
-    opening: str
-    arguments: str  # name of the arguments member
+    opening: str  # NAME stands for the tool's name
+    arguments: str  # name of the arguments member; empty: a call consists of its arguments alone
     closing: str
-    between: str
+    between: str  # calls; empty: an answer has only one
 
 
 _CALLS = {
     "hermes": _Calls("<tool_call>\n", "arguments", "\n</tool_call>", "\n"),
     "llama3_json": _Calls("", "parameters", "", "; "),
+    "openai": _Calls(HARMONY.call, "", "", ""),
 }
 
 
@@ -69,7 +70,7 @@ def bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt
 
 
 def _bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt: str) -> Grammar | None:
-    grammar, chat, tags = request.grammar, request.prompt, output_format.tags
+    grammar, chat, tags, frame = request.grammar, request.prompt, output_format.tags, output_format.frame
     start = output_format.start(chat if isinstance(chat, Chat) else None, prompt)
     if grammar is not None and grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA:
         grammar.check(request.grammar_field)
@@ -79,22 +80,29 @@ def _bound_answer(request: CompletionRequest, output_format: OutputFormat, promp
         thinks = isinstance(chat, Chat) and may_think(grammar, start)
         rules = [f"start: {'thought ' if tags and thinks else ''}answer"]
         if tags and thinks:
-            rules += _thought(tags, output_format.special, is_open=start == "inside")
+            rules += _thought(tags, output_format, is_open=start == "inside")
         # Structural tags describe calls as well.
         rules += structural_tag_rules(grammar.text, request.grammar_field, output_format.special)
         return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
     if grammar is None or not isinstance(chat, Chat):
         return grammar
-    tools = chat.tools if chat.forced is None else ()
+    head = output_format.special.literal(frame.text) if frame and start == "before" and grammar.kind in _SCHEMAS else ""
+    tools = chat.tools if chat.forced is None or head else ()
     thinks = tags is not None and may_think(grammar, start)
-    if not tools and not thinks:
+    if not tools and not thinks and not head:
         return grammar
     grammar.check(request.grammar_field)
-    rules = [f"start: {'thought ' if thinks else ''}body", f"body: {'answer | calls' if tools else 'answer'}"]
+    kinds = [f"{head} answer"] if chat.forced is None or not head else []
+    rules = [
+        f"start: {'thought ' if thinks else ''}body",
+        f"body: {' | '.join([*kinds, *(['calls'] if tools else [])])}",
+    ]
     if tags and thinks:
-        rules += _thought(tags, output_format.special, is_open=start == "inside")
+        rules += _thought(tags, output_format, is_open=start == "inside")
     if tools:
         rules += _calls(request, chat, output_format)
+    if not has_text:
+        return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
     schema = _object(grammar.text, request.grammar_field)
     rules.append(_rule("answer", schema, is_lenient=grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA))
     return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
@@ -104,13 +112,14 @@ def _too_deep(param: str) -> RequestError:
     return RequestError(f"{param}: it, or a tool's schema, is nested too deeply", param=param)
 
 
-def _thought(tags: Tags, special: SpecialTokens, *, is_open: bool) -> Iterator[str]:
+def _thought(tags: Tags, output_format: OutputFormat, *, is_open: bool) -> Iterator[str]:
+    special, frame = output_format.special, output_format.frame
     yield f"thought: {'said' if is_open else '(opening said)?'}"
     if not is_open:
         token = special.begun(tags.opening)
-        yield f"opening: opened {f'| {token[0]}' if token else ''}"
+        yield f"opening: opened {f'| {token[0]} {special.literal(token[1])}' if token else ''}"
         yield f"opened[lazy]: {json.dumps(tags.opening)}"  # lazy, because an answer may begin with any text
-    yield "said: thinking gap"
+    yield f"said: thinking {special.literal(frame.resumes) if frame else 'gap'}"
     token = special.begun(tags.closing)
     yield f"thinking: ended {f'| anything {token[0]}' if token else ''}"
     yield f"ended[suffix={json.dumps(tags.closing)}]: /(?s:.*)/"
@@ -124,12 +133,18 @@ def _calls(request: CompletionRequest, chat: Chat, output_format: OutputFormat) 
     if form is None or request.grammar.kind not in _SCHEMAS:
         text = f"tools: cannot be combined with {request.grammar_field} here; set tool_choice to none or required"
         raise RequestError(text, param="tools")
-    opening, closing, between = map(output_format.special.literal, (form.opening, form.closing, form.between))
-    yield f"calls: call ({between} call)*" if chat.is_parallel else "calls: call"
-    yield f"call: {' | '.join(f'{opening} call{number} {closing}' for number in range(len(chat.tools)))}"
-    for number, (name, parameters) in enumerate(chat.parameters.items()):
-        lean = rewritten(lenient(parameters), lambda key, value: DROPPED if key in _NOTES else value)
-        yield _rule(f"call{number}", _call(name, {"type": "object", **lean}, form), is_lenient=True)
+    literal = output_format.special.literal
+    is_lenient = chat.forced is None or request.grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
+    tools = {name: schema for name, schema in chat.parameters.items() if chat.forced in (None, "", name)}
+    yield f"calls: call ({literal(form.between)} call)*" if chat.is_parallel and form.between else "calls: call"
+    openings = [literal(form.opening.replace("NAME", name)) for name in tools]
+    yield f"call: {' | '.join(f'{opening} call{i} {literal(form.closing)}' for i, opening in enumerate(openings))}"
+    for number, (name, parameters) in enumerate(tools.items()):
+        lean = rewritten(
+            lenient(parameters) if is_lenient else parameters, lambda key, value: DROPPED if key in _NOTES else value
+        )
+        schema = {"type": "object", **lean}
+        yield _rule(f"call{number}", _call(name, schema, form) if form.arguments else schema, is_lenient=is_lenient)
 
 
 def _call(name: str, arguments: dict[str, Any], form: _Calls) -> dict[str, Any]:

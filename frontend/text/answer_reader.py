@@ -13,7 +13,8 @@ from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, Format, forced_call, forced_calls
-from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece
+from frontend.parsers.harmony import Frame
+from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece, Thought
 from frontend.parsers.thinking import ThinkingReader
 from frontend.structured_output.constrained_answer import may_think
 
@@ -56,11 +57,16 @@ class AnswerReader:
         *,
         is_parallel: bool = True,
         is_forced: bool = False,
+        counted: ThinkingReader | None = None,
+        shows_thinking: bool = False,
     ) -> None:
-        """is_forced: a grammar constrains the answer to calls, so text outside of them is dropped."""
+        """is_forced: a grammar constrains the answer to calls, so text outside of them is dropped. counted: reader for
+        counting thinking tokens, if `calls` parses the thinking. shows_thinking: that thinking is part of the text."""
         self.num_calls = 0  # completed calls
         self.is_over = False  # the rest of the text is not part of the answer
         self._thinking = thinking
+        self._counted = counted or thinking
+        self._shows_thinking = shows_thinking
         self._calls = calls
         self._is_parallel = is_parallel
         self._is_forced = is_forced
@@ -72,6 +78,8 @@ class AnswerReader:
     ) -> AnswerReader | None:
         """Create a reader, or return None for an answer of plain text. prompt: its last characters suffice. grammar:
         constrains the answer."""
+        if output_format.frame:
+            return cls._of_messages(chat, output_format.frame, shows_thinking=output_format.tags is None)
         thinking = calls = None
         begins, first = list[str](), ""
         if chat.tools and (output_format.calls or chat.forced is not None):
@@ -87,9 +95,20 @@ class AnswerReader:
             return None
         return cls(thinking, calls, is_parallel=chat.is_parallel, is_forced=chat.forced is not None and bool(calls))
 
+    @classmethod
+    def _of_messages(cls, chat: Chat, frame: Frame, *, shows_thinking: bool) -> AnswerReader:
+        return cls(
+            None,
+            CallReader(partial(frame.read, is_open=chat.is_continued), chat.parameters),
+            is_parallel=chat.is_parallel,
+            is_forced=chat.forced is not None,
+            counted=None if shows_thinking else ThinkingReader(frame.tags, "after"),
+            shows_thinking=shows_thinking,
+        )
+
     def new_thinking_reader(self) -> ThinkingReader | None:
         """Return a fresh reader of the thinking of this answer, in its initial state."""
-        return self._thinking.fresh() if self._thinking else None
+        return self._counted.fresh() if self._counted else None
 
     def add(self, text: str) -> AnswerText:
         was_unopened = self._thinking is not None and self._thinking.is_unopened
@@ -128,7 +147,7 @@ class AnswerReader:
                     thought += piece
                 case CallBroken():
                     thought += piece.raw
-                case _ if piece.number in numbers:
+                case CallBegun() | CallArguments() | CallEnded() if piece.number in numbers:
                     calls.append(replace(piece, number=numbers[piece.number]))
         return self._parsed(thought.rstrip(), calls)
 
@@ -136,6 +155,10 @@ class AnswerReader:
         parsed = AnswerText(thinking=thought)
         for piece in pieces:
             match piece:
+                case Thought(text) if not self._shows_thinking:
+                    parsed.thinking += text
+                case Thought(text):
+                    parsed.text += text
                 case str() if self._is_forced:
                     pass
                 case str() if self._behind_call:
