@@ -46,8 +46,10 @@ def harmony(scan: Scanner, *, is_open: bool = False) -> Reading[None]:
             yield from json_arguments(scan, name)
         else:
             scan.is_thought = channel == "analysis"
-            if has_begun[scan.is_thought]:
-                scan.emit("\n\n")
+            while has_begun[scan.is_thought] and not scan.rest and not scan.is_ended:
+                yield
+            if has_begun[scan.is_thought] and scan.rest:
+                scan.emit("\n\n")  # between messages
             has_begun[scan.is_thought] = True
         marker = yield from scan.text_until(*_ENDS)
         is_more, scan.is_thought = bool(marker), False

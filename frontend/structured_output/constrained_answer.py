@@ -92,11 +92,9 @@ def _bound_answer(request: CompletionRequest, output_format: OutputFormat, promp
     if not tools and not thinks and not head:
         return grammar
     grammar.check(request.grammar_field)
-    kinds = [f"{head} answer"] if chat.forced is None or not head else []
-    rules = [
-        f"start: {'thought ' if thinks else ''}body",
-        f"body: {' | '.join([*kinds, *(['calls'] if tools else [])])}",
-    ]
+    has_text = chat.forced is None or not head
+    bodies = [*([f"{head} answer"] if has_text else []), *(["calls"] if tools else [])]
+    rules = [f"start: {'thought ' if thinks else ''}body", f"body: {' | '.join(bodies)}"]
     if tags and thinks:
         rules += _thought(tags, output_format, is_open=start == "inside")
     if tools:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, forced_call, forced_calls
-from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece
+from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece, Thought
 from tests.frontend.parsers.recorded import RECORDED, TOOLS, Recorded
 
 _FORMATS = {name: kind.read for name, kind in CALL_FORMATS.items()}
@@ -35,6 +35,8 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
         match whole[-1] if whole else None, piece:
             case str(before), str(after):
                 whole[-1] = before + after
+            case Thought(before), Thought(after):
+                whole[-1] = Thought(before + after)
             case CallArguments(number, text), CallArguments(_, more):
                 whole[-1] = CallArguments(number, text + more)
             case _:
@@ -60,6 +62,7 @@ def test_recorded_answers(recorded: Recorded) -> None:
     assert calls_in(pieces) == list(recorded.calls)
     text = "".join(piece for piece in pieces if isinstance(piece, str))
     assert text == (recorded.raw if recorded.text == "=" else recorded.text)
+    assert "".join(piece.text for piece in pieces if isinstance(piece, Thought)) == recorded.thinking
 
 
 @pytest.mark.parametrize("recorded", RECORDED, ids=_IDS)
@@ -79,14 +82,17 @@ def test_truncated_answers_lose_no_text(recorded: Recorded) -> None:
 def check_nothing_is_lost(format: str, raw: str) -> None:
     """Check that the raw answer consists of its text, its calls in order, and markup between them."""
     pieces = joined(read(format, raw))
-    pattern = _MARKUP if any(isinstance(piece, CallEnded) for piece in pieces) else r"\s*"
+    has_markup = format == "openai" or any(isinstance(piece, CallEnded) for piece in pieces)
+    pattern = _MARKUP if has_markup else r"\s*"
     for at, piece in enumerate(pieces):
         match piece:
             case CallBroken():
                 assert piece.raw.endswith(piece.rest)
                 pattern += re.escape(piece.raw) + _MARKUP
-            case str():
-                pattern += re.escape(piece) + _MARKUP
+            case str() | Thought():
+                text = piece if isinstance(piece, str) else piece.text
+                parts = text.split("\n\n") if format == "openai" else [text]  # inserted between messages
+                pattern += _MARKUP.join(map(re.escape, parts)) + _MARKUP
             case CallArguments(number, text) if CallEnded(number) in pieces:
                 begun = pieces[at - 1]
                 assert isinstance(begun, CallBegun)
@@ -106,6 +112,8 @@ _MARKS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARG
 _MARKS += ['"name"', '"arguments"', '"parameters"', '"id"', '"type"', "function", "</function>", "</parameter>"]
 _MARKS += ["<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"]  # noqa: RUF001
 _MARKS += ["<｜tool▁sep｜>", "<function=", "<|python_start|>", "<|python_end|>", "```json", "```", *'[]{},:;"()>']  # noqa: RUF001
+_MARKS += ["<|start|>assistant", "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>json", "<|end|>", "<|call|>"]
+_MARKS += ["<|return|>", "analysis", "commentary", "final", "to=functions.", "to=", "json", "code", "python"]
 _MARKUP = rf"(?:\s|{'|'.join(map(re.escape, _MARKS))})*"
 
 
@@ -113,6 +121,8 @@ _WORDS = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", "{", "}", ";"),
     *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "function"),  # noqa: RUF001
     *("<function=", "now", ">", "<parameter=", "city", "</parameter>", "</function>", "<|python_start|>", "now()"),
+    *("<|channel|>", "analysis", "commentary", "final", " to=functions.now", "<|message|>", "<|end|>", "<|start|>"),
+    *("assistant", "<|call|>", "{}"),
     *('{"name": "now"', ', "arguments": {', '"city": "Par', '\\"', '"', "}}", "\n", " ", "```json\n", "```", "é", "🎉"),
     *('{"name": "now", "arguments": {}}', "(city='a')", "get_weather", ",", ":", "1e5", "-", "null", "\\u00e", "text"),
 ]
