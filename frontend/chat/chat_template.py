@@ -30,6 +30,7 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "", "param
 _SWITCHES = ("enable_thinking", "thinking", "reasoning")  # boolean template variables of model families
 EFFORT = "reasoning_effort"  # a template variable as well
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_TRAINED = ("low", "medium", "high")  # efforts of a template that prints any value, such as that of gpt-oss
 _TAG = "CONTINUE-HERE-7c1f "  # appended to the last message to find where the answer continues it
 
 
@@ -50,6 +51,7 @@ class ChatTemplate:
         self.switches: tuple[str, ...] = ()  # variables that turn thinking on and off
         self.efforts: Mapping[str, str] = {}  # accepted values of reasoning_effort, with a rendering of each
         self.unasked: str | None = None  # the same rendering without any effort
+        self._needs_description = False  # of each tool
         self._calls = CallShape()
         self._history = History()
         if default is None:
@@ -78,10 +80,13 @@ class ChatTemplate:
             with_tools=lambda messages: self._try(messages, tools=[_TOOL] if self.knows_tools else None),
             knows_developer=_DEVELOPER in source,
         )
+        bare = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        self._needs_description = self.knows_tools and self._try(_SHORT, tools=[bare]) is None
         known = [name for name in _SWITCHES if name in self.variables]
         self.switches = tuple(name for name in known if self._try_with(name, True) != self._try_with(name, False))
         if EFFORT in self.variables:
-            texts = {effort: self._try_with(EFFORT, effort) for effort in EFFORTS}
+            is_printed = _PROBE in (self._try_with(EFFORT, _PROBE) or "")
+            texts = {effort: self._try_with(EFFORT, effort) for effort in (_TRAINED if is_printed else EFFORTS)}
             self.efforts = {effort: text for effort, text in texts.items() if text is not None}
 
     @property
@@ -125,7 +130,7 @@ class ChatTemplate:
             **(variables or {}),
             **self._special_tokens,
             "add_generation_prompt": opens_answer,
-            "tools": list(tools) or None,
+            "tools": [*map(_described, tools)] if self._needs_description and tools else list(tools) or None,
             "documents": None,
         }
         text = self._arranged(messages, context, is_continued=is_continued)
@@ -200,6 +205,10 @@ class ChatTemplate:
             if size > MAX_TEXT_CHARS:
                 raise RequestError(f"the rendered messages exceed {MAX_TEXT_CHARS} characters", param="messages")
         return "".join(parts)
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {"description": "", **tool["function"]}}
 
 
 def _up_to_tag(text: str, last: str) -> str:
