@@ -125,7 +125,7 @@ def _ranked(
     their literal text; they are special, except those in `shown`."""
     vocab = {_spelt(token): token_id for token, token_id in ids.items()}
     if clash := vocab.keys() & added.keys():
-        raise SpecError(f"a token and an added token have the same text: {min(clash)!r}")
+        raise ValueError(f"a token and an added token have the same text: {min(clash)!r}")
     merges: list[tuple[int, int, int, str, str]] = []
     for token, token_id in ids.items():
         text = _spelt(token)
