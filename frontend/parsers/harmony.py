@@ -20,6 +20,7 @@ _START, _CHANNEL, _MESSAGE, _END = "<|start|>", "<|channel|>", "<|message|>", "<
 _ENDS = (_END, "<|return|>", "<|call|>", _START)
 _MAX_HEADER = 256  # characters
 _NAMED_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
+_ROLES = ("", "assistant")
 _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 
 
@@ -42,10 +43,8 @@ def harmony(scan: Scanner, *, is_open: bool = False) -> Reading[None]:
     has_begun = {True: False, False: False}  # by whether a message is thinking
     is_more = True
     while is_more:
-        if name:
-            yield from json_arguments(scan, name)
-        else:
-            scan.is_thought = channel == "analysis"
+        if not name or not (yield from json_arguments(scan, name)):
+            scan.is_thought = channel == "analysis" and not name
             while has_begun[scan.is_thought] and not scan.rest and not scan.is_ended:
                 yield
             if has_begun[scan.is_thought] and scan.rest:
@@ -90,6 +89,6 @@ def _named(scan: Scanner) -> Reading[tuple[str, str]]:
     named = channel[1] if channel else "final"
     if name in scan.tools:
         return named, name
-    if name and named != "analysis":
+    if (name and named != "analysis") or not (channel or name or header.strip() in _ROLES):
         scan.give_up(is_text=True)
     return named, ""

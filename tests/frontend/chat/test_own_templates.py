@@ -70,6 +70,9 @@ def test_mistral_format(version: int, tmp_path: Path) -> None:
     assert continued.endswith("[INST]U[/INST][THINK]T[/THINK]A" if version == 13 else "[INST]U[/INST]A")
     merged = template.render([_AGENT[1], _AGENT[3]])
     assert merged == "<s>[INST]U\n\nV[/INST]", "as in Mistral's own renderer"
+    called = {"role": "assistant", "content": None, "tool_calls": [_call("call_0123456789", "{}")]}
+    rendered = template.render([_AGENT[1], called])
+    assert "call_0123456789" not in rendered and "look" in rendered, "ids have nine characters, or are left out"
 
 
 def test_tekken_versions_without_a_template(tmp_path: Path) -> None:
