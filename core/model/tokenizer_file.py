@@ -103,8 +103,9 @@ def _pattern(path: Path) -> str | None:
 def _tekken(path: Path) -> Tokenizer:
     file = read_object(path)
     config, added = file["config"], _tekken_added(file)
-    tokens = file["vocab"][: config["default_vocab_size"] - len(added)]
-    ranks = {b64decode(token["token_bytes"]): token["rank"] + len(added) for token in tokens}
+    first = config["default_num_special_tokens"]
+    tokens = file["vocab"][: config["default_vocab_size"] - first]
+    ranks = {b64decode(token["token_bytes"]): token["rank"] + first for token in tokens}
     tokenizer = _ranked(ranks, config["pattern"], added)
     bos = _TEKKEN_NAMES["bos_token"]
     tokenizer.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, added[bos])])
