@@ -30,7 +30,7 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "", "param
 _SWITCHES = ("enable_thinking", "thinking", "reasoning")  # boolean template variables of model families
 EFFORT = "reasoning_effort"  # a template variable as well
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-_TRAINED = ("low", "medium", "high")  # efforts of a template that prints any value, such as that of gpt-oss
+_OF_GPT_OSS = "<|channel|>", ("low", "medium", "high")  # a mark in its template, which prints any effort; its efforts
 _TAG = "CONTINUE-HERE-7c1f "  # appended to the last message to find where the answer continues it
 
 
@@ -85,8 +85,8 @@ class ChatTemplate:
         known = [name for name in _SWITCHES if name in self.variables]
         self.switches = tuple(name for name in known if self._try_with(name, True) != self._try_with(name, False))
         if EFFORT in self.variables:
-            is_printed = _PROBE in (self._try_with(EFFORT, _PROBE) or "")
-            texts = {effort: self._try_with(EFFORT, effort) for effort in (_TRAINED if is_printed else EFFORTS)}
+            mark, few = _OF_GPT_OSS
+            texts = {effort: self._try_with(EFFORT, effort) for effort in (few if mark in source else EFFORTS)}
             self.efforts = {effort: text for effort, text in texts.items() if text is not None}
 
     @property

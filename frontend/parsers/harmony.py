@@ -28,7 +28,7 @@ _RECIPIENT = re.compile(r"(?:^|[\s>])to=([^\s<]+)")
 class Frame:
     """Markup of a model whose whole answers are messages."""
 
-    read: Callable[..., Reading[None]]  # its Format, with the argument is_open
+    read: Callable[[Scanner], Reading[None]]
     tags: Tags  # around the first message, if that is thinking
     resumes: str  # text between the thinking and the next message
     text: str  # begins a message to the user
@@ -37,9 +37,9 @@ class Frame:
     ends: tuple[str, ...]  # tokens that end an answer
 
 
-def harmony(scan: Scanner, *, is_open: bool = False) -> Reading[None]:
-    """Read messages. is_open: the prompt ends inside a message to the user."""
-    channel, name = ("final", "") if is_open else (yield from _header(scan))
+def harmony(scan: Scanner) -> Reading[None]:
+    """Read messages. Text without a header continues a message to the user."""
+    channel, name = yield from _header(scan)
     has_begun = {True: False, False: False}  # by whether a message is thinking
     is_more = True
     while is_more:
@@ -70,7 +70,7 @@ HARMONY = Frame(
 
 
 def _header(scan: Scanner) -> Reading[tuple[str, str]]:
-    """Read the first header, whose beginning is in the prompt. Text without a header is a message to the user."""
+    """Read the first header, whose beginning is in the prompt."""
     for beginning in (_CHANNEL, "to=", _START):
         if (yield from scan.next_is(beginning)):
             return (yield from _named(scan))

@@ -99,7 +99,7 @@ class AnswerReader:
     def _of_messages(cls, chat: Chat, frame: Frame, *, shows_thinking: bool) -> AnswerReader:
         return cls(
             None,
-            CallReader(partial(frame.read, is_open=chat.is_continued), chat.parameters),
+            CallReader(frame.read, chat.parameters),
             is_parallel=chat.is_parallel,
             is_forced=chat.forced is not None,
             counted=None if shows_thinking else ThinkingReader(frame.tags, "after"),

@@ -171,6 +171,13 @@ RECORDED = [
     Recorded("openai", "<|channel|>analysis to=python code<|message|>print(1)<|end|>", (), "", "print(1)"),
     Recorded("openai", "<|channel|>commentary to=functions.no_such_tool json<|message|>{}", (), "="),
     Recorded("openai", "<|channel|>commentary to=functions.now json<|message|>no JSON", (), "="),
+    Recorded(
+        "openai",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.no_such_tool<|message|>{}",
+        (),
+        "<|end|><|start|>assistant to=functions.no_such_tool<|message|>{}",
+        "Hm.",
+    ),
     Recorded("openai", "<|channel|>final and no message", (), "="),
     Recorded("openai", "No channel: to=functions.now is how a call begins.", (), "="),
     Recorded("openai", "<|channel|>analysis<|message|>cut o", (), "", "cut o"),

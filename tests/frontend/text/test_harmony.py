@@ -143,6 +143,22 @@ def test_constrained_answers_have_a_header(
         assert not _accepts(model, request_, before + text), text
 
 
+def test_special_tokens_of_a_header_separate_its_parts(model: _Model) -> None:
+    for header in ("commentary to=functions.look<|constrain|>json", "commentary to=functions.look code"):
+        said = _read(model, _request(None, tools=_TOOLS), f'<|channel|>{header}<|message|>{{"x": 1}}')
+        assert [call.name for call in said.calls if call.name] == ["look"] and not said.text
+
+
+def test_thinking_tokens_are_counted(model: _Model) -> None:
+    request = _request(None)
+    assert isinstance(request.prompt, Chat)
+    reader = AnswerReader.of(request.prompt, model.output_format, _PROMPT)
+    shown = model.tokenizer.ids_of(model.output_format.markers)
+    choice = ChoiceText(request, 0, model.tokenizer, reader=reader, shown=shown)
+    choice.add(SampledToken(token_id=token) for token in model.tokenizer.encode(f"{_THOUGHT}{_SAID}"))
+    assert choice.num_thinking == len(model.tokenizer.encode("Hm {.<|end|>"))
+
+
 def test_thinking_budget_ends_the_first_message(model: _Model) -> None:
     request = replace(_request(_SCHEMA), thinking_token_budget=3)
     grammar = bound_answer(request, model.output_format, _PROMPT)
