@@ -23,7 +23,6 @@ from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking_budget import thinking_budget
 from frontend.openai.messages import FunctionAsTool, ToolGiven
 from frontend.openai.tool_choice import forced_grammar
-from frontend.parsers.harmony import HARMONY
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.text.answer_reader import AnswerReader
@@ -61,7 +60,8 @@ def model(byte_level_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> _Mo
     directory = tmp_path_factory.mktemp("harmony") / "model"
     shutil.copytree(byte_level_dir, directory)
     fast = FastTokenizer.from_file(str(directory / "tokenizer.json"))
-    fast.add_special_tokens([*HARMONY.markers])
+    names = ("start", "end", "message", "channel", "constrain", "return", "call")
+    fast.add_special_tokens([f"<|{name}|>" for name in names])
     fast.save(str(directory / "tokenizer.json"))
     tokenizer = Tokenizer(directory)
     compiler = GrammarCompiler(directory, vocab_size=tokenizer.vocab_size)
