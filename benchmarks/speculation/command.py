@@ -170,9 +170,9 @@ def encode_prompts(
 
     Uses ChatML if the model has its markers.
     """
-    from tokenizers import Tokenizer
+    from core.model.tokenizer_file import open_tokenizer
 
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer = open_tokenizer(directory)
     marks = [tokenizer.token_to_id(mark) for mark in ("<|im_end|>", "<|endoftext|>")]
     shape = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n" if marks[0] is not None else "{}\n\n"
     prompts = {

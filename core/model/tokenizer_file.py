@@ -1,4 +1,4 @@
-"""Tokenizer of a model directory: tokenizer.json, with the tokens that the files beside it add or mark as special."""
+"""Tokenizer of a model directory, with the tokens that the files beside tokenizer.json add or mark as special."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer
 
 from core.model.json_file import read_object
+from core.model.tokenizer_formats import TOKENIZER, check_tokenizer, default_names, load_tokenizer
 from core.types.errors import SpecError
 
 _CONFIG = "tokenizer_config.json"
@@ -21,7 +22,11 @@ def open_tokenizer(model_dir: Path) -> Tokenizer:
     Named tokens such as eos_token are special, even if tokenizer.json has an ordinary word of that text. A text that is
     not in the vocabulary is left out: the model has no row for it.
     """
-    tokenizer, (config, named) = _load(model_dir / "tokenizer.json"), special_tokens(model_dir)
+    path = check_tokenizer(model_dir)
+    tokenizer = load_tokenizer(path)
+    if path.name != TOKENIZER:
+        return tokenizer
+    config, named = special_tokens(model_dir)
     try:
         older = read_object(model_dir / "added_tokens.json", missing_ok=True)
         declared = [*_declared(config, older, {*named.values()})]
@@ -46,25 +51,10 @@ def open_tokenizer(model_dir: Path) -> Tokenizer:
 def special_tokens(model_dir: Path) -> tuple[Mapping[str, Any], dict[str, str]]:
     """Return tokenizer_config.json, and the text of bos_token, eos_token … by name. Raises SpecError."""
     config = read_object(model_dir / _CONFIG, missing_ok=True)
-    listed = {**read_object(model_dir / "special_tokens_map.json", missing_ok=True), **config}
+    fallback = default_names(model_dir) | read_object(model_dir / "special_tokens_map.json", missing_ok=True)
+    listed = {**fallback, **config}
     texts = {name: _text(value) for name, value in listed.items() if name.endswith("_token")}
     return config, {name: text for name, text in texts.items() if text is not None}
-
-
-def _load(path: Path) -> Tokenizer:
-    if not path.is_file():
-        raise SpecError(f"{path.parent}: has no tokenizer.json, so text cannot be tokenized")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises plain Exception for a bad file, or a Rust panic
-        raise SpecError(f"{path}: not readable as a tokenizer: {error}") from error
-    if not tokenizer.get_vocab_size():
-        raise SpecError(f"{path}: its vocabulary is empty; download it again")
-    tokenizer.no_truncation()  # some files still carry the settings of a training run
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _declared(config: Mapping[str, Any], older: Mapping[str, Any], named: set[str]) -> Iterator[tuple[int, AddedToken]]:

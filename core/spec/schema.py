@@ -36,7 +36,7 @@ PoolDType = Literal["auto", "int8", "fp8_e4m3", "int4"]
 WireDType = Literal["fp8_e4m3", "int8", "int4", "raw"]
 ToolParser = Literal[
     "auto", "none", "deepseek_v3", "deepseek_v31", "deepseek_v32", "gemma4", "generic", "glm45", "glm47", "hermes",
-    "kimi_k2", "llama3_json", "llama4_pythonic", "minimax_m2", "mistral", "pythonic", "qwen3_coder",
+    "kimi_k2", "llama3_json", "llama4_pythonic", "minimax_m2", "mistral", "openai", "pythonic", "qwen3_coder",
 ]  # fmt: skip
 
 

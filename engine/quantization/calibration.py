@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from core.model import config as model_config
+from core.model.tokenizer_file import open_tokenizer
 from core.types.errors import SpecError
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
@@ -32,7 +32,7 @@ _PROMPT, _TOKENS = 256, 8192
 
 def inputs_of_text(model_dir: Path, text: str) -> dict[str, Tensor]:
     """Return `inputs_of` over the first tokens of a text. Raises SpecError if the text is too short."""
-    ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    ids = open_tokenizer(model_dir).encode(text, add_special_tokens=False).ids
     prompts = [ids[start : start + _PROMPT] for start in range(0, min(len(ids), _TOKENS), _PROMPT)]
     if len(ids) < _PROMPT:
         raise SpecError(f"the calibration text has {len(ids)} tokens; at least {_PROMPT} are needed")

@@ -19,9 +19,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
+from core.model.tokenizer_file import open_tokenizer
 from core.process.child_process import ChildProcess
 from core.types.errors import SpecError
 from engine.cpu.processor import instruction_sets
@@ -155,7 +155,7 @@ def _difference(losses_WT: Tensor, baseline_WT: Tensor) -> tuple[float, float | 
 
 
 def _windows(model_dir: Path, text: str, window: int, stride: int, max_windows: int) -> list[list[int]]:
-    ids = Tokenizer.from_file(str(model_dir / "tokenizer.json")).encode(text, add_special_tokens=False).ids
+    ids = open_tokenizer(model_dir).encode(text, add_special_tokens=False).ids
     windows = [ids[start : start + window] for start in range(0, len(ids) - window + 1, stride)][:max_windows]
     if not windows:
         raise SpecError(f"the text (half of --text) has {len(ids)} tokens, fewer than one window of {window}")

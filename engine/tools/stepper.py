@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
+from core.model.tokenizer_file import open_tokenizer
 from core.process.child_process import obey
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
@@ -74,7 +74,7 @@ class Stepper:
         """Return the metrics of lm-eval's tasks; see engine.tools.lm_eval_model."""
         from engine.tools.lm_eval_model import task_scores
 
-        tokenizer = Tokenizer.from_file(str(self._model_dir / "tokenizer.json"))
+        tokenizer = open_tokenizer(self._model_dir)
         return task_scores(self._runner, tokenizer, tasks, limit)
 
     def prefill(self, num_tokens: int, seconds: float) -> float:

@@ -33,6 +33,7 @@ _TOOL = {"type": "function", "function": {"name": "f", "description": "", "param
 _SWITCHES = ("enable_thinking", "thinking", "reasoning")  # boolean template variables of model families
 EFFORT = "reasoning_effort"  # a template variable as well
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_OF_GPT_OSS = "<|channel|>", ("low", "medium", "high")  # a mark in its template, which prints any effort; its efforts
 _TAG = "CONTINUE-HERE-7c1f "  # appended to the last message to find where the answer continues it
 
 
@@ -53,6 +54,7 @@ class ChatTemplate:
         self.switches: tuple[str, ...] = ()  # variables that turn thinking on and off
         self.efforts: Mapping[str, str] = {}  # accepted values of reasoning_effort, with a rendering of each
         self.unasked: str | None = None  # the same rendering without any effort
+        self._needs_description = False  # of each tool
         self._calls = CallShape()
         self._history = History()
         if default is None:
@@ -81,10 +83,13 @@ class ChatTemplate:
             with_tools=lambda messages: self._try(messages, tools=[_TOOL] if self.knows_tools else None),
             knows_developer=_DEVELOPER in source,
         )
+        bare = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+        self._needs_description = self.knows_tools and self._try(_SHORT, tools=[bare]) is None
         known = [name for name in _SWITCHES if name in self.variables]
         self.switches = tuple(name for name in known if self._try_with(name, True) != self._try_with(name, False))
         if EFFORT in self.variables:
-            texts = {effort: self._try_with(EFFORT, effort) for effort in EFFORTS}
+            mark, few = _OF_GPT_OSS
+            texts = {effort: self._try_with(EFFORT, effort) for effort in (few if mark in source else EFFORTS)}
             self.efforts = {effort: text for effort, text in texts.items() if text is not None}
 
     @property
@@ -128,11 +133,12 @@ class ChatTemplate:
         self._check_roles(messages, paths)
         if is_continued and not isinstance(messages[-1]["content"], str):
             raise RequestError("continue_final_message: the last message has no text", param="messages")
+        shown = () if writes_tools else tools
         context = {
             **(variables or {}),
             **self._special_tokens,
             "add_generation_prompt": opens_answer,
-            "tools": None if writes_tools else list(tools) or None,
+            "tools": [*map(_described, shown)] if shown and self._needs_description else [*shown] or None,
             "documents": None,
         }
         history = self._history
@@ -219,6 +225,10 @@ def _with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
     """Add a system message behind those at the beginning, with which History merges it."""
     first = len([*takewhile(lambda message: message["role"] in INSTRUCTIONS, messages)])
     return [*messages[:first], {"role": "system", "content": text}, *messages[first:]]
+
+
+def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {**tool, "function": {"description": "", **tool["function"]}}
 
 
 def _up_to_tag(text: str, last: str) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from frontend.chat.chat import Chat
 from frontend.parsers.formats import CALL_FORMATS, GENERIC, find_call_format
+from frontend.parsers.harmony import Frame
 from frontend.parsers.thinking import TAGS, THINK, Start, Tags
 from frontend.structured_output.special_tokens import SpecialTokens
 
@@ -18,6 +19,7 @@ class OutputFormat:
     calls: str | None = None  # key of CALL_FORMATS; None: tool calls are not parsed
     tags: Tags | None = None  # around its thinking; None: it does not think
     begins_inside: bool = False  # answers begin with thinking, even without an opening tag
+    frame: Frame | None = None  # whole answers are messages
     special: SpecialTokens = field(default_factory=SpecialTokens, compare=False)
 
     @classmethod
@@ -34,19 +36,27 @@ class OutputFormat:
 
         knows_tools: whether the template renders tools. is_special: whether a text is a special token of the model.
         """
-        calls = tool_parser
+        found, calls = find_call_format(template), tool_parser
         if tool_parser == "auto":
-            calls = find_call_format(template) if knows_tools else GENERIC
+            calls = found if knows_tools or CALL_FORMATS[found].frame else GENERIC
+        frame = CALL_FORMATS[calls if calls in CALL_FORMATS else found].frame
         in_template = (tags for tags in TAGS if tags.closing in template)
         in_vocabulary = (tags for tags in TAGS if is_special(tags.opening) and is_special(tags.closing))
-        tags = next(in_template, None) or next(in_vocabulary, None)
+        tags = frame.tags if frame else next(in_template, None) or next(in_vocabulary, None)
         if reasoning_parser != "auto":
             tags = None if reasoning_parser == "none" else tags or THINK
-        return cls(calls if calls in CALL_FORMATS else None, tags, begins_inside=reasoning_parser == "deepseek_r1")
+        return cls(
+            calls if calls in CALL_FORMATS else None,
+            tags,
+            begins_inside=reasoning_parser == "deepseek_r1" and not frame,
+            frame=frame,
+        )
 
     @property
     def markers(self) -> Iterator[str]:
         """Markers whose special tokens must be kept in the text for parsing."""
+        if self.frame:
+            yield from self.frame.markers
         if self.calls:
             yield from CALL_FORMATS[self.calls].markers
         if self.tags:

@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from core.model.json_file import read_object
+from core.model.tokenizer_formats import TEKKEN, tekken_format
 from core.types.errors import SpecError
 
+_TEKKEN_VERSIONS = (7, 11, 13)
+_DEEPSEEK = "DeepseekV32ForCausalLM"
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names, as in transformers
 
 
@@ -16,7 +19,8 @@ def find_chat_template(model_dir: Path, given: str | None = None) -> Mapping[str
     """Return the operator's template, given as text or as a file, else those of the model directory, by name.
 
     The latter are chat_template.jinja and additional_chat_templates/NAME.jinja, or those in tokenizer_config.json or
-    chat_template.json: a text, or several by name. Returns None if there is none. Raises SpecError.
+    chat_template.json: a text, or several by name; without those, a template of ours for formats that model files
+    describe in other ways. Returns None if there is none. Raises SpecError.
     """
     if given is not None:
         return {DEFAULT: given if "{{" in given or "{%" in given else _read(Path(given))}
@@ -28,6 +32,19 @@ def find_chat_template(model_dir: Path, given: str | None = None) -> Mapping[str
     for name in ("tokenizer_config.json", "chat_template.json"):
         if found := _named(read_object(model_dir / name, missing_ok=True).get("chat_template")):
             return found
+    return _ours(model_dir)
+
+
+def _ours(model_dir: Path) -> Mapping[str, str] | None:
+    """Return our template for a model whose files describe its format in other ways than a template."""
+    here = Path(__file__).parent
+    if (model_dir / TEKKEN).is_file():
+        version, tokens = tekken_format(model_dir / TEKKEN)
+        thought = [token for token in ("[THINK]", "[/THINK]") if token in tokens]
+        head = f"{{%- set version = {version} %}}{{%- set thought = {thought} %}}"
+        return {DEFAULT: head + _read(here / "mistral.jinja")} if version in _TEKKEN_VERSIONS else None
+    if _DEEPSEEK in (read_object(model_dir / "config.json", missing_ok=True).get("architectures") or ()):
+        return {DEFAULT: _read(here / "deepseek_v32.jinja")}
     return None
 
 

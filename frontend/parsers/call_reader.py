@@ -26,6 +26,11 @@ class CallReader:
         """Return a fresh reader in the initial state."""
         return CallReader(self._format, self._tools)
 
+    @property
+    def is_thought(self) -> bool:
+        """True while the text is thinking that the format itself marks."""
+        return self._scan.is_thought
+
     def add(self, text: str) -> list[Piece]:
         pieces = list[Piece]()
         for at in range(0, len(text), _MAX_FED):

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TypeAlias
 
 from frontend.parsers.gemma4 import GEMMA4_CALL, GEMMA4_END, GEMMA4_QUOTE, gemma4
+from frontend.parsers.harmony import HARMONY, Frame
 from frontend.parsers.json_call import json_arguments, json_call
 from frontend.parsers.pythonic import PYTHON_END, PYTHON_START, pythonic
 from frontend.parsers.scanner import Reading, Scanner
@@ -135,6 +136,7 @@ class CallFormat:
     template: str  # pattern of a chat template that instructs the model to use the format
     first: tuple[str, ...] = ()  # if an answer begins with one of these, it may be a call
     has_named_ids: bool = False  # ids of calls are functions.NAME:INDEX
+    frame: Frame | None = None  # of a model whose whole answers are messages; `read` also reads thinking then
 
 
 def _xml(tags: XmlTags, template: str) -> CallFormat:
@@ -149,6 +151,7 @@ _DEEPSEEK_MARKERS = (*_DEEPSEEK, _DEEPSEEK_SEP, _DEEPSEEK_CALL_END, _DEEPSEEK_EN
 
 # In order of precedence: formats identified by a string that others contain as well come last.
 CALL_FORMATS: Mapping[str, CallFormat] = {
+    "openai": CallFormat(HARMONY.read, (), HARMONY.markers, re.escape("<|channel|>"), frame=HARMONY),
     "deepseek_v32": _xml(DSML, "｜DSML｜"),  # noqa: RUF001
     "deepseek_v31": CallFormat(deepseek_v3, _DEEPSEEK, _DEEPSEEK_MARKERS, f"{_DEEPSEEK_SEP}[^<`]*{_DEEPSEEK_CALL_END}"),
     "deepseek_v3": CallFormat(deepseek_v3, _DEEPSEEK, _DEEPSEEK_MARKERS, "|".join(_DEEPSEEK)),

@@ -1,9 +1,16 @@
-"""Parsed pieces of an answer: text and tool calls."""
+"""Parsed pieces of an answer: text, thinking and tool calls."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Fragment of thinking."""
+
+    text: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,4 +46,4 @@ class CallBroken:
 
 
 CallPiece: TypeAlias = CallBegun | CallArguments | CallEnded | CallBroken
-Piece: TypeAlias = str | CallPiece
+Piece: TypeAlias = str | Thought | CallPiece

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
-from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece
+from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece, Thought
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]  # parser that yields for more text and returns T
@@ -35,6 +35,7 @@ class Scanner:
         self.is_begun = False  # a call is open
         self._number = -1  # of the last call
         self._is_after_call = False  # only space has followed the last call
+        self.is_thought = False  # the emitted text is thinking
 
     def feed(self, text: str) -> None:
         self._text += text
@@ -163,7 +164,7 @@ class Scanner:
             return
         num_text = len(taken) if is_text else 1
         self._text = "".join(taken[num_text:]) + self._text
-        self._emit("".join(taken[:num_text]))
+        self.emit("".join(taken[:num_text]))
 
     def _forget_taken(self) -> None:
         self._taken.clear()
@@ -177,12 +178,13 @@ class Scanner:
     def _emit_next(self, num: int) -> None:
         """Emit the next `num` characters as text."""
         text, self._text = self._text[:num], self._text[num:]
-        self._emit(text)
+        self.emit(text)
 
-    def _emit(self, text: str) -> None:
+    def emit(self, text: str) -> None:
+        """Emit text that is not in the answer, or that has been consumed."""
         if text:
             self._is_after_call = False
-            self.pieces.append(text)
+            self.pieces.append(Thought(text) if self.is_thought else text)
 
 
 def overlap(text: str, marker: str) -> int:

@@ -13,9 +13,9 @@ from core.types.json_schema import DROPPED, rewritten
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.formats import GENERIC
+from frontend.parsers.harmony import HARMONY
 from frontend.parsers.thinking import Start, Tags
 from frontend.structured_output.json_schema import LOOKING_AROUND, in_lark, lenient, weakened
-from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.structured_output.structural_tag import structural_tag_rules
 from frontend.text.completion_request import CompletionRequest
 
@@ -32,6 +32,7 @@ class _Calls:
     between: str = ""  # two calls
     begin: str = ""  # of all calls
     end: str = ""
+    is_repeated: bool = True  # False: an answer has one call at most
 
 
 _CALLS = {
@@ -50,6 +51,7 @@ _CALLS = {
         end="<｜tool▁calls▁end｜>",  # noqa: RUF001
     ),
     GENERIC: _Calls('{"name": "NAME", "arguments": ', "}", ", ", begin="[", end="]"),
+    "openai": _Calls(HARMONY.call, "", is_repeated=False),
 }
 _CALLS["deepseek_v3"] = replace(
     _CALLS["deepseek_v31"],
@@ -90,7 +92,7 @@ def bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt
 
 
 def _bound_answer(request: CompletionRequest, output_format: OutputFormat, prompt: str) -> Grammar | None:
-    grammar, chat, tags = request.grammar, request.prompt, output_format.tags
+    grammar, chat, tags, frame = request.grammar, request.prompt, output_format.tags, output_format.frame
     start = output_format.start(chat if isinstance(chat, Chat) else None, prompt)
     if grammar is not None and grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA:
         grammar.check(request.grammar_field)
@@ -100,22 +102,27 @@ def _bound_answer(request: CompletionRequest, output_format: OutputFormat, promp
         thinks = isinstance(chat, Chat) and may_think(grammar, start)
         rules = [f"start: {'thought ' if tags and thinks else ''}answer"]
         if tags and thinks:
-            rules += _thought(tags, output_format.special, is_open=start == "inside")
+            rules += _thought(tags, output_format, is_open=start == "inside")
         # Structural tags describe calls as well.
         rules += structural_tag_rules(grammar.text, request.grammar_field, output_format.special)
         return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
     if grammar is None or not isinstance(chat, Chat):
         return grammar
-    tools = chat.tools if chat.forced is None else ()
+    head = output_format.special.literal(frame.text) if frame and start == "before" and grammar.kind in _SCHEMAS else ""
+    tools = chat.tools if chat.forced is None or head else ()
     thinks = tags is not None and may_think(grammar, start)
-    if not tools and not thinks:
+    if not tools and not thinks and not head:
         return grammar
     grammar.check(request.grammar_field)
-    rules = [f"start: {'thought ' if thinks else ''}body", f"body: {'answer | calls' if tools else 'answer'}"]
+    has_text = chat.forced is None or not head
+    bodies = [*([f"{head} answer"] if has_text else []), *(["calls"] if tools else [])]
+    rules = [f"start: {'thought ' if thinks else ''}body", f"body: {' | '.join(bodies)}"]
     if tags and thinks:
-        rules += _thought(tags, output_format.special, is_open=start == "inside")
+        rules += _thought(tags, output_format, is_open=start == "inside")
     if tools:
         rules += _calls(request, chat, output_format)
+    if not has_text:
+        return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
     schema = _object(grammar.text, request.grammar_field)
     rules.append(_rule("answer", schema, is_lenient=grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA))
     return Grammar(kind=GrammarKind.LARK, text="\n".join(rules))
@@ -125,13 +132,14 @@ def _too_deep(param: str) -> RequestError:
     return RequestError(f"{param}: it, or a tool's schema, is nested too deeply", param=param)
 
 
-def _thought(tags: Tags, special: SpecialTokens, *, is_open: bool) -> Iterator[str]:
+def _thought(tags: Tags, output_format: OutputFormat, *, is_open: bool) -> Iterator[str]:
+    special, frame = output_format.special, output_format.frame
     yield f"thought: {'said' if is_open else '(opening said)?'}"
     if not is_open:
         token = special.begun(tags.opening)
         yield f"opening: opened {f'| {token[0]} {special.literal(token[1])}' if token else ''}"
         yield f"opened[lazy]: {json.dumps(tags.opening)}"  # lazy, because an answer may begin with any text
-    yield "said: thinking gap"
+    yield f"said: thinking {special.literal(frame.resumes) if frame else 'gap'}"
     token = special.begun(tags.closing)
     yield f"thinking: ended {f'| anything {token[0]}' if token else ''}"
     yield f"ended[suffix={json.dumps(tags.closing)}]: /(?s:.*)/"
@@ -146,15 +154,19 @@ def _calls(request: CompletionRequest, chat: Chat, output_format: OutputFormat) 
         text = f"tools: cannot be combined with {request.grammar_field} here; set tool_choice to none or required"
         raise RequestError(text, param="tools")
     literal = output_format.special.literal
-    more = f"({literal(form.between)} call)*" if chat.is_parallel else ""
+    literal = output_format.special.literal
+    is_lenient = chat.forced is None or request.grammar.kind is GrammarKind.LENIENT_JSON_SCHEMA
+    tools = {name: schema for name, schema in chat.parameters.items() if chat.forced in (None, "", name)}
+    more = f"({literal(form.between)} call)*" if chat.is_parallel and form.is_repeated else ""
     yield f"calls: {literal(form.begin)} call {more} {literal(form.end)}"
-    yield f"call: {' | '.join(f'call{number}' for number in range(len(chat.tools)))}"
-    for number, (name, parameters) in enumerate(chat.parameters.items()):
+    yield f"call: {' | '.join(f'call{number}' for number in range(len(tools)))}"
+    for number, (name, parameters) in enumerate(tools.items()):
         before = form.before.replace('"NAME"', json.dumps(name)).replace("NAME", name)
         opening = " /[0-9]{1,4}/ ".join(map(literal, before.split("INDEX")))
         yield f"call{number}: {opening} arguments{number} {literal(form.after)}"
-        lean = rewritten(lenient(parameters), lambda key, value: DROPPED if key in _NOTES else value)
-        yield _rule(f"arguments{number}", {"type": "object", **lean}, is_lenient=True)
+        schema = lenient(parameters) if is_lenient else parameters
+        lean = rewritten(schema, lambda key, value: DROPPED if key in _NOTES else value)
+        yield _rule(f"arguments{number}", {"type": "object", **lean}, is_lenient=is_lenient)
 
 
 def _rule(name: str, schema: dict[str, Any], *, is_lenient: bool) -> str:

@@ -13,7 +13,7 @@ from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, CallFormat, Format, forced_call, forced_calls, named_id
-from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece
+from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece, Thought
 from frontend.parsers.thinking import ThinkingReader
 from frontend.structured_output.constrained_answer import may_think
 
@@ -57,12 +57,15 @@ class AnswerReader:
         is_parallel: bool = True,
         is_forced: bool = False,
         first_index: int | None = None,
+        shows_thinking: bool = False,
     ) -> None:
         """is_forced: a grammar constrains the answer to calls, so text outside of them is dropped. first_index: index
-        of the first call's id, which names the call; None: ids are random."""
+        of the first call's id, which names the call; None: ids are random. shows_thinking: thinking that `calls` parses
+        is part of the text."""
         self.num_calls = 0  # completed calls
         self.is_over = False  # the rest of the text is not part of the answer
         self._thinking = thinking
+        self._shows_thinking = shows_thinking
         self._calls = calls
         self._is_parallel = is_parallel
         self._is_forced = is_forced
@@ -75,6 +78,14 @@ class AnswerReader:
     ) -> AnswerReader | None:
         """Create a reader, or return None for an answer of plain text. prompt: its last characters suffice. grammar:
         constrains the answer."""
+        if output_format.frame:
+            return cls(
+                None,
+                CallReader(output_format.frame.read, chat.parameters),
+                is_parallel=chat.is_parallel,
+                is_forced=chat.forced is not None,
+                shows_thinking=output_format.tags is None,
+            )
         thinking = calls = None
         kind = CALL_FORMATS.get(output_format.calls or "")
         begins, first = list[str](), tuple[str, ...]()
@@ -106,10 +117,13 @@ class AnswerReader:
             is_parallel=self._is_parallel,
             is_forced=self._is_forced,
             first_index=self._first_index,
+            shows_thinking=self._shows_thinking,
         )
 
     @property
     def is_thinking(self) -> bool:
+        if self._calls and self._calls.is_thought:
+            return not self._shows_thinking
         return any(reader.is_inside for reader in (self._thinking, self._behind_call) if reader)
 
     @property
@@ -154,7 +168,7 @@ class AnswerReader:
                     thought += piece
                 case CallBroken():
                     thought += piece.raw
-                case _ if piece.number in numbers:
+                case CallBegun() | CallArguments() | CallEnded() if piece.number in numbers:
                     calls.append(replace(piece, number=numbers[piece.number]))
         return self._parsed(thought.rstrip(), calls)
 
@@ -162,6 +176,10 @@ class AnswerReader:
         parsed = AnswerText(thinking=thought)
         for piece in pieces:
             match piece:
+                case Thought(text) if not self._shows_thinking:
+                    parsed.thinking += text
+                case Thought(text):
+                    parsed.text += text
                 case str() if self._is_forced:
                     pass
                 case str() if self._behind_call:

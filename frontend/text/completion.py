@@ -131,7 +131,7 @@ class Completions:
                 request,
                 self.model,
                 num_prompt_tokens=len(prompt_ids),
-                eos_token_ids=self.tokenizer.eos_token_ids,
+                eos_token_ids=self.prompts.end_ids,
                 bad_words=await self.prompts.bad_words_of(request) if request.bad_words else (),
             )
         except ClusterError as error:

@@ -35,6 +35,10 @@ class PromptEncoder:
     ) -> None:
         self.output_format = output_format
         self.shown_ids = tokenizer.special_ids_in(output_format.markers)  # special tokens that answer readers need
+        # Tokens that end an answer.
+        self.end_ids = tokenizer.eos_token_ids | tokenizer.ids_of(
+            output_format.frame.ends if output_format.frame else ()
+        )
         self.tokenizer = tokenizer
         self.chat_template = chat_template
         self._model = model

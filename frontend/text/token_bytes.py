@@ -20,6 +20,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from core.model.tokenizer_formats import BYTE_OF
 from core.types.errors import SpecError
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -72,8 +73,8 @@ class TokenBytes:
             return bytes([int(byte[1], 16)])
         for pattern, content in self.replacements:
             token = token.replace(pattern, content)
-        if self.is_byte_level and all(character in _BYTE_OF for character in token):
-            return bytes(_BYTE_OF[character] for character in token)
+        if self.is_byte_level and all(character in BYTE_OF for character in token):
+            return bytes(BYTE_OF[character] for character in token)
         return token.encode()  # in a byte-level vocabulary this is an added token, stored as plain text
 
 
@@ -81,13 +82,3 @@ def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
     if decoder["type"] != "Sequence":
         return [decoder]
     return [step for part in decoder["decoders"] for step in _steps(part)]
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table: a printable Latin-1 byte is its own character, other bytes are numbered from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_of_character()

@@ -18,7 +18,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """Tokenizer of a model directory: tokenizer.json, tokenizer_config.json, generation_config.json, config.json.
+    """Tokenizer of a model directory: its vocabulary, tokenizer_config.json, generation_config.json, config.json.
 
     Immutable and thread-safe; `encode` releases the GIL. Raises SpecError if the directory has no tokenizer, or one
     whose tokens have no bytes of their own.

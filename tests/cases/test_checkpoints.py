@@ -202,7 +202,6 @@ def test_names_without_the_prefix_of_the_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "advice"),
     [
-        ("tekken.json", "convert_tekken_tokenizer('DIR/tekken.json').save_pretrained('DIR')"),
         ("tiktoken.model", "TikTokenConverter('DIR/tiktoken.model', pattern=PAT_STR"),
         ("qwen.tiktoken", "TikTokenConverter('DIR/qwen.tiktoken', pattern=PAT_STR"),
         ("tokenizer.model", "AutoTokenizer.from_pretrained('DIR').save_pretrained('DIR')"),

@@ -158,6 +158,12 @@ def test_hub_source_is_found_in_the_hubs_cache(cached: Path, tmp_path: Path) -> 
     assert stdout.strip() == str(cached / "snapshots" / "c0ffee"), stderr
 
 
+def test_directory_with_another_tokenizer_file_is_complete(cached: Path) -> None:
+    snapshot = cached / "snapshots" / "c0ffee"
+    (snapshot / "tokenizer.json").rename(snapshot / "tekken.json")
+    assert resolve(str(cached)) == snapshot
+
+
 @pytest.mark.parametrize(
     ("tensor", "config", "named"),
     [

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from frontend import chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.history import History
 from frontend.chat.tools_as_text import tools_as_text
@@ -16,6 +17,9 @@ from tests.support.tiny_tokenizers import CHATML
 
 _TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 _TEMPLATES["chatml"] = CHATML
+_OURS = {path.stem: path.read_text() for path in Path(chat.__file__).parent.glob("*.jinja")}
+_OURS["mistral"] = "{% set version = 11 %}{% set thought = [] %}" + _OURS["mistral"]
+_TEMPLATES |= _OURS
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
 

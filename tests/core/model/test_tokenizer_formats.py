@@ -1,0 +1,206 @@
+"""Converted ranked vocabularies encode as the tiktoken library does, and work in everything that reads a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import random
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+from core.grammar.compiler import GrammarCompiler
+from core.model.tokenizer_file import open_tokenizer
+from core.model.tokenizer_formats import BYTE_OF, TEKKEN, check_tokenizer
+from core.types.constraints import Grammar, GrammarKind
+from core.types.errors import SpecError
+from frontend.text.choice_text import Detokenizer
+from frontend.text.tokenizer import Tokenizer as ModelTokenizer
+from tests.support.tiny_tokenizers import CORPUS, write_json
+
+# From Kimi's and Mistral's own files.
+_KIMI = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_NUM_SPECIAL = 30
+_NAMED = {0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<think>"}  # the first ids behind the vocabulary
+_POOLS = [
+    "abAB yz", "aba", " \t\n\r  ", "0123456789.,", "'sS'tT'reLL'd ", "中文世界汉字〇々", "日本語ひらがなカタカナ",
+    "한국어", "éàüÅṇ", "ΑΒαβЖжшщ", "हिन्दी", "العربية", "🎉\u200d👩", 
+    "!\"#$%&/()=?{}[]<>|\\", "ǅǈªºʰ", "\u3000\xa0\u200b\u2028",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def ranks() -> dict[bytes, int]:
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=700, initial_alphabet=alphabet, show_progress=False)
+    texts = [*CORPUS, *(path.read_text() for path in sorted(Path("docs").glob("*.md"))[:3])]
+    trained.train_from_iterator(texts, trainer)
+    ranks = {bytes(BYTE_OF[character] for character in token): i for token, i in trained.get_vocab().items()}
+    return {**ranks, b"qzqz": len(ranks)}  # no two tokens form this one
+
+
+def write_kimi(directory: Path, ranks: dict[bytes, int], **settings: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    lines = [b64encode(token) + b" %d\n" % i for token, i in ranks.items()]  # in no order
+    (directory / "tiktoken.model").write_bytes(b"".join(lines))
+    added = {str(len(ranks) + i): {"content": text, "special": text != "<think>"} for i, text in _NAMED.items()}
+    names = {"bos_token": "[BOS]", "eos_token": "[EOS]"}
+    write_json(
+        directory / "tokenizer_config.json",
+        {"tokenizer_class": "TikTokenTokenizer", "added_tokens_decoder": added, **names, **settings},
+    )
+    write_json(directory / "config.json", {"vocab_size": len(ranks) + 8})
+    return directory
+
+
+def write_tekken(directory: Path, ranks: dict[bytes, int], **settings: Any) -> Path:
+    directory.mkdir(exist_ok=True)
+    tokens = [{"rank": i, "token_bytes": b64encode(token).decode()} for token, i in ranks.items()]
+    unused = [{"rank": len(ranks) + i, "token_bytes": b64encode(b"unused%d" % i).decode()} for i in range(9)]
+    config = {"pattern": _TEKKEN, "default_vocab_size": len(ranks) + _NUM_SPECIAL, "version": "v7"}
+    config["default_num_special_tokens"] = _NUM_SPECIAL
+    write_json(directory / TEKKEN, {"config": config, "vocab": tokens + unused, **settings})
+    return directory
+
+
+def _kimi(directory: Path, ranks: dict[bytes, int]) -> tuple[Tokenizer, Callable[[str], list[int]]]:
+    added = {_NAMED.get(i, f"<|reserved_token_{len(ranks) + i}|>"): len(ranks) + i for i in range(8)}
+    judge = tiktoken.Encoding("kimi", pat_str=_KIMI, mergeable_ranks=ranks, special_tokens=added)
+    return open_tokenizer(write_kimi(directory, ranks)), lambda text: judge.encode(text, allowed_special="all")
+
+
+def _tekken(directory: Path, ranks: dict[bytes, int]) -> tuple[Tokenizer, Callable[[str], list[int]]]:
+    judge = tiktoken.Encoding("tekken", pat_str=_TEKKEN, mergeable_ranks=ranks, special_tokens={})
+
+    def encode(text: str) -> list[int]:
+        return [i + _NUM_SPECIAL for i in judge.encode_ordinary(text)]
+
+    return open_tokenizer(write_tekken(directory, ranks)), encode
+
+
+def _texts(number: int) -> Iterator[str]:
+    rng = random.Random(7)
+    words = Path("docs/ARCHITECTURE.md").read_text().split()
+    for _ in range(number):
+        kind = rng.randrange(5)
+        if kind == 0:
+            yield "".join(rng.choice(rng.choice(_POOLS)) for _ in range(rng.randrange(60)))
+        elif kind == 1:
+            yield "".join(rng.choice("".join(rng.sample(_POOLS, 3))) for _ in range(rng.randrange(60)))
+        elif kind == 2:
+            yield rng.choice(_POOLS)[:2] * rng.randrange(40)
+        elif kind == 3:
+            codes = (rng.randrange(0x30000) for _ in range(rng.randrange(20)))
+            yield "".join(chr(code) for code in codes if not 0xD800 <= code < 0xE000)
+        else:
+            yield "".join(rng.choice(words) + rng.choice(["", " ", "  ", "\n", "_"]) for _ in range(rng.randrange(20)))
+
+
+@pytest.mark.parametrize("made", [_kimi, _tekken], ids=["kimi", "tekken"])
+def test_ids_equal_those_of_tiktoken(made: Any, tmp_path: Path, ranks: dict[bytes, int]) -> None:
+    tokenizer, judge = made(tmp_path / "model", ranks)
+    for text in ["qzqz qzqzq", *_texts(3000)]:
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        assert ids == judge(text), repr(text)
+        assert tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_special_tokens_of_kimi(tmp_path: Path, ranks: dict[bytes, int]) -> None:
+    tokenizer, judge = _kimi(tmp_path / "model", ranks)
+    text = f"a<|im_end|>b [EOS]<|reserved_token_{len(ranks) + 6}|>中<think>"
+    assert tokenizer.encode(text).ids == judge(text)
+    ours = ModelTokenizer(tmp_path / "model")
+    assert ours.decode(ours.encode(text)) == "ab 中<think>", "tokens that are not special belong to the text"
+    assert ours.eos_token_ids == {len(ranks) + 1} and ours.vocab_size == len(ranks) + 8
+    (tmp_path / "model" / "config.json").unlink()
+    assert ModelTokenizer(tmp_path / "model").vocab_size == len(ranks) + 4
+
+
+@pytest.mark.parametrize("is_listed", [False, True])
+def test_special_tokens_of_tekken(is_listed: bool, tmp_path: Path, ranks: dict[bytes, int]) -> None:
+    listed = [
+        {"rank": i, "token_str": text, "is_control": True} for i, text in enumerate(["<unk>", "<s>", "</s>", "[X]"])
+    ]
+    directory = write_tekken(tmp_path / "model", ranks, **({"special_tokens": listed} if is_listed else {}))
+    ours = ModelTokenizer(directory)
+    assert ours.encode("a")[0] == 1 and ours.eos_token_ids == {2} and ours.special_tokens["bos_token"] == "<s>"
+    named, other = ("[X]", "[INST]") if is_listed else ("[INST]", "[X]")
+    assert ours.ids_of([named]) == {3} and not ours.ids_of([other])
+    assert ours.ids_of([f"<SPECIAL_{_NUM_SPECIAL - 1}>"]) == {_NUM_SPECIAL - 1}
+    assert ours.vocab_size == _NUM_SPECIAL + len(ranks), "tokens beyond the model's vocabulary are left out"
+
+
+@pytest.mark.parametrize("write", [write_kimi, write_tekken])
+def test_converted_tokenizer_streams_and_has_grammars(write: Any, tmp_path: Path, ranks: dict[bytes, int]) -> None:
+    directory = write(tmp_path / "model", ranks)
+    ours = ModelTokenizer(directory)
+    for text in [*CORPUS, "Größe 🎉 你好\n\n'll  x"]:
+        ids = ours.encode(text, add_special_tokens=False)
+        streamed = Detokenizer(ours)
+        assert "".join([*map(streamed.add, ids), streamed.finish()]) == ours.decode(ids) == text
+    compiled = GrammarCompiler(directory, vocab_size=ours.vocab_size).compile(
+        Grammar(kind=GrammarKind.REGEX, text="Paris|世界")
+    )
+    words = compiled.mask(ours.eos_token_ids).allowed([], 0)
+    firsts = {ours.token_bytes(i)[:1] for i in range(ours.vocab_size) if int(words[i >> 5]) >> (i & 31) & 1}
+    assert firsts == {b"P", "世".encode()[:1]}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        (None, "", "no tokenizer.json; write one (`pip install transformers"),
+        ("qwen.tiktoken", "", "no tokenizer.json; qwen.tiktoken does not contain its split pattern"),
+        ("tiktoken.model", "", "no tokenizer.json; tiktoken.model does not contain its split pattern"),
+        (TEKKEN, "{}", "tekken.json: not readable as a tokenizer: 'config'"),
+        (TEKKEN, "[]", "tekken.json: not a JSON object"),
+        ("tokenizer.json", "{", "tokenizer.json: not readable as a tokenizer"),
+    ],
+)
+def test_unusable_directories(name: str | None, content: str, complaint: str, tmp_path: Path) -> None:
+    if name:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(SpecError) as caught:
+        open_tokenizer(tmp_path)
+    assert complaint in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_files_that_contradict_themselves(tmp_path: Path, ranks: dict[bytes, int]) -> None:
+    directory = write_kimi(tmp_path / "model", {**ranks, b"[BOS]": len(ranks)})
+    with pytest.raises(SpecError, match=r"tiktoken.model: .* same text: '\[BOS\]'"):
+        open_tokenizer(directory)
+    (directory / "tiktoken.model").write_text("no base64 at all\n")
+    with pytest.raises(SpecError, match=r"tiktoken.model: not readable as a tokenizer"):
+        open_tokenizer(directory)
+
+
+def test_huggingface_file_comes_first(tmp_path: Path, ranks: dict[bytes, int]) -> None:
+    directory = write_tekken(tmp_path / "model", ranks)
+    open_tokenizer(directory).save(str(directory / "tokenizer.json"))
+    assert check_tokenizer(directory).name == "tokenizer.json"
+    tree = json.loads((directory / "tokenizer.json").read_text())
+    assert open_tokenizer(directory).to_str() == Tokenizer.from_str(json.dumps(tree)).to_str()
