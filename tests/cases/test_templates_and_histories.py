@@ -81,8 +81,8 @@ async def test_image_in_a_tool_result_becomes_a_placeholder(serve: Serve) -> Non
 
 async def test_reasoning_is_given_and_taken_under_both_names(serve: Serve) -> None:
     """vllm-project/vllm#27755, vllm-project/router#115, BerriAI/litellm#26501"""
-    async with serve(chat_template=TEMPLATES["channels"] + "{# </think> #}") as served:
-        served.say("<think>THOUGHT</think>a")
+    async with serve(chat_template=TEMPLATES["channels"]) as served:
+        served.say("<|channel|>analysis<|message|>THOUGHT<|end|><|start|>assistant<|channel|>final<|message|>a")
         answer = await served.chat()
         assert answer["reasoning"] == answer["reasoning_content"] == "THOUGHT"
         called = {"role": "assistant", "tool_calls": [{"id": "a", "type": "function", **function("look")}]}
