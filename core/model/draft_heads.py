@@ -145,7 +145,7 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
         layers=_aux_layers(directory, raw, model) if variant else (model.num_layers,),
         num_kv_layers=1,
         keeps_features=True,
-        shape=replace(shape, sliding_windows=(None,)),
+        shape=replace(shape, layers=(replace(shape.layers[0], window=None),)),
         draft_vocab_size=draft_vocab_size if variant else 0,
         eagle3=variant,
     )
@@ -211,7 +211,7 @@ def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsCo
         )
     if raw[_FURTHER] != 1:
         raise SpecError(f"{directory}: {_FURTHER} {raw[_FURTHER]} is not supported; supported: 1")
-    experts = model.experts and replace(model.experts, is_sparse=(*model.experts.is_sparse, True))
+    layer = replace(model.layers[-1], is_sparse=model.experts is not None)
     return HeadsConfig(
         kind="mtp",
         directory=directory,
@@ -219,9 +219,7 @@ def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsCo
         layers=(model.num_layers,),
         num_kv_layers=1,
         keeps_features=True,
-        shape=replace(
-            model, num_layers=model.num_layers + 1, experts=experts, sliding_windows=(*model.sliding_windows, None)
-        ),
+        shape=replace(model, num_layers=model.num_layers + 1, layers=(*model.layers, layer)),
     )
 
 

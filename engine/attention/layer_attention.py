@@ -36,6 +36,12 @@ class LayerAttention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
 
+    @property
+    def is_full(self) -> bool:
+        """True if it is softmax(scale q k) v over all earlier keys."""
+        parts = self.window, self.chunk, self.soft_cap, self.sinks_H
+        return all(part is None for part in parts)
+
 
 # Cosines and sines (T, 1, F) of a step's tokens, for each kind of rotation in the model. F may be less than D / 2: the
 # features [0, 2 F) of a head are rotated, the others are not. F = 0: no rotation.

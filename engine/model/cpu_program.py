@@ -153,9 +153,11 @@ class CompiledHead:
 
 
 def can_compile(layers: Sequence[DecoderLayer]) -> bool:
-    """Return True if all matrices are packed and no MLP has experts."""
+    """Return True if all matrices are packed, no MLP has experts, and norms are where Llama has them."""
     return all(
-        isinstance(layer.mlp, GatedMLP) and all(isinstance(part.matrix, PackedMatrix) for part in _parts(layer))
+        isinstance(layer.mlp, GatedMLP)
+        and layer.is_usual
+        and all(isinstance(part.matrix, PackedMatrix) for part in _parts(layer))
         for layer in layers
     )
 

@@ -14,7 +14,7 @@ from engine.kernels.moe.fused_experts import fused_experts
 from engine.kernels.moe.quantized_experts import coded_experts
 from engine.kernels.quant.code_panels import CodePanels
 from engine.layers.int8_matrix import Int8Matrix
-from engine.layers.layers import GatedSiLU, Linear, Matrix, TorchMatrix
+from engine.layers.layers import SILU, Before, GatedSiLU, Linear, Matrix, TorchMatrix
 from engine.layers.low_bit_matrix import CodedMatrix
 
 # T tokens, E hidden_size, I features of one expert, X experts, C experts per token, N = T * C choices
@@ -42,10 +42,17 @@ class Expert:
 
     # Rows: gate, up.
     gate_up: Linear
-    down: Matrix
+    # Only rank 0 holds its bias.
+    down: Linear
+    activation: Before = SILU
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        return self.down.multiply(self.gate_up(x_TE), before=GatedSiLU())
+        return self.down(self.gate_up(x_TE), before=self.activation)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if it has no biases, and the activation that the kernels of whole banks compute."""
+        return self.gate_up.bias_O is None and self.down.bias_O is None and isinstance(self.activation, GatedSiLU)
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,9 @@ class ExpertStack:
     @classmethod
     def of(cls, experts: Sequence[Expert]) -> ExpertStack | None:
         """Stack experts; None if they are not plain tensors on a GPU."""
-        gate_up, down = [expert.gate_up.matrix for expert in experts], [expert.down for expert in experts]
+        gate_up, down = [expert.gate_up.matrix for expert in experts], [expert.down.matrix for expert in experts]
+        if not all(expert.is_plain for expert in experts):
+            return None
         plain = [m.weight_OI for m in (*gate_up, *down) if isinstance(m, TorchMatrix) and m.weight_OI.is_cuda]
         if len(plain) < 2 * len(experts):
             return None
@@ -95,7 +104,7 @@ class ExpertStack:
     def experts(self) -> list[Expert]:
         """Return the experts one by one, as views."""
         pairs = zip(self.gate_up_X2IE, self.down_XEI, strict=True)
-        return [Expert(Linear(TorchMatrix(gate_up)), TorchMatrix(down)) for gate_up, down in pairs]
+        return [Expert(Linear(TorchMatrix(gate_up)), Linear(TorchMatrix(down))) for gate_up, down in pairs]
 
 
 @dataclass(frozen=True)
@@ -114,15 +123,17 @@ class CodedExpertStack:
 
     @classmethod
     def of(cls, experts: Sequence[Expert]) -> CodedExpertStack | None:
-        """Stack experts; None if they differ in format or have permuted inputs."""
+        """Stack experts; None if they differ in format, have permuted inputs or are not plain."""
+        if not all(expert.is_plain for expert in experts):
+            return None
         gate_up = _stacked([expert.gate_up.matrix for expert in experts])
-        down = None if gate_up is None else _stacked([expert.down for expert in experts])
+        down = None if gate_up is None else _stacked([expert.down.matrix for expert in experts])
         return None if gate_up is None or down is None else cls(gate_up, down)
 
     def experts(self) -> list[Expert]:
         """Return the experts one by one, as views."""
         pairs = ((self.gate_up.expert(i), self.down.expert(i)) for i in range(len(self.down.words)))
-        return [Expert(Linear(CodedMatrix.whole(gate_up)), CodedMatrix.whole(down)) for gate_up, down in pairs]
+        return [Expert(Linear(CodedMatrix.whole(gate_up)), Linear(CodedMatrix.whole(down))) for gate_up, down in pairs]
 
 
 def _stacked(matrices: Sequence[Matrix]) -> CodePanels | None:

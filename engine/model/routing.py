@@ -28,6 +28,8 @@ class Routing:
     # True if logits are computed in fp32 for any model dtype.
     is_exact: bool
     rule: ChoiceRule
+    # Added to the logits.
+    logits_bias_X: Tensor | None = None
 
     @classmethod
     def read(
@@ -44,7 +46,11 @@ class Routing:
         name: tensor name without `.weight`. num_shared: pieces of the shared expert, last in the bank. shared_gate:
         gate that weighs them.
         """
-        bias_X = reader.checkpoint.read(f"{name}.e_score_correction_bias") if config.scores == "sigmoid" else None
+        bias_X = None
+        if config.has_correction_bias:
+            bias_X = reader.checkpoint.read(f"{name}.e_score_correction_bias")
+        elif config.scores == "sigmoid":
+            bias_X = torch.zeros(config.num_experts)
         rule = ChoiceRule(
             num_choices=config.num_per_token,
             num_groups=config.num_groups,
@@ -65,11 +71,12 @@ class Routing:
             new_counters(reader.device),
             config.scores_in_fp32,
             rule,
+            reader.tensor(f"{name}.bias") if config.has_router_bias else None,
         )
 
     def __call__(self, x_TE: Tensor) -> RoutedTokens:
         """Return the experts of each token, best first, and their weights."""
-        if len(x_TE) <= MOST_TOKENS:
+        if len(x_TE) <= MOST_TOKENS and self.logits_bias_X is None:
             return route(x_TE, self.weight_LE, self.bias_X, self.counters, self.rule, is_exact=self.is_exact)
         return RoutedTokens(*choose_experts(self._logits(x_TE), self.bias_X, self.rule))
 
@@ -78,4 +85,4 @@ class Routing:
         if self.is_exact and x_TE.is_cuda and x_TE.dtype != torch.float32:
             # Products of two 16-bit numbers are exact in fp32, which also accumulates them.
             return torch.mm(x_TE, self.weight_LE.T, out_dtype=torch.float32)
-        return F.linear(x_TE.to(self.weight_LE.dtype), self.weight_LE)
+        return F.linear(x_TE.to(self.weight_LE.dtype), self.weight_LE, self.logits_bias_X)

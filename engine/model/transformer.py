@@ -21,6 +21,7 @@ from engine.attention.cpu_heads import CompiledHeads, SharedHeads, num_long_rows
 from engine.attention.flashinfer_heads import FlashInfer, find_flashinfer, is_possible
 from engine.attention.heads import Heads, TorchHeads
 from engine.attention.latent_heads import Rotation, TorchLatentHeads
+from engine.attention.layer_attention import Angles
 from engine.attention.rotary import Rotary
 from engine.attention.triton_heads import KernelHeads
 from engine.attention.triton_latent_heads import KernelLatentHeads
@@ -39,6 +40,7 @@ from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.cpu_program import CompiledHead, CompiledLayers, can_compile
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
+from engine.model.norms import read_norm
 from engine.weights.checkpoint import Shape, check_tensors
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,11 @@ class Layer(Protocol[HeadsT]):
     @property
     def is_fixed(self) -> bool:
         """True if launches depend only on shapes."""
+        ...
+
+    @property
+    def scales_queries(self) -> bool:
+        """True if queries are multiplied by a factor that grows with their position."""
         ...
 
     def store(self, x: Residual, heads: HeadsT) -> Tensor:
@@ -101,15 +108,18 @@ class Transformer:
             else:
                 self._layers.append(DecoderLayer.read(reader, config, layout, index))
             on_read(index)
-        self._norm = reader.norm("model.norm", config.rms_norm_eps)
+        # The C++ kernels compute the attention of these layers.
+        self._has_kernels = reader.kernels is not None and all(_is_usual(config, layer) for layer in self._layers)
+        self._norm = read_norm(reader, config, "model.norm")
         if head == embedding:
             self._head = Linear(reader.tied(self._embedding))
         else:
             self._head = reader.linear({head: reader.parallel.span(config.vocab_size)})
-        self._rotary = Rotary(config, reader.device)
+        self._rotaries = [Rotary(rope, reader.device) for rope in config.ropes]
         self._compiled: CompiledLayers | None = None
         self._compiled_head: CompiledHead | None = None
-        if reader.kernels and reader.parallel.size == 1 and isinstance(self._head.matrix, PackedMatrix):
+        is_packed = isinstance(self._head.matrix, PackedMatrix) and not self._norm.rounds_late
+        if reader.kernels and reader.parallel.size == 1 and is_packed:
             self._compiled_head = CompiledHead(reader.kernels, self._head, self._norm)
         q_first, q_end = reader.parallel.span(config.num_q_heads)
         # Per query group (engine/kernels/attention/query_groups.py). Latent attention fills a tile with one query.
@@ -147,20 +157,20 @@ class Transformer:
                 partial(prompts.heads, batch) if prompts else None,
             )
         token_ids_T = torch.from_numpy(batch.token_ids).to(device)
-        x_TE = self._embedding(token_ids_T)
+        x_TE = self.embed(token_ids_T)
         if aux_hidden_states is not None:
             aux_hidden_states.token_ids_T = token_ids_T
-        angles = [self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)]
+        angles, query_factors_T11 = self._angles(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
         x, is_scored = Residual(x_TE, adds_late=False), len(batch.scored_rows) > 0
-        if latent := self._config.latent:
-            rotation = Rotation(*angles[0], latent.is_interleaved)
-            latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
-            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states)
-        elif self._kernels is not None:
+        if self._config.latent:
+            rotation = Rotation(*angles[0], self._config.ropes[0].is_interleaved)
+            latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale(0))
+            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states, query_factors_T11)
+        elif self._kernels is not None and self._has_kernels:
             is_shared = self._way == TORCH and num_long_rows(batch) > 0
             compiled = None if is_shared else self._compiled_for(pool)
             if compiled and compiled.is_quickest(batch.num_tokens):
-                compute = partial(compiled, x_TE, batch, angles, on_layer, aux_hidden_states)
+                compute = partial(compiled, x_TE, batch, angles, on_layer, aux_hidden_states, query_factors_T11)
                 if not is_scored:
                     return self.logits(compute(is_whole=False))
                 x_TE = compute(is_whole=True)
@@ -171,10 +181,10 @@ class Transformer:
                     heads = SharedHeads(*rows)
                 else:
                     heads = CompiledHeads(*rows, by_tiles=self._way == TILES)
-                x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states)
+                x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11)
         else:
             heads = TorchHeads(batch, pool, angles)
-            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states)
+            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11)
         if is_scored:
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
         if not batch.wants_all_logits:
@@ -195,18 +205,25 @@ class Transformer:
         others: replaces the attention backend. If `hindrance` is None, nothing here waits for the device or depends on
         values there.
         """
-        x_TE = self._embedding(batch.token_ids_T)
+        x_TE = self.embed(batch.token_ids_T)
         if aux_hidden_states is not None:
             aux_hidden_states.token_ids_T = batch.token_ids_T
-        angles = [self._rotary(batch.positions_T, x_TE.dtype)]
+        angles, query_factors_T11 = self._angles(batch.positions_T, x_TE.dtype)
         x = Residual(x_TE, adds_late=True)
-        if latent := self._config.latent:
-            rotation = Rotation(*angles[0], latent.is_interleaved)
-            latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
-            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states)
+        if self._config.latent:
+            rotation = Rotation(*angles[0], self._config.ropes[0].is_interleaved)
+            latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale(0))
+            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states, query_factors_T11)
         else:
             kernel_heads = KernelHeads(batch, pool, angles)
-            x_TE = _pass(self._layers, x, others(kernel_heads) if others else kernel_heads, on_layer, aux_hidden_states)
+            x_TE = _pass(
+                self._layers,
+                x,
+                others(kernel_heads) if others else kernel_heads,
+                on_layer,
+                aux_hidden_states,
+                query_factors_T11,
+            )
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)
         return self.logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
@@ -216,7 +233,7 @@ class Transformer:
         config = self._config
         if (
             config.latent
-            or set(config.sliding_windows) != {None}
+            or not all(layer.attention.is_full and _is_usual(config, layer) for layer in self._layers)
             or not is_possible(pool, dtype=self._norm.weight.dtype)
         ):
             return
@@ -225,7 +242,9 @@ class Transformer:
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings (T, E)."""
-        return self._embedding(token_ids_T)
+        x_TE, scale = self._embedding(token_ids_T), self._config.embedding_scale
+        # Rounded to the activations' dtype first, as in transformers.
+        return x_TE if scale == 1 else x_TE * torch.tensor(scale, dtype=x_TE.dtype, device=x_TE.device)
 
     def normed(self, x_RE: Tensor) -> Tensor:
         """Apply the final norm to the last layer's output: (R, E)."""
@@ -234,12 +253,12 @@ class Transformer:
     def logits(self, x_RE: Tensor) -> Tensor:
         """Compute logits from the last layer's output before the norm: (R, V) in fp32, on every rank."""
         if self._compiled_head and self._compiled_head.is_quickest(len(x_RE)):
-            return self._compiled_head(x_RE.contiguous())
-        return self._parallel.all_gather(self._head(x_RE, before=self._norm), self._config.vocab_size).float()
+            return self._capped(self._compiled_head(x_RE.contiguous()))
+        return self._capped(self._parallel.all_gather(self._head(x_RE, before=self._norm), self._config.vocab_size))
 
     def head(self, x_RE: Tensor) -> Tensor:
         """Compute logits from normed states: (R, V) in fp32, on every rank."""
-        return self._parallel.all_gather(self._head(x_RE), self._config.vocab_size).float()
+        return self._capped(self._parallel.all_gather(self._head(x_RE), self._config.vocab_size))
 
     def without(self, layers: Collection[int]) -> Transformer:
         """Return a model that shares the weights but skips some layers, whose KV is neither read nor written."""
@@ -259,6 +278,26 @@ class Transformer:
         if not is_plain(self._head) or not all(layer.is_fixed for layer in layers):
             return "experts are computed one by one or spread over ranks"
         return None
+
+    def _capped(self, logits_RV: Tensor) -> Tensor:
+        """Return the logits in fp32, scaled and capped."""
+        logits_RV, cap = logits_RV.float(), self._config.logits_soft_cap
+        if self._config.logits_scale != 1:
+            logits_RV = logits_RV * self._config.logits_scale
+        return logits_RV if cap is None else torch.tanh(logits_RV / cap) * cap
+
+    def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Angles, Tensor | None]:
+        """Return the angles of each rotation, with none for layers without one last, and the factors of queries.
+
+        The factors are (T, 1, 1), or None if the model has none.
+        """
+        angles = [rotary(positions_T, dtype) for rotary in self._rotaries]
+        if any(layer.rope is None for layer in self._config.layers):
+            angles.append((angles[0][0][..., :0],) * 2)
+        if (scaling := self._config.query_scaling) is None:
+            return angles, None
+        steps_T = torch.floor((positions_T.float() + scaling.offset) / scaling.interval)
+        return angles, (1 + scaling.scale * torch.log1p(steps_T)).to(dtype).view(-1, 1, 1)
 
     def _score(self, scored_SE: Tensor, on_logits: OnLogits | None) -> None:
         """Compute scored positions in slices. on_logits: None on ranks that only contribute their vocabulary share."""
@@ -282,18 +321,37 @@ def _pass(
     heads: HeadsT,
     on_layer: OnLayer | None,
     aux_hidden_states: AuxHiddenStates | None,
+    query_factors_T11: Tensor | None,
 ) -> Tensor:
-    """Run all layers: (T, E)."""
+    """Run all layers: (T, E). query_factors: of the layers that scale queries."""
     for layer in layers:
         if aux_hidden_states is not None and aux_hidden_states.wants(layer.index):
             aux_hidden_states.note(layer.index, x.total())
         q_THD = layer.store(x, heads)
+        if layer.scales_queries and query_factors_T11 is not None:
+            q_THD = q_THD * query_factors_T11
         if on_layer is not None:
             on_layer(layer.index)
         layer.finish(x, q_THD, heads)
     if aux_hidden_states is not None:
         aux_hidden_states.note(len(layers), x.total())
     return x.total()
+
+
+def _is_usual(config: ModelConfig, layer: DecoderLayer) -> bool:
+    """Return True for attention that all kernels compute: whole heads rotated alike, with the usual scale."""
+    attention, rope = layer.attention, config.ropes[0]
+    norms = (norm for norm in (attention.q_norm, attention.k_norm) if norm is not None)
+    return (
+        attention.chunk is None
+        and attention.soft_cap is None
+        and attention.sinks_H is None
+        and attention.scale == layer.head_dim**-0.5
+        and len(config.ropes) == 1
+        and attention.rope == 0
+        and rope.dim == layer.head_dim
+        and not any(norm.rounds_late for norm in norms)
+    )
 
 
 def expected_tensors(config: ModelConfig, ends: tuple[str, str] | None = None) -> Mapping[str, Shape]:

@@ -37,7 +37,7 @@ from engine.spec_decode.heads.head_row import Choose, HeadRow
 from engine.spec_decode.heads.heads import DraftHeads, ModelParts
 from engine.spec_decode.heads.open_heads import open_heads, warm_up_heads
 from engine.weights.checkpoint import Checkpoint, listed
-from engine.weights.open_checkpoint import open_checkpoint
+from engine.weights.renamed_checkpoint import open_model
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class ModelRunner:
         elif kernels and not config.deterministic:
             self._measured = MeasuredWays.of_this_machine(kernels.version)
         reader = ShardReader(
-            checkpoint or open_checkpoint(config.model_dir),
+            checkpoint or open_model(config.model_dir, self.config),
             self.parallel,
             self.dtype,
             self.device,

@@ -64,7 +64,7 @@ class DecoderBlock:
             output=reader.row_parallel(f"{attention}.o_proj", q_rows),
             mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", shape.rms_norm_eps),
             mlp=GatedMLP.read(reader, shape, f"{prefix}.mlp"),
-            rotary=Rotary(shape, reader.device),
+            rotary=Rotary(shape.ropes[0], reader.device),
             kernels=reader.kernels,
         )
 

@@ -50,14 +50,14 @@ class MtpLayer:
         copies = frozenset({f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight"})
         check_tensors(reader.checkpoint, _expected(shape, index), optional=copies, prefix=f"{prefix}.")
         self._model = room.model
-        self._is_interleaved = shape.latent.is_interleaved
-        self._scale = shape.attention_scale
+        self._is_interleaved = shape.ropes[0].is_interleaved
+        self._scale = shape.attention_scale(index)
         self._embedding_norm = reader.norm(f"{prefix}.enorm", eps)
         self._feature_norm = reader.norm(f"{prefix}.hnorm", eps)
         self._join = reader.linear({f"{prefix}.eh_proj": (0, shape.hidden_size)})
         self._layer = LatentLayer.read(reader, shape, index)
         self._norm = reader.norm(f"{prefix}.shared_head.norm", eps)
-        self._rotary = Rotary(shape, reader.device)
+        self._rotary = Rotary(shape.ropes[0], reader.device)
 
     def attach(self, pool: KVPool) -> None:
         self._pool = pool
