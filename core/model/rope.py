@@ -21,15 +21,17 @@ def read_rope(
     settings: Settings,
     *,
     head_dim: int,
-    kind: str | None = None,
+    rotated: int | None = None,
+    can_be_partial: bool = False,
     parameters: Mapping[str, Any] | None = None,
     is_interleaved: bool = False,
 ) -> RopeConfig:
     """Read the rotation of one kind of layer. Raises SpecError.
 
-    kind: key of `rope_parameters` if they are given per kind of layer. parameters: settings to use instead.
+    rotated: features of a head that are rotated; None: all, or if `can_be_partial` partial_rotary_factor of them.
+    parameters: settings to use instead of those for all layers.
     """
-    given = Settings(_parameters(settings, kind) if parameters is None else parameters)
+    given = Settings(_parameters(settings) if parameters is None else parameters)
     name = given.get("rope_type") or given.get("type") or "default"
     name = _OLDER.get(name, name)
     if name not in _KINDS:
@@ -40,10 +42,10 @@ def read_rope(
         "original_max_position_embeddings"
     )
     share = given.real("partial_rotary_factor", 1.0)
-    if share > 1:
-        raise SpecError(f"partial_rotary_factor is {share}, and must be at most 1")
-    rotated = int(head_dim * share)
-    if rotated % 2:
+    if rotated is None and not (share == 1 or (can_be_partial and share < 1)):
+        raise SpecError(f"partial_rotary_factor {share} is not supported for this architecture")
+    rotated = rotated or int(head_dim * share)
+    if rotated % 2 and share < 1:
         raise SpecError(f"partial_rotary_factor {share} of head_dim {head_dim} is {rotated}, and must be even")
     return RopeConfig(
         dim=head_dim if name == "proportional" else rotated,
@@ -54,7 +56,7 @@ def read_rope(
         kind=name,
         original_max_position=original,
         truncate=given.switch("truncate", True),
-        **_scaling(given, name, max_position / original),
+        **_scaling(given, name, max_position / original, rotated // 2),
     )
 
 
@@ -71,20 +73,18 @@ def context_of(rope: RopeConfig) -> int:
     return rope.max_position
 
 
-def _parameters(settings: Settings, kind: str | None) -> dict[str, Any]:
+def _parameters(settings: Settings) -> dict[str, Any]:
     """Return the rotary settings in transformers 5's form: theta and scaling together."""
     found = dict(settings.object("rope_parameters") or settings.object("rope_scaling"))
     if nested := [name for name, value in found.items() if isinstance(value, dict)]:
-        if kind is None or kind not in nested:
-            raise SpecError(f"rope_parameters for {', '.join(nested)} do not fit this architecture")
-        found = dict(found[kind])
+        raise SpecError(f"rope_parameters per kind of layer ({', '.join(nested)}) do not fit this architecture")
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in settings and found.get(key) is None:
             found[key] = settings.get(key)
     return found
 
 
-def _scaling(given: Settings, kind: str, default_factor: float) -> dict[str, Any]:
+def _scaling(given: Settings, kind: str, default_factor: float, num_divisors: int) -> dict[str, Any]:
     numbers: dict[str, Any] = {key: given.real(key) for key in _REALS if key in given}
     numbers |= {key: float(given.get(key)) for key in _SCALES if key in given}
     for key in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():
@@ -102,8 +102,19 @@ def _scaling(given: Settings, kind: str, default_factor: float) -> dict[str, Any
                 raise KeyError("rope_scaling.factor")
             numbers["factor"] = given.real("factor")
     if kind == "factors":
-        numbers["factors"] = tuple(given.get("factors", ()))
+        numbers["factors"] = _divisors(given, "factors", num_divisors)
     if kind == "longrope":
-        numbers["factors"] = tuple(given.get("short_factor"))
-        numbers["long_factors"] = tuple(given.get("long_factor"))
+        numbers["factors"] = _divisors(given, "short_factor", num_divisors)
+        numbers["long_factors"] = _divisors(given, "long_factor", num_divisors)
     return numbers
+
+
+def _divisors(given: Settings, name: str, count: int) -> tuple[float, ...]:
+    """Read a divisor per frequency. Raises SpecError unless there are `count` positive numbers."""
+    found = given.get(name)
+    if found is None:
+        raise KeyError(f"rope_scaling.{name}")
+    is_list = isinstance(found, list) and len(found) == count
+    if not is_list or not all(type(number) in (int, float) and 0 < number < math.inf for number in found):
+        raise SpecError(f"rope_scaling.{name} must be a list of {count} numbers above 0, one per rotated pair")
+    return tuple(float(number) for number in found)

@@ -170,7 +170,7 @@ class Transformer:
             is_shared = self._way == TORCH and num_long_rows(batch) > 0
             compiled = None if is_shared else self._compiled_for(pool)
             if compiled and compiled.is_quickest(batch.num_tokens):
-                compute = partial(compiled, x_TE, batch, angles, on_layer, aux_hidden_states, query_factors_T11)
+                compute = partial(compiled, x_TE, batch, angles, on_layer, aux_hidden_states)
                 if not is_scored:
                     return self.logits(compute(is_whole=False))
                 x_TE = compute(is_whole=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.model.families.family import Family, Fields, common, with_rope, with_sparse
+from core.model.families.family import STACKED_EXPERTS, Family, Fields, common, with_rope, with_sparse
 from core.model.families.llama import with_query_scaling
 from core.model.settings import Settings
 from core.model.shape import ExpertsConfig, LatentConfig
@@ -43,7 +43,9 @@ def _with_latents(settings: Settings, *, is_interleaved: bool) -> Fields:
     head_dim = latent.nope_dim + latent.rope_dim
     # The heads of the cache, which has one row per token.
     cached = settings.replaced(num_key_value_heads=1, head_dim=head_dim)
-    return with_rope(settings, common(cached), is_interleaved=is_interleaved, dim=latent.rope_dim) | {"latent": latent}
+    return with_rope(settings, common(cached), is_interleaved=is_interleaved, rotated=latent.rope_dim) | {
+        "latent": latent
+    }
 
 
 def with_experts(
@@ -84,5 +86,5 @@ FAMILIES = (
         read=_deepseek_v3,
         defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
     ),
-    Family(architectures=("Mistral4ForCausalLM",), model_types=("mistral4",), read=_mistral4),
+    Family(architectures=("Mistral4ForCausalLM",), model_types=("mistral4",), read=_mistral4, stored=STACKED_EXPERTS),
 )

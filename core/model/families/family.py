@@ -61,6 +61,18 @@ class Family:
     stored: tuple[Stored, ...] = ()
 
 
+# Matrices of all experts in one tensor, as transformers keeps them in memory.
+STACKED_EXPERTS = (
+    Stored(
+        pattern=r"mlp\.experts\.gate_up_proj",
+        name="mlp.experts.{e}.{}",
+        parts=("gate_proj", "up_proj"),
+        has_experts=True,
+    ),
+    Stored(pattern=r"mlp\.experts\.down_proj", name="mlp.experts.{e}.down_proj", has_experts=True),
+)
+
+
 def common(settings: Settings, *, head_dim: int | None = None) -> Fields:
     """Read what all families have in common; the layers are alike, with full attention and a dense MLP.
 
@@ -90,9 +102,22 @@ def common(settings: Settings, *, head_dim: int | None = None) -> Fields:
     }
 
 
-def with_rope(settings: Settings, fields: Fields, *, is_interleaved: bool = False, dim: int | None = None) -> Fields:
-    """Add the one rotation that all layers share. dim: of the rotated head, if other than head_dim."""
-    rope = read_rope(settings, head_dim=dim or fields["head_dim"], is_interleaved=is_interleaved)
+def with_rope(
+    settings: Settings,
+    fields: Fields,
+    *,
+    is_interleaved: bool = False,
+    rotated: int | None = None,
+    can_be_partial: bool = False,
+) -> Fields:
+    """Add the one rotation that all layers share; see read_rope."""
+    rope = read_rope(
+        settings,
+        head_dim=fields["head_dim"],
+        rotated=rotated,
+        can_be_partial=can_be_partial,
+        is_interleaved=is_interleaved,
+    )
     return fields | {"ropes": (rope,), "max_context": context_of(rope)}
 
 
@@ -121,7 +146,7 @@ def with_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fi
     """Add the sliding window to the layers of that kind. Raises SpecError for kinds other than sliding and full."""
     if unknown := sorted({*kinds} - {"sliding_attention", "full_attention"}):
         raise SpecError(f"layer_types {', '.join(map(str, unknown))} are not supported for this architecture")
-    window = settings.count("sliding_window") if "sliding_window" in settings else None
+    window = settings.count("sliding_window", 0, least=0) or None
     layers = tuple(
         replace(layer, window=window if kind == "sliding_attention" else None)
         for layer, kind in zip(fields["layers"], kinds, strict=True)

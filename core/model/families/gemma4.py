@@ -30,7 +30,8 @@ def _gemma4(settings: Settings) -> Fields:
     given = settings.object("rope_parameters")
     heads = {"sliding_attention": fields["head_dim"], "full_attention": settings.count("global_head_dim", 512)}
     ropes = {
-        kind: read_rope(settings, head_dim=heads[kind], parameters=given.get(kind) or _ROPES[kind]) for kind in _ROPES
+        kind: read_rope(settings, head_dim=heads[kind], can_be_partial=True, parameters=given.get(kind) or _ROPES[kind])
+        for kind in _ROPES
     }
     fields = with_windows(settings, with_ropes(fields, ropes, kinds), kinds)
     fields |= {

@@ -8,7 +8,7 @@ from core.model.settings import Settings
 
 
 def _glm4_moe(settings: Settings) -> Fields:
-    fields = with_rope(settings, common(settings)) | {"has_output_bias": False}
+    fields = with_rope(settings, common(settings), can_be_partial=True) | {"has_output_bias": False}
     if settings.switch("use_qk_norm"):
         fields["qk_norm"] = "head"
     return with_experts(settings, fields, scores="sigmoid", normalizes=settings.switch("norm_topk_prob", True))

@@ -7,7 +7,7 @@ from core.model.settings import Settings
 
 
 def _phi3(settings: Settings) -> Fields:
-    fields = with_rope(settings, common(settings))
+    fields = with_rope(settings, common(settings), can_be_partial=True)
     return with_windows(settings, fields, ["sliding_attention"] * fields["num_layers"])
 
 

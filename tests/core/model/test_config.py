@@ -43,9 +43,9 @@ def write_no_weights(directory: Path) -> None:
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path, head_dim=..., num_key_value_heads=...))
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (12, 5, 10000.0, 1e-6)
+    assert (config.num_kv_heads, config.head_dim, config.ropes[0].theta, config.rms_norm_eps) == (12, 5, 10000.0, 1e-6)
     assert not config.tie_embeddings and not config.has_qkv_bias and config.dtype == "float32"
-    assert config.sliding_windows == (None, None) and config.max_context == 2048
+    assert [layer.window for layer in config.layers] == [None, None] and config.max_context == 2048
     assert model_config.load(write(tmp_path, rms_norm_eps=None, hidden_act=None)).rms_norm_eps == 1e-6
     assert model_config.load(write(tmp_path, architectures="LlamaForCausalLM")).architecture == "LlamaForCausalLM"
     assert model_config.load(write(tmp_path, architectures=["Qwen3ForCausalLM"], head_dim=...)).head_dim == 128
@@ -78,7 +78,7 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
 )
 def test_rope_settings_in_both_forms(settings: dict[str, Any], kind: str, max_context: int, tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path, **settings))
-    assert (config.rope_scaling.kind, config.max_context, config.rope_theta) == (kind, max_context, 5e5)
+    assert (config.ropes[0].kind, config.max_context, config.ropes[0].theta) == (kind, max_context, 5e5)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_rope_settings_in_both_forms(settings: dict[str, Any], kind: str, max_co
     ],
 )
 def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
-    assert model_config.load(write(tmp_path, **changes)).sliding_windows == windows
+    assert tuple(layer.window for layer in model_config.load(write(tmp_path, **changes)).layers) == windows
 
 
 def test_layers_of_kv_in_the_models_dtype(tmp_path: Path) -> None:
@@ -143,10 +143,12 @@ def test_sizes(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, "),
         ({"architectures": ...}, "architecture (none) is not supported"),
         ({"hidden_size": ...}, "hidden_size is missing"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        ({"hidden_act": "relu2"}, "hidden_act relu2 is not supported"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type longrope is not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling.short_factor is missing"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope type mrope is not supported"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported for LlamaForCausalLM"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": _LLAMA3 | {"factor": None}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": _LLAMA3 | {"low_freq_factor": None}}, "rope_scaling.low_freq_factor is missing"),
