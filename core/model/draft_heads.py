@@ -62,6 +62,11 @@ class HeadsConfig:
     draft_vocab_size: int = 0  # EAGLE-3: size of its own vocabulary
     eagle3: Eagle3Variant | None = None
 
+    @property
+    def kv_layers(self) -> tuple[tuple[int, int], ...]:
+        """KV heads, and numbers per row, of its own layers in the KV pool; see ModelConfig.kv_layers."""
+        return self.shape.kv_layers[-self.num_kv_layers :] if self.shape and self.num_kv_layers else ()
+
     def check_tensor_parallel(self, size: int) -> None:
         """Raise SpecError unless the heads can run on `size` ranks. Heads without KV run on rank 0 and always can."""
         if size == 1 or not self.num_kv_layers:
@@ -78,7 +83,7 @@ class HeadsConfig:
 
     def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, layer_bytes: int) -> int:
         """Return the memory per rank beside the pool: features for max_running rows, and one spare block per row for
-        the heads' own layers. layer_bytes: of one block of one layer."""
+        the heads' own layers. layer_bytes: of one block of one of them."""
         return max_running * (STEPS_KEPT * model.hidden_size * itemsize + self.num_kv_layers * layer_bytes)
 
 

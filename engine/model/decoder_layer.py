@@ -41,7 +41,7 @@ class DecoderLayer:
         prefix, dim, eps = f"model.layers.{index}", config.head_dim, config.rms_norm_eps
         attention = f"{prefix}.self_attn"
         q_first, q_end = reader.parallel.span(config.num_q_heads)
-        kv_first, kv_end = layout.head_range(reader.parallel.rank)
+        kv_first, kv_end = layout.head_range(index, rank=reader.parallel.rank)
         q_rows, kv_rows = (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
         return cls(
             index=index,
