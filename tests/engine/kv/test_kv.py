@@ -81,7 +81,7 @@ def test_written_kv_is_read_back(dtype: str) -> None:
     k, v = random(40, 2, 16), random(40, 2, 16, seed=1)
     pool.write(1, slots, k, v)
     table = np.array([[3, 60, 7], [9, 9, 0]])
-    k_read, v_read = pool.gather(1, pool.runs(table), torch.float32)
+    k_read, v_read = pool.gather(1, pool.runs(1, table), torch.float32)
     atol = {"float32": 0.0, "int8": 0.02, "int4": 0.3}.get(dtype, 1e-3)
     rtol = {"bfloat16": 2**-8, "float16": 2**-10, "fp8_e4m3": 2**-3}.get(dtype, 0.0)
     where = {int(slot): i for i, slot in enumerate(slots)}
@@ -107,7 +107,7 @@ def test_copied_block_is_equal(dtype: str) -> None:
 def test_head_ranges_cover_all_heads() -> None:
     def ranges(heads: int, size: int) -> list[tuple[int, int]]:
         layout = make_pool("float32", num_kv_heads=heads, tensor_parallel=size).layout
-        return [layout.head_range(rank) for rank in range(size)]
+        return [layout.head_range(0, rank=rank) for rank in range(size)]
 
     assert ranges(8, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert ranges(2, 4) == [(0, 1), (0, 1), (1, 2), (1, 2)]
@@ -209,7 +209,7 @@ def test_every_code_dequantizes_exactly(kind: torch.dtype) -> None:
 def naive_attention(q_THD: torch.Tensor, pool: KVPool, batch_rows: list[Row], window: int | None) -> torch.Tensor:
     """Compute attention query by query and head by head."""
     out, token = torch.empty_like(q_THD), 0
-    group = q_THD.shape[1] // pool.layout.heads_per_rank
+    group = q_THD.shape[1] // pool.layout.heads[1].num_heads
     for row in batch_rows:
         k_KLD, v_KLD = pool.read(1, torch.tensor(list(row.blocks)), torch.float32)
         for position in range(row.start, row.end):
@@ -246,7 +246,7 @@ def test_single_tokens_gather_little_padding(monkeypatch: pytest.MonkeyPatch) ->
     batch = Batch.of(batch_rows, block_size=BLOCK_SIZE)
 
     def gathered_blocks() -> list[int]:
-        plan = AttentionPlans(batch, pool, dtype=torch.float32).whole()
+        plan = AttentionPlans(batch, pool, dtype=torch.float32).of(LayerAttention(layer=0, scale=1.0))
         sizes = [group.runs_2RKB.shape for group in plan.singles]
         return [rows * blocks for _, rows, _, blocks in sizes]
 
