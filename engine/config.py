@@ -74,9 +74,9 @@ class EngineConfig:
         model = model_config.load(self.model_dir)
         if (heads := self.load_heads(model)) is None:
             return 0
-        itemsize, layer_bytes = getattr(torch, self.dtype).itemsize, layout.layer_bytes(layout.num_layers - 1)
+        itemsize, spare_bytes = getattr(torch, self.dtype).itemsize, sum(map(layout.layer_bytes, layout.draft_layers))
         return heads.bytes_beside_blocks(
-            model, itemsize=itemsize, max_running=self.max_running, layer_bytes=layer_bytes
+            model, itemsize=itemsize, max_running=self.max_running, spare_bytes=spare_bytes
         )
 
     def load_heads(self, model: ModelConfig) -> HeadsConfig | None:

@@ -81,10 +81,10 @@ class HeadsConfig:
         """Return the bytes of features per block. itemsize: of the model's activations."""
         return model.hidden_size * itemsize if self.keeps_features else 0
 
-    def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, layer_bytes: int) -> int:
+    def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, spare_bytes: int) -> int:
         """Return the memory per rank beside the pool: features for max_running rows, and one spare block per row for
-        the heads' own layers. layer_bytes: of one block of one of them."""
-        return max_running * (STEPS_KEPT * model.hidden_size * itemsize + self.num_kv_layers * layer_bytes)
+        the heads' own layers. spare_bytes: bytes of one block of these layers."""
+        return max_running * (STEPS_KEPT * model.hidden_size * itemsize + spare_bytes)
 
 
 def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsConfig:
@@ -137,7 +137,7 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
     shape = model_config.parse(layer, directory / "config.json", architecture="LlamaForCausalLM")
     if shape.num_layers != 1:
         raise SpecError(f"{directory}: EAGLE heads of {shape.num_layers} layers are not supported; supported: 1")
-    for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
+    for name in ("hidden_size", "vocab_size"):
         _check_same(directory, name, getattr(shape, name), getattr(model, name))
     _check_same(directory, "target_hidden_size", raw.get("target_hidden_size") or shape.hidden_size, model.hidden_size)
     draft_vocab_size = raw.get("draft_vocab_size") or model.vocab_size

@@ -52,12 +52,12 @@ class KVArithmetic:
         """Blocks of one replica's pool."""
         beside = 0
         if self.heads:
-            layer_bytes = sum(self._layer_bytes(self.dtype, *shape) for shape in self.heads.kv_layers[-1:])
+            spare_bytes = self.block_size * sum(self._layer_bytes(self.dtype, *shape) for shape in self.heads.kv_layers)
             beside = self.heads.bytes_beside_blocks(
                 self.config,
                 itemsize=self._itemsize,
                 max_running=self.max_running,
-                layer_bytes=layer_bytes * self.block_size,
+                spare_bytes=spare_bytes,
             )
         return max(0, int((self.memory_bytes - beside) // self.block_bytes_per_rank))
 

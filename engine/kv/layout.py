@@ -116,6 +116,11 @@ class KVLayout:
         """Dtype of all layers but plain ones."""
         return DTYPES[self.dtype]
 
+    @property
+    def draft_layers(self) -> range:
+        """Layers of draft heads."""
+        return range(self.num_layers - self.num_draft_layers, self.num_layers)
+
     def dtype_of(self, layer: int) -> torch.dtype:
         return DTYPES[self.plain_dtype] if layer in self.plain_layers else self.torch_dtype
 

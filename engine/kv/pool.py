@@ -36,8 +36,7 @@ class KVPool:
         self.num_blocks = num_blocks
         self.device = device
         shapes = [(layout.num_sides, heads.num_heads, layout.block_size) for heads in layout.heads]
-        counts = [num_blocks] * (layout.num_layers - layout.num_draft_layers)
-        counts += [num_blocks + num_spare] * layout.num_draft_layers
+        counts = [num_blocks + num_spare * (layer in layout.draft_layers) for layer in range(layout.num_layers)]
         dtypes = [layout.dtype_of(layer) for layer in range(layout.num_layers)]
         self.codes = [
             _zeros((count, *shape, layout.row_dim_of(layer, dtype)), dtype, device)

@@ -28,7 +28,8 @@ DTYPES = ["float32", "bfloat16", "float16", "fp8_e4m3", "int8", "int4"]
 
 
 def make_pool(dtype: str, *, num_blocks: int = 64, num_layers: int = 2, **changes: Any) -> KVPool:
-    facts: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "block_size": BLOCK_SIZE} | changes
+    """Return a pool of unlike layers; layer 1 has two heads of 16."""
+    facts: dict[str, Any] = {"num_kv_heads": (4, 2), "head_dim": (32, 16), "block_size": BLOCK_SIZE} | changes
     return KVPool(KVLayout(model="m", num_layers=num_layers, dtype=dtype, **facts), num_blocks=num_blocks, device=CPU)
 
 
@@ -98,10 +99,12 @@ def test_written_kv_is_read_back(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8", "int4"])
 def test_copied_block_is_equal(dtype: str) -> None:
     pool = make_pool(dtype)
-    pool.write(0, torch.arange(8, 12), random(4, 2, 16), random(4, 2, 16, seed=1))
+    for layer, heads in enumerate(pool.layout.heads):
+        pool.write(layer, torch.arange(8, 12), random(4, *heads), random(4, *heads, seed=1))
     pool.copy_block(2, 33)
-    two, copy = pool.read(0, torch.tensor([2]), torch.float32), pool.read(0, torch.tensor([33]), torch.float32)
-    assert two.any() and torch.equal(two, copy)
+    for layer in range(2):
+        two, copy = (pool.read(layer, torch.tensor([block]), torch.float32) for block in (2, 33))
+        assert two.any() and torch.equal(two, copy)
 
 
 def test_head_ranges_cover_all_heads() -> None:
@@ -261,12 +264,12 @@ def test_block_copies_round_trip(dtype: str) -> None:
     source, target = make_pool(dtype), make_pool(dtype)
     blocks = list(range(8))
     slots_T = torch.arange(8 * BLOCK_SIZE)
-    for layer in range(2):
-        source.write(layer, slots_T, *(random(len(slots_T), 2, 16, seed=2 * layer + kv) for kv in range(2)))
+    for layer, heads in enumerate(source.layout.heads):
+        source.write(layer, slots_T, *(random(len(slots_T), *heads, seed=2 * layer + kv) for kv in range(2)))
     payloads = source.copy_out(blocks)
     assert payloads.shape == (8, source.layout.block_bytes)
     target.copy_in(payloads[[5, 3]], [1, 2])
     assert torch.equal(target.copy_out([2, 1]), source.copy_out([3, 5]))
-    assert torch.equal(
-        target.read(1, torch.tensor([1, 2]), torch.float32), source.read(1, torch.tensor([5, 3]), torch.float32)
-    )
+    for layer in range(2):
+        copied, original = target.read(layer, torch.tensor([1, 2]), torch.float32), torch.tensor([5, 3])
+        assert torch.equal(copied, source.read(layer, original, torch.float32))
