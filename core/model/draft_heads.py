@@ -137,6 +137,8 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
     shape = model_config.parse(layer, directory / "config.json", architecture="LlamaForCausalLM")
     if shape.num_layers != 1:
         raise SpecError(f"{directory}: EAGLE heads of {shape.num_layers} layers are not supported; supported: 1")
+    if not shape.can_keep_kv("int4"):
+        raise SpecError(f"{directory}: head_dim is {shape.head_dim}, and must be a multiple of 4")
     for name in ("hidden_size", "vocab_size"):
         _check_same(directory, name, getattr(shape, name), getattr(model, name))
     _check_same(directory, "target_hidden_size", raw.get("target_hidden_size") or shape.hidden_size, model.hidden_size)
