@@ -209,12 +209,14 @@ def test_every_code_dequantizes_exactly(kind: torch.dtype) -> None:
         assert torch.equal(values, codes.float()[:, :127] * scale)
 
 
-def naive_attention(q_THD: torch.Tensor, pool: KVPool, batch_rows: list[Row], window: int | None) -> torch.Tensor:
+def naive_attention(
+    q_THD: torch.Tensor, pool: KVPool, layer: int, batch_rows: list[Row], window: int | None
+) -> torch.Tensor:
     """Compute attention query by query and head by head."""
     out, token = torch.empty_like(q_THD), 0
-    group = q_THD.shape[1] // pool.layout.heads[1].num_heads
+    group = q_THD.shape[1] // pool.layout.heads[layer].num_heads
     for row in batch_rows:
-        k_KLD, v_KLD = pool.read(1, torch.tensor(list(row.blocks)), torch.float32)
+        k_KLD, v_KLD = pool.read(layer, torch.tensor(list(row.blocks)), torch.float32)
         for position in range(row.start, row.end):
             first = 0 if window is None else max(0, position - window + 1)
             for head in range(q_THD.shape[1]):
@@ -228,18 +230,21 @@ def naive_attention(q_THD: torch.Tensor, pool: KVPool, batch_rows: list[Row], wi
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
 def test_attention_of_mixed_rows_equals_naive(dtype: str, window: int | None) -> None:
-    """Prompts, later chunks and single tokens of very different lengths in one batch."""
+    """Prompts, later chunks and single tokens of very different lengths in one batch; two unlike layers."""
     shapes = [(0, 1), (0, 9), (29, 1), (13, 6), (4, 1), (0, 4), (199, 1), (16, 4), (3, 1), (30, 1), (31, 1)]
     batch_rows = to_rows([(start, count, True) for start, count in shapes])
     pool = make_pool(dtype, num_blocks=NUM_BLOCKS)
     # Fill every slot, so that reads of wrong places are noticed.
     slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
-    pool.write(1, slots, random(len(slots), 2, 16), random(len(slots), 2, 16, seed=1))
     batch = Batch.of(batch_rows, block_size=BLOCK_SIZE)
-    q_THD = random(batch.num_tokens, 6, 16, seed=2)
-    rule = LayerAttention(layer=1, scale=16**-0.5, window=window)
-    got = paged_attention(q_THD, pool, rule, AttentionPlans(batch, pool, dtype=torch.float32).of(rule))
-    torch.testing.assert_close(got, naive_attention(q_THD, pool, batch_rows, window), atol=1e-5, rtol=1e-5)
+    plans = AttentionPlans(batch, pool, dtype=torch.float32)
+    for layer, (num_heads, dim) in enumerate(pool.layout.heads):
+        pool.write(layer, slots, random(len(slots), num_heads, dim), random(len(slots), num_heads, dim, seed=1))
+        q_THD = random(batch.num_tokens, 8, dim, seed=2)
+        rule = LayerAttention(layer=layer, scale=dim**-0.5, window=window)
+        got = paged_attention(q_THD, pool, rule, plans.of(rule))
+        expected = naive_attention(q_THD, pool, layer, batch_rows, window)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_single_tokens_gather_little_padding(monkeypatch: pytest.MonkeyPatch) -> None:
