@@ -62,6 +62,11 @@ class HeadsConfig:
     draft_vocab_size: int = 0  # EAGLE-3: size of its own vocabulary
     eagle3: Eagle3Variant | None = None
 
+    @property
+    def kv_layers(self) -> tuple[tuple[int, int], ...]:
+        """KV heads, and numbers per row, of its own layers in the KV pool; see ModelConfig.kv_layers."""
+        return self.shape.kv_layers[-self.num_kv_layers :] if self.shape and self.num_kv_layers else ()
+
     def check_tensor_parallel(self, size: int) -> None:
         """Raise SpecError unless the heads can run on `size` ranks. Heads without KV run on rank 0 and always can."""
         if size == 1 or not self.num_kv_layers:
@@ -76,10 +81,10 @@ class HeadsConfig:
         """Return the bytes of features per block. itemsize: of the model's activations."""
         return model.hidden_size * itemsize if self.keeps_features else 0
 
-    def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, layer_bytes: int) -> int:
+    def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, spare_bytes: int) -> int:
         """Return the memory per rank beside the pool: features for max_running rows, and one spare block per row for
-        the heads' own layers. layer_bytes: of one block of one layer."""
-        return max_running * (STEPS_KEPT * model.hidden_size * itemsize + self.num_kv_layers * layer_bytes)
+        the heads' own layers. spare_bytes: bytes of one block of these layers."""
+        return max_running * (STEPS_KEPT * model.hidden_size * itemsize + spare_bytes)
 
 
 def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsConfig:
@@ -132,7 +137,9 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
     shape = model_config.parse(layer, directory / "config.json", architecture="LlamaForCausalLM")
     if shape.num_layers != 1:
         raise SpecError(f"{directory}: EAGLE heads of {shape.num_layers} layers are not supported; supported: 1")
-    for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
+    if not shape.can_keep_kv("int4"):
+        raise SpecError(f"{directory}: head_dim is {shape.head_dim}, and must be a multiple of 4")
+    for name in ("hidden_size", "vocab_size"):
         _check_same(directory, name, getattr(shape, name), getattr(model, name))
     _check_same(directory, "target_hidden_size", raw.get("target_hidden_size") or shape.hidden_size, model.hidden_size)
     draft_vocab_size = raw.get("draft_vocab_size") or model.vocab_size

@@ -165,6 +165,18 @@ class ModelConfig:
     per_layer_vocab_size: int = 0
 
     @property
+    def kv_layers(self) -> tuple[tuple[int, int], ...]:
+        """KV heads, and numbers per row of the KV cache, of each layer that has KV of its own."""
+        own = (layer for layer in self.layers if layer.kv_layer is None)
+        return tuple((layer.num_kv_heads, self.kv_dim if self.latent else layer.head_dim) for layer in own)
+
+    def pool_layer(self, index: int) -> int:
+        """Return the place in `kv_layers` of the keys and values that a layer reads."""
+        source = self.layers[index].kv_layer
+        source = index if source is None else source
+        return sum(layer.kv_layer is None for layer in self.layers[:source])
+
+    @property
     def kv_sides(self) -> int:
         """Rows per token and head in the KV cache: keys and values, or one latent for both."""
         return 1 if self.latent else 2
@@ -181,23 +193,24 @@ class ModelConfig:
 
     def can_keep_kv(self, dtype: str) -> bool:
         """Return True if the KV cache can be of `dtype`: int4 rotates heads, in parts of at least four numbers."""
-        return dtype != "int4" or (not self.latent and self.head_dim % 4 == 0)
+        return dtype != "int4" or (not self.latent and all(dim % 4 == 0 for _, dim in self.kv_layers))
 
     def layers_at(self, key: str, indices: Sequence[int]) -> tuple[int, ...]:
-        """Return the layers at these indices, ascending; negative ones count from the end. Raises SpecError.
+        """Return the layers with KV at these indices, ascending; negative ones count from the end. Raises SpecError.
 
         key: field of the spec.
         """
+        count = len(self.kv_layers)
         for index in indices:
-            if not -self.num_layers <= index < self.num_layers:
-                limits = f"[-{self.num_layers}, {self.num_layers})"
-                raise SpecError(f"{key}: layer {index} is out of range {limits} of {self.architecture}")
-        return tuple(sorted({index % self.num_layers for index in indices}))
+            if not -count <= index < count:
+                raise SpecError(f"{key}: layer {index} is out of range [-{count}, {count}) of {self.architecture}")
+        return tuple(sorted({index % count for index in indices}))
 
     def check_kv_dtype(self, key: str, dtype: str) -> None:
         """Raise SpecError unless the KV cache, or KV on the wire, can be of `dtype`. key: field of the spec."""
         if not self.can_keep_kv(dtype):
-            form = "stores latents" if self.latent else f"has a head_dim of {self.head_dim}, no multiple of 4"
+            dims = sorted({dim for _, dim in self.kv_layers if dim % 4})
+            form = "stores latents" if self.latent else f"has a head_dim of {dims[0]}, no multiple of 4"
             raise SpecError(f"{key}: {dtype} is not possible, because {self.architecture} {form}; use int8")
 
     def attention_scale(self, layer: int) -> float:
@@ -241,16 +254,18 @@ class ModelConfig:
         return self.experts.num_experts * self.experts.intermediate_size + self.experts.shared_size + beside
 
     def tensor_parallel_choices(self) -> list[int]:
-        """Return the possible sizes: query heads divide evenly, and KV heads divide or are replicated."""
+        """Return the possible sizes: query heads divide evenly, and each layer's KV heads divide or are replicated."""
         sizes = (size for size in range(1, self.num_q_heads + 1) if self.num_q_heads % size == 0)
-        return [size for size in sizes if self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0]
+        counts = {num_heads for num_heads, _ in self.kv_layers}
+        return [size for size in sizes if all(count % size == 0 or size % count == 0 for count in counts)]
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raise SpecError with the possible sizes unless `size` is one of them."""
         choices = self.tensor_parallel_choices()
         if size not in choices:
+            num_kv_heads = " or ".join(map(str, sorted({num_heads for num_heads, _ in self.kv_layers})))
             raise SpecError(
-                f"tensor_parallel: {size} does not fit {self.num_q_heads} query and {self.num_kv_heads} KV heads; "
+                f"tensor_parallel: {size} does not fit {self.num_q_heads} query and {num_kv_heads} KV heads; "
                 f"choose one of {', '.join(map(str, choices))}"
             )
 

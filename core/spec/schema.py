@@ -153,7 +153,8 @@ class KVSpec(_Section):
     """Data type in which a 16- or 32-bit pool is sent. `raw`: the pool's own. A quantized pool is always sent as it
     is."""
     unquantized_layers: list[int] = []
-    """Layers whose KV keeps the model's dtype in the pool and on the wire. `[0, -1]`: the first and the last."""
+    """Layers whose KV keeps the model's dtype in the pool and on the wire. `[0, -1]`: the first and the last. Layers
+    that read another layer's KV do not count."""
     host_link: LinkName = "tcp"
     """Transport of blocks between ranks without GPUs. Between GPUs it is NCCL, unless this is `nixl`, which serves both
     and needs its package on every node (`pip install nixl`)."""

@@ -91,26 +91,27 @@ def num_long_rows(batch: Batch) -> int:
 
 
 def quickest_way(kernels: Kernels, layout: KVLayout, num_heads: int, measured: MeasuredWays) -> str:
-    """Return the fastest way to attend to long rows on this machine: KERNELS, TILES or TORCH."""
+    """Return the fastest way to attend to long rows on this machine: KERNELS, TILES or TORCH.
+
+    Measures the first layer's heads.
+    """
     num_queries, context = _MEASURED
+    num_kv_heads, dim = layout.heads[0]
     pool = KVPool(
-        replace(layout, num_layers=1, plain_layers=()),
+        replace(layout, num_layers=1, num_kv_heads=layout.kv_heads[0], head_dim=dim, plain_layers=()),
         num_blocks=-(-context // layout.block_size),
         device=torch.device("cpu"),
     )
     row = Row([0] * num_queries, start=context - num_queries, blocks=range(pool.num_blocks), num_logits=0)
     batch = Batch.of([row], block_size=layout.block_size)
-    angles = [(torch.ones(num_queries, 1, layout.head_dim // 2),) * 2]
+    angles = [(torch.ones(num_queries, 1, dim // 2),) * 2]
     heads: dict[str, CompiledHeads] = {KERNELS: CompiledHeads(kernels, batch, pool, angles)}
     if kernels.has_tiles:
         heads[TILES] = CompiledHeads(kernels, batch, pool, angles, by_tiles=True)
     heads[TORCH] = SharedHeads(kernels, batch, pool, angles)
-    attention = LayerAttention(layer=0, scale=layout.head_dim**-0.5)
-    q_THD = torch.ones(num_queries, num_heads, layout.head_dim, dtype=torch.bfloat16)
-    workload = (
-        f"ATTEND {num_queries} of {context}, {num_heads} heads on {layout.heads_per_rank} of {layout.head_dim}, "
-        f"{layout.dtype}"
-    )
+    attention = LayerAttention(layer=0, scale=dim**-0.5)
+    q_THD = torch.ones(num_queries, num_heads, dim, dtype=torch.bfloat16)
+    workload = f"ATTEND {num_queries} of {context}, {num_heads} heads on {num_kv_heads} of {dim}, {layout.dtype}"
     ways = {way: partial(backend.attend, attention, q_THD) for way, backend in heads.items()}
     return measured.quickest(workload, ways)
 
@@ -181,7 +182,7 @@ def store_kv(
 def rotary_call(pool: KVPool, attention: LayerAttention, heads_TND: Tensor) -> RotaryCall:
     """Build the call that norms and rotates queries and keys in place and writes keys and values to the pool."""
     call = RotaryCall(kind=Kind.ROTATE, pool=_view(pool, attention.layer), heads=heads_TND.data_ptr())
-    call.q_heads = heads_TND.shape[1] - 2 * pool.layout.heads_per_rank
+    call.q_heads = heads_TND.shape[1] - 2 * pool.layout.heads[attention.layer].num_heads
     q_norm, k_norm = attention.q_norm, attention.k_norm
     if q_norm is not None and k_norm is not None:
         call.q_norm, call.k_norm, call.eps = q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps
@@ -210,7 +211,7 @@ def _view(pool: KVPool, layer: int) -> PoolView:
         codes=codes.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),
         coding=Coding.of(codes.dtype),
-        kv_heads=layout.heads_per_rank,
+        kv_heads=layout.heads[layer].num_heads,
         block_size=layout.block_size,
-        head_dim=layout.head_dim,
+        head_dim=layout.heads[layer].head_dim,
     )

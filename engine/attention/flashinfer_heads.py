@@ -89,7 +89,7 @@ class FlashInfer:
             _begins(counts_R),
             pages,
             torch.from_numpy(((batch.context_lens - 1) % layout.block_size + 1).astype(np.int32)),
-            *(self._num_q_heads, layout.heads_per_rank, layout.head_dim, layout.block_size),
+            *(self._num_q_heads, *layout.heads[0], layout.block_size),
             causal=True,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
@@ -150,22 +150,26 @@ def find_flashinfer(
 def is_possible(pool: KVPool, *, dtype: torch.dtype) -> bool:
     """Return True if FlashInfer supports this pool and dtype."""
     layout = pool.layout
-    return layout.torch_dtype == dtype and dtype in _DTYPES and layout.head_dim in _HEAD_DIMS and layout.num_sides == 2
+    if len({*layout.heads}) > 1:
+        # A plan is for heads of one shape.
+        return False
+    is_known = dtype in _DTYPES and layout.heads[0].head_dim in _HEAD_DIMS
+    return is_known and layout.torch_dtype == dtype and layout.num_sides == 2
 
 
 def prompt_seconds(
     flashinfer: FlashInfer, pool: KVPool, *, num_q_heads: int, dtype: torch.dtype, seconds: Seconds
 ) -> tuple[float, float]:
     """Return the seconds of one layer's prompt attention with our kernels and with FlashInfer."""
-    layout, device = pool.layout, pool.device
+    layout, device, dim = pool.layout, pool.device, pool.layout.heads[0].head_dim
     num_tokens = min(_TRIED_TOKENS, pool.num_blocks * layout.block_size)
     blocks = list(range(-(-num_tokens // layout.block_size)))
     batch = Batch.of([Row([0] * num_tokens, 0, blocks, num_logits=1)], block_size=layout.block_size)
-    q_THD = torch.randn(num_tokens, num_q_heads, layout.head_dim, dtype=dtype, device=device)
-    angles = torch.zeros(num_tokens, 1, layout.head_dim // 2, dtype=dtype, device=device)
+    q_THD = torch.randn(num_tokens, num_q_heads, dim, dtype=dtype, device=device)
+    angles = torch.zeros(num_tokens, 1, dim // 2, dtype=dtype, device=device)
     ours = KernelHeads(DeviceBatch.of(batch, device), pool, [(angles, angles)])
     theirs = flashinfer.heads(batch, ours)
-    attention = LayerAttention(layer=0, scale=layout.head_dim**-0.5)
+    attention = LayerAttention(layer=0, scale=dim**-0.5)
     ours_s, theirs_s = (seconds(partial(heads.attend, attention, q_THD)) for heads in (ours, theirs))
     return ours_s, theirs_s
 

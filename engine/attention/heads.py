@@ -45,7 +45,7 @@ class TorchHeads:
         self._plans = AttentionPlans(batch, pool, dtype=angles[0][0].dtype)
 
     def store(self, attention: LayerAttention, heads_TND: Tensor) -> Tensor:
-        num_kv = self._pool.layout.heads_per_rank
+        num_kv = self._pool.layout.heads[attention.layer].num_heads
         num_q = heads_TND.shape[1] - 2 * num_kv
         cos_T1F, sin_T1F = self._angles[attention.rope]
         if attention.q_norm is not None and attention.k_norm is not None:

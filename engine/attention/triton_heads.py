@@ -38,8 +38,8 @@ class KernelHeads:
         self._batch = batch
         self._pool = pool
         self._angles = angles
-        # By window.
-        self._splits: dict[int | None, Splits] = {}
+        # By window and number of KV heads.
+        self._splits: dict[tuple[int | None, int], Splits] = {}
         self._gathered: GatheredRows | None = None
         if batch.prompts and is_worth_gathering(batch.prompts, pool, angles[0][0].dtype):
             self._gathered = GatheredRows.of(batch.prompts, pool)
@@ -65,7 +65,7 @@ class KernelHeads:
                 *self._pool.layer(layer),
                 query_groups=query_groups,
                 window=window,
-                splits=self._splits_of(window),
+                splits=self._splits_of(attention),
                 out_THD=out_THD,
             )
         if self._gathered and window is None:
@@ -98,24 +98,26 @@ class KernelHeads:
             out_THW=out_THD,
         )
 
-    def _splits_of(self, window: int | None) -> Splits:
-        if window not in self._splits:
+    def _splits_of(self, attention: LayerAttention) -> Splits:
+        window, num_kv_heads = key = attention.window, self._pool.layout.heads[attention.layer].num_heads
+        if key not in self._splits:
             query_groups = self._batch.query_groups
             assert query_groups is not None
-            self._splits[window] = Splits.of(
+            self._splits[key] = Splits.of(
                 query_groups.contexts_U,
                 window=window_of_query_groups(window, query_groups.most),
-                num_heads=self._pool.layout.heads_per_rank,
+                num_heads=num_kv_heads,
                 longest=query_groups.longest,
                 resident=resident_programs(has_scales=self._pool.layout.has_scales),
             )
-        return self._splits[window]
+        return self._splits[key]
 
 
 def is_worth_gathering(prompts: PromptRows, pool: KVPool, dtype: torch.dtype) -> bool:
     """Return True if gathering the prompts' keys first is faster. dtype: dtype of the queries."""
     layout, num_keys = pool.layout, sum(prompts.context_lens)
-    if 2 * num_keys * layout.heads_per_rank * layout.head_dim * dtype.itemsize > MOST_GATHERED_BYTES:
+    largest = max(num_heads * dim for num_heads, dim in {*layout.heads})
+    if 2 * num_keys * largest * dtype.itemsize > MOST_GATHERED_BYTES:
         return False
     seen = sum(queries * keys for queries, keys in zip(prompts.query_lens, prompts.context_lens, strict=True))
     return seen >= num_keys * (MIN_QUERIES_OF_CODES if layout.has_scales else MIN_QUERIES)

@@ -50,7 +50,7 @@ class DecoderLayer:
         prefix, layer = f"model.layers.{index}", config.layers[index]
         attention, dim = f"{prefix}.self_attn", layer.head_dim
         q_first, q_end = reader.parallel.span(config.num_q_heads)
-        kv_first, kv_end = layout.head_range(reader.parallel.rank)
+        kv_first, kv_end = layout.head_range(index, rank=reader.parallel.rank)
         q_rows, kv_rows = (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
         rows = {f"{attention}.q_proj": q_rows} | {f"{attention}.{name}": kv_rows for name in _kv_names(layer)}
         names = mlp_norms(config)

@@ -123,7 +123,8 @@ class Transformer:
             self._compiled_head = CompiledHead(reader.kernels, self._head, self._norm)
         q_first, q_end = reader.parallel.span(config.num_q_heads)
         # Per query group (engine/kernels/attention/query_groups.py). Latent attention fills a tile with one query.
-        self.most_queries = 1 if config.latent else most_queries(q_end - q_first, layout.heads_per_rank)
+        fewest_kv_heads = min(heads.num_heads for heads in layout.heads)
+        self.most_queries = 1 if config.latent else most_queries(q_end - q_first, fewest_kv_heads)
         self._flashinfer: FlashInfer | None = None
         # Backend for long rows.
         self._way = KERNELS

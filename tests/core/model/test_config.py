@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,23 @@ def test_tensor_parallel_sizes(tmp_path: Path) -> None:
         config.check_tensor_parallel(3)
     smollm2 = model_config.load(write(tmp_path, num_attention_heads=9, num_key_value_heads=3))
     assert smollm2.tensor_parallel_choices() == [1, 3, 9]
+
+
+def test_unlike_layers_with_kv(tmp_path: Path) -> None:
+    """Every layer's KV heads divide or are replicated; a layer that reads another one's KV does not count."""
+    alike = model_config.load(write(tmp_path))
+    assert alike.kv_layers == ((4, 8), (4, 8))
+    config = replace(alike, num_layers=4, layer_heads=((6, 8), (4, 16), (4, 16), (5, 6)), num_kv_layers=3)
+    assert config.kv_layers == ((6, 8), (4, 16), (4, 16))
+    assert config.tensor_parallel_choices() == [1, 2, 12]
+    with pytest.raises(SpecError, match=r"tensor_parallel: 4 does not fit 12 query and 4 or 6 KV heads; .* 1, 2, 12"):
+        config.check_tensor_parallel(4)
+    assert config.layers_at("kv.unquantized_layers", [-1, 0]) == (0, 2)
+    with pytest.raises(SpecError, match=r"layer 3 is out of range \[-3, 3\)"):
+        config.layers_at("kv.unquantized_layers", [3])
+    config.check_kv_dtype("kv.pool_dtype", "int4")
+    with pytest.raises(SpecError, match="int4 is not possible, because LlamaForCausalLM has a head_dim of 6"):
+        replace(config, num_kv_layers=None).check_kv_dtype("kv.pool_dtype", "int4")
 
 
 def test_sizes(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def test_mixed_step_equals_torch(
     """Two prompts, one of them a chunk as short as a few query groups, with two single tokens between them."""
     for name in ("MIN_QUERIES", "MIN_QUERIES_OF_CODES") if is_gathered else ():
         monkeypatch.setattr(triton_heads, name, 1)
-    layout = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=32, block_size=8, dtype=dtype)
+    layout = KVLayout(model="m", num_layers=2, num_kv_heads=(4, 2), head_dim=(16, 32), block_size=8, dtype=dtype)
     spans = [(0, 19, [3, 1, 7]), (12, 13, [5, 0]), (8, 20, [2, 4, 6]), (0, 1, [8])]
     rows = [Row(token_ids=[0] * (end - start), start=start, blocks=b, num_logits=1) for start, end, b in spans]
     batch = Batch.of(rows, block_size=8)

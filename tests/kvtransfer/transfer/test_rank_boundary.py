@@ -58,8 +58,8 @@ _HELLO = pb.Hello(
 _OPEN = pb.OpenRequest(handoff="h", num_tokens=_NUM_TOKENS, max_tokens=_NUM_TOKENS, block_ids=[3, 1, 8])
 
 
-def _config() -> LinkConfig:
-    pool = KVPool(_LAYOUT, num_blocks=_NUM_BLOCKS, device=torch.device("cpu"))
+def _config(layout: KVLayout = _LAYOUT) -> LinkConfig:
+    pool = KVPool(layout, num_blocks=_NUM_BLOCKS, device=torch.device("cpu"))
     return LinkConfig(
         rank=0,
         identity=in_clear(named("decode-0")),
@@ -105,13 +105,13 @@ class ServedRank:
 
 
 @asynccontextmanager
-async def _rank() -> AsyncIterator[ServedRank]:
+async def _rank(layout: KVLayout = _LAYOUT) -> AsyncIterator[ServedRank]:
     loop, servicer = asyncio.get_running_loop(), RankServicer()
 
     def landed(landing: Landing) -> None:
         loop.call_soon_threadsafe(rank.landings.put_nowait, landing)
 
-    receiver = servicer.receiver = Receiver(_config(), rendezvous=servicer.rendezvous, on_landed=landed)
+    receiver = servicer.receiver = Receiver(_config(layout), rendezvous=servicer.rendezvous, on_landed=landed)
     server = aio.server()
     rpc.add_RankServicer_to_server(servicer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -195,6 +195,16 @@ async def test_an_announcement_that_cannot_be_meant_ends_its_own_link(frame: pb.
         await rank.stub.Open(_OPEN, timeout=10)
         assert await rank.hears(pb.SenderFrame(hello=_HELLO), frame) == ["welcome"]
         assert not any(codes.any() for codes in rank.receiver.config.pool.codes)
+
+
+async def test_a_segment_of_layers_that_its_sender_has_no_heads_for_ends_the_link() -> None:
+    """Rank 1 of 4 sends a head of the first layer; rank 0 sends the only head of the second."""
+    layout = replace(_LAYOUT, num_kv_heads=(4, 1))
+    hello = pb.Hello.FromString(_HELLO.SerializeToString())
+    hello.layout, hello.sender_rank, hello.sender_ranks = layout.fingerprint, 1, 4
+    async with _rank(layout) as rank:
+        await rank.stub.Open(_OPEN, timeout=10)
+        assert await rank.hears(pb.SenderFrame(hello=hello), _segment(first_layer=1, num_bytes=0)) == ["welcome"]
 
 
 async def test_payloads_that_are_announced_and_never_come_do_not_pile_up() -> None:

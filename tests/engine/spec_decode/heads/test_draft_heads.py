@@ -263,14 +263,15 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(
     ("kind", "changes", "complaint"),
     [
-        ("eagle", {"num_key_value_heads": 4}, "num_kv_heads is 4, and the model's is 2"),
-        ("eagle", {"head_dim": 8}, "head_dim is 8, and the model's is 16"),
+        ("eagle", {"num_key_value_heads": 4}, "wrong shape: midlayer.self_attn.k_proj.weight"),
+        ("eagle", {"head_dim": 8}, "wrong shape: midlayer.self_attn.k_proj.weight"),
+        ("eagle", {"head_dim": 6}, "head_dim is 6, and must be a multiple of 4"),
         ("eagle", {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not EAGLE-3"),
         ("eagle", {"num_hidden_layers": 2}, "heads of 2 layers are not supported"),
         ("eagle", {"draft_vocab_size": 41}, "wrong shape: lm_head.weight"),
         ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "must be three different ones"),
         ("eagle1", {"num_attention_heads": 2}, "wrong shape: layers.0.self_attn.q_proj.weight"),
-        ("eagle1", {"num_key_value_heads": 4}, "num_kv_heads is 4, and the model's is 2"),
+        ("eagle1", {"num_key_value_heads": 4}, "wrong shape: layers.0.self_attn.k_proj.weight"),
         ("eagle1", {"architectures": ["LlamaForCausalLMEagle3"]}, "missing: midlayer."),
         ("eagle1", {"num_hidden_layers": 2}, "heads of 2 layers are not supported"),
         ("mtp", {"num_nextn_predict_layers": 0}, "DeepseekV3ForCausalLM has none; choose another"),
