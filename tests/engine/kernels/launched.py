@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import Tensor
 
@@ -49,7 +51,7 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setattr(module, name, launch)
 
-    def of(contexts_R: Tensor, *, window: int | None, **more: int) -> Splits:
-        return share_out(contexts_R, window=window, num_programs=3)
+    def of(contexts_R: Tensor, *, num_heads: int, longest: int, resident: int, **seen: Any) -> Splits:
+        return share_out(contexts_R, **seen, num_programs=3)
 
     monkeypatch.setattr(Splits, "of", of)
