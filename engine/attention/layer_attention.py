@@ -21,6 +21,8 @@ class LayerAttention:
 
     # Layer of the pool. Several layers of a model may share its keys and values; the first of them stores them.
     layer: int
+    # False: another layer stores the keys and values, and this one computes only queries.
+    stores: bool = True
     # Factor of the scores; by default 1 / sqrt(D).
     scale: float
     # A token attends to itself and to window - 1 tokens before it.
@@ -32,9 +34,10 @@ class LayerAttention:
     sinks_H: Tensor | None = None
     # Index of the step's angles; see Angles.
     rope: int = 0
-    # Norms of each head before the rotation.
+    # Norms of each head, before the rotation.
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    v_norm: RMSNorm | None = None
 
 
 # Cosines and sines (T, 1, F) of a step's tokens, for each kind of rotation in the model. F may be less than D / 2: the
