@@ -9,12 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.kernels.gated_mul import SILU
 from engine.kernels.moe.expert_tiles import Tiles
 from engine.kernels.moe.fused_experts import fused_experts
 from engine.kernels.moe.quantized_experts import coded_experts
 from engine.kernels.quant.code_panels import CodePanels
 from engine.layers.int8_matrix import Int8Matrix
-from engine.layers.layers import GatedSiLU, Linear, Matrix, TorchMatrix
+from engine.layers.layers import Linear, Matrix, TorchMatrix
 from engine.layers.low_bit_matrix import CodedMatrix
 
 # T tokens, E hidden_size, I features of one expert, X experts, C experts per token, N = T * C choices
@@ -45,7 +46,7 @@ class Expert:
     down: Matrix
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        return self.down.multiply(self.gate_up(x_TE), before=GatedSiLU())
+        return self.down.multiply(self.gate_up(x_TE), before=SILU)
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.model.shape import ExpertsConfig, ModelConfig
+from engine.kernels.gated_mul import SILU
 from engine.kernels.moe.expert_router import RoutedTokens
 from engine.kernels.moe.expert_sum import ExpertSum
-from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.expert_bank import Bank, Expert, ExpertList, ExpertSlots
@@ -102,9 +103,9 @@ class SharedExpert:
     def __call__(self, normed_TE: Tensor, x: Residual) -> None:
         gate_up_TI = self.gate_up(normed_TE)
         if self.gate_1E is None:
-            x.add_product(self.down, gate_up_TI, before=GatedSiLU())
+            x.add_product(self.down, gate_up_TI, before=SILU)
         else:
-            x.add_product(self.down, GatedSiLU()(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid())
+            x.add_product(self.down, SILU(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid())
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from core.model.shape import ModelConfig
-from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.kernels.gated_mul import SILU, GatedActivation
+from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.weights.checkpoint import Shape
@@ -14,11 +15,12 @@ from engine.weights.checkpoint import Shape
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """Gated MLP x + down(silu(gate(norm(x))) * up(norm(x)))."""
+    """Gated MLP x + down(act(gate(norm(x))) * up(norm(x)))."""
 
     # Rows: gate, up.
     gate_up: Linear
     down: RowParallelLinear
+    activation: GatedActivation = SILU
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int | str) -> GatedMLP:
@@ -31,7 +33,7 @@ class GatedMLP:
         )
 
     def __call__(self, x: Residual, *, norm: RMSNorm) -> None:
-        x.add_product(self.down, x.into(self.gate_up, norm=norm), before=GatedSiLU())
+        x.add_product(self.down, x.into(self.gate_up, norm=norm), before=self.activation)
 
     @property
     def is_fixed(self) -> bool:

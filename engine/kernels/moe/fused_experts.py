@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from engine.kernels.gated_mul import gated_mul
 from engine.kernels.language import cdiv, jit, tl
 from engine.kernels.moe.expert_tiles import Tiles, rows_of_tiles, sort_into_tiles
-from engine.kernels.silu_mul import silu_mul
 
 # T tokens, C choices per token, N = T * C choices, E hidden_size, X experts, I features of one expert
 
@@ -66,7 +66,7 @@ def reference_fused_experts(
     out_TCE = x_TE.new_empty(*chosen_TC.shape, x_TE.shape[1])
     for expert in sorted(set(chosen_TC.flatten().tolist())):
         token, choice = (chosen_TC == expert).nonzero(as_tuple=True)
-        out_TCE[token, choice] = silu_mul(x_TE[token] @ gate_up_X2IE[expert].T) @ down_XEI[expert].T
+        out_TCE[token, choice] = gated_mul(x_TE[token] @ gate_up_X2IE[expert].T) @ down_XEI[expert].T
     return out_TCE
 
 
@@ -177,7 +177,7 @@ def _gate_up(
         a = _part(row, start, k[None, :], K, BLOCK_K)
         gate = tl.dot(a, _part(gate_row, start, k[:, None], K, BLOCK_K), gate, input_precision="ieee")
         up = tl.dot(a, _part(gate_row + F * K, start, k[:, None], K, BLOCK_K), up, input_precision="ieee")
-    # As silu_mul: applied to products rounded to the model's dtype.
+    # As gated_mul: applied to products rounded to the model's dtype.
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     up = up.to(out.dtype.element_ty).to(tl.float32)
     result = gate / (1.0 + tl.exp(-gate)) * up

@@ -1,6 +1,6 @@
 """Fused MoE with low-bit weights: the result of fused_experts.py, with products as in quantized_matmul.py.
 
-Three kernels after the sorting: gate and up of all choices, silu_mul, down.
+Three kernels after the sorting: gate and up of all choices, gated_mul, down.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.gated_mul import launch_gated_mul
 from engine.kernels.moe.expert_tiles import Tiles, rows_of_tiles, sort_into_tiles
 from engine.kernels.moe.fused_experts import reference_fused_experts
 from engine.kernels.quant.code_panels import CodePanels, numbers_of
 from engine.kernels.quant.quantized_matmul import launch_expert_product, most_rows_of_experts
-from engine.kernels.silu_mul import launch_silu_mul
 
 # T tokens, C choices per token, E hidden_size, X experts, I features of one expert
 
@@ -53,6 +53,6 @@ def launch_coded_experts(
     gate_up_N2I = launch_expert_product(
         x_TE.contiguous(), gate_up, choice_P, expert_B, num_choices, of_each=chosen_TC.shape[1]
     )
-    features_NI = launch_silu_mul(gate_up_N2I)
+    features_NI = launch_gated_mul(gate_up_N2I)
     out_NE = launch_expert_product(features_NI, down, choice_P, expert_B, num_choices, of_each=1)
     return out_NE.view(*chosen_TC.shape, x_TE.shape[1])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.attention import triton_heads as heads
 from engine.attention import triton_latent_heads as latent_heads
+from engine.kernels import gated_mul
 from engine.kernels.attention.absorb_queries import launch_absorb_queries
 from engine.kernels.attention.decode_attention import launch_decode_attention
 from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
@@ -18,13 +19,13 @@ from engine.kernels.attention.latent_attention import launch_latent_decode_atten
 from engine.kernels.attention.prefill_attention import launch_prefill_attention
 from engine.kernels.attention.store_heads import launch_store_heads
 from engine.kernels.attention.store_latents import launch_store_latents
+from engine.kernels.gated_mul import launch_gated_mul
 from engine.kernels.moe import fused_experts
 from engine.kernels.moe.expert_router import launch_route
 from engine.kernels.moe.expert_tiles import launch_sort_into_tiles
 from engine.kernels.moe.fused_experts import launch_fused_experts
 from engine.kernels.moe.top_k import launch_choose_experts
 from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
-from engine.kernels.silu_mul import launch_silu_mul
 from engine.layers import layers
 from engine.model import expert_bank, routing
 
@@ -47,7 +48,7 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (heads, "gather_rows", launch_gather_rows),
         (layers, "rms_norm", launch_rms_norm),
         (layers, "add_rms_norm", launch_add_rms_norm),
-        (layers, "silu_mul", launch_silu_mul),
+        (gated_mul, "gated_mul", launch_gated_mul),
     ):
         monkeypatch.setattr(module, name, launch)
 
