@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -49,7 +50,7 @@ class LayerAttention:
 
     def is_plain(self, head_dim: int) -> bool:
         """Return True for softmax(q k / sqrt(D)) v over all keys, as other libraries compute it."""
-        return self.rule == AttentionRule(scale=head_dim**-0.5)
+        return replace(self.rule, scale=1.0) == AttentionRule(scale=1.0) and math.isclose(self.scale, head_dim**-0.5)
 
 
 # Cosines and sines (T, 1, F) of a step's tokens, for each kind of rotation in the model. F may be less than D / 2: the

@@ -215,9 +215,8 @@ class Transformer:
         """Choose the fastest prompt-attention backend for this pool, on a GPU."""
         config = self._config
         if (
-            config.latent
-            or set(config.sliding_windows) != {None}
-            or not is_possible(pool, dtype=self._norm.weight.dtype)
+            not is_possible(pool, dtype=self._norm.weight.dtype)
+            or not any(layer.attention.is_plain(config.head_dim) for layer in self._layers)
         ):
             return
         first, end = self._parallel.span(config.num_q_heads)

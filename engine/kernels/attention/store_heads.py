@@ -194,11 +194,17 @@ def _turned(
         y = tl.load(rows + other[None, :], mask=mask, other=0.0).to(tl.float32)
     if weight is not None:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, axis=1, keep_dims=True) / D + eps)
-        x_weight = tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
-        x = ((x * scale).to(dtype).to(tl.float32) * x_weight).to(dtype).to(tl.float32)
+        x = _weighed(x * scale, tl.load(weight + d, mask=d < D, other=0.0), dtype)
         if F > 0:
-            y_weight = tl.load(weight + other, mask=d < D, other=0.0).to(tl.float32)[None, :]
-            y = ((y * scale).to(dtype).to(tl.float32) * y_weight).to(dtype).to(tl.float32)
+            y = _weighed(y * scale, tl.load(weight + other, mask=d < D, other=0.0), dtype)
     if F == 0:
         return x.to(dtype)
     return (x * c[None, :] + y * s[None, :]).to(dtype)
+
+
+@jit
+def _weighed(x: tl.tensor, weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Multiply by a norm's weight, with the roundings of rms_norm.py."""
+    if weight.dtype != tl.float32:
+        x = x.to(dtype).to(tl.float32)
+    return (x * weight.to(tl.float32)[None, :]).to(dtype).to(tl.float32)

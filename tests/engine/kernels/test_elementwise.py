@@ -41,11 +41,11 @@ def test_rms_norm_of_heads_inside_a_fused_projection() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 64), (7, 9, 64), (3, 5, 80)])
-def test_rotate_equals_torch(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    num_tokens, num_heads, dim = shape
+@pytest.mark.parametrize("shape", [(1, 1, 64, 64), (7, 9, 64, 64), (3, 5, 80, 80), (3, 5, 80, 24), (2, 3, 64, 0)])
+def test_rotate_equals_torch(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    num_tokens, num_heads, dim, rotated = shape
     x = random(num_tokens, num_heads + 2, dim, dtype=dtype)[:, 1:-1]
-    angles = random(num_tokens, 1, dim // 2, seed=5)
+    angles = random(num_tokens, 1, rotated // 2, seed=5)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     bound = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     torch.testing.assert_close(launch_rotate(x, cos, sin), reference_rotate(x, cos, sin), **bound)
