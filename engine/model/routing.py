@@ -47,6 +47,7 @@ class Routing:
         bias_X = reader.checkpoint.read(f"{name}.e_score_correction_bias") if config.scores == "sigmoid" else None
         rule = ChoiceRule(
             num_choices=config.num_per_token,
+            scores=config.scores,
             num_groups=config.num_groups,
             num_groups_per_token=config.num_groups_per_token,
             normalizes_weights=config.normalizes_weights,

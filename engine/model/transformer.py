@@ -214,9 +214,8 @@ class Transformer:
     def choose_prompt_heads(self, pool: KVPool) -> None:
         """Choose the fastest prompt-attention backend for this pool, on a GPU."""
         config = self._config
-        if (
-            not is_possible(pool, dtype=self._norm.weight.dtype)
-            or not any(layer.attention.is_plain(config.head_dim) for layer in self._layers)
+        if not is_possible(pool, dtype=self._norm.weight.dtype) or not any(
+            layer.attention.is_plain(config.head_dim) for layer in self._layers
         ):
             return
         first, end = self._parallel.span(config.num_q_heads)

@@ -63,9 +63,7 @@ class Splits:
         processors = torch.cuda.get_device_properties(contexts_R.device).multi_processor_count
         target = processors * resident // num_heads
         possible = len(contexts_R) * cdiv(cdiv(longest, KEYS), _MIN_BLOCKS)
-        return share_out(
-            contexts_R, window=window, chunk=chunk, most=most, num_programs=max(1, min(target, possible))
-        )
+        return share_out(contexts_R, window=window, chunk=chunk, most=most, num_programs=max(1, min(target, possible)))
 
 
 def share_out(
