@@ -33,11 +33,11 @@ from engine.kernels.attention.prefill_attention import prefill_attention
 from engine.kernels.attention.query_groups import QueryGroups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
 from engine.kernels.attention.rotary import rotate
+from engine.kernels.gated_mul import gated_mul
 from engine.kernels.kv_wire import pack_kv, unpack_kv
 from engine.kernels.moe.fused_experts import fused_experts
 from engine.kernels.quant.row_quantization import quantize_rows
 from engine.kernels.rms_norm import add_rms_norm
-from engine.kernels.silu_mul import silu_mul
 from engine.kv.layout import DTYPES
 
 # T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
@@ -181,7 +181,7 @@ def elementwise(device: torch.device) -> list[Case]:
     return [
         ("add_rms_norm", lambda: add_rms_norm(x, update, weight, 1e-5), 4 * x.nbytes, "bytes"),
         ("rotate", lambda: rotate(heads, cos, sin), 2 * x.nbytes + 2 * cos.nbytes, "bytes"),
-        ("silu_mul", lambda: silu_mul(gate_up), 1.5 * gate_up.nbytes, "bytes"),
+        ("gated_mul", lambda: gated_mul(gate_up), 1.5 * gate_up.nbytes, "bytes"),
     ]
 
 

@@ -1,8 +1,8 @@
 """Attention of steps with prompts by FlashInfer (`pip install flashinfer-python`), if installed and faster.
 
 Ye et al. 2025, arXiv:2501.01005. Its layout HND, (blocks, 2, heads, block size, head_dim), is our pool's layout.
-It computes all rows of steps with a prompt, for pools in the queries' dtype, full contexts and supported head sizes.
-Our kernels store the KV. Not yet run on a GPU here: tests use a stand-in with its signatures.
+It computes all rows of steps with a prompt, for pools in the queries' dtype, plain attention and supported head sizes.
+Our kernels store the KV and compute the other layers. Not yet run on a GPU here: tests use a stand-in with its signatures.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class FlashInfer:
             self._wrappers.append((library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND"), self._streams.mark()))
 
     def heads(self, batch: Batch, kernels: Heads) -> Heads:
-        """Return the backend of one step. kernels: our backend, which stores the KV."""
+        """Return the backend of one step. kernels: our backend, which stores the KV and computes other layers."""
         layout = self._pool.layout
         wrapper, planned = self._wrappers.popleft()
         # Planning overwrites the host memory that the last plan is copied from.
@@ -99,7 +99,7 @@ class FlashInfer:
 
 
 class FlashInferHeads:
-    """Implements engine.attention.heads.Heads for full contexts."""
+    """Implements engine.attention.heads.Heads: FlashInfer for layers of plain attention, our kernels for others."""
 
     def __init__(self, wrapper: Wrapper, pool: KVPool, kernels: Heads) -> None:
         self._wrapper = wrapper
@@ -110,6 +110,8 @@ class FlashInferHeads:
         return self._kernels.store(attention, heads_TND)
 
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
+        if not attention.is_plain(q_THD.shape[-1]):
+            return self._kernels.attend(attention, q_THD)
         q_THD = q_THD.contiguous()
         return self._wrapper.run(q_THD, self._pool.codes[attention.layer], out=torch.empty_like(q_THD))
 

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.model.shape import Activation
+from engine.kernels.gated_mul import GatedActivation
 from engine.kernels.moe.expert_sum import ExpertSum
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
-from engine.kernels.silu_mul import silu_mul
 from engine.runner.parallel import TensorParallel
 
 # T tokens, I input features, O output features, V vocabulary rows of this rank
@@ -86,7 +85,6 @@ class Linear:
     bias_O: Tensor | None = None
 
     def __call__(self, x_TI: Tensor, *, before: Before | None = None) -> Tensor:
-        x_TI, before = computed_first(x_TI, before)
         return self.matrix.multiply(x_TI, bias_O=self.bias_O, before=before)
 
 
@@ -99,18 +97,10 @@ class RowParallelLinear:
     parallel: TensorParallel
 
     def __call__(self, x_TI: Tensor, *, before: Before | None = None, residual_TO: Tensor | None = None) -> Tensor:
-        x_TI, before = computed_first(x_TI, before)
         if self.parallel.size == 1:
             return self.matrix.multiply(x_TI, bias_O=self.bias_O, before=before, residual_TO=residual_TO)
         product_TO = self.parallel.all_reduce(self.matrix.multiply(x_TI, bias_O=self.bias_O, before=before))
         return product_TO if residual_TO is None else residual_TO + product_TO
-
-
-def computed_first(x_TI: Tensor, before: Before | None) -> tuple[Tensor, Before | None]:
-    """Compute an operation that matrices cannot fuse."""
-    if isinstance(before, Gated) or (isinstance(before, RMSNorm) and before.rounds_late):
-        return before(x_TI), None
-    return x_TI, before
 
 
 def is_plain(*parts: Linear | RowParallelLinear) -> bool:
@@ -150,69 +140,30 @@ class Embedding:
 class RMSNorm:
     """RMS norm, x / rms(x) * weight over the last dimension; Zhang and Sennrich 2019, arXiv:1910.07467.
 
-    Rounds where transformers does: to the activations' dtype before the weight is applied, or with `rounds_late`
-    (Gemma) once, after it.
+    Rounds where transformers does: to the activations' dtype before the weight is applied, or once after it.
     """
 
-    # In the activations' dtype; fp32 if it rounds late.
+    # fp32 if the norm rounds once; Gemma's includes the 1 of (1 + weight).
     weight: Tensor
     eps: float
-    rounds_late: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.rounds_late:
-            return (F.rms_norm(x.float(), (x.shape[-1],), eps=self.eps) * self.weight).to(x.dtype)
         return rms_norm(x, self.weight, self.eps)
 
     def of_sum(
         self, x_TE: Tensor, update_TE: Tensor | None, *, experts: ExpertSum | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the sum (x + experts) + update, and its norm."""
-        if self.rounds_late:
-            x_TE = x_TE if experts is None else x_TE + experts.total()
-            x_TE = x_TE if update_TE is None else x_TE + update_TE
-            return x_TE, self(x_TE)
         return add_rms_norm(x_TE, update_TE, self.weight, self.eps, experts=experts)
 
-
-@dataclass(frozen=True)
-class GatedSiLU:
-    """Gated SiLU, silu(gate) * up; the gate is the first half of the features and up the second."""
-
-    def __call__(self, gate_up_TI: Tensor) -> Tensor:
-        return silu_mul(gate_up_TI)
+    @property
+    def rounds_late(self) -> bool:
+        """True if the result is rounded once, after the weight is applied."""
+        return self.weight.dtype == torch.float32
 
 
-@dataclass(frozen=True)
-class Gated:
-    """Gated activation of any kind; gate and up as in GatedSiLU."""
-
-    activation: Activation
-
-    def __call__(self, gate_up_TI: Tensor) -> Tensor:
-        gate_TI, up_TI = gate_up_TI.chunk(2, dim=-1)
-        match self.activation.kind:
-            case "silu":
-                return silu_mul(gate_up_TI)
-            case "gelu":
-                return F.gelu(gate_TI) * up_TI
-            case "gelu_tanh":
-                return F.gelu(gate_TI, approximate="tanh") * up_TI
-        alpha, limit = self.activation.alpha, self.activation.limit
-        gate_TI, up_TI = gate_TI.clamp(max=limit), up_TI.clamp(-limit, limit)
-        return (up_TI + 1) * (gate_TI * torch.sigmoid(gate_TI * alpha))
-
-
-# Operations that a matrix can compute in front of its product.
-Before = RMSNorm | GatedSiLU | Gated
-
-
-SILU = GatedSiLU()
-
-
-def gated(activation: Activation) -> Before:
-    """Return the operation of an MLP between its products."""
-    return SILU if activation.kind == "silu" else Gated(activation)
+# Operations that a matrix can fuse in front of its product.
+Before = RMSNorm | GatedActivation
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

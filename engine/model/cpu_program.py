@@ -16,7 +16,7 @@ from engine.batch.batch import Batch
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import Call, ProductCall, RotaryCall, Step
 from engine.kv.pool import KVPool
-from engine.layers.layers import Before, GatedSiLU, Linear, RMSNorm, RowParallelLinear
+from engine.layers.layers import Before, Linear, RMSNorm, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.decoder_layer import DecoderLayer
@@ -127,7 +127,7 @@ class CompiledLayers:
         yield attention_call(self._pool, layer.attention, q_CHD, attended_CHD, by_tiles=self._by_tiles)
         yield from _products(layer.output, attended_CHD, x_CE, residual_CE=x_CE)
         yield from _products(mlp.gate_up, x_CE, gate_up_CI, before=layer.mlp_norm)
-        yield from _products(mlp.down, gate_up_CI, x_CE, before=GatedSiLU(), residual_CE=x_CE)
+        yield from _products(mlp.down, gate_up_CI, x_CE, before=mlp.activation, residual_CE=x_CE)
 
 
 class CompiledHead:

@@ -12,16 +12,17 @@ cut into that many pieces, which follow the others in the bank and are chosen by
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from core.model.shape import ExpertsConfig, ModelConfig
+from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kernels.moe.expert_router import RoutedTokens
 from engine.kernels.moe.expert_sum import ExpertSum
-from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, gated, is_plain
+from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.expert_bank import Bank, Expert, ExpertList, ExpertSlots
@@ -115,9 +116,9 @@ class SharedExpert:
     def __call__(self, normed_TE: Tensor, x: Residual) -> None:
         gate_up_TI = self.gate_up(normed_TE)
         if self.gate_1E is None:
-            x.add_product(self.down, gate_up_TI, before=GatedSiLU())
+            x.add_product(self.down, gate_up_TI, before=SILU)
         else:
-            x.add_product(self.down, GatedSiLU()(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid())
+            x.add_product(self.down, SILU(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid())
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,8 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
         tensors[f"{block}.gate.e_score_correction_bias"] = (shape.num_experts,)
     if shape.has_router_bias:
         tensors[f"{block}.gate.bias"] = (shape.num_experts,)
+    if shape.has_expert_scales:
+        tensors[f"{block}.gate.per_expert_scale"] = (shape.num_experts,)
     if width := shape.shared_size:
         shared = f"{block}.{_shared_name(shape)}"
         tensors |= _matrices(shared, hidden, width, has_bias=False)
@@ -186,4 +189,6 @@ def _read_expert(reader: ShardReader, config: ModelConfig, layer: int, index: in
     # With shared features the ranks' outputs are summed, so only rank 0 adds the bias.
     if has_bias and (reader.spreads_experts or reader.parallel.is_leader):
         bias_E = reader.tensor(f"{name}.down_proj.bias")
-    return Expert(gate_up, Linear(reader.columns(f"{name}.down_proj", features), bias_E), gated(config.activation))
+    return Expert(
+        gate_up, reader.columns(f"{name}.down_proj", features), bias_E, GatedActivation(*astuple(config.activation))
+    )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from core.model.shape import ModelConfig
-from engine.layers.layers import SILU, Before, Linear, RMSNorm, RowParallelLinear, gated, is_plain
+from engine.kernels.gated_mul import SILU, GatedActivation
+from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.norms import mlp_norms, read_norm
@@ -20,7 +21,7 @@ class GatedMLP:
     # Rows: gate, up.
     gate_up: Linear
     down: RowParallelLinear
-    activation: Before = SILU
+    activation: GatedActivation = SILU
     # Norm of the output.
     output_norm: RMSNorm | None = None
     residual_scale: float = 1.0
@@ -34,7 +35,7 @@ class GatedMLP:
         return cls(
             reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}, has_bias=config.has_mlp_bias),
             reader.row_parallel(f"{name}.down_proj", features, has_bias=config.has_mlp_bias),
-            gated(config.activation),
+            GatedActivation(*astuple(config.activation)),
             read_norm(reader, config, f"model.layers.{layer}.{after}") if after else None,
             config.residual_scale,
         )

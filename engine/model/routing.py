@@ -53,6 +53,7 @@ class Routing:
             bias_X = torch.zeros(config.num_experts)
         rule = ChoiceRule(
             num_choices=config.num_per_token,
+            scores=config.scores,
             num_groups=config.num_groups,
             num_groups_per_token=config.num_groups_per_token,
             normalizes_weights=config.normalizes_weights,

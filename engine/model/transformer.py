@@ -35,12 +35,13 @@ from engine.layers.layers import Linear, is_plain
 from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model import decoder_layer, experts, gated_mlp, latent_layer
+from engine.model import decoder_layer, latent_layer, own_inputs
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.cpu_program import CompiledHead, CompiledLayers, can_compile
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
 from engine.model.norms import read_norm
+from engine.model.own_inputs import OwnEmbeddings
 from engine.weights.checkpoint import Shape, check_tensors
 
 logger = logging.getLogger(__name__)
@@ -80,8 +81,17 @@ class Layer(Protocol[HeadsT]):
         """Write the tokens' KV to the pool. Returns the queries (T, H, D)."""
         ...
 
+    @property
+    def stores(self) -> bool:
+        """True if it has keys and values of its own."""
+        ...
+
     def finish(self, x: Residual, q_THD: Tensor, heads: HeadsT) -> None:
         """Compute the rest of the layer, attention included."""
+        ...
+
+    def end(self, x: Residual, own_TP: Tensor | None) -> None:
+        """Add the layer's own embedding, if the model has one per layer."""
         ...
 
 
@@ -108,18 +118,17 @@ class Transformer:
             else:
                 self._layers.append(DecoderLayer.read(reader, config, layout, index))
             on_read(index)
-        # The C++ kernels compute the attention of these layers.
-        self._has_kernels = reader.kernels is not None and all(_is_usual(config, layer) for layer in self._layers)
         self._norm = read_norm(reader, config, "model.norm")
         if head == embedding:
             self._head = Linear(reader.tied(self._embedding))
         else:
             self._head = reader.linear({head: reader.parallel.span(config.vocab_size)})
+        self._head_dtype = reader.dtype
+        self._own = OwnEmbeddings.read(reader, config) if config.per_layer_dim else None
         self._rotaries = [Rotary(rope, reader.device) for rope in config.ropes]
         self._compiled: CompiledLayers | None = None
         self._compiled_head: CompiledHead | None = None
-        is_packed = isinstance(self._head.matrix, PackedMatrix) and not self._norm.rounds_late
-        if reader.kernels and reader.parallel.size == 1 and is_packed:
+        if reader.kernels and reader.parallel.size == 1 and isinstance(self._head.matrix, PackedMatrix):
             self._compiled_head = CompiledHead(reader.kernels, self._head, self._norm)
         q_first, q_end = reader.parallel.span(config.num_q_heads)
         # Per query group (engine/kernels/attention/query_groups.py). Latent attention fills a tile with one query.
@@ -161,13 +170,14 @@ class Transformer:
         x_TE = self.embed(token_ids_T)
         if aux_hidden_states is not None:
             aux_hidden_states.token_ids_T = token_ids_T
+        own_TLP = None if self._own is None else self._own(token_ids_T, x_TE)
         angles, query_factors_T11 = self._angles(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
         x, is_scored = Residual(x_TE, adds_late=False), len(batch.scored_rows) > 0
         if self._config.latent:
             rotation = Rotation(*angles[0], self._config.ropes[0].is_interleaved)
             latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale(0))
             x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states, query_factors_T11)
-        elif self._kernels is not None and self._has_kernels:
+        elif self._kernels is not None:
             is_shared = self._way == TORCH and num_long_rows(batch) > 0
             compiled = None if is_shared else self._compiled_for(pool)
             if compiled and compiled.is_quickest(batch.num_tokens):
@@ -182,10 +192,10 @@ class Transformer:
                     heads = SharedHeads(*rows)
                 else:
                     heads = CompiledHeads(*rows, by_tiles=self._way == TILES)
-                x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11)
+                x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, own_TLP)
         else:
             heads = TorchHeads(batch, pool, angles)
-            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11)
+            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, own_TLP)
         if is_scored:
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
         if not batch.wants_all_logits:
@@ -232,14 +242,12 @@ class Transformer:
     def choose_prompt_heads(self, pool: KVPool) -> None:
         """Choose the fastest prompt-attention backend for this pool, on a GPU."""
         config = self._config
-        if (
-            config.latent
-            or not all(layer.attention.is_full and _is_usual(config, layer) for layer in self._layers)
-            or not is_possible(pool, dtype=self._norm.weight.dtype)
+        if not is_possible(pool, dtype=self._head_dtype) or not any(
+            layer.attention.is_plain(layer.head_dim) for layer in self._layers
         ):
             return
         first, end = self._parallel.span(config.num_q_heads)
-        self._flashinfer = find_flashinfer(pool, num_q_heads=end - first, dtype=self._norm.weight.dtype)
+        self._flashinfer = find_flashinfer(pool, num_q_heads=end - first, dtype=self._head_dtype)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings (T, E)."""
@@ -311,7 +319,7 @@ class Transformer:
     def _compiled_for(self, pool: KVPool) -> CompiledLayers | None:
         """Return the compiled layers, or None if a step needs more than CPU kernels."""
         if self._compiled is None and self._kernels is not None and self._parallel.size == 1:
-            if can_compile(self._layers):
+            if self._own is None and can_compile(self._layers):
                 self._compiled = CompiledLayers(self._kernels, self._layers, pool, by_tiles=self._way == TILES)
         return self._compiled
 
@@ -323,36 +331,22 @@ def _pass(
     on_layer: OnLayer | None,
     aux_hidden_states: AuxHiddenStates | None,
     query_factors_T11: Tensor | None,
+    own_TLP: Tensor | None = None,
 ) -> Tensor:
-    """Run all layers: (T, E). query_factors: of the layers that scale queries."""
+    """Run all layers: (T, E). query_factors: of the layers that scale queries. own: embeddings of each layer."""
     for layer in layers:
         if aux_hidden_states is not None and aux_hidden_states.wants(layer.index):
             aux_hidden_states.note(layer.index, x.total())
         q_THD = layer.store(x, heads)
         if layer.scales_queries and query_factors_T11 is not None:
             q_THD = q_THD * query_factors_T11
-        if on_layer is not None:
+        if on_layer is not None and layer.stores:
             on_layer(layer.index)
         layer.finish(x, q_THD, heads)
+        layer.end(x, None if own_TLP is None else own_TLP[:, layer.index])
     if aux_hidden_states is not None:
         aux_hidden_states.note(len(layers), x.total())
     return x.total()
-
-
-def _is_usual(config: ModelConfig, layer: DecoderLayer) -> bool:
-    """Return True for attention that all kernels compute: whole heads rotated alike, with the usual scale."""
-    attention, rope = layer.attention, config.ropes[0]
-    norms = (norm for norm in (attention.q_norm, attention.k_norm) if norm is not None)
-    return (
-        attention.chunk is None
-        and attention.soft_cap is None
-        and attention.sinks_H is None
-        and attention.scale == layer.head_dim**-0.5
-        and len(config.ropes) == 1
-        and attention.rope == 0
-        and rope.dim == layer.head_dim
-        and not any(norm.rounds_late for norm in norms)
-    )
 
 
 def expected_tensors(config: ModelConfig, ends: tuple[str, str] | None = None) -> Mapping[str, Shape]:
@@ -364,9 +358,11 @@ def expected_tensors(config: ModelConfig, ends: tuple[str, str] | None = None) -
     tensors: dict[str, Shape] = {}
     for index in range(config.num_layers):
         tensors |= (latent_layer if config.latent else decoder_layer).expected_tensors(config, index)
-        tensors |= (experts if config.is_sparse(index) else gated_mlp).expected_tensors(config, index)
+        tensors |= decoder_layer.mlp_module(config, index).expected_tensors(config, index)
     for name in ends or (_EMBEDDING, _EMBEDDING if config.tie_embeddings else _HEAD):
         tensors[f"{name}.weight"] = (config.vocab_size, hidden)
+    if config.per_layer_dim:
+        tensors |= own_inputs.expected_tensors(config)
     return tensors | {"model.norm.weight": (hidden,)}
 
 

@@ -10,12 +10,12 @@ reading single codes. int4 codes are widened in registers everywhere; see decode
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from engine.kernels.attention.attention_rule import AttentionRule, sink_of
 from engine.kernels.attention.online_softmax import attend_block, gather_row, reference_row
 from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
 from engine.kernels.language import cdiv, has_fp8_casts, has_tile_copies, jit, power_of_2, tl
@@ -39,10 +39,10 @@ def prefill_attention(
     tiles: QueryTiles,
     tables_RB: Tensor,
     contexts_R: Tensor,
-    window: int | None,
+    rule: AttentionRule,
     out_THD: Tensor,
 ) -> None:
-    """Compute softmax(q k / sqrt(D)) v for each row's queries, its last positions, over keys up to their own.
+    """Compute the attention of each row's queries, its last positions, to keys up to their own; see AttentionRule.
 
     q, out: (T, H, D) bf16, fp16 or fp32; out is written at the tiles' queries only. codes, scales: a layer of the pool,
     quantized or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys, including those of
@@ -56,7 +56,7 @@ def prefill_attention(
         tiles=tiles,
         tables_RB=tables_RB,
         contexts_R=contexts_R,
-        window=window,
+        rule=rule,
         out_THD=out_THD,
     )
 
@@ -69,14 +69,14 @@ def reference_prefill_attention(
     tiles: QueryTiles,
     tables_RB: Tensor,
     contexts_R: Tensor,
-    window: int | None,
+    rule: AttentionRule,
     out_THD: Tensor,
 ) -> None:
     rows = zip(tiles.begins_R.tolist(), tiles.lengths_R.tolist(), tables_RB, contexts_R.tolist(), strict=True)
     for begin, length, table, context in rows:
         kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context)
         queries = slice(begin, begin + length)
-        out_THD[queries] = reference_row(q_THD[queries], kv_2KLD, window=window).to(out_THD.dtype)
+        out_THD[queries] = reference_row(q_THD[queries], kv_2KLD, rule).to(out_THD.dtype)
 
 
 def launch_prefill_attention(
@@ -87,7 +87,7 @@ def launch_prefill_attention(
     tiles: QueryTiles,
     tables_RB: Tensor,
     contexts_R: Tensor,
-    window: int | None,
+    rule: AttentionRule,
     out_THD: Tensor,
     num_splits: int | None = None,
     codes_at_once: int | None = None,
@@ -116,9 +116,10 @@ def launch_prefill_attention(
         *where,
         tables_RB,
         contexts_R,
+        rule.sinks_H,
         out_THD,
         *sums,
-        math.log2(math.e) / math.sqrt(dim),
+        rule.factor,
         q_THD.stride(0),
         q_THD.stride(1),
         tables_RB.stride(0),
@@ -129,7 +130,7 @@ def launch_prefill_attention(
         BLOCK_M=TILE_QUERIES,
         BLOCK_N=_KEYS // at_once,
         BLOCK_D=block_d,
-        WINDOW=window or 0,
+        **rule.constants,
         HAS_SCALES=has_scales,
         STEP=step,
         IS_INT8=codes.dtype == torch.int8,
@@ -164,6 +165,7 @@ def _attend_tile(
     lengths: tl.tensor,
     tables: tl.tensor,
     contexts: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     part: tl.tensor,
     part_largest: tl.tensor,
@@ -180,6 +182,8 @@ def _attend_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     STEP: tl.constexpr,
     IS_INT8: tl.constexpr,
@@ -209,6 +213,11 @@ def _attend_tile(
     if WINDOW > 0:
         first = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         plain = first
+    elif CHUNK > 0:
+        first = first_position // CHUNK * CHUNK // BLOCK_N * BLOCK_N
+        # Later queries of a tile may begin another chunk.
+        is_one = (end - 1) // CHUNK == first_position // CHUNK
+        plain = tl.where(is_one & (CHUNK % BLOCK_N == 0), plain, first)
     share = tl.cdiv(tl.cdiv(end - first, BLOCK_N), tl.num_programs(2)) * BLOCK_N
     first += split * share
     end = tl.minimum(end, first + share)
@@ -217,6 +226,10 @@ def _attend_tile(
     kv_head = head // (H // K)
     total = tl.zeros([BLOCK_M], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    if sinks is not None:
+        # In the first split only.
+        largest = tl.where(split == 0, sink_of(sinks, head), largest)
+        total = tl.where(split == 0, 1.0, total)
     q_odd = queries
     if STEP == 2:
         queries, q_odd = tl.split(tl.reshape(queries, [BLOCK_M, BLOCK_D // 2, 2]))
@@ -225,14 +238,14 @@ def _attend_tile(
     for n in range(first, plain, BLOCK_N):
         result, odd, largest, total = attend_block(
             result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
-            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, IS_INT4, NATIVE, IN_PAIRS,
-            False,
+            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, CHUNK, CAP, HAS_SCALES, STEP, IS_INT8, IS_INT4, NATIVE,
+            IN_PAIRS, False,
         )  # fmt: skip
     for n in range(plain, end, BLOCK_N):
         result, odd, largest, total = attend_block(
             result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
-            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, IS_INT4, NATIVE, IN_PAIRS,
-            True,
+            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, CHUNK, CAP, HAS_SCALES, STEP, IS_INT8, IS_INT4, NATIVE,
+            IN_PAIRS, True,
         )  # fmt: skip
     if STEP == 2:
         result = tl.reshape(tl.join(result, odd), [BLOCK_M, BLOCK_D])

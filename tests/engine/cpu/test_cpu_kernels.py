@@ -19,11 +19,12 @@ from engine.cpu import library
 from engine.cpu.library import Kernels, Program, open_kernels
 from engine.cpu.structs import Step
 from engine.cpu.wire import sum_words, wire_of
+from engine.kernels.gated_mul import SILU
 from engine.kernels.kv_wire import reference_pack_kv, reference_unpack_kv
 from engine.kernels.quant.row_quantization import SCALES, as_bytes
 from engine.kv.layout import DTYPES, KVLayout
 from engine.kv.pool import KVPool
-from engine.layers.layers import Before, GatedSiLU, Linear, RMSNorm, TorchMatrix
+from engine.layers.layers import Before, Linear, RMSNorm, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model import cpu_program, transformer
 from engine.model.cpu_program import CompiledHead, can_compile
@@ -57,7 +58,7 @@ def mean_error(got: Tensor, exact: Tensor) -> float:
 
 
 def befores(num_features: int) -> list[Before | None]:
-    return [None, RMSNorm(random(num_features, seed=3), 1e-5), GatedSiLU()]
+    return [None, RMSNorm(random(num_features, seed=3), 1e-5), SILU]
 
 
 @pytest.mark.parametrize("number", range(3), ids=["plain", "norm", "gated"])

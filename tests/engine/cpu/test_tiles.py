@@ -24,9 +24,10 @@ from engine.cpu import library
 from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays, Ways
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import Step
+from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
-from engine.layers.layers import Before, GatedSiLU, RMSNorm
+from engine.layers.layers import Before, RMSNorm
 from engine.layers.packed_matrix import NEVER, PackedMatrix
 from tests.engine.cpu.coded_weights import FORMATS, random_weight
 
@@ -95,9 +96,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize(
-    "before", [None, RMSNorm(random(576, seed=3), 1e-5), GatedSiLU()], ids=["plain", "norm", "gated"]
-)
+@pytest.mark.parametrize("before", [None, RMSNorm(random(576, seed=3), 1e-5), SILU], ids=["plain", "norm", "gated"])
 @pytest.mark.parametrize("num_rows", [0, 1, 15, 16, 17, 32, 33, 47, 95, 97, 130, 700])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_amx_products_equal_plain_products(
@@ -105,7 +104,7 @@ def test_amx_products_equal_plain_products(
 ) -> None:
     """Covers panels and rows that do not fill pairs of tiles, with all fused operations."""
     weight_OI = random(24 * 16 * 2 + 40, 576) / 24
-    x_TI = random(num_rows, 1152 if isinstance(before, GatedSiLU) else 576, seed=1)
+    x_TI = random(num_rows, 1152 if isinstance(before, GatedActivation) else 576, seed=1)
     extras = {"bias_O": random(len(weight_OI), seed=4), "residual_TO": random(num_rows, len(weight_OI), seed=5)}
     matrix = getattr(PackedMatrix, kind)(tiled_kernels, weight_OI)
     ours = matrix.multiply(x_TI, before=before, **extras)

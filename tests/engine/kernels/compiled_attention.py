@@ -15,6 +15,7 @@ from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu, ints, numbers
 import torch
 from torch import Tensor
 
+from engine.kernels.attention.attention_rule import AttentionRule
 from engine.kernels.attention.decode_attention import launch_decode_attention, resident_programs
 from engine.kernels.attention.dense_prefill import Carry, Slice, WHOLE, launch_dense_prefill_attention
 from engine.kernels.attention.gather_rows import launch_gather_rows
@@ -53,7 +54,8 @@ def attend(pool_dtype: torch.dtype) -> None:
     codes = torch.empty(4096, 2, _K, _S, _D // 2 if is_int4 else _D, dtype=pool_dtype, device=DEVICE)
     scales = None if is_wide else ints(4096, 2, _K, _S) if is_int4 else numbers(4096, 2, _K, _S)
     q = numbers(_QUERIES, _H, _D)
-    rows = {"tables_RB": tables, "contexts_R": contexts, "window": None}
+    rule = AttentionRule(scale=0.1)
+    rows = {"tables_RB": tables, "contexts_R": contexts, "rule": rule}
     most = most_queries(_H, _K)
     of_query_groups = (ints(_ROWS), ints(_ROWS), tables, contexts, ints(most * _ROWS), ints(most * _ROWS))
     launch_decode_attention(
@@ -61,10 +63,9 @@ def attend(pool_dtype: torch.dtype) -> None:
         codes,
         scales,
         query_groups=QueryGroups.of(of_query_groups, most=most, longest=_CONTEXT),
-        window=None,
+        rule=rule,
         splits=Splits.of(
             contexts,
-            window=None,
             num_heads=_K,
             longest=_CONTEXT,
             resident=resident_programs(has_scales=not is_wide),
@@ -113,7 +114,7 @@ def dense(q: Tensor, k: Tensor, shared: Tensor | None, v: Tensor, tiles: QueryTi
         tiles=tiles,
         firsts_R=ints(_ROWS),
         contexts_R=ints(_ROWS),
-        scale=0.1,
+        rule=AttentionRule(scale=0.1),
         out_THW=torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=DEVICE),
         part=part,
     )

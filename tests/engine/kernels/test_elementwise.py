@@ -1,4 +1,4 @@
-"""RMSNorm, rotary and silu_mul kernels equal torch within one rounding."""
+"""RMSNorm, rotary and gated_mul kernels equal torch within one rounding."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from engine.kernels.attention.rotary import launch_rotate, reference_rotate
+from engine.kernels.gated_mul import launch_gated_mul, reference_gated_mul
 from engine.kernels.rms_norm import (
     launch_add_rms_norm,
     launch_rms_norm,
     reference_add_rms_norm,
     reference_rms_norm,
 )
-from engine.kernels.silu_mul import launch_silu_mul, reference_silu_mul
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -41,11 +41,11 @@ def test_rms_norm_of_heads_inside_a_fused_projection() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1, 64), (7, 9, 64), (3, 5, 80)])
-def test_rotate_equals_torch(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    num_tokens, num_heads, dim = shape
+@pytest.mark.parametrize("shape", [(1, 1, 64, 64), (7, 9, 64, 64), (3, 5, 80, 80), (3, 5, 80, 24), (2, 3, 64, 0)])
+def test_rotate_equals_torch(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    num_tokens, num_heads, dim, rotated = shape
     x = random(num_tokens, num_heads + 2, dim, dtype=dtype)[:, 1:-1]
-    angles = random(num_tokens, 1, dim // 2, seed=5)
+    angles = random(num_tokens, 1, rotated // 2, seed=5)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     bound = {"atol": 3 * TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
     torch.testing.assert_close(launch_rotate(x, cos, sin), reference_rotate(x, cos, sin), **bound)
@@ -53,7 +53,7 @@ def test_rotate_equals_torch(shape: tuple[int, int, int], dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 2), (5, 192), (2, 3000)])
-def test_silu_mul_equals_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_gated_mul_equals_torch(shape: tuple[int, int], dtype: torch.dtype) -> None:
     x = random(*shape, dtype=dtype) * 3
     bound = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    torch.testing.assert_close(launch_silu_mul(x), reference_silu_mul(x), **bound)
+    torch.testing.assert_close(launch_gated_mul(x), reference_gated_mul(x), **bound)

@@ -36,7 +36,9 @@ def dense() -> GatedMLP:
 
 
 def sparse(*, has_shared: bool) -> SparseMLP:
-    rule = ChoiceRule(num_choices=2, num_groups=3, num_groups_per_token=2, normalizes_weights=True, weight_scale=1.5)
+    rule = ChoiceRule(
+        num_choices=2, num_groups=3, num_groups_per_token=2, scores="sigmoid", normalizes_weights=True, weight_scale=1.5
+    )
     routing = Routing(random(EXPERTS, HIDDEN, seed=3) * 5, random(EXPERTS, seed=4), new_counters(CPU), True, rule)
     bank = ExpertStack(random(EXPERTS, 2 * FEATURES, HIDDEN, seed=5), random(EXPERTS, HIDDEN, FEATURES, seed=6))
     shared = SharedExpert(dense().gate_up, dense().down, None) if has_shared else None
