@@ -57,9 +57,9 @@ class Activation:
     gate * sigmoid(alpha * gate) * (up + 1).
     """
 
-    kind: Literal["silu", "gelu", "gelu_tanh", "swigluoai"] = "silu"
-    alpha: float = 1.0
-    limit: float = math.inf
+    kind: Literal["silu", "gelu", "gelu_pytorch_tanh", "swigluoai"] = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
 
 
 @dataclass(frozen=True, kw_only=True)

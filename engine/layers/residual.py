@@ -73,6 +73,10 @@ class Residual:
         else:
             self._update_TE = update
 
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the stream by a factor, (1,)."""
+        self._x_TE = self.total() * factor
+
     def total(self) -> Tensor:
         """Apply deferred additions and return the sum, (T, E)."""
         if self._experts is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +13,15 @@ from core.model.shape import LayerConfig, ModelConfig
 from engine.attention.heads import Heads
 from engine.attention.layer_attention import LayerAttention
 from engine.kv.layout import KVLayout
-from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
+from engine.model import experts, experts_beside_mlp, gated_mlp
 from engine.model.experts import SparseMLP
+from engine.model.experts_beside_mlp import ExpertsBesideMLP
 from engine.model.gated_mlp import GatedMLP
 from engine.model.norms import ProjectionNorm, mlp_norms, read_norm
+from engine.model.own_inputs import OwnInput
 from engine.weights.checkpoint import Shape
 
 # T tokens of the step, H query heads and K kv heads of this rank, D head_dim, N = H + 2 K
@@ -28,6 +32,7 @@ class DecoderLayer:
     """Layer x + attention(norm(x)), then x + mlp(norm(x)), split in two halves around the attention."""
 
     index: int
+    num_q_heads: int
     head_dim: int
     attention: LayerAttention
     # None: the families without norms before their parts.
@@ -42,20 +47,24 @@ class DecoderLayer:
     output_norm: RMSNorm | None
     residual_scale: float
     mlp_norm: RMSNorm | None
-    mlp: GatedMLP | SparseMLP
+    mlp: GatedMLP | SparseMLP | ExpertsBesideMLP
     scales_queries: bool
+    # Addition of the layer's own embedding, and a factor of its output (1,): Gemma 4.
+    own_input: OwnInput | None
+    scale: Tensor | None
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layout: KVLayout, index: int) -> DecoderLayer:
         prefix, layer = f"model.layers.{index}", config.layers[index]
         attention, dim = f"{prefix}.self_attn", layer.head_dim
         q_first, q_end = reader.parallel.span(config.num_q_heads)
-        kv_first, kv_end = layout.head_range(index, rank=reader.parallel.rank)
+        kv_first, kv_end = layout.head_range(config.pool_layer(index), rank=reader.parallel.rank)
         q_rows, kv_rows = (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
         rows = {f"{attention}.q_proj": q_rows} | {f"{attention}.{name}": kv_rows for name in _kv_names(layer)}
         names = mlp_norms(config)
         return cls(
             index=index,
+            num_q_heads=q_end - q_first,
             head_dim=dim,
             attention=_read_attention(reader, config, index, (q_first, q_end)),
             input_norm=read_norm(reader, config, f"{prefix}.input_layernorm") if config.has_pre_norms else None,
@@ -70,8 +79,10 @@ class DecoderLayer:
             else None,
             residual_scale=config.residual_scale,
             mlp_norm=read_norm(reader, config, f"{prefix}.{names.before}") if names.before else None,
-            mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
+            mlp=_read_mlp(reader, config, index),
             scales_queries=layer.scales_queries,
+            own_input=OwnInput.read(reader, config, index) if config.per_layer_dim else None,
+            scale=reader.tensor(f"{prefix}.layer_scalar") if config.has_layer_scales else None,
         )
 
     def store(self, x: Residual, heads: Heads) -> Tensor:
@@ -81,7 +92,7 @@ class DecoderLayer:
             rows_TO = self.qk_norm(rows_TO)
         heads_TND = torch.unflatten(rows_TO, -1, (-1, self.head_dim))
         if self.values_are_keys:
-            raise AssertionError("not yet")
+            heads_TND = torch.cat((heads_TND, heads_TND[:, self.num_q_heads :]), dim=1)
         return heads.store(self.attention, heads_TND)
 
     def finish(self, x: Residual, q_THD: Tensor, heads: Heads) -> None:
@@ -90,23 +101,29 @@ class DecoderLayer:
         self.mlp(x, norm=self.mlp_norm)
 
     @property
+    def stores(self) -> bool:
+        """True if it has keys and values of its own."""
+        return self.attention.stores
+
+    def end(self, x: Residual, own_TP: Tensor | None) -> None:
+        """Add the layer's own embedding, and scale its output."""
+        if self.own_input is not None and own_TP is not None:
+            self.own_input(x, own_TP)
+        if self.scale is not None:
+            x.scale(self.scale)
+
+    @property
     def is_fixed(self) -> bool:
         """True if launches depend only on shapes."""
         return is_plain(self.qkv, self.output) and self.mlp.is_fixed
 
     @property
     def is_usual(self) -> bool:
-        """True if the layer is x + attention(norm(x)), then x + mlp(norm(x)), with the parts of Llama."""
-        norms = self.input_norm, self.mlp_norm
-        return (
-            all(norm is not None and not norm.rounds_late for norm in norms)
-            and self.qk_norm is None
-            and self.output_norm is None
-            and self.residual_scale == 1
-            and not self.scales_queries
-            and isinstance(self.mlp, GatedMLP)
-            and self.mlp.activation == GatedSiLU()
-        )
+        """True for the parts that a compiled program computes."""
+        extras = self.qk_norm, self.own_input, self.scale
+        has_norms = self.input_norm is not None and self.mlp_norm is not None
+        has_usual_heads = not self.values_are_keys and not self.scales_queries
+        return has_norms and has_usual_heads and self.residual_scale == 1 and all(part is None for part in extras)
 
 
 def expected_tensors(config: ModelConfig, index: int) -> Mapping[str, Shape]:
@@ -131,6 +148,8 @@ def expected_tensors(config: ModelConfig, index: int) -> Mapping[str, Shape]:
         tensors[f"{prefix}.self_attn.{name}.weight"] = shape
         if has_bias:
             tensors[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
+    if config.has_layer_scales:
+        tensors[f"{prefix}.layer_scalar"] = (1,)
     if config.has_sinks:
         tensors[f"{prefix}.self_attn.sinks"] = (config.num_q_heads,)
     return tensors
@@ -145,19 +164,21 @@ def _kv_names(layer: LayerConfig) -> tuple[str, ...]:
 def _read_attention(reader: ShardReader, config: ModelConfig, index: int, heads: tuple[int, int]) -> LayerAttention:
     layer, attention = config.layers[index], f"model.layers.{index}.self_attn"
     norms: list[RMSNorm | None] = [None, None]
+    ones_D = torch.ones(layer.head_dim, device=reader.device)
+    v_norm = RMSNorm(ones_D, config.rms_norm_eps) if config.has_value_norm and layer.kv_layer is None else None
     if config.qk_norm == "head":
         norms = [
             read_norm(reader, config, f"{attention}.{name}_norm") if name == "q" or layer.kv_layer is None else None
             for name in "qk"
         ]
     elif config.qk_norm == "plain" and layer.has_qk_norm:
-        ones = torch.ones(layer.head_dim, dtype=reader.dtype, device=reader.device)
-        norms = [RMSNorm(ones, config.rms_norm_eps)] * 2
+        norms = [RMSNorm(ones_D, config.rms_norm_eps)] * 2
     sinks_H = None
     if config.has_sinks:
         sinks_H = reader.checkpoint.read(f"{attention}.sinks", rows=heads).float().to(reader.device)
     return LayerAttention(
-        layer=index if layer.kv_layer is None else layer.kv_layer,
+        layer=config.pool_layer(index),
+        stores=layer.kv_layer is None,
         scale=config.attention_scale(index),
         window=layer.window,
         chunk=layer.chunk,
@@ -166,4 +187,19 @@ def _read_attention(reader: ShardReader, config: ModelConfig, index: int, heads:
         rope=len(config.ropes) if layer.rope is None else layer.rope,
         q_norm=norms[0],
         k_norm=norms[1],
+        v_norm=v_norm,
     )
+
+
+def mlp_module(config: ModelConfig, index: int) -> Any:
+    """Return the module of a layer's MLP."""
+    if not config.is_sparse(index):
+        return gated_mlp
+    return experts_beside_mlp if config.experts and config.experts.beside_mlp else experts
+
+
+def _read_mlp(reader: ShardReader, config: ModelConfig, index: int) -> GatedMLP | SparseMLP | ExpertsBesideMLP:
+    if not config.is_sparse(index):
+        return GatedMLP.read(reader, config, index)
+    kind = ExpertsBesideMLP if config.experts and config.experts.beside_mlp else SparseMLP
+    return kind.read(reader, config, index)

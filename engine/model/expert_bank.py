@@ -126,7 +126,7 @@ class ExpertStack:
     @classmethod
     def of(cls, experts: Sequence[Expert]) -> ExpertStack | None:
         """Stack experts; None if they are not plain tensors on a GPU."""
-        gate_up, down = [expert.gate_up.matrix for expert in experts], [expert.down.matrix for expert in experts]
+        gate_up, down = [expert.gate_up.matrix for expert in experts], [expert.down for expert in experts]
         plain = [m.weight_OI for m in (*gate_up, *down) if isinstance(m, TorchMatrix) and m.weight_OI.is_cuda]
         if len(plain) < 2 * len(experts):
             return None

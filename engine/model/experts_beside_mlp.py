@@ -1,6 +1,6 @@
 """Experts that run beside a dense MLP, each with norms of its own: Gemma 4.
 
-    x + norm(norm_1(mlp(norm(x))) + norm_2(experts(norm_3(x))))         the router sees x / rms(x) * scale / sqrt(E)
+x + norm(norm_1(mlp(norm(x))) + norm_2(experts(norm_3(x))))         the router sees x / rms(x) * scale / sqrt(E)
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from core.model.shape import ModelConfig

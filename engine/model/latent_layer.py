@@ -90,6 +90,13 @@ class LatentLayer:
         self.mlp(x, norm=self.mlp_norm)
 
     @property
+    def stores(self) -> bool:
+        return True
+
+    def end(self, x: Residual, own_TP: Tensor | None) -> None:
+        pass
+
+    @property
     def is_fixed(self) -> bool:
         """True if launches depend only on shapes."""
         is_short_plain = self.query_up is None or is_plain(self.query_up)

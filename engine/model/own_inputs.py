@@ -1,7 +1,7 @@
 """Embeddings that each layer has for itself: Gemma 4, after Gemma 3n's per-layer embeddings.
 
-    own_l = (table(token)_l sqrt(P) + norm(projection(x)_l)) / sqrt(2)         x: the token's embedding, once per step
-    x     = x + norm(up(act(gate(x)) own_l))                                   at the end of layer l
+own_l = (table(token)_l sqrt(P) + norm(projection(x)_l)) / sqrt(2)         x: the token's embedding, once per step
+x     = x + norm(up(act(gate(x)) own_l))                                   at the end of layer l
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": Activation("silu"),
     "swish": Activation("silu"),
     "gelu": Activation("gelu"),
-    "gelu_pytorch_tanh": Activation("gelu_tanh"),
-    "gelu_new": Activation("gelu_tanh"),
-    "gelu_fast": Activation("gelu_tanh"),
+    "gelu_pytorch_tanh": Activation("gelu_pytorch_tanh"),
+    "gelu_new": Activation("gelu_pytorch_tanh"),
+    "gelu_fast": Activation("gelu_pytorch_tanh"),
 }
 
 
@@ -152,6 +152,24 @@ def with_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fi
         for layer, kind in zip(fields["layers"], kinds, strict=True)
     )
     return fields | {"layers": layers}
+
+
+def with_overrides(settings: Settings, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """Set the heads that `per_layer_config` gives single layers, by index. Raises SpecError for other overrides."""
+    found = list(layers)
+    for key, raw in settings.object("per_layer_config").items():
+        own = Settings(raw if isinstance(raw, dict) else {"?": raw})
+        if not key.isdigit() or int(key) >= len(found):
+            raise SpecError(f"per_layer_config: layer {key!r} is not one of the {len(found)} layers")
+        layer = found[int(key)]
+        found[int(key)] = replace(
+            layer,
+            head_dim=own.count("head_dim", layer.head_dim),
+            num_kv_heads=own.count("num_key_value_heads", layer.num_kv_heads),
+        )
+        if unknown := list(own.unread()):
+            raise SpecError(f"per_layer_config: {unknown[0]} of a single layer is not supported")
+    return tuple(found)
 
 
 def with_sparse(fields: Fields, is_sparse: Sequence[bool]) -> Fields:

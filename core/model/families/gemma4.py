@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from core.model.families.family import Family, Fields, Stored, layer_kinds, with_ropes, with_windows
+from core.model.families.family import Family, Fields, Stored, layer_kinds, with_overrides, with_ropes, with_windows
 from core.model.families.gemma import gemma_fields
 from core.model.rope import read_rope
 from core.model.settings import Settings
@@ -28,10 +28,15 @@ def _gemma4(settings: Settings) -> Fields:
     kinds[-1] = "full_attention"
     fields = _with_layers(settings, fields, kinds)
     given = settings.object("rope_parameters")
-    heads = {"sliding_attention": fields["head_dim"], "full_attention": settings.count("global_head_dim", 512)}
     ropes = {
-        kind: read_rope(settings, head_dim=heads[kind], can_be_partial=True, parameters=given.get(kind) or _ROPES[kind])
-        for kind in _ROPES
+        kind: read_rope(
+            settings,
+            head_dim=fields["layers"][kinds.index(kind)].head_dim,
+            can_be_partial=True,
+            parameters=given.get(kind) or default,
+        )
+        for kind, default in _ROPES.items()
+        if kind in kinds
     }
     fields = with_windows(settings, with_ropes(fields, ropes, kinds), kinds)
     fields |= {
@@ -58,19 +63,19 @@ def _gemma4(settings: Settings) -> Fields:
 
 def _with_layers(settings: Settings, fields: Fields, kinds: list[str]) -> Fields:
     """Set the heads of full layers, and the layers that read an earlier layer's keys and values."""
-    num_layers, layers = fields["num_layers"], list(fields["layers"])
+    num_layers, layers = fields["num_layers"], list(with_overrides(settings, fields["layers"]))
     is_shared = settings.switch("attention_k_eq_v")
     num_global = settings.get("num_global_key_value_heads") if is_shared else None
     first = num_layers - settings.count("num_kv_shared_layers", 0, least=0)
     is_wide = settings.switch("use_double_wide_mlp")
     for index, kind in enumerate(kinds):
         if kind == "full_attention":
-            layers[index] = replace(
-                layers[index],
-                head_dim=settings.count("global_head_dim", 512),
-                num_kv_heads=num_global or layers[index].num_kv_heads,
-                values_are_keys=is_shared,
-            )
+            layers[index] = replace(layers[index], values_are_keys=is_shared)
+            if "per_layer_config" not in settings:
+                heads = num_global or layers[index].num_kv_heads
+                layers[index] = replace(
+                    layers[index], head_dim=settings.count("global_head_dim", 512), num_kv_heads=heads
+                )
         if index >= first:
             own = [earlier for earlier in range(first) if kinds[earlier] == kind]
             if not own:
@@ -101,13 +106,15 @@ FAMILIES = (
             "eos_token_id": 1,
         },
         stored=(
+            Stored(pattern=r"router\.proj", name="mlp.gate"),
+            Stored(pattern=r"router\.(scale|per_expert_scale)", name="mlp.gate.{0}"),
             Stored(
                 pattern=r"experts\.gate_up_proj",
-                name="experts.{e}.{}",
+                name="mlp.experts.{e}.{}",
                 parts=("gate_proj", "up_proj"),
                 has_experts=True,
             ),
-            Stored(pattern=r"experts\.down_proj", name="experts.{e}.down_proj", has_experts=True),
+            Stored(pattern=r"experts\.down_proj", name="mlp.experts.{e}.down_proj", has_experts=True),
         ),
     ),
 )
