@@ -21,6 +21,8 @@ from engine.kernels.language import cdiv, jit, tl
 
 # T rows, I features of gate and of up
 
+Kind = Literal["silu", "gelu", "gelu_pytorch_tanh", "swigluoai"]
+
 _BLOCK = 1024
 
 
@@ -28,7 +30,7 @@ _BLOCK = 1024
 class GatedActivation:
     """Gated activation, with the constants of swigluoai."""
 
-    kind: Literal["silu", "gelu", "gelu_pytorch_tanh", "swigluoai"]
+    kind: Kind
     alpha: float = 1.702
     limit: float = 7.0
 
