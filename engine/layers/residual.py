@@ -38,10 +38,13 @@ class Residual:
         self._experts = self._update_TE = None
         return normed_TE
 
-    def add_product(self, part: RowParallelLinear, x_TI: Tensor, *, before: Before | None = None) -> None:
-        """Add part(before(x_TI)) to the stream."""
-        if self._adds_late:
-            self.add(part(x_TI, before=before))
+    def add_product(
+        self, part: RowParallelLinear, x_TI: Tensor, *, before: Before | None = None, after: RMSNorm | None = None
+    ) -> None:
+        """Add after(part(before(x_TI))) to the stream."""
+        if self._adds_late or after is not None:
+            update_TE = part(x_TI, before=before)
+            self.add(update_TE if after is None else after(update_TE))
         else:
             self._x_TE = part(x_TI, before=before, residual_TO=self._x_TE)
 

@@ -35,6 +35,8 @@ class DecoderLayer:
     output: RowParallelLinear
     mlp_norm: RMSNorm
     mlp: GatedMLP | SparseMLP
+    # Norm of the attention's output before it is added to the residual stream.
+    output_norm: RMSNorm | None = None
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layout: KVLayout, index: int) -> DecoderLayer:
@@ -70,7 +72,7 @@ class DecoderLayer:
 
     def finish(self, x: Residual, q_THD: Tensor, heads: Heads) -> None:
         attended_THD = heads.attend(self.attention, q_THD)
-        x.add_product(self.output, attended_THD.flatten(1))
+        x.add_product(self.output, attended_THD.flatten(1), after=self.output_norm)
         self.mlp(x, norm=self.mlp_norm)
 
     @property

@@ -15,12 +15,13 @@ from engine.weights.checkpoint import Shape
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """Gated MLP x + down(act(gate(norm(x))) * up(norm(x)))."""
+    """Gated MLP x + output_norm(down(act(gate(norm(x))) * up(norm(x))))."""
 
     # Rows: gate, up.
     gate_up: Linear
     down: RowParallelLinear
     activation: GatedActivation = SILU
+    output_norm: RMSNorm | None = None
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int | str) -> GatedMLP:
@@ -33,7 +34,7 @@ class GatedMLP:
         )
 
     def __call__(self, x: Residual, *, norm: RMSNorm) -> None:
-        x.add_product(self.down, x.into(self.gate_up, norm=norm), before=self.activation)
+        x.add_product(self.down, x.into(self.gate_up, norm=norm), before=self.activation, after=self.output_norm)
 
     @property
     def is_fixed(self) -> bool:

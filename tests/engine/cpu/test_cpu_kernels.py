@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from engine.layers.layers import Before, Linear, RMSNorm, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model import cpu_program, transformer
 from engine.model.cpu_program import CompiledHead, can_compile
+from engine.model.decoder_layer import DecoderLayer
+from engine.model.gated_mlp import GatedMLP
 from tests.engine.naive_attention import NaiveHeads
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
@@ -60,8 +63,8 @@ def mean_error(got: Tensor, exact: Tensor) -> float:
 
 
 # Few numbers reach this limit, and enough to notice that it is ignored.
-SWIGLU = GatedActivation("swigluoai", limit=1.5)
-GATED = [SILU, GatedActivation("gelu"), GatedActivation("gelu_pytorch_tanh"), SWIGLU]
+SWIGLU = GatedActivation("swigluoai", alpha=1.7, limit=1.5)
+GATED = [SILU, GatedActivation("gelu"), GatedActivation("gelu_tanh"), SWIGLU]
 
 
 def norm_of(num_features: int, dtype: torch.dtype = torch.bfloat16) -> RMSNorm:
@@ -270,8 +273,31 @@ def test_nan_affects_only_its_own_sequence(kernels: Kernels, dtype: str, side: i
     torch.testing.assert_close(got[1:], wanted[1:], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("weights", ["auto", "int8"])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "mistral"])
+def varied(kernels: Kernels, layers: list[DecoderLayer]) -> None:
+    """Change layers in all ways in which layers may differ; the last one reads the keys and values of the second."""
+    hidden, narrow, last = layers[0].input_norm.weight.shape[0], 24, len(layers) - 1
+    for i, layer in enumerate(layers):
+        norm = RMSNorm(random(hidden, seed=i).float(), 1e-6)
+        mlp = GatedMLP(layer.mlp.gate_up, layer.mlp.down, GatedActivation("gelu_tanh"), norm)
+        attention = replace(layer.attention, soft_cap=3.0, scale=0.4, layer=min(i, last - 1), stores=i < last)
+        qkv = layer.qkv
+        if i == 1:
+            gate_up, down = (random(*shape) / shape[1] ** 0.5 for shape in ((2 * narrow, hidden), (hidden, narrow)))
+            parts = Linear(PackedMatrix.bf16(kernels, gate_up)), PackedMatrix.bf16(kernels, down)
+            mlp = replace(mlp, gate_up=parts[0], down=replace(mlp.down, matrix=parts[1]))
+        if i == last:
+            num_features = layer.output.matrix.num_inputs
+            qkv = Linear(PackedMatrix.bf16(kernels, random(num_features, hidden) / hidden**0.5))
+        layers[i] = replace(layer, attention=attention, qkv=qkv, mlp=mlp, output_norm=norm)
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [
+        *((family, weights) for family in ("qwen2", "qwen3", "mistral") for weights in ("auto", "int8")),
+        ("varied", "auto"),
+    ],
+)
 def test_compiled_layers_equal_separate_layers(
     kernels: Kernels,
     tiny_model: MakeModel,
@@ -282,8 +308,12 @@ def test_compiled_layers_equal_separate_layers(
 ) -> None:
     """Bit-identical, also when buffers grow; on_layer is called only after the layer's KV is written."""
     changes = {"sliding_window": 11} if family == "mistral" else {}
-    directory, _ = tiny_model(family, **changes)
+    directory, _ = tiny_model("llama" if family == "varied" else family, **changes)
     at_once, alone = (make_runner(directory, dtype="bfloat16", weights=weights) for _ in range(2))
+    if family == "varied":
+        for runner in (at_once, alone):
+            varied(kernels, runner._model._layers)
+    pool_layers = [layer.attention.layer for layer in at_once._model._layers]
     compiled: list[bool] = []
     monkeypatch.setattr(transformer, "can_compile", lambda layers: compiled.append(can_compile(layers)) or compiled[-1])
     tokens = prompts(40)
@@ -291,7 +321,8 @@ def test_compiled_layers_equal_separate_layers(
         written_layers: list[int] = []
 
         def on_layer(layer: int, slot: int = end - 1, written_layers: list[int] = written_layers) -> None:
-            assert at_once.pool.codes[layer][slot // 8, 0, :, slot % 8].any(), "the layer's last key is not written yet"
+            codes = at_once.pool.codes[pool_layers[layer]]
+            assert codes[slot // 8, 0, :, slot % 8].any(), "the layer's last key is not written yet"
             written_layers.append(layer)
 
         row = Row(token_ids=tokens[0][start:end], start=start, blocks=range(12), num_logits=1)

@@ -61,22 +61,22 @@ def test_rotate_equals_torch(shape: tuple[int, int, int], dtype: torch.dtype) ->
         ((1, 2), torch.float32, "silu"),
         ((2, 3000), torch.bfloat16, "gelu"),
         ((5, 192), torch.float32, "gelu"),
-        ((2, 3000), torch.float32, "gelu_pytorch_tanh"),
-        ((5, 192), torch.bfloat16, "gelu_pytorch_tanh"),
+        ((2, 3000), torch.float32, "gelu_tanh"),
+        ((5, 192), torch.bfloat16, "gelu_tanh"),
         ((1, 2), torch.bfloat16, "swigluoai"),
         ((2, 3000), torch.float32, "swigluoai"),
     ],
     ids=str,
 )
 def test_gated_mul_equals_torch(shape: tuple[int, int], dtype: torch.dtype, kind: Kind) -> None:
-    x, activation = random(*shape, dtype=dtype) * 3, GatedActivation(kind, limit=2.0)
+    x, activation = random(*shape, dtype=dtype) * 3, GatedActivation(kind, alpha=1.7, limit=2.0)
     # The kernel rounds once.
     expected = reference_gated_mul(x.float(), activation).to(dtype)
-    bound = {"atol": TOLERANCE[dtype] / 8, "rtol": TOLERANCE[dtype] / 2}
+    bound = {"atol": TOLERANCE[dtype] / 2, "rtol": TOLERANCE[dtype] / 2}
     torch.testing.assert_close(launch_gated_mul(x, activation), expected, **bound)
 
 
 def test_gated_mul_keeps_nan() -> None:
     x = torch.tensor([[torch.nan, 1.0, 1.0, torch.nan]], device=DEVICE)
-    for activation in (SILU, GatedActivation("swigluoai")):
+    for activation in (SILU, GatedActivation("swigluoai", limit=2.0)):
         assert launch_gated_mul(x, activation).isnan().all()
