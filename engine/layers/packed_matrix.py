@@ -297,9 +297,9 @@ class PackedMatrix:
             first += part.num_outputs
 
 
-def norm_argument(norm: RMSNorm | None) -> Norm:
-    """Return the kernels' view of a norm, or of none."""
-    return Norm() if norm is None else Norm(norm.weight.data_ptr(), norm.eps, norm.rounds_late)
+def norm_argument(norm: RMSNorm) -> Norm:
+    """Return the kernels' view of a norm."""
+    return Norm(norm.weight.data_ptr(), norm.eps, norm.rounds_late)
 
 
 def _agree(matrix: PackedMatrix, tiled: PackedMatrix) -> bool:
