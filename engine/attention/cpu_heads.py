@@ -195,17 +195,21 @@ def store_kv(
 def rotary_call(pool: KVPool, attention: LayerAttention, heads_TND: Tensor) -> RotaryCall:
     """Build the call that norms and rotates queries and keys in place and writes keys and values to the pool."""
     view = _view(pool, attention.layer)
-    return RotaryCall(
+    call = RotaryCall(
         kind=Kind.ROTATE,
         pool=view,
         heads=heads_TND.data_ptr(),
-        q_norm=norm_argument(attention.q_norm),
-        k_norm=norm_argument(attention.k_norm),
-        v_norm=norm_argument(attention.v_norm),
         q_heads=heads_TND.shape[1] - (2 * view.kv_heads if attention.stores else 0),
         rope=attention.rope,
         stores=attention.stores,
     )
+    if attention.q_norm is not None:
+        call.q_norm = norm_argument(attention.q_norm)
+    if attention.k_norm is not None:
+        call.k_norm = norm_argument(attention.k_norm)
+    if attention.v_norm is not None:
+        call.v_norm = norm_argument(attention.v_norm)
+    return call
 
 
 def attention_call(

@@ -395,10 +395,13 @@ private:
         return round_up(std::min<int64_t>(stretch.seen, position(row) + 1 - stretch.first), LANES);
     }
 
-    // Applies the soft cap, after the keys' scales and zeros. A capped score is one for `scale`.
+    // Applies the keys' scales and zeros, then the soft cap, whose result is relative to the cap.
     void finish_scores(int64_t own, float* scores, int64_t width) const {
         if (a.pool.scales) apply_key_scales(own, scores, width);
-        if (!a.soft_cap) return;
+        if (a.soft_cap) apply_soft_cap(scores, width);
+    }
+
+    __attribute__((noinline)) void apply_soft_cap(float* scores, int64_t width) const {
         const float factor = a.scale / a.soft_cap;
         for (int64_t i = 0; i < width; i += PART_LANES)
             store(scores + i, hyperbolic_tangent(load<FloatPart>(scores + i) * factor));

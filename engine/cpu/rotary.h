@@ -45,12 +45,13 @@ inline void norm_head(const Norm& norm, bf16* x, int64_t dim) {
 
 inline void rotate(const RotaryCall& t, const Step& step, const Worker& me) {
     const int64_t dim = t.pool.head_dim, kv_heads = t.stores ? t.pool.kv_heads : 0, all_heads = t.q_heads + 2 * kv_heads;
-    const Angles& angles = step.angles[t.rope];
+    const Angles angles = step.angles[t.rope];
     for (int64_t token = me.first(step.tokens); token < me.end(step.tokens); token++) {
         bf16* heads = t.heads + token * all_heads * dim;
+        const bf16 *cos = angles.cos + token * angles.pairs, *sin = angles.sin + token * angles.pairs;
         for (int64_t h = 0; h < t.q_heads + kv_heads; h++) {
             norm_head(h < t.q_heads ? t.q_norm : t.k_norm, heads + h * dim, dim);
-            rotate_head(heads + h * dim, angles.cos + token * angles.pairs, angles.sin + token * angles.pairs, angles.pairs);
+            rotate_head(heads + h * dim, cos, sin, angles.pairs);
         }
         const int64_t block = step.slots[token] / t.pool.block_size, offset = step.slots[token] % t.pool.block_size;
         for (int64_t kv = 0; kv < 2; kv++)

@@ -2,14 +2,15 @@
 
     silu                gate sigmoid(gate) up
     gelu                gate (1 + erf(gate / sqrt(2))) / 2 up
-    gelu_pytorch_tanh   gate sigmoid(2 sqrt(2 / pi) (gate + 0.044715 gate^3)) up
+    gelu_tanh   gate sigmoid(2 sqrt(2 / pi) (gate + 0.044715 gate^3)) up
     swigluoai           gate sigmoid(alpha gate) (up + 1), gate at most limit, up within +-limit (gpt-oss)
 
-The gate is the first half of the features and up the second. Names as in transformers; the last one as in vLLM.
+The gate is the first half of the features and up the second.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,16 +22,18 @@ from engine.kernels.language import cdiv, jit, tl
 
 # T rows, I features of gate and of up
 
+Kind = Literal["silu", "gelu", "gelu_tanh", "swigluoai"]
+
 _BLOCK = 1024
 
 
 @dataclass(frozen=True)
 class GatedActivation:
-    """Gated activation, with the constants of swigluoai."""
+    """Gated activation. alpha and limit: of swigluoai."""
 
-    kind: Literal["silu", "gelu", "gelu_pytorch_tanh", "swigluoai"]
-    alpha: float = 1.702
-    limit: float = 7.0
+    kind: Kind
+    alpha: float = 1.0
+    limit: float = math.inf
 
     def __call__(self, gate_up_T2I: Tensor) -> Tensor:
         return gated_mul(gate_up_T2I, self)
@@ -52,7 +55,7 @@ def reference_gated_mul(gate_up_T2I: Tensor, activation: GatedActivation = SILU)
             return F.silu(gate_TI) * up_TI
         case "gelu":
             return F.gelu(gate_TI) * up_TI
-        case "gelu_pytorch_tanh":
+        case "gelu_tanh":
             return F.gelu(gate_TI, approximate="tanh") * up_TI
         case "swigluoai":
             gate_TI = gate_TI.clamp(max=activation.limit)
@@ -82,7 +85,7 @@ def gated(gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, KI
     if KIND == "gelu":
         return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     x = gate
-    if KIND == "gelu_pytorch_tanh":
+    if KIND == "gelu_tanh":
         x = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     if KIND == "swigluoai":
         # Unlike minimum and maximum, these keep NaN.

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _PANEL = 16
 # Values of `enum Before` in product.h.
 _NOTHING, _NORM = 0, 1
-_GATED = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "swigluoai": 5}
+_GATED = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "swigluoai": 5}
 
 NEVER = 1 << 62
 # Rows per prompt step that are measured, in descending order until the kernels win.
@@ -297,9 +297,9 @@ class PackedMatrix:
             first += part.num_outputs
 
 
-def norm_argument(norm: RMSNorm | None) -> Norm:
-    """Return the kernels' view of a norm, or of none."""
-    return Norm() if norm is None else Norm(norm.weight.data_ptr(), norm.eps, norm.rounds_late)
+def norm_argument(norm: RMSNorm) -> Norm:
+    """Return the kernels' view of a norm."""
+    return Norm(norm.weight.data_ptr(), norm.eps, norm.rounds_late)
 
 
 def _agree(matrix: PackedMatrix, tiled: PackedMatrix) -> bool:

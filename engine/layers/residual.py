@@ -48,13 +48,13 @@ class Residual:
         x_TI: Tensor,
         *,
         before: Before | None = None,
-        norm: RMSNorm | None = None,
+        after: RMSNorm | None = None,
         scale: float = 1.0,
     ) -> None:
-        """Add norm(part(before(x_TI))) * scale to the stream."""
-        if norm is not None or scale != 1:
+        """Add after(part(before(x_TI))) * scale to the stream."""
+        if after is not None or scale != 1:
             update_TE = part(x_TI, before=before)
-            update_TE = update_TE if norm is None else norm(update_TE)
+            update_TE = update_TE if after is None else after(update_TE)
             self.add(update_TE if scale == 1 else update_TE * scale)
         elif self._adds_late:
             self.add(part(x_TI, before=before))

@@ -97,7 +97,7 @@ class DecoderLayer:
 
     def finish(self, x: Residual, q_THD: Tensor, heads: Heads) -> None:
         attended_THD = heads.attend(self.attention, q_THD)
-        x.add_product(self.output, attended_THD.flatten(1), norm=self.output_norm, scale=self.residual_scale)
+        x.add_product(self.output, attended_THD.flatten(1), after=self.output_norm, scale=self.residual_scale)
         self.mlp(x, norm=self.mlp_norm)
 
     @property

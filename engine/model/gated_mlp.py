@@ -16,7 +16,7 @@ from engine.weights.checkpoint import Shape
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """Gated MLP x + down(activation(gate(norm(x))) * up(norm(x)))."""
+    """Gated MLP x + output_norm(down(act(gate(norm(x))) * up(norm(x)))) * residual_scale."""
 
     # Rows: gate, up.
     gate_up: Linear
@@ -45,7 +45,7 @@ class GatedMLP:
             self.down,
             x.into(self.gate_up, norm=norm),
             before=self.activation,
-            norm=self.output_norm,
+            after=self.output_norm,
             scale=self.residual_scale,
         )
 

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,11 +217,29 @@ def test_low_bit_amx_products_equal_dequantized_bf16(tiled_kernels: Emulated, na
     assert torch.equal(got, plain.multiply(x_TI, before=None, **extras)) and got.float().std() > 0
 
 
-@pytest.mark.parametrize("window", [None, 1, 40])
-@pytest.mark.parametrize("head_dim", [12, 64, 80])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
+SINKS = random(6, seed=30).float()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "fields"),
+    [
+        ("bfloat16", 12, {"window": 40}),
+        ("bfloat16", 64, {"soft_cap": 1.5, "sinks_H": SINKS}),
+        ("bfloat16", 80, {"window": 1}),
+        ("bfloat16", 512, {"chunk": 100}),
+        ("fp8_e4m3", 12, {"window": 1, "sinks_H": SINKS}),
+        ("fp8_e4m3", 64, {"chunk": 7}),
+        ("fp8_e4m3", 80, {"window": 40, "soft_cap": 1.5}),
+        ("int8", 12, {"soft_cap": 1.5}),
+        ("int8", 112, {"chunk": 100, "soft_cap": 1.5, "sinks_H": SINKS + 3}),
+        ("int8", 256, {}),
+        ("int4", 64, {"window": 40, "soft_cap": 1.5, "sinks_H": SINKS + 3}),
+        ("int4", 80, {"chunk": 100}),
+    ],
+    ids=str,
+)
 def test_amx_attention_equals_plain_attention(
-    tiled_kernels: Emulated, dtype: str, head_dim: int, window: int | None
+    tiled_kernels: Emulated, dtype: str, head_dim: int, fields: dict[str, Any]
 ) -> None:
     """Covers prompts that do and do not fill tiles, over a pool with every slot filled.
 
@@ -233,7 +252,7 @@ def test_amx_attention_equals_plain_attention(
     batch, pool = Batch.of(rows, block_size=8), KVPool(layout, num_blocks=150, device=torch.device("cpu"))
     pool.write(0, torch.arange(1200), random(1200, 2, head_dim, seed=1), random(1200, 2, head_dim, seed=2))
     angles, q_THD = torch.ones(batch.num_tokens, 1, head_dim // 2), random(batch.num_tokens, 6, head_dim, seed=3)
-    attention = LayerAttention(layer=0, scale=head_dim**-0.5, window=window)
+    attention = LayerAttention(layer=0, scale=1.5 * head_dim**-0.5, **fields)
     without = CompiledHeads(tiled_kernels, batch, pool, [(angles, angles)]).attend(attention, q_THD)
     assert not tiled_kernels.have_been_used()
     heads = CompiledHeads(tiled_kernels, batch, pool, [(angles, angles)], by_tiles=True)

@@ -30,9 +30,9 @@ def matrix(outputs: int, inputs: int, seed: int) -> TorchMatrix:
     return TorchMatrix(random(outputs, inputs, seed=seed))
 
 
-def dense() -> GatedMLP:
+def dense(output_norm: RMSNorm | None = None) -> GatedMLP:
     down = RowParallelLinear(matrix(HIDDEN, FEATURES, 2), None, TensorParallel())
-    return GatedMLP(Linear(matrix(2 * FEATURES, HIDDEN, 1)), down)
+    return GatedMLP(Linear(matrix(2 * FEATURES, HIDDEN, 1)), down, output_norm=output_norm)
 
 
 def sparse(*, has_shared: bool) -> SparseMLP:
@@ -50,6 +50,7 @@ def sparse(*, has_shared: bool) -> SparseMLP:
     "layers",
     [
         [dense(), dense()],
+        [dense(RMSNorm(random(HIDDEN, seed=7) + 1, 1e-6)), dense()],
         [sparse(has_shared=False), sparse(has_shared=True), dense()],
         [sparse(has_shared=True), sparse(has_shared=False)],
     ],
