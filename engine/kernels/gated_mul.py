@@ -2,7 +2,7 @@
 
     silu                gate sigmoid(gate) up
     gelu                gate (1 + erf(gate / sqrt(2))) / 2 up
-    gelu_tanh   gate sigmoid(2 sqrt(2 / pi) (gate + 0.044715 gate^3)) up
+    gelu_pytorch_tanh   gate sigmoid(2 sqrt(2 / pi) (gate + 0.044715 gate^3)) up
     swigluoai           gate sigmoid(alpha gate) (up + 1), gate at most limit, up within +-limit (gpt-oss)
 
 The gate is the first half of the features and up the second.
@@ -22,7 +22,7 @@ from engine.kernels.language import cdiv, jit, tl
 
 # T rows, I features of gate and of up
 
-Kind = Literal["silu", "gelu", "gelu_tanh", "swigluoai"]
+Kind = Literal["silu", "gelu", "gelu_pytorch_tanh", "swigluoai"]
 
 _BLOCK = 1024
 
@@ -55,7 +55,7 @@ def reference_gated_mul(gate_up_T2I: Tensor, activation: GatedActivation = SILU)
             return F.silu(gate_TI) * up_TI
         case "gelu":
             return F.gelu(gate_TI) * up_TI
-        case "gelu_tanh":
+        case "gelu_pytorch_tanh":
             return F.gelu(gate_TI, approximate="tanh") * up_TI
         case "swigluoai":
             gate_TI = gate_TI.clamp(max=activation.limit)
@@ -85,7 +85,7 @@ def gated(gate: tl.tensor, up: tl.tensor, alpha: tl.tensor, limit: tl.tensor, KI
     if KIND == "gelu":
         return gate * 0.5 * (1.0 + tl.erf(gate * 0.7071067811865476)) * up
     x = gate
-    if KIND == "gelu_tanh":
+    if KIND == "gelu_pytorch_tanh":
         x = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
     if KIND == "swigluoai":
         # Unlike minimum and maximum, these keep NaN.

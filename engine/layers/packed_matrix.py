@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _PANEL = 16
 # Values of `enum Before` in product.h.
 _NOTHING, _NORM = 0, 1
-_GATED = {"silu": 2, "gelu": 3, "gelu_tanh": 4, "swigluoai": 5}
+_GATED = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "swigluoai": 5}
 
 NEVER = 1 << 62
 # Rows per prompt step that are measured, in descending order until the kernels win.

@@ -64,7 +64,7 @@ def mean_error(got: Tensor, exact: Tensor) -> float:
 
 # Few numbers reach this limit, and enough to notice that it is ignored.
 SWIGLU = GatedActivation("swigluoai", alpha=1.7, limit=1.5)
-GATED = [SILU, GatedActivation("gelu"), GatedActivation("gelu_tanh"), SWIGLU]
+GATED = [SILU, GatedActivation("gelu"), GatedActivation("gelu_pytorch_tanh"), SWIGLU]
 
 
 def norm_of(num_features: int, dtype: torch.dtype = torch.bfloat16) -> RMSNorm:
@@ -278,7 +278,7 @@ def varied(kernels: Kernels, layers: list[DecoderLayer]) -> None:
     hidden, narrow, last = layers[0].input_norm.weight.shape[0], 24, len(layers) - 1
     for i, layer in enumerate(layers):
         norm = RMSNorm(random(hidden, seed=i).float(), 1e-6)
-        mlp = GatedMLP(layer.mlp.gate_up, layer.mlp.down, GatedActivation("gelu_tanh"), norm)
+        mlp = GatedMLP(layer.mlp.gate_up, layer.mlp.down, GatedActivation("gelu_pytorch_tanh"), norm)
         attention = replace(layer.attention, soft_cap=3.0, scale=0.4, layer=min(i, last - 1), stores=i < last)
         qkv = layer.qkv
         if i == 1:
