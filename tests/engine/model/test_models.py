@@ -18,7 +18,27 @@ from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
 from tests.engine.steps import prompts, step
-from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, GROUPS, MakeModel, MakeRunner, reference_logits
+from tests.engine.tiny_models import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GEMMA,
+    GEMMA3_ROPES,
+    GEMMA4,
+    GEMMA4_MOE,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    GPT_OSS,
+    GROUPS,
+    LLAMA4,
+    MINIMAX_M2,
+    MISTRAL4,
+    PHI3,
+    QUERY_SCALING,
+    YARN,
+    MakeModel,
+    MakeRunner,
+    reference_logits,
+)
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -28,8 +48,6 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
-
 DEEPSEEK_YARN = {"mscale": 0.7, "mscale_all_dim": 1.1}
 
 QWEN2_MOE = {
@@ -91,6 +109,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v3, weights as they are": ("deepseek_v3", DEEPSEEK_V3 | {"norm_topk_prob": False}),
     "qwen3, tied, biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 24}),
+    "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("gemma3", GEMMA | {"num_hidden_layers": 7, "rope_parameters": GEMMA3_ROPES}),
+    "gemma4": ("gemma4", GEMMA4),
+    "gemma4, experts": ("gemma4", GEMMA4_MOE),
+    "phi3": ("phi3", PHI3),
+    "phi3, sliding window": ("phi3", {"head_dim": ..., "sliding_window": 9, "partial_rotary_factor": 0.5}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
+    "glm4_moe": ("glm4_moe", GLM4_MOE),
+    "glm4_moe_lite": ("glm4_moe_lite", GLM4_MOE_LITE),
+    "minimax_m2": ("minimax_m2", MINIMAX_M2),
+    "ministral3": ("ministral3", {"rope_parameters": YARN | QUERY_SCALING}),
+    "mistral4": ("mistral4", MISTRAL4),
+    "llama4": ("llama4", LLAMA4),
+    "llama4, no norms, fixed temperature": (
+        "llama4",
+        LLAMA4 | {"use_qk_norm": False, "attn_temperature_tuning": False, "interleave_moe_layer_step": 1},
+    ),
 }
 
 
@@ -102,7 +137,7 @@ def family(request: pytest.FixtureRequest, tiny_model: MakeModel) -> tuple[Path,
 
 def test_whole_prompts_equal_transformers(family: tuple[Path, PreTrainedModel], make_runner: MakeRunner) -> None:
     directory, model = family
-    sequences = prompts(1, 37, 8, 80)
+    sequences = prompts(1, 37, 8, 80, 9, 10, 16, 17)  # windows are of 9 tokens, chunks of 16, blocks of 8
     logits = step(make_runner(directory), sequences, [(i, 0, len(s)) for i, s in enumerate(sequences)])
     for row, sequence in zip(logits, sequences, strict=True):
         torch.testing.assert_close(row, reference_logits(model, sequence)[-1], atol=2e-4, rtol=1e-4)
