@@ -89,7 +89,7 @@ class ModelSpec(_Section):
     """Model name in the API, or a list of names. Answers repeat the name in the request; metrics and logs have the
     first one. null: derived from `source`."""
     max_context: Annotated[Tokens, Field(ge=16)] | None = None
-    """Maximum length of prompt and answer together. null: the model's own limit."""
+    """Maximum length of prompt and answer together. null: the model's own limit, for Phi-3 its original one."""
     generation_config: str = "auto"
     """Sampling defaults of requests that omit a field. `auto`: the model's generation_config.json (temperature, top_k,
     top_p, min_p, penalties, max_new_tokens, and do_sample: false as temperature 0). `vllm`: none, as in vLLM. A
