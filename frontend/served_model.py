@@ -143,6 +143,7 @@ class ServedModel:
                 template.sources,
                 tool_parser=spec.model.tool_parser,
                 reasoning_parser=spec.model.reasoning_parser,
+                knows_tools=template.knows_tools,
                 is_special=tokenizer.has_special,
             ),
             model=ModelCard(
