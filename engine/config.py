@@ -52,7 +52,7 @@ class EngineConfig:
         num_kv_heads, dims = zip(*layers, strict=True)
         itemsize: int = getattr(torch, self.dtype).itemsize
         return KVLayout(
-            model=model_config.fingerprint(self.model_dir),
+            model=model_config.fingerprint(self.model_dir, max_context=self.max_context),
             num_layers=len(layers),
             draft=heads.fingerprint if heads and num_draft_layers else "",
             num_draft_layers=num_draft_layers,

@@ -41,10 +41,13 @@ _CHANGES_NUMBERS = (
 )
 
 
-def load(path: Path) -> ModelConfig:
-    """Read config.json and generation_config.json of a model directory. Raises SpecError."""
+def load(path: Path, *, max_context: int | None = None) -> ModelConfig:
+    """Read config.json and generation_config.json of a model directory. Raises SpecError.
+
+    max_context: tokens per sequence that the deployment wants; see ModelConfig.lengthened.
+    """
     generation = read_object(path / "generation_config.json", missing_ok=True)
-    return parse(read_object(path / "config.json"), path / "config.json", generation)
+    return parse(read_object(path / "config.json"), path / "config.json", generation).lengthened(max_context)
 
 
 def parse(
@@ -82,12 +85,15 @@ def quantization_config(path: Path) -> dict[str, Any]:
     return {"quant_method": "modelopt", **settings} if settings.get("quant_algo") else {}
 
 
-def fingerprint(path: Path) -> str:
+def fingerprint(path: Path, *, max_context: int | None = None) -> str:
     """Return an identity of the weights: equal on every machine with the same files, and fast for any size.
 
-    Hashes config.json, the index, and the size and byte samples of each weight file.
+    Hashes config.json, the index, and the size and byte samples of each weight file. max_context: see `load`; a
+    lengthened model has an identity of its own, because its keys differ.
     """
     digest = blake2b(digest_size=16, person=b"model")
+    if max_context and any(rope.is_long for rope in load(path, max_context=max_context).ropes):
+        digest.update(b"long")
     digest.update((path / "config.json").read_bytes())
     files = weight_files(path)
     for name, file in sorted((files.index or {}).items()):

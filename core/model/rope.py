@@ -63,13 +63,15 @@ def read_rope(
 def context_of(rope: RopeConfig) -> int:
     """Return the context length. max_position_embeddings excludes linear and dynamic scaling, and may include yarn.
 
-    longrope: up to the original length. Longer contexts need other divisors for all positions, see `lengthen`.
+    longrope: up to the original length; see ModelConfig.lengthened.
     """
     match rope.kind:
         case "linear" | "dynamic":
             return math.floor(rope.max_position * rope.factor)
         case "yarn":
             return max(rope.max_position, math.floor(rope.original_max_position * rope.factor))
+        case "longrope":
+            return int(rope.original_max_position)
     return rope.max_position
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from core.types.errors import SpecError
@@ -34,6 +34,7 @@ class RopeConfig:
     truncate: bool = True
     factors: tuple[float, ...] = ()  # kinds "factors" and "longrope": dim / 2 divisors
     long_factors: tuple[float, ...] = ()  # longrope: those of contexts beyond original_max_position
+    is_long: bool = False  # longrope: whether long_factors apply
     num_rotated: int | None = None  # kind "proportional": rotated features, of `dim`; None: all
 
 
@@ -163,6 +164,18 @@ class ModelConfig:
     logits_soft_cap: float | None = None
     per_layer_dim: int = 0  # features of the embeddings that each layer has for itself (Gemma 4); 0: none
     per_layer_vocab_size: int = 0
+
+    def lengthened(self, max_context: int | None) -> ModelConfig:
+        """Return the model for contexts of `max_context` tokens; differs for LongRoPE only.
+
+        Its frequencies have two sets of divisors: up to original_max_position, which is the context by default, and
+        beyond. transformers chooses by the length of each prompt, which would make cached keys depend on later tokens.
+        Here all sequences of a deployment use the same set, as in vLLM.
+        """
+        rope = self.ropes[0]
+        if rope.kind != "longrope" or not max_context or max_context <= rope.original_max_position:
+            return self
+        return replace(self, ropes=(replace(rope, is_long=True),), max_context=self.max_position)
 
     @property
     def kv_layers(self) -> tuple[tuple[int, int], ...]:

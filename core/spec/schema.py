@@ -34,7 +34,9 @@ DType = Literal["bfloat16", "float16", "float32"]
 Weights = Literal["auto", "widen", "int8"]
 PoolDType = Literal["auto", "int8", "fp8_e4m3", "int4"]
 WireDType = Literal["fp8_e4m3", "int8", "int4", "raw"]
-ToolParser = Literal["auto", "none", "deepseek_v3", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"]
+ToolParser = Literal[
+    "auto", "none", "deepseek_v3", "generic", "hermes", "llama3_json", "mistral", "pythonic", "qwen3_coder"
+]
 
 
 def _check_known(name: str, *, ours: tuple[str, ...]) -> str:
@@ -89,14 +91,14 @@ class ModelSpec(_Section):
     """Model name in the API, or a list of names. Answers repeat the name in the request; metrics and logs have the
     first one. null: derived from `source`."""
     max_context: Annotated[Tokens, Field(ge=16)] | None = None
-    """Maximum length of prompt and answer together. null: the model's own limit."""
+    """Maximum length of prompt and answer together. null: the model's own limit, for Phi-3 its original one."""
     generation_config: str = "auto"
     """Sampling defaults of requests that omit a field. `auto`: the model's generation_config.json (temperature, top_k,
     top_p, min_p, penalties, max_new_tokens, and do_sample: false as temperature 0). `vllm`: none, as in vLLM. A
     directory on the routers' hosts: its generation_config.json."""
     tool_parser: ToolParser = "auto"
-    """Format of the model's tool calls. `auto`: detected from its chat template. `none`: requests with tools are
-    rejected."""
+    """Format of the model's tool calls. `auto`: detected from its chat template, else `generic`: JSON, which the system
+    message asks for. `none`: requests with tools are rejected."""
     reasoning_parser: Literal["auto", "none", "think", "deepseek_r1"] = "auto"
     """`think`: text between the model's thinking tags (`<think>`, `[THINK]`, …) is returned as `reasoning_content`.
     `auto`: `think` if the chat template or the special tokens have such tags. `deepseek_r1`: likewise, for a model that

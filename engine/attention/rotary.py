@@ -82,7 +82,7 @@ def _frequencies(rope: RopeConfig) -> Tensor:
             frequencies_F[rope.num_rotated // 2 :] = 0
             return frequencies_F / rope.factor
         case "factors" | "longrope":
-            return frequencies_F / torch.tensor(rope.factors)
+            return frequencies_F / torch.tensor(rope.long_factors if rope.is_long else rope.factors)
         case "llama3":
             return _llama3(frequencies_F, rope)
         case "yarn":

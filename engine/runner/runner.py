@@ -69,7 +69,7 @@ class ModelRunner:
         """
         self.parallel = parallel or TensorParallel()
         self.layout = config.layout(tensor_parallel=self.parallel.size)
-        self.config: ModelConfig = model_config.load(config.model_dir)
+        self.config: ModelConfig = model_config.load(config.model_dir, max_context=config.max_context)
         self._max_drafted = config.max_running
         self._max_context = min(self.config.max_context, config.max_context or self.config.max_context)
         self.dtype: torch.dtype = getattr(torch, config.dtype)

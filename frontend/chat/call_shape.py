@@ -51,12 +51,13 @@ class CallShape:
         """Return copies of checked messages in this form."""
         copies = [dict(message) for message in messages]
         for message in copies:
-            if calls := message.get("tool_calls"):
+            calls, content = message.get("tool_calls"), message["content"]
+            if calls:
                 message["tool_calls"] = [self._call(call) for call in calls]
             if not self.takes_any_id and message["role"] == "tool":
                 message["tool_call_id"] = _nine(message.get("tool_call_id"))
-            if message["content"] is None:
-                message["content"] = self.no_content
+            if content is None or (calls and not content.strip()):
+                message["content"] = self.no_content if calls else ""
         return copies
 
     def _call(self, call: Mapping[str, Any]) -> dict[str, Any]:

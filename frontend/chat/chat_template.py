@@ -7,6 +7,8 @@ strings, lists and dicts, and input and output are bounded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from jinja2 import Template, TemplateError, TemplateSyntaxError, meta
@@ -14,10 +16,11 @@ from jinja2.exceptions import SecurityError
 
 from core.types.errors import ClusterError, RequestError, SpecError
 from frontend.chat.call_shape import CallShape
-from frontend.chat.history import ALTERNATING, History, Message
+from frontend.chat.history import ALTERNATING, INSTRUCTIONS, History, Message
 from frontend.chat.template_bounds import MAX_TEXT_CHARS
 from frontend.chat.template_files import DEFAULT, WITH_TOOLS
 from frontend.chat.template_sandbox import environment
+from frontend.chat.tools_as_text import tools_as_text
 
 MAX_TEMPLATE_CHARS = 256 * 1024  # the longest in use are about 20 KiB
 
@@ -98,21 +101,25 @@ class ChatTemplate:
         opens_answer: bool = True,
         is_continued: bool = False,
         paths: Sequence[str] = (),
+        writes_tools: bool = False,
     ) -> str:
         """Return the prompt. It ends where the answer begins, or, if is_continued, where the last message's text ends.
 
         A message has a role, a content (a string or None) and other keys that the template may use; call arguments are
         JSON text. variables: set by the client, e.g. enable_thinking. paths: names of the messages in the client's
-        body, for errors. Raises RequestError, with the template's message if it rejects the conversation.
+        body, for errors. writes_tools: show tools, calls and results as text instead of the template's own form.
+        Raises RequestError, with the template's message if it rejects the conversation.
         """
         if self._template is None:
             raise RequestError("this model has no chat template; send a prompt to /v1/completions", param="messages")
         if not messages:
             raise RequestError("messages: must not be empty", param="messages")
-        if tools and not self.knows_tools:
-            text = "tools: not supported by this model's chat template; the operator can set model.chat_template"
+        if tools and not self.knows_tools and not writes_tools:
+            text = (
+                "tools: not supported by this model's chat template; the operator can set model.tool_parser to generic"
+            )
             raise RequestError(text, param="tools")
-        if self._with_tools and (tools or any("tool_calls" in message for message in messages)):
+        if self._with_tools and not writes_tools and (tools or any("tool_calls" in message for message in messages)):
             return self._with_tools.render(messages, variables=variables, tools=tools, opens_answer=opens_answer,
                                            is_continued=is_continued, paths=paths)  # fmt: skip
         paths = paths or [f"messages[{number}]" for number in range(len(messages))]
@@ -125,19 +132,25 @@ class ChatTemplate:
             **(variables or {}),
             **self._special_tokens,
             "add_generation_prompt": opens_answer,
-            "tools": list(tools) or None,
+            "tools": None if writes_tools else list(tools) or None,
             "documents": None,
         }
-        text = self._arranged(messages, context, is_continued=is_continued)
+        history = self._history
+        if writes_tools:
+            history = replace(history, keeps_calls=False, keeps_orphans=False)
+            messages = _with_instructions(messages, tools_as_text(tools)) if tools else messages
+        text = self._arranged(messages, context, history, is_continued=is_continued)
         return _up_to_tag(text, str(messages[-1]["content"])) if is_continued else text
 
-    def _arranged(self, messages: Sequence[Message], context: dict[str, Any], *, is_continued: bool) -> str:
+    def _arranged(
+        self, messages: Sequence[Message], context: dict[str, Any], history: History, *, is_continued: bool
+    ) -> str:
         """Render the arranged messages. If the template rejects them, try again with the ALTERNATING history."""
         rejection: RequestError | None = None
-        for history in (self._history, ALTERNATING):
-            arranged = self._calls.convert(history.arranged(messages))
+        for one in (history, ALTERNATING):
+            arranged = self._calls.convert(one.arranged(messages))
             if is_continued:
-                arranged[-1]["content"] += _TAG
+                arranged[-1]["content"] = f"{arranged[-1]['content'] or ''}{_TAG}"
             try:
                 return self._guarded({**context, "messages": arranged})
             except RequestError as error:
@@ -200,6 +213,12 @@ class ChatTemplate:
             if size > MAX_TEXT_CHARS:
                 raise RequestError(f"the rendered messages exceed {MAX_TEXT_CHARS} characters", param="messages")
         return "".join(parts)
+
+
+def _with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
+    """Add a system message behind those at the beginning, with which History merges it."""
+    first = len([*takewhile(lambda message: message["role"] in INSTRUCTIONS, messages)])
+    return [*messages[:first], {"role": "system", "content": text}, *messages[first:]]
 
 
 def _up_to_tag(text: str, last: str) -> str:

@@ -7,10 +7,12 @@ and loses no text.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeAlias
+
+from frontend.chat.tools_as_text import calls_as_text, result_as_text
 
 Message: TypeAlias = Mapping[str, Any]
 Render: TypeAlias = Callable[[Sequence[Message]], str | None]  # None: the template rejects the messages
@@ -18,7 +20,7 @@ _Messages: TypeAlias = list[dict[str, Any]]
 
 _PROBE = "PROBE-5e0c-"
 _CALL = "probe_5e0c_"
-_INSTRUCTIONS = ("system", "developer")
+INSTRUCTIONS = ("system", "developer")
 _ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _BETWEEN = "\n\n"
@@ -78,8 +80,7 @@ class History:
         """Return copies of the messages, arranged."""
         arranged = self._with_instructions([dict(message) for message in messages])
         if not self.keeps_calls:
-            kept = ("tool",) if self.keeps_orphans else ()
-            arranged = [message if message["role"] in kept else _as_text(message) for message in arranged]
+            arranged = _as_texts(arranged, keeps_results=self.keeps_orphans)
         else:
             arranged = arranged if self.keeps_orphans else _without_orphans(arranged)
             arranged = [part for message in arranged for part in self._split_text(message)]
@@ -100,7 +101,7 @@ class History:
 
     def _begun_by_user(self, messages: _Messages) -> _Messages:
         """Insert an empty user message before a first message that the template does not accept there."""
-        at = len([*takewhile(lambda message: message["role"] in _INSTRUCTIONS, messages)])
+        at = len([*takewhile(lambda message: message["role"] in INSTRUCTIONS, messages)])
         if at == len(messages):
             return messages
         first = messages[at]
@@ -111,14 +112,14 @@ class History:
 
     def _with_instructions(self, messages: _Messages) -> _Messages:
         """Merge consecutive system and developer messages, and give them a role that the template keeps."""
-        first = len([*takewhile(lambda message: message["role"] in _INSTRUCTIONS, messages)])
+        first = len([*takewhile(lambda message: message["role"] in INSTRUCTIONS, messages)])
         # Folded: the instructions at the beginning become a user message, or part of the first one.
         is_folded = not self.keeps_system or not (self.keeps_system_alone or messages[first:])
         is_folded |= not self.keeps_system_if_answered and messages[-1]["role"] in ("assistant", "tool")
         merged: _Messages = []
         for number, message in enumerate(messages):
-            if message["role"] in _INSTRUCTIONS:
-                if number and messages[number - 1]["role"] in _INSTRUCTIONS:
+            if message["role"] in INSTRUCTIONS:
+                if number and messages[number - 1]["role"] in INSTRUCTIONS:
                     merged[-1] = {**_joined(merged[-1], message), "role": merged[-1]["role"]}
                     continue
                 is_late = number >= first
@@ -175,15 +176,23 @@ def _joined(one: Message, other: Message) -> dict[str, Any]:
     return joined
 
 
-def _as_text(message: Message) -> dict[str, Any]:
-    """Write calls and their results as text, for a template that drops them."""
-    if message["role"] == "tool":
-        return {"role": "user", "content": f"Result of the call:\n{message['content'] or ''}"}
-    texts = [message["content"]] if message["content"] else []
-    for call in message.get("tool_calls", ()):
-        texts.append(f"Call of {call['function']['name']}: {call['function']['arguments']}")
-    rest = {name: value for name, value in message.items() if name != "tool_calls"}
-    return {**rest, "content": _BETWEEN.join(texts)}
+def _as_texts(messages: _Messages, *, keeps_results: bool) -> _Messages:
+    """Write calls as text, and their results unless the template keeps them."""
+    written: _Messages = []
+    for message, own, others in _with_results(messages):
+        calls = message.pop("tool_calls", ())
+        if calls:
+            message["content"] = _BETWEEN.join(filter(None, (message["content"], calls_as_text(calls))))
+        names = [None, *(call["function"]["name"] for call in calls), *[None] * len(others)]
+        for name, one in zip(names, (message, *own, *others), strict=True):
+            if one is not None:
+                is_kept = keeps_results or one["role"] != "tool"
+                written.append(one if is_kept else _result_as_user(one, name))
+    return written
+
+
+def _result_as_user(result: Message, name: str | None) -> dict[str, Any]:
+    return {"role": "user", "content": result_as_text(result["content"], name)}
 
 
 def _without_orphans(messages: _Messages) -> _Messages:
@@ -193,33 +202,40 @@ def _without_orphans(messages: _Messages) -> _Messages:
     for message in messages:
         is_result = message["role"] == "tool"
         num_open = num_open - 1 if is_result else len(message.get("tool_calls", ()))
-        kept.append(_as_text(message) if is_result and num_open < 0 else message)
+        kept.append(_result_as_user(message, None) if is_result and num_open < 0 else message)
     return kept
 
 
 def _one_call_each(messages: _Messages) -> _Messages:
     """Give each of several parallel calls its own message, followed by its result."""
     split: _Messages = []
-    at = 0
-    while at < len(messages):
-        message = messages[at]
-        at += 1
+    for message, own, others in _with_results(messages):
         calls = message.get("tool_calls", ())
-        if len(calls) < 2:
+        if not calls:
             split.append(message)
-            continue
-        results = [*takewhile(lambda one: one["role"] == "tool", messages[at:])]
-        at += len(results)
-        own = [next((r for r in results if r.get("tool_call_id") == call.get("id")), None) for call in calls]
-        if None in own or len({id(result) for result in own}) < len(own):  # ids are missing or repeated: pair in order
-            own = [*results[: len(calls)], *[None] * (len(calls) - len(results))]
         for number, (call, result) in enumerate(zip(calls, own, strict=True)):
             more = {} if not number else {"content": None, "reasoning_content": None}
             one = {name: value for name, value in {**message, **more}.items() if value is not None or name == "content"}
             split.append({**one, "tool_calls": [call]})
             split += [result] if result is not None else []
-        split += [result for result in results if not any(result is one for one in own)]
+        split += others
     return split
+
+
+def _with_results(messages: _Messages) -> Iterator[tuple[dict[str, Any], Sequence[dict[str, Any] | None], _Messages]]:
+    """Yield each message with the results that follow it: one for each of its calls, and those of no call."""
+    at = 0
+    while at < len(messages):
+        message = messages[at]
+        at += 1
+        calls = message.get("tool_calls", ())
+        results = [*takewhile(lambda one: one["role"] == "tool", messages[at:])]
+        at += len(results)
+        own = [next((r for r in results if r.get("tool_call_id") == call.get("id")), None) for call in calls]
+        found = [id(result) for result in own if result is not None]
+        if len({*found}) < len(found) or len(found) < min(len(calls), len(results)):  # unclear ids: pair in order
+            own = [*results[: len(calls)], *[None] * (len(calls) - len(results))]
+        yield message, own, [result for result in results if not any(result is one for one in own)]
 
 
 def _conversation(letters: str) -> _Messages:

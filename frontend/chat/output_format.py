@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from frontend.chat.chat import Chat
-from frontend.parsers.formats import CALL_FORMATS, find_call_format
+from frontend.parsers.formats import CALL_FORMATS, GENERIC, find_call_format
 from frontend.parsers.thinking import TAGS, THINK, Start, Tags
 from frontend.structured_output.special_tokens import SpecialTokens
 
@@ -27,13 +27,16 @@ class OutputFormat:
         *,
         tool_parser: str = "auto",
         reasoning_parser: str = "auto",
+        knows_tools: bool = True,
         is_special: Callable[[str], bool] = lambda token: False,
     ) -> OutputFormat:
         """Return the format set by the operator; `auto` derives it from the chat template and the special tokens.
 
-        is_special: whether a text is a special token of the model.
+        knows_tools: whether the template renders tools. is_special: whether a text is a special token of the model.
         """
-        calls = find_call_format(template) if tool_parser == "auto" else tool_parser
+        calls = tool_parser
+        if tool_parser == "auto":
+            calls = (find_call_format(template) if knows_tools else None) or GENERIC
         in_template = (tags for tags in TAGS if tags.closing in template)
         in_vocabulary = (tags for tags in TAGS if is_special(tags.opening) and is_special(tags.closing))
         tags = next(in_template, None) or next(in_vocabulary, None)
@@ -48,6 +51,11 @@ class OutputFormat:
             yield from CALL_FORMATS[self.calls].markers
         if self.tags:
             yield from (self.tags.opening, self.tags.closing)
+
+    @property
+    def writes_tools(self) -> bool:
+        """True if tools, calls and results are shown to the model as text instead of by its chat template."""
+        return self.calls == GENERIC
 
     @property
     def thinks(self) -> bool:

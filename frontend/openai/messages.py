@@ -292,8 +292,7 @@ class ChatSettings(OpenAIObject):
     enable_thinking: bool | None = None
     """Extension: the same, as in Qwen's API."""
     tools: Annotated[list[ToolGiven], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
-    """Functions that the model may call. The chat template shows them to the model. Other tools are skipped, and listed
-    in `x-ignored-fields`."""
+    """Functions that the model may call. Other tools are skipped, and listed in `x-ignored-fields`."""
 
     @property
     def function_tools(self) -> list[ToolGiven]:

@@ -13,7 +13,9 @@ from frontend.parsers.scanner import Reading, Scanner
 
 Format: TypeAlias = Callable[[Scanner], Reading[None]]
 
+GENERIC = "generic"
 _MAX_NAME = 128
+_JSON_BEGINS = tuple(f"{fence}\n{bracket}" for fence in ("```json", "```", "") for bracket in "[{")
 _DEEPSEEK_BEGIN, _DEEPSEEK_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001 - DeepSeek's own bars
 _DEEPSEEK_CALL, _DEEPSEEK_CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
 _DEEPSEEK_SEP = "<｜tool▁sep｜>"  # noqa: RUF001
@@ -33,6 +35,22 @@ def llama3_json(scan: Scanner) -> Reading[None]:
         while (yield from json_call(scan)) and (yield from scan.optional(";")):
             pass
         is_call = False
+
+
+def generic(scan: Scanner) -> Reading[None]:
+    """[{"name": …, "arguments": {…}}, …] or one such object, at the beginning of the answer or of a line, and possibly
+    in a fence: the format that frontend.chat.tools_as_text asks for."""
+    fence = "```" if (yield from scan.optional("```json")) or (yield from scan.optional("```")) else ""
+    bracket = "[" if (yield from scan.optional("[")) else "{" if (yield from scan.optional("{")) else ""
+    opening = fence + bracket if bracket else ""
+    if not bracket:
+        scan.give_up()
+    while opening or (opening := (yield from scan.text_until(*_JSON_BEGINS))):
+        is_list = opening[-1] == "["
+        is_call = yield from (_listed(scan) if is_list else json_call(scan, is_open=True))
+        if is_call and opening.startswith("```"):
+            yield from scan.optional("```")
+        opening = ""
 
 
 def mistral(scan: Scanner) -> Reading[None]:
@@ -57,11 +75,14 @@ def forced_call(scan: Scanner, *, name: str) -> Reading[None]:
     yield from scan.all_text()
 
 
-def _listed(scan: Scanner) -> Reading[None]:
-    while (yield from json_call(scan)):
-        if not (yield from scan.optional(",")):
-            yield from scan.optional("]")
-            break
+def _listed(scan: Scanner) -> Reading[bool]:
+    """Read calls and the end of their list. Return whether all were calls."""
+    is_call = yield from json_call(scan)
+    while is_call and (yield from scan.optional(",")):
+        is_call = yield from json_call(scan)
+    if is_call:
+        yield from scan.optional("]")
+    return is_call
 
 
 def _named(scan: Scanner) -> Reading[None]:
@@ -99,7 +120,7 @@ class CallFormat:
     begins: tuple[str, ...]  # texts with which a call begins; NAME stands for a tool's name
     markers: tuple[str, ...]  # may be special tokens, but belong to the text
     template_marks: tuple[str, ...]  # any of these in a chat template identifies the format
-    first: str = ""  # if an answer begins with it, the answer may be a call
+    first: tuple[str, ...] = ()  # if an answer begins with one of them, it may be a call
 
 
 # In order of precedence: formats identified by a string that others contain as well come last.
@@ -116,15 +137,16 @@ CALL_FORMATS: Mapping[str, CallFormat] = {
     ),
     "hermes": CallFormat(hermes, ("<tool_call>",), ("<tool_call>", "</tool_call>"), ("<tool_call>",)),
     "pythonic": CallFormat(
-        pythonic, (PYTHON_START, "[NAME("), (PYTHON_START, PYTHON_END), (PYTHON_START, "func_name1("), first="["
+        pythonic, (PYTHON_START, "[NAME("), (PYTHON_START, PYTHON_END), (PYTHON_START, "func_name1("), first=("[",)
     ),
     "llama3_json": CallFormat(
         llama3_json,
         ("<|python_tag|>", '{"name"'),
         ("<|python_tag|>",),
         ("<|python_tag|>", '"parameters": dictionary'),
-        first="{",
+        first=("{",),
     ),
+    GENERIC: CallFormat(generic, ("\n[", "\n{"), (), (), first=("[", "{", "`")),
 }
 
 

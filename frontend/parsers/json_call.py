@@ -12,10 +12,10 @@ _ARGUMENTS = ("arguments", "parameters")
 _OTHERS = ("type", "id")  # members that some models add
 
 
-def json_call(scan: Scanner) -> Reading[bool]:
-    """Read a call, with its members in any order. Return whether there was one."""
+def json_call(scan: Scanner, *, is_open: bool = False) -> Reading[bool]:
+    """Read a call, with its members in any order. Return whether there was one. is_open: its brace has been read."""
     name, arguments = "", ""
-    is_call = yield from scan.optional("{")
+    is_call = is_open or (yield from scan.optional("{"))
     while is_call:
         key = yield from _member(scan)
         if key == "name" and not name:

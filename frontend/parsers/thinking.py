@@ -43,9 +43,9 @@ class ThinkingReader:
     the call is a real one. So the reader holds text from the first call on until the tag or the end of the answer.
     """
 
-    def __init__(self, tags: Tags, start: Start, *, calls: Sequence[str] = (), first: str = "") -> None:
-        """calls: texts with which a tool call may begin. first: an answer that begins with it may be one call, and is
-        then not read as thinking without an opening tag; empty: none."""
+    def __init__(self, tags: Tags, start: Start, *, calls: Sequence[str] = (), first: tuple[str, ...] = ()) -> None:
+        """calls: texts with which a tool call may begin. first: an answer that begins with one of them may be a call,
+        and is then not read as thinking without an opening tag."""
         self._tags = tags
         self._start = start
         self._first = first
@@ -101,7 +101,7 @@ class ThinkingReader:
         if begun.startswith(opening):
             self._held, self._state = begun.removeprefix(opening), "opened"
         elif not opening.startswith(begun):
-            may_be_call = self._first and begun.startswith(self._first)
+            may_be_call = begun.startswith(self._first)
             self._state = "unopened" if self._start == "before" and not may_be_call else "after"
 
     def _look_for_closing(self) -> str:

@@ -12,6 +12,7 @@ from core.types.errors import RequestError
 from core.types.json_schema import DROPPED, rewritten
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
+from frontend.parsers.formats import GENERIC
 from frontend.parsers.thinking import Start, Tags
 from frontend.structured_output.json_schema import LOOKING_AROUND, in_lark, lenient, moved, weakened
 from frontend.structured_output.special_tokens import SpecialTokens
@@ -35,6 +36,7 @@ class _Calls:
 _CALLS = {
     "hermes": _Calls("<tool_call>\n", "arguments", "\n</tool_call>", "\n"),
     "llama3_json": _Calls("", "parameters", "", "; "),
+    GENERIC: _Calls("[", "arguments", "]", "\n"),
 }
 
 

@@ -73,11 +73,11 @@ class AnswerReader:
         """Create a reader, or return None for an answer of plain text. prompt: its last characters suffice. grammar:
         constrains the answer."""
         thinking = calls = None
-        begins, first = list[str](), ""
+        begins, first = list[str](), tuple[str, ...]()
         if chat.tools and (output_format.calls or chat.forced is not None):
             calls = CallReader(_format(chat, output_format), chat.parameters)
             begins = _begins(chat, output_format)
-            first = CALL_FORMATS[output_format.calls].first if output_format.calls else ""
+            first = CALL_FORMATS[output_format.calls].first if output_format.calls else ()
         start = output_format.start(chat, prompt)
         if output_format.tags and may_think(grammar, start):
             if grammar and start == "before":

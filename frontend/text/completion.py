@@ -94,7 +94,10 @@ class Completions:
             chat_template,
             model=model,
             output_format=replace(
-                output_format or OutputFormat.of(chat_template.sources, is_special=tokenizer.has_special),
+                output_format
+                or OutputFormat.of(
+                    chat_template.sources, is_special=tokenizer.has_special, knows_tools=chat_template.knows_tools
+                ),
                 special=special,
             ),
             threads=self.threads,

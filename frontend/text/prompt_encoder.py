@@ -83,7 +83,7 @@ class PromptEncoder:
         if isinstance(prompt, tuple):
             return prompt
         if isinstance(prompt, Chat) and self._has_unread_calls(prompt):
-            text = "tools: the call format of this model is unknown; the operator can set it with model.tool_parser"
+            text = "tools: turned off for this model; the operator can set model.tool_parser to auto"
             raise RequestError(text, param="tools")
         # A prompt that would not fit even if every token were the longest one is rejected without tokenizing.
         if self._least_in(request) > self._model.max_model_len:
@@ -129,6 +129,7 @@ class PromptEncoder:
                 opens_answer=prompt.opens_answer,
                 is_continued=prompt.is_continued,
                 paths=prompt.paths,
+                writes_tools=self.output_format.writes_tools,
             )
             # The template has written the special tokens.
             return tuple(self.tokenizer.encode(text, add_special_tokens=bool(add_special_tokens)))

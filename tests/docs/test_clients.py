@@ -30,7 +30,6 @@ from tests.support.tiny_service import MakeCompletions
 from tests.support.tiny_tokenizers import make_byte_level
 from tests.support.waiting import becomes
 
-_HERMES = (ROOT / "tests" / "frontend" / "chat" / "templates" / "hermes_tools.jinja").read_text()
 _PAGE = (ROOT / "docs" / "CLIENTS.md").read_text()
 _EXAMPLES = re.findall(r"^```python\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE)
 _FIRST, _STREAM, _TOOLS, _PARSED, _RESPONSES, _MESSAGES, _ANTHROPIC, _GRPC, _SECURE = _EXAMPLES
@@ -89,10 +88,10 @@ async def test_a_key_and_an_authority_are_taken_as_the_page_says(
 
 @pytest.mark.parametrize("example", [_TOOLS, _RESPONSES, _ANTHROPIC], ids=["chat", "responses", "anthropic"])
 async def test_a_tool_is_called_and_answered_as_the_page_says(tmp_path: Path, example: str) -> None:
-    service = _service(tmp_path, chat_template=_HERMES)
+    service = _service(tmp_path)
     fake, tokenizer = service.token_service, service.tokenizer
     assert isinstance(fake, FakeTokenService)
-    says = ['<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>', "No.", "Nor there."]
+    says = ['[{"name": "weather", "arguments": {"city": "Rome"}}]', "No.", "Nor there."]
     fake.script = lambda *_: tokenizer.encode(f"{says[len(fake.started) - 1]}<|im_end|>")
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     async with serve_http(app) as (host, port):
@@ -103,10 +102,10 @@ async def test_a_tool_is_called_and_answered_as_the_page_says(tmp_path: Path, ex
     service.close()
 
 
-def _service(directory: Path, *, chat_template: str | None = None) -> Completions:
+def _service(directory: Path) -> Completions:
     make_byte_level(directory)
     make = MakeCompletions(directory, Tokenizer(directory))
-    return make(FakeTokenService(max_context=4096), max_context=4096, chat_template=chat_template)
+    return make(FakeTokenService(max_context=4096), max_context=4096)
 
 
 async def _run(program: str, address: str = "") -> str:

@@ -1,4 +1,5 @@
-"""Tool calls with real weights: SmolLM2 with a chat template that supports tools, through a whole router."""
+"""Tool calls with real weights: SmolLM2 with its own chat template and with one that supports tools, through a whole
+router."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from typing import Any
 
 import openai
 import pytest
+from jsonschema import Draft202012Validator
 
 from core.process.ports import free_port
 from frontend.service import RouterService
 from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
+from tests.support.tool_clients import ASKS, SCHEMA
 from tests.support.waiting import becomes
 
 _TEMPLATE = Path(__file__).parent.parent / "frontend" / "chat" / "templates" / "hermes_tools.jinja"
@@ -43,9 +46,10 @@ def _turn(city: str) -> list[Any]:
 
 
 @asynccontextmanager
-async def _client(model_dir: Path, redis_url: str) -> AsyncIterator[openai.AsyncOpenAI]:
+async def _served(model_dir: Path, redis_url: str, **model: Any) -> AsyncIterator[str]:
+    """Serve the model and yield the router's URL."""
     tree = {
-        "model": {"served_name": "smollm2", "chat_template": str(_TEMPLATE)},
+        "model": model,
         "prefill": {"kv_memory_gib": 0.1},
         "decode": {"kv_memory_gib": 0.1},
         "router": {"grpc_port": free_port(), "http_port": free_port()},
@@ -56,20 +60,26 @@ async def _client(model_dir: Path, redis_url: str) -> AsyncIterator[openai.Async
         )
         try:
             await becomes(lambda: service.health()["decode"])
-            url = "http://{}:{}/v1".format(*service.http_address)
-            async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
-                yield client
+            yield "http://{}:{}".format(*service.http_address)
         finally:
             await service.close()
 
 
+@asynccontextmanager
+async def _client(model_dir: Path, redis_url: str, template: str | None) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with _served(model_dir, redis_url, served_name="smollm2", chat_template=template) as url:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+            yield client
+
+
 @pytest.mark.timeout(300)
-async def test_tool_call_round_trip(smollm2_dir: Path, redis_url: str) -> None:
+@pytest.mark.parametrize("template", [str(_TEMPLATE), None], ids=["hermes", "its own"])
+async def test_tool_call_round_trip(smollm2_dir: Path, redis_url: str, template: str | None) -> None:
     """A greedy tool call works unary and streamed, and its result can be sent back. The prompt has example calls."""
     messages = [message for city in ("Paris", "London", "Berlin") for message in _turn(city)]
     messages.append({"role": "user", "content": "What is the weather in Rome?"})
     fields: dict[str, Any] = {"model": "smollm2", "tools": [_TOOL], "temperature": 0, "max_tokens": 48}
-    async with _client(smollm2_dir, redis_url) as client:
+    async with _client(smollm2_dir, redis_url, template) as client:
         (choice,) = (await client.chat.completions.create(messages=messages, **fields)).choices
         assert choice.message.tool_calls, choice.message.content
         (call,) = choice.message.tool_calls
@@ -102,3 +112,21 @@ async def test_tool_call_round_trip(smollm2_dir: Path, redis_url: str) -> None:
             called = [call.function.name for call in either.message.tool_calls or [] if call.type == "function"]
             assert (either.finish_reason, called) in [("tool_calls", ["get_weather"]), ("stop", [])], either
             assert called or json.loads(either.message.content or "") == {"city": "Rome"}
+
+
+@pytest.mark.timeout(300)
+async def test_tools_without_a_template_for_them(smollm2_dir: Path, redis_url: str) -> None:
+    """The demo model's own template knows no tools. Calls are forced on every API, whole and streamed alike."""
+    is_valid = Draft202012Validator(SCHEMA).is_valid
+    async with _served(smollm2_dir, redis_url, served_name="tiny") as url:
+        for ask in ASKS.values():
+            for choice in ("required", "weather"):
+                whole = await ask(url, choice=choice, is_strict=True, is_parallel=False, max_tokens=200)
+                streamed = await ask(
+                    url, choice=choice, is_strict=True, is_parallel=False, max_tokens=200, streams=True
+                )
+                ((name, arguments),) = whole.calls
+                assert name == "weather" and is_valid(arguments) and not whole.text, whole
+                assert (streamed.text, streamed.calls, streamed.end) == (whole.text, whole.calls, whole.end)
+            answer = await ask(url, whole.turns, max_tokens=48)
+            assert answer.text or answer.calls

@@ -222,7 +222,7 @@ def _memory(source: str) -> dict[str, Any]:
 
     spec = load_spec(source)
     directory = model_source.resolve(spec.model.source)
-    config = model_config.load(directory)
+    config = model_config.load(directory, max_context=spec.model.max_context)
     check_ranks(spec, config)
     drafts = heads_source(spec)
     heads = load_heads(drafts.heads, drafts.directory, config) if drafts and drafts.heads else None

@@ -108,7 +108,16 @@ _CALLS_ALONE = {  # a template's handling of missing content, and its rendering
         "{% if '</think>' in m.content %}{% endif %}{{ m.content }}|{{ m.tool_calls[0].function.arguments|tojson }}",
         '|{"a": 1}',
     ),
-    "it writes the content": ("{{ m.content }}|{{ m.tool_calls[0].function.arguments|tojson }}", '|{"a": 1}'),
+    **{
+        expression: ("{{ " + expression + " }}|{{ m.tool_calls[0].function.arguments|tojson }}", '|{"a": 1}')
+        for expression in (
+            "m.content",
+            "m.content.strip()",
+            "m['content'] | trim",
+            "m.content + bos_token",
+            "m.content if m.content is string else m.content[0].text",
+        )
+    },
     "it asks for none": (
         "{{ '!' + m.tool_calls[0]['function']['arguments'] if m.content is none else m.content }}",
         '!{"a": 1}',
@@ -117,13 +126,18 @@ _CALLS_ALONE = {  # a template's handling of missing content, and its rendering
 
 
 @pytest.mark.parametrize("case", _CALLS_ALONE)
-def test_message_with_only_calls_is_rendered(case: str) -> None:
+@pytest.mark.parametrize("content", [None, "", "\n"])
+def test_message_with_only_calls_is_rendered(case: str, content: str | None) -> None:
     written, expected = _CALLS_ALONE[case]
     called = "{% if m.tool_calls %} {{ m.tool_calls[0].function.name }}: " + written + "{% else %} {{ m.content }}"
     source = "{% for m in messages %}" + called + "{% endif %}{% endfor %}{% if tools %}{% endif %}"
-    template = ChatTemplate(source, special_tokens={})
+    template = ChatTemplate(source, special_tokens={"bos_token": ""})
     call = f" get_weather: {expected}"
-    assert template.render(_with_calls('{"a": 1}')) == f" Weather?{call} Sunny.{call} Rain."
+    messages = _with_calls('{"a": 1}')
+    messages[1]["content"] = content
+    assert template.render(messages) == f" Weather?{call} Sunny.{call} Rain."
+    if content is not None:
+        assert template.render(messages[:2], is_continued=True).startswith(" Weather? get_weather:")
 
 
 _NAMES_ROLES = (
@@ -174,7 +188,7 @@ def test_arguments_over_a_limit_are_rejected_with_their_path() -> None:
 
 
 def test_template_without_tools_rejects_them() -> None:
-    with pytest.raises(RequestError, match="not supported") as caught:
+    with pytest.raises(RequestError, match=r"model\.tool_parser to generic") as caught:
         ChatTemplate(CHATML, special_tokens={}).render(CONVERSATIONS[0], tools=[WEATHER])
     assert caught.value.param == "tools"
     for source in ("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}", "{{ tools|length }}"):
@@ -284,6 +298,7 @@ def test_named_template_is_chosen_by_the_tools(names: tuple[str, ...]) -> None:
     assert template.render(said) == f"{names[0]}:hi"
     assert template.render(said, tools=[WEATHER]) == f"{with_tools}:hi"
     assert template.render(_with_calls("{}")).startswith(with_tools)
+    assert template.render(said, tools=[WEATHER], writes_tools=True).startswith(f"{names[0]}You can call tools.")
 
 
 def test_invalid_template_is_a_spec_error() -> None:

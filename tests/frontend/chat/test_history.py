@@ -11,6 +11,7 @@ import pytest
 
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.history import History
+from frontend.chat.tools_as_text import tools_as_text
 from tests.support.tiny_tokenizers import CHATML
 
 _TEMPLATES = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
@@ -115,7 +116,7 @@ def random_conversation(rng: random.Random) -> list[dict[str, Any]]:
             ids = ["abcdefghi", f"toolu_{next(words)}", None]
             calls = [_call(rng.choice(broken), rng.choice(ids), next(words)) for _ in range(rng.randint(1, 3))]
             more = {"reasoning_content": "thought"} if rng.random() < 0.3 else {}
-            messages.append(_say("assistant", text or None, tool_calls=calls, **more))
+            messages.append(_say("assistant", text or rng.choice([None, "", "\n"]), tool_calls=calls, **more))
             results = [_say("tool", next(words), tool_call_id=call.get("id") or "") for call in calls]
             messages += results[: rng.randint(0, 3)]
         else:
@@ -136,12 +137,40 @@ def texts_of(messages: list[dict[str, Any]], *, with_arguments: bool = True) -> 
     return texts
 
 
+@pytest.mark.parametrize("writes_tools", [False, True], ids=["by the template", "as text"])
 @pytest.mark.parametrize("name", _TEMPLATES)
-def test_any_history_is_rendered_whole(name: str) -> None:
+def test_any_history_is_rendered_whole(name: str, writes_tools: bool) -> None:
     template, rng = _template(name), random.Random(name)
     for _ in range(150):
         messages = random_conversation(rng)
-        tools = [TOOL] if template.knows_tools and rng.random() < 0.5 else []
-        rendered = template.render(messages, tools=tools)
-        texts = texts_of(messages, with_arguments=name != "coder_tools")
+        tools = [TOOL] if (template.knows_tools or writes_tools) and rng.random() < 0.5 else []
+        rendered = template.render(messages, tools=tools, writes_tools=writes_tools)
+        texts = texts_of(messages, with_arguments=name != "coder_tools" or writes_tools)
+        texts += tools_as_text(tools).splitlines()[:1] if tools and writes_tools else []
         assert all(text in rendered for text in texts), json.dumps(messages, indent=1)
+
+
+def test_tools_calls_and_results_are_written_for_a_template_without_them() -> None:
+    """Tools follow the client's instructions, and results are in the order of the calls."""
+    calls = [_call('{"a": 1}', "a"), _call("", "b", 'x"')]
+    results = [_say("tool", "second", tool_call_id="b"), _say("tool", "first", tool_call_id="a")]
+    messages = [_S, _U, _say("assistant", "Both.", tool_calls=calls), *results, _U]
+    expected = [
+        ("system", f"S\n\n{tools_as_text([TOOL])}"),
+        ("user", "U"),
+        ("assistant", 'Both.\n\n[{"name": "look", "arguments": {"a": 1}}, {"name": "x\\"", "arguments": {}}]'),
+        ("user", "Result of look:\nfirst"),
+        ("user", 'Result of x":\nsecond'),
+        ("user", "U"),
+        ("assistant", ""),
+    ]
+    for name in ("chatml", "hermes_tools"):
+        rendered = _template(name).render(messages, tools=[TOOL], writes_tools=True)
+        blocks = [tuple(block.split("<|im_end|>")[0].split("\n", 1)) for block in rendered.split("<|im_start|>")[1:]]
+        assert blocks == expected
+    alone = _template("chatml").render([_U, messages[2], results[0]], writes_tools=True)
+    assert 'Result of x":\nsecond' in alone, "the first call has no result"
+    asked = _user(f"<<SYS>>\n{tools_as_text([TOOL])}\n<</SYS>>\n\nU")
+    assert _template("llama2").render([_U], tools=[TOOL], writes_tools=True) == f"<s>{asked}\n"
+    assert f"user\n{tools_as_text([TOOL])}\n\nU<" in _template("gemma").render([_U], tools=[TOOL], writes_tools=True)
+    assert json.loads(tools_as_text([TOOL]).splitlines()[1]) == TOOL["function"]

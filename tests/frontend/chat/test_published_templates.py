@@ -21,7 +21,9 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("model", ["llama3_1", "qwen3", "gemma3", "deepseek_v3", "mistral_nemo", "llama3"])
+@pytest.mark.parametrize(
+    "model", ["llama3_1", "llama3_2", "qwen3", "qwen2_5", "gemma3", "deepseek_v3", "mistral_nemo", "llama3"]
+)
 def test_any_history_is_rendered_whole(model: str, tmp_path: Path) -> None:
     settings = _tokenizer_config(model, tmp_path)
     tokens = {name: value for name in ("bos_token", "eos_token") if (value := _text(settings.get(name)))}
@@ -30,9 +32,10 @@ def test_any_history_is_rendered_whole(model: str, tmp_path: Path) -> None:
     lost = []
     for _ in range(150):
         messages = random_conversation(rng)
-        tools = [TOOL] if template.knows_tools and rng.random() < 0.5 else []
+        writes_tools = not template.knows_tools or rng.random() < 0.5
+        tools = [TOOL] if rng.random() < 0.5 else []
         try:
-            rendered = template.render(messages, tools=tools)
+            rendered = template.render(messages, tools=tools, writes_tools=writes_tools)
         except RequestError as error:
             lost.append(f"{error}: {json.dumps(messages)}")
             continue

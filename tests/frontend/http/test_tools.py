@@ -211,6 +211,31 @@ async def test_thinking_is_separated(completions: MakeCompletions, byte_level: T
                 assert '"reasoning_content"' not in answer.text and '"reasoning"' not in answer.text
 
 
+_READS_CONTENT = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content.strip() + (m['content'] | trim) }}{% if 'x' in m.content %}"
+    "{% endif %}{{ m.content if m.content is string else m.content[0].text }}{% for call in m.tool_calls or [] %}"
+    "{{ call.function.name }}{% endfor %};{% endfor %}{{ '<tool_call>' if tools }}"
+)
+_BLANK: list[dict[str, Any]] = [{}, *({"content": one} for one in (None, "", "\n", [], [{"type": "text", "text": ""}]))]
+
+
+@pytest.mark.parametrize("template", [_READS_CONTENT, _HERMES], ids=["reads the content", "hermes"])
+async def test_blank_content_is_taken(completions: MakeCompletions, byte_level: Tokenizer, template: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "Weather", "arguments": "{}"}}
+    prompts = set[str]()
+    async with _endpoint(completions, template) as endpoint:
+        for blank in _BLANK:
+            called = {"role": "assistant", "tool_calls": [call], **blank}
+            result = {"role": "tool", "tool_call_id": "a", **blank}
+            messages = [*USER, called, result, {"role": "assistant", "tool_calls": [], **blank}, *USER]
+            answer = await endpoint.http.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+            assert answer.status_code == 200, answer.text
+            prompt = byte_level.decode(endpoint.fake.started[-1].token_ids, skip_special_tokens=False)
+            prompts.add(prompt.replace("\n", ""))
+    (prompt,) = prompts
+    assert "Weather" in prompt and "None" not in prompt
+
+
 _PICKY = (  # as in Mistral Small 4: off unless asked for, and two values only
     "{% set e = reasoning_effort or 'none' %}{% if e not in ('none', 'high') %}{{ raise_exception('no') }}{% endif %}"
     "{{ 'E:' ~ e }}"

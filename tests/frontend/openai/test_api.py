@@ -303,7 +303,7 @@ async def test_ignored_fields_are_accepted(endpoint: OpenAIEndpoint, byte_level:
         "user\none\ntwo<|im_end|>\n<|im_start|>assistant\nthree<|im_end|>\n<|im_start|>assistant\n<|im_end|>\n"
         in prompt
     )
-    assert "<|im_start|>tool\n<|im_end|>\n" in prompt
+    assert "<|im_start|>user\nResult of the call:\n<|im_end|>\n" in prompt
 
 
 async def test_special_tokens_default_like_vllm(byte_fallback_dir: Path, byte_fallback: Tokenizer) -> None:

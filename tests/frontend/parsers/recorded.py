@@ -37,6 +37,29 @@ _FILE: Call = ("write.file", {"path": "a.py", "text": 'def f():\n    return "é 
 
 RECORDED = [
     Recorded(
+        "generic",
+        '[{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}, {"arguments": {}, "name": "now"}]',
+        (_PARIS, _NOW),
+    ),
+    Recorded(
+        "generic",
+        'I look: 🎉\n\n```json\n[\n  {\n    "name": "get_weather",\n    "arguments": {"city": "Paris", "days": 3}\n  },'
+        '\n  {"name": "now"}\n]\n```\n{"name": "now", "parameters": {}}\n Done.',
+        (_PARIS, _NOW, _NOW),
+        "I look: 🎉\n Done.",
+    ),
+    Recorded("generic", '```\n{"name": "now", "arguments": {}}\n```', (_NOW,)),
+    Recorded("generic", '{"name": "now"}{"name": "unknown"}', (_NOW,), '{"name": "unknown"}'),
+    *(  # JSON of another kind, and calls inside it
+        Recorded("generic", raw, (), "=")
+        for raw in (
+            '{"plan": [{"name": "now", "arguments": {}}]}\n',
+            '[\n  [{"name": "now", "arguments": {}}]\n]\n[1]\n',
+            'See\n```json\n[```\n[{"name": "unknown"}]\n```\nSay [{"name": "now"}]',
+            "```python\n[1]\n``` \n\n `{`",
+        )
+    ),
+    Recorded(
         "hermes",
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris", "days": 3}}\n</tool_call>',
         (_PARIS,),

@@ -19,6 +19,8 @@ COSTLY: dict[str, tuple[str, int, Callable[[int], list[str]]]] = {
     "and closed": ("pythonic", 400, lambda n: ["<|python_start|>[f(" * n + ")" * n]),
     "a number by its digits": ("hermes", 8000, lambda n: [_BEGUN, "1" * n]),
     "and behind the point": ("hermes", 8000, lambda n: [_BEGUN, "0." + "1" * n]),
+    "calls in lines": ("generic", 400, lambda n: ['\n{"type": [' * n]),
+    "and in a list": ("generic", 400, lambda n: ['\n[{"type": "', '\n{"id": []},' * n]),
     "a call by its characters": ("hermes", 2000, lambda n: ['<tool_call>{"type": "', *"a" * n]),
 }
 

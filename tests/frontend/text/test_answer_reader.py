@@ -32,11 +32,12 @@ def test_spec_can_name_every_format() -> None:
         ('{{- "[TOOL_CALLS] [" }}', "mistral"),
         ("'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'", "deepseek_v3"),  # noqa: RUF001
         ("[func_name1(params_name1=params_value1, params_name2=params_value2...)]", "pythonic"),
-        ("{{ message.content }}", None),
+        ("{{ message.content }}", "generic"),
     ],
 )
-def test_template_identifies_the_call_format(template: str, calls: str | None) -> None:
+def test_template_identifies_the_call_format(template: str, calls: str) -> None:
     assert OutputFormat.of(template) == OutputFormat(calls)
+    assert OutputFormat.of(template, knows_tools=False) == OutputFormat("generic")
     assert OutputFormat.of(template, tool_parser="none").calls is None
     assert OutputFormat.of(template, tool_parser="mistral").calls == "mistral"
 

@@ -42,6 +42,8 @@ _RAW = [(one.format, one.raw) for one in RECORDED] + [
         "llama3_json",
         '<|python_tag|>{"parameters": {"a": 1}, "name": "now"}<|python_tag|>{"name": "now"} <|python_tag|>',
     ),
+    ("generic", '[ {"name": "now", "arguments": {"city": "</think>"}}]'),
+    ("generic", 'a\n[ {"name": "now", "arguments": {"city": "b"}}]</think> c\n{"name": "now"}'),
     ("pythonic", '[ now(), get_weather(city="</think>", days=-3)] text'),
     ("pythonic", "[\n now(),\n unknown()]<|python_start|>[get_weather(places=['it\\'s \u2028'])]<|python_end|>"),
     ("qwen3_coder", "<tool_call>\n<function=get_weather>\n<oops></function><function=now>\n</function>\n</tool_call>"),
