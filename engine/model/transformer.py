@@ -219,6 +219,7 @@ class Transformer:
         x_TE = self.embed(batch.token_ids_T)
         if aux_hidden_states is not None:
             aux_hidden_states.token_ids_T = batch.token_ids_T
+        own_TLP = None if self._own is None else self._own(batch.token_ids_T, x_TE)
         angles, query_factors_T11 = self._angles(batch.positions_T, x_TE.dtype)
         x = Residual(x_TE, adds_late=True)
         if self._config.latent:
@@ -234,6 +235,7 @@ class Transformer:
                 on_layer,
                 aux_hidden_states,
                 query_factors_T11,
+                own_TLP,
             )
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)

@@ -105,7 +105,6 @@ LONGROPE = {
     "short_factor": [1.0, 1.2, 1.3, 1.5, 1.6, 1.7],
     "long_factor": [2.0] * 6,
     "original_max_position_embeddings": 64,
-    "factor": 2.0,
 }
 PHI3 = {"head_dim": ..., "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}
 GPT_OSS = {
