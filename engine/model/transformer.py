@@ -116,7 +116,7 @@ class Transformer:
             if config.latent:
                 self._latent_layers.append(LatentLayer.read(reader, config, index))
             else:
-                self._layers.append(DecoderLayer.read(reader, config, layout, index))
+                self._layers.append(DecoderLayer.read(reader, config, index))
             on_read(index)
         self._norm = read_norm(reader, config, "model.norm")
         if head == embedding:
@@ -418,5 +418,6 @@ def _optional_tensors(config: ModelConfig, found: Iterable[str]) -> frozenset[st
     """Return tensors that may exist but are not read: a tied head, and multi-token-prediction layers past the last."""
     is_past_the_last = re.compile(r"model\.layers\.(\d+)\.").match
     layers = {name: int(match[1]) for name in found if (match := is_past_the_last(name))}
-    optional = {name for name, layer in layers.items() if layer >= config.num_layers} if config.latent else set()
+    has_further = config.latent is not None or config.num_further_layers > 0
+    optional = {name for name, layer in layers.items() if layer >= config.num_layers} if has_further else set()
     return frozenset(optional | {f"{_HEAD}.weight"})
