@@ -219,7 +219,8 @@ def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsCo
     if model.architecture not in _WITH_FURTHER_LAYERS or not model.num_further_layers:
         raise SpecError(
             f"{directory}: mtp needs {_FURTHER} in config.json and the architecture "
-            f"{' or '.join(_WITH_FURTHER_LAYERS)}; this {model.architecture} has none; choose another speculation.method"
+            f"{' or '.join(_WITH_FURTHER_LAYERS)}; "
+            f"this {model.architecture} has none; choose another speculation.method"
         )
     if model.num_further_layers != 1:
         raise SpecError(f"{directory}: {_FURTHER} {model.num_further_layers} is not supported; supported: 1")
