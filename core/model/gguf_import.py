@@ -17,7 +17,7 @@ from core.model.gguf_table import GGML_TYPES, StoredTensor, type_name, write_tab
 from core.model.gguf_tokenizer import adds_bos, build_tokenizer, end_token_ids, special_token, special_token_id
 from core.types.errors import SpecError
 
-IMPORT_VERSION = 3  # increment it when the written files change, so that cached imports are made again
+IMPORT_VERSION = 4  # increment it when the written files change, so that cached imports are made again
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
@@ -162,16 +162,17 @@ def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
 
 
 def _rope_scaling(metadata: dict[str, Any], architecture: str) -> dict[str, Any] | None:
+    """Return the rotary scaling with llama.cpp's defaults: linear, by a factor that older files name otherwise."""
     prefix = f"{architecture}.rope.scaling."
     given = {key.removeprefix(prefix): v for key, v in metadata.items() if key.startswith(prefix)}
-    kind = given.get("type", "none")
-    if kind == "none":
+    kind, factor = given.get("type", "linear"), given.get("factor", metadata.get(f"{architecture}.rope.scale_linear"))
+    if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
         return None
-    if kind == "linear" and "factor" in given:
-        return {"rope_type": "linear", "factor": given["factor"]}
-    if kind == "yarn" and {"factor", "original_context_length"} <= set(given):
-        original = given["original_context_length"]
-        return {"rope_type": "yarn", "factor": given["factor"], "original_max_position_embeddings": original}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    if kind == "yarn" and factor and given.get("attn_factor", 1) == 1:
+        original = given.get("original_context_length", metadata.get(f"{architecture}.context_length"))
+        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
     raise SpecError(f"rope scaling {given} is not supported; supported in GGUF files: linear, yarn, Llama 3's")
 
 

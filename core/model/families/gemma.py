@@ -56,10 +56,8 @@ def _gemma3(settings: Settings) -> Fields:
     )
     nested = settings.object("rope_parameters")
     local = nested.get("sliding_attention") or {"rope_theta": settings.real("rope_local_base_freq", 10000.0)}
-    whole = nested.get("full_attention") or {
-        **settings.object("rope_scaling"),
-        "rope_theta": settings.real("rope_theta", 1e6),
-    }
+    whole = {"rope_theta": settings.real("rope_theta", 1e6), **(nested.get("full_attention") or {})}
+    whole |= settings.object("rope_scaling")
     ropes = {
         "sliding_attention": read_rope(settings, head_dim=fields["head_dim"], parameters=local),
         "full_attention": read_rope(settings, head_dim=fields["head_dim"], parameters=whole),

@@ -75,11 +75,40 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
             4096,
         ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}, "yarn", 8192),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+                "rope_scaling": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0},
+            },
+            "yarn",
+            8192,
+        ),
     ],
 )
 def test_rope_settings_in_both_forms(settings: dict[str, Any], kind: str, max_context: int, tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path, **settings))
     assert (config.ropes[0].kind, config.max_context, config.ropes[0].theta) == (kind, max_context, 5e5)
+
+
+def test_rope_scaling_that_loses_the_theta_is_refused(tmp_path: Path) -> None:
+    """transformers would compute with its default of 10,000."""
+    parameters = {"rope_type": "default", "rope_theta": 5e5}
+    write(tmp_path, rope_parameters=parameters, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(SpecError, match=r"its rope_theta of 500000.0 would be lost; set rope_theta in rope_scaling"):
+        model_config.load(tmp_path)
+
+
+@pytest.mark.parametrize("listed", [..., None, []], ids=str)
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("llama", "LlamaForCausalLM"), ("qwen3", "Qwen3ForCausalLM"), ("mistral", "MistralForCausalLM")],
+)
+def test_model_type_stands_for_a_missing_architecture(
+    listed: Any, model_type: str, architecture: str, tmp_path: Path
+) -> None:
+    assert model_config.load(write(tmp_path, architectures=listed, model_type=model_type)).architecture == architecture
+    with pytest.raises(SpecError, match=r"architecture \(none\) is not supported"):
+        model_config.load(write(tmp_path, architectures=listed))
 
 
 @pytest.mark.parametrize(
