@@ -265,7 +265,7 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
     ("kind", "changes", "complaint"),
     [
         ("eagle", {"num_key_value_heads": 4}, "wrong shape: midlayer.self_attn.k_proj.weight"),
-        ("eagle", {"head_dim": 8}, "wrong shape: midlayer.self_attn.k_proj.weight"),
+        ("eagle", {"head_dim": 8}, "midlayer.self_attn.v_proj.weight is (16, 96), not (8, 96)"),
         ("eagle", {"head_dim": 6}, "head_dim is 6, and must be a multiple of 4"),
         ("eagle", {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not EAGLE-3"),
         ("eagle", {"num_hidden_layers": 2}, "heads of 2 layers are not supported"),
