@@ -206,12 +206,8 @@ def is_eagle1(directory: Path) -> bool:
 
 
 def predicts_further(directory: Path) -> bool:
-    """Return whether a model directory has MTP layers. Files without them may have a config.json that names one."""
-    model = model_config.load(directory)
-    if not model.num_further_layers:
-        return False
-    located, _ = locate_tensors(weight_files(directory))
-    return any(f"layers.{model.num_layers}.eh_proj." in name for name in located)
+    """Return whether a model directory has MTP layers."""
+    return model_config.load(directory).num_further_layers > 0
 
 
 def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
