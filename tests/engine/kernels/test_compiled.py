@@ -80,7 +80,12 @@ _INSTRUCTIONS = {
     },
 }
 # The same for heads of further families, by capability: of _attend_part and _attend_tile.
-_OF_FAMILIES: dict[str, dict[str, tuple[int, int]]] = {
+_OF_FAMILIES = {
+    "bf16/gpt_oss": {"9.0": (266, 534), "8.0": (264, 570), "10.0": (252, 586)},
+    "bf16/gemma2": {"9.0": (386, 756), "8.0": (353, 995), "10.0": (370, 741)},
+    "fp8/gemma2": {"9.0": (711, 1027), "8.0": (1251, 995), "10.0": (696, 1144)},
+    "bf16/gemma4": {"9.0": (695, 704), "8.0": (607, 611), "10.0": (669, 681)},
+    "int8/gemma4": {"9.0": (1486, 919), "8.0": (1734, 902), "10.0": (1443, 914)},
 }
 # Triton 3.6 needs up to 1.31 times as many.
 _MORE = 1.1 if triton.__version__ == "3.9.0" else 1.35
