@@ -26,6 +26,8 @@ from engine.kv.pool import KVPool
 MIN_QUERIES, MIN_QUERIES_OF_CODES = 256, 64
 # Per layer, beside the pool; above this, blocks are read in place.
 MOST_GATHERED_BYTES = 1 << 28
+# The dense kernel has no tiles for wider heads.
+MOST_GATHERED_DIM = 256
 
 
 class KernelHeads:
@@ -75,7 +77,8 @@ class KernelHeads:
                 splits=self._splits_of(attention, query_groups),
                 out_THD=out_THD,
             )
-        if self._gathered and rule.window is None and rule.chunk is None:
+        sees_all = rule.window is None and rule.chunk is None
+        if self._gathered and sees_all and q_THD.shape[-1] <= MOST_GATHERED_DIM:
             self._attend_gathered(layer, rule, q_THD, self._gathered, out_THD)
         elif prompts := self._batch.prompts:
             prefill_attention(

@@ -153,7 +153,8 @@ def launch_decode_attention(
             *shared,
             *numbers,
             **sizes,
-            BLOCK_N=KEYS,
+            # More keys of wide heads would not fit the memory of as many programs.
+            BLOCK_N=KEYS if block_d <= 128 else KEYS // 2,
             SHARED_N=KEYS,
             HAS_SCALES=False,
             IS_INT4=False,
