@@ -112,9 +112,9 @@ class DecoderLayer:
         self.mlp(x, norm=self.mlp_norm)
 
     @property
-    def stores(self) -> bool:
-        """True if it has keys and values of its own."""
-        return self.attention.stores
+    def written(self) -> int | None:
+        """Layer of the pool that it writes; None if it reads another one's keys and values."""
+        return self.attention.layer if self.attention.stores else None
 
     def end(self, x: Residual, own_TP: Tensor | None) -> None:
         """Add the layer's own embedding, and scale its output."""
