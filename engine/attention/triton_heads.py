@@ -54,7 +54,7 @@ class KernelHeads:
         if not attention.stores:
             return rotate(heads_TND if q_norm is None else q_norm(heads_TND), *angles)
         norms = (q_norm, attention.k_norm, attention.v_norm)
-        weights = (None if norm is None else norm.weight for norm in norms)
+        q_D, k_D, v_D = (None if norm is None else norm.weight for norm in norms)
         # A layer's norms share their epsilon.
         eps = next((norm.eps for norm in norms if norm is not None), 0.0)
         return store_heads(
@@ -62,7 +62,7 @@ class KernelHeads:
             *angles,
             *self._pool.layer(attention.layer),
             self._batch.slots_T,
-            HeadNorms(*weights, eps=eps),
+            HeadNorms(q_D, k_D, v_D, eps),
         )
 
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:

@@ -127,16 +127,17 @@ def launch_prefill_attention(
     step = 1 if is_int4 else at_once
     num_tiles, block_d = len(tiles.rows_N), max(16 * step, power_of_2(dim))
     tile = tile or Tile.of(dim, q_THD.device, is_int4=is_int4, at_once=at_once)
+    num_parts = num_tiles * (TILE_QUERIES // tile.queries)
     codes = as_bytes(codes_B2KSD)
     if num_splits is None:
-        num_splits = _splits_for(num_tiles * num_heads, tables_RB.shape[1] * block_size, q_THD.device)
+        num_splits = _splits_for(num_parts * num_heads, tables_RB.shape[1] * block_size, q_THD.device)
     sums = [q_THD.new_empty(1, dtype=torch.float32)] * 3
     if num_splits > 1:
         shape = (num_tiles, num_heads, num_splits, TILE_QUERIES)
         part = torch.empty(*shape, dim, dtype=torch.float32, device=q_THD.device)
         sums = [part, *torch.empty(2, *shape, dtype=torch.float32, device=q_THD.device)]
     where = (tiles.rows_N, tiles.firsts_N, tiles.begins_R, tiles.lengths_R)
-    _attend_tile[(num_tiles * (TILE_QUERIES // tile.queries), num_heads, num_splits)](
+    _attend_tile[(num_parts, num_heads, num_splits)](
         q_THD,
         codes.view(torch.int16) if step == 2 else codes,
         scales_B2KS if has_scales else codes,
