@@ -55,10 +55,11 @@ def _gemma3(settings: Settings) -> Fields:
         lambda index: "sliding_attention" if (index + 1) % pattern else "full_attention",
     )
     nested = settings.object("rope_parameters")
-    local = nested.get("sliding_attention") or {"rope_theta": settings.real("rope_local_base_freq", 10000.0)}
-    whole = nested.get("full_attention") or {
-        **settings.object("rope_scaling"),
+    local = {"rope_theta": settings.real("rope_local_base_freq", 10000.0), **(nested.get("sliding_attention") or {})}
+    whole = {
         "rope_theta": settings.real("rope_theta", 1e6),
+        **settings.object("rope_scaling"),
+        **(nested.get("full_attention") or {}),
     }
     ropes = {
         "sliding_attention": read_rope(settings, head_dim=fields["head_dim"], parameters=local),

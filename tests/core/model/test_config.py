@@ -136,7 +136,9 @@ def test_unlike_layers_with_kv(tmp_path: Path) -> None:
     """Every layer's KV heads divide or are replicated; a layer that reads another one's KV does not count."""
     alike = model_config.load(write(tmp_path))
     assert alike.kv_layers == ((4, 8), (4, 8))
-    config = replace(alike, num_layers=4, layer_heads=((6, 8), (4, 16), (4, 16), (5, 6)), num_kv_layers=3)
+    heads = ((6, 8), (4, 16), (4, 16), (5, 6))
+    layers = tuple(replace(alike.layers[0], num_kv_heads=count, head_dim=dim) for count, dim in heads)
+    config = replace(alike, num_layers=4, layers=(*layers[:3], replace(layers[3], kv_layer=2)))
     assert config.kv_layers == ((6, 8), (4, 16), (4, 16))
     assert config.tensor_parallel_choices() == [1, 2, 12]
     with pytest.raises(SpecError, match=r"tensor_parallel: 4 does not fit 12 query and 4 or 6 KV heads; .* 1, 2, 12"):
@@ -146,7 +148,7 @@ def test_unlike_layers_with_kv(tmp_path: Path) -> None:
         config.layers_at("kv.unquantized_layers", [3])
     config.check_kv_dtype("kv.pool_dtype", "int4")
     with pytest.raises(SpecError, match="int4 is not possible, because LlamaForCausalLM has a head_dim of 6"):
-        replace(config, num_kv_layers=None).check_kv_dtype("kv.pool_dtype", "int4")
+        replace(config, layers=layers).check_kv_dtype("kv.pool_dtype", "int4")
 
 
 def test_sizes(tmp_path: Path) -> None:
