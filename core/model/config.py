@@ -26,18 +26,47 @@ SUPPORTED_ARCHITECTURES = tuple(_BY_ARCHITECTURE)
 # Settings of a model whose language model is a part, under `text_config`, that apply to that part.
 _OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
 
-# Settings that change the numbers in the families that have them. Other families reject values other than these, and
-# than zero and false.
+# Settings that change the numbers in the families that have them, in transformers and in published code. Other families
+# reject values other than these, and than zero, false and empty.
 _NEUTRAL_VALUES = (1, 1.0, "none")
 _CHANGES_NUMBERS = (
-    *("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar", "attention_multiplier"),
-    *("clip_qkv", "scale_depth", "dim_model_base", "residual_multiplier", "embedding_multiplier", "logits_scaling"),
-    *("logit_scale", "scale_emb", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "parallel_attn", "alibi"),
-    *("use_bidirectional_attention", "attention_k_eq_v", "enable_moe_block", "num_kv_shared_layers"),
-    *("hidden_size_per_layer_input", "n_routed_experts", "num_experts", "num_local_experts", "n_shared_experts"),
-    *("shared_expert_intermediate_size", "kv_lora_rank", "q_lora_rank", "index_topk", "mamba_num_heads"),
-    *("linear_num_value_heads", "attention_chunk_size", "swiglu_limit", "rotary_dim", "num_global_key_value_heads"),
-    *("no_rope_layers", "attn_output_gate", "partial_rotary_factor"),
+    # attention
+    *(
+        "attn_logit_softcapping",
+        "attention_logit_cap",
+        "query_pre_attn_scalar",
+        "attention_multiplier",
+        "key_multiplier",
+    ),
+    *("attention_in_multiplier", "attention_out_multiplier", "attention_value_scale", "attn_temperature_tuning"),
+    *("clip_qkv", "alibi", "attention_chunk_size", "log_scaling_n_floor", "attn_output_gate", "use_attention_gate"),
+    *("gated_attn", "use_qk_norm", "qk_layernorm", "qk_norm", "attention_k_eq_v", "use_bidirectional_attention"),
+    *("num_kv_shared_layers", "num_global_key_value_heads", "kv_lora_rank", "q_lora_rank", "o_lora_rank", "index_topk"),
+    *("rotary_dim", "partial_rotary_factor", "no_rope_layers", "no_rope_layer_interval", "layer_rope_theta"),
+    *("sliding_window_pattern", "full_attention_interval"),
+    # residual stream, embeddings and logits
+    *(
+        "scale_depth",
+        "dim_model_base",
+        "residual_multiplier",
+        "residual_scale",
+        "use_parallel_residual",
+        "parallel_attn",
+    ),
+    *("use_sandwich_norm", "use_post_norm", "norm_after", "apply_residual_connection_post_layernorm"),
+    *("embedding_multiplier", "embedding_scale", "scale_emb", "scale_embedding", "rescale_embeddings", "mup_enabled"),
+    *("hidden_size_per_layer_input", "altup_num_inputs", "laurel_rank"),
+    *("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap", "logits_scaling", "logit_scale"),
+    *("lm_head_multiplier", "output_multiplier", "logits_mup_width_multiplier", "lm_head_bias"),
+    # MLPs and experts
+    *("mlp_multipliers", "swiglu_limit", "swiglu_limits", "activation_sparsity_pattern", "enable_moe_block"),
+    *("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "zero_expert_num"),
+    *("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "shared_expert_intermediate_size"),
+    *("shared_intermediate_size", "route_scale", "router_scaling_factor", "moe_router_logit_softcapping"),
+    *("use_expert_bias", "expert_layer_period"),
+    # layers of other kinds
+    *("mamba_num_heads", "mamba_n_heads", "mamba_d_state", "ssm_state_size", "ssm_multipliers", "layers_block_type"),
+    *("block_types", "linear_num_value_heads", "linear_num_heads", "linear_attn_config"),
 )
 
 
@@ -138,7 +167,7 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
     check_method(settings.object("quantization_config") or settings.object("quantization"))
     fields = family.read(settings)
     for name, found in settings.unread().items():
-        if name in _CHANGES_NUMBERS and found and found not in _NEUTRAL_VALUES:
+        if name in _CHANGES_NUMBERS and found and (found is True or found not in _NEUTRAL_VALUES):
             raise SpecError(f"{name} {found!r} is not supported for {family.architectures[0]}, and changes its results")
     return ModelConfig(
         architecture=family.architectures[0],

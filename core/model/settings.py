@@ -12,10 +12,10 @@ _MOST = (1 << 31) - 1
 
 
 class Settings:
-    """Keys of one config.json, with the defaults of its family; null counts as absent."""
+    """Keys of one config.json, with the defaults of its family for keys that the file lacks; null is no value."""
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        self._raw = {**(defaults or {}), **{name: found for name, found in raw.items() if found is not None}}
+        self._raw = {name: found for name, found in {**(defaults or {}), **raw}.items() if found is not None}
         self._seen = set[str]()
 
     def replaced(self, **values: Any) -> Settings:

@@ -416,8 +416,7 @@ def _is_same(reader: ShardReader, vocab_size: int) -> bool:
 
 def _optional_tensors(config: ModelConfig, found: Iterable[str]) -> frozenset[str]:
     """Return tensors that may exist but are not read: a tied head, and multi-token-prediction layers past the last."""
-    is_past_the_last = re.compile(r"model\.layers\.(\d+)\.").match
-    layers = {name: int(match[1]) for name in found if (match := is_past_the_last(name))}
-    has_further = config.latent is not None or config.num_further_layers > 0
-    optional = {name for name, layer in layers.items() if layer >= config.num_layers} if has_further else set()
+    layer_of = {name: int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    predictors = {layer for name, layer in layer_of.items() if name.endswith(".eh_proj.weight")}
+    optional = {name for name, layer in layer_of.items() if layer >= config.num_layers and layer in predictors}
     return frozenset(optional | {f"{_HEAD}.weight"})

@@ -79,12 +79,17 @@ def with_experts(
 
 FAMILIES = (
     Family(architectures=("DeepseekV2ForCausalLM",), model_types=("deepseek_v2",), read=_deepseek_v2),
-    Family(architectures=("DeepseekV3ForCausalLM",), model_types=("deepseek_v3", "kimi_k2"), read=_deepseek_v3),
+    Family(
+        architectures=("DeepseekV3ForCausalLM",),
+        model_types=("deepseek_v3", "kimi_k2"),
+        read=_deepseek_v3,
+        defaults={"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+    ),
     Family(
         architectures=("Glm4MoeLiteForCausalLM",),
         model_types=("glm4_moe_lite",),
         read=_deepseek_v3,
-        defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 1.8},
+        defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5},
     ),
     Family(architectures=("Mistral4ForCausalLM",), model_types=("mistral4",), read=_mistral4, stored=STACKED_EXPERTS),
 )

@@ -55,7 +55,7 @@ def _gemma3(settings: Settings) -> Fields:
         lambda index: "sliding_attention" if (index + 1) % pattern else "full_attention",
     )
     nested = settings.object("rope_parameters")
-    local = nested.get("sliding_attention") or {"rope_theta": settings.real("rope_local_base_freq", 10000.0)}
+    local = {"rope_theta": settings.real("rope_local_base_freq", 10000.0), **(nested.get("sliding_attention") or {})}
     whole = {"rope_theta": settings.real("rope_theta", 1e6), **(nested.get("full_attention") or {})}
     whole |= settings.object("rope_scaling")
     ropes = {

@@ -57,13 +57,28 @@ def _qwen3(settings: Settings) -> Fields:
 
 FAMILIES = (
     Family(architectures=("LlamaForCausalLM",), model_types=("llama",), read=_llama),
-    Family(architectures=("MistralForCausalLM",), model_types=("mistral",), read=_mistral),
+    Family(
+        architectures=("MistralForCausalLM",),
+        model_types=("mistral",),
+        read=_mistral,
+        defaults={"sliding_window": 4096},
+    ),
     Family(
         architectures=("Ministral3ForCausalLM",),
         model_types=("ministral3",),
         read=_ministral3,
-        defaults={"head_dim": 128, "num_key_value_heads": 8},
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     ),
-    Family(architectures=("Qwen2ForCausalLM",), model_types=("qwen2",), read=_qwen2),
-    Family(architectures=("Qwen3ForCausalLM",), model_types=("qwen3", "qwen3_vl_text"), read=_qwen3),
+    Family(
+        architectures=("Qwen2ForCausalLM",),
+        model_types=("qwen2",),
+        read=_qwen2,
+        defaults={"sliding_window": 4096},
+    ),
+    Family(
+        architectures=("Qwen3ForCausalLM",),
+        model_types=("qwen3", "qwen3_vl_text"),
+        read=_qwen3,
+        defaults={"sliding_window": 4096},
+    ),
 )

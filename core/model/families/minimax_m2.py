@@ -13,7 +13,8 @@ def _minimax_m2(settings: Settings) -> Fields:
     if "rotary_dim" in settings and not settings.object("rope_parameters"):
         share = settings.count("rotary_dim") / settings.count("head_dim")
         settings = settings.replaced(partial_rotary_factor=share)
-    fields = with_rope(settings, common(settings), can_be_partial=True) | {"qk_norm": "projection"}
+    fields = with_rope(settings, common(settings), can_be_partial=True)
+    fields["qk_norm"] = "projection" if settings.switch("use_qk_norm", True) else None
     fields["experts"] = ExpertsConfig(
         num_experts=settings.count("num_local_experts"),
         num_per_token=settings.count("num_experts_per_tok"),

@@ -72,7 +72,13 @@ def _with_experts(settings: Settings, fields: Fields) -> Fields:
 
 
 FAMILIES = (
-    Family(architectures=("MixtralForCausalLM",), model_types=("mixtral",), read=_mixtral, stored=MIXTRAL_EXPERTS),
+    Family(
+        architectures=("MixtralForCausalLM",),
+        model_types=("mixtral",),
+        read=_mixtral,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        stored=MIXTRAL_EXPERTS,
+    ),
     Family(architectures=("Qwen2MoeForCausalLM",), model_types=("qwen2_moe",), read=_qwen2_moe),
     Family(
         architectures=("Qwen3MoeForCausalLM",),

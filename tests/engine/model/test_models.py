@@ -129,6 +129,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+# Families compared in half precision, and the changes that leave the router no choice.
+_ALL_OF_SIX: dict[str, Any] = {"num_experts_per_tok": 6}
+HALVES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "deepseek_v3": {"first_k_dense_replace": 3},
+    "gemma2": {},
+    "gemma3": {},
+    "gemma4": {},
+    "gemma4, experts": {"top_k_experts": 6},
+    "phi3": {},
+    "ministral3": {},
+    "gpt_oss": _ALL_OF_SIX,
+    "minimax_m2": _ALL_OF_SIX,
+    "llama4": _ALL_OF_SIX,
+    "glm4_moe": {"num_experts_per_tok": 8},
+}
+
+
 @pytest.fixture(params=FAMILIES, ids=lambda name: name.replace(", ", "-").replace(" ", "_"))
 def family(request: pytest.FixtureRequest, tiny_model: MakeModel) -> tuple[Path, PreTrainedModel]:
     architecture, changes = FAMILIES[request.param]
@@ -199,15 +219,16 @@ def test_rope_settings_of_older_transformers(tiny_model: MakeModel, make_runner:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "deepseek_v3"])
+@pytest.mark.parametrize("name", HALVES)
 def test_half_precision_stays_within_its_noise(
     name: str, dtype: str, tiny_model: MakeModel, make_runner: MakeRunner
 ) -> None:
     """The engine in half precision is as close to fp32 as transformers in the same dtype.
 
-    Without experts, because the choice of experts may depend on rounding.
+    Without experts or with all of them, because the choice of experts may depend on rounding.
     """
-    directory, model = tiny_model(name, **(DEEPSEEK_V3 | {"first_k_dense_replace": 3} if "deepseek" in name else {}))
+    family, changes = FAMILIES[name]
+    directory, model = tiny_model(family, **(changes | HALVES[name]))
     sequences = prompts(40, 40, 40)
     exact = torch.stack([reference_logits(model, s)[-1] for s in sequences])
     rounded_model = type(model).from_pretrained(directory, dtype=getattr(torch, dtype))
@@ -226,6 +247,7 @@ def test_half_precision_stays_within_its_noise(
             for dtype in ("fp8_e4m3", "int8")
         ),
         ("llama", {}, "int4", 0.3),
+        *(("gemma4", GEMMA4, dtype, most) for dtype, most in (("fp8_e4m3", 0.15), ("int8", 0.1), ("int4", 0.5))),
     ],
 )
 def test_quantized_pool_is_close_and_independent_of_chunking(
@@ -240,6 +262,21 @@ def test_quantized_pool_is_close_and_independent_of_chunking(
     torch.testing.assert_close(in_chunks, whole, atol=2e-4, rtol=1e-4)
     exact = reference_logits(model, tokens)[-1]
     assert 0 < (whole[0] - exact).abs().mean() < most * exact.std()
+
+
+def test_layers_of_a_quantized_pool_in_the_models_dtype(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    """Layers are counted among those with KV of their own; layers that share it read it in its own dtype."""
+    directory, model = tiny_model("gemma4", **GEMMA4)
+    (tokens,) = prompts(40)
+    exact, errors = reference_logits(model, tokens)[-1], []
+    for layers in ((), (0, 1, -1), tuple(range(5))):
+        runner = make_runner(directory, pool_dtype="int4", unquantized_layers=layers)
+        for start in range(0, 40, 8):
+            logits = step(runner, [tokens], [(0, start, start + 8)])
+        errors.append(float((logits[0] - exact).norm() / exact.norm()))
+    assert errors[2] < 1e-4 < errors[1] < errors[0]
+    with pytest.raises(SpecError, match=r"layer 5 is out of range \[-5, 5\) of Gemma4ForCausalLM"):
+        make_runner(directory, pool_dtype="int4", unquantized_layers=(5,))
 
 
 def test_latents_are_not_stored_in_int4(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
