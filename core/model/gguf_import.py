@@ -24,7 +24,7 @@ from core.types.errors import SpecError
 IMPORT_VERSION = 4  # increment it when the written files change, so that cached imports are made again
 
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LAYER = re.compile(r"blk\.(\d+)\.")
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _SAMPLING = {f"general.sampling.{key}": key for key in ("top_k", "top_p", "min_p")} | {
     "general.sampling.temp": "temperature",
@@ -92,7 +92,8 @@ def _config(files: Sequence[tuple[Path, GGUFHeader]]) -> tuple[str, dict[str, An
 
 def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any], architecture: str) -> list[StoredTensor]:
     """Return the matrices in a tensor, under Hugging Face's names; none if the model does not read it."""
-    if tensor.name.removesuffix(".weight") in _VECTORS:
+    layer = _LAYER.match(tensor.name)
+    if tensor.name.removesuffix(".weight") in _VECTORS or (layer and int(layer[1]) >= config["num_hidden_layers"]):
         return []
     if tensor.ggml_type not in GGML_TYPES:
         raise SpecError(
@@ -110,9 +111,9 @@ def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any], architecture
     )
     if whole.offset + whole.num_bytes > path.stat().st_size:
         raise SpecError(f"{path.name} ends before tensor {tensor.name} does; is the download complete?")
-    if (layer := _LAYER.match(prefix)) and int(layer[1]) >= config["num_hidden_layers"]:
-        return []
     if "{e}" in names[0]:
+        if tensor.shape[0] != (num_experts := config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")):
+            raise SpecError(f"tensor {tensor.name} has {tensor.shape[0]} experts, not {num_experts}")
         experts = [whole.part(prefix + names[0].replace("{e}", str(e)), e, e + 1) for e in range(tensor.shape[0])]
         return [replace(expert, shape=tensor.shape[1:]) for expert in experts]
     ends = list(accumulate(rows_of(names, tensor.shape[0], config) if len(names) > 1 else tensor.shape[:1], initial=0))

@@ -12,7 +12,7 @@ from torch import Tensor
 from core.model.gguf_table import GGML_TYPES, read_table
 from core.types.errors import SpecError
 from engine.weights.checkpoint import Span
-from engine.weights.quantized_weight import GGMLWeight
+from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
 
 # H heads, L features of a latent, N unrotated features of a key, V features of a value
 
@@ -49,7 +49,7 @@ class GGUFCheckpoint:
         keys = name.replace(".kv_b_proj.", ".k_b_proj.")
         return GGML_TYPES[self._tensors[name if name in self._tensors else keys].ggml_type].block > 1
 
-    def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> GGMLWeight | None:
+    def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
         if name not in self._tensors:
             return None
         kind = GGML_TYPES[self._tensors[name].ggml_type]
@@ -58,7 +58,8 @@ class GGUFCheckpoint:
             return None
         blocks_OB = self._blocks(name, rows).blocks_OB
         first, end = (column // kind.block * kind.num_bytes for column in (first, end))
-        return GGMLWeight(blocks_OB[:, first:end].contiguous(), kind)
+        weight = GGMLWeight(blocks_OB[:, first:end].contiguous(), kind)
+        return _of_mxfp4(weight) if kind.name == "MXFP4" else weight
 
     def _joined(self, name: str) -> Tensor:
         keys_HNL = self.read(name.replace(".kv_b_proj.", ".k_b_proj.")).transpose(1, 2)
@@ -76,6 +77,15 @@ class GGUFCheckpoint:
         if tensor.interleaved_heads:
             blocks_OB = _deinterleave(blocks_OB, head_dim=tensor.shape[0] // tensor.interleaved_heads)
         return GGMLWeight(blocks_OB, GGML_TYPES[tensor.ggml_type])
+
+
+def _of_mxfp4(weight: GGMLWeight) -> GroupedWeight:
+    """Return a matrix in the form that kernels multiply. A block is an exponent, then the codes of inputs i and i + 16."""
+    blocks_OGB = weight.blocks_OB.unflatten(1, (-1, weight.kind.num_bytes))
+    scales_OG, pairs = blocks_OGB[..., 0].contiguous().view(torch.float8_e8m0fnu), blocks_OGB[..., 1:]
+    codes_OI = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(1)
+    group_I = torch.arange(codes_OI.shape[1]) // weight.kind.block
+    return GroupedWeight.of_4_bits(codes_OI, scales_OG, None, group_I, levels=torch.tensor(E2M1_LEVELS))
 
 
 def _map(file: Path) -> mmap.mmap:
