@@ -62,9 +62,7 @@ class GGUFMetadata:
     def count(self, key: str, default: int | None = None, *, least: int = 1) -> int:
         found = self.value(key, default)
         if type(found) is not int or not least <= found <= _MAX_COUNT:
-            raise SpecError(
-                f"{self._architecture}.{key} is {found!r}, and not a number from {least} to {_MAX_COUNT}"
-            )
+            raise SpecError(f"{self._architecture}.{key} is {found!r}, and not a number from {least} to {_MAX_COUNT}")
         return found
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -205,7 +203,9 @@ def _gemma(metadata: GGUFMetadata, config: Config, *, period: int, widest: int) 
     return _windows(metadata, config, period) | {
         "hidden_activation": "gelu_pytorch_tanh",
         "norms_add_one": False,  # the converter has added it
-        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"] if is_widest else config["head_dim"],
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if is_widest
+        else config["head_dim"],
     }
 
 
@@ -282,8 +282,10 @@ def _deepseek2(metadata: GGUFMetadata, config: Config) -> Config:
 
 def _routed_experts(metadata: GGUFMetadata, config: Config) -> Config:
     """Read experts beside shared ones. Layers that predict further tokens are not a part of the model."""
+    num_next = metadata.count("nextn_predict_layers", 0, least=0)
     return _experts(metadata) | {
-        "num_hidden_layers": config["num_hidden_layers"] - metadata.count("nextn_predict_layers", 0, least=0),
+        "num_hidden_layers": config["num_hidden_layers"] - num_next,
+        "num_nextn_predict_layers": num_next,
         "n_routed_experts": metadata.count("expert_count"),
         "n_shared_experts": metadata.count("expert_shared_count", 0, least=0),
         "first_k_dense_replace": metadata.count("leading_dense_block_count", 0, least=0),

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -44,7 +44,9 @@ def import_gguf(gguf: Path, into: Path) -> None:
     header = files[0][1]
     try:
         architecture, config = _config(files)
-        tensors = [stored for path, part in files for t in part.tensors for stored in _stored(t, path, config, architecture)]
+        tensors = [
+            stored for path, part in files for t in part.tensors for stored in _stored(t, path, config, architecture)
+        ]
         _write_tokenizer(header.metadata, into)
     except SpecError as error:
         raise SpecError(f"{gguf}: {error}") from error
@@ -92,8 +94,9 @@ def _config(files: Sequence[tuple[Path, GGUFHeader]]) -> tuple[str, dict[str, An
 
 def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any], architecture: str) -> list[StoredTensor]:
     """Return the matrices in a tensor, under Hugging Face's names; none if the model does not read it."""
-    layer = _LAYER.match(tensor.name)
-    if tensor.name.removesuffix(".weight") in _VECTORS or (layer and int(layer[1]) >= config["num_hidden_layers"]):
+    layer = int(match[1]) if (match := _LAYER.match(tensor.name)) else 0
+    is_next = 0 <= layer - config["num_hidden_layers"] < config.get("num_nextn_predict_layers", 0)
+    if is_next or tensor.name.removesuffix(".weight") in _VECTORS:
         return []
     if tensor.ggml_type not in GGML_TYPES:
         raise SpecError(
@@ -105,40 +108,48 @@ def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any], architecture
         raise SpecError(
             f"tensor {tensor.name} of shape {tensor.shape} has rows that are not whole blocks of {kind.name}"
         )
-    prefix, names = _hugging_face_names(tensor.name, architecture)
     whole = StoredTensor(
-        name=prefix, ggml_type=tensor.ggml_type, shape=tensor.shape, file=str(path.absolute()), offset=tensor.offset
+        name=tensor.name,
+        ggml_type=tensor.ggml_type,
+        shape=tensor.shape,
+        file=str(path.absolute()),
+        offset=tensor.offset,
     )
     if whole.offset + whole.num_bytes > path.stat().st_size:
         raise SpecError(f"{path.name} ends before tensor {tensor.name} does; is the download complete?")
+    return list(_matrices(whole, config, architecture))
+
+
+def _matrices(whole: StoredTensor, config: dict[str, Any], architecture: str) -> Iterator[StoredTensor]:
+    """Yield the matrices in the rows of a tensor. whole: under its own name."""
+    names = _hugging_face_names(whole.name, architecture)
+    num_rows = whole.shape[0]
     if "{e}" in names[0]:
-        if tensor.shape[0] != (num_experts := config.get("num_experts") or config.get("num_local_experts") or config.get("n_routed_experts")):
-            raise SpecError(f"tensor {tensor.name} has {tensor.shape[0]} experts, not {num_experts}")
-        experts = [whole.part(prefix + names[0].replace("{e}", str(e)), e, e + 1) for e in range(tensor.shape[0])]
-        return [replace(expert, shape=tensor.shape[1:]) for expert in experts]
-    ends = list(accumulate(rows_of(names, tensor.shape[0], config) if len(names) > 1 else tensor.shape[:1], initial=0))
-    if ends[-1] != tensor.shape[0]:
-        raise SpecError(f"tensor {tensor.name} has {tensor.shape[0]} rows, and its parts need {ends[-1]}")
+        for expert in range(num_rows):
+            part = whole.part(names[0].replace("{e}", str(expert)), expert, expert + 1)
+            yield replace(part, shape=whole.shape[1:])
+        return
+    ends = list(accumulate(rows_of(names, num_rows, config), initial=0))
+    if ends[-1] != num_rows:
+        raise SpecError(f"tensor {whole.name} has {num_rows} rows, and its parts need {ends[-1]}")
     heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
     heads = heads if ARCHITECTURES[architecture].is_interleaved else {}
-    return [
-        replace(whole.part(prefix + name, *rows), interleaved_heads=heads.get(name.split(".")[-2], 0))
-        for name, rows in zip(names, pairwise(ends), strict=True)
-    ]
+    for name, rows in zip(names, pairwise(ends), strict=True):
+        yield replace(whole.part(name, *rows), interleaved_heads=heads.get(name.split(".")[-2], 0))
 
 
-def _hugging_face_names(name: str, architecture: str) -> tuple[str, tuple[str, ...]]:
-    """Return the prefix of the layer, and the names in it of the matrices in a tensor."""
+def _hugging_face_names(name: str, architecture: str) -> tuple[str, ...]:
+    """Return the names of the matrices in the rows of a tensor. {e} stands for an expert's number."""
     stem, _, suffix = name.rpartition(".")
     if suffix not in ("weight", "bias"):
         raise SpecError(
             f"tensor {name} scales another one, as in NVFP4 files: not supported; use a Q4_K_M or Q8_0 file"
         )
     if stem in _WHOLE:
-        return "", (f"{_WHOLE[stem]}.{suffix}",)
+        return (f"{_WHOLE[stem]}.{suffix}",)
     match stem.split("."):
         case ["blk", layer, role] if names := stored_names(architecture, role, suffix):
-            return f"model.layers.{layer}.", names
+            return tuple(f"model.layers.{layer}.{inner}" for inner in names)
     raise SpecError(f"tensor {name} does not belong to a model of architecture {architecture}")
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import gguf
 import numpy as np
-import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from transformers import PreTrainedModel
 
@@ -86,7 +85,7 @@ class _Writer(GGUFWriter):
         self.overrides = overrides
 
     def add_key_value(self, key: str, val: Any, *arguments: Any, **more: Any) -> None:
-        if self.overrides.get(key, val) is val and (key not in self.overrides or val is self.overrides[key]):
+        if key not in self.overrides or val is self.overrides[key]:
             super().add_key_value(key, val, *arguments, **more)
 
 

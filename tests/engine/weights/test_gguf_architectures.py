@@ -172,7 +172,6 @@ def test_the_widest_gemma_scales_scores_by_its_width(num_layers: int, expected: 
     [
         ("qwen3_moe", {"qwen3moe.expert_gating_func": 2}, "expert_gating_func is 2, which is not supported"),
         ("qwen3_moe", {"qwen3moe.expert_shared_count": 1}, "expert_shared_count is 1"),
-        ("qwen3_moe", {"qwen3moe.expert_count": 5}, "ffn_gate_exps.weight has 6 experts, not 5"),
         ("gpt_oss", {"gpt-oss.rope.freq_base_swa": 7.0}, r"rope.freq_base_swa is 7.0"),
         ("gpt_oss", {"gpt-oss.rope.scaling.yarn_attn_factor": 2.0}, "yarn_attn_factor is 2.0"),
         ("glm4_moe", {"glm4moe.expert_gating_func": 1}, "expert_gating_func is not sigmoid"),
@@ -201,6 +200,7 @@ def test_experts_stay_in_their_bits(
     make, changes = CASES[name]
     # All experts are chosen, because rounding may choose others.
     every = {"num_experts_per_tok": changes.get("num_local_experts") or changes.get("num_experts") or 8}
+    every |= {"initializer_range": 0.1}  # larger ones amplify rounding
     every |= {} if name != "glm4_moe" else {"n_group": 1, "topk_group": 1}
     convert(tmp_path / "m.gguf", random_model(make(**(TINY | changes | every))), quantized=kind)
     import_gguf(tmp_path / "m.gguf", tmp_path)
