@@ -282,10 +282,8 @@ def _deepseek2(metadata: GGUFMetadata, config: Config) -> Config:
 
 def _routed_experts(metadata: GGUFMetadata, config: Config) -> Config:
     """Read experts beside shared ones. Layers that predict further tokens are not a part of the model."""
-    num_next = metadata.count("nextn_predict_layers", 0, least=0)
     return _experts(metadata) | {
-        "num_hidden_layers": config["num_hidden_layers"] - num_next,
-        "num_nextn_predict_layers": num_next,
+        "num_hidden_layers": config["num_hidden_layers"] - metadata.count("nextn_predict_layers", 0, least=0),
         "n_routed_experts": metadata.count("expert_count"),
         "n_shared_experts": metadata.count("expert_shared_count", 0, least=0),
         "first_k_dense_replace": metadata.count("leading_dense_block_count", 0, least=0),

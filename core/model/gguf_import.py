@@ -44,8 +44,14 @@ def import_gguf(gguf: Path, into: Path) -> None:
     header = files[0][1]
     try:
         architecture, config = _config(files)
+        # Blocks after the model's layers predict further tokens.
+        further = range(config["num_hidden_layers"], header.metadata[f"{architecture}.block_count"])
         tensors = [
-            stored for path, part in files for t in part.tensors for stored in _stored(t, path, config, architecture)
+            stored
+            for path, part in files
+            for tensor in part.tensors
+            if not (match := _LAYER.match(tensor.name)) or int(match[1]) not in further
+            for stored in _stored(tensor, path, config, architecture)
         ]
         _write_tokenizer(header.metadata, into)
     except SpecError as error:
@@ -93,10 +99,8 @@ def _config(files: Sequence[tuple[Path, GGUFHeader]]) -> tuple[str, dict[str, An
 
 
 def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any], architecture: str) -> list[StoredTensor]:
-    """Return the matrices in a tensor, under Hugging Face's names; none if the model does not read it."""
-    layer = int(match[1]) if (match := _LAYER.match(tensor.name)) else 0
-    is_next = 0 <= layer - config["num_hidden_layers"] < config.get("num_nextn_predict_layers", 0)
-    if is_next or tensor.name.removesuffix(".weight") in _VECTORS:
+    """Return the matrices in a tensor, under Hugging Face's names; none of rotary divisors."""
+    if tensor.name.removesuffix(".weight") in _VECTORS:
         return []
     if tensor.ggml_type not in GGML_TYPES:
         raise SpecError(

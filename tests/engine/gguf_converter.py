@@ -72,7 +72,8 @@ def convert(
     if architecture == "phi3":
         _add_phi3_divisors(writer, config)
     for key, value in writer.overrides.items():
-        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+        is_count = type(value) is int
+        writer.add_key_value(key, value, gguf.GGUFValueType.UINT32 if is_count else gguf.GGUFValueType.get_type(value))
     finish(writer)
 
 
