@@ -31,7 +31,7 @@ def gemma_fields(settings: Settings, *, adds_one: bool) -> Fields:
     fields = common(settings)
     return fields | {
         "has_post_norms": True,
-        "norms_add_one": adds_one,
+        "norms_add_one": settings.switch("norms_add_one", adds_one),
         "norms_round_late": True,
         "embedding_scale": math.sqrt(fields["hidden_size"]),
         "logits_soft_cap": settings.optional_real("final_logit_softcapping"),
