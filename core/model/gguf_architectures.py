@@ -5,12 +5,15 @@ Both invert llama.cpp's converter (conversion/*.py). What it leaves out of a fil
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from core.types.errors import SpecError
+
+logger = logging.getLogger(__name__)
 
 Config = dict[str, Any]
 _MAX_COUNT = 1 << 31
@@ -77,7 +80,7 @@ class GGUFMetadata:
 
     def check_unread(self, neutral: Mapping[str, tuple[Any, ...]]) -> None:
         """Raise SpecError if a key that nothing has read has another value than the neutral ones."""
-        for key, values in (_NEUTRAL | neutral).items():
+        for key, values in {**_NEUTRAL, **neutral}.items():
             found = None if key in self._read else self.any(key)
             listed = found if isinstance(found, list) else [] if found is None else [found]
             if any(one not in values for one in listed):
@@ -121,7 +124,7 @@ def stored_names(architecture: str, role: str, suffix: str) -> tuple[str, ...]:
     """
     if exact := _EXACT.get(f"{role}.{suffix}"):
         return (exact,)
-    found = (_IN_LAYER | ARCHITECTURES[architecture].tensors).get(role, ())
+    found = {**_IN_LAYER, **ARCHITECTURES[architecture].tensors}.get(role, ())
     return tuple(f"{name}.{suffix}" for name in ((found,) if isinstance(found, str) else found))
 
 
@@ -285,6 +288,8 @@ def _deepseek2(metadata: GGUFMetadata, config: Config) -> Config:
 
 def _routed_experts(metadata: GGUFMetadata, config: Config) -> Config:
     """Read experts beside shared ones. Layers that predict further tokens are not a part of the model."""
+    if metadata.any("expert_group_count") is None:
+        logger.warning("the GGUF names no groups of experts (expert_group_count): tokens choose among all experts")
     return _experts(metadata) | {
         "num_hidden_layers": config["num_hidden_layers"] - metadata.count("nextn_predict_layers", 0, least=0),
         "n_routed_experts": metadata.count("expert_count"),

@@ -80,7 +80,7 @@ def _config(files: Sequence[tuple[Path, GGUFHeader]]) -> tuple[str, dict[str, An
     """Return the architecture, and config.json in Hugging Face's form."""
     metadata = files[0][1].metadata
     architecture = metadata.get("general.architecture")
-    if architecture not in ARCHITECTURES:
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise SpecError(f"architecture {architecture!r} is not supported; supported in GGUF files: {known}")
     tensors = {tensor.name: (path, tensor) for path, part in files for tensor in part.tensors}

@@ -107,7 +107,11 @@ CASES: dict[str, Case] = {
         ROUTED | LATENT | {"mlp_layer_types": ["dense", *["sparse"] * 3], "norm_topk_prob": True},
     ),
 }
+# Blocks of 256 inputs.
+WIDE = {"hidden_size": 256, "moe_intermediate_size": 256, "head_dim": 64, "initializer_range": 0.1}
+CASES["qwen3_moe, wide"] = (Qwen3MoeConfig, EXPERTS | WIDE)
 QUANTIZED = {
+    "qwen3_moe, wide": "Q4_K",
     "gemma2": "Q8_0",
     "gemma3": "Q4_0",
     "phi3": "Q8_0",
