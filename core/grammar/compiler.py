@@ -18,12 +18,12 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from core.grammar.mask import GrammarMask, bits_of
 from core.grammar.strict_schema import ESCAPES, exact, has_unwritten
 from core.grammar.thinking_mask import ThinkingMask
 from core.grammar.unsatisfiable_schema import is_endless
+from core.model.tokenizer_file import open_tokenizer
 from core.types.constraints import SCHEMA_RULE, Grammar, GrammarKind
 from core.types.errors import RequestError
 from core.types.json_schema import WRITTEN
@@ -52,7 +52,7 @@ class GrammarCompiler:
 
     def __init__(self, model_dir: Path, *, vocab_size: int) -> None:
         """vocab_size: of the logits. With an unsupported tokenizer the model is served without grammars."""
-        self._tokenizer, self.special_tokens = _open_tokenizer(model_dir / "tokenizer.json", vocab_size)
+        self._tokenizer, self.special_tokens = _open_tokenizer(model_dir, vocab_size)
         if self._tokenizer is not None:
             of_tokenizer = self._tokenizer.vocab_size
             self._tokens = bits_of(range(vocab_size), of_tokenizer) & ~bits_of(self._tokenizer.eos_tokens, of_tokenizer)
@@ -129,14 +129,14 @@ class CompiledGrammar:
         return GrammarMask(self._matcher.deep_copy(), tokens=self._tokens, ends=ends, rebuild=self._rebuild)
 
 
-def _open_tokenizer(path: Path, vocab_size: int) -> tuple[LLTokenizer | None, dict[str, int]]:
+def _open_tokenizer(model_dir: Path, vocab_size: int) -> tuple[LLTokenizer | None, dict[str, int]]:
     """Open the tokenizer with one extra token, the end of an answer: by default llguidance may use token 0.
 
     Also returns the special tokens by text, which only `<[id]>` matches: llguidance treats every added token in angle
     brackets as one.
     """
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        tokenizer = open_tokenizer(model_dir)
         known = set(tokenizer.get_vocab().values())
         tokenizer.add_special_tokens([_END])
         end = tokenizer.token_to_id(_END)
@@ -146,7 +146,7 @@ def _open_tokenizer(path: Path, vocab_size: int) -> tuple[LLTokenizer | None, di
         added = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
         return opened, {text: i for text, i in added.items() if i != end and opened.is_special_token(i)}
     except Exception as error:  # tokenizers raises plain Exception
-        logger.warning("grammars are disabled: %s: %s", path, _in_one_line(str(error)))
+        logger.warning("grammars are disabled: %s: %s", model_dir, _in_one_line(str(error)))
         return None, {}
 
 

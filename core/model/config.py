@@ -151,16 +151,14 @@ def family_of(raw: Mapping[str, Any]) -> Family:
     kind = text.get("model_type") if isinstance(text, dict) else None
     if kind in _BY_TEXT_TYPE:
         return _BY_TEXT_TYPE[kind]
-    architecture = _architecture(raw)
+    listed = raw.get("architectures") or []
+    architecture = listed if isinstance(listed, str) else str(listed[0]) if listed else "(none)"
+    if kind is None and not listed and raw.get("model_type") in _BY_TEXT_TYPE:
+        return _BY_TEXT_TYPE[raw["model_type"]]
     if kind is None and architecture in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[architecture]
     named = f"architecture {architecture}" + (f" with a text model of type {kind}" if kind else "")
     raise SpecError(f"{named} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
-
-
-def _architecture(raw: Mapping[str, Any]) -> str:
-    listed = raw.get("architectures") or ["(none)"]
-    return str(listed if isinstance(listed, str) else listed[0])
 
 
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:

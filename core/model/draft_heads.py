@@ -23,6 +23,7 @@ HeadsKind = Literal["medusa", "eagle", "mtp"]
 # Full steps whose features are kept for the positions from which sequences may continue.
 STEPS_KEPT = 4
 _FURTHER = "num_nextn_predict_layers"
+_WITH_FURTHER_LAYERS = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _VARIANT_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 _MOST = 64  # heads of Medusa and residual blocks of each; also the longest draft
@@ -206,18 +207,19 @@ def is_eagle1(directory: Path) -> bool:
 
 def predicts_further(directory: Path) -> bool:
     """Return whether a model directory has MTP layers."""
-    return bool(read_object(directory / "config.json").get(_FURTHER))
+    return model_config.load(directory).num_further_layers > 0
 
 
 def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
     """Read the MTP layer after the model's last one. DeepSeek-V3, arXiv:2412.19437, section 2.2."""
-    if model.architecture != "DeepseekV3ForCausalLM" or not raw.get(_FURTHER):
+    if model.architecture not in _WITH_FURTHER_LAYERS or not model.num_further_layers:
         raise SpecError(
-            f"{directory}: mtp needs the MTP layers of a DeepseekV3ForCausalLM ({_FURTHER} in config.json), and this "
-            f"{model.architecture} has none; choose another speculation.method"
+            f"{directory}: mtp needs {_FURTHER} in config.json and the architecture "
+            f"{' or '.join(_WITH_FURTHER_LAYERS)}; "
+            f"this {model.architecture} has none; choose another speculation.method"
         )
-    if raw[_FURTHER] != 1:
-        raise SpecError(f"{directory}: {_FURTHER} {raw[_FURTHER]} is not supported; supported: 1")
+    if model.num_further_layers != 1:
+        raise SpecError(f"{directory}: {_FURTHER} {model.num_further_layers} is not supported; supported: 1")
     layer = replace(model.layers[-1], is_sparse=model.experts is not None)
     return HeadsConfig(
         kind="mtp",

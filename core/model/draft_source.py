@@ -80,12 +80,9 @@ def fetch_for_a_switch(spec: Spec, role: Role) -> None:
 
 def check_same_tokens(draft_dir: Path, model_dir: Path) -> None:
     """Raise SpecError unless both models have the same vocabulary."""
-    from tokenizers import Tokenizer
+    from core.model.tokenizer_file import open_tokenizer  # imported here: it loads the tokenizers library
 
-    ours, theirs = (
-        Tokenizer.from_file(str(directory / "tokenizer.json")).get_vocab(with_added_tokens=True)
-        for directory in (model_dir, draft_dir)
-    )
+    ours, theirs = (open_tokenizer(directory).get_vocab(with_added_tokens=True) for directory in (model_dir, draft_dir))
     if ours != theirs:
         same = len(ours.items() & theirs.items())
         raise SpecError(

@@ -10,6 +10,7 @@ from core.model.settings import Settings
 from core.model.shape import RopeConfig
 from core.types.errors import SpecError
 
+_THETA = 10000.0  # where config.json has none
 _KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional", "factors")
 # Names that older files use.
 _OLDER = {"su": "longrope"}
@@ -50,7 +51,7 @@ def read_rope(
     return RopeConfig(
         dim=head_dim if name == "proportional" else rotated,
         num_rotated=rotated if name == "proportional" else None,
-        theta=given.real("rope_theta", 10000.0),
+        theta=given.real("rope_theta", _THETA),
         max_position=max_position,
         is_interleaved=is_interleaved,
         kind=name,
@@ -76,13 +77,22 @@ def context_of(rope: RopeConfig) -> int:
 
 
 def _parameters(settings: Settings) -> dict[str, Any]:
-    """Return the rotary settings in transformers 5's form: theta and scaling together."""
-    found = dict(settings.object("rope_parameters") or settings.object("rope_scaling"))
+    """Return the rotary settings in transformers 5's form: theta and scaling together.
+
+    rope_scaling, which users add for longer contexts, replaces rope_parameters, as in transformers.
+    """
+    parameters = settings.object("rope_parameters")
+    found = dict(settings.object("rope_scaling") or parameters)
     if nested := [name for name, value in found.items() if isinstance(value, dict)]:
         raise SpecError(f"rope_parameters per kind of layer ({', '.join(nested)}) do not fit this architecture")
     for key in ("rope_theta", "partial_rotary_factor"):
         if key in settings and found.get(key) is None:
             found[key] = settings.get(key)
+    if (theta := parameters.get("rope_theta")) and theta != (found.get("rope_theta") or _THETA):
+        raise SpecError(
+            f"rope_scaling replaces rope_parameters, and its rope_theta of {theta} would be lost; set rope_theta in "
+            "rope_scaling, too"
+        )
     return found
 
 

@@ -31,7 +31,7 @@ _MODELS = {
     "Gemma3ForCausalLM": ("Gemma 3, also its text part", "generic", ""),
     "Gemma4ForCausalLM": ("Gemma 4, also its text part", "gemma4", "channels"),
     "Phi3ForCausalLM": ("Phi-3, Phi-4-mini", "generic", ""),
-    "GptOssForCausalLM": ("gpt-oss", "harmony", "channels"),
+    "GptOssForCausalLM": ("gpt-oss", "openai", "channels"),
     "GraniteForCausalLM": ("Granite 3", "generic", ""),
     "Glm4MoeForCausalLM": ("GLM-4.5, 4.6, 4.7", "glm45, glm47", "<think>"),
     "MiniMaxM2ForCausalLM": ("MiniMax-M2", "minimax_m2", "<think>"),

@@ -2,7 +2,8 @@
 
 Ye et al. 2025, arXiv:2501.01005. Its layout HND, (blocks, 2, heads, block size, head_dim), is our pool's layout.
 It computes all rows of steps with a prompt, for pools in the queries' dtype, plain attention and supported head sizes.
-Our kernels store the KV and compute the other layers. Not yet run on a GPU here: tests use a stand-in with its signatures.
+Our kernels store the KV and compute the other layers. Not yet run on a GPU here: tests use a stand-in with its
+signatures.
 """
 
 from __future__ import annotations

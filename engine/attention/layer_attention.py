@@ -52,12 +52,6 @@ class LayerAttention:
         """Return True for softmax(q k / sqrt(D)) v over all keys, as other libraries compute it."""
         return replace(self.rule, scale=1.0) == AttentionRule(scale=1.0) and math.isclose(self.scale, head_dim**-0.5)
 
-    @property
-    def is_full(self) -> bool:
-        """True if it is softmax(scale q k) v over all earlier keys."""
-        parts = self.window, self.chunk, self.soft_cap, self.sinks_H
-        return all(part is None for part in parts)
-
 
 # Cosines and sines (T, 1, F) of a step's tokens, for each kind of rotation in the model. F may be less than D / 2: the
 # features [0, 2 F) of a head are rotated, the others are not. F = 0: no rotation.

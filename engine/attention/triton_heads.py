@@ -26,6 +26,8 @@ from engine.kv.pool import KVPool
 MIN_QUERIES, MIN_QUERIES_OF_CODES = 256, 64
 # Per layer, beside the pool; above this, blocks are read in place.
 MOST_GATHERED_BYTES = 1 << 28
+# The dense kernel has no tiles for wider heads.
+MOST_GATHERED_DIM = 256
 
 
 class KernelHeads:
@@ -52,7 +54,7 @@ class KernelHeads:
         if not attention.stores:
             return rotate(heads_TND if q_norm is None else q_norm(heads_TND), *angles)
         norms = (q_norm, attention.k_norm, attention.v_norm)
-        weights = (None if norm is None else norm.weight for norm in norms)
+        q_D, k_D, v_D = (None if norm is None else norm.weight for norm in norms)
         # A layer's norms share their epsilon.
         eps = next((norm.eps for norm in norms if norm is not None), 0.0)
         return store_heads(
@@ -60,7 +62,7 @@ class KernelHeads:
             *angles,
             *self._pool.layer(attention.layer),
             self._batch.slots_T,
-            HeadNorms(*weights, eps=eps),
+            HeadNorms(q_D, k_D, v_D, eps),
         )
 
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
@@ -75,7 +77,8 @@ class KernelHeads:
                 splits=self._splits_of(attention, query_groups),
                 out_THD=out_THD,
             )
-        if self._gathered and rule.window is None and rule.chunk is None:
+        sees_all = rule.window is None and rule.chunk is None
+        if self._gathered and sees_all and q_THD.shape[-1] <= MOST_GATHERED_DIM:
             self._attend_gathered(layer, rule, q_THD, self._gathered, out_THD)
         elif prompts := self._batch.prompts:
             prefill_attention(

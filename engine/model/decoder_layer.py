@@ -12,7 +12,9 @@ from torch import Tensor
 from core.model.shape import LayerConfig, ModelConfig
 from engine.attention.heads import Heads
 from engine.attention.layer_attention import LayerAttention
-from engine.kv.layout import KVLayout
+from engine.kernels.attention.rotary import rotate
+from engine.kv.layout import head_range
+from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
@@ -54,11 +56,11 @@ class DecoderLayer:
     scale: Tensor | None
 
     @classmethod
-    def read(cls, reader: ShardReader, config: ModelConfig, layout: KVLayout, index: int) -> DecoderLayer:
+    def read(cls, reader: ShardReader, config: ModelConfig, index: int) -> DecoderLayer:
         prefix, layer = f"model.layers.{index}", config.layers[index]
         attention, dim = f"{prefix}.self_attn", layer.head_dim
         q_first, q_end = reader.parallel.span(config.num_q_heads)
-        kv_first, kv_end = layout.head_range(config.pool_layer(index), rank=reader.parallel.rank)
+        kv_first, kv_end = head_range(layer.num_kv_heads, rank=reader.parallel.rank, num_ranks=reader.parallel.size)
         q_rows, kv_rows = (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
         rows = {f"{attention}.q_proj": q_rows} | {f"{attention}.{name}": kv_rows for name in _kv_names(layer)}
         names = mlp_norms(config)
@@ -95,15 +97,24 @@ class DecoderLayer:
             heads_TND = torch.cat((heads_TND, heads_TND[:, self.num_q_heads :]), dim=1)
         return heads.store(self.attention, heads_TND)
 
+    def keep(self, x: Residual, pool: KVPool, slots_T: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
+        """Write the keys and values of tokens whose queries are not needed. The layer has none of Gemma 4's parts."""
+        rows_TO = x.into(self.qkv, norm=self.input_norm)
+        rows_TO = rows_TO if self.qk_norm is None else self.qk_norm(rows_TO)
+        heads_TND = torch.unflatten(rows_TO, -1, (-1, self.head_dim))
+        k_TKD, v_TKD = heads_TND[:, self.num_q_heads :].chunk(2, dim=1)
+        k_TKD = k_TKD if self.attention.k_norm is None else self.attention.k_norm(k_TKD)
+        pool.write(self.attention.layer, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
+
     def finish(self, x: Residual, q_THD: Tensor, heads: Heads) -> None:
         attended_THD = heads.attend(self.attention, q_THD)
         x.add_product(self.output, attended_THD.flatten(1), after=self.output_norm, scale=self.residual_scale)
         self.mlp(x, norm=self.mlp_norm)
 
     @property
-    def stores(self) -> bool:
-        """True if it has keys and values of its own."""
-        return self.attention.stores
+    def written(self) -> int | None:
+        """Layer of the pool that it writes; None if it reads another one's keys and values."""
+        return self.attention.layer if self.attention.stores else None
 
     def end(self, x: Residual, own_TP: Tensor | None) -> None:
         """Add the layer's own embedding, and scale its output."""

@@ -88,6 +88,8 @@ class SparseMLP:
 
 def _of_weighed_inputs(experts: Experts, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
     """Compute the experts of inputs that are multiplied by the experts' weights, and sum them: (T, E)."""
+    if isinstance(experts, SplitExperts):
+        return experts.of_weighed_inputs(x_TE, choices)
     weighed_TCE = (x_TE.unsqueeze(1) * choices.weights_TC.unsqueeze(-1)).to(x_TE.dtype)
     num_tokens, num_choices = choices.chosen_TC.shape
     ones = RoutedTokens(choices.chosen_TC.view(-1, 1), torch.ones_like(choices.weights_TC).view(-1, 1))
@@ -130,6 +132,13 @@ class SplitExperts:
 
     def __call__(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
         share = ExpertSum(self.bank(x_TE, choices.chosen_TC, choices.tiles), choices.weights_TC)
+        return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
+
+    def of_weighed_inputs(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
+        """Sum the experts of inputs that are multiplied by the experts' weights (Llama 4)."""
+        weights_TC = choices.weights_TC
+        out_TCE = self.bank(x_TE, choices.chosen_TC, choices.tiles, input_weights_TC=weights_TC)
+        share = ExpertSum(out_TCE, torch.ones_like(weights_TC))
         return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
 
 

@@ -90,8 +90,8 @@ class LatentLayer:
         self.mlp(x, norm=self.mlp_norm)
 
     @property
-    def stores(self) -> bool:
-        return True
+    def written(self) -> int:
+        return self.index
 
     def end(self, x: Residual, own_TP: Tensor | None) -> None:
         pass

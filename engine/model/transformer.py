@@ -82,8 +82,8 @@ class Layer(Protocol[HeadsT]):
         ...
 
     @property
-    def stores(self) -> bool:
-        """True if it has keys and values of its own."""
+    def written(self) -> int | None:
+        """Layer of the pool that it writes; None if it reads another one's keys and values."""
         ...
 
     def finish(self, x: Residual, q_THD: Tensor, heads: HeadsT) -> None:
@@ -116,7 +116,7 @@ class Transformer:
             if config.latent:
                 self._latent_layers.append(LatentLayer.read(reader, config, index))
             else:
-                self._layers.append(DecoderLayer.read(reader, config, layout, index))
+                self._layers.append(DecoderLayer.read(reader, config, index))
             on_read(index)
         self._norm = read_norm(reader, config, "model.norm")
         if head == embedding:
@@ -342,8 +342,8 @@ def _pass(
         q_THD = layer.store(x, heads)
         if layer.scales_queries and query_factors_T11 is not None:
             q_THD = q_THD * query_factors_T11
-        if on_layer is not None and layer.stores:
-            on_layer(layer.index)
+        if on_layer is not None and layer.written is not None:
+            on_layer(layer.written)
         layer.finish(x, q_THD, heads)
         layer.end(x, None if own_TLP is None else own_TLP[:, layer.index])
     if aux_hidden_states is not None:

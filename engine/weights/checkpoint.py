@@ -65,8 +65,7 @@ def check_tensors(
     transformers, tensors outside the modules of `expected`. The last two are logged.
     """
     found = {name: shape for name, shape in checkpoint.shapes.items() if name.startswith(prefix)}
-    missing = [f"{name} (not in the index)" if name in checkpoint.unindexed else name
-               for name in expected if name not in found]  # fmt: skip
+    missing = [name for name in expected if name not in found]
     wrong = [f"{name} is {found[name]}, not {shape}" for name, shape in expected.items()
              if name in found and found[name] != shape]  # fmt: skip
     surplus = [name for name in found if name not in expected and name not in optional and not _BUFFER.search(name)]
@@ -82,6 +81,8 @@ def check_tensors(
         for what, names in (("missing", missing), ("not expected", refused), ("wrong shape", wrong))
         if names
     ]
+    if any(name in checkpoint.unindexed for name in missing):
+        complaints.append("the index leaves some out; remove it to read all tensors of the files")
     if any(name.endswith(".bias") for name in refused):
         complaints.append("biases that are not zero need attention_bias or mlp_bias: true")
     if complaints:

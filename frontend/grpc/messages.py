@@ -50,6 +50,7 @@ def request_of(
     return CompletionRequest(
         id=message.request_id or uuid.uuid4().hex,
         prompt=prompt,
+        prompt_field="token_ids" if isinstance(prompt, tuple) else "prompt",
         model=message.model,
         user=message.tenant,
         peer=peer,
@@ -142,7 +143,7 @@ def _check_counts(message: pb.GenerateRequest, max_context: int) -> None:
     _check_count("logit_bias", len(message.sampling.logit_bias), MAX_LOGIT_BIAS)
     _check_count("allowed_token_ids", len(message.sampling.allowed_token_ids), MAX_ALLOWED_TOKENS)
     _check_count("bad_words", len(message.sampling.bad_words), MAX_BAD_WORDS)
-    _check_context("prompt", len(message.token_ids.ids), max_context)
+    _check_context("token_ids", len(message.token_ids.ids), max_context)
 
 
 def _check_chat(chat: pb.Chat) -> None:

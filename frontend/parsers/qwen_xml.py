@@ -43,7 +43,8 @@ def _parameters(scan: Scanner, schema: Mapping[str, Any]) -> Reading[bool]:
     types, opening = _Types(schema), "{"
     while (yield from scan.optional("<parameter=")):
         key = yield from scan.before(">", most=_MAX_NAME)
-        yield from scan.optional(">")
+        if not (yield from scan.optional(">")):
+            return False
         head, kinds = f"{opening}{json.dumps(key)}: ", types.of_parameter(key)
         if kinds <= {"string"}:
             yield from _streamed_string(scan, head)
@@ -51,6 +52,9 @@ def _parameters(scan: Scanner, schema: Mapping[str, Any]) -> Reading[bool]:
             value = yield from scan.before(_END)
             if scan.rest.startswith(_END):
                 scan.emit_arguments(head + _as_json(value, kinds))
+            elif scan.is_ended:
+                begun = scan.take(len(scan.rest) - _end_overlap(scan.rest)).removeprefix("\n")
+                scan.emit_arguments(head + (json.dumps(begun, ensure_ascii=False)[:-1] if "string" in kinds else begun))
         if not (yield from scan.optional(_END)):
             return False
         opening = ", "
@@ -71,7 +75,7 @@ def _streamed_string(scan: Scanner, head: str) -> Reading[None]:
         at = scan.rest.find(_END)
         is_whole = at >= 0
         if not is_whole:
-            at = len(scan.rest) - max(overlap(scan.rest, f"\n{_END}"), overlap(scan.rest, _END))
+            at = len(scan.rest) - _end_overlap(scan.rest)
         text = scan.take(at)
         if is_whole:
             text = text.removesuffix("\n")
@@ -80,6 +84,11 @@ def _streamed_string(scan: Scanner, head: str) -> Reading[None]:
             return
         head = ""
         yield
+
+
+def _end_overlap(text: str) -> int:
+    """Return how many of the last characters may belong to the end of a parameter."""
+    return max(overlap(text, f"\n{_END}"), overlap(text, _END))
 
 
 def _as_json(value: str, types: set[str]) -> str:

@@ -87,15 +87,25 @@ class AnswerReader:
             return None
         return cls(thinking, calls, is_parallel=chat.is_parallel, is_forced=chat.forced is not None and bool(calls))
 
-    def new_thinking_reader(self) -> ThinkingReader | None:
-        """Return a fresh reader of the thinking of this answer, in its initial state."""
-        return self._thinking.fresh() if self._thinking else None
+    def fresh(self) -> AnswerReader:
+        """Return a reader of the same answer in its initial state."""
+        thinking, calls = self._thinking and self._thinking.fresh(), self._calls and self._calls.fresh()
+        return AnswerReader(thinking, calls, is_parallel=self._is_parallel, is_forced=self._is_forced)
+
+    @property
+    def is_thinking(self) -> bool:
+        return any(reader.is_inside for reader in (self._thinking, self._behind_call) if reader)
+
+    @property
+    def is_unopened(self) -> bool:
+        """True once a closing tag without an opening one has shown that all text before it is thinking."""
+        return self._thinking is not None and self._thinking.is_unopened
 
     def add(self, text: str) -> AnswerText:
-        was_unopened = self._thinking is not None and self._thinking.is_unopened
+        was_unopened = self.is_unopened
         thought, text = self._thinking.add(text) if self._thinking else ("", text)
         parsed = self._parsed(thought, self._calls.add(text) if self._calls else [text])
-        if self._thinking is None or self._thinking.is_unopened == was_unopened:
+        if self.is_unopened == was_unopened:
             return parsed
         if self._calls:  # without a call so far
             parsed.text += "".join(piece for piece in self._calls.finish() if isinstance(piece, str))

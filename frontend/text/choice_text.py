@@ -29,11 +29,11 @@ class ChoiceText:
         """reader: parser of thinking and calls, if any. shown: special tokens that the reader needs to see."""
         self.choice = choice
         self._reader = reader
-        # Counts thinking tokens, ahead of stop matching.
-        self._thinking = reader.new_thinking_reader() if reader else None
+        # Stop matching delays the text. This reader gets it undelayed, to count thinking tokens.
+        self._undelayed = reader.fresh() if reader and request.stop else None
         self.finished: Finished | None = None
         self.num_tokens = 0
-        self.num_thinking = 0  # thinking tokens, from after the opening marker up to the closing one
+        self.num_thinking = 0  # thinking tokens, from after each opening marker up to the closing one
         self._num_chars = 0
         self._min_tokens = request.min_tokens
         self._include_stop = request.include_stop
@@ -49,17 +49,21 @@ class ChoiceText:
         for token in tokens:
             delta.tokens.append(token)
             delta.text_offsets.append(self._num_chars)
-            text = self._add(token)
             if self._reader is None:
-                delta.text += text
+                delta.text += self._add(token)
             else:
-                self._read(self._reader, text, delta)
+                self._read(self._reader, token, delta)
             if self.finished is not None:
                 break
         return delta
 
-    def _read(self, reader: AnswerReader, text: str, delta: Delta) -> None:
-        delta.add(reader.add(text))
+    def _read(self, reader: AnswerReader, token: SampledToken, delta: Delta) -> None:
+        counted = self._undelayed or reader
+        self.num_thinking += counted.is_thinking
+        was_unopened = counted.is_unopened
+        delta.add(reader.add(self._add(token)))
+        if counted.is_unopened != was_unopened:
+            self.num_thinking = self.num_tokens
         if self.finished is not None and not reader.is_over:
             delta.add(reader.finish(is_cut=self.finished.reason is FinishReason.LENGTH))
         if self.finished is None and reader.is_over:
@@ -75,12 +79,8 @@ class ChoiceText:
         if token.finish_reason is not None:
             text += self._detokenizer.finish()
         self._num_chars += len(text)
-        if self._thinking is not None:
-            self.num_thinking += self._thinking.is_inside
-            was_unopened = self._thinking.is_unopened
-            self._thinking.add(text)  # the raw text, because stop matching delays it
-            if self._thinking.is_unopened != was_unopened:
-                self.num_thinking = self.num_tokens
+        if self._undelayed is not None:
+            self._undelayed.add(text)
         # A stop string may begin after min_tokens only, by the rule for stop tokens in request.finish_reason.
         sent, stop = text, None
         if self._stops and self.num_tokens > self._min_tokens:

@@ -7,13 +7,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
-
-from tokenizers import Tokenizer as FastTokenizer
 
 from core.model.config import token_ids
 from core.model.json_file import read_object
-from core.types.errors import SpecError
+from core.model.tokenizer_file import open_tokenizer, special_tokens
 from frontend.text.token_bytes import TokenBytes
 
 # Tokenize on the calling thread, which is already one of TextThreads, not on the library's own pool.
@@ -29,14 +26,11 @@ class Tokenizer:
 
     def __init__(self, model_dir: Path, *, generation_dir: Path | None = None) -> None:
         """generation_dir: directory of generation_config.json; None: the model's."""
-        self._fast = _load(model_dir / "tokenizer.json")
+        self._fast = open_tokenizer(model_dir)
         self._bytes = TokenBytes.of(self._fast)
         # Text of a token whose bytes are whole UTF-8 characters; None for other tokens and for special ones. Cached.
         self.whole_text = cache(self._find_whole_text)
-        config = read_object(model_dir / "tokenizer_config.json", missing_ok=True)
-        self.special_tokens = _special_tokens(
-            config, read_object(model_dir / "special_tokens_map.json", missing_ok=True)
-        )
+        config, self.special_tokens = special_tokens(model_dir)
         added = self._fast.get_added_tokens_decoder()
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.eos_token_ids = self._find_eos(model_dir, generation_dir or model_dir)
@@ -100,29 +94,3 @@ class Tokenizer:
         if listed is None:
             listed = read_object(model_dir / "config.json", missing_ok=True).get("eos_token_id")
         return frozenset(token_ids(listed)) | frozenset(self._ids_of("eos_token"))
-
-
-def _load(path: Path) -> FastTokenizer:
-    if not path.is_file():
-        raise SpecError(f"{path.parent}: has no tokenizer.json, so text cannot be tokenized")
-    try:
-        fast = FastTokenizer.from_file(str(path))
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises plain Exception for a bad file, or a Rust panic
-        raise SpecError(f"{path}: not readable as a tokenizer: {error}") from error
-    if not fast.get_vocab_size():
-        raise SpecError(f"{path}: its vocabulary is empty; download it again")
-    fast.no_truncation()  # some files still carry the settings of a training run
-    fast.no_padding()
-    return fast
-
-
-def _special_tokens(config: dict[str, Any], fallback: dict[str, Any]) -> dict[str, str]:
-    """Return the text of bos_token, eos_token, unk_token …, which a file may store as a string or as an object."""
-    tokens: dict[str, str] = {}
-    for name, value in {**fallback, **config}.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            tokens[name] = text
-    return tokens

@@ -15,8 +15,8 @@ in 8 bits ends with its rotated key in bf16.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +34,18 @@ from kvtransfer.protocol.plan import head_counts
 from kvtransfer.protocol.segment import Segment
 
 
+class _Row(NamedTuple):
+    """A layer's row on the wire: one position and head of keys or of values."""
+
+    dtype: torch.dtype
+    # Elements of dtype.
+    dim: int
+    # None: without a scale.
+    scale_dtype: torch.dtype | None
+    code_bytes: int
+    scale_bytes: int
+
+
 class Codec:
     """Codec between two pools of one layout.
 
@@ -44,18 +56,21 @@ class Codec:
     def __init__(self, layout: KVLayout, dtype: torch.dtype) -> None:
         """dtype: codes on the wire."""
         self._layout = layout
-        self._dtype = dtype
+        self._rows = [
+            _row(layout, layer, layout.dtype_of(layer) if layer in layout.plain_layers else dtype)
+            for layer in range(layout.num_layers)
+        ]
 
     def num_bytes(self, segment: Segment, heads: Sequence[range]) -> int:
         """Return the size of the segment's payload in bytes."""
-        row_bytes = sum(len(heads[layer]) * self._row_bytes_of(layer) for layer in segment.layers)
+        rows = self._rows
+        row_bytes = sum(len(heads[i]) * (rows[i].code_bytes + rows[i].scale_bytes) for i in segment.layers)
         return segment.num_tokens * self._layout.num_sides * row_bytes + self._num_feature_bytes(segment)
 
     def max_row_bytes(self) -> int:
         """Return the most bytes that one position of one layer has on the wire, with all heads of a rank."""
-        layout = self._layout
-        rows = (layout.heads[layer].num_heads * self._row_bytes_of(layer) for layer in range(layout.num_layers))
-        return layout.num_sides * max(rows)
+        each = zip(self._layout.heads, self._rows, strict=True)
+        return self._layout.num_sides * max(heads.num_heads * (row.code_bytes + row.scale_bytes) for heads, row in each)
 
     def pack(self, pool: KVPool, segment: Segment, heads: Sequence[range], slots_T: Tensor, payload: Tensor) -> None:
         """Fill `payload` (uint8, num_bytes) with the KV at `slots_T` (int64, one per token of the segment)."""
@@ -110,13 +125,6 @@ class Codec:
         size = self._layout.block_size
         return slots_T[size - 1 - segment.first_token % size :: size] // size
 
-    def _dtype_of(self, layer: int) -> torch.dtype:
-        """Return the dtype of a layer's codes on the wire."""
-        return self._layout.dtype_of(layer) if layer in self._layout.plain_layers else self._dtype
-
-    def _row_bytes_of(self, layer: int) -> int:
-        return self._layout.row_bytes_of(layer, self._dtype_of(layer))
-
     def _views(
         self, payload: Tensor, segment: Segment, heads: Sequence[range]
     ) -> Iterator[tuple[int, slice, Tensor, Tensor | None]]:
@@ -125,18 +133,22 @@ class Codec:
         The last is None if the codes have no scales.
         """
         layers = [layer for layer in segment.layers if heads[layer]]
-        dtypes = [self._dtype_of(layer) for layer in layers]
-        shapes = [(segment.num_tokens, self._layout.num_sides, len(heads[layer])) for layer in layers]
-        dims = [self._layout.row_dim_of(layer, dtype) for layer, dtype in zip(layers, dtypes, strict=True)]
-        scale_dtypes = [SCALES.get(dtype) for dtype in dtypes]
-        num_rows = [math.prod(shape) for shape in shapes]
-        sizes = [rows * dim * dtype.itemsize for rows, dim, dtype in zip(num_rows, dims, dtypes, strict=True)]
-        sizes += [rows * dtype.itemsize if dtype else 0 for rows, dtype in zip(num_rows, scale_dtypes, strict=True)]
+        rows = [self._rows[layer] for layer in layers]
+        sides = segment.num_tokens * self._layout.num_sides
+        counts = [sides * len(heads[layer]) for layer in layers]
+        sizes = [count * row.code_bytes for count, row in zip(counts, rows, strict=True)]
+        sizes += [count * row.scale_bytes for count, row in zip(counts, rows, strict=True)]
         parts = torch.split(payload[: sum(sizes)], sizes)
-        for i, (layer, shape, scale_dtype) in enumerate(zip(layers, shapes, scale_dtypes, strict=True)):
-            codes_T2KD = parts[i].view(dtypes[i]).view(*shape, dims[i])
-            scales_T2K = parts[len(layers) + i].view(scale_dtype).view(shape) if scale_dtype else None
-            yield layer, slice(heads[layer].start, heads[layer].stop), codes_T2KD, scales_T2K
+        codes, scales = parts[: len(layers)], parts[len(layers) :]
+        for layer, row, of_layer, of_rows in zip(layers, rows, codes, scales, strict=True):
+            chosen, shape = heads[layer], (segment.num_tokens, self._layout.num_sides, len(heads[layer]))
+            scales_T2K = of_rows.view(row.scale_dtype).view(shape) if row.scale_dtype else None
+            yield layer, slice(chosen.start, chosen.stop), of_layer.view(row.dtype).view(*shape, row.dim), scales_T2K
+
+
+def _row(layout: KVLayout, layer: int, dtype: torch.dtype) -> _Row:
+    scale_dtype, dim = SCALES.get(dtype), layout.row_dim_of(layer, dtype)
+    return _Row(dtype, dim, scale_dtype, dim * dtype.itemsize, scale_dtype.itemsize if scale_dtype else 0)
 
 
 def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:

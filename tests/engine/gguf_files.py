@@ -39,7 +39,7 @@ def write_model(
     extra: dict[str, np.ndarray] | None = None,
 ) -> None:
     """Write a transformers model to a GGUF file with quantized matrices, and round the model itself to the stored
-    values.
+    values. Codes of a type that gguf cannot write are random.
 
     `metadata` and `extra` tensors are written, too.
     """
@@ -65,7 +65,7 @@ def write_model(
         if architecture == "llama" and (count := heads.get(stored_name.split(".")[-2])):
             values = interleave(values, count)
         kind = quantized if values.ndim == 2 else GGMLQuantizationType.F32
-        stored = gguf.quants.quantize(values, kind)
+        stored = _stored(values, kind)
         writer.add_tensor(stored_name, stored, raw_dtype=kind)
         rounded = gguf.quants.dequantize(stored, kind).reshape(values.shape)
         if architecture == "llama" and (count := heads.get(stored_name.split(".")[-2])):
@@ -74,6 +74,13 @@ def write_model(
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor)
     finish(writer)
+
+
+def _stored(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    try:
+        return gguf.quants.quantize(values, kind)
+    except NotImplementedError:
+        return random_blocks(kind, values.size // gguf.GGML_QUANT_SIZES[kind][0]).reshape(len(values), -1)
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, vocab_size: int) -> None:

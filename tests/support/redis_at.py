@@ -21,7 +21,14 @@ def redis_at(host: str, directory: Path, *, password: str = "") -> Iterator[str]
     """Start the server and yield its URL."""
     port = free_port(host)
     address = ["--bind", host, "--port", str(port), "--protected-mode", "no"]
-    options = [*address, "--save", "", *(["--requirepass", password] if password else [])]
+    options = [
+        *address,
+        "--save",
+        "",
+        "--repl-diskless-sync-delay",
+        "0",
+        *(["--requirepass", password] if password else []),
+    ]
     server = subprocess.Popen([get_binary_path(), *options], stdout=subprocess.DEVNULL, cwd=directory)
     url = f"redis://:{password}@{host}:{port}/0" if password else f"redis://{host}:{port}/0"
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from core.grammar.compiler import GrammarCompiler
 from frontend.chat.chat_template import ChatTemplate
+from frontend.chat.output_format import OutputFormat
 from frontend.chat.template_files import find_chat_template
 from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion import Completions
@@ -35,7 +36,8 @@ class MakeCompletions:
         aliases: tuple[str, ...] = (),
         max_held: Callable[[], int | None] = lambda: None,
         audit_log: Path | None = None,
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
+        output_format: OutputFormat | None = None,
         has_grammars: bool = False,
         tracing: Tracing | None = None,
         sampling_defaults: Mapping[str, float] = NEUTRAL,
@@ -47,6 +49,7 @@ class MakeCompletions:
             token_service=token_service,
             tokenizer=tokenizer,
             chat_template=template,
+            output_format=output_format,
             model=ModelCard(
                 id=name,
                 max_context=max_context,

@@ -99,6 +99,7 @@ def common(settings: Settings, *, head_dim: int | None = None) -> Fields:
         "has_output_bias": has_bias,
         "has_mlp_bias": settings.switch("mlp_bias"),
         "activation": activation(settings),
+        "num_further_layers": settings.count("num_nextn_predict_layers", 0, least=0),
     }
 
 

@@ -31,7 +31,7 @@ def gemma_fields(settings: Settings, *, adds_one: bool) -> Fields:
     fields = common(settings)
     return fields | {
         "has_post_norms": True,
-        "norms_add_one": adds_one,
+        "norms_add_one": settings.switch("norms_add_one", adds_one),
         "norms_round_late": True,
         "embedding_scale": math.sqrt(fields["hidden_size"]),
         "logits_soft_cap": settings.optional_real("final_logit_softcapping"),
@@ -56,11 +56,8 @@ def _gemma3(settings: Settings) -> Fields:
     )
     nested = settings.object("rope_parameters")
     local = {"rope_theta": settings.real("rope_local_base_freq", 10000.0), **(nested.get("sliding_attention") or {})}
-    whole = {
-        "rope_theta": settings.real("rope_theta", 1e6),
-        **settings.object("rope_scaling"),
-        **(nested.get("full_attention") or {}),
-    }
+    whole = {"rope_theta": settings.real("rope_theta", 1e6), **(nested.get("full_attention") or {})}
+    whole |= settings.object("rope_scaling")
     ropes = {
         "sliding_attention": read_rope(settings, head_dim=fields["head_dim"], parameters=local),
         "full_attention": read_rope(settings, head_dim=fields["head_dim"], parameters=whole),

@@ -26,7 +26,7 @@ def _ministral3(settings: Settings) -> Fields:
 
 def with_query_scaling(settings: Settings, fields: Fields) -> Fields:
     """Add the query scaling of Ministral 3 and Mistral Small 4, whose settings are among the rotary ones."""
-    rope = Settings(settings.object("rope_parameters") or settings.object("rope_scaling"))
+    rope = Settings(settings.object("rope_scaling") or settings.object("rope_parameters"))
     if not rope.get("llama_4_scaling_beta"):
         return fields
     interval = int(fields["ropes"][0].original_max_position)

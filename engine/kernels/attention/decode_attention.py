@@ -131,7 +131,7 @@ def launch_decode_attention(
     is_int4 = codes_B2KSD.dtype == INT4
     block_m, block_d = max(TILE_ROWS, power_of_2(query_groups.most * group)), max(TILE_ROWS, power_of_2(dim))
     codes = as_bytes(codes_B2KSD)
-    sizes = {"Q": query_groups.most, "G": group, "K": num_kv_heads, "S": block_size, "D": dim}
+    sizes: dict[str, int | float] = {"Q": query_groups.most, "G": group, "K": num_kv_heads, "S": block_size, "D": dim}
     sizes |= {"BLOCK_M": block_m, "BLOCK_D": block_d, **rule.constants}
     shared = (
         *(query_groups.firsts_U, query_groups.counts_U, query_groups.tables_UB, query_groups.contexts_U),
@@ -153,7 +153,8 @@ def launch_decode_attention(
             *shared,
             *numbers,
             **sizes,
-            BLOCK_N=KEYS,
+            # More keys of wide heads would not fit the memory of as many programs.
+            BLOCK_N=KEYS if block_d <= 128 else KEYS // 2,
             SHARED_N=KEYS,
             HAS_SCALES=False,
             IS_INT4=False,

@@ -23,7 +23,7 @@ from engine.kernels.language import descriptor, has_tile_copies, jit, power_of_2
 # T tokens of the step, L keys of all rows, H query heads of this rank, K kv heads, N per-head key dim,
 # P shared key dim, W value dim
 
-# Keys per loop iteration of a program.
+# Keys per loop iteration of a program; half as many for heads wider than 128.
 _KEYS = 64
 
 
@@ -168,6 +168,9 @@ def launch_dense_prefill_attention(
     assert q_THD.stride(-1) == 1 and k_LKN.is_contiguous() and v_LKW.is_contiguous() and out_THW.is_contiguous()
     blocks = {"BLOCK_N": max(16, power_of_2(nope_dim)), "BLOCK_P": max(16, power_of_2(rope_dim or 1))}
     blocks["BLOCK_W"] = max(16, power_of_2(value_dim))
+    # Two programs share a multiprocessor's memory.
+    is_wide = blocks["BLOCK_W"] > 128
+    keys = _KEYS // 2 if is_wide else _KEYS
     # TMA copies need tiles whose columns are exactly one head; others would include columns of the next head.
     is_tiled = has_tile_copies(q_THD.device) and q_THD.dtype != torch.float32
     is_tiled &= (nope_dim, value_dim) == (blocks["BLOCK_N"], blocks["BLOCK_W"])
@@ -180,7 +183,7 @@ def launch_dense_prefill_attention(
     sources: tuple[Any, ...] = (k_LN, shared_LP, v_LW)
     if is_tiled:
         widths = (nope_dim, rope_dim or nope_dim, value_dim)
-        sources = tuple(descriptor(x, [_KEYS, width]) for x, width in zip(sources, widths, strict=True))
+        sources = tuple(descriptor(x, [keys, width]) for x, width in zip(sources, widths, strict=True))
     carry = part.carry
     nothing = q_THD.new_empty(1, dtype=torch.float32)
     _attend_tile[(len(tiles.rows_N), num_heads)](
@@ -210,13 +213,12 @@ def launch_dense_prefill_attention(
         P=rope_dim,
         W=value_dim,
         BLOCK_M=TILE_QUERIES,
-        BLOCK_L=_KEYS,
+        BLOCK_L=keys,
         **blocks,
         CAP=rule.constants["CAP"],
         IS_TILED=is_tiled,
         num_warps=4,
-        # Two programs share a multiprocessor's memory.
-        num_stages=2 if rope_dim else 3,
+        num_stages=2 if rope_dim or is_wide else 3,
     )
 
 

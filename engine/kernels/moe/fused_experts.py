@@ -1,6 +1,6 @@
 """Fused MoE: the gated MLPs of all experts at once. Computes each chosen expert's output for each token.
 
-    out[t, c] = down_x activation(w gate_x x_t + b, w up_x x_t + b') + b"        x = chosen[t, c], w = input_weights[t, c]
+    out[t, c] = down_x activation(w gate_x x_t + b, w up_x x_t + b') + b"        x = chosen[t, c], w = weights[t, c]
 
 The activation is one of gated_mul.py, biases b are gpt-oss's, and input weights w Llama 4's.
 

@@ -54,8 +54,8 @@ def choose_experts(
 ) -> tuple[Tensor, Tensor]:
     """Return the experts of each token, best first, and their weights: chosen (T, C) int64, weights (T, C) fp32.
 
-    logits: any float dtype, contiguous. bias: fp32, added to sigmoids before the choice. factors: fp32, of each expert's
-    weights. Ties are in arbitrary order.
+    logits: any float dtype, contiguous. bias: fp32, added to sigmoids before the choice. factors: fp32, of each
+    expert's weights. Ties are in arbitrary order.
     """
     choose = launch_choose_experts if logits_TL.is_cuda else reference_choose_experts
     return choose(logits_TL, bias_X, rule, factors_X)

@@ -75,11 +75,40 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
             4096,
         ),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}}, "yarn", 8192),
+        (
+            {
+                "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+                "rope_scaling": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0},
+            },
+            "yarn",
+            8192,
+        ),
     ],
 )
 def test_rope_settings_in_both_forms(settings: dict[str, Any], kind: str, max_context: int, tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path, **settings))
     assert (config.ropes[0].kind, config.max_context, config.ropes[0].theta) == (kind, max_context, 5e5)
+
+
+def test_rope_scaling_that_loses_the_theta_is_refused(tmp_path: Path) -> None:
+    """transformers would compute with its default of 10,000."""
+    parameters = {"rope_type": "default", "rope_theta": 5e5}
+    write(tmp_path, rope_parameters=parameters, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    with pytest.raises(SpecError, match=r"its rope_theta of 500000.0 would be lost; set rope_theta in rope_scaling"):
+        model_config.load(tmp_path)
+
+
+@pytest.mark.parametrize("listed", [..., None, []], ids=str)
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("llama", "LlamaForCausalLM"), ("qwen3", "Qwen3ForCausalLM"), ("mistral", "MistralForCausalLM")],
+)
+def test_model_type_stands_for_a_missing_architecture(
+    listed: Any, model_type: str, architecture: str, tmp_path: Path
+) -> None:
+    assert model_config.load(write(tmp_path, architectures=listed, model_type=model_type)).architecture == architecture
+    with pytest.raises(SpecError, match=r"architecture \(none\) is not supported"):
+        model_config.load(write(tmp_path, architectures=listed))
 
 
 @pytest.mark.parametrize(
@@ -137,8 +166,9 @@ def test_unlike_layers_with_kv(tmp_path: Path) -> None:
     alike = model_config.load(write(tmp_path))
     assert alike.kv_layers == ((4, 8), (4, 8))
     heads = ((6, 8), (4, 16), (4, 16), (5, 6))
-    layers = tuple(replace(alike.layers[0], num_kv_heads=count, head_dim=dim) for count, dim in heads)
-    config = replace(alike, num_layers=4, layers=(*layers[:3], replace(layers[3], kv_layer=2)))
+    layers = tuple(replace(alike.layers[0], num_kv_heads=num_heads, head_dim=dim) for num_heads, dim in heads)
+    config = replace(alike, num_layers=4, layers=(*layers[:3], replace(layers[3], kv_layer=1)))
+    assert [config.pool_layer(index) for index in range(4)] == [0, 1, 2, 1]
     assert config.kv_layers == ((6, 8), (4, 16), (4, 16))
     assert config.tensor_parallel_choices() == [1, 2, 12]
     with pytest.raises(SpecError, match=r"tensor_parallel: 4 does not fit 12 query and 4 or 6 KV heads; .* 1, 2, 12"):

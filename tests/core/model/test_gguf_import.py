@@ -74,6 +74,7 @@ def test_sampling_defaults_of_the_file(tmp_path: Path) -> None:
         {"llama.attention.layer_norm_rms_epsilon": "small"},
         {"llama.rope.freq_base": 0.0},
         {"llama.rope.scaling.type": "yarn"},
+        {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0, "llama.rope.scaling.attn_factor": 0.5},
         {"llama.rope.dimension_count": 4},
         {"llama.attention.value_length": 4},
         {"llama.logit_scale": 0.5},
@@ -120,3 +121,31 @@ def test_row_that_ends_within_a_block_is_rejected(tmp_path: Path, shape: tuple[i
     with pytest.raises(SpecError, match=r"wrong\.gguf: tensor token_embd\.weight .* whole blocks") as caught:
         import_gguf(path, tmp_path)
     assert "\n" not in str(caught.value)
+
+
+_LINEAR = {"rope_type": "linear", "factor": 2.0}
+_YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, None),
+        ({"scaling.type": "none", "scaling.factor": 2.0}, None),
+        ({"scaling.type": "linear", "scaling.factor": 2.0}, _LINEAR),
+        ({"scaling.factor": 2.0}, _LINEAR),
+        ({"scale_linear": 2.0}, _LINEAR),
+        ({"scaling.type": "linear"}, None),
+        ({"scaling.factor": 1.0}, None),
+        ({"scaling.type": "yarn", "scaling.factor": 2.0}, _YARN),
+        ({"scaling.type": "yarn", "scaling.factor": 2.0, "scaling.original_context_length": 3},
+         _YARN | {"original_max_position_embeddings": 3}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_rope_scaling_has_the_defaults_of_llama_cpp(
+    keys: dict[str, Any], expected: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    metadata = _SOUND | {f"llama.rope.{key}": value for key, value in keys.items()}
+    import_gguf(_write(tmp_path / "a.gguf", metadata, _EMBEDDING), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["rope_scaling"] == expected

@@ -159,24 +159,6 @@ def test_hub_source_is_found_in_the_hubs_cache(cached: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("file", "advice"),
-    [
-        ("tekken.json", "convert_tekken_tokenizer('DIR/tekken.json').save_pretrained('DIR')"),
-        ("tiktoken.model", "TikTokenConverter('DIR/tiktoken.model', pattern=PAT_STR"),
-        ("qwen.tiktoken", "TikTokenConverter('DIR/qwen.tiktoken', pattern=PAT_STR"),
-        ("tokenizer.model", "AutoTokenizer.from_pretrained('DIR').save_pretrained('DIR')"),
-    ],
-)
-def test_other_tokenizer_files_get_advice_that_works_for_them(file: str, advice: str, cached: Path) -> None:
-    snapshot = cached / "snapshots" / "c0ffee"
-    (snapshot / "tokenizer.json").unlink()
-    (snapshot / file).touch()
-    with pytest.raises(SpecError) as caught:
-        resolve(str(cached))
-    assert advice in str(caught.value)
-
-
-@pytest.mark.parametrize(
     ("tensor", "config", "named"),
     [
         ("l.weight l.scales l.biases", {}, "l.biases: MLX"),

@@ -228,6 +228,18 @@ def test_heads_conform(kernels: Kernels, dtype: str, head_dim: int, fields: dict
     assert mean_error(got, wanted) < 4e-3
 
 
+@pytest.mark.parametrize("dtype", [EARLY, LATE])
+def test_norms_round_where_torch_rounds(kernels: Kernels, dtype: torch.dtype) -> None:
+    """Sums in another order change the last bit of a few numbers; another rounding changes that of many."""
+    norm, x_TD = norm_of(64, dtype), random(200, 64, seed=1)
+    product_TD = PackedMatrix.bf16(kernels, torch.eye(64)).multiply(x_TD, before=norm)
+    no_angles = torch.empty(200, 1, 0, dtype=torch.bfloat16)
+    heads = CompiledHeads(kernels, make_batch([(0, 200)]), make_pool("bfloat16", head_dim=64), [(no_angles, no_angles)])
+    q_T1D = heads.store(replace(FULL, q_norm=norm, stores=False), x_TD.clone().unsqueeze(1))
+    for got_TD in (product_TD, q_T1D.squeeze(1)):
+        assert (got_TD == norm(x_TD)).float().mean() > 0.98
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int4"])
 def test_attention_does_not_depend_on_chunking(kernels: Kernels, dtype: str) -> None:
     """A prompt at once, and in chunks beside other rows, gives identical bits."""

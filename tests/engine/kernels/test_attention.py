@@ -306,7 +306,7 @@ FEW_PAIRS = [
 ]
 PREFILLS = [
     (case, num_splits, codes_at_once)
-    for case, num_splits in [*product([*CASES, *FEW_PAIRS], [1]), *product([*CASES[1:5], CASES[12]], [3])]
+    for case, num_splits in [*product([*CASES, *FEW_PAIRS], [1]), *product([*CASES[1:5], CASES[12], CASES[17]], [3])]
     for codes_at_once in ((1, 2) if case[5] else (1,))
 ]
 

@@ -44,10 +44,12 @@ def test_planned_memory_is_what_a_pool_allocates(
 ) -> None:
     """The model's last layer reads the KV of an earlier one; one layer is not quantized."""
     write_no_weights(write(tmp_path))
-    model = replace(
-        model_config.load(tmp_path), num_layers=4, layer_heads=((2, 32), (4, 16), (1, 64), (2, 32)), num_kv_layers=3
-    )
-    monkeypatch.setattr(model_config, "load", lambda directory: model)
+    alike = model_config.load(tmp_path)
+    heads = ((2, 32), (4, 16), (1, 64), (2, 32))
+    layers = [replace(alike.layers[0], num_kv_heads=num_heads, head_dim=dim) for num_heads, dim in heads]
+    layers[3] = replace(layers[3], kv_layer=0)
+    model = replace(alike, num_layers=4, layers=tuple(layers))
+    monkeypatch.setattr(model_config, "load", lambda directory, **context: model)
     config = EngineConfig(model_dir=tmp_path, pool_dtype=dtype, block_size=_SIZE, unquantized_layers=(-2,))
     layout = config.layout(tensor_parallel=num_ranks)
     pool = KVPool(layout, num_blocks=3, device=torch.device("cpu"))

@@ -37,7 +37,7 @@ def test_only_new_experts_are_read() -> None:
     def make(index: int) -> Expert:
         read.append(index)
         gate_up, down = torch.full((2, 1), 1.0), torch.full((1, 1), float(index))
-        return Expert(Linear(TorchMatrix(gate_up)), Linear(TorchMatrix(down)))
+        return Expert(Linear(TorchMatrix(gate_up)), TorchMatrix(down))
 
     shelf, x = ExpertSlots(make), torch.ones(1, 1)
     first = shelf([3, 1])(x, torch.tensor([[0, 1]]))

@@ -47,28 +47,6 @@ async def test_every_turn_is_answered(
     assert set(recorded["ignored"]) <= ignored
 
 
-async def test_billing_header_does_not_defeat_the_prefix_cache(
-    completions: MakeCompletions, byte_level: Tokenizer
-) -> None:
-    """Claude Code's first line differs in each request; Anthropic's API does not show it to the model either."""
-    fake = FakeTokenService(max_context=16384)
-    service = completions(fake, chat_template=_TEMPLATES["hermes_tools"], max_context=16384)
-    app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    said: Any = {"max_tokens": 1, "messages": [{"role": "user", "content": "hi"}]}
-    line = "x-anthropic-billing-header: cch="
-    systems: list[Any] = [
-        "Be brief.",
-        f"{line}1;\nBe brief.",
-        [{"type": "text", "text": f"{line}2;"}, {"type": "text", "text": "Be brief."}],
-    ]
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
-        for system in systems:
-            answer = await http.post("/v1/messages", json={**said, "system": system})
-            assert ("x-ignored-fields" in answer.headers) is (system != "Be brief.")
-    service.close()
-    assert len({one.token_ids for one in fake.started}) == 1
-
-
 def _chat(*messages: Any, **fields: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}, *messages], **fields}
 

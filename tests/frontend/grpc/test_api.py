@@ -283,11 +283,17 @@ WRONG: list[tuple[pb.GenerateRequest, str, str]] = [
     ),
     (pb.GenerateRequest(prompt="a", sampling=pb.SamplingParams(n=0)), "sampling.n", "from 1"),
     (pb.GenerateRequest(prompt="a", sampling=pb.SamplingParams(stop=[""])), "sampling.stop", "characters"),
-    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])), "prompt", "out of range"),
+    (
+        pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10**6])),
+        "token_ids",
+        "token_ids: token id 1000000 is out of range",
+    ),
+    (pb.GenerateRequest(token_ids=pb.TokenIds()), "token_ids", "token_ids: must not be empty"),
     (pb.GenerateRequest(chat=pb.Chat()), "chat.messages", "must not be empty"),
     (pb.GenerateRequest(prompt="a", request_id="a\nb"), "request_id", "visible ASCII"),
     (pb.GenerateRequest(prompt="a", tenant="a" * 257), "tenant", "tenant: has 257 characters"),
-    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 256)), "prompt", "context holds 256"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 257)), "token_ids", "context holds 256"),
+    (pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 256)), "token_ids", "context holds 256"),
 ]
 
 

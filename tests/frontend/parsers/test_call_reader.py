@@ -76,6 +76,27 @@ def test_truncated_answers_lose_no_text(recorded: Recorded) -> None:
         check_nothing_is_lost(recorded.format, recorded.raw[:end])
 
 
+@pytest.mark.parametrize(
+    ("parameter", "begun"),
+    [
+        ('places>\n["a", "b', '{"places": ["a", "b'),
+        ('places>\n["a"]\n</par', '{"places": ["a"]'),
+        ("days>\n1", '{"days": 1'),
+        ("days>\n", '{"days": '),
+        ('units>\nme"t', '{"units": "me\\"t'),
+        ("city>\nPar", '{"city": "Par'),
+        ("days>\n12\n</parameter>\n<parameter=is_ex", '{"days": 12'),
+        ("days>\n12\n</parameter>\n<parameter=is_exact>\ntr", '{"days": 12, "is_exact": tr'),
+    ],
+)
+def test_parameter_that_is_cut_keeps_what_arrived(parameter: str, begun: str) -> None:
+    raw = f"<tool_call>\n<function=get_weather>\n<parameter={parameter}"
+    for parts in ([raw], raw):
+        pieces = joined(read("qwen3_coder", parts))
+        assert "".join(piece.text for piece in pieces if isinstance(piece, CallArguments)) == begun
+        assert any(isinstance(piece, CallBroken) for piece in pieces)
+
+
 def check_nothing_is_lost(format: str, raw: str) -> None:
     """Check that the raw answer consists of its text, its calls in order, and markup between them."""
     pieces = joined(read(format, raw))

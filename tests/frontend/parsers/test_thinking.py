@@ -202,14 +202,25 @@ def test_tags_are_found_in_the_template_or_among_special_tokens(tags: Tags) -> N
     assert OutputFormat.of(tags.closing, reasoning_parser="none", is_special=special).tags is None
 
 
-@pytest.mark.parametrize(("end", "opening"), [("", ""), ("", "<think>"), ("<think>\n", "")])
-def test_thinking_tokens_are_counted(end: str, opening: str, byte_level: Tokenizer) -> None:
-    before, thought, behind = map(byte_level.encode, (opening, "hm, so</think>", "yes"))
-    *ids, last = [*before, *thought, *behind]
-    choice = ChoiceText(CompletionRequest(id="r", prompt="a"), 0, byte_level, reader=_reader(end))
+@pytest.mark.parametrize("stop", [(), ("so</think>yes, or",), (">!",)], ids=str)
+@pytest.mark.parametrize(
+    ("end", "parts"),
+    [
+        ("", ["", "hm, so</think>", "yes"]),
+        ("", ["<think>", "hm, so</think>", "yes"]),
+        ("<think>\n", ["", "hm, so</think>", "yes"]),
+        ("", ["<think>", "hm</think>", f"{_CALL}<think>", "so it is</think>", f"{_CALL}yes"]),
+        ("", [f"{_CALL}\n<think>", "never closed", ""]),
+    ],
+)
+def test_thinking_tokens_are_counted(end: str, parts: list[str], stop: tuple[str, ...], byte_level: Tokenizer) -> None:
+    """Every second part is thinking."""
+    encoded = [byte_level.encode(part) for part in parts]
+    *ids, last = [i for part in encoded for i in part]
+    choice = ChoiceText(CompletionRequest(id="r", prompt="a", stop=stop), 0, byte_level, reader=_reader(end))
     choice.add(SampledToken(token_id=i) for i in ids)
     choice.add([SampledToken(token_id=last, finish_reason=FinishReason.LENGTH)])
-    assert choice.num_thinking == len(thought)
+    assert choice.num_thinking == sum(map(len, encoded[1::2]))
 
 
 def test_long_thinking_is_read_once() -> None:

@@ -27,9 +27,11 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.frames import Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.plan import plan_heads
 from kvtransfer.protocol.rank_transfer import Shipment
+from kvtransfer.protocol.validation import check_segment
 from kvtransfer.transfer.codec import slots_of
 from kvtransfer.transfer.fetch_servicer import FetchServicer, FetchServing
 from kvtransfer.transfer.link_config import LinkConfig
@@ -37,6 +39,7 @@ from kvtransfer.transfer.rank_servicer import RankServicer
 from kvtransfer.transfer.receiver import Receiver
 from kvtransfer.transfer.rendezvous import Rendezvous
 from kvtransfer.transfer.sender import Sender
+from kvtransfer.transfer.wire_messages import frame_from_proto
 from tests.support.identities import in_clear
 from tests.support.identities import rank as named
 from tests.support.waiting import becomes
@@ -58,8 +61,8 @@ _HELLO = pb.Hello(
 _OPEN = pb.OpenRequest(handoff="h", num_tokens=_NUM_TOKENS, max_tokens=_NUM_TOKENS, block_ids=[3, 1, 8])
 
 
-def _config(layout: KVLayout = _LAYOUT) -> LinkConfig:
-    pool = KVPool(layout, num_blocks=_NUM_BLOCKS, device=torch.device("cpu"))
+def _config() -> LinkConfig:
+    pool = KVPool(_LAYOUT, num_blocks=_NUM_BLOCKS, device=torch.device("cpu"))
     return LinkConfig(
         rank=0,
         identity=in_clear(named("decode-0")),
@@ -105,13 +108,13 @@ class ServedRank:
 
 
 @asynccontextmanager
-async def _rank(layout: KVLayout = _LAYOUT) -> AsyncIterator[ServedRank]:
+async def _rank() -> AsyncIterator[ServedRank]:
     loop, servicer = asyncio.get_running_loop(), RankServicer()
 
     def landed(landing: Landing) -> None:
         loop.call_soon_threadsafe(rank.landings.put_nowait, landing)
 
-    receiver = servicer.receiver = Receiver(_config(layout), rendezvous=servicer.rendezvous, on_landed=landed)
+    receiver = servicer.receiver = Receiver(_config(), rendezvous=servicer.rendezvous, on_landed=landed)
     server = aio.server()
     rpc.add_RankServicer_to_server(servicer, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
@@ -197,14 +200,19 @@ async def test_an_announcement_that_cannot_be_meant_ends_its_own_link(frame: pb.
         assert not any(codes.any() for codes in rank.receiver.config.pool.codes)
 
 
-async def test_a_segment_of_layers_that_its_sender_has_no_heads_for_ends_the_link() -> None:
-    """Rank 1 of 4 sends a head of the first layer; rank 0 sends the only head of the second."""
+def test_a_segment_of_layers_that_its_sender_has_no_heads_of_is_invalid() -> None:
+    """Rank 1 of 4 sends a head of the first layer only; an empty payload would be sent for the second."""
     layout = replace(_LAYOUT, num_kv_heads=(4, 1))
-    hello = pb.Hello.FromString(_HELLO.SerializeToString())
-    hello.layout, hello.sender_rank, hello.sender_ranks = layout.fingerprint, 1, 4
-    async with _rank(layout) as rank:
-        await rank.stub.Open(_OPEN, timeout=10)
-        assert await rank.hears(pb.SenderFrame(hello=hello), _segment(first_layer=1, num_bytes=0)) == ["welcome"]
+    copies = plan_heads(sender=replace(layout, tensor_parallel=4), receiver=layout)
+    (copy,) = [copy for copy in copies if copy.sender == 1]
+    for first_layer, num_layers in ((0, 1), (0, 2), (1, 1)):
+        frame = frame_from_proto(_segment(first_layer=first_layer, num_layers=num_layers))
+        assert isinstance(frame, SegmentFrame)
+        if first_layer == 0:
+            check_segment(frame, layout, copy=copy, num_blocks=_NUM_BLOCKS)
+        else:
+            with pytest.raises(RequestError, match="must be of a layer that this rank sends heads of"):
+                check_segment(frame, layout, copy=copy, num_blocks=_NUM_BLOCKS)
 
 
 async def test_payloads_that_are_announced_and_never_come_do_not_pile_up() -> None:

@@ -328,7 +328,7 @@ def wait_for_one_of_two_ranks(patch: pytest.MonkeyPatch, device: FakeStreams) ->
     def write(arriving: incoming.Incoming, *arguments: Any, **options: Any) -> None:
         written(arriving, *arguments, **options)
         with arriving._lock:
-            marks, source = arriving._written, options["source"]
+            marks, source = arriving._written, options["copy"].sender
             arriving._written = {source: marks[source]} if source in marks else marks
 
     patch.setattr(incoming.Incoming, "write", write)

@@ -171,21 +171,6 @@ def test_a_broken_link_is_passed_by_at_once(num_decodes: int) -> None:
         scenarios.play(play, seed)
 
 
-def test_a_request_that_met_a_broken_link_continues_on_that_prefill_replica() -> None:
-    async def play(world: World) -> None:
-        prefill, decode = await _deployed(world, (_PREFILL, MAX_CONTEXT), (_DECODE, MAX_CONTEXT), share=0.5)
-        prefill.unreachable = {decode.name}
-        client = world.ask(num_tokens=100, n=1, max_tokens=300)
-        await until(lambda: len(client.received.get(0, [])) > 30)
-        decode.kill()
-        await until(lambda: prefill.running())
-        await until(lambda: client.is_over)
-        assert client.error is None
-
-    for seed in range(4):
-        scenarios.play(play, seed)
-
-
 def test_a_replica_that_failed_a_request_is_its_last_resort() -> None:
     """A prefill replica that has rejected the request answers it once no other replica is left."""
 

@@ -58,14 +58,15 @@ class Case:
         self.runner, self.reference, self.every = runner, reference, every
 
 
-@pytest.fixture(params=["medusa", "eagle", "eagle1", "mtp"])
+@pytest.fixture(params=["medusa", "eagle", "eagle1", "mtp", "mtp of GLM"])
 def case(request: pytest.FixtureRequest, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> Case:
     return _case(request.param, tiny_model, make_runner, tmp_path)
 
 
 def _case(kind: str, tiny_model: MakeModel, make_runner: MakeRunner, directory: Path, **config: Any) -> Case:
-    if kind == "mtp":
-        model_dir, reference = directory, _mtp(directory)
+    if kind.startswith("mtp"):
+        kind, _, family = kind.partition(" of ")
+        model_dir, reference = directory, _mtp(directory, family="glm4_moe" if family else "deepseek_v3")
     else:
         model_dir, model = tiny_model("llama")
         reference = {"medusa": _medusa, "eagle": _eagle, "eagle1": _eagle1}[kind](model, directory)
@@ -89,8 +90,8 @@ def _eagle1(model: PreTrainedModel, directory: Path) -> Reference:
     return lambda tokens, choose: eagle1_reference(model, tensors, tokens, _NUM_TOKENS, choose=choose)
 
 
-def _mtp(directory: Path) -> Reference:
-    mtp = write_mtp(directory)
+def _mtp(directory: Path, *, family: str) -> Reference:
+    mtp = write_mtp(directory, family=family)
     return lambda tokens, choose: mtp.reference(tokens, _NUM_TOKENS, choose=choose)
 
 
@@ -264,7 +265,7 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
     ("kind", "changes", "complaint"),
     [
         ("eagle", {"num_key_value_heads": 4}, "wrong shape: midlayer.self_attn.k_proj.weight"),
-        ("eagle", {"head_dim": 8}, "wrong shape: midlayer.self_attn.k_proj.weight"),
+        ("eagle", {"head_dim": 8}, "midlayer.self_attn.v_proj.weight is (16, 96), not (8, 96)"),
         ("eagle", {"head_dim": 6}, "head_dim is 6, and must be a multiple of 4"),
         ("eagle", {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not EAGLE-3"),
         ("eagle", {"num_hidden_layers": 2}, "heads of 2 layers are not supported"),

@@ -1,11 +1,11 @@
-"""Failover of Redis under a real deployment on Ray with sixteen streams, then a killed router."""
+"""Failover of Redis to a promoted replica, without closed connections: one lease, then a real deployment on Ray."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,14 @@ import psutil
 import pytest
 import redis
 
+from core.index.presence import Presence
+from core.index.redis_client import connect_redis
 from core.process import processes
 from core.process.ports import free_port
+from core.types.tier import Tier
 from tests.cluster.cli.command import ClusterCommand
 from tests.e2e.conftest import Checkpoint
+from tests.support.members import make_member
 from tests.support.redis_at import Relay, redis_at
 from tests.support.waiting import becomes, told
 
@@ -89,11 +93,34 @@ async def _streaming(http: str) -> AsyncIterator[_Clients]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_a_lease_follows_the_failover(tmp_path: Path) -> None:
+    """redis/redis-rs#2115"""
+    member = make_member()
+
+    async def snapshot() -> Mapping[bytes, Tier]:
+        return {}
+
+    with redis_at("127.0.0.1", tmp_path) as old, redis_at("127.0.0.1", tmp_path) as new:
+        ports = [urlsplit(url).port or 0 for url in (old, new)]
+        async with Relay.to(ports[0]) as (relay, url):
+            presence = Presence(connect_redis(url), name="c", key=bytes(32), member=member, snapshot=snapshot)
+            task = asyncio.create_task(presence.run())
+            with redis.Redis.from_url(old) as before, redis.Redis.from_url(new) as after:
+                await becomes(lambda: bool(before.exists(f"c:member:{member.replica}")))
+                before.replicaof("127.0.0.1", str(ports[1]))
+                relay.port = ports[1]
+                await becomes(lambda: bool(after.exists(f"c:member:{member.replica}")))
+            await presence.leave()
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_a_failover_of_redis_fails_no_stream_and_a_router_killed_then_serves_again(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
+    """redis/redis-rs#2115, under sixteen streams"""
     cluster, http_port = ClusterCommand(tmp_path), free_port()
     http = f"http://127.0.0.1:{http_port}"
 

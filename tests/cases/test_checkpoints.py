@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from core.model.source import resolve
 from core.types.errors import SpecError
 from engine.config import EngineConfig
 from engine.runner.runner import ModelRunner
@@ -52,6 +53,7 @@ def edit(directory: Path, change: Callable[[dict[str, Tensor]], object], **confi
 
 
 def test_index_decides_between_two_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """1CatAI/1Cat-vLLM#407, Blaizzy/mlx-vlm#1464"""
     model = written(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").unlink()
@@ -71,24 +73,38 @@ def test_index_decides_between_two_copies(tmp_path: Path, caplog: pytest.LogCapt
 
 
 def test_tensor_outside_the_index_is_missing(tmp_path: Path) -> None:
-    written(tmp_path)
+    model = written(tmp_path)
     names = [
         name for name in load_file(tmp_path / "model.safetensors") if name not in ("lm_head.weight", f"{DOWN}.weight")
     ]
     weight_map = dict.fromkeys(names, "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(
-        SpecError, match=rf"missing: {DOWN}.weight \(not in the index\), lm_head.weight \(not in the ind"
+        SpecError, match=rf"missing: {DOWN}.weight, lm_head.weight; the index leaves some out; remove it to read all"
     ):
         logits_of(tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    check_equal(tmp_path, model)
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_head_of_the_file_that_the_flag_denies(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """vllm-project/vllm#51063, NVIDIA-NeMo/Automodel#2511"""
     written(tmp_path, family, tie_word_embeddings=False)
     edit(tmp_path, lambda tensors: None, tie_word_embeddings=True)
     check_equal(tmp_path, AutoModelForCausalLM.from_pretrained(tmp_path))
     assert "set tie_word_embeddings: false" in caplog.text
+
+
+@pytest.mark.parametrize("names", [("model-00001-of-00002", "model-00002-of-00002"), ("consolidated",)], ids=str)
+def test_files_without_an_index_are_all_read(names: tuple[str, ...], tmp_path: Path) -> None:
+    """Blaizzy/mlx-vlm#1827, sgl-project/sglang#32279"""
+    model = written(tmp_path)
+    tensors = [*load_file(tmp_path / "model.safetensors").items()]
+    (tmp_path / "model.safetensors").unlink()
+    for number, name in enumerate(names):
+        save_file(dict(tensors[number :: len(names)]), tmp_path / f"{name}.safetensors")
+    check_equal(tmp_path, model)
 
 
 def test_quantized_head_that_the_flag_denies(tmp_path: Path) -> None:
@@ -116,6 +132,7 @@ def test_tied_head_may_be_stored_under_either_name(kept: str, tmp_path: Path, ca
 def test_missing_head_is_tied_with_a_warning(
     flag: bool | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """vllm-project/vllm#51665, QwenLM/Qwen3-VL-Embedding#89"""
     model = written(tmp_path, "qwen2", tie_word_embeddings=True)
     edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight", None), tie_word_embeddings=flag)
     check_equal(tmp_path, model)
@@ -129,6 +146,7 @@ def test_missing_head_is_tied_with_a_warning(
 
 @pytest.mark.parametrize("kind", ["plain", "fp8 tensor", "fp8 blocks", "int8 channels"])
 def test_scales_of_kv_and_activations_pass(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """sgl-project/sglang#1559, vllm-project/vllm#46264, vllm-project/llm-compressor#967, sgl-project/sglang#29530"""
     model = random_model(tiny_config("llama", **SHAPE))
     if kind == "plain":
         model.save_pretrained(tmp_path)
@@ -181,6 +199,24 @@ def test_names_without_the_prefix_of_the_model(tmp_path: Path) -> None:
     check_equal(tmp_path, model)
 
 
+@pytest.mark.parametrize(
+    ("file", "advice"),
+    [
+        ("tekken.json", "convert_tekken_tokenizer('DIR/tekken.json').save_pretrained('DIR')"),
+        ("tiktoken.model", "TikTokenConverter('DIR/tiktoken.model', pattern=PAT_STR"),
+        ("qwen.tiktoken", "TikTokenConverter('DIR/qwen.tiktoken', pattern=PAT_STR"),
+        ("tokenizer.model", "AutoTokenizer.from_pretrained('DIR').save_pretrained('DIR')"),
+    ],
+)
+def test_other_tokenizer_files_get_advice_that_works_for_them(file: str, advice: str, tmp_path: Path) -> None:
+    """sgl-project/sglang#6523, keras-team/keras-hub#2468"""
+    written(tmp_path)
+    (tmp_path / file).touch()
+    with pytest.raises(SpecError) as caught:
+        resolve(str(tmp_path))
+    assert advice in str(caught.value)
+
+
 W = torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
 
 
@@ -211,6 +247,7 @@ def mxfp8() -> tuple[dict[str, Tensor], Tensor]:
     ids=str,
 )
 def test_byte_scales_are_exponents(description: dict[str, Any], tmp_path: Path) -> None:
+    """Found while formats were checked: MXFP8, whose scales were read as plain numbers."""
     parts, numbers = mxfp8()
     if description["quant_method"] == "fp8":
         parts["weight_scale"] = parts["weight_scale"].view(torch.float8_e8m0fnu)
@@ -230,6 +267,7 @@ def test_asymmetric_int8_uses_its_zero_points(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bits", [2, 8])
 @pytest.mark.parametrize("is_dynamic", [False, True])
 def test_gptq_with_other_bits(bits: int, is_dynamic: bool, tmp_path: Path) -> None:
+    """vllm-project/vllm#15665, ModelCloud/GPTQModel#1485, sgl-project/sglang#3790"""
     generator = torch.Generator().manual_seed(0)
     codes, zeros = (torch.randint(0, 1 << bits, size, generator=generator) for size in ((64, 96), (64, 6)))
     scales = torch.rand(64, 6, generator=generator).half()
@@ -245,6 +283,19 @@ def test_gptq_with_other_bits(bits: int, is_dynamic: bool, tmp_path: Path) -> No
         description |= {"bits": 4, "dynamic": {"-:lm_head": {}, r"+:w$": {"bits": bits}}}
     expected = (codes - zeros.repeat_interleave(16, 1)) * scales.float().repeat_interleave(16, 1)
     torch.testing.assert_close(matrix(tmp_path, parts, **description), expected)
+
+
+def test_packed_four_bits_of_compressed_tensors(tmp_path: Path) -> None:
+    """vllm-project/vllm#7086"""
+    codes, scales = torch.randint(0, 16, (64, 96)), torch.rand(64, 6)
+    words = (codes.unflatten(1, (-1, 8)) << torch.arange(8) * 4).sum(-1)
+    parts = {
+        "weight_packed": words.where(words < 1 << 31, words - (1 << 32)).int(),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor((64, 96)),
+    }
+    found = matrix(tmp_path, parts, quant_method="compressed-tensors", format="pack-quantized")
+    torch.testing.assert_close(found, (codes - 8) * scales.repeat_interleave(16, 1))
 
 
 def test_gptq_with_bits_in_planes_is_refused(tmp_path: Path) -> None:

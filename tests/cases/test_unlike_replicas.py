@@ -1,14 +1,23 @@
-"""Replicas with KV pools of unlike sizes: a prompt is served wherever it fits, with the reference's tokens."""
+"""Replicas with KV pools of unlike sizes, or smaller than the model's context: every request that fits is served."""
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
+from typing import Any
+
+import httpx
 import pytest
 
+from core.model import config as model_config
+from core.process.ports import free_port
 from core.types.errors import ContextLengthExceeded
 from core.types.request import Role, Sampling
+from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks
 from tests.engine.steps import prompts
+from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
+from tests.support.waiting import told
 
 _P, _D = Role.PREFILL, Role.DECODE
 _GREEDY = Sampling(max_tokens=6, temperature=0.0)
@@ -31,6 +40,7 @@ _CASES = {
 async def test_the_replicas_that_hold_a_request_serve_it(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, case: str
 ) -> None:
+    """sgl-project/sglang#30233, SemiAnalysisAI/InferenceX#2257"""
     pools, num_tokens, sampling, prefill, decode = _CASES[case]
     model_dir = checkpoint("llama", max_position_embeddings=512)
     [prompt] = prompts(num_tokens)
@@ -67,3 +77,29 @@ async def test_an_answer_grows_from_a_small_replica_to_a_larger_one(
             assert answer.route.decode_replica == large.id and answer.route.attempts == 2
         cluster.seen(large).reserve(0, -64, 0, -64)
         await cluster.idle()
+
+
+async def test_clients_see_what_the_pool_holds(checkpoint: Checkpoint, redis_url: str) -> None:
+    """vllm-project/vllm#39734, FlashML-org/FreeToken#111, RBLN-SW/vllm-rbln#957"""
+    pool = {"kv_memory_gib": 0.00007}
+    ports: dict[str, Any] = {"grpc_port": free_port(), "http_port": free_port()}
+    tree = {"model": {"dtype": "float32"}, "prefill": pool, "decode": pool, "router": ports}
+    model_dir = checkpoint("llama")
+    async with local_cluster(model_dir, redis_url, **tree) as cluster, AsyncExitStack() as closing:
+        identity = cluster.identity(router("router-1"))
+        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
+        closing.push_async_callback(service.close)
+        async with httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address), timeout=60) as http:
+
+            async def is_ready() -> bool:
+                return (await http.get("/health/ready")).status_code == 200
+
+            await told(is_ready)
+            limit = (await http.get("/v1/models")).json()["data"][0]["max_model_len"]
+            assert limit < model_config.load(model_dir).max_context
+            body = {"prompt": [5] * (limit - 8), "ignore_eos": True}
+            whole = await http.post("/v1/completions", json={**body, "max_tokens": 8})
+            assert whole.status_code == 200 and whole.json()["usage"]["total_tokens"] == limit, whole.text
+            for refused in ({**body, "max_tokens": 9}, {"prompt": [5] * limit}):
+                answer = await http.post("/v1/completions", json=refused)
+                assert answer.status_code == 400 and f"holds {limit} tokens" in answer.json()["error"]["message"]
