@@ -199,6 +199,8 @@ def test_sizes(tmp_path: Path) -> None:
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling.short_factor is missing"),
         ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope type mrope is not supported"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported for LlamaForCausalLM"),
+        ({"use_qk_norm": True}, "use_qk_norm True is not supported for LlamaForCausalLM, and changes its results"),
+        ({"layers_block_type": ["mamba", "attention"]}, "layers_block_type ['mamba', 'attention'] is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": _LLAMA3 | {"factor": None}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": _LLAMA3 | {"low_freq_factor": None}}, "rope_scaling.low_freq_factor is missing"),
