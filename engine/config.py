@@ -48,17 +48,19 @@ class EngineConfig:
         config.check_kv_dtype("kv.pool_dtype", self.pool_dtype)
         heads = self.load_heads(config)
         num_draft_layers = heads.num_kv_layers if heads else 0
+        layers = config.kv_layers + (heads.kv_layers if heads else ())
+        num_kv_heads, dims = zip(*layers, strict=True)
         itemsize: int = getattr(torch, self.dtype).itemsize
         return KVLayout(
-            model=model_config.fingerprint(self.model_dir),
-            num_layers=config.num_layers + num_draft_layers,
+            model=model_config.fingerprint(self.model_dir, max_context=self.max_context),
+            num_layers=len(layers),
             draft=heads.fingerprint if heads and num_draft_layers else "",
             num_draft_layers=num_draft_layers,
             plain_layers=config.layers_at("kv.unquantized_layers", self.unquantized_layers),
             plain_dtype=self.dtype,
             feature_bytes=heads.feature_bytes(config, itemsize=itemsize) if heads else 0,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.kv_dim,
+            num_kv_heads=num_kv_heads,
+            head_dim=dims,
             num_sides=config.kv_sides,
             exact_dim=config.kv_exact_dim,
             block_size=self.block_size,
@@ -72,9 +74,9 @@ class EngineConfig:
         model = model_config.load(self.model_dir)
         if (heads := self.load_heads(model)) is None:
             return 0
-        itemsize, layer_bytes = getattr(torch, self.dtype).itemsize, layout.layer_bytes
+        itemsize, spare_bytes = getattr(torch, self.dtype).itemsize, sum(map(layout.layer_bytes, layout.draft_layers))
         return heads.bytes_beside_blocks(
-            model, itemsize=itemsize, max_running=self.max_running, layer_bytes=layer_bytes
+            model, itemsize=itemsize, max_running=self.max_running, spare_bytes=spare_bytes
         )
 
     def load_heads(self, model: ModelConfig) -> HeadsConfig | None:

@@ -93,7 +93,7 @@ class ServedModel:
         more than one tenant sends requests at present.
         """
         model_dir = await asyncio.to_thread(model_source.resolve, spec.model.source)
-        config = model_config.load(model_dir)
+        config = model_config.load(model_dir, max_context=spec.model.max_context)
         generation_dir = generation_config_dir(model_dir, spec.model.generation_config)
         tokenizer = await asyncio.to_thread(Tokenizer, model_dir, generation_dir=generation_dir)
         grammars = await asyncio.to_thread(GrammarCompiler, model_dir, vocab_size=config.vocab_size)
@@ -116,7 +116,7 @@ class ServedModel:
             Chooser(
                 make_policy(spec.router.policy, prefix_fetches=True), max_local_tokens=spec.router.max_local_prefill
             ),
-            model=model_config.fingerprint(model_dir),
+            model=model_config.fingerprint(model_dir, max_context=spec.model.max_context),
             block_size=spec.kv.block_size,
             vocab_size=config.vocab_size,
             queue_s=spec.timeouts.queue_s,

@@ -127,7 +127,7 @@ def _idle_parameters(config: ModelConfig, num_rows: int) -> float:
     if (experts := config.experts) is None:
         return 0.0
     idle: float = experts.num_experts * (1 - experts.num_per_token / experts.num_experts) ** num_rows
-    return sum(experts.is_sparse) * idle * 3 * config.hidden_size * experts.intermediate_size
+    return sum(layer.is_sparse for layer in config.layers) * idle * 3 * config.hidden_size * experts.intermediate_size
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from benchmarks.engine.gpu_command import requested_shapes
 from benchmarks.engine.products import bench_products
 from core.model.kv_memory import QUANTIZED
 from core.types.errors import SpecError
+from engine.kernels.attention.attention_rule import AttentionRule
 from engine.kernels.attention.decode_attention import decode_attention, resident_programs
 from engine.kernels.attention.dense_prefill import dense_prefill_attention
 from engine.kernels.attention.gather_rows import gather_rows
@@ -33,16 +34,17 @@ from engine.kernels.attention.prefill_attention import prefill_attention
 from engine.kernels.attention.query_groups import QueryGroups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
 from engine.kernels.attention.rotary import rotate
+from engine.kernels.gated_mul import gated_mul
 from engine.kernels.kv_wire import pack_kv, unpack_kv
 from engine.kernels.moe.fused_experts import fused_experts
 from engine.kernels.quant.row_quantization import quantize_rows
 from engine.kernels.rms_norm import add_rms_norm
-from engine.kernels.silu_mul import silu_mul
 from engine.kv.layout import DTYPES
 
 # T tokens, H query heads, K kv heads, D head_dim, S block_size: Llama 3 8B's heads
 
 _H, _K, _D, _S = 32, 8, 128, 16
+_RULE = AttentionRule(scale=_D**-0.5)
 # Their bytes far exceed any cache.
 _TOKENS = 65536
 _ROWS, _CONTEXT = 64, 8192  # of decode
@@ -181,7 +183,7 @@ def elementwise(device: torch.device) -> list[Case]:
     return [
         ("add_rms_norm", lambda: add_rms_norm(x, update, weight, 1e-5), 4 * x.nbytes, "bytes"),
         ("rotate", lambda: rotate(heads, cos, sin), 2 * x.nbytes + 2 * cos.nbytes, "bytes"),
-        ("silu_mul", lambda: silu_mul(gate_up), 1.5 * gate_up.nbytes, "bytes"),
+        ("gated_mul", lambda: gated_mul(gate_up), 1.5 * gate_up.nbytes, "bytes"),
     ]
 
 
@@ -228,7 +230,7 @@ def latent(device: torch.device) -> list[Case]:
         tiles=QueryTiles.of(np.array([0]), np.array([_PROMPT]), np.array([_PROMPT]), device),
         firsts_R=torch.zeros(1, dtype=torch.int32, device=device),
         contexts_R=torch.tensor([_PROMPT], dtype=torch.int32, device=device),
-        scale=(nope + rope) ** -0.5,
+        rule=AttentionRule(scale=(nope + rope) ** -0.5),
         out_THW=torch.empty_like(v),
     )
     flops = 2 * heads * (nope + rope + value) * _PROMPT * (_PROMPT + 1) / 2
@@ -290,13 +292,13 @@ def _decode(
     of_query_groups = (firsts, counts, tables, contexts, tokens, tokens)
     query_groups = QueryGroups.of(of_query_groups, most=num_queries, longest=max(lens))
     resident = resident_programs(has_scales=scales is not None)
-    splits = Splits.of(contexts, window=None, num_heads=_K, longest=max(lens), resident=resident)
+    splits = Splits.of(contexts, most=num_queries, num_heads=_K, longest=max(lens), resident=resident)
     return lambda: decode_attention(
         q,
         codes,
         scales,
         query_groups=query_groups,
-        window=None,
+        rule=_RULE,
         splits=splits,
         out_THD=out,
     )
@@ -311,7 +313,7 @@ def _prefill(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) ->
     def run() -> None:
         k, v = gather_rows(codes, scales, blocks, q.dtype)
         dense_prefill_attention(
-            q, k, None, v, tiles=tiles, firsts_R=firsts, contexts_R=contexts, scale=_D**-0.5, out_THW=out
+            q, k, None, v, tiles=tiles, firsts_R=firsts, contexts_R=contexts, rule=_RULE, out_THW=out
         )
 
     return run
@@ -328,7 +330,7 @@ def _suffix(q: Tensor, codes: Tensor, scales: Tensor | None, blocks: Tensor) -> 
         tiles=QueryTiles.of(np.array([0]), np.array([_SUFFIX]), np.array([context]), q.device),
         tables_RB=blocks[: context // _S].view(1, -1),
         contexts_R=torch.tensor([context], dtype=torch.int32, device=q.device),
-        window=None,
+        rule=_RULE,
         out_THD=torch.empty_like(q),
     )
 

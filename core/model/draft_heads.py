@@ -23,6 +23,7 @@ HeadsKind = Literal["medusa", "eagle", "mtp"]
 # Full steps whose features are kept for the positions from which sequences may continue.
 STEPS_KEPT = 4
 _FURTHER = "num_nextn_predict_layers"
+_WITH_FURTHER_LAYERS = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _VARIANT_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 _MOST = 64  # heads of Medusa and residual blocks of each; also the longest draft
@@ -62,6 +63,11 @@ class HeadsConfig:
     draft_vocab_size: int = 0  # EAGLE-3: size of its own vocabulary
     eagle3: Eagle3Variant | None = None
 
+    @property
+    def kv_layers(self) -> tuple[tuple[int, int], ...]:
+        """KV heads, and numbers per row, of its own layers in the KV pool; see ModelConfig.kv_layers."""
+        return self.shape.kv_layers[-self.num_kv_layers :] if self.shape and self.num_kv_layers else ()
+
     def check_tensor_parallel(self, size: int) -> None:
         """Raise SpecError unless the heads can run on `size` ranks. Heads without KV run on rank 0 and always can."""
         if size == 1 or not self.num_kv_layers:
@@ -76,10 +82,10 @@ class HeadsConfig:
         """Return the bytes of features per block. itemsize: of the model's activations."""
         return model.hidden_size * itemsize if self.keeps_features else 0
 
-    def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, layer_bytes: int) -> int:
+    def bytes_beside_blocks(self, model: ModelConfig, *, itemsize: int, max_running: int, spare_bytes: int) -> int:
         """Return the memory per rank beside the pool: features for max_running rows, and one spare block per row for
-        the heads' own layers. layer_bytes: of one block of one layer."""
-        return max_running * (STEPS_KEPT * model.hidden_size * itemsize + self.num_kv_layers * layer_bytes)
+        the heads' own layers. spare_bytes: bytes of one block of these layers."""
+        return max_running * (STEPS_KEPT * model.hidden_size * itemsize + spare_bytes)
 
 
 def load_heads(kind: HeadsKind, directory: Path, model: ModelConfig) -> HeadsConfig:
@@ -132,7 +138,9 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
     shape = model_config.parse(layer, directory / "config.json", architecture="LlamaForCausalLM")
     if shape.num_layers != 1:
         raise SpecError(f"{directory}: EAGLE heads of {shape.num_layers} layers are not supported; supported: 1")
-    for name in ("hidden_size", "num_kv_heads", "head_dim", "vocab_size"):
+    if not shape.can_keep_kv("int4"):
+        raise SpecError(f"{directory}: head_dim is {shape.head_dim}, and must be a multiple of 4")
+    for name in ("hidden_size", "vocab_size"):
         _check_same(directory, name, getattr(shape, name), getattr(model, name))
     _check_same(directory, "target_hidden_size", raw.get("target_hidden_size") or shape.hidden_size, model.hidden_size)
     draft_vocab_size = raw.get("draft_vocab_size") or model.vocab_size
@@ -145,7 +153,7 @@ def _eagle(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> Heads
         layers=_aux_layers(directory, raw, model) if variant else (model.num_layers,),
         num_kv_layers=1,
         keeps_features=True,
-        shape=replace(shape, sliding_windows=(None,)),
+        shape=replace(shape, layers=(replace(shape.layers[0], window=None),)),
         draft_vocab_size=draft_vocab_size if variant else 0,
         eagle3=variant,
     )
@@ -199,19 +207,20 @@ def is_eagle1(directory: Path) -> bool:
 
 def predicts_further(directory: Path) -> bool:
     """Return whether a model directory has MTP layers."""
-    return bool(read_object(directory / "config.json").get(_FURTHER))
+    return model_config.load(directory).num_further_layers > 0
 
 
 def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsConfig:
     """Read the MTP layer after the model's last one. DeepSeek-V3, arXiv:2412.19437, section 2.2."""
-    if model.architecture != "DeepseekV3ForCausalLM" or not raw.get(_FURTHER):
+    if model.architecture not in _WITH_FURTHER_LAYERS or not model.num_further_layers:
         raise SpecError(
-            f"{directory}: mtp needs the MTP layers of a DeepseekV3ForCausalLM ({_FURTHER} in config.json), and this "
-            f"{model.architecture} has none; choose another speculation.method"
+            f"{directory}: mtp needs {_FURTHER} in config.json and the architecture "
+            f"{' or '.join(_WITH_FURTHER_LAYERS)}; "
+            f"this {model.architecture} has none; choose another speculation.method"
         )
-    if raw[_FURTHER] != 1:
-        raise SpecError(f"{directory}: {_FURTHER} {raw[_FURTHER]} is not supported; supported: 1")
-    experts = model.experts and replace(model.experts, is_sparse=(*model.experts.is_sparse, True))
+    if model.num_further_layers != 1:
+        raise SpecError(f"{directory}: {_FURTHER} {model.num_further_layers} is not supported; supported: 1")
+    layer = replace(model.layers[-1], is_sparse=model.experts is not None)
     return HeadsConfig(
         kind="mtp",
         directory=directory,
@@ -219,9 +228,7 @@ def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsCo
         layers=(model.num_layers,),
         num_kv_layers=1,
         keeps_features=True,
-        shape=replace(
-            model, num_layers=model.num_layers + 1, experts=experts, sliding_windows=(*model.sliding_windows, None)
-        ),
+        shape=replace(model, num_layers=model.num_layers + 1, layers=(*model.layers, layer)),
     )
 
 

@@ -9,9 +9,13 @@ import json
 import math
 import re
 import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from core.model.gguf_architectures import ARCHITECTURES, GGUFMetadata, read_config, rows_of, stored_names
 from core.model.gguf_file import GGUFHeader, GGUFTensor, read_header
 from core.model.gguf_table import GGML_TYPES, StoredTensor, type_name, write_table
 from core.model.gguf_tokenizer import adds_bos, build_tokenizer, end_token_ids, special_token, special_token_id
@@ -19,28 +23,15 @@ from core.types.errors import SpecError
 
 IMPORT_VERSION = 4  # increment it when the written files change, so that cached imports are made again
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _SPLIT = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
+_LAYER = re.compile(r"blk\.(\d+)\.")
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 _SAMPLING = {f"general.sampling.{key}": key for key in ("top_k", "top_p", "min_p")} | {
     "general.sampling.temp": "temperature",
     "general.sampling.penalty_repeat": "repetition_penalty",
 }
-_MAX_COUNT = 1 << 31
-_ROPE_FACTORS = "rope_freqs.weight"  # divisors of the rotary frequencies (Llama 3.1)
+# Divisors of the rotary frequencies, which are settings in Hugging Face's form.
+_VECTORS = ("rope_freqs", "rope_factors_short", "rope_factors_long")
 
 
 def import_gguf(gguf: Path, into: Path) -> None:
@@ -52,17 +43,15 @@ def import_gguf(gguf: Path, into: Path) -> None:
     files = [(path, read_header(path)) for path in _parts(gguf)]
     header = files[0][1]
     try:
-        config = _config(header, {tensor.name for _, part in files for tensor in part.tensors})
-        found = [_read_f32(path, t) for path, part in files for t in part.tensors if t.name == _ROPE_FACTORS]
-        for factors in found:
-            if len(factors) != config["head_dim"] // 2 or not all(0 < factor < math.inf for factor in factors):
-                raise SpecError(f"tensor {_ROPE_FACTORS} does not divide the {config['head_dim'] // 2} frequencies")
-            config["rope_scaling"] = {"rope_type": "factors", "factors": factors}
+        architecture, config = _config(files)
+        # Blocks after the model's layers predict further tokens.
+        further = range(config["num_hidden_layers"], header.metadata[f"{architecture}.block_count"])
         tensors = [
-            _stored(tensor, path, config)
+            stored
             for path, part in files
             for tensor in part.tensors
-            if tensor.name != _ROPE_FACTORS
+            if not (match := _LAYER.match(tensor.name)) or int(match[1]) not in further
+            for stored in _stored(tensor, path, config, architecture)
         ]
         _write_tokenizer(header.metadata, into)
     except SpecError as error:
@@ -87,96 +76,32 @@ def _parts(gguf: Path) -> list[Path]:
     return parts
 
 
-# Keys of factors and limits that these architectures lack, with the value that changes nothing. 0 is "not set".
-_NEUTRAL = {
-    "logit_scale": 1,
-    "embedding_scale": 1,
-    "residual_scale": 1,
-    "attention.scale": 0,
-    "attention.clamp_kqv": 0,
-    "attn_logit_softcapping": 0,
-    "final_logit_softcapping": 0,
-    "expert_count": 0,
-}
-
-
-def _config(header: GGUFHeader, names: set[str]) -> dict[str, Any]:
-    """Return config.json in Hugging Face's form."""
-    architecture = header.metadata.get("general.architecture")
-    if architecture not in _ARCHITECTURES:
-        known = ", ".join(_ARCHITECTURES)
+def _config(files: Sequence[tuple[Path, GGUFHeader]]) -> tuple[str, dict[str, Any]]:
+    """Return the architecture, and config.json in Hugging Face's form."""
+    metadata = files[0][1].metadata
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
+        known = ", ".join(ARCHITECTURES)
         raise SpecError(f"architecture {architecture!r} is not supported; supported in GGUF files: {known}")
-
-    def value(key: str, default: Any = None) -> Any:
-        found = header.metadata.get(f"{architecture}.{key}", default)
-        if found is None:
-            raise SpecError(f"the metadata lacks {architecture}.{key}")
-        if isinstance(found, list):
-            raise SpecError(f"its layers differ in {key}, which is not supported")
-        return found
-
-    def count(key: str, default: int | None = None) -> int:
-        found = value(key, default)
-        if type(found) is not int or not 1 <= found <= _MAX_COUNT:
-            raise SpecError(f"{architecture}.{key} is {found!r}, and not a number from 1 to {_MAX_COUNT}")
-        return found
-
-    def number(key: str, default: float | None = None) -> float:
-        found = value(key, default)
-        if type(found) not in (int, float) or not 0 < found < math.inf:
-            raise SpecError(f"{architecture}.{key} is {found!r}, and not a number above 0")
-        return float(found)
-
-    num_heads, hidden_size = count("attention.head_count"), count("embedding_length")
-    num_layers = count("block_count")
-    if num_layers > len(names):  # bounds the work per layer that precedes the look-up of its tensors
-        raise SpecError(f"{architecture}.block_count is {num_layers}, and there are {len(names)} tensors")
-    head_dim = count("attention.key_length", hidden_size // num_heads)
-    for key, neutral in {"rope.dimension_count": head_dim, "attention.value_length": head_dim, **_NEUTRAL}.items():
-        if (found := value(key, neutral)) not in (0, neutral):
-            raise SpecError(f"{architecture}.{key} is {found!r}, which is not supported; supported: {neutral}")
-    window = value("attention.sliding_window", 0) if architecture == "llama" else 0
-    return {
-        "architectures": ["MistralForCausalLM" if window else _ARCHITECTURES[architecture]],
-        "model_type": architecture,
-        "hidden_act": "silu",
-        "hidden_size": hidden_size,
-        "intermediate_size": count("feed_forward_length"),
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": count("attention.head_count_kv", num_heads),
-        "head_dim": head_dim,
-        "max_position_embeddings": count("context_length"),
-        "rms_norm_eps": number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": number("rope.freq_base", 10000.0),
-        "rope_scaling": _rope_scaling(header.metadata, architecture),
-        "sliding_window": window or None,
-        "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in names,
-        "tie_word_embeddings": "output.weight" not in names,
-        "vocab_size": next((t.shape[0] for t in header.tensors if t.name == "token_embd.weight"), None)
-        or len(header.metadata.get("tokenizer.ggml.tokens", ())),
-        "bos_token_id": special_token_id(header.metadata, "bos"),
-        "eos_token_id": special_token_id(header.metadata, "eos"),
-        "torch_dtype": "bfloat16",
+    tensors = {tensor.name: (path, tensor) for path, part in files for tensor in part.tensors}
+    vectors = {name: _read_f32(*tensors[f"{name}.weight"]) for name in _VECTORS if f"{name}.weight" in tensors}
+    config = read_config(architecture, GGUFMetadata(metadata, frozenset(tensors), vectors, architecture))
+    pairs = int(config["head_dim"] * config.get("partial_rotary_factor", 1)) // 2
+    for name, divisors in vectors.items():
+        if len(divisors) != pairs or not all(0 < divisor < math.inf for divisor in divisors):
+            raise SpecError(f"tensor {name}.weight does not divide the {pairs} frequencies")
+    vocab_size = tensors["token_embd.weight"][1].shape[0] if "token_embd.weight" in tensors else 0
+    return architecture, config | {
+        "vocab_size": vocab_size or len(metadata.get("tokenizer.ggml.tokens", ())),
+        "bos_token_id": special_token_id(metadata, "bos"),
+        "eos_token_id": special_token_id(metadata, "eos"),
     }
 
 
-def _rope_scaling(metadata: dict[str, Any], architecture: str) -> dict[str, Any] | None:
-    """Return the rotary scaling with llama.cpp's defaults: linear, by a factor that older files name otherwise."""
-    prefix = f"{architecture}.rope.scaling."
-    given = {key.removeprefix(prefix): v for key, v in metadata.items() if key.startswith(prefix)}
-    kind, factor = given.get("type", "linear"), given.get("factor", metadata.get(f"{architecture}.rope.scale_linear"))
-    if kind == "none" or (kind == "linear" and factor in (None, 0, 1)):
-        return None
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": factor}
-    if kind == "yarn" and factor and given.get("attn_factor", 1) == 1:
-        original = given.get("original_context_length", metadata.get(f"{architecture}.context_length"))
-        return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-    raise SpecError(f"rope scaling {given} is not supported; supported in GGUF files: linear, yarn, Llama 3's")
-
-
-def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any]) -> StoredTensor:
+def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any], architecture: str) -> list[StoredTensor]:
+    """Return the matrices in a tensor, under Hugging Face's names; none of rotary divisors."""
+    if tensor.name.removesuffix(".weight") in _VECTORS:
+        return []
     if tensor.ggml_type not in GGML_TYPES:
         raise SpecError(
             f"tensor {tensor.name} has type {type_name(tensor.ggml_type)}, which is not supported; use "
@@ -187,33 +112,49 @@ def _stored(tensor: GGUFTensor, path: Path, config: dict[str, Any]) -> StoredTen
         raise SpecError(
             f"tensor {tensor.name} of shape {tensor.shape} has rows that are not whole blocks of {kind.name}"
         )
-    role = tensor.name.rsplit(".", 1)[0].rsplit(".", 1)[-1]
-    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    stored = StoredTensor(
-        name=_hugging_face_name(tensor.name),
+    whole = StoredTensor(
+        name=tensor.name,
         ggml_type=tensor.ggml_type,
         shape=tensor.shape,
         file=str(path.absolute()),
         offset=tensor.offset,
-        interleaved_heads=heads.get(role, 0) if config["model_type"] == "llama" else 0,
     )
-    if stored.offset + stored.num_bytes > path.stat().st_size:
+    if whole.offset + whole.num_bytes > path.stat().st_size:
         raise SpecError(f"{path.name} ends before tensor {tensor.name} does; is the download complete?")
-    return stored
+    return list(_matrices(whole, config, architecture))
 
 
-def _hugging_face_name(name: str) -> str:
+def _matrices(whole: StoredTensor, config: dict[str, Any], architecture: str) -> Iterator[StoredTensor]:
+    """Yield the matrices in the rows of a tensor. whole: under its own name."""
+    names = _hugging_face_names(whole.name, architecture)
+    num_rows = whole.shape[0]
+    if "{e}" in names[0]:
+        for expert in range(num_rows):
+            part = whole.part(names[0].replace("{e}", str(expert)), expert, expert + 1)
+            yield replace(part, shape=whole.shape[1:])
+        return
+    ends = list(accumulate(rows_of(names, num_rows, config), initial=0))
+    if ends[-1] != num_rows:
+        raise SpecError(f"tensor {whole.name} has {num_rows} rows, and its parts need {ends[-1]}")
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    heads = heads if ARCHITECTURES[architecture].is_interleaved else {}
+    for name, rows in zip(names, pairwise(ends), strict=True):
+        yield replace(whole.part(name, *rows), interleaved_heads=heads.get(name.split(".")[-2], 0))
+
+
+def _hugging_face_names(name: str, architecture: str) -> tuple[str, ...]:
+    """Return the names of the matrices in the rows of a tensor. {e} stands for an expert's number."""
     stem, _, suffix = name.rpartition(".")
     if suffix not in ("weight", "bias"):
         raise SpecError(
             f"tensor {name} scales another one, as in NVFP4 files: not supported; use a Q4_K_M or Q8_0 file"
         )
     if stem in _WHOLE:
-        return f"{_WHOLE[stem]}.{suffix}"
+        return (f"{_WHOLE[stem]}.{suffix}",)
     match stem.split("."):
-        case ["blk", layer, role] if role in _IN_LAYER:
-            return f"model.layers.{layer}.{_IN_LAYER[role]}.{suffix}"
-    raise SpecError(f"tensor {name} does not belong to a dense Llama or Qwen model")
+        case ["blk", layer, role] if names := stored_names(architecture, role, suffix):
+            return tuple(f"model.layers.{layer}.{inner}" for inner in names)
+    raise SpecError(f"tensor {name} does not belong to a model of architecture {architecture}")
 
 
 def _read_f32(path: Path, tensor: GGUFTensor) -> list[float]:

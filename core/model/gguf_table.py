@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,6 +105,11 @@ class StoredTensor:
     def num_bytes(self) -> int:
         kind = GGML_TYPES[self.ggml_type]
         return math.prod(self.shape) // kind.block * kind.num_bytes
+
+    def part(self, name: str, first: int, end: int) -> StoredTensor:
+        """Return the rows [first, end) as a tensor of that name."""
+        offset = self.offset + first * (self.num_bytes // self.shape[0])
+        return replace(self, name=name, shape=(end - first, *self.shape[1:]), offset=offset)
 
 
 def write_table(model_dir: Path, tensors: list[StoredTensor]) -> None:

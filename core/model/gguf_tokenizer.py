@@ -38,6 +38,7 @@ _CONTROL_NAMES = _END_OF_GENERATION | frozenset(
 _LOOKS_SPECIAL = re.compile(r"<(\|[^\s|]+\||\uff5c[^\s\uff5c]+\uff5c)>")
 # In vocabularies with one of these pairs, <|end|> separates messages of one answer.
 _NOT_LAST = ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
+_KEEP_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 # Ids that SentencePiece files leave out if they are the usual ones.
 _USUAL_IDS = {"unknown": 0, "bos": 1, "eos": 2}
 
@@ -54,7 +55,11 @@ def build_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
     # Both kinds match their literal text and keep their ids in the vocabulary.
     control = _control_tokens(metadata)
     user_defined = [token for token, kind in _typed_tokens(metadata) if kind == _USER_DEFINED and token not in control]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in control])
+    # Phi-3's tokenizer drops spaces after control tokens; the file does not say so.
+    strips = kind == "llama" and metadata.get("general.architecture") == "phi3"
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, rstrip=strips and token not in _KEEP_SPACES) for token in control]
+    )
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in user_defined])
     if adds_bos(metadata):
         bos = special_token(metadata, "bos")

@@ -16,6 +16,12 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+%s|[^\r\n\p{{L}}\p{{N}}]?{_U
 _SLASH_TAIL = _TAIL.replace(r"[\r\n]*", r"[\r\n/]*")
 _TEKKEN = _CASED % ("", "") + r"|\p{N}|" + _SLASH_TAIL
 _GPT4O = _CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?") + r"|\p{N}{1,3}|" + _SLASH_TAIL
+# Kimi: Chinese characters stand apart.
+_NO_HAN = [kind.replace("]", r"&&[^\p{Han}]]") for kind in (_UPPER, _LOWER)]
+_KIMI = r"[\p{Han}]+|" + (_CASED % (f"{_CONTRACTIONS}?", f"{_CONTRACTIONS}?")).replace(_UPPER, _NO_HAN[0]).replace(
+    _LOWER, _NO_HAN[1]
+)
+_KIMI += r"|\p{N}{1,3}|" + _TAIL
 _DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -101,6 +107,7 @@ _BY_WORDS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     ),
     (("tekken",), (_TEKKEN,)),
     (("gpt-4o", "llama4", "kanana2", "talkie", "minimax-m2", "granite-embed-multi-97m"), (_GPT4O,)),
+    (("kimi-k2",), (_KIMI,)),
     (("tiny_aya", "cohere2moe"), (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O)),
     (("youtu",), (_YOUTU, _GPT4O.replace(r"\p{N}{1,3}", r"\p{N}"))),
     (("deepseek-v3", "hunyuan-dense", "joyai-llm", "hy_v4"), (r"\p{N}{1,3}", _KANA, _DEEPSEEK3)),

@@ -25,14 +25,16 @@ class KVArithmetic:
     memory_bytes: float
     heads: HeadsConfig | None = None  # draft heads
     activations: str = "bfloat16"  # dtype of the heads' features, and of KV in layers that are not quantized
-    num_unquantized: int = 0  # layers
+    unquantized_layers: tuple[int, ...] = ()
     max_running: int = 0  # concurrent sequences, for the heads' features
 
     @property
     def bytes_per_token_per_rank(self) -> int:
         """KV of all layers. With more ranks than KV heads, heads are replicated."""
-        num_layers = self.config.num_layers + (self.heads.num_kv_layers if self.heads else 0) - self.num_unquantized
-        return num_layers * self._layer_bytes(self.dtype) + self.num_unquantized * self._layer_bytes(self.activations)
+        return sum(
+            self._layer_bytes(self.activations if layer in self.unquantized_layers else self.dtype, *shape)
+            for layer, shape in enumerate(self.config.kv_layers + (self.heads.kv_layers if self.heads else ()))
+        )
 
     @property
     def block_bytes_per_rank(self) -> int:
@@ -50,9 +52,12 @@ class KVArithmetic:
         """Blocks of one replica's pool."""
         beside = 0
         if self.heads:
-            layer_bytes = self._layer_bytes(self.dtype) * self.block_size
+            spare_bytes = self.block_size * sum(self._layer_bytes(self.dtype, *shape) for shape in self.heads.kv_layers)
             beside = self.heads.bytes_beside_blocks(
-                self.config, itemsize=self._itemsize, max_running=self.max_running, layer_bytes=layer_bytes
+                self.config,
+                itemsize=self._itemsize,
+                max_running=self.max_running,
+                spare_bytes=spare_bytes,
             )
         return max(0, int((self.memory_bytes - beside) // self.block_bytes_per_rank))
 
@@ -60,12 +65,12 @@ class KVArithmetic:
         """Return how many sequences of `context` tokens fit at once."""
         return self.num_blocks // -(-context // self.block_size)
 
-    def _layer_bytes(self, dtype: str) -> int:
-        """Return the bytes of one layer of one token on one rank."""
-        config, per_head = self.config, int(self.config.kv_dim * _ITEM_BYTES[dtype])
+    def _layer_bytes(self, dtype: str, num_kv_heads: int, dim: int) -> int:
+        """Return the bytes of one layer of one token on one rank. dim: numbers per row."""
+        config, per_head = self.config, int(dim * _ITEM_BYTES[dtype])
         if dtype in _SCALE_BYTES:
             per_head += config.kv_exact_dim + _SCALE_BYTES[dtype]
-        return config.kv_sides * max(1, config.num_kv_heads // self.tensor_parallel) * per_head
+        return config.kv_sides * max(1, num_kv_heads // self.tensor_parallel) * per_head
 
     @property
     def _itemsize(self) -> int:

@@ -4,31 +4,63 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from core.types.errors import SpecError
 
 
 @dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Scaling of rotary frequencies; `kind` and the parameters are those of transformers' rope types.
+class RopeConfig:
+    """Rotary position embedding; `kind` and the parameters are those of transformers' rope types.
 
     One kind is ours: "factors" divides each frequency by its own number, as in GGUF files of Llama 3.1 and later.
     """
 
+    dim: int  # rotated features of a head, the first ones
+    theta: float = 10000.0
+    max_position: int = 0  # positions that the model was trained for
+    is_interleaved: bool = False  # whether the features of a pair are adjacent in the weights, not half a head apart
     kind: str = "default"
     factor: float = 1.0
-    original_max_position: int = 0
+    original_max_position: float = 0
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0
-    attention_factor: float | None = None
+    attention_factor: float | None = None  # yarn, longrope
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
-    factors: tuple[float, ...] = ()  # kind "factors": head_dim / 2 divisors
+    factors: tuple[float, ...] = ()  # kinds "factors" and "longrope": dim / 2 divisors
+    long_factors: tuple[float, ...] = ()  # longrope: those of contexts beyond original_max_position
+    is_long: bool = False  # longrope: whether long_factors apply
+    num_rotated: int | None = None  # kind "proportional": rotated features, of `dim`; None: all
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """Factor of queries that grows with their position: 1 + scale log(1 + floor((position + offset) / interval)).
+
+    Llama 4 (offset 1) and Ministral 3 (offset 0).
+    """
+
+    scale: float
+    interval: int
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Gated activation of an MLP: function(gate) * up.
+
+    "swigluoai" is that of gpt-oss: gate and up are clamped to `limit`, and the result is
+    gate * sigmoid(alpha * gate) * (up + 1).
+    """
+
+    kind: Literal["silu", "gelu", "gelu_pytorch_tanh", "swigluoai"] = "silu"
+    alpha: float = 1.702
+    limit: float = 7.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +71,19 @@ class ExpertsConfig:
     num_per_token: int
     intermediate_size: int  # of one expert
     normalizes_weights: bool  # whether the weights of a token's experts are normalized to sum 1
-    is_sparse: tuple[bool, ...]  # per layer; the others have a dense MLP
     shared_size: int = 0  # features of the shared expert; 0: none
     has_shared_gate: bool = False  # whether the shared expert has a gate per token
-    scores: Literal["softmax", "sigmoid"] = "softmax"  # router's activation; sigmoid has a bias for the selection
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # router's activation
+    has_correction_bias: bool = False  # whether a bias is added to the scores for the selection only
     num_groups: int = 1  # equal groups of experts
     num_groups_per_token: int = 1  # groups from which a token's experts are selected
     weight_scale: float = 1.0  # factor of the selected experts' weights
     scores_in_fp32: bool = False  # whether the router's matmul is in fp32 for every model dtype
+    has_router_bias: bool = False
+    has_bias: bool = False  # of the experts' matrices
+    weighs_inputs: bool = False  # whether weights multiply the experts' inputs instead of their outputs
+    has_expert_scales: bool = False  # whether each expert's weight has a learned factor
+    beside_mlp: bool = False  # whether a dense MLP runs beside the experts, each with norms of its own (Gemma 4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +98,23 @@ class LatentConfig:
     nope_dim: int  # unrotated part
     value_dim: int
     query_dim: int | None  # q_lora_rank: queries are low-rank projections; None: full-rank
-    is_interleaved: bool  # whether rotary pairs are adjacent in the weights instead of half a head apart
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Facts that may differ between the layers of a model."""
+
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int  # of the dense MLP
+    is_sparse: bool = False  # whether the MLP has experts
+    rope: int | None = 0  # index in ModelConfig.ropes; None: queries and keys are not rotated
+    window: int | None = None  # a token attends to itself and to window - 1 tokens before it
+    chunk: int | None = None  # a token attends to its own chunk of positions only; excludes window
+    kv_layer: int | None = None  # earlier layer whose keys and values it reads; None: it has its own
+    has_qk_norm: bool = True  # in models with norms on queries and keys
+    values_are_keys: bool = False  # whether the key projection gives the values, too
+    scales_queries: bool = False  # in models with QueryScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +132,63 @@ class ModelConfig:
     max_position: int  # positions that the model was trained for
     max_context: int  # tokens of prompt and output; max_position after rope scaling
     rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling
+    ropes: tuple[RopeConfig, ...]
+    layers: tuple[LayerConfig, ...]
     tie_embeddings: bool
-    has_qkv_bias: bool
-    has_output_bias: bool  # of the attention's output projection
-    has_mlp_bias: bool
-    has_qk_norm: bool
-    sliding_windows: tuple[int | None, ...]  # per layer; a token attends to itself and to window - 1 tokens before it
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
+    num_further_layers: int = 0  # layers after the last that predict further tokens (MTP)
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None  # implies num_kv_heads == 1 and head_dim == nope_dim + rope_dim
+    activation: Activation = Activation()
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False  # of the attention's output projection
+    has_mlp_bias: bool = False
+    # Norms. head: of each query and key head, projection: of all heads together, plain: of each head, without a weight.
+    qk_norm: Literal["head", "projection", "plain"] | None = None
+    has_value_norm: bool = False  # of each value head, without a weight
+    has_pre_norms: bool = True  # before attention and MLP
+    has_post_norms: bool = False  # of the outputs of attention and MLP, before the residual addition
+    norms_add_one: bool = False  # whether norms multiply by 1 + weight
+    norms_round_late: bool = False  # whether norms multiply by the weight in fp32, before rounding
+    # Scores of attention.
+    score_scale: float | None = None  # None: 1 / sqrt(head_dim)
+    score_soft_cap: float | None = None
+    has_sinks: bool = False  # a score per head without a key
+    query_scaling: QueryScaling | None = None
+    # Scales of the residual stream.
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # of the outputs of attention and MLP
+    has_layer_scales: bool = False  # a learned factor of each layer's output
+    logits_scale: float = 1.0
+    logits_soft_cap: float | None = None
+    per_layer_dim: int = 0  # features of the embeddings that each layer has for itself (Gemma 4); 0: none
+    per_layer_vocab_size: int = 0
+
+    def lengthened(self, max_context: int | None) -> ModelConfig:
+        """Return the model for contexts of `max_context` tokens; differs for LongRoPE only.
+
+        Its frequencies have two sets of divisors: up to original_max_position, which is the context by default, and
+        beyond. transformers chooses by the length of each prompt, which would make cached keys depend on later tokens.
+        Here all sequences of a deployment use the same set, as in vLLM.
+        """
+        rope = self.ropes[0]
+        if rope.kind != "longrope" or not max_context or max_context <= rope.original_max_position:
+            return self
+        return replace(self, ropes=(replace(rope, is_long=True),), max_context=self.max_position)
 
     @property
-    def rotary_dim(self) -> int:
-        """Rotated dimensions of a head."""
-        return self.latent.rope_dim if self.latent else self.head_dim
+    def kv_layers(self) -> tuple[tuple[int, int], ...]:
+        """KV heads, and numbers per row of the KV cache, of each layer that has KV of its own."""
+        own = (layer for layer in self.layers if layer.kv_layer is None)
+        return tuple((layer.num_kv_heads, self.kv_dim if self.latent else layer.head_dim) for layer in own)
+
+    def pool_layer(self, index: int) -> int:
+        """Return the place in `kv_layers` of the keys and values that a layer reads."""
+        source = self.layers[index].kv_layer
+        source = index if source is None else source
+        return sum(layer.kv_layer is None for layer in self.layers[:source])
 
     @property
     def kv_sides(self) -> int:
@@ -115,48 +207,52 @@ class ModelConfig:
 
     def can_keep_kv(self, dtype: str) -> bool:
         """Return True if the KV cache can be of `dtype`: int4 rotates heads, in parts of at least four numbers."""
-        return dtype != "int4" or (not self.latent and self.head_dim % 4 == 0)
+        return dtype != "int4" or (not self.latent and all(dim % 4 == 0 for _, dim in self.kv_layers))
 
     def layers_at(self, key: str, indices: Sequence[int]) -> tuple[int, ...]:
-        """Return the layers at these indices, ascending; negative ones count from the end. Raises SpecError.
+        """Return the layers with KV at these indices, ascending; negative ones count from the end. Raises SpecError.
 
         key: field of the spec.
         """
+        count = len(self.kv_layers)
         for index in indices:
-            if not -self.num_layers <= index < self.num_layers:
-                limits = f"[-{self.num_layers}, {self.num_layers})"
-                raise SpecError(f"{key}: layer {index} is out of range {limits} of {self.architecture}")
-        return tuple(sorted({index % self.num_layers for index in indices}))
+            if not -count <= index < count:
+                raise SpecError(f"{key}: layer {index} is out of range [-{count}, {count}) of {self.architecture}")
+        return tuple(sorted({index % count for index in indices}))
 
     def check_kv_dtype(self, key: str, dtype: str) -> None:
         """Raise SpecError unless the KV cache, or KV on the wire, can be of `dtype`. key: field of the spec."""
         if not self.can_keep_kv(dtype):
-            form = "stores latents" if self.latent else f"has a head_dim of {self.head_dim}, no multiple of 4"
+            dims = sorted({dim for _, dim in self.kv_layers if dim % 4})
+            form = "stores latents" if self.latent else f"has a head_dim of {dims[0]}, no multiple of 4"
             raise SpecError(f"{key}: {dtype} is not possible, because {self.architecture} {form}; use int8")
 
-    @property
-    def attention_scale(self) -> float:
-        """Scale of attention scores: 1 / sqrt(head_dim), times DeepSeek's YaRN factor."""
-        scale, rope = 1 / math.sqrt(self.head_dim), self.rope_scaling
+    def attention_scale(self, layer: int) -> float:
+        """Return the scale of attention scores: 1 / sqrt(head_dim), times DeepSeek's YaRN factor."""
+        scale, rope = self.score_scale or 1 / math.sqrt(self.layers[layer].head_dim), self.ropes[0]
         if self.latent and rope.kind == "yarn" and rope.mscale_all_dim and rope.factor > 1:
             scale *= (0.1 * rope.mscale_all_dim * math.log(rope.factor) + 1.0) ** 2
         return scale
 
     def is_sparse(self, layer: int) -> bool:
-        """Return whether the layer has experts instead of a dense MLP."""
-        return self.experts is not None and self.experts.is_sparse[layer]
+        """Return whether the layer has experts."""
+        return self.layers[layer].is_sparse
 
     @property
     def num_parameters(self) -> int:
-        layers = self.num_layers * (self._attention_parameters() + 2 * self.hidden_size)
-        layers += sum(3 * self.hidden_size * self._mlp_features(layer) for layer in range(self.num_layers))
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return layers + embeddings + self.hidden_size
+        hidden = self.hidden_size
+        layers = sum(self._attention_parameters(layer) + 2 * hidden for layer in self.layers)
+        layers += sum(3 * hidden * self._mlp_features(layer) for layer in self.layers)
+        embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
+        own = self.num_layers * self.per_layer_dim
+        return layers + embeddings + hidden + own * (self.per_layer_vocab_size + 3 * hidden)
 
-    def _attention_parameters(self) -> int:
+    def _attention_parameters(self, layer: LayerConfig) -> int:
         """Return the number of attention parameters of one layer."""
         if not (latent := self.latent):
-            return self.head_dim * (2 * self.num_q_heads + 2 * self.num_kv_heads) * self.hidden_size
+            num_sides = 0 if layer.kv_layer is not None else 1 if layer.values_are_keys else 2
+            num_heads = 2 * self.num_q_heads + num_sides * layer.num_kv_heads
+            return layer.head_dim * num_heads * self.hidden_size
         inputs = latent.query_dim or self.hidden_size
         matrices = self.num_q_heads * self.head_dim * inputs
         if latent.query_dim:
@@ -165,22 +261,25 @@ class ModelConfig:
         matrices += self.num_q_heads * (latent.nope_dim + latent.value_dim) * latent.latent_dim
         return matrices + self.num_q_heads * latent.value_dim * self.hidden_size
 
-    def _mlp_features(self, layer: int) -> int:
-        if self.experts is None or not self.experts.is_sparse[layer]:
-            return self.intermediate_size
-        return self.experts.num_experts * self.experts.intermediate_size + self.experts.shared_size
+    def _mlp_features(self, layer: LayerConfig) -> int:
+        if self.experts is None or not layer.is_sparse:
+            return layer.intermediate_size
+        beside = layer.intermediate_size if self.experts.beside_mlp else 0
+        return self.experts.num_experts * self.experts.intermediate_size + self.experts.shared_size + beside
 
     def tensor_parallel_choices(self) -> list[int]:
-        """Return the possible sizes: query heads divide evenly, and KV heads divide or are replicated."""
+        """Return the possible sizes: query heads divide evenly, and each layer's KV heads divide or are replicated."""
         sizes = (size for size in range(1, self.num_q_heads + 1) if self.num_q_heads % size == 0)
-        return [size for size in sizes if self.num_kv_heads % size == 0 or size % self.num_kv_heads == 0]
+        counts = {num_heads for num_heads, _ in self.kv_layers}
+        return [size for size in sizes if all(count % size == 0 or size % count == 0 for count in counts)]
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raise SpecError with the possible sizes unless `size` is one of them."""
         choices = self.tensor_parallel_choices()
         if size not in choices:
+            num_kv_heads = " or ".join(map(str, sorted({num_heads for num_heads, _ in self.kv_layers})))
             raise SpecError(
-                f"tensor_parallel: {size} does not fit {self.num_q_heads} query and {self.num_kv_heads} KV heads; "
+                f"tensor_parallel: {size} does not fit {self.num_q_heads} query and {num_kv_heads} KV heads; "
                 f"choose one of {', '.join(map(str, choices))}"
             )
 

@@ -92,7 +92,7 @@ class ModelSpec(_Section):
     """Model name in the API, or a list of names. Answers repeat the name in the request; metrics and logs have the
     first one. null: derived from `source`."""
     max_context: Annotated[Tokens, Field(ge=16)] | None = None
-    """Maximum length of prompt and answer together. null: the model's own limit."""
+    """Maximum length of prompt and answer together. null: the model's own limit, for Phi-3 its original one."""
     generation_config: str = "auto"
     """Sampling defaults of requests that omit a field. `auto`: the model's generation_config.json (temperature, top_k,
     top_p, min_p, penalties, max_new_tokens, and do_sample: false as temperature 0). `vllm`: none, as in vLLM. A
@@ -156,7 +156,8 @@ class KVSpec(_Section):
     """Data type in which a 16- or 32-bit pool is sent. `raw`: the pool's own. A quantized pool is always sent as it
     is."""
     unquantized_layers: list[int] = []
-    """Layers whose KV keeps the model's dtype in the pool and on the wire. `[0, -1]`: the first and the last."""
+    """Layers whose KV keeps the model's dtype in the pool and on the wire. `[0, -1]`: the first and the last. Layers
+    that read another layer's KV do not count."""
     host_link: LinkName = "tcp"
     """Transport of blocks between ranks without GPUs. Between GPUs it is NCCL, unless this is `nixl`, which serves both
     and needs its package on every node (`pip install nixl`)."""

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from docs.generate import clients, metrics, spec
+from docs.generate import clients, families, metrics, spec
 from tests.support.import_graph import picture
 
 ROOT = Path(__file__).parent.parent.parent
@@ -28,6 +28,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "limits": clients.limits,
     "metrics": metrics.table_text,
     "packages": _packages,
+    "families": families.families,
+    "family": families.example,
 }
 
 _BLOCK = re.compile(r"(<!-- (?P<name>[a-z-]+): [^\n]*-->\n).*?(<!-- end -->)", re.DOTALL)

@@ -73,7 +73,7 @@ class Singles:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Blocks and keys that each row of a batch attends to, for one window or chunk, or none."""
+    """Blocks and keys that each row of a batch attends to, for one window or chunk, or none, and a number of heads."""
 
     prompts: list[PromptQueries]
     singles: list[Singles]
@@ -88,20 +88,17 @@ class AttentionPlans:
         self._pool = pool
         self._dtype = dtype
         self._rows = rows
-        # By window and chunk.
-        self._plans: dict[tuple[int | None, int | None], AttentionPlan] = {}
+        # By window, chunk and number of KV heads.
+        self._plans: dict[tuple[int | None, int | None, int], AttentionPlan] = {}
 
     def of(self, attention: LayerAttention) -> AttentionPlan:
-        seen = attention.window, attention.chunk
-        if seen not in self._plans:
-            self._plans[seen] = self._plan(_Planner(self._batch, self._pool, *seen, self._dtype))
-        return self._plans[seen]
+        key = attention.window, attention.chunk, self._pool.layout.heads[attention.layer].num_heads
+        if key not in self._plans:
+            self._plans[key] = self._plan(attention)
+        return self._plans[key]
 
-    def whole(self) -> AttentionPlan:
-        """Return the plan of full attention."""
-        return self._plan(_Planner(self._batch, self._pool, None, None, self._dtype))
-
-    def _plan(self, planner: _Planner) -> AttentionPlan:
+    def _plan(self, attention: LayerAttention) -> AttentionPlan:
+        planner = _Planner(self._batch, self._pool, attention, self._dtype)
         if self._rows is not None:
             return AttentionPlan([planner.prompt(row) for row in self._rows], [])
         single = self._batch.query_lens == 1
@@ -118,7 +115,8 @@ def paged_attention(q_THD: Tensor, pool: KVPool, attention: LayerAttention, plan
     Returns (T, H, D) in the queries' dtype; rows outside the plan are undefined.
     """
     num_tokens, num_heads, dim = q_THD.shape
-    num_kv_heads, layer = pool.layout.heads_per_rank, attention.layer
+    layer = attention.layer
+    num_kv_heads = pool.layout.heads[layer].num_heads
     q_TKGD = q_THD.view(num_tokens, num_kv_heads, num_heads // num_kv_heads, dim)
     out_TKGD = torch.empty_like(q_TKGD)
     sinks_KG = None if attention.sinks_H is None else attention.sinks_H.view(num_kv_heads, -1)
@@ -187,9 +185,11 @@ def _attend(q_QD: Tensor, k_LD: Tensor, v_LD: Tensor, mask_QL: Tensor | None, ru
 class _Planner:
     """Builder of the parts of one plan."""
 
-    def __init__(self, batch: Batch, pool: KVPool, window: int | None, chunk: int | None, dtype: torch.dtype) -> None:
+    def __init__(self, batch: Batch, pool: KVPool, attention: LayerAttention, dtype: torch.dtype) -> None:
+        window, chunk = attention.window, attention.chunk
         self._batch = batch
         self._pool = pool
+        self._layer = attention.layer
         self._window = window
         self._chunk = chunk
         self._dtype = dtype
@@ -208,7 +208,7 @@ class _Planner:
     def prompt(self, row: int) -> PromptQueries:
         first, end = int(self._ends[row] - self._batch.query_lens[row]), int(self._ends[row])
         low, high = int(self._low[row]), int(self._high[row])
-        runs_2RKB = self._pool.runs(self._batch.block_tables[row : row + 1, low:high])
+        runs_2RKB = self._pool.runs(self._layer, self._batch.block_tables[row : row + 1, low:high])
         num_keys = int(self._batch.context_lens[row]) - low * self._pool.layout.block_size
         if self._starts[row] == 0 and min(self._window or num_keys, self._chunk or num_keys) >= end - first:
             return PromptQueries(first, end, runs_2RKB, None, num_keys)
@@ -224,7 +224,7 @@ class _Planner:
         mask_R1L = self._mask(self._batch.positions[tokens, None], low, width)
         return Singles(
             tokens_R=torch.from_numpy(tokens).to(self._pool.device),
-            runs_2RKB=self._pool.runs(self._batch.block_tables[rows[:, None], columns]),
+            runs_2RKB=self._pool.runs(self._layer, self._batch.block_tables[rows[:, None], columns]),
             mask_R11L=mask_R1L.unsqueeze(1),
             fewest_keys=int((self._batch.context_lens[rows] - low * self._pool.layout.block_size).min()),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 from functools import partial
 
@@ -13,13 +14,15 @@ from engine.attention.attention import AttentionPlans, paged_attention
 from engine.attention.layer_attention import Angles, LayerAttention
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints, Row
+from engine.cpu import structs
 from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import AttentionCall, Coding, Kind, PoolView, RotaryCall, Step
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
+from engine.layers.packed_matrix import norm_argument
 
-# T tokens, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2
+# T tokens, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F half of its rotated part
 
 # Queries per row; with fewer, gathering the keys does not pay.
 _LONG = 64
@@ -78,6 +81,9 @@ class SharedHeads(CompiledHeads):
         self._before = self._rows.first(num_rows - num_long)
 
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
+        if attention.soft_cap is not None or attention.sinks_H is not None:
+            # Torch has no fused attention for these.
+            return super().attend(attention, q_THD)
         out_THD = paged_attention(q_THD, self._pool, attention, self._plans.of(attention))
         if num_tokens := self._before.tokens:
             self._attend(attention, q_THD[:num_tokens], out_THD[:num_tokens], self._before)
@@ -91,28 +97,39 @@ def num_long_rows(batch: Batch) -> int:
 
 
 def quickest_way(kernels: Kernels, layout: KVLayout, num_heads: int, measured: MeasuredWays) -> str:
-    """Return the fastest way to attend to long rows on this machine: KERNELS, TILES or TORCH."""
+    """Return the fastest way to attend to long rows on this machine: KERNELS, TILES or TORCH.
+
+    Measures the first layer's heads.
+    """
     num_queries, context = _MEASURED
+    num_kv_heads, dim = layout.heads[0]
     pool = KVPool(
-        replace(layout, num_layers=1, plain_layers=()),
+        replace(layout, num_layers=1, num_kv_heads=layout.kv_heads[0], head_dim=dim, plain_layers=()),
         num_blocks=-(-context // layout.block_size),
         device=torch.device("cpu"),
     )
     row = Row([0] * num_queries, start=context - num_queries, blocks=range(pool.num_blocks), num_logits=0)
     batch = Batch.of([row], block_size=layout.block_size)
-    angles = [(torch.ones(num_queries, 1, layout.head_dim // 2),) * 2]
+    angles = [(torch.ones(num_queries, 1, dim // 2),) * 2]
     heads: dict[str, CompiledHeads] = {KERNELS: CompiledHeads(kernels, batch, pool, angles)}
     if kernels.has_tiles:
         heads[TILES] = CompiledHeads(kernels, batch, pool, angles, by_tiles=True)
     heads[TORCH] = SharedHeads(kernels, batch, pool, angles)
-    attention = LayerAttention(layer=0, scale=layout.head_dim**-0.5)
-    q_THD = torch.ones(num_queries, num_heads, layout.head_dim, dtype=torch.bfloat16)
-    workload = (
-        f"ATTEND {num_queries} of {context}, {num_heads} heads on {layout.heads_per_rank} of {layout.head_dim}, "
-        f"{layout.dtype}"
-    )
+    attention = LayerAttention(layer=0, scale=dim**-0.5)
+    q_THD = torch.ones(num_queries, num_heads, dim, dtype=torch.bfloat16)
+    workload = f"ATTEND {num_queries} of {context}, {num_heads} heads on {num_kv_heads} of {dim}, {layout.dtype}"
     ways = {way: partial(backend.attend, attention, q_THD) for way, backend in heads.items()}
     return measured.quickest(workload, ways)
+
+
+class StepAngles:
+    """Angles in the kernels' format; owns their memory."""
+
+    def __init__(self, angles: Angles) -> None:
+        self._kept = [(cos_T1F.contiguous(), sin_T1F.contiguous()) for cos_T1F, sin_T1F in angles]
+        views = (structs.Angles(cos.data_ptr(), sin.data_ptr(), cos.shape[-1]) for cos, sin in self._kept)
+        self._views = (structs.Angles * len(angles))(*views)
+        self.address = ctypes.addressof(self._views)
 
 
 class StepRows:
@@ -122,17 +139,14 @@ class StepRows:
         # May be a view of a wider array.
         self._tables = batch.block_tables
         self._arrays = [np.ascontiguousarray(a) for a in (batch.slots, batch.query_lens, batch.context_lens)]
-        ((cos_T1F, sin_T1F),) = angles
-        self._angles = cos_T1F.contiguous(), sin_T1F.contiguous()
+        self._angles = StepAngles(angles)
         slots, query_lens, context_lens = (array.ctypes.data for array in self._arrays)
-        cos, sin = (angle.data_ptr() for angle in self._angles)
         self.step = Step(
             tokens=batch.num_tokens,
             sequences=len(batch.query_lens),
             table_width=self._tables.strides[0] // self._tables.itemsize,
             slots=slots,
-            cos=cos,
-            sin=sin,
+            angles=self._angles.address,
             tables=self._tables.ctypes.data,
             query_lens=query_lens,
             context_lens=context_lens,
@@ -173,18 +187,28 @@ def store_kv(
     sin_T1F: Tensor,
 ) -> None:
     """Rotate keys in place and write keys and values to the pool. kv_TND: keys and values only, N = 2 K."""
-    slots_T, cos_T1F, sin_T1F = np.ascontiguousarray(slots_T), cos_T1F.contiguous(), sin_T1F.contiguous()
-    step = Step(tokens=len(slots_T), slots=slots_T.ctypes.data, cos=cos_T1F.data_ptr(), sin=sin_T1F.data_ptr())
+    slots_T, angles = np.ascontiguousarray(slots_T), StepAngles([(cos_T1F, sin_T1F)])
+    step = Step(tokens=len(slots_T), slots=slots_T.ctypes.data, angles=angles.address)
     Program(kernels, [rotary_call(pool, attention, kv_TND)]).run(step)
 
 
 def rotary_call(pool: KVPool, attention: LayerAttention, heads_TND: Tensor) -> RotaryCall:
     """Build the call that norms and rotates queries and keys in place and writes keys and values to the pool."""
-    call = RotaryCall(kind=Kind.ROTATE, pool=_view(pool, attention.layer), heads=heads_TND.data_ptr())
-    call.q_heads = heads_TND.shape[1] - 2 * pool.layout.heads_per_rank
-    q_norm, k_norm = attention.q_norm, attention.k_norm
-    if q_norm is not None and k_norm is not None:
-        call.q_norm, call.k_norm, call.eps = q_norm.weight.data_ptr(), k_norm.weight.data_ptr(), q_norm.eps
+    view = _view(pool, attention.layer)
+    call = RotaryCall(
+        kind=Kind.ROTATE,
+        pool=view,
+        heads=heads_TND.data_ptr(),
+        q_heads=heads_TND.shape[1] - (2 * view.kv_heads if attention.stores else 0),
+        rope=attention.rope,
+        stores=attention.stores,
+    )
+    if attention.q_norm is not None:
+        call.q_norm = norm_argument(attention.q_norm)
+    if attention.k_norm is not None:
+        call.k_norm = norm_argument(attention.k_norm)
+    if attention.v_norm is not None:
+        call.v_norm = norm_argument(attention.v_norm)
     return call
 
 
@@ -199,7 +223,11 @@ def attention_call(
         q_stride=q_THD.stride(0),
         out=out_THD.data_ptr(),
         q_heads=q_THD.shape[1],
+        scale=attention.scale,
+        soft_cap=attention.soft_cap or 0.0,
+        sinks=None if attention.sinks_H is None else attention.sinks_H.data_ptr(),
         window=attention.window or 0,
+        chunk=attention.chunk or 0,
         by_tiles=by_tiles,
     )
 
@@ -210,7 +238,7 @@ def _view(pool: KVPool, layer: int) -> PoolView:
         codes=codes.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),
         coding=Coding.of(codes.dtype),
-        kv_heads=layout.heads_per_rank,
+        kv_heads=layout.heads[layer].num_heads,
         block_size=layout.block_size,
-        head_dim=layout.head_dim,
+        head_dim=layout.heads[layer].head_dim,
     )

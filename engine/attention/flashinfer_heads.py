@@ -1,8 +1,9 @@
 """Attention of steps with prompts by FlashInfer (`pip install flashinfer-python`), if installed and faster.
 
 Ye et al. 2025, arXiv:2501.01005. Its layout HND, (blocks, 2, heads, block size, head_dim), is our pool's layout.
-It computes all rows of steps with a prompt, for pools in the queries' dtype, full contexts and supported head sizes.
-Our kernels store the KV. Not yet run on a GPU here: tests use a stand-in with its signatures.
+It computes all rows of steps with a prompt, for pools in the queries' dtype, plain attention and supported head sizes.
+Our kernels store the KV and compute the other layers. Not yet run on a GPU here: tests use a stand-in with its
+signatures.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class FlashInfer:
             self._wrappers.append((library.BatchPrefillWithPagedKVCacheWrapper(workspace, "HND"), self._streams.mark()))
 
     def heads(self, batch: Batch, kernels: Heads) -> Heads:
-        """Return the backend of one step. kernels: our backend, which stores the KV."""
+        """Return the backend of one step. kernels: our backend, which stores the KV and computes other layers."""
         layout = self._pool.layout
         wrapper, planned = self._wrappers.popleft()
         # Planning overwrites the host memory that the last plan is copied from.
@@ -89,7 +90,7 @@ class FlashInfer:
             _begins(counts_R),
             pages,
             torch.from_numpy(((batch.context_lens - 1) % layout.block_size + 1).astype(np.int32)),
-            *(self._num_q_heads, layout.heads_per_rank, layout.head_dim, layout.block_size),
+            *(self._num_q_heads, *layout.heads[0], layout.block_size),
             causal=True,
             q_data_type=self._dtype,
             kv_data_type=self._dtype,
@@ -99,7 +100,7 @@ class FlashInfer:
 
 
 class FlashInferHeads:
-    """Implements engine.attention.heads.Heads for full contexts."""
+    """Implements engine.attention.heads.Heads: FlashInfer for layers of plain attention, our kernels for others."""
 
     def __init__(self, wrapper: Wrapper, pool: KVPool, kernels: Heads) -> None:
         self._wrapper = wrapper
@@ -110,6 +111,8 @@ class FlashInferHeads:
         return self._kernels.store(attention, heads_TND)
 
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
+        if not attention.is_plain(q_THD.shape[-1]):
+            return self._kernels.attend(attention, q_THD)
         q_THD = q_THD.contiguous()
         return self._wrapper.run(q_THD, self._pool.codes[attention.layer], out=torch.empty_like(q_THD))
 
@@ -150,22 +153,26 @@ def find_flashinfer(
 def is_possible(pool: KVPool, *, dtype: torch.dtype) -> bool:
     """Return True if FlashInfer supports this pool and dtype."""
     layout = pool.layout
-    return layout.torch_dtype == dtype and dtype in _DTYPES and layout.head_dim in _HEAD_DIMS and layout.num_sides == 2
+    if len({*layout.heads}) > 1:
+        # A plan is for heads of one shape.
+        return False
+    is_known = dtype in _DTYPES and layout.heads[0].head_dim in _HEAD_DIMS
+    return is_known and layout.torch_dtype == dtype and layout.num_sides == 2
 
 
 def prompt_seconds(
     flashinfer: FlashInfer, pool: KVPool, *, num_q_heads: int, dtype: torch.dtype, seconds: Seconds
 ) -> tuple[float, float]:
     """Return the seconds of one layer's prompt attention with our kernels and with FlashInfer."""
-    layout, device = pool.layout, pool.device
+    layout, device, dim = pool.layout, pool.device, pool.layout.heads[0].head_dim
     num_tokens = min(_TRIED_TOKENS, pool.num_blocks * layout.block_size)
     blocks = list(range(-(-num_tokens // layout.block_size)))
     batch = Batch.of([Row([0] * num_tokens, 0, blocks, num_logits=1)], block_size=layout.block_size)
-    q_THD = torch.randn(num_tokens, num_q_heads, layout.head_dim, dtype=dtype, device=device)
-    angles = torch.zeros(num_tokens, 1, layout.head_dim // 2, dtype=dtype, device=device)
+    q_THD = torch.randn(num_tokens, num_q_heads, dim, dtype=dtype, device=device)
+    angles = torch.zeros(num_tokens, 1, dim // 2, dtype=dtype, device=device)
     ours = KernelHeads(DeviceBatch.of(batch, device), pool, [(angles, angles)])
     theirs = flashinfer.heads(batch, ours)
-    attention = LayerAttention(layer=0, scale=layout.head_dim**-0.5)
+    attention = LayerAttention(layer=0, scale=dim**-0.5)
     ours_s, theirs_s = (seconds(partial(heads.attend, attention, q_THD)) for heads in (ours, theirs))
     return ours_s, theirs_s
 

@@ -26,7 +26,7 @@ class Heads(Protocol):
     def store(self, attention: LayerAttention, heads_TND: Tensor) -> Tensor:
         """Norm and rotate queries and keys, and write keys and values to the pool. Returns the queries (T, H, D).
 
-        heads_TND: queries, then keys, then values; may be changed in place.
+        heads_TND: queries, then keys, then values unless another layer stores them; may be changed in place.
         """
         ...
 
@@ -45,17 +45,20 @@ class TorchHeads:
         self._plans = AttentionPlans(batch, pool, dtype=angles[0][0].dtype)
 
     def store(self, attention: LayerAttention, heads_TND: Tensor) -> Tensor:
-        num_kv = self._pool.layout.heads_per_rank
-        num_q = heads_TND.shape[1] - 2 * num_kv
-        cos_T1F, sin_T1F = self._angles[attention.rope]
-        if attention.q_norm is not None and attention.k_norm is not None:
-            q_THD, k_TKD, v_TKD = heads_TND.tensor_split((num_q, num_q + num_kv), dim=1)
-            q_THD = rotate(attention.q_norm(q_THD), cos_T1F, sin_T1F)
-            k_TKD = rotate(attention.k_norm(k_TKD), cos_T1F, sin_T1F)
+        num_kv = self._pool.layout.heads[attention.layer].num_heads if attention.stores else 0
+        num_q, angles = heads_TND.shape[1] - 2 * num_kv, self._angles[attention.rope]
+        qk_TND, v_TKD = heads_TND.tensor_split((num_q + num_kv,), dim=1)
+        if attention.q_norm is None and attention.k_norm is None:
+            q_THD, k_TKD = rotate(qk_TND, *angles).tensor_split((num_q,), dim=1)
         else:
-            qk_TND, v_TKD = heads_TND.tensor_split((num_q + num_kv,), dim=1)
-            q_THD, k_TKD = rotate(qk_TND, cos_T1F, sin_T1F).tensor_split((num_q,), dim=1)
-        self._pool.write(attention.layer, self._slots_T, k_TKD, v_TKD)
+            q_THD, k_TKD = qk_TND.tensor_split((num_q,), dim=1)
+            q_THD, k_TKD = (
+                rotate(x_TND if norm is None else norm(x_TND), *angles)
+                for x_TND, norm in ((q_THD, attention.q_norm), (k_TKD, attention.k_norm))
+            )
+        if attention.stores:
+            v_TKD = v_TKD if attention.v_norm is None else attention.v_norm(v_TKD)
+            self._pool.write(attention.layer, self._slots_T, k_TKD, v_TKD)
         return q_THD
 
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:

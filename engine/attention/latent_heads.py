@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.attention.attention import AttentionPlans, PromptQueries, ScoreRule, Singles, attend_prompt
+from engine.attention.layer_attention import LayerAttention
 from engine.batch.batch import Batch
 from engine.kernels.attention.rotary import rotate
 from engine.kv.pool import KVPool
@@ -106,7 +107,7 @@ class TorchLatentHeads:
         self._rotation = rotation
         self._scale = scale
         self._slots_T = torch.from_numpy(batch.slots).to(pool.device)
-        self._plan = AttentionPlans(batch, pool, dtype=rotation.cos_T1F.dtype).whole()
+        self._plan = AttentionPlans(batch, pool, dtype=rotation.cos_T1F.dtype).of(LayerAttention(layer=0, scale=scale))
 
     def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm, expansion: Expansion) -> Tensor:
         rope_dim = self._rotation.rope_dim

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from engine.kernels.attention.attention_rule import AttentionRule
 from engine.layers.layers import RMSNorm
 
 # H query heads of this rank, D head_dim, T tokens of the step, F half of the rotated part of a head
@@ -21,6 +23,8 @@ class LayerAttention:
 
     # Layer of the pool. Several layers of a model may share its keys and values; the first of them stores them.
     layer: int
+    # False: another layer stores the keys and values, and this one computes only queries.
+    stores: bool = True
     # Factor of the scores; by default 1 / sqrt(D).
     scale: float
     # A token attends to itself and to window - 1 tokens before it.
@@ -32,9 +36,21 @@ class LayerAttention:
     sinks_H: Tensor | None = None
     # Index of the step's angles; see Angles.
     rope: int = 0
-    # Norms of each head before the rotation.
+    # Norms of each head, before the rotation.
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
+    v_norm: RMSNorm | None = None
+
+    @property
+    def rule(self) -> AttentionRule:
+        """Part that the kernels compute after keys and values are stored."""
+        return AttentionRule(
+            scale=self.scale, window=self.window, chunk=self.chunk, soft_cap=self.soft_cap, sinks_H=self.sinks_H
+        )
+
+    def is_plain(self, head_dim: int) -> bool:
+        """Return True for softmax(q k / sqrt(D)) v over all keys, as other libraries compute it."""
+        return replace(self.rule, scale=1.0) == AttentionRule(scale=1.0) and math.isclose(self.scale, head_dim**-0.5)
 
 
 # Cosines and sines (T, 1, F) of a step's tokens, for each kind of rotation in the model. F may be less than D / 2: the

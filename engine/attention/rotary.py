@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from core.model.shape import ModelConfig, RopeScaling
+from core.model.shape import RopeConfig
 
 # T tokens, D rotated dimensions of a head, F = D / 2 frequencies, L positions of a table
 
@@ -18,13 +18,10 @@ _AT_ONCE = 1024
 class Rotary:
     """Cosines and sines of a step's positions. Parameters and rounding follow transformers' modeling_rope_utils."""
 
-    def __init__(self, config: ModelConfig, device: torch.device) -> None:
-        self._theta = config.rope_theta
-        self._scaling = config.rope_scaling
-        self._max_position = config.max_position
-        self._dim = config.rotary_dim
-        self._frequencies_F = _frequencies(config.rope_theta, config.rotary_dim, config.rope_scaling).to(device)
-        self._amplitude = _amplitude(config.rope_scaling)
+    def __init__(self, rope: RopeConfig, device: torch.device) -> None:
+        self._rope = rope
+        self._frequencies_F = _frequencies(rope).to(device)
+        self._amplitude = _amplitude(rope)
         self._tables: dict[torch.dtype, tuple[Tensor, Tensor]] = {}  # cos and sin, each (L, F)
 
     def __call__(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -46,7 +43,7 @@ class Rotary:
     @torch.inference_mode(False)
     def _grown(self, position: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return tables that include `position`; existing entries do not change."""
-        tables = self._tables.get(dtype) or (torch.empty(0, self._dim // 2, dtype=dtype),) * 2
+        tables = self._tables.get(dtype) or (torch.empty(0, self._rope.dim // 2, dtype=dtype),) * 2
         parts = [tables]
         for first in range(len(tables[0]), max(position + 1, 2 * len(tables[0])), _AT_ONCE):
             parts.append(self._computed(torch.arange(first, first + _AT_ONCE), dtype))
@@ -55,7 +52,7 @@ class Rotary:
 
     def _computed(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         frequencies = self._frequencies_F
-        if self._scaling.kind == "dynamic":
+        if self._rope.kind == "dynamic":
             frequencies = self._dynamic_frequencies(positions_T)
         angles_TF = positions_T.float().unsqueeze(-1) * frequencies
         cos_TF, sin_TF = angles_TF.cos() * self._amplitude, angles_TF.sin() * self._amplitude
@@ -67,28 +64,33 @@ class Rotary:
         The length here is that up to each token, as in token-by-token decoding. A token's KV thus does not depend on
         later tokens, and a cached prefix stays valid.
         """
-        factor, dim = self._scaling.factor, self._dim
-        length_T = (positions_T + 1).clamp_min(self._max_position).float()
-        growth_T = (factor * length_T / self._max_position - (factor - 1)) ** (dim / (dim - 2))
+        factor, dim, max_position = self._rope.factor, self._rope.dim, self._rope.max_position
+        length_T = (positions_T + 1).clamp_min(max_position).float()
+        growth_T = (factor * length_T / max_position - (factor - 1)) ** (dim / (dim - 2))
         exponents_F = torch.arange(0, dim, 2, dtype=torch.float32, device=positions_T.device) / dim
-        return 1.0 / (self._theta * growth_T).unsqueeze(-1) ** exponents_F
+        return 1.0 / (self._rope.theta * growth_T).unsqueeze(-1) ** exponents_F
 
 
-def _frequencies(theta: float, dim: int, scaling: RopeScaling) -> Tensor:
-    frequencies_F = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
-    match scaling.kind:
+def _frequencies(rope: RopeConfig) -> Tensor:
+    """Return the angle per position of each pair of features: (F,) fp32."""
+    frequencies_F = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
+    match rope.kind:
         case "linear":
-            return frequencies_F / scaling.factor
-        case "factors":
-            return frequencies_F / torch.tensor(scaling.factors)
+            return frequencies_F / rope.factor
+        case "proportional":
+            assert rope.num_rotated is not None
+            frequencies_F[rope.num_rotated // 2 :] = 0
+            return frequencies_F / rope.factor
+        case "factors" | "longrope":
+            return frequencies_F / torch.tensor(rope.long_factors if rope.is_long else rope.factors)
         case "llama3":
-            return _llama3(frequencies_F, scaling)
+            return _llama3(frequencies_F, rope)
         case "yarn":
-            return _yarn(frequencies_F, theta, dim, scaling)
+            return _yarn(frequencies_F, rope)
     return frequencies_F
 
 
-def _llama3(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:
+def _llama3(frequencies_F: Tensor, scaling: RopeConfig) -> Tensor:
     """Stretch long waves by `factor`, keep short ones, and interpolate in between (Llama 3.1)."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # Turns in the trained range.
@@ -97,8 +99,9 @@ def _llama3(frequencies_F: Tensor, scaling: RopeScaling) -> Tensor:
     return (1 - smooth_F) * frequencies_F / scaling.factor + smooth_F * frequencies_F
 
 
-def _yarn(frequencies_F: Tensor, theta: float, dim: int, scaling: RopeScaling) -> Tensor:
+def _yarn(frequencies_F: Tensor, scaling: RopeConfig) -> Tensor:
     """Interpolate NTK-by-parts: Peng et al. 2023, arXiv:2309.00071, section 3.2."""
+    dim, theta = scaling.dim, scaling.theta
 
     def dimension(turns: float) -> float:
         """Return the dimension whose wave turns this many times in the trained range."""
@@ -113,16 +116,18 @@ def _yarn(frequencies_F: Tensor, theta: float, dim: int, scaling: RopeScaling) -
     return frequencies_F / scaling.factor * stretched_F + frequencies_F * (1 - stretched_F)
 
 
-def _amplitude(scaling: RopeScaling) -> float:
-    """Return the factor of cosines and sines. YaRN sharpens attention with it (section 3.4)."""
-    if scaling.kind != "yarn":
+def _amplitude(rope: RopeConfig) -> float:
+    """Return the factor of cosines and sines. YaRN (section 3.4) and LongRoPE sharpen attention with it."""
+    if rope.kind not in ("yarn", "longrope"):
         return 1.0
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.kind == "longrope":
+        return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
 
     def mscale(weight: float) -> float:
-        return 1.0 if scaling.factor <= 1 else 0.1 * weight * math.log(scaling.factor) + 1.0
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
 
-    if scaling.mscale and scaling.mscale_all_dim:
-        return mscale(scaling.mscale) / mscale(scaling.mscale_all_dim)
+    if rope.mscale and rope.mscale_all_dim:
+        return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
     return mscale(1.0)

@@ -8,11 +8,14 @@ from torch import Tensor
 from engine.attention.gathered_kv import GatheredRows
 from engine.attention.layer_attention import Angles, LayerAttention
 from engine.batch.device_batch import DeviceBatch, PromptRows
-from engine.kernels.attention.decode_attention import decode_attention, resident_programs, window_of_query_groups
+from engine.kernels.attention.attention_rule import AttentionRule
+from engine.kernels.attention.decode_attention import decode_attention, resident_programs
 from engine.kernels.attention.dense_prefill import dense_prefill_attention
 from engine.kernels.attention.gather_rows import gather_rows
 from engine.kernels.attention.kv_splits import Splits
 from engine.kernels.attention.prefill_attention import prefill_attention
+from engine.kernels.attention.query_groups import QueryGroups
+from engine.kernels.attention.rotary import rotate
 from engine.kernels.attention.store_heads import HeadNorms, store_heads
 from engine.kv.pool import KVPool
 
@@ -23,6 +26,8 @@ from engine.kv.pool import KVPool
 MIN_QUERIES, MIN_QUERIES_OF_CODES = 256, 64
 # Per layer, beside the pool; above this, blocks are read in place.
 MOST_GATHERED_BYTES = 1 << 28
+# The dense kernel has no tiles for wider heads.
+MOST_GATHERED_DIM = 256
 
 
 class KernelHeads:
@@ -38,38 +43,43 @@ class KernelHeads:
         self._batch = batch
         self._pool = pool
         self._angles = angles
-        # By window.
-        self._splits: dict[int | None, Splits] = {}
+        # By window, chunk and number of KV heads.
+        self._splits: dict[tuple[int | None, int | None, int], Splits] = {}
         self._gathered: GatheredRows | None = None
         if batch.prompts and is_worth_gathering(batch.prompts, pool, angles[0][0].dtype):
             self._gathered = GatheredRows.of(batch.prompts, pool)
 
     def store(self, attention: LayerAttention, heads_TND: Tensor) -> Tensor:
-        norms, q_norm, k_norm = None, attention.q_norm, attention.k_norm
-        if q_norm is not None and k_norm is not None:
-            norms = HeadNorms(q_norm.weight, k_norm.weight, q_norm.eps)
+        angles, q_norm = self._angles[attention.rope], attention.q_norm
+        if not attention.stores:
+            return rotate(heads_TND if q_norm is None else q_norm(heads_TND), *angles)
+        norms = (q_norm, attention.k_norm, attention.v_norm)
+        q_D, k_D, v_D = (None if norm is None else norm.weight for norm in norms)
+        # A layer's norms share their epsilon.
+        eps = next((norm.eps for norm in norms if norm is not None), 0.0)
         return store_heads(
             heads_TND,
-            *self._angles[attention.rope],
+            *angles,
             *self._pool.layer(attention.layer),
             self._batch.slots_T,
-            norms,
+            HeadNorms(q_D, k_D, v_D, eps),
         )
 
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
-        layer, window = attention.layer, attention.window
+        layer, rule = attention.layer, attention.rule
         out_THD = torch.empty_like(q_THD)
         if query_groups := self._batch.query_groups:
             decode_attention(
                 q_THD,
                 *self._pool.layer(layer),
                 query_groups=query_groups,
-                window=window,
-                splits=self._splits_of(window),
+                rule=rule,
+                splits=self._splits_of(attention, query_groups),
                 out_THD=out_THD,
             )
-        if self._gathered and window is None:
-            self._attend_gathered(layer, q_THD, self._gathered, out_THD)
+        sees_all = rule.window is None and rule.chunk is None
+        if self._gathered and sees_all and q_THD.shape[-1] <= MOST_GATHERED_DIM:
+            self._attend_gathered(layer, rule, q_THD, self._gathered, out_THD)
         elif prompts := self._batch.prompts:
             prefill_attention(
                 q_THD,
@@ -77,12 +87,14 @@ class KernelHeads:
                 tiles=prompts.tiles,
                 tables_RB=prompts.tables_RB,
                 contexts_R=prompts.contexts_R,
-                window=window,
+                rule=rule,
                 out_THD=out_THD,
             )
         return out_THD
 
-    def _attend_gathered(self, layer: int, q_THD: Tensor, gathered: GatheredRows, out_THD: Tensor) -> None:
+    def _attend_gathered(
+        self, layer: int, rule: AttentionRule, q_THD: Tensor, gathered: GatheredRows, out_THD: Tensor
+    ) -> None:
         prompts = self._batch.prompts
         assert prompts is not None
         k_LKD, v_LKD = gather_rows(*self._pool.layer(layer), gathered.blocks_N, q_THD.dtype)
@@ -94,28 +106,31 @@ class KernelHeads:
             tiles=prompts.tiles,
             firsts_R=gathered.firsts_R,
             contexts_R=prompts.contexts_R,
-            scale=q_THD.shape[-1] ** -0.5,
+            rule=rule,
             out_THW=out_THD,
         )
 
-    def _splits_of(self, window: int | None) -> Splits:
-        if window not in self._splits:
-            query_groups = self._batch.query_groups
-            assert query_groups is not None
-            self._splits[window] = Splits.of(
+    def _splits_of(self, attention: LayerAttention, query_groups: QueryGroups) -> Splits:
+        num_kv_heads = self._pool.layout.heads[attention.layer].num_heads
+        key = attention.window, attention.chunk, num_kv_heads
+        if key not in self._splits:
+            self._splits[key] = Splits.of(
                 query_groups.contexts_U,
-                window=window_of_query_groups(window, query_groups.most),
-                num_heads=self._pool.layout.heads_per_rank,
+                window=attention.window,
+                chunk=attention.chunk,
+                most=query_groups.most,
+                num_heads=num_kv_heads,
                 longest=query_groups.longest,
                 resident=resident_programs(has_scales=self._pool.layout.has_scales),
             )
-        return self._splits[window]
+        return self._splits[key]
 
 
 def is_worth_gathering(prompts: PromptRows, pool: KVPool, dtype: torch.dtype) -> bool:
     """Return True if gathering the prompts' keys first is faster. dtype: dtype of the queries."""
     layout, num_keys = pool.layout, sum(prompts.context_lens)
-    if 2 * num_keys * layout.heads_per_rank * layout.head_dim * dtype.itemsize > MOST_GATHERED_BYTES:
+    largest = max(num_heads * dim for num_heads, dim in {*layout.heads})
+    if 2 * num_keys * largest * dtype.itemsize > MOST_GATHERED_BYTES:
         return False
     seen = sum(queries * keys for queries, keys in zip(prompts.query_lens, prompts.context_lens, strict=True))
     return seen >= num_keys * (MIN_QUERIES_OF_CODES if layout.has_scales else MIN_QUERIES)

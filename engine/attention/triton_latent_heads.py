@@ -9,6 +9,7 @@ from engine.attention.gathered_kv import GatheredRows
 from engine.attention.latent_heads import Expansion, Rotation
 from engine.batch.device_batch import DeviceBatch, PromptRows
 from engine.kernels.attention.absorb_queries import absorb_queries
+from engine.kernels.attention.attention_rule import AttentionRule
 from engine.kernels.attention.dense_prefill import Carry, Slice, dense_prefill_attention
 from engine.kernels.attention.kv_splits import Splits
 from engine.kernels.attention.latent_attention import latent_decode_attention, splits_of_latents
@@ -112,7 +113,7 @@ class _Prompts:
                 tiles=self._rows.tiles,
                 firsts_R=gathered.firsts_R,
                 contexts_R=self._rows.contexts_R,
-                scale=scale,
+                rule=AttentionRule(scale=scale),
                 out_THW=out_THW,
                 part=part,
             )

@@ -1,4 +1,4 @@
-// softmax(q k / sqrt(D)) v over paged keys and values, read in place.
+// Attention over paged keys and values, read in place: the formulas of engine/attention/layer_attention.py.
 //
 // Work is cut into pieces (sequence, some KV heads, some positions). The query heads that share a KV head, at those
 // positions, are that head's rows of a piece: each key is loaded and transposed once for all of them. For each stretch of
@@ -46,7 +46,7 @@ public:
     Work(const AttentionCall& a, const Step& step, const Piece& piece, Desk& desk, TileUnits& units)
         : a(a), step(step), piece(piece), units(units), group(a.q_heads / a.pool.kv_heads), dim(a.pool.head_dim),
           num_words(Word::count(dim)), padded_dim(num_words * Word::NUMBERS), rows(piece.count * group),
-          end(piece.position + piece.count), scale(1.44269504f / std::sqrt(float(dim))), is_rotated(a.pool.is_rotated()),
+          end(piece.position + piece.count), scale(1.44269504f * (a.soft_cap ? a.soft_cap : a.scale)), is_rotated(a.pool.is_rotated()),
           ahead(desk.ahead) {
         auto room = [](std::vector<Floats>& memory, int64_t count) {
             memory.resize(std::max<size_t>(memory.size(), (count + LANES - 1) / LANES));
@@ -104,8 +104,10 @@ private:
     Fetches& ahead;                         // next stretch, prefetched at the rate at which this one is read
 
     // Returns the first key of the piece's first stretch.
-    int64_t first_key(const Piece& some) const {
-        return a.window ? std::max<int64_t>(0, some.position - a.window + 1) / KEYS * KEYS : 0;
+    int64_t first_key(const Piece& some) const { return first_seen(some.position) / KEYS * KEYS; }
+    int64_t first_seen(int64_t position) const {  // first key that the query at this position sees
+        if (a.window) return std::max<int64_t>(0, position - a.window + 1);
+        return a.chunk ? position - position % a.chunk : 0;
     }
     int64_t position(int64_t row) const { return piece.position + row / group; }
     int64_t head(int64_t h, int64_t row, int64_t stride) const {  // offset of a row's query and of its output
@@ -124,7 +126,17 @@ private:
         std::fill_n(out, all_rows * padded_dim, 0.0f);
         std::fill_n(totals, all_rows * LANES, 0.0f);
         std::fill_n(most, all_rows, std::numeric_limits<float>::lowest());  // not -inf, because -inf - -inf is NaN
+        if (a.sinks) begin_with_sinks();
         std::fill_n(spare + KEYS * num_words, num_words, 0u);
+    }
+
+    // Counts each row's sink as a score whose value is zero.
+    void begin_with_sinks() {
+        for (int64_t own = 0; own < piece.num_heads * rows; own++) {
+            const float sink = a.sinks[(piece.first_head + own / rows) * group + own % rows % group];
+            most[own] = std::max(most[own], sink * 1.44269504f);
+            totals[own * LANES] = 1;
+        }
     }
 
     // Rotates a query, so that its products with rotated keys are those of before; `total` becomes its sum.
@@ -308,10 +320,10 @@ private:
     // `weigh` for sixteen rows. Weights are relative to an earlier maximum: it is recomputed, and results are scaled down,
     // only when a score exceeds it by far.
     void weigh_tile(int64_t own, int64_t row, int first, int64_t width) {
-        const bool is_seen = !a.window && stretch.first + width - 1 <= position(row);  // all rows see the whole stretch
+        const bool is_seen = sees_all(position(row), position(row + TILE_ROWS - 1), width);
         for (int r = 0; r < TILE_ROWS; r++) {
             float* scores = stretch.scores[first + r];
-            apply_key_scales(own + r, scores, width);
+            finish_scores(own + r, scores, width);
             if (!is_seen) hide(scores, position(row + r), width);
         }
         if (stretch.first != first_key(piece) && add_weights(own, first, width, TOO_MUCH)) return;
@@ -383,8 +395,19 @@ private:
         return round_up(std::min<int64_t>(stretch.seen, position(row) + 1 - stretch.first), LANES);
     }
 
+    // Applies the keys' scales and zeros, then the soft cap, whose result is relative to the cap.
+    void finish_scores(int64_t own, float* scores, int64_t width) const {
+        if (a.pool.scales) apply_key_scales(own, scores, width);
+        if (a.soft_cap) apply_soft_cap(scores, width);
+    }
+
+    __attribute__((noinline)) void apply_soft_cap(float* scores, int64_t width) const {
+        const float factor = a.scale / a.soft_cap;
+        for (int64_t i = 0; i < width; i += PART_LANES)
+            store(scores + i, hyperbolic_tangent(load<FloatPart>(scores + i) * factor));
+    }
+
     void apply_key_scales(int64_t own, float* scores, int64_t width) const {
-        if (!a.pool.scales) return;
         const float total = is_rotated ? sums[own] : 0;
         for (int64_t i = 0; i < width; i += PART_LANES) {
             FloatPart s = load<FloatPart>(scores + i) * load<FloatPart>(stretch.key_scales + i);
@@ -396,7 +419,7 @@ private:
     // Turns scores of the r-th of these rows with `width` keys into weights.
     void weigh(int64_t own, int64_t position, int r, int64_t width) {
         float* scores = stretch.scores[r];
-        apply_key_scales(own, scores, width);
+        finish_scores(own, scores, width);
         hide(scores, position, width);
         FloatPart most_scores = load<FloatPart>(scores);
         for (int64_t i = PART_LANES; i < width; i += PART_LANES) {
@@ -431,13 +454,18 @@ private:
         }
     }
 
-    // Masks keys after the query or outside its window.
+    // Masks keys that the query does not see.
     void hide(float* scores, int64_t position, int64_t width) const {
-        const int64_t lowest = a.window ? position - a.window + 1 : 0;
-        if (stretch.first >= lowest && stretch.first + width - 1 <= position) return;
+        if (sees_all(position, position, width)) return;
+        const int64_t lowest = first_seen(position);
         for (int64_t i = 0; i < width; i++)
             if (stretch.first + i < lowest || stretch.first + i > position)
                 scores[i] = -std::numeric_limits<float>::infinity();
+    }
+
+    // Returns true if the queries at all these positions see `width` keys of the stretch.
+    bool sees_all(int64_t position, int64_t last, int64_t width) const {
+        return stretch.first >= first_seen(last) && stretch.first + width - 1 <= position;
     }
 };
 

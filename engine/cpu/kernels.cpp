@@ -7,6 +7,7 @@
 #include "draft_draws.h"
 #include "few_bits.h"
 #include "matrix.h"
+#include "norm.h"
 #include "rotary.h"
 #include "wire.h"
 
@@ -23,12 +24,13 @@ void perform(const Kind* call, const Step& step, Worker& me) {
                                [&](const auto& format) { multiply_few_bits(format, as<ProductCall>(call), step, me); });
         case ROTATE: return rotate(as<RotaryCall>(call), step, me);
         case ATTEND: return attend(as<AttentionCall>(call), step, me);
+        case ADD_NORM: return add_norm(as<AddNormCall>(call), step, me);
     }
 }
 
 // Returns the multiplications of a product; other calls are not counted.
 int64_t work(const Kind* call, const Step& step) {
-    if (*call == ROTATE || *call == ATTEND) return 0;
+    if (*call == ROTATE || *call == ATTEND || *call == ADD_NORM) return 0;
     return step.tokens * as<ProductCall>(call).outputs * as<ProductCall>(call).inputs;
 }
 

@@ -16,7 +16,10 @@ struct AttentionCall {
     int64_t q_stride;
     bf16* out;               // (tokens, q heads, head_dim)
     int64_t q_heads;
-    int64_t window;          // 0: none
+    float scale;             // of scores
+    float soft_cap;          // 0: none
+    const float* sinks;      // (q heads): a score each without a value, or null
+    int64_t window, chunk;   // 0: none; chunk: keys are seen from the start of the query's chunk of positions on
     int32_t by_tiles;        // use AMX (tiles.h) for many queries, if available
 };
 

@@ -1,15 +1,15 @@
 // Arguments of a product, the operations on its rows before, and those on its results after.
 #pragma once
 #include <algorithm>
-#include <cmath>
 #include <type_traits>
 
+#include "norm.h"
 #include "team.h"
 #include "vectors.h"
 
 namespace {
 
-enum Before : int32_t { NOTHING, NORM, SILU };
+enum Before : int32_t { NOTHING, NORM, SILU, GELU, GELU_TANH, SWIGLU_OAI };  // from SILU on: engine/kernels/gated_mul.py
 
 struct ProductCall {
     Kind kind;
@@ -25,11 +25,11 @@ struct ProductCall {
     const int32_t* order;    // feature of the rows that each input takes, -1 for 0; null: in order
     // Operation on the rows before the product.
     Before before;
-    float eps;               // NORM
-    const bf16* norm;        // NORM
+    Norm norm;               // NORM
+    float alpha, limit;      // SWIGLU_OAI
     // Rows: the step's tokens.
     int64_t features;        // of a row; equal to inputs without `order`
-    const bf16* x;           // (rows, features); SILU: (rows, 2 features), gates and then ups
+    const bf16* x;           // (rows, features); before gating: (rows, 2 features), gates and then ups
     const bf16* residual;    // (rows, outputs) added to the result, or null; may alias `out`
     void* out;               // (rows, outputs): bf16, or fp32 rounded to bf16
     int64_t out_stride;      // row stride of out and residual
@@ -45,43 +45,58 @@ inline void copied(const ProductCall& p, const bf16* x, float* y) {
     for (; i < p.features; i++) y[i] = widen(x[i]);
 }
 
-inline void normed(const ProductCall& p, const bf16* x, float* y) {
-    Floats squares{};
-    int64_t i = 0;
-    for (; i + LANES <= p.features; i += LANES) {
-        Floats v = widen(load<Halves>(x + i));
-        squares += v * v;
-    }
-    float total = sum(squares);
-    for (; i < p.features; i++) total += widen(x[i]) * widen(x[i]);
-    const float inverse = 1.0f / std::sqrt(total / p.features + p.eps);
-    auto norm = [&](auto v, auto weight) { return widen(narrow(widen(narrow(v * inverse)) * weight)); };
-    for (i = 0; i + LANES <= p.features; i += LANES)
-        store(y + i, norm(widen(load<Halves>(x + i)), widen(load<Halves>(p.norm + i))));
-    for (; i < p.features; i++) y[i] = norm(widen(x[i]), widen(p.norm[i]));
+// Returns y / (1 + e^-x), by e^-|x|, which cannot overflow.
+inline Floats times_sigmoid(Floats y, Floats x) {
+    const Floats e = power_of_two((x > 0.0f ? -x : x) * 1.44269504f);
+    return y * (x > 0.0f ? all(1.0f) : e) * reciprocal(e + 1.0f);
 }
 
-inline void gated(const ProductCall& p, const bf16* x, float* y) {
-    auto silu_mul = [](Floats gate, Floats up) {
-        // 1 / (1 + e^-g) by e^-|g|, which cannot overflow
-        Floats e = power_of_two((gate > 0.0f ? -gate : gate) * 1.44269504f);
-        Floats silu = gate * (gate > 0.0f ? all(1.0f) : e) * reciprocal(e + 1.0f);
-        return widen(narrow(widen(narrow(silu)) * up));
-    };
+// x (1 + erf(x / sqrt(2))) / 2; error below 1e-6 x. Formula 7.1.26 of Abramowitz and Stegun.
+inline Floats gelu(Floats x) {
+    Floats z = (x > 0.0f ? x : -x) * 0.70710678f;
+    z = z > 10.0f ? all(10.0f) : z;  // finite
+    const Floats t = reciprocal(z * 0.3275911f + 1.0f);
+    Floats p = all(1.061405429f);
+    p = p * t - 1.453152027f;
+    p = p * t + 1.421413741f;
+    p = p * t - 0.284496736f;
+    p = p * t + 0.254829592f;
+    const Floats rest = p * t * power_of_two(z * z * -1.44269504f);  // 1 - erf(z)
+    return x * 0.5f * (x > 0.0f ? 2.0f - rest : rest);
+}
+
+// multiply(gates, ups): sixteen of each.
+template <class Multiply> inline void gated(const ProductCall& p, const bf16* x, float* y, const Multiply& multiply) {
     int64_t i = 0;
     for (; i + LANES <= p.features; i += LANES)
-        store(y + i, silu_mul(widen(load<Halves>(x + i)), widen(load<Halves>(x + p.features + i))));
-    for (; i < p.features; i++) y[i] = silu_mul(all(widen(x[i])), all(widen(x[p.features + i])))[0];
+        store(y + i, rounded(multiply(widen(load<Halves>(x + i)), widen(load<Halves>(x + p.features + i)))));
+    for (; i < p.features; i++) y[i] = rounded(multiply(all(widen(x[i])), all(widen(x[p.features + i]))))[0];
 }
 
 // y: receives the inputs, and has room for the features behind them.
 inline void prepared(const ProductCall& p, int64_t row, std::vector<float>& y) {
     y.resize(p.order ? p.inputs + p.features : p.inputs);
     float* features = p.order ? y.data() + p.inputs : y.data();
+    const bf16 *x = p.x + row * p.features, *gates = x + row * p.features;
     switch (p.before) {
-        case NOTHING: copied(p, p.x + row * p.features, features); break;
-        case NORM: normed(p, p.x + row * p.features, features); break;
-        case SILU: gated(p, p.x + row * 2 * p.features, features); break;
+        case NOTHING: copied(p, x, features); break;
+        case NORM: normed(p.norm, x, p.features, [&](int64_t i, auto numbers) { store(features + i, widen(numbers)); }); break;
+        case SILU:
+            gated(p, gates, features, [](Floats gate, Floats up) { return rounded(times_sigmoid(gate, gate)) * up; });
+            break;
+        case GELU: gated(p, gates, features, [](Floats gate, Floats up) { return rounded(gelu(gate)) * up; }); break;
+        case GELU_TANH:  // (1 + tanh(x)) / 2 is the sigmoid of 2 x
+            gated(p, gates, features, [](Floats gate, Floats up) {
+                return rounded(times_sigmoid(gate, gate * (gate * gate * 0.044715f + 1.0f) * 1.59576912f)) * up;
+            });
+            break;
+        case SWIGLU_OAI:
+            gated(p, gates, features, [&](Floats gate, Floats up) {
+                gate = gate > p.limit ? all(p.limit) : gate;
+                up = up > p.limit ? all(p.limit) : up < -p.limit ? all(-p.limit) : up;
+                return rounded(gate * rounded(times_sigmoid(all(1.0f), rounded(gate * p.alpha)))) * rounded(up + 1.0f);
+            });
+            break;
     }
     if (p.order)
         for (int64_t i = 0; i < p.inputs; i++) y[i] = p.order[i] < 0 ? 0.0f : features[p.order[i]];

@@ -1,6 +1,7 @@
 // Between the projection and the attention: optional norm of the heads, rotation, and storing keys and values in the pool.
 // Rounds to bf16 wherever transformers does.
 #pragma once
+#include "norm.h"
 #include "pool.h"
 #include "team.h"
 
@@ -10,19 +11,12 @@ struct RotaryCall {
     Kind kind;
     PoolView pool;
     bf16* heads;                     // (tokens, q heads + 2 kv heads, head_dim): queries, keys, values; rotated in place
-    const bf16 *q_norm, *k_norm;     // (head_dim), or null
-    float eps;
-    int64_t q_heads;
+    Norm q_norm, k_norm, v_norm;     // of a head
+    int64_t q_heads, rope;           // rope: index of the step's angles
+    int32_t stores;                  // 0: heads are queries only
 };
 
-inline void norm_head(bf16* x, const bf16* weight, int64_t dim, float eps) {
-    float squares = 0;
-    for (int64_t i = 0; i < dim; i++) squares += widen(x[i]) * widen(x[i]);
-    const float inverse = 1.0f / std::sqrt(squares / dim + eps);
-    for (int64_t i = 0; i < dim; i++) x[i] = narrow(rounded(widen(x[i]) * inverse) * widen(weight[i]));
-}
-
-// Rotates pairs of numbers from the first and second half of a head by their angles.
+// Rotates pairs of numbers by their angles.
 template <class V> inline void turn(V& a, V& b, V cos, V sin) {
     auto product = [](V x, V y) { return widen(narrow(x * y)); };
     const V first = product(a, cos) - product(b, sin);
@@ -30,8 +24,7 @@ template <class V> inline void turn(V& a, V& b, V cos, V sin) {
     a = first;
 }
 
-inline void rotate_head(bf16* x, const bf16* cos, const bf16* sin, int64_t dim) {
-    const int64_t half = dim / 2;
+inline void rotate_head(bf16* x, const bf16* cos, const bf16* sin, int64_t half) {
     int64_t i = 0;
     for (; i + LANES <= half; i += LANES) {
         Floats a = widen(load<Halves>(x + i)), b = widen(load<Halves>(x + half + i));
@@ -46,19 +39,25 @@ inline void rotate_head(bf16* x, const bf16* cos, const bf16* sin, int64_t dim) 
     }
 }
 
+inline void norm_head(const Norm& norm, bf16* x, int64_t dim) {
+    if (norm.weight) normed(norm, x, dim, [&](int64_t i, auto numbers) { store(x + i, numbers); });
+}
+
 inline void rotate(const RotaryCall& t, const Step& step, const Worker& me) {
-    const int64_t dim = t.pool.head_dim, kv_heads = t.pool.kv_heads, all_heads = t.q_heads + 2 * kv_heads;
+    const int64_t dim = t.pool.head_dim, kv_heads = t.stores ? t.pool.kv_heads : 0, all_heads = t.q_heads + 2 * kv_heads;
+    const Angles angles = step.angles[t.rope];
     for (int64_t token = me.first(step.tokens); token < me.end(step.tokens); token++) {
         bf16* heads = t.heads + token * all_heads * dim;
+        const bf16 *cos = angles.cos + token * angles.pairs, *sin = angles.sin + token * angles.pairs;
         for (int64_t h = 0; h < t.q_heads + kv_heads; h++) {
-            const bf16* weight = h < t.q_heads ? t.q_norm : t.k_norm;
-            if (weight) norm_head(heads + h * dim, weight, dim, t.eps);
-            rotate_head(heads + h * dim, step.cos + token * dim / 2, step.sin + token * dim / 2, dim);
+            norm_head(h < t.q_heads ? t.q_norm : t.k_norm, heads + h * dim, dim);
+            rotate_head(heads + h * dim, cos, sin, angles.pairs);
         }
         const int64_t block = step.slots[token] / t.pool.block_size, offset = step.slots[token] % t.pool.block_size;
         for (int64_t kv = 0; kv < 2; kv++)
             for (int64_t h = 0; h < kv_heads; h++) {
-                const bf16* head = heads + (t.q_heads + kv * kv_heads + h) * dim;
+                bf16* head = heads + (t.q_heads + kv * kv_heads + h) * dim;
+                if (kv) norm_head(t.v_norm, head, dim);
                 write_row(t.pool, t.pool.first_row(block, kv, h) + offset, head);
             }
     }

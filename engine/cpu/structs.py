@@ -18,13 +18,18 @@ class Step(ctypes.Structure):
         ("sequences", c_int64),
         ("table_width", c_int64),
         ("slots", c_void_p),
-        ("cos", c_void_p),
-        ("sin", c_void_p),
+        ("angles", c_void_p),
         ("tables", c_void_p),
         ("query_lens", c_void_p),
         ("context_lens", c_void_p),
         ("threads", c_int32),
     )
+
+
+class Angles(ctypes.Structure):
+    """Cosines and sines of one kind of rotation; see team.h."""
+
+    _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("pairs", c_int64))
 
 
 class Kind(IntEnum):
@@ -35,6 +40,7 @@ class Kind(IntEnum):
     MULTIPLY_FEW_BITS = 2
     ROTATE = 3
     ATTEND = 4
+    ADD_NORM = 5
 
 
 class FormatName(IntEnum):
@@ -62,6 +68,12 @@ class FormatName(IntEnum):
     MXFP8 = 16
 
 
+class Norm(ctypes.Structure):
+    """RMS norm; see norm.h."""
+
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("rounds_late", c_int32))
+
+
 class ProductCall(ctypes.Structure):
     """Matrix product; see product.h."""
 
@@ -79,8 +91,9 @@ class ProductCall(ctypes.Structure):
         ("inputs", c_int64),
         ("order", c_void_p),
         ("before", c_int32),
-        ("eps", c_float),
-        ("norm", c_void_p),
+        ("norm", Norm),
+        ("alpha", c_float),
+        ("limit", c_float),
         ("features", c_int64),
         ("x", c_void_p),
         ("residual", c_void_p),
@@ -144,10 +157,12 @@ class RotaryCall(ctypes.Structure):
         ("kind", c_int32),
         ("pool", PoolView),
         ("heads", c_void_p),
-        ("q_norm", c_void_p),
-        ("k_norm", c_void_p),
-        ("eps", c_float),
+        ("q_norm", Norm),
+        ("k_norm", Norm),
+        ("v_norm", Norm),
         ("q_heads", c_int64),
+        ("rope", c_int64),
+        ("stores", c_int32),
     )
 
 
@@ -161,12 +176,22 @@ class AttentionCall(ctypes.Structure):
         ("q_stride", c_int64),
         ("out", c_void_p),
         ("q_heads", c_int64),
+        ("scale", c_float),
+        ("soft_cap", c_float),
+        ("sinks", c_void_p),
         ("window", c_int64),
+        ("chunk", c_int64),
         ("by_tiles", c_int32),
     )
 
 
-Call = ProductCall | RotaryCall | AttentionCall
+class AddNormCall(ctypes.Structure):
+    """Norm that is added to the residual stream; see norm.h."""
+
+    _fields_ = (("kind", c_int32), ("norm", Norm), ("update", c_void_p), ("x", c_void_p), ("features", c_int64))
+
+
+Call = ProductCall | RotaryCall | AttentionCall | AddNormCall
 
 
 class Wire(ctypes.Structure):

@@ -14,13 +14,19 @@
 
 namespace {
 
-enum Kind : int32_t { MULTIPLY_BF16, MULTIPLY_INT8, MULTIPLY_FEW_BITS, ROTATE, ATTEND };  // operation; first field of every call's arguments
+enum Kind : int32_t { MULTIPLY_BF16, MULTIPLY_INT8, MULTIPLY_FEW_BITS, ROTATE, ATTEND, ADD_NORM };  // operation; first field of every call's arguments
+
+// Angles of one kind of rotation: numbers i and i + pairs of a head are rotated, for i < pairs.
+struct Angles {
+    const bf16 *cos, *sin;                     // (tokens, pairs)
+    int64_t pairs;
+};
 
 // Arguments of a step, the same for every layer.
 struct Step {
     int64_t tokens, sequences, table_width;
     const int64_t* slots;                      // (tokens)
-    const bf16 *cos, *sin;                     // (tokens, head_dim / 2)
+    const Angles* angles;                      // by kind of rotation
     const int64_t *tables;                     // (sequences, table_width)
     const int64_t *query_lens, *context_lens;  // (sequences)
     int32_t threads;

@@ -112,6 +112,8 @@ inline Halves narrow(Floats f) {
 #endif
 }
 
+inline Floats rounded(Floats f) { return widen(narrow(f)); }
+
 inline void widen_numbers(const bf16* x, int64_t count, float* to) {
     int64_t i = 0;
     for (; i + LANES <= count; i += LANES) store(to + i, widen(load<Halves>(x + i)));
@@ -190,6 +192,12 @@ inline Floats about_power_of_two(Floats x) {
     return x >= 128.0f ? all(std::numeric_limits<float>::infinity()) : p;
 }
 #endif
+
+// Error below 2e-6.
+template <class V> inline V hyperbolic_tangent(V x) {
+    const V e = power_of_two((x > 0.0f ? -x : x) * 2.88539008f), size = (1.0f - e) / (1.0f + e);
+    return x > 0.0f ? size : -size;
+}
 
 // Returns 1 / x within 2 ulp, for normal numbers.
 inline Floats reciprocal(Floats x) {

@@ -1,6 +1,8 @@
 """RMSNorm fused with the preceding additions to the residual stream: Zhang and Sennrich 2019, arXiv:1910.07467.
 
 norm(x) = round(x / sqrt(mean(x^2) + eps)) * weight          round: to the activations' dtype, as transformers does
+
+With weights in fp32, as for Gemma, only the result is rounded.
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ def add_rms_norm(
 
 
 def reference_rms_norm(x_E: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-    return weight_E * F.rms_norm(x_E.float(), (x_E.shape[-1],), eps=eps).to(x_E.dtype)
+    normed_E = F.rms_norm(x_E.float(), (x_E.shape[-1],), eps=eps)
+    if weight_E.dtype != torch.float32:
+        normed_E = normed_E.to(x_E.dtype)
+    return (weight_E * normed_E).to(x_E.dtype)
 
 
 def reference_add_rms_norm(
@@ -96,8 +101,10 @@ def normed(
     value: tl.tensor, weight: tl.tensor, num_features: tl.tensor, eps: tl.tensor, dtype: tl.constexpr
 ) -> tl.tensor:
     """Norm a fp32 row; row and weights are zero past the last feature. Returns `dtype`."""
-    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / num_features + eps)
-    return ((value * scale).to(dtype).to(tl.float32) * weight.to(tl.float32)).to(dtype)
+    result = value * (1.0 / tl.sqrt(tl.sum(value * value, axis=0) / num_features + eps))
+    if weight.dtype != tl.float32:
+        result = result.to(dtype).to(tl.float32)
+    return (result * weight.to(tl.float32)).to(dtype)
 
 
 @jit

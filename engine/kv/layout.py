@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
+from typing import NamedTuple
 
 import torch
 
 from engine.kernels.quant.hadamard import SIGNS
 from engine.kernels.quant.row_quantization import INT4, SCALES
 
-# B blocks, K kv heads of this rank, S block_size, D head_dim
+# B blocks; of a layer: K kv heads of this rank, D head_dim; S block_size
 #
 #   per layer   codes  (B, 2, K, S, D)   2: keys, then values; int4: D / 2 bytes of two codes
 #               scales (B, 2, K, S)      8 bits: one bf16 scale per (token, head), for keys and for values; int4: with
@@ -38,19 +40,27 @@ _WITH_BLOCKS = "features with blocks"
 INT4_FORMAT = f"rotated by {SIGNS:x}"
 
 
+class LayerHeads(NamedTuple):
+    """KV heads of one layer on one rank."""
+
+    num_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class KVLayout:
     """KV layout of one model on one rank of `tensor_parallel`.
 
     `num_kv_heads` counts the whole model. With more ranks than KV heads, each head is held by
-    tensor_parallel / num_kv_heads neighbouring ranks.
+    tensor_parallel / num_kv_heads neighbouring ranks. `num_kv_heads` and `head_dim` are one number for all layers, or
+    one per layer if they differ.
     """
 
     # Fingerprint of the weights as stored.
     model: str
     num_layers: int
-    num_kv_heads: int
-    head_dim: int
+    num_kv_heads: int | tuple[int, ...]
+    head_dim: int | tuple[int, ...]
     block_size: int
     # Dtype of the pool, a key of DTYPES.
     dtype: str
@@ -70,6 +80,16 @@ class KVLayout:
     plain_dtype: str = "bfloat16"
     # Draft-head features of a block's last position, bytes per block; see engine.spec_decode.heads.features.
     feature_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        # Equal layouts must have equal fingerprints.
+        for name in ("num_kv_heads", "head_dim"):
+            numbers = getattr(self, name)
+            if not isinstance(numbers, int):
+                assert len(numbers) == self.num_layers, (
+                    f"{name} has {len(numbers)} entries for {self.num_layers} layers"
+                )
+                object.__setattr__(self, name, numbers[0] if len({*numbers}) == 1 else numbers)
 
     @property
     def fingerprint(self) -> str:
@@ -96,6 +116,11 @@ class KVLayout:
         """Dtype of all layers but plain ones."""
         return DTYPES[self.dtype]
 
+    @property
+    def draft_layers(self) -> range:
+        """Layers of draft heads."""
+        return range(self.num_layers - self.num_draft_layers, self.num_layers)
+
     def dtype_of(self, layer: int) -> torch.dtype:
         return DTYPES[self.plain_dtype] if layer in self.plain_layers else self.torch_dtype
 
@@ -103,45 +128,56 @@ class KVLayout:
     def has_scales(self) -> bool:
         return self.torch_dtype in SCALES
 
-    @property
-    def heads_per_rank(self) -> int:
-        first, end = self.head_range(0)
-        return end - first
+    @cached_property
+    def kv_heads(self) -> tuple[int, ...]:
+        """KV heads of each layer, of the whole model."""
+        return _per_layer(self.num_kv_heads, self.num_layers)
 
-    def row_dim_of(self, dtype: torch.dtype) -> int:
-        """Return the elements of `dtype` that a row occupies in a pool or payload of that dtype."""
+    @cached_property
+    def heads(self) -> tuple[LayerHeads, ...]:
+        """Heads of each layer that a rank holds."""
+        counts = (max(1, count // self.tensor_parallel) for count in self.kv_heads)
+        dims = _per_layer(self.head_dim, self.num_layers)
+        return tuple(LayerHeads(count, dim) for count, dim in zip(counts, dims, strict=True))
+
+    def row_dim_of(self, layer: int, dtype: torch.dtype) -> int:
+        """Return the elements of `dtype` that a layer's row occupies in a pool or payload of that dtype."""
+        head_dim = self.heads[layer].head_dim
         if dtype == INT4:
-            return self.head_dim // 2
-        return self.head_dim + self.exact_dim if dtype in SCALES else self.head_dim
+            return head_dim // 2
+        return head_dim + self.exact_dim if dtype in SCALES else head_dim
 
-    def row_bytes_of(self, dtype: torch.dtype) -> int:
-        """Return the bytes of a row in a pool or payload of `dtype`, scale included."""
+    def row_bytes_of(self, layer: int, dtype: torch.dtype) -> int:
+        """Return the bytes of a layer's row in a pool or payload of `dtype`, scale included."""
         scale = SCALES.get(dtype)
-        return self.row_dim_of(dtype) * dtype.itemsize + (scale.itemsize if scale else 0)
+        return self.row_dim_of(layer, dtype) * dtype.itemsize + (scale.itemsize if scale else 0)
 
-    def head_range(self, rank: int) -> tuple[int, int]:
-        """Return the range [start, end) of the model's KV heads that `rank` holds."""
-        return head_range(self.num_kv_heads, rank=rank, num_ranks=self.tensor_parallel)
+    def head_range(self, layer: int, *, rank: int) -> tuple[int, int]:
+        """Return the range [start, end) of the model's KV heads of a layer that `rank` holds."""
+        return head_range(self.kv_heads[layer], rank=rank, num_ranks=self.tensor_parallel)
 
     def bytes_per_token(self) -> int:
         """Return the KV bytes of one token on one rank, all layers, scales included."""
-        return sum(self._layer_bytes_per_token(self.dtype_of(layer)) for layer in range(self.num_layers))
+        return sum(self._layer_bytes_per_token(layer) for layer in range(self.num_layers))
 
-    @property
-    def layer_bytes(self) -> int:
-        """Bytes of one layer of one block on one rank, scales included; not of a plain layer."""
-        return self.block_size * self._layer_bytes_per_token(self.torch_dtype)
+    def layer_bytes(self, layer: int) -> int:
+        """Return the bytes of one layer of one block on one rank, scales included."""
+        return self.block_size * self._layer_bytes_per_token(layer)
 
     @property
     def block_bytes(self) -> int:
         """Bytes of one block on one rank: KV of all layers, scales included, and features."""
         return self.block_size * self.bytes_per_token() + self.feature_bytes
 
-    def _layer_bytes_per_token(self, dtype: torch.dtype) -> int:
-        return self.num_sides * self.heads_per_rank * self.row_bytes_of(dtype)
+    def _layer_bytes_per_token(self, layer: int) -> int:
+        return self.num_sides * self.heads[layer].num_heads * self.row_bytes_of(layer, self.dtype_of(layer))
 
 
 def head_range(num_kv_heads: int, *, rank: int, num_ranks: int) -> tuple[int, int]:
     """Return the range [start, end) of KV heads that `rank` of `num_ranks` holds."""
     start = rank * num_kv_heads // num_ranks
     return start, start + max(1, num_kv_heads // num_ranks)
+
+
+def _per_layer(numbers: int | tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    return (numbers,) * num_layers if isinstance(numbers, int) else numbers

@@ -15,8 +15,8 @@ from engine.kernels.quant.row_quantization import SCALES, as_bytes, dequantize_r
 from engine.kv.layout import KVLayout
 from engine.runner import streams
 
-# T tokens, R rows (sequences), B blocks, L = B * S positions, K kv heads of this rank, S block_size, D head_dim;
-# 2: keys, then values, or the single side of a latent layout
+# T tokens, R rows (sequences), B blocks, L = B * S positions, S block_size; of a layer: K kv heads of this rank,
+# D head_dim; 2: keys, then values, or the single side of a latent layout
 
 
 class KVPool:
@@ -35,17 +35,16 @@ class KVPool:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
-        shape = (layout.num_sides, layout.heads_per_rank, layout.block_size)
-        counts = [num_blocks] * (layout.num_layers - layout.num_draft_layers)
-        counts += [num_blocks + num_spare] * layout.num_draft_layers
+        shapes = [(layout.num_sides, heads.num_heads, layout.block_size) for heads in layout.heads]
+        counts = [num_blocks + num_spare * (layer in layout.draft_layers) for layer in range(layout.num_layers)]
         dtypes = [layout.dtype_of(layer) for layer in range(layout.num_layers)]
         self.codes = [
-            _zeros((count, *shape, layout.row_dim_of(dtype)), dtype, device)
-            for count, dtype in zip(counts, dtypes, strict=True)
+            _zeros((count, *shape, layout.row_dim_of(layer, dtype)), dtype, device)
+            for layer, (count, shape, dtype) in enumerate(zip(counts, shapes, dtypes, strict=True))
         ]
         self.scales: list[Tensor] = []
         if layout.has_scales:
-            for count, dtype in zip(counts, dtypes, strict=True):
+            for count, shape, dtype in zip(counts, shapes, dtypes, strict=True):
                 if dtype in SCALES:
                     self.scales.append(_zeros((count, *shape), SCALES[dtype], device))
                 else:
@@ -77,9 +76,12 @@ class KVPool:
         """Block the host until the device work that the calling thread started is done."""
         streams.streams_of(self.device).synchronize()
 
-    def runs(self, tables_RB: Ints) -> Tensor:
-        """Return the runs of R equally long block tables for `gather`, (2, R, K, B) int64; valid for every layer."""
-        num_heads = self.layout.heads_per_rank
+    def runs(self, layer: int, tables_RB: Ints) -> Tensor:
+        """Return the runs of R equally long block tables for `gather`, (2, R, K, B) int64.
+
+        Valid for every layer with as many heads.
+        """
+        num_heads = self.layout.heads[layer].num_heads
         num_sides = self.layout.num_sides
         side_2111 = np.arange(num_sides).reshape(num_sides, 1, 1, 1)
         head_K1 = np.arange(num_heads).reshape(num_heads, 1)

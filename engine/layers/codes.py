@@ -58,8 +58,10 @@ class Codes:
 def format_of(weight: QuantizedWeight) -> Format | None:
     """Return the format that holds this matrix; None if there is none."""
     if isinstance(weight, GGMLWeight):
-        name = FormatName.__members__.get(weight.kind.name)
-        return None if name is None else Format(name, span=_span(weight.shape[1]) if weight.kind.block == 32 else 256)
+        if weight.kind.name not in _READERS:
+            return None
+        span = _span(weight.shape[1]) if weight.kind.block == 32 else 256
+        return Format(FormatName[weight.kind.name], span=span)
     return _group_format(weight) if isinstance(weight, GroupedWeight) else None
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.gated_mul import GatedActivation
 from engine.kernels.moe.expert_sum import ExpertSum
 from engine.kernels.rms_norm import add_rms_norm, rms_norm
-from engine.kernels.silu_mul import silu_mul
 from engine.runner.parallel import TensorParallel
 
 # T tokens, I input features, O output features, V vocabulary rows of this rank
@@ -140,9 +140,10 @@ class Embedding:
 class RMSNorm:
     """RMS norm, x / rms(x) * weight over the last dimension; Zhang and Sennrich 2019, arXiv:1910.07467.
 
-    Rounds where transformers does: to the activations' dtype before the weight is applied.
+    Rounds where transformers does: to the activations' dtype before the weight is applied, or once after it.
     """
 
+    # fp32 if the norm rounds once; Gemma's includes the 1 of (1 + weight).
     weight: Tensor
     eps: float
 
@@ -155,17 +156,14 @@ class RMSNorm:
         """Return the sum (x + experts) + update, and its norm."""
         return add_rms_norm(x_TE, update_TE, self.weight, self.eps, experts=experts)
 
-
-@dataclass(frozen=True)
-class GatedSiLU:
-    """Gated SiLU, silu(gate) * up; the gate is the first half of the features and up the second."""
-
-    def __call__(self, gate_up_TI: Tensor) -> Tensor:
-        return silu_mul(gate_up_TI)
+    @property
+    def rounds_late(self) -> bool:
+        """True if the result is rounded once, after the weight is applied."""
+        return self.weight.dtype == torch.float32
 
 
 # Operations that a matrix can fuse in front of its product.
-Before = RMSNorm | GatedSiLU
+Before = RMSNorm | GatedActivation
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.library import Kernels, Program
-from engine.cpu.structs import FormatName, Kind, ProductCall, Step, StoredRows
+from engine.cpu.structs import FormatName, Kind, Norm, ProductCall, Step, StoredRows
+from engine.kernels.gated_mul import GatedActivation
 from engine.layers.codes import Format, factors_of, format_of
 from engine.layers.layers import Before, RMSNorm, linear
 from engine.layers.low_bit_panels import pack
@@ -26,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 _PANEL = 16
 # Values of `enum Before` in product.h.
-_NOTHING, _NORM, _SILU = 0, 1, 2
+_NOTHING, _NORM = 0, 1
+_GATED = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "swigluoai": 5}
 
 NEVER = 1 << 62
 # Rows per prompt step that are measured, in descending order until the kernels win.
@@ -265,7 +267,13 @@ class PackedMatrix:
 
         `out_TO` may be the residual, and may be fp32.
         """
-        norm = before if isinstance(before, RMSNorm) else None
+        match before:
+            case RMSNorm():
+                operation = {"before": _NORM, "norm": norm_argument(before)}
+            case GatedActivation():
+                operation = {"before": _GATED[before.kind], "alpha": before.alpha, "limit": before.limit}
+            case None:
+                operation = {"before": _NOTHING}
         first = 0
         for part in self._parts:
             yield ProductCall(
@@ -276,9 +284,7 @@ class PackedMatrix:
                 outputs=part.num_outputs,
                 inputs=part.num_columns,
                 features=self.num_inputs,
-                before=_NORM if norm else _NOTHING if before is None else _SILU,
-                eps=norm.eps if norm else 0.0,
-                norm=norm.weight.data_ptr() if norm else None,
+                **operation,
                 bias=_from(bias_O, first),
                 residual=_from(residual_TO, first),
                 x=x_TI.data_ptr(),
@@ -289,6 +295,11 @@ class PackedMatrix:
                 **{name: tensor.data_ptr() for name, tensor in part.tensors.items()},
             )
             first += part.num_outputs
+
+
+def norm_argument(norm: RMSNorm) -> Norm:
+    """Return the kernels' view of a norm."""
+    return Norm(norm.weight.data_ptr(), norm.eps, norm.rounds_late)
 
 
 def _agree(matrix: PackedMatrix, tiled: PackedMatrix) -> bool:

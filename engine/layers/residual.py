@@ -24,23 +24,39 @@ class Residual:
         self._experts: ExpertSum | None = None
         self._update_TE: Tensor | None = None
 
-    def into(self, linear: Linear, *, norm: RMSNorm) -> Tensor:
-        """Return linear(norm(x)): (T, O)."""
+    def into(self, linear: Linear, *, norm: RMSNorm | None) -> Tensor:
+        """Return linear(norm(x)), or linear(x) without a norm: (T, O)."""
+        if norm is None:
+            return linear(self.total())
         if self._adds_late:
             return linear(self.normed(norm))
         return linear(self._x_TE, before=norm)
 
-    def normed(self, norm: RMSNorm) -> Tensor:
-        """Return norm(x), (T, E)."""
+    def normed(self, norm: RMSNorm | None) -> Tensor:
+        """Return norm(x), or x without a norm: (T, E)."""
+        if norm is None:
+            return self.total()
         if self._experts is None and self._update_TE is None:
             return norm(self._x_TE)
         self._x_TE, normed_TE = norm.of_sum(self._x_TE, self._update_TE, experts=self._experts)
         self._experts = self._update_TE = None
         return normed_TE
 
-    def add_product(self, part: RowParallelLinear, x_TI: Tensor, *, before: Before | None = None) -> None:
-        """Add part(before(x_TI)) to the stream."""
-        if self._adds_late:
+    def add_product(
+        self,
+        part: RowParallelLinear,
+        x_TI: Tensor,
+        *,
+        before: Before | None = None,
+        after: RMSNorm | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        """Add after(part(before(x_TI))) * scale to the stream."""
+        if after is not None or scale != 1:
+            update_TE = part(x_TI, before=before)
+            update_TE = update_TE if after is None else after(update_TE)
+            self.add(update_TE if scale == 1 else update_TE * scale)
+        elif self._adds_late:
             self.add(part(x_TI, before=before))
         else:
             self._x_TE = part(x_TI, before=before, residual_TO=self._x_TE)
@@ -56,6 +72,10 @@ class Residual:
             self._experts = update
         else:
             self._update_TE = update
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply the stream by a factor, (1,)."""
+        self._x_TE = self.total() * factor
 
     def total(self) -> Tensor:
         """Apply deferred additions and return the sum, (T, E)."""

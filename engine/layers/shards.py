@@ -59,8 +59,13 @@ class ShardReader:
         """Read a tensor, or some of its rows, by its full name."""
         return self._place(self.checkpoint.read(name, rows=rows))
 
-    def norm(self, name: str, eps: float) -> RMSNorm:
-        return RMSNorm(self._place(self.checkpoint.read(f"{name}.weight")), eps)
+    def norm(
+        self, name: str, eps: float, *, rows: Span | None = None, adds_one: bool = False, rounds_late: bool = False
+    ) -> RMSNorm:
+        """Read a norm. adds_one: it multiplies by 1 + weight. rounds_late: see RMSNorm."""
+        weight = self.checkpoint.read(f"{name}.weight", rows=rows)
+        weight = weight.float() + 1 if adds_one else weight
+        return RMSNorm(weight.float().to(self.device) if rounds_late else self._place(weight), eps)
 
     def embedding(self, name: str, vocab_size: int) -> Embedding:
         """Read this rank's rows of the token embedding. Only CPU kernels keep them quantized."""

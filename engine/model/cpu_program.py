@@ -14,10 +14,10 @@ from engine.attention.cpu_heads import StepRows, attention_call, rotary_call
 from engine.attention.layer_attention import Angles
 from engine.batch.batch import Batch
 from engine.cpu.library import Kernels, Program
-from engine.cpu.structs import Call, ProductCall, RotaryCall, Step
+from engine.cpu.structs import AddNormCall, Call, Kind, ProductCall, RotaryCall, Step
 from engine.kv.pool import KVPool
-from engine.layers.layers import Before, GatedSiLU, Linear, RMSNorm, RowParallelLinear
-from engine.layers.packed_matrix import PackedMatrix
+from engine.layers.layers import Before, Linear, RMSNorm, RowParallelLinear
+from engine.layers.packed_matrix import PackedMatrix, norm_argument
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.gated_mlp import GatedMLP
@@ -85,7 +85,7 @@ class CompiledLayers:
     def _finish(self, rows: StepRows, batch: Batch) -> Tensor:
         """Finish the last layer for positions with logits only; after its KV no other position is needed."""
         num_rows, rows_R = len(batch.logits_rows), torch.from_numpy(batch.logits_rows)
-        for values in (self._x_CE, self._heads_CND):
+        for values in (self._x_CE, self._heads_of(self._layers[-1])):
             values[:num_rows] = values[rows_R]
         if num_rows:
             self._program.run(rows.of_logits(batch), first=self._kv_calls[-1][1])
@@ -96,19 +96,15 @@ class CompiledLayers:
         return num_tokens <= self._most_tokens
 
     def _make_room(self, num_tokens: int) -> None:
-        first, mlp = self._layers[0], _mlp(self._layers[0])
+        def room(numbers_of_features: Iterable[int]) -> Tensor:
+            return torch.empty(num_tokens, max(numbers_of_features), dtype=torch.bfloat16)
 
-        def room(num_features: int) -> Tensor:
-            return torch.empty(num_tokens, num_features, dtype=torch.bfloat16)
-
-        def outputs(part: Linear | RowParallelLinear) -> int:
-            return _packed(part).num_outputs
-
-        num_attended = _packed(first.output).num_inputs
-        self._x_CE = room(outputs(first.output))
-        self._heads_CND = room(outputs(first.qkv)).view(num_tokens, -1, first.head_dim)
-        self._attended_CHD = room(num_attended).view(num_tokens, -1, first.head_dim)
-        self._gate_up_CI = room(outputs(mlp.gate_up))
+        layers, outputs = self._layers, [_packed(layer.output) for layer in self._layers]
+        self._x_CE, self._update_CE = (room(output.num_outputs for output in outputs) for _ in range(2))
+        # Layers may differ in their numbers of heads and features.
+        self._heads_CI = room(_packed(layer.qkv).num_outputs for layer in layers)
+        self._attended_CI = room(output.num_inputs for output in outputs)
+        self._gate_up_CI = room(_packed(_mlp(layer).gate_up).num_outputs for layer in layers)
         calls, self._kv_calls = list[Call](), list[tuple[int, int]]()
         for layer in self._layers:
             begin = len(calls)
@@ -120,14 +116,38 @@ class CompiledLayers:
 
     def _calls(self, layer: DecoderLayer) -> Iterable[Call]:
         mlp = _mlp(layer)
-        x_CE, heads_CND, attended_CHD, gate_up_CI = self._x_CE, self._heads_CND, self._attended_CHD, self._gate_up_CI
+        x_CE, gate_up_CI, heads_CND = self._x_CE, self._gate_up_CI, self._heads_of(layer)
+        attended_CI = _leading(self._attended_CI, _packed(layer.output).num_inputs)
+        attended_CHD = attended_CI.view(len(x_CE), -1, layer.head_dim)
         q_CHD = heads_CND[:, : attended_CHD.shape[1]]
         yield from _products(layer.qkv, x_CE, heads_CND, before=layer.input_norm)
         yield rotary_call(self._pool, layer.attention, heads_CND)
         yield attention_call(self._pool, layer.attention, q_CHD, attended_CHD, by_tiles=self._by_tiles)
-        yield from _products(layer.output, attended_CHD, x_CE, residual_CE=x_CE)
+        yield from self._added(layer.output, attended_CHD, None, layer.output_norm)
         yield from _products(mlp.gate_up, x_CE, gate_up_CI, before=layer.mlp_norm)
-        yield from _products(mlp.down, gate_up_CI, x_CE, before=GatedSiLU(), residual_CE=x_CE)
+        yield from self._added(mlp.down, gate_up_CI, mlp.activation, mlp.output_norm)
+
+    def _added(
+        self, part: RowParallelLinear, x_CI: Tensor, before: Before | None, after: RMSNorm | None
+    ) -> Iterable[Call]:
+        """Yield the calls that add after(part(before(x))) to the residual stream."""
+        x_CE, update_CE = self._x_CE, self._update_CE
+        if after is None:
+            yield from _products(part, x_CI, x_CE, before=before, residual_CE=x_CE)
+            return
+        yield from _products(part, x_CI, update_CE, before=before)
+        yield AddNormCall(
+            kind=Kind.ADD_NORM,
+            norm=norm_argument(after),
+            update=update_CE.data_ptr(),
+            x=x_CE.data_ptr(),
+            features=x_CE.shape[1],
+        )
+
+    def _heads_of(self, layer: DecoderLayer) -> Tensor:
+        """Return the part of the buffer that holds the heads of a layer, (C, N, D)."""
+        heads_CI = _leading(self._heads_CI, _packed(layer.qkv).num_outputs)
+        return heads_CI.view(len(heads_CI), -1, layer.head_dim)
 
 
 class CompiledHead:
@@ -153,11 +173,18 @@ class CompiledHead:
 
 
 def can_compile(layers: Sequence[DecoderLayer]) -> bool:
-    """Return True if all matrices are packed and no MLP has experts."""
+    """Return True if all matrices are packed, no MLP has experts, and norms are where Llama has them."""
     return all(
-        isinstance(layer.mlp, GatedMLP) and all(isinstance(part.matrix, PackedMatrix) for part in _parts(layer))
+        isinstance(layer.mlp, GatedMLP)
+        and layer.is_usual
+        and all(isinstance(part.matrix, PackedMatrix) for part in _parts(layer))
         for layer in layers
     )
+
+
+def _leading(room_CI: Tensor, num_features: int) -> Tensor:
+    """Return the start of a buffer as dense rows of fewer features."""
+    return room_CI.flatten()[: len(room_CI) * num_features].view(-1, num_features)
 
 
 def _parts(layer: DecoderLayer) -> tuple[Linear | RowParallelLinear, ...]:

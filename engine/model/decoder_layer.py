@@ -1,22 +1,29 @@
-"""Decoder layer of the Llama and Qwen families."""
+"""Decoder layer with attention over keys and values: all families but those with latent attention."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from core.model.shape import ModelConfig
+from core.model.shape import LayerConfig, ModelConfig
 from engine.attention.heads import Heads
 from engine.attention.layer_attention import LayerAttention
-from engine.kv.layout import KVLayout
+from engine.kernels.attention.rotary import rotate
+from engine.kv.layout import head_range
+from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
+from engine.model import experts, experts_beside_mlp, gated_mlp
 from engine.model.experts import SparseMLP
+from engine.model.experts_beside_mlp import ExpertsBesideMLP
 from engine.model.gated_mlp import GatedMLP
+from engine.model.norms import ProjectionNorm, mlp_norms, read_norm
+from engine.model.own_inputs import OwnInput
 from engine.weights.checkpoint import Shape
 
 # T tokens of the step, H query heads and K kv heads of this rank, D head_dim, N = H + 2 K
@@ -27,74 +34,183 @@ class DecoderLayer:
     """Layer x + attention(norm(x)), then x + mlp(norm(x)), split in two halves around the attention."""
 
     index: int
+    num_q_heads: int
     head_dim: int
     attention: LayerAttention
-    input_norm: RMSNorm
-    # Rows: queries, keys, values.
+    # None: the families without norms before their parts.
+    input_norm: RMSNorm | None
+    # Rows: queries, keys, values; queries only in a layer that reads another one's keys and values.
     qkv: Linear
+    # Norms over all heads together.
+    qk_norm: ProjectionNorm | None
+    values_are_keys: bool
     output: RowParallelLinear
-    mlp_norm: RMSNorm
-    mlp: GatedMLP | SparseMLP
+    # Norm of the attention's output.
+    output_norm: RMSNorm | None
+    residual_scale: float
+    mlp_norm: RMSNorm | None
+    mlp: GatedMLP | SparseMLP | ExpertsBesideMLP
+    scales_queries: bool
+    # Addition of the layer's own embedding, and a factor of its output (1,): Gemma 4.
+    own_input: OwnInput | None
+    scale: Tensor | None
 
     @classmethod
-    def read(cls, reader: ShardReader, config: ModelConfig, layout: KVLayout, index: int) -> DecoderLayer:
-        prefix, dim, eps = f"model.layers.{index}", config.head_dim, config.rms_norm_eps
-        attention = f"{prefix}.self_attn"
+    def read(cls, reader: ShardReader, config: ModelConfig, index: int) -> DecoderLayer:
+        prefix, layer = f"model.layers.{index}", config.layers[index]
+        attention, dim = f"{prefix}.self_attn", layer.head_dim
         q_first, q_end = reader.parallel.span(config.num_q_heads)
-        kv_first, kv_end = layout.head_range(reader.parallel.rank)
+        kv_first, kv_end = head_range(layer.num_kv_heads, rank=reader.parallel.rank, num_ranks=reader.parallel.size)
         q_rows, kv_rows = (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
+        rows = {f"{attention}.q_proj": q_rows} | {f"{attention}.{name}": kv_rows for name in _kv_names(layer)}
+        names = mlp_norms(config)
         return cls(
             index=index,
+            num_q_heads=q_end - q_first,
             head_dim=dim,
-            attention=LayerAttention(
-                layer=index,
-                scale=config.attention_scale,
-                window=config.sliding_windows[index],
-                q_norm=reader.norm(f"{attention}.q_norm", eps) if config.has_qk_norm else None,
-                k_norm=reader.norm(f"{attention}.k_norm", eps) if config.has_qk_norm else None,
-            ),
-            input_norm=reader.norm(f"{prefix}.input_layernorm", eps),
-            qkv=reader.linear(
-                {f"{attention}.q_proj": q_rows, f"{attention}.k_proj": kv_rows, f"{attention}.v_proj": kv_rows},
-                has_bias=config.has_qkv_bias,
-            ),
+            attention=_read_attention(reader, config, index, (q_first, q_end)),
+            input_norm=read_norm(reader, config, f"{prefix}.input_layernorm") if config.has_pre_norms else None,
+            qkv=reader.linear(rows, has_bias=config.has_qkv_bias),
+            qk_norm=ProjectionNorm.read(reader, config, attention, q_rows, kv_rows)
+            if config.qk_norm == "projection"
+            else None,
+            values_are_keys=layer.values_are_keys,
             output=reader.row_parallel(f"{attention}.o_proj", q_rows, has_bias=config.has_output_bias),
-            mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", eps),
-            mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
+            output_norm=read_norm(reader, config, f"{prefix}.post_attention_layernorm")
+            if config.has_post_norms
+            else None,
+            residual_scale=config.residual_scale,
+            mlp_norm=read_norm(reader, config, f"{prefix}.{names.before}") if names.before else None,
+            mlp=_read_mlp(reader, config, index),
+            scales_queries=layer.scales_queries,
+            own_input=OwnInput.read(reader, config, index) if config.per_layer_dim else None,
+            scale=reader.tensor(f"{prefix}.layer_scalar") if config.has_layer_scales else None,
         )
 
     def store(self, x: Residual, heads: Heads) -> Tensor:
         """Write the tokens' keys and values to the pool. Returns the queries (T, H, D)."""
-        heads_TND = torch.unflatten(x.into(self.qkv, norm=self.input_norm), -1, (-1, self.head_dim))
+        rows_TO = x.into(self.qkv, norm=self.input_norm)
+        if self.qk_norm is not None:
+            rows_TO = self.qk_norm(rows_TO)
+        heads_TND = torch.unflatten(rows_TO, -1, (-1, self.head_dim))
+        if self.values_are_keys:
+            heads_TND = torch.cat((heads_TND, heads_TND[:, self.num_q_heads :]), dim=1)
         return heads.store(self.attention, heads_TND)
+
+    def keep(self, x: Residual, pool: KVPool, slots_T: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
+        """Write the keys and values of tokens whose queries are not needed. The layer has none of Gemma 4's parts."""
+        rows_TO = x.into(self.qkv, norm=self.input_norm)
+        rows_TO = rows_TO if self.qk_norm is None else self.qk_norm(rows_TO)
+        heads_TND = torch.unflatten(rows_TO, -1, (-1, self.head_dim))
+        k_TKD, v_TKD = heads_TND[:, self.num_q_heads :].chunk(2, dim=1)
+        k_TKD = k_TKD if self.attention.k_norm is None else self.attention.k_norm(k_TKD)
+        pool.write(self.attention.layer, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
 
     def finish(self, x: Residual, q_THD: Tensor, heads: Heads) -> None:
         attended_THD = heads.attend(self.attention, q_THD)
-        x.add_product(self.output, attended_THD.flatten(1))
+        x.add_product(self.output, attended_THD.flatten(1), after=self.output_norm, scale=self.residual_scale)
         self.mlp(x, norm=self.mlp_norm)
+
+    @property
+    def written(self) -> int | None:
+        """Layer of the pool that it writes; None if it reads another one's keys and values."""
+        return self.attention.layer if self.attention.stores else None
+
+    def end(self, x: Residual, own_TP: Tensor | None) -> None:
+        """Add the layer's own embedding, and scale its output."""
+        if self.own_input is not None and own_TP is not None:
+            self.own_input(x, own_TP)
+        if self.scale is not None:
+            x.scale(self.scale)
 
     @property
     def is_fixed(self) -> bool:
         """True if launches depend only on shapes."""
         return is_plain(self.qkv, self.output) and self.mlp.is_fixed
 
+    @property
+    def is_usual(self) -> bool:
+        """True for the parts that a compiled program computes."""
+        extras = self.qk_norm, self.own_input, self.scale
+        has_norms = self.input_norm is not None and self.mlp_norm is not None
+        has_usual_heads = not self.values_are_keys and not self.scales_queries
+        return has_norms and has_usual_heads and self.residual_scale == 1 and all(part is None for part in extras)
 
-def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
+
+def expected_tensors(config: ModelConfig, index: int) -> Mapping[str, Shape]:
     """Return the tensors of one layer, without its MLP."""
-    hidden, dim = config.hidden_size, config.head_dim
-    q_size, kv_size = config.num_q_heads * dim, config.num_kv_heads * dim
-    prefix = f"model.layers.{layer}"
-    norms: dict[str, Shape] = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
-    if config.has_qk_norm:
-        norms |= {"self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,)}
+    hidden, layer = config.hidden_size, config.layers[index]
+    dim, prefix = layer.head_dim, f"model.layers.{index}"
+    sizes = {"q_proj": config.num_q_heads * dim} | {name: layer.num_kv_heads * dim for name in _kv_names(layer)}
+    names = mlp_norms(config)
+    norms: dict[str, Shape] = {name: (hidden,) for name in (names.before, names.after) if name}
+    if config.has_pre_norms:
+        norms["input_layernorm"] = (hidden,)
+    if config.has_post_norms:
+        norms["post_attention_layernorm"] = (hidden,)
+    if config.qk_norm in ("head", "projection") and layer.has_qk_norm:
+        for name in ("q_proj", "k_proj"):
+            if name in sizes:
+                norms[f"self_attn.{name[0]}_norm"] = (dim if config.qk_norm == "head" else sizes[name],)
     tensors = {f"{prefix}.{name}.weight": shape for name, shape in norms.items()}
-    for name, shape, has_bias in (
-        ("q_proj", (q_size, hidden), config.has_qkv_bias),
-        ("k_proj", (kv_size, hidden), config.has_qkv_bias),
-        ("v_proj", (kv_size, hidden), config.has_qkv_bias),
-        ("o_proj", (hidden, q_size), config.has_output_bias),
-    ):
+    shapes = {name: ((size, hidden), config.has_qkv_bias) for name, size in sizes.items()}
+    shapes["o_proj"] = ((hidden, sizes["q_proj"]), config.has_output_bias)
+    for name, (shape, has_bias) in shapes.items():
         tensors[f"{prefix}.self_attn.{name}.weight"] = shape
         if has_bias:
             tensors[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
+    if config.has_layer_scales:
+        tensors[f"{prefix}.layer_scalar"] = (1,)
+    if config.has_sinks:
+        tensors[f"{prefix}.self_attn.sinks"] = (config.num_q_heads,)
     return tensors
+
+
+def _kv_names(layer: LayerConfig) -> tuple[str, ...]:
+    if layer.kv_layer is not None:
+        return ()
+    return ("k_proj",) if layer.values_are_keys else ("k_proj", "v_proj")
+
+
+def _read_attention(reader: ShardReader, config: ModelConfig, index: int, heads: tuple[int, int]) -> LayerAttention:
+    layer, attention = config.layers[index], f"model.layers.{index}.self_attn"
+    norms: list[RMSNorm | None] = [None, None]
+    ones_D = torch.ones(layer.head_dim, device=reader.device)
+    v_norm = RMSNorm(ones_D, config.rms_norm_eps) if config.has_value_norm and layer.kv_layer is None else None
+    if config.qk_norm == "head":
+        norms = [
+            read_norm(reader, config, f"{attention}.{name}_norm") if name == "q" or layer.kv_layer is None else None
+            for name in "qk"
+        ]
+    elif config.qk_norm == "plain" and layer.has_qk_norm:
+        norms = [RMSNorm(ones_D, config.rms_norm_eps)] * 2
+    sinks_H = None
+    if config.has_sinks:
+        sinks_H = reader.checkpoint.read(f"{attention}.sinks", rows=heads).float().to(reader.device)
+    return LayerAttention(
+        layer=config.pool_layer(index),
+        stores=layer.kv_layer is None,
+        scale=config.attention_scale(index),
+        window=layer.window,
+        chunk=layer.chunk,
+        soft_cap=config.score_soft_cap,
+        sinks_H=sinks_H,
+        rope=len(config.ropes) if layer.rope is None else layer.rope,
+        q_norm=norms[0],
+        k_norm=norms[1],
+        v_norm=v_norm,
+    )
+
+
+def mlp_module(config: ModelConfig, index: int) -> Any:
+    """Return the module of a layer's MLP."""
+    if not config.is_sparse(index):
+        return gated_mlp
+    return experts_beside_mlp if config.experts and config.experts.beside_mlp else experts
+
+
+def _read_mlp(reader: ShardReader, config: ModelConfig, index: int) -> GatedMLP | SparseMLP | ExpertsBesideMLP:
+    if not config.is_sparse(index):
+        return GatedMLP.read(reader, config, index)
+    kind = ExpertsBesideMLP if config.experts and config.experts.beside_mlp else SparseMLP
+    return kind.read(reader, config, index)

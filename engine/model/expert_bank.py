@@ -9,12 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kernels.moe.expert_tiles import Tiles
-from engine.kernels.moe.fused_experts import fused_experts
+from engine.kernels.moe.fused_experts import ExpertBiases, fused_experts
 from engine.kernels.moe.quantized_experts import coded_experts
 from engine.kernels.quant.code_panels import CodePanels
 from engine.layers.int8_matrix import Int8Matrix
-from engine.layers.layers import GatedSiLU, Linear, Matrix, TorchMatrix
+from engine.layers.layers import Linear, Matrix, TorchMatrix
 from engine.layers.low_bit_matrix import CodedMatrix
 
 # T tokens, E hidden_size, I features of one expert, X experts, C experts per token, N = T * C choices
@@ -23,10 +24,18 @@ from engine.layers.low_bit_matrix import CodedMatrix
 class Bank(Protocol):
     """Experts, or a rank's shares of them, at numbered places."""
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None) -> Tensor:
+    def __call__(
+        self,
+        x_TE: Tensor,
+        chosen_TC: Tensor,
+        tiles: Tiles | None = None,
+        *,
+        input_weights_TC: Tensor | None = None,
+    ) -> Tensor:
         """Return the unweighted output of each chosen expert: (T, C, E).
 
-        chosen: int64 places in this bank. tiles: these choices sorted by expert, if available.
+        chosen: int64 places in this bank. tiles: these choices sorted by expert, if available. input_weights: fp32
+        factors of each choice's input (Llama 4); not for experts with biases.
         """
         ...
 
@@ -43,9 +52,12 @@ class Expert:
     # Rows: gate, up.
     gate_up: Linear
     down: Matrix
+    # On rank 0 only, if the features are split over ranks.
+    down_bias_E: Tensor | None = None
+    activation: GatedActivation = SILU
 
     def __call__(self, x_TE: Tensor) -> Tensor:
-        return self.down.multiply(self.gate_up(x_TE), before=GatedSiLU())
+        return self.down.multiply(self.gate_up(x_TE), bias_O=self.down_bias_E, before=self.activation)
 
 
 @dataclass(frozen=True)
@@ -58,10 +70,20 @@ class ExpertList:
     def is_fixed(self) -> bool:
         return False
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None) -> Tensor:
+    def __call__(
+        self,
+        x_TE: Tensor,
+        chosen_TC: Tensor,
+        tiles: Tiles | None = None,
+        *,
+        input_weights_TC: Tensor | None = None,
+    ) -> Tensor:
         flat_N = chosen_TC.flatten()
         order_N, counts_X = flat_N.argsort(stable=True), flat_N.bincount(minlength=len(self.experts))
-        parts = torch.split(x_TE[order_N // chosen_TC.shape[1]], counts_X.tolist())
+        x_NE = x_TE[order_N // chosen_TC.shape[1]]
+        if input_weights_TC is not None:
+            x_NE = (x_NE * input_weights_TC.view(-1, 1)[order_N]).to(x_TE.dtype)
+        parts = torch.split(x_NE, counts_X.tolist())
         out_NE = x_TE.new_empty(len(flat_N), x_TE.shape[1])
         computed = [expert(part) for expert, part in zip(self.experts, parts, strict=True) if len(part)]
         if computed:
@@ -75,13 +97,31 @@ class ExpertStack:
 
     gate_up_X2IE: Tensor
     down_XEI: Tensor
+    biases: ExpertBiases | None = None
+    activation: GatedActivation = SILU
 
     @property
     def is_fixed(self) -> bool:
         return True
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None) -> Tensor:
-        return fused_experts(x_TE, self.gate_up_X2IE, self.down_XEI, chosen_TC, tiles)
+    def __call__(
+        self,
+        x_TE: Tensor,
+        chosen_TC: Tensor,
+        tiles: Tiles | None = None,
+        *,
+        input_weights_TC: Tensor | None = None,
+    ) -> Tensor:
+        return fused_experts(
+            x_TE,
+            self.gate_up_X2IE,
+            self.down_XEI,
+            chosen_TC,
+            tiles,
+            activation=self.activation,
+            biases=self.biases,
+            input_weights_TC=input_weights_TC,
+        )
 
     @classmethod
     def of(cls, experts: Sequence[Expert]) -> ExpertStack | None:
@@ -90,12 +130,13 @@ class ExpertStack:
         plain = [m.weight_OI for m in (*gate_up, *down) if isinstance(m, TorchMatrix) and m.weight_OI.is_cuda]
         if len(plain) < 2 * len(experts):
             return None
-        return cls(torch.stack(plain[: len(experts)]), torch.stack(plain[len(experts) :]))
+        stacks = torch.stack(plain[: len(experts)]), torch.stack(plain[len(experts) :])
+        return cls(*stacks, _biases_of(experts), experts[0].activation)
 
     def experts(self) -> list[Expert]:
         """Return the experts one by one, as views."""
-        pairs = zip(self.gate_up_X2IE, self.down_XEI, strict=True)
-        return [Expert(Linear(TorchMatrix(gate_up)), TorchMatrix(down)) for gate_up, down in pairs]
+        pairs = zip(map(TorchMatrix, self.gate_up_X2IE), map(TorchMatrix, self.down_XEI), strict=True)
+        return _experts_of(list(pairs), self.biases, self.activation)
 
 
 @dataclass(frozen=True)
@@ -104,25 +145,69 @@ class CodedExpertStack:
 
     gate_up: CodePanels
     down: CodePanels
+    biases: ExpertBiases | None = None
+    activation: GatedActivation = SILU
 
     @property
     def is_fixed(self) -> bool:
         return True
 
-    def __call__(self, x_TE: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None) -> Tensor:
-        return coded_experts(x_TE, self.gate_up, self.down, chosen_TC, tiles)
+    def __call__(
+        self,
+        x_TE: Tensor,
+        chosen_TC: Tensor,
+        tiles: Tiles | None = None,
+        *,
+        input_weights_TC: Tensor | None = None,
+    ) -> Tensor:
+        return coded_experts(
+            x_TE,
+            self.gate_up,
+            self.down,
+            chosen_TC,
+            tiles,
+            activation=self.activation,
+            biases=self.biases,
+            input_weights_TC=input_weights_TC,
+        )
 
     @classmethod
     def of(cls, experts: Sequence[Expert]) -> CodedExpertStack | None:
         """Stack experts; None if they differ in format or have permuted inputs."""
         gate_up = _stacked([expert.gate_up.matrix for expert in experts])
         down = None if gate_up is None else _stacked([expert.down for expert in experts])
-        return None if gate_up is None or down is None else cls(gate_up, down)
+        if gate_up is None or down is None:
+            return None
+        return cls(gate_up, down, _biases_of(experts), experts[0].activation)
 
     def experts(self) -> list[Expert]:
         """Return the experts one by one, as views."""
-        pairs = ((self.gate_up.expert(i), self.down.expert(i)) for i in range(len(self.down.words)))
-        return [Expert(Linear(CodedMatrix.whole(gate_up)), CodedMatrix.whole(down)) for gate_up, down in pairs]
+        matrices = ((self.gate_up.expert(i), self.down.expert(i)) for i in range(len(self.down.words)))
+        pairs = [(CodedMatrix.whole(gate_up), CodedMatrix.whole(down)) for gate_up, down in matrices]
+        return _experts_of(pairs, self.biases, self.activation)
+
+
+def _biases_of(experts: Sequence[Expert]) -> ExpertBiases | None:
+    """Stack the biases; either all experts have one or none has."""
+    gate_up = [expert.gate_up.bias_O for expert in experts if expert.gate_up.bias_O is not None]
+    down = [expert.down_bias_E for expert in experts if expert.down_bias_E is not None]
+    return ExpertBiases(torch.stack(gate_up), torch.stack(down) if down else None) if gate_up else None
+
+
+def _experts_of(
+    pairs: Sequence[tuple[Matrix, Matrix]], biases: ExpertBiases | None, activation: GatedActivation
+) -> list[Expert]:
+    """Return experts of matrices of gate and up, and of down."""
+    gate_up_X2I, down_XE = biases or (None, None)
+    return [
+        Expert(
+            Linear(gate_up, None if gate_up_X2I is None else gate_up_X2I[i]),
+            down,
+            None if down_XE is None else down_XE[i],
+            activation,
+        )
+        for i, (gate_up, down) in enumerate(pairs)
+    ]
 
 
 def _stacked(matrices: Sequence[Matrix]) -> CodePanels | None:

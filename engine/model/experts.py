@@ -12,15 +12,17 @@ cut into that many pieces, which follow the others in the bank and are chosen by
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from core.model.shape import ExpertsConfig, ModelConfig
+from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kernels.moe.expert_router import RoutedTokens
 from engine.kernels.moe.expert_sum import ExpertSum
-from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.expert_bank import Bank, Expert, ExpertList, ExpertSlots
@@ -31,10 +33,6 @@ from engine.weights.checkpoint import Shape, Span
 
 # T tokens, E hidden_size, I features of the shared expert, C experts per token
 
-# Names of the block and of an expert's gate, up and down matrices.
-_NAMES = {"MixtralForCausalLM": ("block_sparse_moe", "w1", "w3", "w2")}
-_USUAL_NAMES = ("mlp", "gate_proj", "up_proj", "down_proj")
-
 
 @dataclass(frozen=True)
 class SparseMLP:
@@ -44,11 +42,13 @@ class SparseMLP:
     experts: Experts
     # None if the shared expert is part of `experts`.
     shared: SharedExpert | None
+    # True: the weights multiply the experts' inputs.
+    weighs_inputs: bool = False
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> SparseMLP:
         assert config.experts is not None
-        shape, parallel, block = config.experts, reader.parallel, _names(config, layer)[0]
+        shape, parallel, block = config.experts, reader.parallel, f"model.layers.{layer}.mlp"
         num_experts, num_features = shape.num_experts, shape.intermediate_size
         features = (0, num_features) if reader.spreads_experts else parallel.span(num_features)
         build_bank = ExpertSlots(lambda index: _read_expert(reader, config, layer, index, features))
@@ -57,7 +57,7 @@ class SparseMLP:
                 build_bank, num_experts, parallel, redundant=reader.redundant_experts, turn=layer
             )
         else:
-            if num_pieces := pieces_of_shared(reader, shape):
+            if (num_pieces := pieces_of_shared(reader, shape)) and not shape.weighs_inputs:
                 bank = build_bank(range(num_experts + num_pieces))
                 if not isinstance(bank, ExpertList):
                     gate_1E = _read_shared_gate(reader, shape, block)
@@ -67,11 +67,15 @@ class SparseMLP:
                     return cls(routing, SplitExperts(bank, parallel), None)
             experts = SplitExperts(build_bank(range(num_experts)), parallel)
         shared = SharedExpert.read(reader, shape, block) if shape.shared_size else None
-        return cls(Routing.read(reader, shape, f"{block}.gate"), experts, shared)
+        return cls(Routing.read(reader, shape, f"{block}.gate"), experts, shared, shape.weighs_inputs)
 
-    def __call__(self, x: Residual, *, norm: RMSNorm) -> None:
+    def __call__(self, x: Residual, *, norm: RMSNorm | None) -> None:
         normed_TE = x.normed(norm)
-        x.add(self.experts(normed_TE, self.routing(normed_TE)))
+        choices = self.routing(normed_TE)
+        if self.weighs_inputs:
+            x.add(_of_weighed_inputs(self.experts, normed_TE, choices))
+        else:
+            x.add(self.experts(normed_TE, choices))
         if self.shared is not None:
             self.shared(normed_TE, x)
 
@@ -80,6 +84,18 @@ class SparseMLP:
         """True if launches depend only on the number of tokens, not on the chosen experts."""
         is_fixed = isinstance(self.experts, SplitExperts) and self.experts.bank.is_fixed
         return is_fixed and (self.shared is None or is_plain(self.shared.gate_up, self.shared.down))
+
+
+def _of_weighed_inputs(experts: Experts, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
+    """Compute the experts of inputs that are multiplied by the experts' weights, and sum them: (T, E)."""
+    if isinstance(experts, SplitExperts):
+        return experts.of_weighed_inputs(x_TE, choices)
+    weighed_TCE = (x_TE.unsqueeze(1) * choices.weights_TC.unsqueeze(-1)).to(x_TE.dtype)
+    num_tokens, num_choices = choices.chosen_TC.shape
+    ones = RoutedTokens(choices.chosen_TC.view(-1, 1), torch.ones_like(choices.weights_TC).view(-1, 1))
+    found = experts(weighed_TCE.flatten(0, 1), ones)
+    found_NE = found.total() if isinstance(found, ExpertSum) else found
+    return found_NE if num_choices == 1 else found_NE.view(num_tokens, num_choices, -1).sum(1)
 
 
 @dataclass(frozen=True)
@@ -102,9 +118,9 @@ class SharedExpert:
     def __call__(self, normed_TE: Tensor, x: Residual) -> None:
         gate_up_TI = self.gate_up(normed_TE)
         if self.gate_1E is None:
-            x.add_product(self.down, gate_up_TI, before=GatedSiLU())
+            x.add_product(self.down, gate_up_TI, before=SILU)
         else:
-            x.add_product(self.down, GatedSiLU()(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid())
+            x.add_product(self.down, SILU(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid())
 
 
 @dataclass(frozen=True)
@@ -118,34 +134,44 @@ class SplitExperts:
         share = ExpertSum(self.bank(x_TE, choices.chosen_TC, choices.tiles), choices.weights_TC)
         return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
 
+    def of_weighed_inputs(self, x_TE: Tensor, choices: RoutedTokens) -> Tensor | ExpertSum:
+        """Sum the experts of inputs that are multiplied by the experts' weights (Llama 4)."""
+        weights_TC = choices.weights_TC
+        out_TCE = self.bank(x_TE, choices.chosen_TC, choices.tiles, input_weights_TC=weights_TC)
+        share = ExpertSum(out_TCE, torch.ones_like(weights_TC))
+        return share if self.parallel.size == 1 else self.parallel.all_reduce(share.total())
+
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
     """Return the tensors of one layer's router and experts."""
     assert config.experts is not None
-    hidden, features = config.hidden_size, config.experts.intermediate_size
-    block, gate, up, down = _names(config, layer)
-    tensors: dict[str, Shape] = {f"{block}.gate.weight": (config.experts.num_experts, hidden)}
-    for index in range(config.experts.num_experts):
-        for name, shape in ((gate, (features, hidden)), (up, (features, hidden)), (down, (hidden, features))):
-            tensors[f"{block}.experts.{index}.{name}.weight"] = shape
-    if config.experts.scores == "sigmoid":
-        tensors[f"{block}.gate.e_score_correction_bias"] = (config.experts.num_experts,)
-    if width := config.experts.shared_size:
-        shared = f"{block}.{_shared_name(config.experts)}"
-        for name, shape in ((gate, (width, hidden)), (up, (width, hidden)), (down, (hidden, width))):
-            tensors[f"{shared}.{name}.weight"] = shape
-        if config.experts.has_shared_gate:
+    shape, hidden, block = config.experts, config.hidden_size, f"model.layers.{layer}.mlp"
+    tensors: dict[str, Shape] = {f"{block}.gate.weight": (shape.num_experts, hidden)}
+    for index in range(shape.num_experts):
+        tensors |= _matrices(f"{block}.experts.{index}", hidden, shape.intermediate_size, has_bias=shape.has_bias)
+    if shape.has_correction_bias:
+        tensors[f"{block}.gate.e_score_correction_bias"] = (shape.num_experts,)
+    if shape.has_router_bias:
+        tensors[f"{block}.gate.bias"] = (shape.num_experts,)
+    if shape.has_expert_scales:
+        tensors[f"{block}.gate.per_expert_scale"] = (shape.num_experts,)
+    if width := shape.shared_size:
+        shared = f"{block}.{_shared_name(shape)}"
+        tensors |= _matrices(shared, hidden, width, has_bias=False)
+        if shape.has_shared_gate:
             tensors[f"{shared}_gate.weight"] = (1, hidden)
     return tensors
 
 
+def _matrices(name: str, hidden: int, features: int, *, has_bias: bool) -> dict[str, Shape]:
+    """Return the tensors of one expert."""
+    shapes = {"gate_proj": (features, hidden), "up_proj": (features, hidden), "down_proj": (hidden, features)}
+    tensors: dict[str, Shape] = {f"{name}.{matrix}.weight": shape for matrix, shape in shapes.items()}
+    return tensors | ({f"{name}.{matrix}.bias": shape[:1] for matrix, shape in shapes.items()} if has_bias else {})
+
+
 def _shared_name(config: ExpertsConfig) -> str:
     return "shared_expert" if config.has_shared_gate else "shared_experts"
-
-
-def _names(config: ModelConfig, layer: int) -> tuple[str, ...]:
-    block, *matrices = _NAMES.get(config.architecture, _USUAL_NAMES)
-    return (f"model.layers.{layer}.{block}", *matrices)
 
 
 def pieces_of_shared(reader: ShardReader, config: ExpertsConfig) -> int:
@@ -162,10 +188,16 @@ def _read_shared_gate(reader: ShardReader, config: ExpertsConfig, block: str) ->
 def _read_expert(reader: ShardReader, config: ModelConfig, layer: int, index: int, features: Span) -> Expert:
     """Read the features [start, end) of an expert. Indices past the last are pieces of the shared expert."""
     assert config.experts is not None
-    block, gate, up, down = _names(config, layer)
+    block, has_bias = f"model.layers.{layer}.mlp", config.experts.has_bias
     name, piece = f"{block}.experts.{index}", index - config.experts.num_experts
     if piece >= 0:
         name, begin = f"{block}.{_shared_name(config.experts)}", piece * config.experts.intermediate_size
         features = begin + features[0], begin + features[1]
-    gate_up = reader.linear({f"{name}.{gate}": features, f"{name}.{up}": features})
-    return Expert(gate_up, reader.columns(f"{name}.{down}", features))
+    gate_up = reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}, has_bias=has_bias)
+    bias_E = None
+    # With shared features the ranks' outputs are summed, so only rank 0 adds the bias.
+    if has_bias and (reader.spreads_experts or reader.parallel.is_leader):
+        bias_E = reader.tensor(f"{name}.down_proj.bias")
+    return Expert(
+        gate_up, reader.columns(f"{name}.down_proj", features), bias_E, GatedActivation(*astuple(config.activation))
+    )

@@ -3,35 +3,51 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from core.model.shape import ModelConfig
-from engine.layers.layers import GatedSiLU, Linear, RMSNorm, RowParallelLinear, is_plain
+from engine.kernels.gated_mul import SILU, GatedActivation
+from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
+from engine.model.norms import mlp_norms, read_norm
 from engine.weights.checkpoint import Shape
 
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """Gated MLP x + down(silu(gate(norm(x))) * up(norm(x)))."""
+    """Gated MLP x + output_norm(down(act(gate(norm(x))) * up(norm(x)))) * residual_scale."""
 
     # Rows: gate, up.
     gate_up: Linear
     down: RowParallelLinear
+    activation: GatedActivation = SILU
+    # Norm of the output.
+    output_norm: RMSNorm | None = None
+    residual_scale: float = 1.0
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int | str) -> GatedMLP:
-        """layer: the layer's index, or a tensor prefix outside the model's layers."""
-        name = layer if isinstance(layer, str) else f"model.layers.{layer}.mlp"
-        features = reader.parallel.span(config.intermediate_size)
+        """layer: the layer's index, or a tensor prefix outside the model's layers, with the shape of the first one."""
+        name, index = (layer, 0) if isinstance(layer, str) else (f"model.layers.{layer}.mlp", layer)
+        features = reader.parallel.span(config.layers[index].intermediate_size)
+        after = mlp_norms(config).after if isinstance(layer, int) else ""
         return cls(
             reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}, has_bias=config.has_mlp_bias),
             reader.row_parallel(f"{name}.down_proj", features, has_bias=config.has_mlp_bias),
+            GatedActivation(*astuple(config.activation)),
+            read_norm(reader, config, f"model.layers.{layer}.{after}") if after else None,
+            config.residual_scale,
         )
 
-    def __call__(self, x: Residual, *, norm: RMSNorm) -> None:
-        x.add_product(self.down, x.into(self.gate_up, norm=norm), before=GatedSiLU())
+    def __call__(self, x: Residual, *, norm: RMSNorm | None) -> None:
+        x.add_product(
+            self.down,
+            x.into(self.gate_up, norm=norm),
+            before=self.activation,
+            after=self.output_norm,
+            scale=self.residual_scale,
+        )
 
     @property
     def is_fixed(self) -> bool:
@@ -41,7 +57,7 @@ class GatedMLP:
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
     """Return the tensors of one layer's MLP."""
-    hidden, features = config.hidden_size, config.intermediate_size
+    hidden, features = config.hidden_size, config.layers[layer].intermediate_size
     tensors: dict[str, Shape] = {}
     for name, shape in (
         ("gate_proj", (features, hidden)),

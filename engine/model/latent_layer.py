@@ -42,6 +42,7 @@ class LatentLayer:
     output: RowParallelLinear
     mlp_norm: RMSNorm
     mlp: GatedMLP | SparseMLP
+    scales_queries: bool
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, index: int) -> LatentLayer:
@@ -66,6 +67,7 @@ class LatentLayer:
             ),
             mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", eps),
             mlp=(SparseMLP if config.is_sparse(index) else GatedMLP).read(reader, config, index),
+            scales_queries=config.layers[index].scales_queries,
         )
 
     def store(self, x: Residual, heads: LatentHeads) -> Tensor:
@@ -86,6 +88,13 @@ class LatentLayer:
         attended_THW = heads.attend(self.index, q_THD, self.expansion)
         x.add_product(self.output, attended_THW.flatten(1))
         self.mlp(x, norm=self.mlp_norm)
+
+    @property
+    def written(self) -> int:
+        return self.index
+
+    def end(self, x: Residual, own_TP: Tensor | None) -> None:
+        pass
 
     @property
     def is_fixed(self) -> bool:

@@ -28,6 +28,10 @@ class Routing:
     # True if logits are computed in fp32 for any model dtype.
     is_exact: bool
     rule: ChoiceRule
+    # Added to the logits; of the weight's dtype.
+    logit_bias_L: Tensor | None = None
+    # fp32: factors of the experts' weights.
+    factors_X: Tensor | None = None
 
     @classmethod
     def read(
@@ -44,9 +48,11 @@ class Routing:
         name: tensor name without `.weight`. num_shared: pieces of the shared expert, last in the bank. shared_gate:
         gate that weighs them.
         """
-        bias_X = reader.checkpoint.read(f"{name}.e_score_correction_bias") if config.scores == "sigmoid" else None
+        bias_X = reader.checkpoint.read(f"{name}.e_score_correction_bias") if config.has_correction_bias else None
+        factors_X = reader.checkpoint.read(f"{name}.per_expert_scale") if config.has_expert_scales else None
         rule = ChoiceRule(
             num_choices=config.num_per_token,
+            scores=config.scores,
             num_groups=config.num_groups,
             num_groups_per_token=config.num_groups_per_token,
             normalizes_weights=config.normalizes_weights,
@@ -65,17 +71,28 @@ class Routing:
             new_counters(reader.device),
             config.scores_in_fp32,
             rule,
+            reader.tensor(f"{name}.bias").to(weight_LE.dtype) if config.has_router_bias else None,
+            None if factors_X is None else factors_X.float().to(reader.device),
         )
 
     def __call__(self, x_TE: Tensor) -> RoutedTokens:
         """Return the experts of each token, best first, and their weights."""
-        if len(x_TE) <= MOST_TOKENS:
-            return route(x_TE, self.weight_LE, self.bias_X, self.counters, self.rule, is_exact=self.is_exact)
-        return RoutedTokens(*choose_experts(self._logits(x_TE), self.bias_X, self.rule))
+        if len(x_TE) > MOST_TOKENS:
+            return RoutedTokens(*choose_experts(self._logits(x_TE), self.bias_X, self.rule, self.factors_X))
+        return route(
+            x_TE,
+            self.weight_LE,
+            self.bias_X,
+            self.counters,
+            self.rule,
+            is_exact=self.is_exact,
+            logit_bias_L=self.logit_bias_L,
+            factors_X=self.factors_X,
+        )
 
     def _logits(self, x_TE: Tensor) -> Tensor:
         """Return the logits (T, L), in x's dtype or fp32."""
         if self.is_exact and x_TE.is_cuda and x_TE.dtype != torch.float32:
             # Products of two 16-bit numbers are exact in fp32, which also accumulates them.
             return torch.mm(x_TE, self.weight_LE.T, out_dtype=torch.float32)
-        return F.linear(x_TE.to(self.weight_LE.dtype), self.weight_LE)
+        return F.linear(x_TE.to(self.weight_LE.dtype), self.weight_LE, self.logit_bias_L)

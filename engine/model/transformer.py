@@ -21,6 +21,7 @@ from engine.attention.cpu_heads import CompiledHeads, SharedHeads, num_long_rows
 from engine.attention.flashinfer_heads import FlashInfer, find_flashinfer, is_possible
 from engine.attention.heads import Heads, TorchHeads
 from engine.attention.latent_heads import Rotation, TorchLatentHeads
+from engine.attention.layer_attention import Angles
 from engine.attention.rotary import Rotary
 from engine.attention.triton_heads import KernelHeads
 from engine.attention.triton_latent_heads import KernelLatentHeads
@@ -34,11 +35,13 @@ from engine.layers.layers import Linear, is_plain
 from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model import decoder_layer, experts, gated_mlp, latent_layer
+from engine.model import decoder_layer, latent_layer, own_inputs
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.cpu_program import CompiledHead, CompiledLayers, can_compile
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
+from engine.model.norms import read_norm
+from engine.model.own_inputs import OwnEmbeddings
 from engine.weights.checkpoint import Shape, check_tensors
 
 logger = logging.getLogger(__name__)
@@ -69,12 +72,26 @@ class Layer(Protocol[HeadsT]):
         """True if launches depend only on shapes."""
         ...
 
+    @property
+    def scales_queries(self) -> bool:
+        """True if queries are multiplied by a factor that grows with their position."""
+        ...
+
     def store(self, x: Residual, heads: HeadsT) -> Tensor:
         """Write the tokens' KV to the pool. Returns the queries (T, H, D)."""
         ...
 
+    @property
+    def written(self) -> int | None:
+        """Layer of the pool that it writes; None if it reads another one's keys and values."""
+        ...
+
     def finish(self, x: Residual, q_THD: Tensor, heads: HeadsT) -> None:
         """Compute the rest of the layer, attention included."""
+        ...
+
+    def end(self, x: Residual, own_TP: Tensor | None) -> None:
+        """Add the layer's own embedding, if the model has one per layer."""
         ...
 
 
@@ -99,21 +116,24 @@ class Transformer:
             if config.latent:
                 self._latent_layers.append(LatentLayer.read(reader, config, index))
             else:
-                self._layers.append(DecoderLayer.read(reader, config, layout, index))
+                self._layers.append(DecoderLayer.read(reader, config, index))
             on_read(index)
-        self._norm = reader.norm("model.norm", config.rms_norm_eps)
+        self._norm = read_norm(reader, config, "model.norm")
         if head == embedding:
             self._head = Linear(reader.tied(self._embedding))
         else:
             self._head = reader.linear({head: reader.parallel.span(config.vocab_size)})
-        self._rotary = Rotary(config, reader.device)
+        self._head_dtype = reader.dtype
+        self._own = OwnEmbeddings.read(reader, config) if config.per_layer_dim else None
+        self._rotaries = [Rotary(rope, reader.device) for rope in config.ropes]
         self._compiled: CompiledLayers | None = None
         self._compiled_head: CompiledHead | None = None
         if reader.kernels and reader.parallel.size == 1 and isinstance(self._head.matrix, PackedMatrix):
             self._compiled_head = CompiledHead(reader.kernels, self._head, self._norm)
         q_first, q_end = reader.parallel.span(config.num_q_heads)
         # Per query group (engine/kernels/attention/query_groups.py). Latent attention fills a tile with one query.
-        self.most_queries = 1 if config.latent else most_queries(q_end - q_first, layout.heads_per_rank)
+        fewest_kv_heads = min(heads.num_heads for heads in layout.heads)
+        self.most_queries = 1 if config.latent else most_queries(q_end - q_first, fewest_kv_heads)
         self._flashinfer: FlashInfer | None = None
         # Backend for long rows.
         self._way = KERNELS
@@ -147,15 +167,16 @@ class Transformer:
                 partial(prompts.heads, batch) if prompts else None,
             )
         token_ids_T = torch.from_numpy(batch.token_ids).to(device)
-        x_TE = self._embedding(token_ids_T)
+        x_TE = self.embed(token_ids_T)
         if aux_hidden_states is not None:
             aux_hidden_states.token_ids_T = token_ids_T
-        angles = [self._rotary(torch.from_numpy(batch.positions).to(device), x_TE.dtype)]
+        own_TLP = None if self._own is None else self._own(token_ids_T, x_TE)
+        angles, query_factors_T11 = self._angles(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
         x, is_scored = Residual(x_TE, adds_late=False), len(batch.scored_rows) > 0
-        if latent := self._config.latent:
-            rotation = Rotation(*angles[0], latent.is_interleaved)
-            latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
-            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states)
+        if self._config.latent:
+            rotation = Rotation(*angles[0], self._config.ropes[0].is_interleaved)
+            latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale(0))
+            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states, query_factors_T11)
         elif self._kernels is not None:
             is_shared = self._way == TORCH and num_long_rows(batch) > 0
             compiled = None if is_shared else self._compiled_for(pool)
@@ -171,10 +192,10 @@ class Transformer:
                     heads = SharedHeads(*rows)
                 else:
                     heads = CompiledHeads(*rows, by_tiles=self._way == TILES)
-                x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states)
+                x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, own_TLP)
         else:
             heads = TorchHeads(batch, pool, angles)
-            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states)
+            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, own_TLP)
         if is_scored:
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
         if not batch.wants_all_logits:
@@ -195,18 +216,27 @@ class Transformer:
         others: replaces the attention backend. If `hindrance` is None, nothing here waits for the device or depends on
         values there.
         """
-        x_TE = self._embedding(batch.token_ids_T)
+        x_TE = self.embed(batch.token_ids_T)
         if aux_hidden_states is not None:
             aux_hidden_states.token_ids_T = batch.token_ids_T
-        angles = [self._rotary(batch.positions_T, x_TE.dtype)]
+        own_TLP = None if self._own is None else self._own(batch.token_ids_T, x_TE)
+        angles, query_factors_T11 = self._angles(batch.positions_T, x_TE.dtype)
         x = Residual(x_TE, adds_late=True)
-        if latent := self._config.latent:
-            rotation = Rotation(*angles[0], latent.is_interleaved)
-            latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale)
-            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states)
+        if self._config.latent:
+            rotation = Rotation(*angles[0], self._config.ropes[0].is_interleaved)
+            latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale(0))
+            x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states, query_factors_T11)
         else:
             kernel_heads = KernelHeads(batch, pool, angles)
-            x_TE = _pass(self._layers, x, others(kernel_heads) if others else kernel_heads, on_layer, aux_hidden_states)
+            x_TE = _pass(
+                self._layers,
+                x,
+                others(kernel_heads) if others else kernel_heads,
+                on_layer,
+                aux_hidden_states,
+                query_factors_T11,
+                own_TLP,
+            )
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)
         return self.logits(x_TE if batch.logits_rows is None else x_TE.index_select(0, batch.logits_rows))
@@ -214,18 +244,18 @@ class Transformer:
     def choose_prompt_heads(self, pool: KVPool) -> None:
         """Choose the fastest prompt-attention backend for this pool, on a GPU."""
         config = self._config
-        if (
-            config.latent
-            or set(config.sliding_windows) != {None}
-            or not is_possible(pool, dtype=self._norm.weight.dtype)
+        if not is_possible(pool, dtype=self._head_dtype) or not any(
+            layer.attention.is_plain(layer.head_dim) for layer in self._layers
         ):
             return
         first, end = self._parallel.span(config.num_q_heads)
-        self._flashinfer = find_flashinfer(pool, num_q_heads=end - first, dtype=self._norm.weight.dtype)
+        self._flashinfer = find_flashinfer(pool, num_q_heads=end - first, dtype=self._head_dtype)
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings (T, E)."""
-        return self._embedding(token_ids_T)
+        x_TE, scale = self._embedding(token_ids_T), self._config.embedding_scale
+        # Rounded to the activations' dtype first, as in transformers.
+        return x_TE if scale == 1 else x_TE * torch.tensor(scale, dtype=x_TE.dtype, device=x_TE.device)
 
     def normed(self, x_RE: Tensor) -> Tensor:
         """Apply the final norm to the last layer's output: (R, E)."""
@@ -234,12 +264,12 @@ class Transformer:
     def logits(self, x_RE: Tensor) -> Tensor:
         """Compute logits from the last layer's output before the norm: (R, V) in fp32, on every rank."""
         if self._compiled_head and self._compiled_head.is_quickest(len(x_RE)):
-            return self._compiled_head(x_RE.contiguous())
-        return self._parallel.all_gather(self._head(x_RE, before=self._norm), self._config.vocab_size).float()
+            return self._capped(self._compiled_head(x_RE.contiguous()))
+        return self._capped(self._parallel.all_gather(self._head(x_RE, before=self._norm), self._config.vocab_size))
 
     def head(self, x_RE: Tensor) -> Tensor:
         """Compute logits from normed states: (R, V) in fp32, on every rank."""
-        return self._parallel.all_gather(self._head(x_RE), self._config.vocab_size).float()
+        return self._capped(self._parallel.all_gather(self._head(x_RE), self._config.vocab_size))
 
     def without(self, layers: Collection[int]) -> Transformer:
         """Return a model that shares the weights but skips some layers, whose KV is neither read nor written."""
@@ -260,6 +290,26 @@ class Transformer:
             return "experts are computed one by one or spread over ranks"
         return None
 
+    def _capped(self, logits_RV: Tensor) -> Tensor:
+        """Return the logits in fp32, scaled and capped."""
+        logits_RV, cap = logits_RV.float(), self._config.logits_soft_cap
+        if self._config.logits_scale != 1:
+            logits_RV = logits_RV * self._config.logits_scale
+        return logits_RV if cap is None else torch.tanh(logits_RV / cap) * cap
+
+    def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Angles, Tensor | None]:
+        """Return the angles of each rotation, with none for layers without one last, and the factors of queries.
+
+        The factors are (T, 1, 1), or None if the model has none.
+        """
+        angles = [rotary(positions_T, dtype) for rotary in self._rotaries]
+        if any(layer.rope is None for layer in self._config.layers):
+            angles.append((angles[0][0][..., :0],) * 2)
+        if (scaling := self._config.query_scaling) is None:
+            return angles, None
+        steps_T = torch.floor((positions_T.float() + scaling.offset) / scaling.interval)
+        return angles, (1 + scaling.scale * torch.log1p(steps_T)).to(dtype).view(-1, 1, 1)
+
     def _score(self, scored_SE: Tensor, on_logits: OnLogits | None) -> None:
         """Compute scored positions in slices. on_logits: None on ranks that only contribute their vocabulary share."""
         num_rows = max(1, SLICE_BYTES // (4 * self._config.vocab_size))
@@ -271,7 +321,7 @@ class Transformer:
     def _compiled_for(self, pool: KVPool) -> CompiledLayers | None:
         """Return the compiled layers, or None if a step needs more than CPU kernels."""
         if self._compiled is None and self._kernels is not None and self._parallel.size == 1:
-            if can_compile(self._layers):
+            if self._own is None and can_compile(self._layers):
                 self._compiled = CompiledLayers(self._kernels, self._layers, pool, by_tiles=self._way == TILES)
         return self._compiled
 
@@ -282,15 +332,20 @@ def _pass(
     heads: HeadsT,
     on_layer: OnLayer | None,
     aux_hidden_states: AuxHiddenStates | None,
+    query_factors_T11: Tensor | None,
+    own_TLP: Tensor | None = None,
 ) -> Tensor:
-    """Run all layers: (T, E)."""
+    """Run all layers: (T, E). query_factors: of the layers that scale queries. own: embeddings of each layer."""
     for layer in layers:
         if aux_hidden_states is not None and aux_hidden_states.wants(layer.index):
             aux_hidden_states.note(layer.index, x.total())
         q_THD = layer.store(x, heads)
-        if on_layer is not None:
-            on_layer(layer.index)
+        if layer.scales_queries and query_factors_T11 is not None:
+            q_THD = q_THD * query_factors_T11
+        if on_layer is not None and layer.written is not None:
+            on_layer(layer.written)
         layer.finish(x, q_THD, heads)
+        layer.end(x, None if own_TLP is None else own_TLP[:, layer.index])
     if aux_hidden_states is not None:
         aux_hidden_states.note(len(layers), x.total())
     return x.total()
@@ -305,9 +360,11 @@ def expected_tensors(config: ModelConfig, ends: tuple[str, str] | None = None) -
     tensors: dict[str, Shape] = {}
     for index in range(config.num_layers):
         tensors |= (latent_layer if config.latent else decoder_layer).expected_tensors(config, index)
-        tensors |= (experts if config.is_sparse(index) else gated_mlp).expected_tensors(config, index)
+        tensors |= decoder_layer.mlp_module(config, index).expected_tensors(config, index)
     for name in ends or (_EMBEDDING, _EMBEDDING if config.tie_embeddings else _HEAD):
         tensors[f"{name}.weight"] = (config.vocab_size, hidden)
+    if config.per_layer_dim:
+        tensors |= own_inputs.expected_tensors(config)
     return tensors | {"model.norm.weight": (hidden,)}
 
 
@@ -359,7 +416,7 @@ def _is_same(reader: ShardReader, vocab_size: int) -> bool:
 
 def _optional_tensors(config: ModelConfig, found: Iterable[str]) -> frozenset[str]:
     """Return tensors that may exist but are not read: a tied head, and multi-token-prediction layers past the last."""
-    is_past_the_last = re.compile(r"model\.layers\.(\d+)\.").match
-    layers = {name: int(match[1]) for name in found if (match := is_past_the_last(name))}
-    optional = {name for name, layer in layers.items() if layer >= config.num_layers} if config.latent else set()
+    layer_of = {name: int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    predictors = {layer for name, layer in layer_of.items() if name.endswith(".eh_proj.weight")}
+    optional = {name for name, layer in layer_of.items() if layer >= config.num_layers and layer in predictors}
     return frozenset(optional | {f"{_HEAD}.weight"})

@@ -20,7 +20,7 @@ from engine.layers.layers import Before, Matrix
 from engine.layers.shards import ShardReader
 from engine.model.transformer import Transformer
 from engine.runner.parallel import TensorParallel
-from engine.weights.open_checkpoint import open_checkpoint
+from engine.weights.renamed_checkpoint import open_model
 
 # T tokens, I input features, O output features
 
@@ -48,7 +48,7 @@ def inputs_of(model_dir: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Te
     layout = EngineConfig(model_dir=model_dir, dtype=_DTYPE, block_size=_BLOCK_SIZE).layout()
     device, observer = torch.device("cpu"), _InputObserver({})
     reader = ShardReader(
-        open_checkpoint(model_dir), TensorParallel(), getattr(torch, _DTYPE), device, on_matrix=observer.observe
+        open_model(model_dir, config), TensorParallel(), getattr(torch, _DTYPE), device, on_matrix=observer.observe
     )
     with torch.inference_mode():
         model = Transformer(config, reader, layout, on_read=lambda layer: None)

@@ -37,7 +37,7 @@ from engine.spec_decode.heads.head_row import Choose, HeadRow
 from engine.spec_decode.heads.heads import DraftHeads, ModelParts
 from engine.spec_decode.heads.open_heads import open_heads, warm_up_heads
 from engine.weights.checkpoint import Checkpoint, listed
-from engine.weights.open_checkpoint import open_checkpoint
+from engine.weights.renamed_checkpoint import open_model
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class ModelRunner:
         """
         self.parallel = parallel or TensorParallel()
         self.layout = config.layout(tensor_parallel=self.parallel.size)
-        self.config: ModelConfig = model_config.load(config.model_dir)
+        self.config: ModelConfig = model_config.load(config.model_dir, max_context=config.max_context)
         self._max_drafted = config.max_running
         self._max_context = min(self.config.max_context, config.max_context or self.config.max_context)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
@@ -97,7 +97,7 @@ class ModelRunner:
         elif kernels and not config.deterministic:
             self._measured = MeasuredWays.of_this_machine(kernels.version)
         reader = ShardReader(
-            checkpoint or open_checkpoint(config.model_dir),
+            checkpoint or open_model(config.model_dir, self.config),
             self.parallel,
             self.dtype,
             self.device,

@@ -48,12 +48,13 @@ def logits_of(runner: ModelRunner, ids: Sequence[int], start: int, end: int, *, 
 
 def _send_and_receive(pool: KVPool, num_tokens: int, dtype: torch.dtype) -> None:
     """Encode the first positions of the pool in a quantized wire format and decode them in place."""
-    layout, heads = pool.layout, slice(0, pool.layout.heads_per_rank)
+    layout = pool.layout
     slots_T = torch.arange(num_tokens, device=pool.device)
-    shape = (num_tokens, layout.num_sides, layout.heads_per_rank)
-    codes = torch.empty(*shape, layout.row_dim_of(dtype), dtype=dtype, device=pool.device)
-    scales = torch.empty(shape, dtype=SCALES[dtype], device=pool.device)
     for layer, numbers in enumerate(pool.codes):
         if layer not in layout.plain_layers:
+            num_heads = layout.heads[layer].num_heads
+            shape, heads = (num_tokens, layout.num_sides, num_heads), slice(0, num_heads)
+            codes = torch.empty(*shape, layout.row_dim_of(layer, dtype), dtype=dtype, device=pool.device)
+            scales = torch.empty(shape, dtype=SCALES[dtype], device=pool.device)
             pack_kv(numbers, slots_T, heads, codes, scales)
             unpack_kv(codes, scales, numbers, slots_T, heads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +23,10 @@ class QuantizedWeight(Protocol):
 
     def rows(self, start: int, end: int) -> Tensor:
         """Dequantize rows [start, end): (end - start, I) fp32, on the device of the codes."""
+        ...
+
+    def select(self, rows_O: Tensor) -> QuantizedWeight:
+        """Return the matrix of these rows, in this order. rows: (O,) int64."""
         ...
 
     def to(self, device: torch.device) -> QuantizedWeight:
@@ -82,6 +86,13 @@ class GroupedWeight:
         numbers_OI *= self._scales(start, end)[:, self.group_I]
         return numbers_OI
 
+    def select(self, rows_O: Tensor) -> GroupedWeight:
+        zeros_OG = self.zeros_OG if self.zeros_OG is None else self.zeros_OG[rows_O]
+        factors_O = self.factors_O if self.factors_O is None else self.factors_O[rows_O]
+        return replace(
+            self, codes=self.codes[rows_O], scales_OG=self.scales_OG[rows_O], zeros_OG=zeros_OG, factors_O=factors_O
+        )
+
     def to(self, device: torch.device) -> GroupedWeight:
         moved: dict[str, Any] = {
             field.name: value.to(device) if isinstance(value := getattr(self, field.name), Tensor) else value
@@ -119,6 +130,9 @@ class ScaledColumns:
     def rows(self, start: int, end: int) -> Tensor:
         return self.weight.rows(start, end) * self.factors_I
 
+    def select(self, rows_O: Tensor) -> ScaledColumns:
+        return ScaledColumns(self.weight.select(rows_O), self.factors_I)
+
     def to(self, device: torch.device) -> ScaledColumns:
         return ScaledColumns(self.weight.to(device), self.factors_I.to(device))
 
@@ -144,6 +158,9 @@ class GGMLWeight:
         wide = stored.reshape(-1, math.gcd(len(stored) // self.kind.num_bytes, 128) * self.kind.num_bytes)
         numbers = dequantize(np.ascontiguousarray(wide), GGMLQuantizationType[self.kind.name])
         return torch.from_numpy(numbers).view(end - start, -1)
+
+    def select(self, rows_O: Tensor) -> GGMLWeight:
+        return GGMLWeight(self.blocks_OB[rows_O], self.kind)
 
     def to(self, device: torch.device) -> GGMLWeight:
         return self

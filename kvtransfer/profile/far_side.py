@@ -45,6 +45,7 @@ class FarSide:
 
     def make_pool(self, layout: dict[str, Any], num_blocks: int, wire_dtype: str, backend: str) -> None:
         """Create the pool and the receiver for handoffs of this layout."""
+        layout |= {name: tuple(numbers) for name, numbers in layout.items() if isinstance(numbers, list)}
         config = LinkConfig(
             rank=0,
             identity=self._identity,

@@ -41,7 +41,6 @@ class SegmentFrame:
     handoff: str
     epoch: int
     number: int  # consecutive from 0 per handoff, epoch and link
-    # Head indices are local to the rank that holds this object; they are not sent.
     segment: Segment
     num_bytes: int
     checksum: int

@@ -17,6 +17,7 @@ from enum import StrEnum
 
 from core.types.errors import ChecksumMismatch, HandoffExpired, TransferError
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
+from kvtransfer.protocol.plan import HeadCopy
 from kvtransfer.protocol.segment import combine_checksums
 
 
@@ -43,7 +44,7 @@ class Landing:
 class _Account:
     """Segments received from one sending rank under the current epoch."""
 
-    reach: list[int]  # per layer: the first position that has not arrived
+    reach: dict[int, int]  # of each layer that it sends heads of: the first position that has not arrived
     checksums: list[int] = field(default_factory=list)
     is_committed: bool = False
 
@@ -51,12 +52,11 @@ class _Account:
 class Ledger:
     """Accepts or rejects every frame of one handoff on one rank. The caller locks each decision with its write."""
 
-    def __init__(self, opened: Opening, *, num_layers: int) -> None:
+    def __init__(self, opened: Opening) -> None:
         self.handoff = opened.handoff
         self.state = LedgerState.OPEN
         self.epoch = 0  # newest seen
         self._opened = opened
-        self._num_layers = num_layers
         self._accounts: dict[int, _Account] = {}
         self._landed_tokens = 0
         self._next_tokens: tuple[int, ...] = ()
@@ -77,34 +77,37 @@ class Ledger:
         if epoch > newest_epoch:
             self._sender = epoch, sender
 
-    def accept(self, frame: SegmentFrame, *, source: int) -> bool:
-        """Record a segment of sending rank `source`. Returns whether to write it; False if it is present already.
+    def accept(self, frame: SegmentFrame, *, copy: HeadCopy) -> bool:
+        """Record a segment of a sending rank. Returns whether to write it; False if it is present already.
+
+        copy: heads that the rank sends.
 
         Raises HandoffExpired if the handoff is closed or the epoch fenced, ChecksumMismatch if an earlier segment is
         missing, TransferError if it is outside the opening. Nothing may be written in these cases.
         """
-        account = self._account(frame.epoch, source)
+        account = self._account(frame.epoch, copy)
         if self.state is LedgerState.LANDED:
             return False
         segment, layers = frame.segment, frame.segment.layers
-        if layers.stop > self._num_layers or segment.end_token > self._opened.max_tokens:
+        if layers.stop > len(copy.receiver_heads) or segment.end_token > self._opened.max_tokens:
             raise TransferError(f"handoff {self.handoff}: segment {frame.number} lies outside of the opening")
-        reached = {account.reach[layer] for layer in layers}
+        carried = [layer for layer in layers if layer in account.reach]
+        reached = {account.reach[layer] for layer in carried}
         if frame.number != len(account.checksums) or reached != {segment.first_token}:
             raise ChecksumMismatch(f"handoff {self.handoff}: data is missing before segment {frame.number}")
         account.checksums.append(frame.checksum)
-        account.reach[layers.start : layers.stop] = [segment.end_token] * len(layers)
+        account.reach.update(dict.fromkeys(carried, segment.end_token))
         return True
 
-    def commit(self, commit: CommitFrame, *, source: int, num_sources: int) -> Landing | None:
-        """Mark sending rank `source` as complete.
+    def commit(self, commit: CommitFrame, *, copy: HeadCopy, num_sources: int) -> Landing | None:
+        """Mark a sending rank as complete.
 
         Returns the Landing when all `num_sources` senders of this rank are complete. Raises as `accept` does.
         """
-        account = self._account(commit.epoch, source)
+        account = self._account(commit.epoch, copy)
         if self.state is LedgerState.LANDED:
             return self._confirm(commit)
-        if commit.num_tokens < self._opened.num_tokens or {*account.reach} != {commit.num_tokens}:
+        if commit.num_tokens < self._opened.num_tokens or {*account.reach.values()} != {commit.num_tokens}:
             raise ChecksumMismatch(f"handoff {self.handoff}: commit arrived before all segments")
         if (len(account.checksums), combine_checksums(account.checksums)) != (commit.num_segments, commit.checksum):
             raise ChecksumMismatch(f"handoff {self.handoff}: received segments do not match the commit's checksum")
@@ -121,7 +124,7 @@ class Ledger:
         """Reject every later frame."""
         self.state = LedgerState.CLOSED
 
-    def _account(self, epoch: int, source: int) -> _Account:
+    def _account(self, epoch: int, copy: HeadCopy) -> _Account:
         """Return the account of one sending rank. A newer epoch fences the older ones and resets all accounts."""
         if self.state is LedgerState.CLOSED:
             raise HandoffExpired(f"handoff {self.handoff} is closed")
@@ -131,7 +134,9 @@ class Ledger:
             self.epoch, self._accounts = epoch, {}
             if self.state is LedgerState.OPEN:
                 self._next_tokens, self._features = (), b""
-        return self._accounts.setdefault(source, _Account([self._opened.first_token] * self._num_layers))
+        if copy.sender not in self._accounts:
+            self._accounts[copy.sender] = _Account(dict.fromkeys(copy.layers, self._opened.first_token))
+        return self._accounts[copy.sender]
 
     def _confirm(self, commit: CommitFrame) -> Landing | None:
         """Confirm a commit of KV that landed earlier.

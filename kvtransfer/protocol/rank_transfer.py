@@ -96,8 +96,10 @@ class LinkTransfer:
         return self.is_ended and not self._is_reading
 
     def send(self, segment: Segment) -> None:
-        self.num_put += 1
-        self._carrier.put(self, replace(segment, first_head=self.copy.sender_head, num_heads=self.copy.num_heads))
+        """Queue a segment, unless this link carries no heads of its layers."""
+        if self.copy.carries(segment):
+            self.num_put += 1
+            self._carrier.put(self, segment)
 
     def commit(self, ending: Ending) -> None:
         """Queue the end of the transfer. Only rank 0 receives the next tokens."""
@@ -216,8 +218,6 @@ class RankTransfer:
                 num_layers=1,
                 first_token=first_token,
                 num_tokens=num_tokens,
-                first_head=0,
-                num_heads=self._layout.heads_per_rank,
             )
         self._group = group
         if num_tokens * group.num_layers >= self._group_rows or group.layers.stop == self._layout.num_layers:

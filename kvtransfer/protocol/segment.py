@@ -12,14 +12,12 @@ _MIN_BYTES_PER_S = 256 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Contiguous ranges of layers, positions and one rank's heads."""
+    """Contiguous ranges of layers and positions."""
 
     first_layer: int
     num_layers: int
     first_token: int
     num_tokens: int
-    first_head: int
-    num_heads: int
 
     @property
     def layers(self) -> range:
@@ -28,10 +26,6 @@ class Segment:
     @property
     def end_token(self) -> int:
         return self.first_token + self.num_tokens
-
-    @property
-    def heads(self) -> slice:
-        return slice(self.first_head, self.first_head + self.num_heads)
 
 
 def combine_checksums(checksums: Iterable[int]) -> int:

@@ -10,10 +10,11 @@ import math
 from collections.abc import Iterable
 
 from core.types.handoff import Handoff
-from core.types.validation import MAX_RANKS, check, check_address, check_name
+from core.types.validation import check, check_address, check_name
 from engine.kv.layout import KVLayout
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.plan import HeadCopy, can_share
 from kvtransfer.protocol.rank_transfer import Shipment
 
 _MAX_TOKENS = 1 << 31
@@ -27,8 +28,7 @@ def check_handoff(handoff: Handoff, layout: KVLayout) -> None:
     check_name(handoff.id, "handoff.id")
     check_name(handoff.replica, "handoff.replica")
     check(handoff.epoch >= 1, "handoff.epoch", "must be 1 or more")
-    num_ranks, num_heads = len(handoff.ranks), layout.num_kv_heads
-    check(can_share(layout, num_ranks), "handoff.ranks", f"{num_ranks} ranks cannot share {num_heads} KV heads")
+    check_ranks(len(handoff.ranks), layout, "handoff.ranks")
     for address in handoff.ranks:
         check_address(address, "handoff.ranks")
     _check_span(handoff.first_token, handoff.num_tokens, handoff.max_tokens, layout, "handoff")
@@ -51,12 +51,19 @@ def check_blocks(blocks: Iterable[int], *, num_blocks: int) -> None:
     check(all(0 <= block < num_blocks for block in blocks), "block_ids", f"must be below {num_blocks}")
 
 
-def check_segment(frame: SegmentFrame, layout: KVLayout, *, num_blocks: int) -> None:
-    """Check that a segment fits into this rank's pool."""
+def check_ranks(num_ranks: int, layout: KVLayout, param: str) -> None:
+    """Check the tensor-parallel degree of another replica."""
+    num_heads = " and ".join(map(str, sorted({*layout.kv_heads})))
+    check(can_share(layout, num_ranks), param, f"{num_ranks} ranks cannot share {num_heads} KV heads")
+
+
+def check_segment(frame: SegmentFrame, layout: KVLayout, *, copy: HeadCopy, num_blocks: int) -> None:
+    """Check that a segment fits into this rank's pool. copy: heads of the link."""
     segment, max_positions = frame.segment, num_blocks * layout.block_size
     check_name(frame.handoff, "segment.handoff")
     check(segment.num_layers >= 1, "segment.num_layers", "must be 1 or more")
     check(segment.layers.stop <= layout.num_layers, "segment.num_layers", f"the model has {layout.num_layers} layers")
+    check(copy.carries(segment), "segment.first_layer", "must be of a layer that this rank sends heads of")
     check(segment.num_tokens >= 1, "segment.num_tokens", "must be 1 or more")
     check(segment.end_token <= max_positions, "segment.num_tokens", f"the pool holds {max_positions} positions")
 
@@ -88,13 +95,6 @@ def check_seconds(seconds: Iterable[float], param: str) -> None:
     check(
         all(math.isfinite(s) and 0 <= s <= _MAX_SECONDS for s in seconds), param, f"must be 0 to {_MAX_SECONDS:.0f} s"
     )
-
-
-def can_share(layout: KVLayout, num_ranks: int) -> bool:
-    """Return whether `num_ranks` ranks can split the KV heads, or each head can be replicated evenly."""
-    if not 1 <= num_ranks <= MAX_RANKS:
-        return False
-    return layout.num_kv_heads % num_ranks == 0 or num_ranks % layout.num_kv_heads == 0
 
 
 def _check_span(first_token: int, num_tokens: int, max_tokens: int, layout: KVLayout, prefix: str) -> None:

@@ -1,6 +1,7 @@
 """Wire format of a KV segment: packing from one pool and unpacking into another.
 
-A segment is a run of layers and token positions of one sequence. Its payload, for L layers, T tokens and K heads:
+A segment is a run of layers and token positions of one sequence. Its payload, for L layers, T tokens and K heads of
+each layer:
 
     codes   L x (T, 2, K, D)   fp8, int8 or int4 (D / 2 bytes), or the pool's dtype if the wire is raw
     scales  L x (T, 2, K)      bf16, int4: with zeros; none for 16- and 32-bit codes
@@ -14,8 +15,8 @@ in 8 bits ends with its rotated key in bf16.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,70 +34,83 @@ from kvtransfer.protocol.plan import head_counts
 from kvtransfer.protocol.segment import Segment
 
 
+class _Row(NamedTuple):
+    """A layer's row on the wire: one position and head of keys or of values."""
+
+    dtype: torch.dtype
+    # Elements of dtype.
+    dim: int
+    # None: without a scale.
+    scale_dtype: torch.dtype | None
+    code_bytes: int
+    scale_bytes: int
+
+
 class Codec:
     """Codec between two pools of one layout.
 
-    Sends the pools' bytes unchanged, or quantizes bf16, fp16 and fp32 pools to 8 or 4 bits plus scales.
+    Sends the pools' bytes unchanged, or quantizes bf16, fp16 and fp32 pools to 8 or 4 bits plus scales. `heads` are the
+    heads to copy of each layer of the model, as indices within this rank's own; see HeadCopy.
     """
 
     def __init__(self, layout: KVLayout, dtype: torch.dtype) -> None:
         """dtype: codes on the wire."""
         self._layout = layout
-        self._dtype = dtype
+        self._rows = [
+            _row(layout, layer, layout.dtype_of(layer) if layer in layout.plain_layers else dtype)
+            for layer in range(layout.num_layers)
+        ]
 
-    def num_bytes(self, segment: Segment) -> int:
+    def num_bytes(self, segment: Segment, heads: Sequence[range]) -> int:
         """Return the size of the segment's payload in bytes."""
-        rows = segment.num_tokens * self._layout.num_sides * segment.num_heads
-        row_bytes = sum(self._layout.row_bytes_of(self._dtype_of(layer)) for layer in segment.layers)
-        return rows * row_bytes + self._num_feature_bytes(segment)
+        rows = self._rows
+        row_bytes = sum(len(heads[i]) * (rows[i].code_bytes + rows[i].scale_bytes) for i in segment.layers)
+        return segment.num_tokens * self._layout.num_sides * row_bytes + self._num_feature_bytes(segment)
 
-    def pack(self, pool: KVPool, segment: Segment, slots_T: Tensor, payload: Tensor) -> None:
+    def max_row_bytes(self) -> int:
+        """Return the most bytes that one position of one layer has on the wire, with all heads of a rank."""
+        each = zip(self._layout.heads, self._rows, strict=True)
+        return self._layout.num_sides * max(heads.num_heads * (row.code_bytes + row.scale_bytes) for heads, row in each)
+
+    def pack(self, pool: KVPool, segment: Segment, heads: Sequence[range], slots_T: Tensor, payload: Tensor) -> None:
         """Fill `payload` (uint8, num_bytes) with the KV at `slots_T` (int64, one per token of the segment)."""
-        for layer, codes_T2KD, scales_T2K in self._views(payload, segment):
+        for layer, chosen, codes_T2KD, scales_T2K in self._views(payload, segment, heads):
             codes, scales = pool.layer(layer)
-            pack_kv(codes, slots_T, segment.heads, codes_T2KD, scales_T2K if scales is None else None)
+            pack_kv(codes, slots_T, chosen, codes_T2KD, scales_T2K if scales is None else None)
             if scales is not None and scales_T2K is not None:
-                pack_kv(scales.unsqueeze(-1), slots_T, segment.heads, scales_T2K.unsqueeze(-1), None)
+                pack_kv(scales.unsqueeze(-1), slots_T, chosen, scales_T2K.unsqueeze(-1), None)
         if num_bytes := self._num_feature_bytes(segment):
             features_NF = pool.features.index_select(0, self._full_blocks(segment, slots_T))
             payload[-num_bytes:].copy_(features_NF.flatten())
 
-    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, slots_T: Tensor) -> None:
+    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, heads: Sequence[range], slots_T: Tensor) -> None:
         """Write the payload's KV at `slots_T` of the pool."""
-        for layer, codes_T2KD, scales_T2K in self._views(payload, segment):
+        for layer, chosen, codes_T2KD, scales_T2K in self._views(payload, segment, heads):
             codes, scales = pool.layer(layer)
-            unpack_kv(codes_T2KD, scales_T2K if scales is None else None, codes, slots_T, segment.heads)
+            unpack_kv(codes_T2KD, scales_T2K if scales is None else None, codes, slots_T, chosen)
             if scales is not None and scales_T2K is not None:
-                unpack_kv(scales_T2K.unsqueeze(-1), None, scales.unsqueeze(-1), slots_T, segment.heads)
+                unpack_kv(scales_T2K.unsqueeze(-1), None, scales.unsqueeze(-1), slots_T, chosen)
         if num_bytes := self._num_feature_bytes(segment):
             features_NF = payload[-num_bytes:].view(-1, self._layout.feature_bytes)
             pool.features.index_copy_(0, self._full_blocks(segment, slots_T), features_NF)
 
     def warm_up(self, device: torch.device) -> None:
-        """Compile the GPU kernels for every head count that a peer's tensor-parallel degree can require.
+        """Compile the GPU kernels for all heads that a peer's tensor-parallel degree can require.
 
         Uses a temporary pool, so that no handoff waits for compilation. Does nothing on a CPU.
         """
         if device.type != "cuda":
             return
-        layout = self._layout
-        pool, num_layers = KVPool(layout, num_blocks=1, device=device), min(2, layout.num_layers)
+        layout, pool = self._layout, KVPool(self._layout, num_blocks=1, device=device)
+        own = tuple(heads.num_heads for heads in layout.heads)
         # One token covers the variant whose scales are not aligned to 16 bytes.
-        shapes = [(layout.block_size, layout.heads_per_rank), *((1, num_heads) for num_heads in head_counts(layout))]
-        for num_tokens, num_heads in shapes:
-            segment = Segment(
-                first_layer=layout.num_layers - num_layers,
-                num_layers=num_layers,
-                first_token=0,
-                num_tokens=num_tokens,
-                first_head=0,
-                num_heads=num_heads,
-            )
-            slots_T = slots_of(pool, [0], 0, num_tokens)
-            payload = torch.empty(self.num_bytes(segment), dtype=torch.uint8, device=device)
-            self.pack(pool, segment, slots_T, payload)
+        for num_tokens, counts in [(layout.block_size, own), *((1, counts) for counts in head_counts(layout))]:
+            segment = Segment(first_layer=0, num_layers=layout.num_layers, first_token=0, num_tokens=num_tokens)
+            heads, slots_T = [range(count) for count in counts], slots_of(pool, [0], 0, num_tokens)
+            payload = torch.empty(self.num_bytes(segment, heads), dtype=torch.uint8, device=device)
+            self.pack(pool, segment, heads, slots_T, payload)
             launch_word_sum(payload)
-            self.unpack(payload, pool, segment, slots_T)
+            self.unpack(payload, pool, segment, heads, slots_T)
 
     def _num_feature_bytes(self, segment: Segment) -> int:
         layout = self._layout
@@ -111,24 +125,30 @@ class Codec:
         size = self._layout.block_size
         return slots_T[size - 1 - segment.first_token % size :: size] // size
 
-    def _dtype_of(self, layer: int) -> torch.dtype:
-        """Return the dtype of a layer's codes on the wire."""
-        return self._layout.dtype_of(layer) if layer in self._layout.plain_layers else self._dtype
+    def _views(
+        self, payload: Tensor, segment: Segment, heads: Sequence[range]
+    ) -> Iterator[tuple[int, slice, Tensor, Tensor | None]]:
+        """Yield each layer that has heads, its heads, and views of their codes (T, 2, K, D) and scales (T, 2, K).
 
-    def _views(self, payload: Tensor, segment: Segment) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield each layer with views of its codes (T, 2, K, D) and scales (T, 2, K), None if the codes have none."""
-        layout, rows = self._layout, (segment.num_tokens, self._layout.num_sides, segment.num_heads)
-        dtypes = [self._dtype_of(layer) for layer in segment.layers]
-        scale_dtypes = [SCALES.get(dtype) for dtype in dtypes]
-        sizes = [math.prod(rows) * layout.row_dim_of(dtype) * dtype.itemsize for dtype in dtypes]
-        sizes += [math.prod(rows) * dtype.itemsize if dtype else 0 for dtype in scale_dtypes]
+        The last is None if the codes have no scales.
+        """
+        layers = [layer for layer in segment.layers if heads[layer]]
+        rows = [self._rows[layer] for layer in layers]
+        sides = segment.num_tokens * self._layout.num_sides
+        counts = [sides * len(heads[layer]) for layer in layers]
+        sizes = [count * row.code_bytes for count, row in zip(counts, rows, strict=True)]
+        sizes += [count * row.scale_bytes for count, row in zip(counts, rows, strict=True)]
         parts = torch.split(payload[: sum(sizes)], sizes)
-        codes, scales = parts[: len(dtypes)], parts[len(dtypes) :]
-        for layer, dtype, of_layer, scale_dtype, of_rows in zip(
-            segment.layers, dtypes, codes, scale_dtypes, scales, strict=True
-        ):
-            codes_T2KD = of_layer.view(dtype).view(*rows, layout.row_dim_of(dtype))
-            yield layer, codes_T2KD, of_rows.view(scale_dtype).view(rows) if scale_dtype else None
+        codes, scales = parts[: len(layers)], parts[len(layers) :]
+        for layer, row, of_layer, of_rows in zip(layers, rows, codes, scales, strict=True):
+            chosen, shape = heads[layer], (segment.num_tokens, self._layout.num_sides, len(heads[layer]))
+            scales_T2K = of_rows.view(row.scale_dtype).view(shape) if row.scale_dtype else None
+            yield layer, slice(chosen.start, chosen.stop), of_layer.view(row.dtype).view(*shape, row.dim), scales_T2K
+
+
+def _row(layout: KVLayout, layer: int, dtype: torch.dtype) -> _Row:
+    scale_dtype, dim = SCALES.get(dtype), layout.row_dim_of(layer, dtype)
+    return _Row(dtype, dim, scale_dtype, dim * dtype.itemsize, scale_dtype.itemsize if scale_dtype else 0)
 
 
 def codec_for(layout: KVLayout, wire_dtype: str) -> Codec:

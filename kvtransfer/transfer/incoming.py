@@ -12,6 +12,7 @@ from engine.kv.pool import KVPool
 from kvtransfer.links.device_stream import StreamEvent
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Landing, Ledger
+from kvtransfer.protocol.plan import HeadCopy
 from kvtransfer.transfer.codec import Codec, slots_of
 
 
@@ -27,7 +28,7 @@ class Incoming:
         self.handoff = opened.handoff
         self.end_token = opened.max_tokens
         self._first_token = opened.first_token
-        self._ledger = Ledger(opened, num_layers=pool.layout.num_layers)
+        self._ledger = Ledger(opened)
         self._pool = pool
         self._codec = codec
         assert opened.first_token % pool.layout.block_size == 0, "a handoff begins at a block"
@@ -36,8 +37,8 @@ class Incoming:
         self._written: dict[int, StreamEvent] = {}  # last write per sending rank; each link has its own stream
         self._lock = threading.Lock()
 
-    def write(self, frame: SegmentFrame, payload: Tensor, *, sender: str, source: int) -> None:
-        """Check the payload that rank `source` of replica `sender` has announced, and write it to the pool.
+    def write(self, frame: SegmentFrame, payload: Tensor, *, sender: str, copy: HeadCopy) -> None:
+        """Check the payload that a rank of replica `sender` has announced, and write its heads, `copy`, to the pool.
 
         Raises TransferError if another replica fills this handoff, HandoffExpired if it is closed or fenced,
         ChecksumMismatch if the payload is corrupt or an earlier segment is missing.
@@ -46,14 +47,14 @@ class Incoming:
             raise ChecksumMismatch(f"handoff {self.handoff} segment {frame.number}: payload corrupted in transit")
         with self._lock:
             self._ledger.admit(frame.epoch, sender=sender)
-            if self._ledger.accept(frame, source=source):
+            if self._ledger.accept(frame, copy=copy):
                 start = frame.segment.first_token - self._first_token
                 slots_T = self._slots_T[start : start + frame.segment.num_tokens]
                 self._opened.hold_up()
-                self._codec.unpack(payload, self._pool, frame.segment, slots_T)
-                self._written[source] = StreamEvent(self._pool.device)
+                self._codec.unpack(payload, self._pool, frame.segment, copy.receiver_heads, slots_T)
+                self._written[copy.sender] = StreamEvent(self._pool.device)
 
-    def commit(self, frame: CommitFrame, *, sender: str, source: int, num_sources: int) -> Landing | None:
+    def commit(self, frame: CommitFrame, *, sender: str, copy: HeadCopy, num_sources: int) -> Landing | None:
         """Mark one sending rank as complete.
 
         Returns the Landing when all `num_sources` senders of this rank are complete. Raises as `write` does.
@@ -61,7 +62,7 @@ class Incoming:
         self._pool.synchronize()
         with self._lock:
             self._ledger.admit(frame.epoch, sender=sender)
-            return self._ledger.commit(frame, source=source, num_sources=num_sources)
+            return self._ledger.commit(frame, copy=copy, num_sources=num_sources)
 
     def close(self) -> None:
         """Reject every later frame. Waits for writes in progress."""

@@ -119,13 +119,13 @@ class IncomingLink:
         """Parse and validate an announcement. Raises RequestError, LinkClosed."""
         if self._frames.qsize() >= _MAX_ANNOUNCED:
             raise LinkClosed(f"limit of {_MAX_ANNOUNCED} announced frames without payloads reached")
-        frame, pool = frame_from_proto(message, self._copy), self._config.pool
+        frame, pool = frame_from_proto(message), self._config.pool
         if isinstance(frame, CommitFrame):
             check_commit(frame, pool.layout, num_blocks=pool.num_blocks)
             return frame
-        check_segment(frame, pool.layout, num_blocks=pool.num_blocks)
+        check_segment(frame, pool.layout, copy=self._copy, num_blocks=pool.num_blocks)
         # The size follows from the segment; a difference means that the two sides disagree on the layout.
-        num_bytes = self._config.codec.num_bytes(frame.segment)
+        num_bytes = self._config.codec.num_bytes(frame.segment, self._copy.receiver_heads)
         if num_bytes != frame.num_bytes:
             raise LinkClosed(
                 f"handoff {frame.handoff} segment {frame.number}: announced {frame.num_bytes} bytes, expected "
@@ -202,7 +202,7 @@ class IncomingLink:
                 self._commit(incoming, frame)
             else:
                 assert payload is not None
-                incoming.write(frame, payload, sender=self._sender, source=self._copy.sender)
+                incoming.write(frame, payload, sender=self._sender, copy=self._copy)
         except TransferError as error:
             if self._rejected != (frame.handoff, frame.epoch):
                 self._rejected = (frame.handoff, frame.epoch)
@@ -210,7 +210,7 @@ class IncomingLink:
                 self._answer(pb.ReceiverFrame(rejected=rejected))
 
     def _commit(self, incoming: Incoming, frame: CommitFrame) -> None:
-        landing = incoming.commit(frame, sender=self._sender, source=self._copy.sender, num_sources=self._num_sources)
+        landing = incoming.commit(frame, sender=self._sender, copy=self._copy, num_sources=self._num_sources)
         self._answer(pb.ReceiverFrame(landed=pb.Landed(handoff=frame.handoff, epoch=frame.epoch)))
         if landing:
             self._handoffs.landed(landing)

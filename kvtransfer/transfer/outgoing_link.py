@@ -276,7 +276,7 @@ class OutgoingLink:
         if link_transfer.is_ended:
             return
         ring.make_room()
-        payload = ring.take(self._config.codec.num_bytes(segment))
+        payload = ring.take(self._config.codec.num_bytes(segment, link_transfer.copy.sender_heads))
         payload_checksum = self._pack(link_transfer, segment, payload)
         if payload_checksum is None or link_transfer.is_ended:
             ring.put_back()
@@ -294,7 +294,8 @@ class OutgoingLink:
             if not link_transfer.start_reading():
                 return None
         try:
-            self._config.codec.pack(self._config.pool, segment, self._slots(link_transfer, segment), payload)
+            heads, slots_T = link_transfer.copy.sender_heads, self._slots(link_transfer, segment)
+            self._config.codec.pack(self._config.pool, segment, heads, slots_T, payload)
             return checksum(payload)  # synchronizes with the device, so the pool is no longer read
         finally:
             with self._lock:

@@ -14,13 +14,13 @@ from core.identity.rendezvous_key import key_of_link
 from core.rpc import transfer_pb2 as pb
 from core.types.errors import CapacityError, ClusterError, LayoutMismatch
 from core.types.failpoint import FailpointStage
-from core.types.validation import check, check_name
+from core.types.validation import check_name
 from core.types.wire_version import WIRE_VERSION
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.plan import HeadCopy, plan_heads
 from kvtransfer.protocol.register import Register
-from kvtransfer.protocol.validation import can_share, check_opening
+from kvtransfer.protocol.validation import check_opening, check_ranks
 from kvtransfer.transfer.incoming import Incoming
 from kvtransfer.transfer.incoming_link import IncomingLink
 from kvtransfer.transfer.link_config import LinkConfig
@@ -147,9 +147,7 @@ class Receiver:
             if our != their:
                 logger.warning("link rejected sender=%s: %s is %.100r, expected %r", hello.sender, name, their, our)
                 raise LayoutMismatch(f"{name} of {hello.sender} differs from this rank's")
-        check(
-            can_share(layout, hello.sender_ranks), "hello.sender_ranks", f"cannot share {layout.num_kv_heads} KV heads"
-        )
+        check_ranks(hello.sender_ranks, layout, "hello.sender_ranks")
         copies = plan_heads(sender=replace(layout, tensor_parallel=hello.sender_ranks), receiver=layout)
         mine = [copy for copy in copies if copy.receiver == config.rank]
         if copy := next((copy for copy in mine if copy.sender == hello.sender_rank), None):

@@ -13,10 +13,8 @@ from core.identity.process_name import ProcessName
 from core.types.errors import LinkClosed
 from core.types.failpoint import FailpointStage
 from core.types.handoff import Handoff, HandoffKey
-from engine.kv.layout import KVLayout
 from kvtransfer.protocol.plan import plan_heads
 from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer, Shipment
-from kvtransfer.protocol.segment import Segment
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.outgoing_link import OutgoingLink
 from kvtransfer.transfer.reconnection import Reconnection
@@ -47,7 +45,7 @@ class Sender:
         self._loop = loop
         self._on_shipped = on_shipped
         group_bytes = group_bytes or _GROUP_BYTES[config.pool.device.type]
-        self._group_rows = max(1, group_bytes // config.codec.num_bytes(_one_row(config.pool.layout)))
+        self._group_rows = max(1, group_bytes // config.codec.max_row_bytes())
         self._transfers: dict[HandoffKey, RankTransfer] = {}
         self._links: dict[tuple[ProcessName, str], OutgoingLink] = {}  # by receiver and address
         self._reconnections: defaultdict[str, Reconnection] = defaultdict(Reconnection)  # by address
@@ -104,10 +102,3 @@ class Sender:
             shipment = transfer.shipment(time.monotonic())
             self.config.failpoint(FailpointStage.FAILED if shipment.error else FailpointStage.SHIPPED, shipment.handoff)
             self._on_shipped(shipment)
-
-
-def _one_row(layout: KVLayout) -> Segment:
-    """Return the segment of one position, one layer and all heads of a rank."""
-    return Segment(
-        first_layer=0, num_layers=1, first_token=0, num_tokens=1, first_head=0, num_heads=layout.heads_per_rank
-    )

@@ -10,7 +10,6 @@ from core.wire.proto_fields import from_message, to_message
 from engine.tiers.commands import LoadResult
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
-from kvtransfer.protocol.plan import HeadCopy
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.protocol.segment import Segment
 from kvtransfer.protocol.validation import check_landing, check_seconds, check_shipment
@@ -37,8 +36,8 @@ def frame_to_proto(frame: SegmentFrame | CommitFrame) -> pb.SenderFrame:
     return pb.SenderFrame(segment=segment)
 
 
-def frame_from_proto(message: pb.SenderFrame, copy: HeadCopy) -> SegmentFrame | CommitFrame:
-    """Parse a frame. copy: heads of this link, which give the local head indices. Raises RequestError."""
+def frame_from_proto(message: pb.SenderFrame) -> SegmentFrame | CommitFrame:
+    """Parse a frame. Raises RequestError."""
     kind = message.WhichOneof("frame")
     check(kind in ("segment", "commit"), "frame", "must be a segment or a commit")
     if kind == "segment":
@@ -48,8 +47,6 @@ def frame_from_proto(message: pb.SenderFrame, copy: HeadCopy) -> SegmentFrame | 
             num_layers=announced.num_layers,
             first_token=announced.first_token,
             num_tokens=announced.num_tokens,
-            first_head=copy.receiver_head,
-            num_heads=copy.num_heads,
         )
         return SegmentFrame(
             handoff=announced.handoff,

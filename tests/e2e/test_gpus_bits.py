@@ -131,13 +131,12 @@ def _with_wire(runner: ModelRunner, wire_dtype: str) -> Callable[[ScheduledStep 
                 num_layers=layout.num_layers,
                 first_token=0,
                 num_tokens=num_tokens,
-                first_head=0,
-                num_heads=layout.heads_per_rank,
             )
+            heads = [range(heads.num_heads) for heads in layout.heads]
             slots_T = slots_of(pool, prompt.sequence.blocks, 0, num_tokens)
-            payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8, device=pool.device)
-            codec.pack(pool, segment, slots_T, payload)
-            codec.unpack(payload, pool, segment, slots_T)
+            payload = torch.empty(codec.num_bytes(segment, heads), dtype=torch.uint8, device=pool.device)
+            codec.pack(pool, segment, heads, slots_T, payload)
+            codec.unpack(payload, pool, segment, heads, slots_T)
         return logits
 
     return executed

@@ -35,13 +35,12 @@ _SAMPLED = Sampling(max_tokens=20, temperature=1.0, seed=5)
 _PROMPTS = prompts(20, 33, 48, 18)
 _WHOLE = _PROMPTS[2]  # three blocks; the second time, the decode replica computes the last one after two shipped ones
 _TELLING = 52  # tokens of _WHOLE and its answer; drafts at this length depend on all entries
-_ROWS = {
-    "eagle": 2 * 2 * 16,
-    "eagle1": 2 * 2 * 16,
-    "mtp": LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"],
-}  # numbers of a token
-# GiB: four layers, one of them the head's, and a row of features
-_BLOCKS = {kind: (4 * numbers * 4 * 16 + 48 * 4) / 2**30 for kind, numbers in _ROWS.items()}
+_LATENT_ROW = LATENT["kv_lora_rank"] + LATENT["qk_rope_head_dim"]
+# Numbers of a token in a layer of the model, and in the head's own.
+_ROWS = {"eagle": (2 * 2 * 16, 2 * 16), "eagle1": (2 * 2 * 16,) * 2, "mtp": (_LATENT_ROW,) * 2}
+# GiB of a spare block of the head's layer; and of a block: three layers of the model, the head's, and a row of features
+_SPARES = {kind: own * 4 * 16 / 2**30 for kind, (_, own) in _ROWS.items()}
+_BLOCKS = {kind: ((3 * row + own) * 4 * 16 + 48 * 4) / 2**30 for kind, (row, own) in _ROWS.items()}
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -240,7 +239,7 @@ async def test_after_a_lower_tier(
     guesses = _heads(kind, checkpoint("llama"), tmp_path)
     model_dir, block = _served(kind, checkpoint, tmp_path), _BLOCKS[kind]
     tree = _tree(kind, tmp_path)
-    beside = 64 * (4 * 48 * 4) / 2**30 + 64 * block / 4  # for 64 rows: features of four steps, and a spare block
+    beside = 64 * (4 * 48 * 4) / 2**30 + 64 * _SPARES[kind]  # for 64 rows: features of four steps, and a spare block
     tree["decode"] |= {"kv_memory_gib": 14.1 * block + beside, "kv_host_gib": 60 * block}
     tree["router"] |= {"max_local_prefill": 1000}
     longer = prompts(100, 100, 100)

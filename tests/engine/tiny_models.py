@@ -11,9 +11,21 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    Gemma4TextConfig,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    GptOssConfig,
+    Llama4TextConfig,
     LlamaConfig,
+    MiniMaxM2Config,
+    Ministral3Config,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -35,6 +47,17 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig,
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
+    "gemma2": Gemma2Config,
+    "gemma3": Gemma3TextConfig,
+    "gemma4": Gemma4TextConfig,
+    "phi3": Phi3Config,
+    "gpt_oss": GptOssConfig,
+    "glm4_moe": Glm4MoeConfig,
+    "glm4_moe_lite": Glm4MoeLiteConfig,
+    "minimax_m2": MiniMaxM2Config,
+    "ministral3": Ministral3Config,
+    "mistral4": Mistral4Config,
+    "llama4": Llama4TextConfig,
 }
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
 LATENT |= {
@@ -45,6 +68,70 @@ ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_siz
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 DEEPSEEK_V2 = {"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy"} | LATENT | ROUTED
 DEEPSEEK_V3 = {"q_lora_rank": 20, "n_shared_experts": 1} | LATENT | ROUTED | GROUPS
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+QUERY_SCALING = {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
+GEMMA = {"sliding_window": 9, "query_pre_attn_scalar": 20}
+GEMMA3_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+}
+# Unlike heads, keys that are values, layers that share them, embeddings per layer.
+GEMMA4 = {
+    "num_hidden_layers": 7,
+    "sliding_window": 9,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "num_kv_shared_layers": 2,
+    "layer_types": [f"{kind}_attention" for kind in "sliding full sliding sliding full sliding full".split()],
+    "hidden_size_per_layer_input": 6,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 4.0,
+}
+GEMMA4_MOE = {
+    "sliding_window": 9,
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 20,
+}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.2, 1.3, 1.5, 1.6, 1.7],
+    "long_factor": [2.0] * 6,
+    "original_max_position_embeddings": 64,
+}
+PHI3 = {"head_dim": ..., "original_max_position_embeddings": 64, "rope_parameters": LONGROPE}
+GPT_OSS = {
+    "sliding_window": 9,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 20,
+    "rope_parameters": YARN | {"truncate": False},
+}
+GLM4_MOE = {"n_shared_experts": 1, "routed_scaling_factor": 1.7, "use_qk_norm": True, "attention_bias": True} | ROUTED
+GLM4_MOE_LITE = {"q_lora_rank": 20, "n_shared_experts": 1} | LATENT | ROUTED | {"head_dim": ...}
+MISTRAL4 = GLM4_MOE_LITE | {"rope_parameters": YARN | QUERY_SCALING}
+MINIMAX_M2 = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 20,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+LLAMA4 = {
+    "num_hidden_layers": 4,  # the last one without rotation
+    "num_local_experts": 6,
+    "intermediate_size": 20,
+    "intermediate_size_mlp": 70,
+    "interleave_moe_layer_step": 2,
+    "attention_chunk_size": 16,
+    "floor_scale": 8,
+}
 TINY = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -56,6 +143,9 @@ TINY = {
     "max_position_embeddings": 128,
     "initializer_range": 0.3,  # large enough that every part of the model matters to the logits
     "sliding_window": None,
+    "pad_token_id": None,  # the default of some families is outside this vocabulary
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 
 MakeModel = Callable[..., tuple[Path, PreTrainedModel]]
@@ -63,19 +153,26 @@ MakeRunner = Callable[..., ModelRunner]
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
-    return CONFIGS[family](**(TINY | changes))
+    """Return a family's config; changes: settings, ... for the family's default."""
+    return CONFIGS[family](**{name: value for name, value in (TINY | changes).items() if value is not ...})
 
 
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    # transformers initializes biases to 0 and norms to 1, where omitting them would go unnoticed.
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias") or "norm" in name:
-            torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.3)
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            torch.nn.init.normal_(buffer, std=0.3)
+    # Auto classes know Mistral 4 as a part of a larger model only.
+    make: Any = (
+        Mistral4ForCausalLM._from_config if config.model_type == "mistral4" else AutoModelForCausalLM.from_config
+    )
+    model = make(config, dtype=torch.float32).eval()
+    # transformers initializes biases to 0, and norms and scales to 1, where omitting them would go unnoticed.
+    around = 0.0 if config.model_type in ("gemma2", "gemma3_text") else 1.0  # those norms add 1
+    for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
+        if "norm" in name or name.endswith((".scale", "per_expert_scale", "layer_scalar")):
+            torch.nn.init.normal_(parameter, mean=around if "norm" in name else 1.0, std=0.3)
+        elif name.endswith(("bias", "sinks")):
+            torch.nn.init.normal_(parameter, std=0.3)
+        elif parameter.dim() == 3 or name.endswith(("gate.weight", "router.weight")):  # experts and their routers
+            torch.nn.init.normal_(parameter, std=0.3)
     return model
 
 

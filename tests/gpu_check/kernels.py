@@ -19,7 +19,7 @@ from tests.gpu_check.rows import skip, tell
 # Fraction of the copy bandwidth or of the matrix product rate, by names of benchmarks.engine.kernels.
 _LEAST = {
     r"(write_kv|pack|unpack) \S+": 0.8,
-    r"(add_rms_norm|rotate|silu_mul)": 0.85,
+    r"(add_rms_norm|rotate|gated_mul)": 0.85,
     r"decode_attention \S+": 0.85,
     r"decode_attention unlike \S+": 0.85,
     r"decode_attention of \d+ \S+": 0.8,

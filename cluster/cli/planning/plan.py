@@ -222,7 +222,7 @@ def _memory(source: str) -> dict[str, Any]:
 
     spec = load_spec(source)
     directory = model_source.resolve(spec.model.source)
-    config = model_config.load(directory)
+    config = model_config.load(directory, max_context=spec.model.max_context)
     check_ranks(spec, config)
     drafts = heads_source(spec)
     heads = load_heads(drafts.heads, drafts.directory, config) if drafts and drafts.heads else None
@@ -241,7 +241,7 @@ def _memory(source: str) -> dict[str, Any]:
                 memory_bytes=(pool.kv_memory_gib or 1.0) * 2**30,
                 heads=heads,
                 activations=spec.model.dtype,
-                num_unquantized=len(config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers)),
+                unquantized_layers=config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers),
                 max_running=largest_step(spec, role)[1],
             )
             for dtype in dict.fromkeys((own, spec.model.dtype, "fp8_e4m3", "int8", "int4"))
@@ -296,7 +296,7 @@ def _formats(source: str, profile: str | None, memory_gib: float, batch: int, co
             block_size=spec.kv.block_size,
             tensor_parallel=ranks,
             memory_bytes=0,
-            num_unquantized=len(config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers)),
+            unquantized_layers=config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers),
         )
         plans += [
             format_plan(

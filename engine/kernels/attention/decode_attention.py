@@ -15,12 +15,12 @@ feature.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from engine.kernels.attention.attention_rule import AttentionRule, capped, is_in_reach, sink_of
 from engine.kernels.attention.kv_splits import KEYS, Splits, blocks_of
 from engine.kernels.attention.online_softmax import gather_row, places_of, reference_row
 from engine.kernels.attention.query_groups import TILE_ROWS, QueryGroups
@@ -49,15 +49,15 @@ def decode_attention(
     scales_B2KS: Tensor | None,
     *,
     query_groups: QueryGroups,
-    window: int | None,
+    rule: AttentionRule,
     splits: Splits,
     out_THD: Tensor,
 ) -> None:
-    """Compute softmax(q k / sqrt(D)) v for the queries of all groups, each over the keys up to its own.
+    """Compute the attention of the queries of all groups, each to the keys up to its own; see AttentionRule.
 
     q, out: (T, H, D) bf16, fp16 or fp32; out is written at the groups' tokens only. codes, scales: a layer of the pool,
     quantized or of q's dtype; see KVPool. Queries of a group without keys get zeros. splits: Splits of the groups'
-    contexts and `window_of_query_groups`; it affects rounding only. A NaN value spoils all queries of its group, also
+    contexts for the same rule; it affects rounding only. A NaN value spoils all queries of its group, also
     those that precede it.
     """
     attend = launch_decode_attention if q_THD.is_cuda else reference_decode_attention
@@ -66,15 +66,10 @@ def decode_attention(
         codes_B2KSD,
         scales_B2KS,
         query_groups=query_groups,
-        window=window,
+        rule=rule,
         splits=splits,
         out_THD=out_THD,
     )
-
-
-def window_of_query_groups(window: int | None, most: int) -> int | None:
-    """Return the number of keys before a group's last query that any of its queries sees; None without a window."""
-    return None if window is None else window + most - 1
 
 
 def resident_programs(*, has_scales: bool) -> int:
@@ -88,7 +83,7 @@ def reference_decode_attention(
     scales_B2KS: Tensor | None,
     *,
     query_groups: QueryGroups,
-    window: int | None,
+    rule: AttentionRule,
     splits: Splits,
     out_THD: Tensor,
 ) -> None:
@@ -110,7 +105,7 @@ def reference_decode_attention(
             continue
         assert token == first + seat % query_groups.most
         kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context - (count - 1 - seat % query_groups.most))
-        out_THD[token] = reference_row(q_THD[token].unsqueeze(0), kv_2KLD, window=window)[0]
+        out_THD[token] = reference_row(q_THD[token].unsqueeze(0), kv_2KLD, rule)[0]
 
 
 def launch_decode_attention(
@@ -119,7 +114,7 @@ def launch_decode_attention(
     scales_B2KS: Tensor | None,
     *,
     query_groups: QueryGroups,
-    window: int | None,
+    rule: AttentionRule,
     splits: Splits,
     out_THD: Tensor,
 ) -> None:
@@ -136,15 +131,15 @@ def launch_decode_attention(
     is_int4 = codes_B2KSD.dtype == INT4
     block_m, block_d = max(TILE_ROWS, power_of_2(query_groups.most * group)), max(TILE_ROWS, power_of_2(dim))
     codes = as_bytes(codes_B2KSD)
-    sizes = {"Q": query_groups.most, "G": group, "K": num_kv_heads, "S": block_size, "D": dim}
-    sizes |= {"BLOCK_M": block_m, "BLOCK_D": block_d, "WINDOW": window or 0}
+    sizes: dict[str, int | float] = {"Q": query_groups.most, "G": group, "K": num_kv_heads, "S": block_size, "D": dim}
+    sizes |= {"BLOCK_M": block_m, "BLOCK_D": block_d, **rule.constants}
     shared = (
         *(query_groups.firsts_U, query_groups.counts_U, query_groups.tables_UB, query_groups.contexts_U),
         *(splits.starts_R, splits.rows_W, part_PXD, largest_PX, total_PX),
     )
     numbers = (
         num_rows,
-        math.log2(math.e) / math.sqrt(dim),
+        rule.factor,
         q_THD.stride(0),
         q_THD.stride(1),
         query_groups.tables_UB.stride(0),
@@ -158,7 +153,8 @@ def launch_decode_attention(
             *shared,
             *numbers,
             **sizes,
-            BLOCK_N=KEYS,
+            # More keys of wide heads would not fit the memory of as many programs.
+            BLOCK_N=KEYS if block_d <= 128 else KEYS // 2,
             SHARED_N=KEYS,
             HAS_SCALES=False,
             IS_INT4=False,
@@ -194,6 +190,7 @@ def launch_decode_attention(
         splits.starts_R,
         query_groups.tokens_N,
         query_groups.seats_N,
+        rule.sinks_H,
         out_THD,
         num_rows,
         Q=query_groups.most,
@@ -233,6 +230,8 @@ def _attend_part(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAP: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHARED_N: tl.constexpr,
     HAS_SCALES: tl.constexpr,
@@ -241,7 +240,6 @@ def _attend_part(
 ) -> None:
     """One program: up to Q times G queries of a group and KV head, over its share of the keys of one or more groups."""
     program, head = tl.program_id(0), tl.program_id(1)
-    SEEN: tl.constexpr = WINDOW + Q - 1 if WINDOW > 0 else 0
     share = tl.load(starts + num_rows + 1)
     place = program * share
     stop = tl.minimum(place + share, tl.load(starts + num_rows))
@@ -250,7 +248,7 @@ def _attend_part(
     query, of_head = m // G, m % G
     while place < stop:
         context, num_queries = tl.load(contexts + row), tl.load(counts + row)
-        skipped, num_blocks = blocks_of(context, SEEN, SHARED_N)
+        skipped, num_blocks = blocks_of(context, Q, WINDOW, CHUNK, SHARED_N)
         before = place - tl.load(starts + row)
         taken = tl.minimum(num_blocks - before, stop - place)
         first = (skipped + before) * SHARED_N
@@ -269,7 +267,7 @@ def _attend_part(
         if HAS_SCALES:
             even, odd, largest, total = _attend_codes(
                 queries, codes, pairs, scales, table, head, first, end, sees, scale,
-                Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW, IS_INT4, NATIVE,
+                Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW, CHUNK, CAP, IS_INT4, NATIVE,
             )  # fmt: skip
             if IS_INT4:
                 if taken > 0:
@@ -282,7 +280,7 @@ def _attend_part(
         else:
             out, largest, total = _attend_numbers(
                 queries, codes, table, head, first, end, sees, scale,
-                Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW,
+                Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW, CHUNK, CAP,
             )  # fmt: skip
             if taken > 0:
                 tl.store(part + at[:, None] * D + d[None, :], out, mask=mask)
@@ -311,6 +309,8 @@ def _attend_numbers(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Attend to keys [first, end) of a row in q's dtype. Returns out (M, D), largest (M), total (M); see
     online_softmax.py.
@@ -329,7 +329,7 @@ def _attend_numbers(
             numbers + block[None, :] + (within[None, :] + d[:, None]), mask=is_key[None, :] & is_d[:, None], other=0.0
         )
         scores = tl.dot(q, k, input_precision="ieee") * scale
-        grown, fade, weights = _weigh(scores, largest, key, end, sees, Q, WINDOW)
+        grown, fade, weights = _weigh(scores, largest, key, end, sees, Q, WINDOW, CHUNK, CAP)
         v = tl.load(
             numbers + block[:, None] + ((within + K * S * D)[:, None] + d[None, :]),
             mask=is_key[:, None] & is_d[None, :],
@@ -361,6 +361,8 @@ def _attend_codes(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAP: tl.constexpr,
     IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
@@ -405,7 +407,7 @@ def _attend_codes(
             )
             scores = tl.dot(q, from_code(k, dtype, NATIVE), input_precision="ieee")
             scores *= (k_scale * scale)[None, :]
-        grown, fade, weights = _weigh(scores, largest, key, end, sees, Q, WINDOW)
+        grown, fade, weights = _weigh(scores, largest, key, end, sees, Q, WINDOW, CHUNK, CAP)
         total = total * fade + tl.sum(weights, axis=1)
         v = tl.load(
             pairs + (block * (D // 2))[:, None] + ((within + K * S)[:, None] * (D // 2) + e[None, :]),
@@ -439,17 +441,21 @@ def _weigh(
     sees: tl.tensor,
     Q: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return the new largest score, the factor for earlier results, and the weights of these keys."""
+    if CAP > 0.0:
+        scores = capped(scores, CAP)
     is_seen = (key < end)[None, :]
     if Q > 1:
         is_seen = is_seen & (key[None, :] < sees[:, None])
-    if WINDOW > 0:
-        is_seen = is_seen & (key[None, :] >= sees[:, None] - WINDOW)
+    if WINDOW + CHUNK > 0:
+        is_seen = is_seen & is_in_reach(key[None, :], sees[:, None] - 1, WINDOW, CHUNK)
     scores = tl.where(is_seen, scores, -float("inf"))
     grown = tl.maximum(largest, tl.max(scores, axis=1))
     base = grown
-    if Q > 1 or WINDOW > 0:
+    if Q > 1 or WINDOW + CHUNK > 0:
         # A query may see none of these keys.
         base = tl.where(grown == -float("inf"), 0.0, grown)
     return grown, tl.exp2(largest - base), tl.exp2(scores - base[:, None])
@@ -504,6 +510,7 @@ def _combine_parts(
     starts: tl.tensor,
     tokens: tl.tensor,
     seats: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     num_rows: tl.tensor,
     Q: tl.constexpr,
@@ -518,7 +525,8 @@ def _combine_parts(
     d = tl.program_id(2) * BLOCK_D + tl.arange(0, BLOCK_D)
     token, seat = tl.load(tokens + number).to(tl.int64), tl.load(seats + number)
     row, query = seat // Q, seat % Q
-    whole = whole_of_parts(part, largest, total, starts, row, query * H + head, d, num_rows, Q * H, D, BLOCK_P)
+    sink = None if sinks is None else sink_of(sinks, head)
+    whole = whole_of_parts(part, largest, total, starts, row, query * H + head, sink, d, num_rows, Q * H, D, BLOCK_P)
     if IS_INT4:
         whole = tl.reshape(unrotate_tile(tl.reshape(whole, [1, BLOCK_D]), D), [BLOCK_D])
     tl.store(out + (token * H + head) * D + d, whole.to(out.dtype.element_ty), mask=d < D)
@@ -532,13 +540,17 @@ def whole_of_parts(
     starts: tl.tensor,
     row: tl.tensor,
     head: tl.tensor,
+    sink: tl.tensor,
     d: tl.tensor,
     num_rows: tl.tensor,
     H: tl.constexpr,
     D: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ) -> tl.tensor:
-    """Combine the features `d` of one row's head from its parts, BLOCK_P at a time; zeros for a row without keys."""
+    """Combine the features `d` of one row's head from its parts, BLOCK_P at a time; zeros for a row without keys.
+
+    sink: one more score, in base 2, or None.
+    """
     share = tl.load(starts + num_rows + 1)
     begin, end = tl.load(starts + row), tl.load(starts + row + 1)
     # Range of programs; empty for a row without keys.
@@ -559,4 +571,8 @@ def whole_of_parts(
         parts = tl.load(part + place[:, None] * D + d[None, :], mask=is_part[:, None] & (d < D)[None, :], other=0.0)
         result = result * fade + tl.sum(parts * weight[:, None], axis=0)
         base = grown
+    if sink is not None:
+        grown = tl.maximum(base, sink)
+        total = total * tl.exp2(base - grown) + tl.exp2(sink - grown)
+        result *= tl.exp2(base - grown)
     return result / tl.where(total == 0.0, 1.0, total)

@@ -1,6 +1,6 @@
 """Prefill attention over contiguous keys and values, gathered for this step.
 
-    s_j = (q k_j + q' key_j) scale          key_j: part of the keys shared by all heads; latent layouts have one
+    s_j = scale (q k_j + q' key_j)          key_j: part of the keys shared by all heads; latent layouts have one
 
 Keys come from the pool (gather_rows.py) or were expanded from latents (latent_heads.py). Many queries read them, in
 whole tiles by TMA where the device has it. Queries are cut into tiles as in prefill_attention.
@@ -8,7 +8,6 @@ whole tiles by TMA where the device has it. Queries are cut into tiles as in pre
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.kernels.attention.attention_rule import AttentionRule, sink_of
 from engine.kernels.attention.online_softmax import weigh
 from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
 from engine.kernels.language import descriptor, has_tile_copies, jit, power_of_2, tl
@@ -23,7 +23,7 @@ from engine.kernels.language import descriptor, has_tile_copies, jit, power_of_2
 # T tokens of the step, L keys of all rows, H query heads of this rank, K kv heads, N per-head key dim,
 # P shared key dim, W value dim
 
-# Keys per loop iteration of a program.
+# Keys per loop iteration of a program; half as many for heads wider than 128.
 _KEYS = 64
 
 
@@ -67,15 +67,17 @@ def dense_prefill_attention(
     tiles: QueryTiles,
     firsts_R: Tensor,
     contexts_R: Tensor,
-    scale: float,
+    rule: AttentionRule,
     out_THW: Tensor,
     part: Slice = WHOLE,
 ) -> None:
-    """Compute softmax(q (k, shared) scale) v for each row's queries, its last positions, over keys up to their own.
+    """Compute the attention of each row's queries, its last positions, to keys (k, shared) up to their own.
 
     q: (T, H, N + P); all bf16, fp16 or fp32, k, v and out contiguous, K divides H. firsts, contexts: (R,) int32; a
-    row's keys of this slice start at `first` of L. Only the last slice writes out, at the tiles' queries only.
+    row's keys of this slice start at `first` of L. rule: without window or chunk; see AttentionRule. Only the last
+    slice writes out, at the tiles' queries only.
     """
+    assert rule.window is None and rule.chunk is None
     attend = launch_dense_prefill_attention if q_THD.is_cuda else reference_dense_prefill_attention
     attend(
         q_THD,
@@ -85,7 +87,7 @@ def dense_prefill_attention(
         tiles=tiles,
         firsts_R=firsts_R,
         contexts_R=contexts_R,
-        scale=scale,
+        rule=rule,
         out_THW=out_THW,
         part=part,
     )
@@ -100,7 +102,7 @@ def reference_dense_prefill_attention(
     tiles: QueryTiles,
     firsts_R: Tensor,
     contexts_R: Tensor,
-    scale: float,
+    rule: AttentionRule,
     out_THW: Tensor,
     part: Slice = WHOLE,
 ) -> None:
@@ -112,21 +114,27 @@ def reference_dense_prefill_attention(
         k_LHD = k_LKN[keys].float().repeat_interleave(group, 1)
         if shared_LP is not None:
             k_LHD = torch.cat((k_LHD, shared_LP[keys].float().unsqueeze(1).expand(-1, k_LHD.shape[1], -1)), dim=-1)
-        scores_HQL = torch.einsum("qhd,lhd->hql", q_THD[queries].float(), k_LHD) * scale
+        scores_HQL = torch.einsum("qhd,lhd->hql", q_THD[queries].float(), k_LHD) * rule.scale
+        if rule.soft_cap is not None:
+            scores_HQL = (scores_HQL / rule.soft_cap).tanh() * rule.soft_cap
         positions_Q1 = torch.arange(context - length, context, device=q_THD.device).unsqueeze(-1)
         is_hidden_QL = torch.arange(low, high, device=q_THD.device) > positions_Q1
         scores_HQL = scores_HQL.masked_fill(is_hidden_QL, -torch.inf)
         v_LHW = v_LKW[keys].float().repeat_interleave(group, 1)
-        _reference_merge(scores_HQL, v_LHW, queries, out_THW, part)
+        _reference_merge(scores_HQL, v_LHW, rule.sinks_H, queries, out_THW, part)
 
 
-def _reference_merge(scores_HQL: Tensor, v_LHW: Tensor, queries: slice, out_THW: Tensor, part: Slice) -> None:
+def _reference_merge(
+    scores_HQL: Tensor, v_LHW: Tensor, sinks_H: Tensor | None, queries: slice, out_THW: Tensor, part: Slice
+) -> None:
     out_QHW = torch.zeros(scores_HQL.shape[1], *v_LHW.shape[1:], device=v_LHW.device)
     largest_HQ = scores_HQL.new_full(scores_HQL.shape[:2], -torch.inf)
     total_HQ = torch.zeros_like(largest_HQ)
     if part.carry is not None and part.begin:
         out_QHW, largest_HQ = part.carry.out_THW[queries], part.carry.largest_TH[queries].T
         total_HQ = part.carry.total_TH[queries].T
+    elif sinks_H is not None:
+        largest_HQ, total_HQ = sinks_H.unsqueeze(-1).expand_as(largest_HQ), torch.ones_like(total_HQ)
     if scores_HQL.shape[2]:
         grown_HQ = torch.maximum(largest_HQ, scores_HQL.amax(-1))
         weights_HQL = (scores_HQL - grown_HQ.unsqueeze(-1)).exp()
@@ -150,7 +158,7 @@ def launch_dense_prefill_attention(
     tiles: QueryTiles,
     firsts_R: Tensor,
     contexts_R: Tensor,
-    scale: float,
+    rule: AttentionRule,
     out_THW: Tensor,
     part: Slice = WHOLE,
 ) -> None:
@@ -160,6 +168,9 @@ def launch_dense_prefill_attention(
     assert q_THD.stride(-1) == 1 and k_LKN.is_contiguous() and v_LKW.is_contiguous() and out_THW.is_contiguous()
     blocks = {"BLOCK_N": max(16, power_of_2(nope_dim)), "BLOCK_P": max(16, power_of_2(rope_dim or 1))}
     blocks["BLOCK_W"] = max(16, power_of_2(value_dim))
+    # Two programs share a multiprocessor's memory.
+    is_wide = blocks["BLOCK_W"] > 128
+    keys = _KEYS // 2 if is_wide else _KEYS
     # TMA copies need tiles whose columns are exactly one head; others would include columns of the next head.
     is_tiled = has_tile_copies(q_THD.device) and q_THD.dtype != torch.float32
     is_tiled &= (nope_dim, value_dim) == (blocks["BLOCK_N"], blocks["BLOCK_W"])
@@ -172,7 +183,7 @@ def launch_dense_prefill_attention(
     sources: tuple[Any, ...] = (k_LN, shared_LP, v_LW)
     if is_tiled:
         widths = (nope_dim, rope_dim or nope_dim, value_dim)
-        sources = tuple(descriptor(x, [_KEYS, width]) for x, width in zip(sources, widths, strict=True))
+        sources = tuple(descriptor(x, [keys, width]) for x, width in zip(sources, widths, strict=True))
     carry = part.carry
     nothing = q_THD.new_empty(1, dtype=torch.float32)
     _attend_tile[(len(tiles.rows_N), num_heads)](
@@ -184,9 +195,10 @@ def launch_dense_prefill_attention(
         tiles.lengths_R,
         firsts_R,
         contexts_R,
+        rule.sinks_H,
         out_THW,
         *((carry.out_THW, carry.largest_TH, carry.total_TH) if carry else (nothing, nothing, nothing)),
-        scale * math.log2(math.e),
+        rule.factor,
         part.begin,
         part.end,
         int(part.is_last),
@@ -201,12 +213,12 @@ def launch_dense_prefill_attention(
         P=rope_dim,
         W=value_dim,
         BLOCK_M=TILE_QUERIES,
-        BLOCK_L=_KEYS,
+        BLOCK_L=keys,
         **blocks,
+        CAP=rule.constants["CAP"],
         IS_TILED=is_tiled,
         num_warps=4,
-        # Two programs share a multiprocessor's memory.
-        num_stages=2 if rope_dim else 3,
+        num_stages=2 if rope_dim or is_wide else 3,
     )
 
 
@@ -222,6 +234,7 @@ def _attend_tile(
     lengths: tl.tensor,
     key_firsts: tl.tensor,
     contexts: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     carried: tl.tensor,
     carried_largest: tl.tensor,
@@ -245,6 +258,7 @@ def _attend_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    CAP: tl.constexpr,
     IS_TILED: tl.constexpr,
 ) -> None:
     """One program: BLOCK_M queries of one row and one head.
@@ -277,15 +291,18 @@ def _attend_tile(
     total = tl.load(carried_total + place, mask=is_carried, other=0.0)
     largest = tl.load(carried_largest + place, mask=is_carried, other=-float("inf"))
     result = tl.load(carried + place[:, None] * W + w[None, :], mask=is_carried[:, None] & (w < W)[None, :], other=0.0)
+    if sinks is not None:
+        largest = tl.where(begin > 0, largest, sink_of(sinks, head))
+        total = tl.where(begin > 0, total, 1.0)
     for n in range(begin, plain, BLOCK_L):
         result, largest, total = _step(
             result, largest, total, q_own, q_shared, k, shared, v, first_key + n, n, kv_head, position, end, scale,
-            k_stride, shared_stride, v_stride, N, P, W, BLOCK_L, BLOCK_N, BLOCK_P, BLOCK_W, IS_TILED, False,
+            k_stride, shared_stride, v_stride, N, P, W, BLOCK_L, BLOCK_N, BLOCK_P, BLOCK_W, CAP, IS_TILED, False,
         )  # fmt: skip
     for n in range(plain, end, BLOCK_L):
         result, largest, total = _step(
             result, largest, total, q_own, q_shared, k, shared, v, first_key + n, n, kv_head, position, end, scale,
-            k_stride, shared_stride, v_stride, N, P, W, BLOCK_L, BLOCK_N, BLOCK_P, BLOCK_W, IS_TILED, True,
+            k_stride, shared_stride, v_stride, N, P, W, BLOCK_L, BLOCK_N, BLOCK_P, BLOCK_W, CAP, IS_TILED, True,
         )  # fmt: skip
     if is_last != 0:
         # Positions past the row's last query have no keys.
@@ -323,6 +340,7 @@ def _step(
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_W: tl.constexpr,
+    CAP: tl.constexpr,
     IS_TILED: tl.constexpr,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
@@ -336,7 +354,7 @@ def _step(
         k_shared = _tile(shared, at, 0, shared_stride, is_key, P, BLOCK_L, BLOCK_P, IS_TILED)
         scores = tl.dot(q_shared, k_shared.T, scores, input_precision="ieee")
     is_seen = (key[None, :] <= position[:, None]) & is_key[None, :]
-    grown, fade, weights = weigh(scores, largest, is_seen, scale, MASKED)
+    grown, fade, weights = weigh(scores, largest, is_seen, scale, CAP, MASKED)
     total = total * fade + tl.sum(weights, axis=1)
     values = _tile(v, at, head, v_stride, is_key, W, BLOCK_L, BLOCK_W, IS_TILED)
     if MASKED and IS_TILED:

@@ -33,7 +33,7 @@ _ROWS, _PROGRAMS = 128, 16
 
 @dataclass(frozen=True)
 class Splits:
-    """Split of one step's keys, shared by all layers with the same window."""
+    """Split of one step's keys, shared by all layers with the same window or chunk."""
 
     # int32 (R + 2): each row's first block; then the total number of blocks, and the blocks per program.
     starts_R: Tensor
@@ -41,21 +41,34 @@ class Splits:
     rows_W: Tensor
 
     @classmethod
-    def of(cls, contexts_R: Tensor, *, window: int | None, num_heads: int, longest: int, resident: int) -> Splits:
+    def of(
+        cls,
+        contexts_R: Tensor,
+        *,
+        window: int | None = None,
+        chunk: int | None = None,
+        most: int = 1,
+        num_heads: int,
+        longest: int,
+        resident: int,
+    ) -> Splits:
         """Split the keys of R rows.
 
-        contexts: (R,) int32 keys of each row, at most `longest`. num_heads: number of programs per part, one for each
-        head or group of heads. resident: programs that a multiprocessor runs at once. On a CPU nothing is split.
+        contexts: (R,) int32 keys of each row, at most `longest`. most: queries of a row; see QueryGroups. num_heads:
+        number of programs per part, one for each head or group of heads. resident: programs that a multiprocessor runs
+        at once. On a CPU nothing is split.
         """
         if not contexts_R.is_cuda:
             return cls(contexts_R, contexts_R)
         processors = torch.cuda.get_device_properties(contexts_R.device).multi_processor_count
         target = processors * resident // num_heads
         possible = len(contexts_R) * cdiv(cdiv(longest, KEYS), _MIN_BLOCKS)
-        return share_out(contexts_R, window=window, num_programs=max(1, min(target, possible)))
+        return share_out(contexts_R, window=window, chunk=chunk, most=most, num_programs=max(1, min(target, possible)))
 
 
-def share_out(contexts_R: Tensor, *, window: int | None, num_programs: int) -> Splits:
+def share_out(
+    contexts_R: Tensor, *, window: int | None = None, chunk: int | None = None, most: int = 1, num_programs: int
+) -> Splits:
     starts_R = torch.empty(len(contexts_R) + 2, dtype=torch.int32, device=contexts_R.device)
     rows_W = torch.empty(num_programs, dtype=torch.int32, device=contexts_R.device)
     _share_out[(1,)](
@@ -64,7 +77,9 @@ def share_out(contexts_R: Tensor, *, window: int | None, num_programs: int) -> S
         rows_W,
         len(contexts_R),
         num_programs,
+        Q=most,
         WINDOW=window or 0,
+        CHUNK=chunk or 0,
         BLOCK_N=KEYS,
         MIN_BLOCKS=_MIN_BLOCKS,
         BLOCK_R=_ROWS,
@@ -74,11 +89,15 @@ def share_out(contexts_R: Tensor, *, window: int | None, num_programs: int) -> S
 
 
 @jit
-def blocks_of(context: tl.tensor, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """Return the first block of a row that its query sees, and the number of blocks that it sees."""
+def blocks_of(
+    context: tl.tensor, Q: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first block of a row that any of its last Q queries sees, and the number of blocks that they see."""
     first = context * 0
     if WINDOW > 0:
-        first = tl.maximum(context - WINDOW, 0) // BLOCK_N
+        first = tl.maximum(context - (WINDOW + Q - 1), 0) // BLOCK_N
+    elif CHUNK > 0:
+        first = tl.maximum(context - Q, 0) // CHUNK * CHUNK // BLOCK_N
     return first, (context + BLOCK_N - 1) // BLOCK_N - first
 
 
@@ -89,7 +108,9 @@ def _share_out(
     rows: tl.tensor,
     num_rows: tl.tensor,
     num_programs: tl.tensor,
+    Q: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MIN_BLOCKS: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -100,7 +121,7 @@ def _share_out(
     total = 0
     for start in range(0, num_rows, BLOCK_R):
         r = start + i
-        _, count = blocks_of(tl.load(contexts + r, mask=r < num_rows, other=0), WINDOW, BLOCK_N)
+        _, count = blocks_of(tl.load(contexts + r, mask=r < num_rows, other=0), Q, WINDOW, CHUNK, BLOCK_N)
         tl.store(starts + r, total + tl.cumsum(count, axis=0) - count, mask=r < num_rows)
         total += tl.sum(count, axis=0)
     share = tl.maximum((total + num_programs - 1) // num_programs, MIN_BLOCKS)
@@ -113,7 +134,7 @@ def _share_out(
         end = 0
         for first in range(0, num_rows, BLOCK_R):
             r = first + i
-            _, count = blocks_of(tl.load(contexts + r, mask=r < num_rows, other=0), WINDOW, BLOCK_N)
+            _, count = blocks_of(tl.load(contexts + r, mask=r < num_rows, other=0), Q, WINDOW, CHUNK, BLOCK_N)
             ends = end + tl.cumsum(count, axis=0)
             is_before = (ends[None, :] <= (w * share)[:, None]) & (r < num_rows)[None, :]
             row += tl.sum(is_before.to(tl.int32), axis=1)

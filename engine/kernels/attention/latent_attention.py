@@ -69,7 +69,7 @@ def splits_of_latents(contexts_R: Tensor, *, num_heads: int, longest: int) -> Sp
     """Split the rows' keys for this kernel; see Splits.of."""
     block_h = heads_at_once(num_heads)
     resident = 2 if block_h == _MIN_HEADS else 1
-    return Splits.of(contexts_R, window=None, num_heads=cdiv(num_heads, block_h), longest=longest, resident=resident)
+    return Splits.of(contexts_R, num_heads=cdiv(num_heads, block_h), longest=longest, resident=resident)
 
 
 def reference_latent_decode_attention(
@@ -202,7 +202,7 @@ def _attend_latents(
     is_head = h < H
     while place < stop:
         context = tl.load(contexts + row)
-        _, count = blocks_of(context, 0, SHARED_N)
+        _, count = blocks_of(context, 1, 0, 0, SHARED_N)
         before = place - tl.load(starts + row)
         taken = tl.minimum(count - before, stop - place)
         end = tl.minimum((before + taken) * SHARED_N, context)
@@ -248,7 +248,7 @@ def _attend_latents(
             scores = tl.dot(q_rope, tl.trans(rope), scores, input_precision="ieee")
             # Every iteration has at least one key, so the largest score is finite.
             scores = tl.where(is_key[None, :], scores, -float("inf"))
-            largest, fade, weights = weigh(scores, largest, is_key[None, :], scale, False)
+            largest, fade, weights = weigh(scores, largest, is_key[None, :], scale, 0.0, False)
             total = total * fade + tl.sum(weights, axis=1)
             if HAS_SCALES:
                 weights *= row_scale[None, :]

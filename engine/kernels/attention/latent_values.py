@@ -98,7 +98,7 @@ def _latent_values(
     m, c = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_C)
     sums = tl.zeros([BLOCK_M, BLOCK_C], out.dtype.element_ty)
     for i in range(count):
-        whole = whole_of_parts(part, largest, total, starts, first + i, head, c, num_rows, H, C, BLOCK_P)
+        whole = whole_of_parts(part, largest, total, starts, first + i, head, None, c, num_rows, H, C, BLOCK_P)
         sums = tl.where((m == i)[:, None], whole.to(out.dtype.element_ty)[None, :], sums)
     place = out + (first + m).to(tl.int64)[:, None] * out_row_stride + head * out_head_stride
     begin = tl.program_id(2) * features

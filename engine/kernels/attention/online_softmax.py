@@ -2,7 +2,7 @@
 
 For a block of keys k_j and values v_j, with m the largest score so far (Milakov and Gimelshein 2018, arXiv:1805.02867):
 
-    s_j = q k_j / sqrt(D)      m' = max(m, max s_j)      l' = l e^(m - m') + sum e^(s_j - m')
+    s_j = scale q k_j          m' = max(m, max s_j)      l' = l e^(m - m') + sum e^(s_j - m')
                                o' = o e^(m - m') + sum e^(s_j - m') v_j                             out = o / l
 
 Quantized pools are not dequantized: codes are exact in fp16 and bf16, so a key's scale multiplies its scores and a
@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from engine.kernels.attention.attention_rule import AttentionRule, capped, is_in_reach
 from engine.kernels.language import jit, tl
 from engine.kernels.quant.code_words import widen
 from engine.kernels.quant.row_quantization import (
@@ -40,19 +41,27 @@ def gather_row(codes_B2KSD: Tensor, scales_B2KS: Tensor | None, table: Tensor, l
     return kv_B2KSD.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length]
 
 
-def reference_row(q_QHD: Tensor, kv_2KLD: Tensor, *, window: int | None) -> Tensor:
+def reference_row(q_QHD: Tensor, kv_2KLD: Tensor, rule: AttentionRule) -> Tensor:
     """Compute attention of the last Q positions of a row over its L keys, in fp32: (Q, H, D)."""
     num_queries, num_heads, dim = q_QHD.shape
     k_KLD, v_KLD = kv_2KLD
     length = k_KLD.shape[1]
     q_QKGD = q_QHD.float().view(num_queries, k_KLD.shape[0], -1, dim)
-    scores_QKGL = torch.einsum("qkgd,kld->qkgl", q_QKGD, k_KLD) * dim**-0.5
+    scores_QKGL = torch.einsum("qkgd,kld->qkgl", q_QKGD, k_KLD) * rule.scale
+    if rule.soft_cap is not None:
+        scores_QKGL = (scores_QKGL / rule.soft_cap).tanh() * rule.soft_cap
     positions_Q1 = torch.arange(length - num_queries, length, device=q_QHD.device).unsqueeze(-1)
     keys_L = torch.arange(length, device=q_QHD.device)
     is_hidden_QL = keys_L > positions_Q1
-    if window is not None:
-        is_hidden_QL |= keys_L <= positions_Q1 - window
-    weights_QKGL = scores_QKGL.masked_fill(is_hidden_QL[:, None, None], -torch.inf).softmax(-1)
+    if rule.window is not None:
+        is_hidden_QL |= keys_L <= positions_Q1 - rule.window
+    elif rule.chunk is not None:
+        is_hidden_QL |= keys_L < positions_Q1 // rule.chunk * rule.chunk
+    scores_QKGL = scores_QKGL.masked_fill(is_hidden_QL[:, None, None], -torch.inf)
+    if rule.sinks_H is not None:
+        sinks_QKG1 = rule.sinks_H.view(1, *scores_QKGL.shape[1:3], 1).expand(num_queries, -1, -1, -1)
+        scores_QKGL = torch.cat((scores_QKGL, sinks_QKG1), dim=-1)
+    weights_QKGL = scores_QKGL.softmax(-1)[..., :length]
     return torch.einsum("qkgl,kld->qkgd", weights_QKGL, v_KLD).reshape(num_queries, num_heads, dim)
 
 
@@ -70,13 +79,21 @@ def places_of(first: tl.tensor, S: tl.constexpr, BLOCK_N: tl.constexpr) -> tuple
 
 @jit
 def weigh(
-    scores: tl.tensor, largest: tl.tensor, is_seen: tl.tensor, scale: tl.tensor, MASKED: tl.constexpr
+    scores: tl.tensor,
+    largest: tl.tensor,
+    is_seen: tl.tensor,
+    scale: tl.tensor,
+    CAP: tl.constexpr,
+    MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Weigh further keys by their scores (M, N).
 
     Returns the largest score so far (M), the factor for earlier results (M), and the weights (M, N). scale: positive
-    factor of the scores. MASKED: some keys are hidden.
+    factor of the scores. CAP: see AttentionRule; 0: none. MASKED: some keys are hidden.
     """
+    if CAP > 0.0:
+        scores = capped(scores * scale, CAP)
+        scale = 1.0
     if MASKED:
         scores = tl.where(is_seen, scores, -float("inf"))
     grown = tl.maximum(largest, tl.max(scores, axis=1) * scale)
@@ -110,6 +127,8 @@ def attend_block(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     STEP: tl.constexpr,
     IS_INT8: tl.constexpr,
@@ -120,8 +139,8 @@ def attend_block(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Accumulate keys [first, first + BLOCK_N) of a row into out (M, D), odd, largest (M), total (M), and return them.
 
-    q: (M, D). position: (M), of each query. end: number of existing keys. table: pointer to the row's block ids. scale:
-    log2(e) / sqrt(D), because the device computes powers of two. MASKED: some key may be hidden from some query.
+    q: (M, D). position: (M), of each query. end: number of existing keys. table: pointer to the row's block ids. scale,
+    WINDOW, CHUNK, CAP: see AttentionRule. MASKED: some key may be hidden from some query.
 
     STEP: 1, or 2 for 8-bit codes. With 2, D counts pairs, each an int16 of `numbers`; q and out hold the even features,
     q_odd and odd the odd ones, which are unused otherwise. NATIVE: see from_code; IN_PAIRS: see widen, STEP 2. IS_INT4:
@@ -164,9 +183,9 @@ def attend_block(
         scores *= (tl.load(scales + (block + key), mask=is_key, other=0.0).to(tl.float32) * scale)[None, :]
         scale = 1.0
     is_seen = (n[None, :] <= position[:, None]) & is_key[None, :]
-    if WINDOW > 0:
-        is_seen = is_seen & (n[None, :] > position[:, None] - WINDOW)
-    grown, fade, weights = weigh(scores, largest, is_seen, scale, MASKED)
+    if WINDOW + CHUNK > 0:
+        is_seen = is_seen & is_in_reach(n[None, :], position[:, None], WINDOW, CHUNK)
+    grown, fade, weights = weigh(scores, largest, is_seen, scale, CAP, MASKED)
     total = total * fade + tl.sum(weights, axis=1)
 
     v = tl.load(

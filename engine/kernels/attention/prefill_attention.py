@@ -3,19 +3,20 @@
 Queries are cut into tiles (query_tiles.py). For few queries over many keys, a tile's keys are split among programs too.
 Reads the pool's blocks in place; keys seen by many queries are gathered first, see dense_prefill.py.
 
-On an A100, matrix operands come from registers, and 8-bit values would be loaded byte by byte. There they are read two
-features at a time as int16 and split in registers. Devices with operands in shared memory need fewer instructions when
-reading single codes. int4 codes are widened in registers everywhere; see decode_attention.py.
+On an A100 and for wide heads, matrix operands come from registers, and 8-bit values would be loaded byte by byte. There
+they are read two features at a time as int16 and split in registers. Devices with operands in shared memory need fewer
+instructions when reading single codes. int4 codes are widened in registers everywhere; see decode_attention.py.
 """
 
 from __future__ import annotations
 
-import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from engine.kernels.attention.attention_rule import AttentionRule, sink_of
 from engine.kernels.attention.online_softmax import attend_block, gather_row, reference_row
 from engine.kernels.attention.query_tiles import TILE_QUERIES, QueryTiles
 from engine.kernels.language import cdiv, has_fp8_casts, has_tile_copies, jit, power_of_2, tl
@@ -27,8 +28,31 @@ from engine.kernels.quant.row_quantization import INT4, as_bytes
 
 # Keys per loop iteration; half as many where codes are widened in registers for operands there.
 _KEYS = 64
+# Above this head_dim, tiles are too small for products with operands in shared memory.
+_WIDE = 256
 _PROGRAMS_PER_PROCESSOR = 2
 _MIN_KEYS_PER_SPLIT = 512
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a loop iteration of one program, and its warps."""
+
+    # A divisor of TILE_QUERIES.
+    queries: int
+    keys: int
+    num_warps: int
+
+    @classmethod
+    def of(cls, dim: int, device: torch.device, *, is_int4: bool, at_once: int) -> Tile:
+        """Choose the largest tile whose registers do not spill, for heads of `dim`; see compiled_attention.py."""
+        if dim > _WIDE:
+            return cls(16, 32, 8 if is_int4 else 4)
+        if dim > 128:
+            if has_tile_copies(device):
+                return cls(TILE_QUERIES, 32, 8 if is_int4 else 4)
+            return cls(16, 32, 4) if is_int4 else cls(TILE_QUERIES, 32, 4 * at_once)
+        # Four warps would spill the widened codes if operands come from registers.
+        return cls(TILE_QUERIES, _KEYS // at_once, 8 if is_int4 and at_once == 2 else 4)
 
 
 def prefill_attention(
@@ -39,10 +63,10 @@ def prefill_attention(
     tiles: QueryTiles,
     tables_RB: Tensor,
     contexts_R: Tensor,
-    window: int | None,
+    rule: AttentionRule,
     out_THD: Tensor,
 ) -> None:
-    """Compute softmax(q k / sqrt(D)) v for each row's queries, its last positions, over keys up to their own.
+    """Compute the attention of each row's queries, its last positions, to keys up to their own; see AttentionRule.
 
     q, out: (T, H, D) bf16, fp16 or fp32; out is written at the tiles' queries only. codes, scales: a layer of the pool,
     quantized or of q's dtype; see KVPool. tables: (R, B) int32 block ids; contexts: (R,) int32 keys, including those of
@@ -56,7 +80,7 @@ def prefill_attention(
         tiles=tiles,
         tables_RB=tables_RB,
         contexts_R=contexts_R,
-        window=window,
+        rule=rule,
         out_THD=out_THD,
     )
 
@@ -69,14 +93,14 @@ def reference_prefill_attention(
     tiles: QueryTiles,
     tables_RB: Tensor,
     contexts_R: Tensor,
-    window: int | None,
+    rule: AttentionRule,
     out_THD: Tensor,
 ) -> None:
     rows = zip(tiles.begins_R.tolist(), tiles.lengths_R.tolist(), tables_RB, contexts_R.tolist(), strict=True)
     for begin, length, table, context in rows:
         kv_2KLD = gather_row(codes_B2KSD, scales_B2KS, table, context)
         queries = slice(begin, begin + length)
-        out_THD[queries] = reference_row(q_THD[queries], kv_2KLD, window=window).to(out_THD.dtype)
+        out_THD[queries] = reference_row(q_THD[queries], kv_2KLD, rule).to(out_THD.dtype)
 
 
 def launch_prefill_attention(
@@ -87,38 +111,43 @@ def launch_prefill_attention(
     tiles: QueryTiles,
     tables_RB: Tensor,
     contexts_R: Tensor,
-    window: int | None,
+    rule: AttentionRule,
     out_THD: Tensor,
     num_splits: int | None = None,
     codes_at_once: int | None = None,
+    tile: Tile | None = None,
 ) -> None:
-    """Launch the kernel. num_splits, codes_at_once (1 or 2): override the chosen values, for tests."""
+    """Launch the kernel. num_splits, codes_at_once (1 or 2) and tile override the chosen values, for tests."""
     _, num_heads, dim = q_THD.shape
     _, _, num_kv_heads, block_size, _ = codes_B2KSD.shape
     has_scales, is_int4 = scales_B2KS is not None, codes_B2KSD.dtype == INT4
     assert q_THD.stride(-1) == 1 and out_THD.is_contiguous() and tables_RB.stride(-1) == 1
-    at_once = (codes_at_once or (1 if has_tile_copies(q_THD.device) else 2)) if has_scales else 1
+    reads_pairs = dim > _WIDE or not has_tile_copies(q_THD.device)
+    at_once = (codes_at_once or 1 + reads_pairs) if has_scales else 1
     step = 1 if is_int4 else at_once
     num_tiles, block_d = len(tiles.rows_N), max(16 * step, power_of_2(dim))
+    tile = tile or Tile.of(dim, q_THD.device, is_int4=is_int4, at_once=at_once)
+    num_parts = num_tiles * (TILE_QUERIES // tile.queries)
     codes = as_bytes(codes_B2KSD)
     if num_splits is None:
-        num_splits = _splits_for(num_tiles * num_heads, tables_RB.shape[1] * block_size, q_THD.device)
+        num_splits = _splits_for(num_parts * num_heads, tables_RB.shape[1] * block_size, q_THD.device)
     sums = [q_THD.new_empty(1, dtype=torch.float32)] * 3
     if num_splits > 1:
         shape = (num_tiles, num_heads, num_splits, TILE_QUERIES)
         part = torch.empty(*shape, dim, dtype=torch.float32, device=q_THD.device)
         sums = [part, *torch.empty(2, *shape, dtype=torch.float32, device=q_THD.device)]
     where = (tiles.rows_N, tiles.firsts_N, tiles.begins_R, tiles.lengths_R)
-    _attend_tile[(num_tiles, num_heads, num_splits)](
+    _attend_tile[(num_parts, num_heads, num_splits)](
         q_THD,
         codes.view(torch.int16) if step == 2 else codes,
         scales_B2KS if has_scales else codes,
         *where,
         tables_RB,
         contexts_R,
+        rule.sinks_H,
         out_THD,
         *sums,
-        math.log2(math.e) / math.sqrt(dim),
+        rule.factor,
         q_THD.stride(0),
         q_THD.stride(1),
         tables_RB.stride(0),
@@ -126,23 +155,25 @@ def launch_prefill_attention(
         K=num_kv_heads,
         S=block_size,
         D=dim,
-        BLOCK_M=TILE_QUERIES,
-        BLOCK_N=_KEYS // at_once,
+        TILE=TILE_QUERIES,
+        BLOCK_M=tile.queries,
+        BLOCK_N=tile.keys,
         BLOCK_D=block_d,
-        WINDOW=window or 0,
+        **rule.constants,
         HAS_SCALES=has_scales,
         STEP=step,
         IS_INT8=codes.dtype == torch.int8,
         IS_INT4=is_int4,
         NATIVE=has_fp8_casts(q_THD.device),
         IN_PAIRS=q_THD.dtype == torch.bfloat16 and q_THD.is_cuda,
-        # Four warps would spill the widened codes if operands come from registers.
-        num_warps=8 if is_int4 and at_once == 2 else 4,
+        num_warps=tile.num_warps,
         num_stages=2,
     )
     if num_splits > 1:
         sizes = {"H": num_heads, "D": dim, "BLOCK_M": TILE_QUERIES, "BLOCK_D": block_d, "IS_INT4": is_int4}
-        _combine_splits[(num_tiles, num_heads)](*where, out_THD, *sums, num_splits, **sizes)
+        # All features of a tile are in registers.
+        num_warps = max(4, block_d // 32)
+        _combine_splits[(num_tiles, num_heads)](*where, out_THD, *sums, num_splits, **sizes, num_warps=num_warps)
 
 
 def _splits_for(num_programs: int, longest: int, device: torch.device) -> int:
@@ -164,6 +195,7 @@ def _attend_tile(
     lengths: tl.tensor,
     tables: tl.tensor,
     contexts: tl.tensor,
+    sinks: tl.tensor,
     out: tl.tensor,
     part: tl.tensor,
     part_largest: tl.tensor,
@@ -176,10 +208,13 @@ def _attend_tile(
     K: tl.constexpr,
     S: tl.constexpr,
     D: tl.constexpr,
+    TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAP: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     STEP: tl.constexpr,
     IS_INT8: tl.constexpr,
@@ -192,8 +227,16 @@ def _attend_tile(
     keys   first ........ plain ........ end       [first, plain): seen by every query of the tile, no mask needed
     """
     tile, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    within = 0
+    if BLOCK_M < TILE:
+        within = tile % (TILE // BLOCK_M) * BLOCK_M
+        tile //= TILE // BLOCK_M
     row, first_query = tl.load(tile_rows + tile), tl.load(tile_firsts + tile)
     length, context = tl.load(lengths + row), tl.load(contexts + row)
+    if BLOCK_M < TILE:
+        first_query += within
+        if first_query >= length:
+            return
     m, d = first_query + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     first_position = context - length + first_query
     position = context - length + m
@@ -209,6 +252,11 @@ def _attend_tile(
     if WINDOW > 0:
         first = tl.maximum(first_position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         plain = first
+    elif CHUNK > 0:
+        first = first_position // CHUNK * CHUNK // BLOCK_N * BLOCK_N
+        # Later queries of a tile may begin another chunk.
+        is_one = (end - 1) // CHUNK == first_position // CHUNK
+        plain = tl.where(is_one & (CHUNK % BLOCK_N == 0), plain, first)
     share = tl.cdiv(tl.cdiv(end - first, BLOCK_N), tl.num_programs(2)) * BLOCK_N
     first += split * share
     end = tl.minimum(end, first + share)
@@ -217,6 +265,10 @@ def _attend_tile(
     kv_head = head // (H // K)
     total = tl.zeros([BLOCK_M], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
+    if sinks is not None:
+        # In the first split only.
+        largest = tl.where(split == 0, sink_of(sinks, head), largest)
+        total = tl.where(split == 0, 1.0, total)
     q_odd = queries
     if STEP == 2:
         queries, q_odd = tl.split(tl.reshape(queries, [BLOCK_M, BLOCK_D // 2, 2]))
@@ -225,19 +277,19 @@ def _attend_tile(
     for n in range(first, plain, BLOCK_N):
         result, odd, largest, total = attend_block(
             result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
-            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, IS_INT4, NATIVE, IN_PAIRS,
-            False,
+            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, CHUNK, CAP, HAS_SCALES, STEP, IS_INT8, IS_INT4, NATIVE,
+            IN_PAIRS, False,
         )  # fmt: skip
     for n in range(plain, end, BLOCK_N):
         result, odd, largest, total = attend_block(
             result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
-            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, HAS_SCALES, STEP, IS_INT8, IS_INT4, NATIVE, IN_PAIRS,
-            True,
+            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, CHUNK, CAP, HAS_SCALES, STEP, IS_INT8, IS_INT4, NATIVE,
+            IN_PAIRS, True,
         )  # fmt: skip
     if STEP == 2:
         result = tl.reshape(tl.join(result, odd), [BLOCK_M, BLOCK_D])
     if tl.num_programs(2) > 1:
-        in_parts = ((tile.to(tl.int64) * H + head) * tl.num_programs(2) + split) * BLOCK_M + tl.arange(0, BLOCK_M)
+        in_parts = ((tile.to(tl.int64) * H + head) * tl.num_programs(2) + split) * TILE + within + tl.arange(0, BLOCK_M)
         tl.store(part + in_parts[:, None] * D + d[None, :], result, mask=mask)
         tl.store(part_largest + in_parts, largest)
         tl.store(part_total + in_parts, total)

@@ -1,6 +1,6 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotates the pair (x[i], x[i + D/2]) by its angle.
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864): rotates the pair (x[i], x[i + F]) by its angle.
 
-out[i] = x[i] cos - x[i + D/2] sin          out[i + D/2] = x[i + D/2] cos + x[i] sin
+out[i] = x[i] cos - x[i + F] sin          out[i + F] = x[i + F] cos + x[i] sin          out[2F + j] = x[2F + j]
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.kernels.language import jit, power_of_2, tl
 
-# T tokens, H heads, D head_dim, F = D / 2
+# T tokens, H heads, D head_dim, F half of the rotated part
 
 
 def rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ def reference_rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
 
 
 def launch_rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    num_tokens, num_heads, dim = x_THD.shape
+    (num_tokens, num_heads, dim), half = x_THD.shape, cos_T1F.shape[-1]
     assert x_THD.stride(-1) == 1
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
     _rotate[(num_tokens,)](
@@ -40,9 +40,11 @@ def launch_rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
         x_THD.stride(0),
         x_THD.stride(1),
         H=num_heads,
-        F=dim // 2,
+        D=dim,
+        F=half,
         BLOCK_H=power_of_2(num_heads),
-        BLOCK_F=power_of_2(dim // 2),
+        BLOCK_F=power_of_2(half or 1),
+        BLOCK_R=power_of_2(dim - 2 * half or 1),
     )
     return out_THD
 
@@ -56,9 +58,11 @@ def _rotate(
     token_stride: tl.tensor,
     head_stride: tl.tensor,
     H: tl.constexpr,
+    D: tl.constexpr,
     F: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ) -> None:
     """One program: all heads of one token."""
     token = tl.program_id(0).to(tl.int64)
@@ -70,6 +74,11 @@ def _rotate(
     source = x + token * token_stride + h * head_stride + f[None, :]
     first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + F, mask=mask, other=0.0).to(tl.float32)
-    target = out + (token * H + h) * 2 * F + f[None, :]
+    target = out + (token * H + h) * D + f[None, :]
     tl.store(target, (first * c - second * s).to(out.dtype.element_ty), mask=mask)
     tl.store(target + F, (second * c + first * s).to(out.dtype.element_ty), mask=mask)
+    if 2 * F < D:
+        r = 2 * F + tl.arange(0, BLOCK_R)[None, :]
+        mask = (h < H) & (r < D)
+        rest = tl.load(x + token * token_stride + h * head_stride + r, mask=mask, other=0.0)
+        tl.store(out + (token * H + h) * D + r, rest, mask=mask)

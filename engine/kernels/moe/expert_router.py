@@ -1,6 +1,6 @@
 """Fused MoE router for decode steps: logits, choice of experts, and sorting into tiles, in one kernel.
 
-    logits = x @ weight.T          chosen, weights = choose(logits)          tiles = sort_into_tiles(chosen)
+    logits = x @ weight.T + bias          chosen, weights = choose(logits)          tiles = sort_into_tiles(chosen)
 
 See top_k.py and expert_tiles.py. Programs split the outputs and inputs of the product and write partial sums. The last
 program of a token tile adds them up in order and chooses its experts; the last program of all sorts. Counters are reset
@@ -63,13 +63,18 @@ def route(
     rule: ChoiceRule,
     *,
     is_exact: bool,
+    logit_bias_L: Tensor | None = None,
+    factors_X: Tensor | None = None,
 ) -> RoutedTokens:
     """Choose experts. x: at most MOST_TOKENS rows. weight: contiguous.
 
-    is_exact: keep logits in fp32, in which they are summed; otherwise round them to x's dtype.
+    is_exact: keep logits in fp32, in which they are summed; otherwise round them to x's dtype. logit_bias: of the
+    weight's dtype. bias, factors: see choose_experts.
     """
     compute = launch_route if x_TE.is_cuda else reference_route
-    return compute(x_TE, weight_LE, bias_X, counters, rule, is_exact=is_exact)
+    return compute(
+        x_TE, weight_LE, bias_X, counters, rule, is_exact=is_exact, logit_bias_L=logit_bias_L, factors_X=factors_X
+    )
 
 
 def reference_route(
@@ -80,9 +85,12 @@ def reference_route(
     rule: ChoiceRule,
     *,
     is_exact: bool,
+    logit_bias_L: Tensor | None = None,
+    factors_X: Tensor | None = None,
 ) -> RoutedTokens:
     """Route with torch, without sorting into tiles. On a CPU, weights of exact routers are fp32."""
-    return RoutedTokens(*reference_choose_experts(F.linear(x_TE.to(weight_LE.dtype), weight_LE), bias_X, rule))
+    logits_TL = F.linear(x_TE.to(weight_LE.dtype), weight_LE, logit_bias_L)
+    return RoutedTokens(*reference_choose_experts(logits_TL, bias_X, rule, factors_X))
 
 
 def launch_route(
@@ -93,6 +101,8 @@ def launch_route(
     rule: ChoiceRule,
     *,
     is_exact: bool,
+    logit_bias_L: Tensor | None = None,
+    factors_X: Tensor | None = None,
 ) -> RoutedTokens:
     (num_tokens, num_inputs), num_logits = x_TE.shape, len(weight_LE)
     x_TE, device = x_TE.contiguous(), x_TE.device
@@ -110,7 +120,9 @@ def launch_route(
     _route[(cdiv(num_logits, _OUTPUTS), splits, cdiv(num_tokens, _ROWS))](
         x_TE,
         weight_LE,
+        logit_bias_L,
         parts if bias_X is None else bias_X,
+        factors_X,
         parts,
         counters,
         chosen_TC,
@@ -142,7 +154,9 @@ def launch_route(
 def _route(
     x: tl.tensor,
     weight: tl.tensor,
+    logit_bias: tl.tensor,
     bias: tl.tensor,
+    factors: tl.tensor,
     parts: tl.tensor,
     counters: tl.tensor,
     chosen: tl.tensor,
@@ -172,6 +186,7 @@ def _route(
     BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
@@ -201,12 +216,16 @@ def _route(
         logits += tl.load(row[:, None] + place[None, :], mask=mask, other=0.0, cache_modifier=".cg")
         if WEIGHS_SHARED:
             of_shared += tl.load(row + G * X, mask=is_t, other=0.0, cache_modifier=".cg")
+    if logit_bias is not None:
+        logits += tl.load(logit_bias + place, mask=is_place, other=0.0).to(tl.float32)[None, :]
+        if WEIGHS_SHARED:
+            of_shared += tl.load(logit_bias + G * X).to(tl.float32)
     if not IS_EXACT:
         logits = logits.to(x.dtype.element_ty).to(tl.float32)
         of_shared = of_shared.to(x.dtype.element_ty).to(tl.float32)
     found, found_weights = choose(
-        logits, of_shared, bias, weight_scale, tiny,
-        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, HAS_BIAS, NORMALIZES, WEIGHS_SHARED,
+        logits, of_shared, bias, factors, weight_scale, tiny,
+        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, IS_SIGMOID, HAS_BIAS, NORMALIZES, WEIGHS_SHARED,
     )  # fmt: skip
     c = tl.arange(0, BLOCK_C)
     mask = is_t[:, None] & (c < C + SHARED)[None, :]

@@ -1,6 +1,8 @@
 """Fused MoE: the gated MLPs of all experts at once. Computes each chosen expert's output for each token.
 
-    out[t, c] = down_x (silu(gate_x x_t) * (up_x x_t))        x = chosen[t, c]
+    out[t, c] = down_x activation(w gate_x x_t + b, w up_x x_t + b') + b"        x = chosen[t, c], w = weights[t, c]
+
+The activation is one of gated_mul.py, biases b are gpt-oss's, and input weights w Llama 4's.
 
 Choices are sorted by expert and padded to tiles of M rows, so that a program multiplies rows of one expert with a part
 of its weights (a grouped product). Two kernels: gate and up with the activation; then down. Programs are launched for
@@ -13,11 +15,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from engine.kernels.gated_mul import SILU, GatedActivation, gated, gated_mul
 from engine.kernels.language import cdiv, jit, tl
 from engine.kernels.moe.expert_tiles import Tiles, rows_of_tiles, sort_into_tiles
-from engine.kernels.silu_mul import silu_mul
 
 # T tokens, C choices per token, N = T * C choices, E hidden_size, X experts, I features of one expert
 
@@ -48,31 +51,79 @@ _MOST_SUMS = 128 * 128
 _RESERVED = 1024
 
 
+class ExpertBiases(NamedTuple):
+    """Biases of all experts. With experts split over ranks, only rank 0 adds those of down."""
+
+    gate_up_X2I: Tensor
+    down_XE: Tensor | None
+
+
 def fused_experts(
-    x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None
+    x_TE: Tensor,
+    gate_up_X2IE: Tensor,
+    down_XEI: Tensor,
+    chosen_TC: Tensor,
+    tiles: Tiles | None = None,
+    *,
+    activation: GatedActivation = SILU,
+    biases: ExpertBiases | None = None,
+    input_weights_TC: Tensor | None = None,
 ) -> Tensor:
     """Return the unweighted output of every chosen expert: (T, C, E) of x's dtype, accumulated in fp32.
 
     x: (T, E) bf16, fp16 or fp32. gate_up: (X, 2 I, E), gate rows first. down: (X, E, I). chosen: (T, C) int64, each
-    below X. tiles: these choices sorted, if available.
+    below X. tiles: these choices sorted, if available. input_weights: fp32, contiguous; not with biases.
     """
     compute = launch_fused_experts if x_TE.is_cuda else reference_fused_experts
-    return compute(x_TE, gate_up_X2IE, down_XEI, chosen_TC, tiles)
+    assert biases is None or input_weights_TC is None
+    return compute(
+        x_TE,
+        gate_up_X2IE,
+        down_XEI,
+        chosen_TC,
+        tiles,
+        activation=activation,
+        biases=biases,
+        input_weights_TC=input_weights_TC,
+    )
 
 
 def reference_fused_experts(
-    x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None
+    x_TE: Tensor,
+    gate_up_X2IE: Tensor,
+    down_XEI: Tensor,
+    chosen_TC: Tensor,
+    tiles: Tiles | None = None,
+    *,
+    activation: GatedActivation = SILU,
+    biases: ExpertBiases | None = None,
+    input_weights_TC: Tensor | None = None,
 ) -> Tensor:
+    gate_up_X2I, down_XE = biases or (None, None)
     out_TCE = x_TE.new_empty(*chosen_TC.shape, x_TE.shape[1])
     for expert in sorted(set(chosen_TC.flatten().tolist())):
         token, choice = (chosen_TC == expert).nonzero(as_tuple=True)
-        out_TCE[token, choice] = silu_mul(x_TE[token] @ gate_up_X2IE[expert].T) @ down_XEI[expert].T
+        x_NE = x_TE[token]
+        if input_weights_TC is not None:
+            x_NE = (x_NE * input_weights_TC[token, choice].unsqueeze(-1)).to(x_TE.dtype)
+        gate_up_N2I = F.linear(x_NE, gate_up_X2IE[expert], None if gate_up_X2I is None else gate_up_X2I[expert])
+        bias_E = None if down_XE is None else down_XE[expert]
+        out_TCE[token, choice] = F.linear(gated_mul(gate_up_N2I, activation), down_XEI[expert], bias_E)
     return out_TCE
 
 
 def launch_fused_experts(
-    x_TE: Tensor, gate_up_X2IE: Tensor, down_XEI: Tensor, chosen_TC: Tensor, tiles: Tiles | None = None
+    x_TE: Tensor,
+    gate_up_X2IE: Tensor,
+    down_XEI: Tensor,
+    chosen_TC: Tensor,
+    tiles: Tiles | None = None,
+    *,
+    activation: GatedActivation = SILU,
+    biases: ExpertBiases | None = None,
+    input_weights_TC: Tensor | None = None,
 ) -> Tensor:
+    gate_up_X2I, down_XE = biases or (None, None)
     (num_tokens, hidden), num_choices = x_TE.shape, chosen_TC.numel()
     num_experts, features = down_XEI.shape[0], down_XEI.shape[2]
     x_TE = x_TE.contiguous()
@@ -91,11 +142,16 @@ def launch_fused_experts(
     _gate_up[(cdiv(features, tile.outputs), len(expert_B))](
         x_TE,
         gate_up_X2IE,
+        gate_up_X2I,
+        input_weights_TC,
         features_NI,
         choice_P,
         expert_B,
         num_choices,
         num_experts,
+        KIND=activation.kind,
+        ALPHA=activation.alpha,
+        LIMIT=activation.limit,
         C=chosen_TC.shape[1],
         K=hidden,
         F=features,
@@ -109,6 +165,7 @@ def launch_fused_experts(
     _down[(cdiv(hidden, tile.outputs), len(expert_B))](
         features_NI,
         down_XEI,
+        down_XE,
         out_TCE,
         choice_P,
         expert_B,
@@ -148,11 +205,16 @@ def _fit(tile: _Tile, rows: int, num_matrices: int, x: Tensor) -> _Tile:
 def _gate_up(
     x: tl.tensor,
     weights: tl.tensor,
+    biases: tl.tensor,
+    input_weights: tl.tensor,
     out: tl.tensor,
     choices: tl.tensor,
     experts: tl.tensor,
     num_choices: tl.tensor,
     num_experts: tl.tensor,
+    KIND: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
     C: tl.constexpr,
     K: tl.constexpr,
     F: tl.constexpr,
@@ -177,10 +239,17 @@ def _gate_up(
         a = _part(row, start, k[None, :], K, BLOCK_K)
         gate = tl.dot(a, _part(gate_row, start, k[:, None], K, BLOCK_K), gate, input_precision="ieee")
         up = tl.dot(a, _part(gate_row + F * K, start, k[:, None], K, BLOCK_K), up, input_precision="ieee")
-    # As silu_mul: applied to products rounded to the model's dtype.
+    # As gated_mul: applied to products rounded to the model's dtype.
+    if input_weights is not None:
+        weight = tl.load(input_weights + choice, mask=is_row, other=0.0)[:, None]
+        gate, up = gate * weight, up * weight
+    if biases is not None:
+        bias = biases + expert * 2 * F + tl.minimum(o, F - 1)
+        gate += tl.load(bias).to(tl.float32)[None, :]
+        up += tl.load(bias + F).to(tl.float32)[None, :]
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     up = up.to(out.dtype.element_ty).to(tl.float32)
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    result = gated(gate, up, ALPHA, LIMIT, KIND)
     tl.store(out + choice[:, None] * F + o[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None] & (o < F))
 
 
@@ -188,6 +257,7 @@ def _gate_up(
 def _down(
     x: tl.tensor,
     weights: tl.tensor,
+    biases: tl.tensor,
     out: tl.tensor,
     choices: tl.tensor,
     experts: tl.tensor,
@@ -213,6 +283,8 @@ def _down(
     for start in range(0, K, BLOCK_K):
         a = _part(row, start, k[None, :], K, BLOCK_K)
         result = tl.dot(a, _part(weight_row, start, k[:, None], K, BLOCK_K), result, input_precision="ieee")
+    if biases is not None:
+        result += tl.load(biases + expert * F + tl.minimum(o, F - 1)).to(tl.float32)[None, :]
     tl.store(out + choice[:, None] * F + o[None, :], result.to(out.dtype.element_ty), mask=is_row[:, None] & (o < F))
 
 

@@ -1,8 +1,10 @@
 """Choice of a token's experts and their weights from the router's logits.
 
-    scores = softmax(logits)                          Mixtral, Qwen, DeepSeek-V2
-    scores = sigmoid(logits)                          DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), which chooses by
-                                                      scores + bias, and weighs without the bias
+    scores = softmax(logits)                          Mixtral, Qwen, DeepSeek-V2, gpt-oss, Gemma 4
+    scores = sigmoid(logits)                          Llama 4; DeepSeek-V3 (arXiv:2412.19437, section 2.1.2), which
+                                                      chooses by scores + bias, and weighs without the bias
+
+Normalized weights of softmaxes are softmaxes of the chosen logits. In Gemma 4 each expert has a factor of its weight.
 
 With groups of experts, a token's experts come from its best groups: those with the best expert, or for V3 the best sum
 of two experts (DeepSeek-V2, arXiv:2405.04434, section 2.2.2).
@@ -13,6 +15,7 @@ Shared experts follow the chosen ones. They weigh 1, or in Qwen2-MoE sigmoid of 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -28,11 +31,12 @@ TINY = 1e-20
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceRule:
-    """Model-specific parameters of the choice, except for the bias."""
+    """Model-specific parameters of the choice, except for tensors."""
 
     num_choices: int
     num_groups: int = 1
     num_groups_per_token: int = 1
+    scores: Literal["softmax", "sigmoid"] = "softmax"
     normalizes_weights: bool
     weight_scale: float = 1.0
     # Shared experts, numbered after those to choose from.
@@ -45,21 +49,30 @@ class ChoiceRule:
         return self.num_choices + self.num_shared
 
 
-def choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule) -> tuple[Tensor, Tensor]:
+def choose_experts(
+    logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule, factors_X: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the experts of each token, best first, and their weights: chosen (T, C) int64, weights (T, C) fp32.
 
-    logits: any float dtype, contiguous. bias: fp32; None: scores are softmaxes. Ties are in arbitrary order.
+    logits: any float dtype, contiguous. bias: fp32, added to sigmoids before the choice. factors: fp32, of each
+    expert's weights. Ties are in arbitrary order.
     """
     choose = launch_choose_experts if logits_TL.is_cuda else reference_choose_experts
-    return choose(logits_TL, bias_X, rule)
+    return choose(logits_TL, bias_X, rule, factors_X)
 
 
-def reference_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule) -> tuple[Tensor, Tensor]:
+def reference_choose_experts(
+    logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule, factors_X: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    assert bias_X is None or rule.scores == "sigmoid"
     logits_TL = logits_TL.float()
     num_experts = logits_TL.shape[1] - rule.weighs_shared
     logits_TX = logits_TL[:, :num_experts]
-    scores_TX = logits_TX.softmax(dim=-1) if bias_X is None else logits_TX.sigmoid()
+    scores_TX = logits_TX.softmax(dim=-1) if rule.scores == "softmax" else logits_TX.sigmoid()
     priority_TX = scores_TX if bias_X is None else scores_TX + bias_X
+    if rule.scores == "sigmoid" and bias_X is None:
+        # Sigmoids of large logits are equal.
+        priority_TX = logits_TX
     if rule.num_groups > 1:
         priority_TX = _within_groups(priority_TX, rule, best=1 if bias_X is None else 2)
     chosen_TC = priority_TX.topk(rule.num_choices, dim=-1).indices
@@ -67,6 +80,8 @@ def reference_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: Cho
     if rule.normalizes_weights:
         weights_TC = weights_TC / (weights_TC.sum(dim=-1, keepdim=True) + TINY)
     weights_TC = weights_TC * rule.weight_scale
+    if factors_X is not None:
+        weights_TC = weights_TC * factors_X[chosen_TC]
     if not rule.num_shared:
         return chosen_TC, weights_TC
     shared = torch.arange(num_experts, num_experts + rule.num_shared, device=chosen_TC.device)
@@ -86,14 +101,17 @@ def _within_groups(priority_TX: Tensor, rule: ChoiceRule, *, best: int) -> Tenso
     return wanted_TGX.masked_fill(is_out_TG.unsqueeze(-1), -torch.inf).flatten(1)
 
 
-def launch_choose_experts(logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule) -> tuple[Tensor, Tensor]:
+def launch_choose_experts(
+    logits_TL: Tensor, bias_X: Tensor | None, rule: ChoiceRule, factors_X: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     num_tokens, num_logits = logits_TL.shape
-    assert logits_TL.is_contiguous()
+    assert logits_TL.is_contiguous() and (bias_X is None or rule.scores == "sigmoid")
     chosen_TC, weights_TC = new_choices(num_tokens, rule, logits_TL.device)
     if num_tokens:
         _choose_experts[(num_tokens,)](
             logits_TL,
             logits_TL if bias_X is None else bias_X,
+            factors_X,
             chosen_TC,
             weights_TC,
             rule.weight_scale,
@@ -124,6 +142,7 @@ def constants(rule: ChoiceRule, num_logits: int, *, has_bias: bool) -> dict[str,
         "BLOCK_C": power_of_2(rule.num_experts_of_token),
         "BLOCK_G": power_of_2(rule.num_groups),
         "BLOCK_X": power_of_2(in_group),
+        "IS_SIGMOID": rule.scores == "sigmoid",
         "HAS_BIAS": has_bias,
         "NORMALIZES": rule.normalizes_weights,
         "WEIGHS_SHARED": rule.weighs_shared,
@@ -134,6 +153,7 @@ def constants(rule: ChoiceRule, num_logits: int, *, has_bias: bool) -> dict[str,
 def _choose_experts(
     logits: tl.tensor,
     bias: tl.tensor,
+    factors: tl.tensor,
     chosen: tl.tensor,
     weights: tl.tensor,
     weight_scale: tl.tensor,
@@ -146,6 +166,7 @@ def _choose_experts(
     BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
@@ -159,8 +180,8 @@ def _choose_experts(
     if WEIGHS_SHARED:
         of_shared = tl.load(logits + t * (G * X + 1) + G * X).to(tl.float32)
     experts, parts = choose(
-        of_experts, of_shared, bias, weight_scale, tiny,
-        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, HAS_BIAS, NORMALIZES, WEIGHS_SHARED,
+        of_experts, of_shared, bias, factors, weight_scale, tiny,
+        C, SHARED, G, X, CHOSEN_GROUPS, BLOCK_C, BLOCK_G, BLOCK_X, IS_SIGMOID, HAS_BIAS, NORMALIZES, WEIGHS_SHARED,
     )  # fmt: skip
     c = tl.arange(0, BLOCK_C)
     place = t[:, None] * (C + SHARED) + c[None, :]
@@ -182,6 +203,7 @@ def choose(
     logits: tl.tensor,
     of_shared: tl.tensor,
     bias: tl.tensor,
+    factors: tl.tensor,
     weight_scale: tl.tensor,
     tiny: tl.tensor,
     C: tl.constexpr,
@@ -192,6 +214,7 @@ def choose(
     BLOCK_C: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_X: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     NORMALIZES: tl.constexpr,
     WEIGHS_SHARED: tl.constexpr,
@@ -203,9 +226,11 @@ def choose(
     """
     expert, is_expert = experts_of_places(G, X, BLOCK_G, BLOCK_X)
     c, place = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_G * BLOCK_X)
-    if HAS_BIAS:
+    if IS_SIGMOID:
         scores = 1.0 / (1.0 + tl.exp(-logits))
-        priority = scores + tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
+        priority = logits
+        if HAS_BIAS:
+            priority = scores + tl.load(bias + expert, mask=is_expert, other=0.0)[None, :]
     else:
         logits = tl.where(is_expert[None, :], logits, -float("inf"))
         scores = tl.exp(logits - tl.max(logits, axis=1)[:, None])
@@ -236,6 +261,8 @@ def choose(
     if NORMALIZES:
         parts = parts / (tl.sum(parts, axis=1)[:, None] + tiny)
     parts = parts * weight_scale
+    if factors is not None:
+        parts = parts * tl.load(factors + experts, mask=(c < C)[None, :], other=0.0)
     if SHARED:
         weight = tl.full(of_shared.shape, 1.0, tl.float32)
         if WEIGHS_SHARED:

@@ -176,9 +176,16 @@ def launch_coded_product(
 
 
 def launch_expert_product(
-    x_NI: Tensor, panels: CodePanels, choice_P: Tensor, expert_B: Tensor, num_choices: int, *, of_each: int
+    x_NI: Tensor,
+    panels: CodePanels,
+    choice_P: Tensor,
+    expert_B: Tensor,
+    num_choices: int,
+    *,
+    of_each: int,
+    bias_XO: Tensor | None = None,
 ) -> Tensor:
-    """Multiply each choice's row with its expert's matrix: (choices, O).
+    """Multiply each choice's row with its expert's matrix, and add the expert's bias: (choices, O).
 
     choice, expert: from expert_tiles.sort_into_tiles. of_each: number of choices that share a row of x.
     """
@@ -195,7 +202,7 @@ def launch_expert_product(
         out_NO,
         expert_B,
         out_NO,
-        out_NO,
+        out_NO if bias_XO is None else bias_XO,
         out_NO,
         choice_P,
         expert_B,
@@ -208,7 +215,7 @@ def launch_expert_product(
         panels.num_units // panels.units_of_a_span,
         1,
         IS_SPLIT=False,
-        HAS_BIAS=False,
+        HAS_BIAS=bias_XO is not None,
         HAS_RESIDUAL=False,
         CHOICES=of_each,
         **_constants(panels, tile, x_NI),
@@ -388,6 +395,8 @@ def _product(
         if expert >= num_experts:
             return
         panel += expert * ((num_outputs + 63) // 64)
+        if HAS_BIAS:
+            bias += expert * num_outputs
         t = tl.load(choices + t).to(tl.int64)
         is_row = t < num_rows
         row = t // CHOICES

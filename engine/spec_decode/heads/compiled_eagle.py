@@ -8,6 +8,7 @@ rows need not be concatenated.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.cpu_heads import attention_call, rotary_call
+from engine.attention.cpu_heads import StepAngles, attention_call, rotary_call
 from engine.attention.layer_attention import LayerAttention
 from engine.batch.rows import Ints
 from engine.cpu.library import Kernels, Program
-from engine.cpu.structs import ProductCall, Step
+from engine.cpu.structs import Angles, ProductCall, Step
 from engine.kv.pool import KVPool
-from engine.layers.layers import Before, GatedSiLU, Linear, Matrix, RMSNorm, RowParallelLinear
+from engine.layers.layers import Before, Linear, Matrix, RMSNorm, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix
 from engine.model.gated_mlp import GatedMLP
 from engine.spec_decode.heads.draft_layer import DraftPlaces
@@ -93,7 +94,7 @@ class CompiledEagle:
                 attention_call(pool, attention, heads[:, : attended.shape[1]], attended),
                 *_products(parts.output.matrix, attended, x, residual_CO=x),
                 *_products(parts.mlp.gate_up.matrix, x, gate_up, before=parts.mlp_norm),
-                *_products(parts.mlp.down.matrix, gate_up, x, before=GatedSiLU(), residual_CO=x),
+                *_products(parts.mlp.down.matrix, gate_up, x, before=parts.mlp.activation, residual_CO=x),
                 *_products(parts.head.matrix, x, self._logits_CD, before=parts.norm),
             ],
         )
@@ -109,10 +110,8 @@ class CompiledEagle:
         """Write the keys and values of entries to the pool."""
         num_tokens = len(embedded_NE)
         self._embedded_CE[:num_tokens], self._x_CE[:num_tokens] = embedded_NE, before_NE
-        slots_N = np.ascontiguousarray(slots_N)
-        self._put.run(
-            Step(tokens=num_tokens, slots=slots_N.ctypes.data, cos=cos_N1F.data_ptr(), sin=sin_N1F.data_ptr())
-        )
+        slots_N, angles = np.ascontiguousarray(slots_N), StepAngles([(cos_N1F, sin_N1F)])
+        self._put.run(Step(tokens=num_tokens, slots=slots_N.ctypes.data, angles=angles.address))
 
     def draft(self, step: Step, embedded_RE: Tensor, before_RE: Tensor) -> tuple[Tensor, Tensor]:
         """Draft behind one entry of each row. Returns the next features (R, E) and their logits (R, D), both bf16.
@@ -142,8 +141,10 @@ class EntrySteps:
         self._first = slots_PR.ctypes.data, context_lens_PR.ctypes.data, cos_N1F.data_ptr(), sin_N1F.data_ptr()
         angles = cos_N1F[: len(tables_RB)].nbytes
         self._bytes = slots_PR.strides[0], context_lens_PR.strides[0], angles, angles
+        self._angles = Angles(pairs=cos_N1F.shape[-1])
         self._step = Step(
             tokens=len(tables_RB),
+            angles=ctypes.addressof(self._angles),
             sequences=len(tables_RB),
             table_width=tables_RB.shape[1],
             tables=tables_RB.ctypes.data,
@@ -152,9 +153,9 @@ class EntrySteps:
 
     def at(self, place: int) -> Step:
         """Return the step of this place, valid until the next call."""
-        step = self._step
+        step, angles = self._step, self._angles
         addresses = [first + place * size for first, size in zip(self._first, self._bytes, strict=True)]
-        step.slots, step.context_lens, step.cos, step.sin = addresses
+        step.slots, step.context_lens, angles.cos, angles.sin = addresses
         return step
 
 

@@ -64,7 +64,7 @@ class DecoderBlock:
             output=reader.row_parallel(f"{attention}.o_proj", q_rows),
             mlp_norm=reader.norm(f"{prefix}.post_attention_layernorm", shape.rms_norm_eps),
             mlp=GatedMLP.read(reader, shape, f"{prefix}.mlp"),
-            rotary=Rotary(shape, reader.device),
+            rotary=Rotary(shape.ropes[0], reader.device),
             kernels=reader.kernels,
         )
 
@@ -81,7 +81,7 @@ class DecoderBlock:
 
     def __call__(self, batch: Batch, pool: KVPool, entry_RI: Tensor, x_RE: Tensor) -> Tensor:
         """Compute one entry of each row, and write its KV to the pool. -> (R, E)"""
-        heads = self._heads(batch, pool, [self.angles(batch.positions, entry_RI)])
+        heads = heads_of(self.kernels, batch, pool, [self.angles(batch.positions, entry_RI)])
         heads_RMD = torch.unflatten(self.qkv(entry_RI), -1, (-1, self.head_dim))
         q_RHD = heads.store(self.attention, heads_RMD)
         attended_RHD = heads.attend(self.attention, q_RHD)
@@ -94,12 +94,12 @@ class DecoderBlock:
         """Return cosines and sines with the device and dtype of x: see Rotary."""
         return self.rotary(streams.upload_indices(positions_N, x_NI.device), x_NI.dtype)
 
-    def _heads(self, batch: Batch, pool: KVPool, angles: Angles) -> Heads:
-        if pool.device.type == "cuda":
-            return KernelHeads(DeviceBatch.of(batch, pool.device), pool, angles)
-        if self.kernels is not None:
-            return CompiledHeads(self.kernels, batch, pool, angles)
-        return TorchHeads(batch, pool, angles)
+
+def heads_of(kernels: Kernels | None, batch: Batch, pool: KVPool, angles: Angles) -> Heads:
+    """Return the attention backend of a draft step."""
+    if pool.device.type == "cuda":
+        return KernelHeads(DeviceBatch.of(batch, pool.device), pool, angles)
+    return TorchHeads(batch, pool, angles) if kernels is None else CompiledHeads(kernels, batch, pool, angles)
 
 
 def expected_tensors(shape: ModelConfig, prefix: str, *, entry_size: int) -> Mapping[str, Shape]:

@@ -52,7 +52,7 @@ class Eagle:
         self.layers = aux_hidden_states
         self._layer = layer
         self._room = room
-        self._index = model.num_layers
+        self._index = len(model.kv_layers)
         self._hidden_size = model.hidden_size
 
     def attach(self, pool: KVPool) -> None:

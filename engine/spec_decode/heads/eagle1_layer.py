@@ -46,7 +46,7 @@ class Eagle1Layer:
         check_tensors(reader.checkpoint, expected, optional=_COPIES)
         self._model = room.model
         self._join = reader.linear({"fc": (0, hidden)}, has_bias=has_bias)
-        self._block = DecoderBlock.read(reader, shape, _LAYER, index=model.num_layers, has_bias=has_qkv_bias)
+        self._block = DecoderBlock.read(reader, shape, _LAYER, index=len(model.kv_layers), has_bias=has_qkv_bias)
 
     def attach(self, pool: KVPool) -> None:
         self._pool = pool

@@ -49,7 +49,7 @@ class Eagle3Layer:
         self._hidden_norms = [reader.norm(name, eps) for name in _hidden_norms(variant)]
         self._embedding_norm = reader.norm(f"{variant.layer}.input_layernorm", eps)
         self._feature_norm = reader.norm(f"{variant.layer}.hidden_norm", eps)
-        self._block = DecoderBlock.read(reader, shape, variant.layer, index=model.num_layers)
+        self._block = DecoderBlock.read(reader, shape, variant.layer, index=len(model.kv_layers))
         self._norm = reader.norm("norm", eps)
         self._head = reader.linear({"lm_head": reader.parallel.span(config.draft_vocab_size)})
         self._gather = partial(reader.parallel.all_gather, total=config.draft_vocab_size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,9 @@ def write_no_weights(directory: Path) -> None:
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path, head_dim=..., num_key_value_heads=...))
-    assert (config.num_kv_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (12, 5, 10000.0, 1e-6)
+    assert (config.num_kv_heads, config.head_dim, config.ropes[0].theta, config.rms_norm_eps) == (12, 5, 10000.0, 1e-6)
     assert not config.tie_embeddings and not config.has_qkv_bias and config.dtype == "float32"
-    assert config.sliding_windows == (None, None) and config.max_context == 2048
+    assert [layer.window for layer in config.layers] == [None, None] and config.max_context == 2048
     assert model_config.load(write(tmp_path, rms_norm_eps=None, hidden_act=None)).rms_norm_eps == 1e-6
     assert model_config.load(write(tmp_path, architectures="LlamaForCausalLM")).architecture == "LlamaForCausalLM"
     assert model_config.load(write(tmp_path, architectures=["Qwen3ForCausalLM"], head_dim=...)).head_dim == 128
@@ -86,7 +87,7 @@ def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
 )
 def test_rope_settings_in_both_forms(settings: dict[str, Any], kind: str, max_context: int, tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path, **settings))
-    assert (config.rope_scaling.kind, config.max_context, config.rope_theta) == (kind, max_context, 5e5)
+    assert (config.ropes[0].kind, config.max_context, config.ropes[0].theta) == (kind, max_context, 5e5)
 
 
 def test_rope_scaling_that_loses_the_theta_is_refused(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_model_type_stands_for_a_missing_architecture(
     ],
 )
 def test_sliding_windows(changes: dict[str, Any], windows: tuple[int | None, ...], tmp_path: Path) -> None:
-    assert model_config.load(write(tmp_path, **changes)).sliding_windows == windows
+    assert tuple(layer.window for layer in model_config.load(write(tmp_path, **changes)).layers) == windows
 
 
 def test_layers_of_kv_in_the_models_dtype(tmp_path: Path) -> None:
@@ -160,6 +161,26 @@ def test_tensor_parallel_sizes(tmp_path: Path) -> None:
     assert smollm2.tensor_parallel_choices() == [1, 3, 9]
 
 
+def test_unlike_layers_with_kv(tmp_path: Path) -> None:
+    """Every layer's KV heads divide or are replicated; a layer that reads another one's KV does not count."""
+    alike = model_config.load(write(tmp_path))
+    assert alike.kv_layers == ((4, 8), (4, 8))
+    heads = ((6, 8), (4, 16), (4, 16), (5, 6))
+    layers = tuple(replace(alike.layers[0], num_kv_heads=num_heads, head_dim=dim) for num_heads, dim in heads)
+    config = replace(alike, num_layers=4, layers=(*layers[:3], replace(layers[3], kv_layer=1)))
+    assert [config.pool_layer(index) for index in range(4)] == [0, 1, 2, 1]
+    assert config.kv_layers == ((6, 8), (4, 16), (4, 16))
+    assert config.tensor_parallel_choices() == [1, 2, 12]
+    with pytest.raises(SpecError, match=r"tensor_parallel: 4 does not fit 12 query and 4 or 6 KV heads; .* 1, 2, 12"):
+        config.check_tensor_parallel(4)
+    assert config.layers_at("kv.unquantized_layers", [-1, 0]) == (0, 2)
+    with pytest.raises(SpecError, match=r"layer 3 is out of range \[-3, 3\)"):
+        config.layers_at("kv.unquantized_layers", [3])
+    config.check_kv_dtype("kv.pool_dtype", "int4")
+    with pytest.raises(SpecError, match="int4 is not possible, because LlamaForCausalLM has a head_dim of 6"):
+        replace(config, layers=layers).check_kv_dtype("kv.pool_dtype", "int4")
+
+
 def test_sizes(tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path, tie_word_embeddings=True))
     layer = 64 * 8 * (12 + 4 + 4) + 12 * 8 * 64 + 3 * 64 * 160 + 2 * 64
@@ -172,10 +193,14 @@ def test_sizes(tmp_path: Path) -> None:
         ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel is not supported; supported: LlamaForCausalLM, "),
         ({"architectures": ...}, "architecture (none) is not supported"),
         ({"hidden_size": ...}, "hidden_size is missing"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        ({"hidden_act": "relu2"}, "hidden_act relu2 is not supported"),
         ({"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope type longrope is not supported"),
+        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling.short_factor is missing"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope type mrope is not supported"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported for LlamaForCausalLM"),
+        ({"use_qk_norm": True}, "use_qk_norm True is not supported for LlamaForCausalLM, and changes its results"),
+        ({"layers_block_type": ["mamba", "attention"]}, "layers_block_type ['mamba', 'attention'] is not supported"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": _LLAMA3 | {"factor": None}}, "rope_scaling.factor is missing"),
         ({"rope_scaling": _LLAMA3 | {"low_freq_factor": None}}, "rope_scaling.low_freq_factor is missing"),

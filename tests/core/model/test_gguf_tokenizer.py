@@ -125,6 +125,16 @@ QWEN35 = (
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# From Kimi-K2's tokenization_kimi.py.
+KIMI = (
+    r"[\p{Han}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+    r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 
 @pytest.mark.parametrize(
     ("name", "words"),
@@ -135,6 +145,7 @@ QWEN35 = (
         ("qwen35", QWEN35),
         ("gpt-4o", CASED),
         ("llama4", CASED),
+        ("kimi-k2", KIMI),
     ],
 )
 def test_synonyms_split_like_the_models_own(name: str, words: str) -> None:
@@ -248,6 +259,15 @@ def test_sentence_piece_special_tokens_and_spaces() -> None:
     without_prefix = build_tokenizer(sentence_piece_metadata(add_space_prefix=False, add_bos_token=False))
     assert without_prefix.encode("a b").tokens == ["a", "▁b"]
     assert without_prefix.decode(without_prefix.encode(" a").ids) == " a"
+
+
+def test_phi3_drops_spaces_after_control_tokens() -> None:
+    metadata = sentence_piece_metadata() | {"general.architecture": "phi3"}
+    ours = build_tokenizer(metadata)
+    assert ours.encode("a</s> \n b").ids == ours.encode("a</s>b").ids
+    assert ours.encode("a<s> b").ids != ours.encode("a<s>b").ids, "<s> keeps them"
+    other = build_tokenizer(metadata | {"general.architecture": "llama"})
+    assert other.encode("a</s> \n b").ids != other.encode("a</s>b").ids
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,9 @@ from core.types.api_key import KeyRegistry, new_key, new_secret
 from core.types.errors import RequestError
 from core.wire import messages
 from core.wire.status_check import make_plausible
-from kvtransfer.protocol.plan import HeadCopy
 from kvtransfer.transfer.wire_messages import frame_from_proto, part_from_report
 from tests.support.members import make_member
 
-_COPY = HeadCopy(sender=0, receiver=0, sender_head=0, receiver_head=0, num_heads=1)
 _KINDS: list[type[Message]] = [
     getattr(module, name)
     for module in (worker_pb2, transfer_pb2)
@@ -63,7 +61,7 @@ _READERS: dict[str, Callable[[Any], object]] = {
     "StepTiming": messages.timing_from_proto,
     "StreamTokens": lambda message: messages.tokens_from_proto(message.tokens),
     "Status": _status,
-    "SenderFrame": lambda message: frame_from_proto(message, _COPY),
+    "SenderFrame": frame_from_proto,
     "ReportRequest": part_from_report,
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -56,12 +57,13 @@ def test_mixed_step_equals_torch(spans: list[tuple[int, int, list[int]]]) -> Non
     kernels = KernelHeads(DeviceBatch.of(batch, CPU), pools[1], [(angles.cos(), angles.sin())])
     theirs = FlashInfer(library, pools[1], num_q_heads=4, dtype=torch.float32).heads(batch, kernels)
     ours = TorchHeads(batch, pools[0], [(angles.cos(), angles.sin())])
-    found, attention = [], LayerAttention(layer=1, scale=DIM**-0.5)
-    for heads in (ours, theirs):
-        q_THD = heads.store(attention, fused.clone())
-        found.append(heads.attend(attention, q_THD))
-    torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
-    assert library.num_runs == 1
+    plain = LayerAttention(layer=1, scale=DIM**-0.5)
+    others = [{"scale": 0.2}, {"window": 9}, {"chunk": 9}, {"soft_cap": 2.0}, {"sinks_H": torch.ones(4)}]
+    for attention in (plain, *(replace(plain, **changes) for changes in others)):
+        q_THD = [heads.store(attention, fused.clone()) for heads in (ours, theirs)]
+        found = [heads.attend(attention, q) for heads, q in zip((ours, theirs), q_THD, strict=True)]
+        torch.testing.assert_close(found[1], found[0], atol=1e-5, rtol=1e-4)
+        assert library.num_runs == 1, "only plain attention is FlashInfer's"
 
 
 def test_whole_model_equals_torch(tiny_model: MakeModel, make_runner: MakeRunner) -> None:

@@ -14,9 +14,10 @@ from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays, Ways
 from engine.cpu.library import Kernels
+from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
-from engine.layers.layers import GatedSiLU, RMSNorm
+from engine.layers.layers import RMSNorm
 from engine.layers.packed_matrix import NEVER, PackedMatrix
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
@@ -139,15 +140,15 @@ def test_matrix_measures_from_many_rows_down(kernels: Kernels, tmp_path: Path) -
     assert small.torch_rows == NEVER
 
 
-@pytest.mark.parametrize("before", [None, RMSNorm(random(515, seed=3), 1e-5), GatedSiLU()], ids=["", "norm", "gated"])
+@pytest.mark.parametrize("before", [None, RMSNorm(random(515, seed=3), 1e-5), SILU], ids=["", "norm", "gated"])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_torch_product_equals_kernel_product(
-    kernels: Kernels, tmp_path: Path, kind: str, before: RMSNorm | GatedSiLU | None
+    kernels: Kernels, tmp_path: Path, kind: str, before: RMSNorm | GatedActivation | None
 ) -> None:
     # Sizes that fill neither panels nor groups; the outputs are dequantized in several chunks.
     weight_OI = random(5003, 515) / 515**0.5
     matrix = getattr(PackedMatrix, kind)(kernels, weight_OI)
-    x_TI = random(40, 1030 if isinstance(before, GatedSiLU) else 515, seed=1)
+    x_TI = random(40, 1030 if isinstance(before, GatedActivation) else 515, seed=1)
     extras = {"bias_O": random(5003, seed=4), "before": before, "residual_TO": random(40, 5003, seed=5)}
     ours = matrix.multiply(x_TI, **extras)
     matrix.measure(TorchWins(tmp_path))

@@ -19,8 +19,9 @@ from engine.cpu import library
 from engine.cpu.library import Kernels
 from engine.cpu.processor import instruction_sets
 from engine.cpu.structs import FormatName
+from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.layers.codes import format_of
-from engine.layers.layers import Before, GatedSiLU, RMSNorm
+from engine.layers.layers import Before, RMSNorm
 from engine.layers.packed_matrix import PackedMatrix
 from engine.quantization.write import quantize_checkpoint
 from engine.weights.quantized_weight import GGMLWeight, GroupedWeight, QuantizedWeight
@@ -151,7 +152,7 @@ def test_fused_operations_equal_those_of_bf16(kernels: Kernels, name: str) -> No
     weight = random_weight(name, 40, 96)
     matrix, plain = packed(kernels, weight), PackedMatrix.bf16(kernels, weight.rows(0, 40))
     bias_O, residual_TO = random(40, seed=2).bfloat16(), random(5, 40, seed=3).bfloat16()
-    befores: list[tuple[Before, int]] = [(RMSNorm(random(96, seed=4).bfloat16(), 1e-5), 96), (GatedSiLU(), 192)]
+    befores: list[tuple[Before, int]] = [(RMSNorm(random(96, seed=4).bfloat16(), 1e-5), 96), (SILU, 192)]
     for before, width in befores:
         x_TI = random(5, width, seed=1).bfloat16()
         got = matrix.multiply(x_TI, bias_O=bias_O, before=before, residual_TO=residual_TO)
@@ -212,11 +213,11 @@ def test_parts_of_different_factors_and_orders(kernels: Kernels) -> None:
             torch.testing.assert_close(product[:, own].double(), wanted, rtol=0.05, atol=0.05 * float(wanted.std()))
 
 
-@pytest.mark.parametrize("before", [RMSNorm(random(256, seed=4).bfloat16(), 1e-5), GatedSiLU()], ids=["norm", "gated"])
+@pytest.mark.parametrize("before", [RMSNorm(random(256, seed=4).bfloat16(), 1e-5), SILU], ids=["norm", "gated"])
 def test_operation_before_a_permuted_matrix(kernels: Kernels, before: Before) -> None:
     """The norm and the gate see features in the model's order."""
     weight = random_weight("int4_act_order", 40, 256)
-    x_TI = random(5, 512 if isinstance(before, GatedSiLU) else 256, seed=1).bfloat16()
+    x_TI = random(5, 512 if isinstance(before, GatedActivation) else 256, seed=1).bfloat16()
     matrix = packed(kernels, weight)
     assert torch.equal(matrix.multiply(x_TI, before=before), matrix.multiply(before(x_TI).contiguous()))
 

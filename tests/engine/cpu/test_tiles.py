@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,9 +25,10 @@ from engine.cpu import library
 from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays, Ways
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import Step
+from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
-from engine.layers.layers import Before, GatedSiLU, RMSNorm
+from engine.layers.layers import Before, RMSNorm
 from engine.layers.packed_matrix import NEVER, PackedMatrix
 from tests.engine.cpu.coded_weights import FORMATS, random_weight
 
@@ -95,9 +97,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-@pytest.mark.parametrize(
-    "before", [None, RMSNorm(random(576, seed=3), 1e-5), GatedSiLU()], ids=["plain", "norm", "gated"]
-)
+@pytest.mark.parametrize("before", [None, RMSNorm(random(576, seed=3), 1e-5), SILU], ids=["plain", "norm", "gated"])
 @pytest.mark.parametrize("num_rows", [0, 1, 15, 16, 17, 32, 33, 47, 95, 97, 130, 700])
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_amx_products_equal_plain_products(
@@ -105,7 +105,7 @@ def test_amx_products_equal_plain_products(
 ) -> None:
     """Covers panels and rows that do not fill pairs of tiles, with all fused operations."""
     weight_OI = random(24 * 16 * 2 + 40, 576) / 24
-    x_TI = random(num_rows, 1152 if isinstance(before, GatedSiLU) else 576, seed=1)
+    x_TI = random(num_rows, 1152 if isinstance(before, GatedActivation) else 576, seed=1)
     extras = {"bias_O": random(len(weight_OI), seed=4), "residual_TO": random(num_rows, len(weight_OI), seed=5)}
     matrix = getattr(PackedMatrix, kind)(tiled_kernels, weight_OI)
     ours = matrix.multiply(x_TI, before=before, **extras)
@@ -217,24 +217,43 @@ def test_low_bit_amx_products_equal_dequantized_bf16(tiled_kernels: Emulated, na
     assert torch.equal(got, plain.multiply(x_TI, before=None, **extras)) and got.float().std() > 0
 
 
-@pytest.mark.parametrize("window", [None, 1, 40])
-@pytest.mark.parametrize("head_dim", [12, 64, 80])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8"])
+SINKS = random(6, seed=30).float()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "fields"),
+    [
+        ("bfloat16", 12, {"window": 40}),
+        ("bfloat16", 64, {"soft_cap": 1.5, "sinks_H": SINKS}),
+        ("bfloat16", 80, {"window": 1}),
+        ("bfloat16", 512, {"chunk": 100}),
+        ("fp8_e4m3", 12, {"window": 1, "sinks_H": SINKS}),
+        ("fp8_e4m3", 64, {"chunk": 7}),
+        ("fp8_e4m3", 80, {"window": 40, "soft_cap": 1.5}),
+        ("int8", 12, {"soft_cap": 1.5}),
+        ("int8", 112, {"chunk": 100, "soft_cap": 1.5, "sinks_H": SINKS + 3}),
+        ("int8", 256, {}),
+        ("int4", 64, {"window": 260, "soft_cap": 1.5, "sinks_H": SINKS + 3}),
+        ("int4", 80, {"chunk": 515}),
+    ],
+    ids=str,
+)
 def test_amx_attention_equals_plain_attention(
-    tiled_kernels: Emulated, dtype: str, head_dim: int, window: int | None
+    tiled_kernels: Emulated, dtype: str, head_dim: int, fields: dict[str, Any]
 ) -> None:
     """Covers prompts that do and do not fill tiles, over a pool with every slot filled.
 
-    A few queries, as of a draft, give the same bits as without AMX.
+    Windows of 260 and chunks of 515 begin between the rows of one tile. A few queries, as of a draft, give the same
+    bits as without AMX.
     """
-    spans = [(140, 1), (30, 9), (0, 150), (101, 79), (0, 80), (255, 90), (0, 5)]
+    spans = [(140, 1), (30, 9), (0, 150), (101, 79), (0, 80), (440, 90), (0, 5)]
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=2, head_dim=head_dim, block_size=8, dtype=dtype)
     blocks = iter(np.random.default_rng(0).permutation(150).tolist())
     rows = [Row([0] * n, start, [next(blocks) for _ in range(-(-(start + n) // 8))], 1) for start, n in spans]
     batch, pool = Batch.of(rows, block_size=8), KVPool(layout, num_blocks=150, device=torch.device("cpu"))
     pool.write(0, torch.arange(1200), random(1200, 2, head_dim, seed=1), random(1200, 2, head_dim, seed=2))
     angles, q_THD = torch.ones(batch.num_tokens, 1, head_dim // 2), random(batch.num_tokens, 6, head_dim, seed=3)
-    attention = LayerAttention(layer=0, scale=head_dim**-0.5, window=window)
+    attention = LayerAttention(layer=0, scale=1.5 * head_dim**-0.5, **fields)
     without = CompiledHeads(tiled_kernels, batch, pool, [(angles, angles)]).attend(attention, q_THD)
     assert not tiled_kernels.have_been_used()
     heads = CompiledHeads(tiled_kernels, batch, pool, [(angles, angles)], by_tiles=True)

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 # ruff: isort: off
 from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu, ints, numbers
@@ -15,6 +18,8 @@ from tests.engine.kernels.absent_gpu import DEVICE, absent_gpu, ints, numbers
 import torch
 from torch import Tensor
 
+from engine.attention.triton_heads import MOST_GATHERED_DIM
+from engine.kernels.attention.attention_rule import AttentionRule
 from engine.kernels.attention.decode_attention import launch_decode_attention, resident_programs
 from engine.kernels.attention.dense_prefill import Carry, Slice, WHOLE, launch_dense_prefill_attention
 from engine.kernels.attention.gather_rows import launch_gather_rows
@@ -26,9 +31,32 @@ from engine.kernels.attention.query_tiles import QueryTiles
 from engine.kernels.quant.row_quantization import INT4
 # ruff: isort: on
 
-# Heads of Llama 3 8B and DeepSeek-V2-Lite.
-_H, _K, _D, _S = 32, 8, 128, 16
-_LATENT, _ROPE, _LATENT_HEADS = 512, 64, 16
+
+class Heads(NamedTuple):
+    """Query heads, KV heads, head_dim, and the rule of attention."""
+
+    num_q: int
+    num_kv: int
+    dim: int
+    changes: Mapping[str, Any] = MappingProxyType({})
+
+
+HEADS = {
+    "llama": Heads(32, 8, 128),
+    # 20B
+    "gpt_oss": Heads(64, 8, 64, {"window": 128, "sinks_H": None}),
+    # Scout
+    "llama4": Heads(40, 8, 128, {"chunk": 8192}),
+    # 9B
+    "gemma2": Heads(16, 8, 256, {"soft_cap": 50.0}),
+    # 4B
+    "gemma3": Heads(8, 4, 256, {"window": 1024}),
+    # 31B, layers of full attention
+    "gemma4": Heads(32, 4, 512),
+}
+_S = 16
+# DeepSeek-V2-Lite
+_LATENT, _ROPE, _VALUE, _LATENT_HEADS = 512, 64, 128, 16
 _ROWS, _CONTEXT, _QUERIES = 64, 8192, 2048
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8, "int4": INT4}
 
@@ -41,31 +69,38 @@ def main() -> None:
                 num_heads, pool = kind.split("/")[1:]
                 attend_latents(_DTYPES[pool], int(num_heads))
             else:
-                attend(_DTYPES[kind])
+                pool, _, family = kind.partition("/")
+                attend(_DTYPES[pool], HEADS[family or "llama"])
         print(json.dumps({"case": kind, "launches": [asdict(launch) for launch in launches]}), flush=True)
 
 
-def attend(pool_dtype: torch.dtype) -> None:
+def attend(pool_dtype: torch.dtype, heads: Heads) -> None:
+    num_q, num_kv, dim, changes = heads
+    if "sinks_H" in changes:
+        changes = {**changes, "sinks_H": numbers(num_q).float()}
     contexts = ints(_ROWS)
     tables = ints(_ROWS, _CONTEXT // _S)
     is_wide = pool_dtype == torch.bfloat16
     is_int4 = pool_dtype == INT4
-    codes = torch.empty(4096, 2, _K, _S, _D // 2 if is_int4 else _D, dtype=pool_dtype, device=DEVICE)
-    scales = None if is_wide else ints(4096, 2, _K, _S) if is_int4 else numbers(4096, 2, _K, _S)
-    q = numbers(_QUERIES, _H, _D)
-    rows = {"tables_RB": tables, "contexts_R": contexts, "window": None}
-    most = most_queries(_H, _K)
+    codes = torch.empty(4096, 2, num_kv, _S, dim // 2 if is_int4 else dim, dtype=pool_dtype, device=DEVICE)
+    scales = None if is_wide else ints(4096, 2, num_kv, _S) if is_int4 else numbers(4096, 2, num_kv, _S)
+    q = numbers(_QUERIES, num_q, dim)
+    rule = AttentionRule(scale=0.1, **changes)
+    rows = {"tables_RB": tables, "contexts_R": contexts, "rule": rule}
+    most = most_queries(num_q, num_kv)
     of_query_groups = (ints(_ROWS), ints(_ROWS), tables, contexts, ints(most * _ROWS), ints(most * _ROWS))
     launch_decode_attention(
         q,
         codes,
         scales,
         query_groups=QueryGroups.of(of_query_groups, most=most, longest=_CONTEXT),
-        window=None,
+        rule=rule,
         splits=Splits.of(
             contexts,
-            window=None,
-            num_heads=_K,
+            window=rule.window,
+            chunk=rule.chunk,
+            most=most,
+            num_heads=num_kv,
             longest=_CONTEXT,
             resident=resident_programs(has_scales=not is_wide),
         ),
@@ -76,15 +111,26 @@ def attend(pool_dtype: torch.dtype) -> None:
         launch_prefill_attention(
             q, codes, scales, tiles=tiles, **rows, out_THD=torch.empty_like(q), num_splits=num_splits
         )
-    k, v = launch_gather_rows(codes, scales, ints(_CONTEXT // _S), q.dtype)
-    dense(q, k, None, v, tiles, WHOLE)
+    if rule.window is None and rule.chunk is None and dim <= MOST_GATHERED_DIM:
+        k, v = launch_gather_rows(codes, scales, ints(_CONTEXT // _S), q.dtype)
+        dense(q, k, None, v, tiles, WHOLE, rule)
+    if heads is not HEADS["llama"]:
+        return
     # Latents are dequantized before.
     if is_wide:
-        carry = Carry.empty(_QUERIES, _LATENT_HEADS, _D, DEVICE)
+        carry = Carry.empty(_QUERIES, _LATENT_HEADS, _VALUE, DEVICE)
         for part in (WHOLE, Slice(_CONTEXT, 2 * _CONTEXT, is_last=False, carry=carry)):
-            shape = (_CONTEXT, _LATENT_HEADS, _D)
-            query = numbers(_QUERIES, _LATENT_HEADS, _D + _ROPE)
-            dense(query, numbers(*shape), numbers(_CONTEXT, _LATENT + _ROPE)[:, _LATENT:], numbers(*shape), tiles, part)
+            shape = (_CONTEXT, _LATENT_HEADS, _VALUE)
+            query = numbers(_QUERIES, _LATENT_HEADS, _VALUE + _ROPE)
+            dense(
+                query,
+                numbers(*shape),
+                numbers(_CONTEXT, _LATENT + _ROPE)[:, _LATENT:],
+                numbers(*shape),
+                tiles,
+                part,
+                rule,
+            )
     if not is_int4:
         attend_latents(pool_dtype, _LATENT_HEADS)
 
@@ -96,7 +142,7 @@ def attend_latents(pool_dtype: torch.dtype, num_heads: int) -> None:
         numbers(_ROWS, num_heads, _LATENT + _ROPE),
         torch.empty(4096, 1, 1, _S, width, dtype=pool_dtype, device=DEVICE),
         None if is_wide else numbers(4096, 1, 1, _S),
-        numbers(num_heads, _D, _LATENT),
+        numbers(num_heads, _VALUE, _LATENT),
         scale=0.1,
         tables_RB=ints(_ROWS, _CONTEXT // _S),
         contexts_R=contexts,
@@ -104,7 +150,9 @@ def attend_latents(pool_dtype: torch.dtype, num_heads: int) -> None:
     )
 
 
-def dense(q: Tensor, k: Tensor, shared: Tensor | None, v: Tensor, tiles: QueryTiles, part: Slice) -> None:
+def dense(
+    q: Tensor, k: Tensor, shared: Tensor | None, v: Tensor, tiles: QueryTiles, part: Slice, rule: AttentionRule
+) -> None:
     launch_dense_prefill_attention(
         q,
         k,
@@ -113,7 +161,7 @@ def dense(q: Tensor, k: Tensor, shared: Tensor | None, v: Tensor, tiles: QueryTi
         tiles=tiles,
         firsts_R=ints(_ROWS),
         contexts_R=ints(_ROWS),
-        scale=0.1,
+        rule=rule,
         out_THW=torch.empty(*q.shape[:2], v.shape[2], dtype=q.dtype, device=DEVICE),
         part=part,
     )

@@ -25,7 +25,9 @@ from kvtransfer.protocol.segment import Segment
 from tests.engine.kernels.compiled_steps import without_numbers
 # ruff: isort: on
 
-_DEGREES, _KV_HEADS, _NUM_LAYERS, _BLOCK_SIZE = (1, 2, 4, 8, 16), 8, 3, 16
+_DEGREES, _BLOCK_SIZE = (1, 2, 4, 8, 16), 16
+# KV heads and head_dim of each layer.
+_LAYERS = ((8, 128), (8, 128), (2, 256))
 
 
 def main() -> None:
@@ -35,9 +37,9 @@ def main() -> None:
         dtype, wire_dtype, degree = case.split("/")
         layout = KVLayout(
             model="",
-            num_layers=_NUM_LAYERS,
-            num_kv_heads=_KV_HEADS,
-            head_dim=128,
+            num_layers=len(_LAYERS),
+            num_kv_heads=tuple(num_heads for num_heads, _ in _LAYERS),
+            head_dim=tuple(dim for _, dim in _LAYERS),
             block_size=_BLOCK_SIZE,
             dtype=dtype,
             tensor_parallel=int(degree),
@@ -46,15 +48,15 @@ def main() -> None:
             codec, pool = codec_for(layout, wire_dtype), KVPool(layout, num_blocks=8, device=DEVICE)
             codec.warm_up(DEVICE)
             warm = len(launches)
-            runs = sorted(set(runs_of_heads(layout)))
-            for first_head, num_heads in runs:
+            runs = set(runs_of_heads(layout))
+            for heads in runs:
                 for num_tokens in (51, 64):
-                    hand_over(codec, pool, first_head, num_heads, num_tokens)
+                    hand_over(codec, pool, heads, num_tokens)
         print(
             json.dumps(
                 {
                     "case": case,
-                    "runs": runs,
+                    "runs": sorted({(heads.start, len(heads)) for run in runs for heads in run if heads}),
                     "launches": [asdict(launch) for launch in launches],
                     "late": [launch.name for launch in launches[warm:]],
                 }
@@ -63,28 +65,21 @@ def main() -> None:
         )
 
 
-def runs_of_heads(layout: KVLayout) -> Iterator[tuple[int, int]]:
-    """Yield the first and the number of heads that a rank exchanges with a rank of a replica of another degree."""
+def runs_of_heads(layout: KVLayout) -> Iterator[tuple[range, ...]]:
+    """Yield the heads of each layer that a rank exchanges with a rank of a replica of another degree."""
     for degree in _DEGREES:
         peer = replace(layout, tensor_parallel=degree)
-        yield from ((copy.sender_head, copy.num_heads) for copy in plan_heads(sender=layout, receiver=peer))
-        yield from ((copy.receiver_head, copy.num_heads) for copy in plan_heads(sender=peer, receiver=layout))
+        yield from (copy.sender_heads for copy in plan_heads(sender=layout, receiver=peer))
+        yield from (copy.receiver_heads for copy in plan_heads(sender=peer, receiver=layout))
 
 
-def hand_over(codec: Codec, pool: KVPool, first_head: int, num_heads: int, num_tokens: int) -> None:
-    segment = Segment(
-        first_layer=0,
-        num_layers=_NUM_LAYERS,
-        first_token=7,
-        num_tokens=num_tokens,
-        first_head=first_head,
-        num_heads=num_heads,
-    )
+def hand_over(codec: Codec, pool: KVPool, heads: tuple[range, ...], num_tokens: int) -> None:
+    segment = Segment(first_layer=0, num_layers=len(_LAYERS), first_token=7, num_tokens=num_tokens)
     slots = slots_of(pool, range(8), 7, num_tokens)
-    payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8, device=DEVICE)
-    codec.pack(pool, segment, slots, payload)
+    payload = torch.empty(codec.num_bytes(segment, heads), dtype=torch.uint8, device=DEVICE)
+    codec.pack(pool, segment, heads, slots, payload)
     launch_word_sum(payload)
-    codec.unpack(payload, pool, segment, slots)
+    codec.unpack(payload, pool, segment, heads, slots)
 
 
 if __name__ == "__main__":

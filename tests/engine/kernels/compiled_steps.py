@@ -285,7 +285,7 @@ def numbers_awaited() -> Iterator[list[Sequence[int]]]:
 def ship(replica: ModelRunner, wire_dtype: str, launches: list[Launch]) -> None:
     """Pack and unpack positions of some layers, for all heads and for some of them. All kernels must be compiled."""
     layout, pool = replica.layout, replica.pool
-    codec, num_heads = codec_for(layout, wire_dtype), layout.heads_per_rank
+    codec, num_heads = codec_for(layout, wire_dtype), layout.heads[0].num_heads
     codec.warm_up(DEVICE)
     warm = len(launches)
     for first_head, num_tokens in ((0, 51), (0, 64), (num_heads // 2, 51)):
@@ -294,14 +294,13 @@ def ship(replica: ModelRunner, wire_dtype: str, launches: list[Launch]) -> None:
             num_layers=2,
             first_token=7,
             num_tokens=num_tokens,
-            first_head=first_head,
-            num_heads=max(1, num_heads - first_head),
         )
+        heads = [range(first_head, max(first_head + 1, num_heads))] * layout.num_layers
         slots = slots_of(pool, range(10), 6, num_tokens + 1)[1:]
-        payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8, device=DEVICE)
-        codec.pack(pool, segment, slots, payload)
+        payload = torch.empty(codec.num_bytes(segment, heads), dtype=torch.uint8, device=DEVICE)
+        codec.pack(pool, segment, heads, slots, payload)
         launch_word_sum(payload)
-        codec.unpack(payload, pool, segment, slots)
+        codec.unpack(payload, pool, segment, heads, slots)
         assert len(launches) == warm, f"kernels compiled after the warm-up: {launches[warm:]}"
 
 

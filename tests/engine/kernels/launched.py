@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import Tensor
 
 from engine.attention import triton_heads as heads
 from engine.attention import triton_latent_heads as latent_heads
+from engine.kernels import gated_mul
 from engine.kernels.attention.absorb_queries import launch_absorb_queries
 from engine.kernels.attention.decode_attention import launch_decode_attention
 from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
@@ -16,13 +19,13 @@ from engine.kernels.attention.latent_attention import launch_latent_decode_atten
 from engine.kernels.attention.prefill_attention import launch_prefill_attention
 from engine.kernels.attention.store_heads import launch_store_heads
 from engine.kernels.attention.store_latents import launch_store_latents
+from engine.kernels.gated_mul import launch_gated_mul
 from engine.kernels.moe import fused_experts
 from engine.kernels.moe.expert_router import launch_route
 from engine.kernels.moe.expert_tiles import launch_sort_into_tiles
 from engine.kernels.moe.fused_experts import launch_fused_experts
 from engine.kernels.moe.top_k import launch_choose_experts
 from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
-from engine.kernels.silu_mul import launch_silu_mul
 from engine.layers import layers
 from engine.model import expert_bank, routing
 
@@ -45,11 +48,11 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (heads, "gather_rows", launch_gather_rows),
         (layers, "rms_norm", launch_rms_norm),
         (layers, "add_rms_norm", launch_add_rms_norm),
-        (layers, "silu_mul", launch_silu_mul),
+        (gated_mul, "gated_mul", launch_gated_mul),
     ):
         monkeypatch.setattr(module, name, launch)
 
-    def of(contexts_R: Tensor, *, window: int | None, **more: int) -> Splits:
-        return share_out(contexts_R, window=window, num_programs=3)
+    def of(contexts_R: Tensor, *, num_heads: int, longest: int, resident: int, **seen: Any) -> Splits:
+        return share_out(contexts_R, **seen, num_programs=3)
 
     monkeypatch.setattr(Splits, "of", of)

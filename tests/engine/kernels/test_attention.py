@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from itertools import product
 
@@ -11,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from engine.kernels.attention.attention_rule import AttentionRule
 from engine.kernels.attention.decode_attention import (
     launch_decode_attention,
     reference_decode_attention,
-    window_of_query_groups,
 )
 from engine.kernels.attention.dense_prefill import (
     Carry,
@@ -24,6 +25,7 @@ from engine.kernels.attention.dense_prefill import (
 )
 from engine.kernels.attention.gather_rows import launch_gather_rows, reference_gather_rows
 from engine.kernels.attention.kv_splits import KEYS, share_out
+from engine.kernels.attention.online_softmax import reference_row
 from engine.kernels.attention.prefill_attention import launch_prefill_attention, reference_prefill_attention
 from engine.kernels.attention.query_groups import QueryGroups, cut_query_groups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
@@ -32,24 +34,63 @@ from tests.engine.kernels.pools import DEVICE, DTYPES, QUANTIZED, random, random
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Query heads, kv heads, head_dim, block size, window, 8-bit format of the pool, dtype.
+# Query heads, kv heads, head_dim, block size, rule, format of the pool, dtype.
 CASES = [
-    (2, 2, 64, 16, None, None, torch.float16),
+    (2, 2, 64, 16, {}, None, torch.float16),
     # The groups of SmolLM2.
-    (3, 1, 64, 16, None, "fp8", torch.float16),
-    (3, 1, 64, 16, None, "int8", torch.float16),
-    (4, 2, 80, 8, None, None, torch.float32),
-    (2, 1, 64, 16, 70, None, torch.float32),
+    (3, 1, 64, 16, {}, "fp8", torch.float16),
+    (3, 1, 64, 16, {"soft_cap": 5.0, "chunk": 40}, "int8", torch.float16),
+    (4, 2, 80, 8, {"has_sinks": True}, None, torch.float32),
+    (2, 1, 64, 16, {"window": 70}, None, torch.float32),
     # More heads than the tile of one warp, and blocks that are not a power of two.
-    (18, 1, 32, 48, None, "fp8", torch.float16),
+    (18, 1, 32, 48, {"has_sinks": True, "scale": 0.3}, "fp8", torch.float16),
     # Scales that are not adjacent in pairs.
-    (2, 2, 64, 1, None, "int8", torch.float16),
-    (2, 1, 32, 8, 7, "fp8", torch.float32),
-    (2, 1, 32, 8, 7, "int8", torch.float32),
-    (3, 1, 64, 16, None, "int4", torch.float16),
-    (2, 1, 48, 8, 70, "int4", torch.float32),
-    *((32, 8, 128, 16, None, kind, torch.bfloat16) for kind in (None, *QUANTIZED) if torch.bfloat16 in DTYPES),
+    (2, 2, 64, 1, {}, "int8", torch.float16),
+    (2, 1, 32, 8, {"window": 7}, "fp8", torch.float32),
+    (2, 1, 32, 8, {"window": 7, "has_sinks": True}, "int8", torch.float32),
+    (3, 1, 64, 16, {}, "int4", torch.float16),
+    (2, 1, 48, 8, {"window": 70, "soft_cap": 5.0}, "int4", torch.float32),
+    # Chunks that are whole blocks of keys, and shorter than a tile of queries.
+    (2, 1, 16, 8, {"chunk": 64}, None, torch.float32),
+    (2, 1, 32, 8, {"chunk": 10, "has_sinks": True}, "int4", torch.float32),
+    # Heads of gpt-oss, Gemma 2, Gemma 4 and others.
+    (8, 1, 64, 16, {"window": 128, "has_sinks": True}, None, torch.float16),
+    (2, 1, 256, 16, {"soft_cap": 5.0, "scale": 0.1}, None, torch.float16),
+    (2, 1, 512, 16, {"window": 70, "scale": 1 / 8}, None, torch.float16),
+    (2, 1, 192, 16, {"soft_cap": 5.0, "has_sinks": True}, "int8", torch.float16),
+    (1, 1, 512, 16, {"chunk": 70}, "int4", torch.float16),
+    *((32, 8, 128, 16, {}, kind, torch.bfloat16) for kind in (None, *QUANTIZED) if torch.bfloat16 in DTYPES),
 ]
+
+
+def rule_of(changes: dict, num_heads: int, dim: int) -> AttentionRule:
+    """Return the rule with these changes; sinks differ by head and are larger than some scores."""
+    changes = {"scale": dim**-0.5} | changes
+    return AttentionRule(sinks_H=random(num_heads, seed=9) * 2 if changes.pop("has_sinks", False) else None, **changes)
+
+
+def seen_of(rule: AttentionRule) -> dict[str, int | None]:
+    return {"window": rule.window, "chunk": rule.chunk}
+
+
+@pytest.mark.parametrize("changes", [{}, {"window": 3, "has_sinks": True}, {"chunk": 4, "soft_cap": 2.0}])
+def test_reference_equals_loops(changes: dict) -> None:
+    """Every query, head and key on its own, as in the definition."""
+    q, (k, v) = random(5, 4, 8) * 3, random(2, 2, 11, 8, seed=1)
+    rule = rule_of(changes, 4, 8)
+    out = reference_row(q, torch.stack((k, v)), rule)
+    for query, head in product(range(5), range(4)):
+        position, shared = 6 + query, head // 2
+        scores = [0.0 if rule.sinks_H is None else math.exp(rule.sinks_H[head])]
+        expected = torch.zeros(8, device=DEVICE)
+        for key in range(position + 1):
+            if key <= position - (rule.window or 99) or key // (rule.chunk or 99) != position // (rule.chunk or 99):
+                continue
+            score = float(q[query, head] @ k[shared, key]) * rule.scale
+            score = rule.soft_cap * math.tanh(score / rule.soft_cap) if rule.soft_cap else score
+            scores.append(math.exp(score))
+            expected += scores[-1] * v[shared, key]
+        torch.testing.assert_close(out[query, head], expected / sum(scores), atol=1e-5, rtol=1e-4)
 
 
 def _singles(tokens_U: torch.Tensor, tables_UB: torch.Tensor, contexts_U: torch.Tensor, *, longest: int) -> QueryGroups:
@@ -71,7 +112,8 @@ def tables_for(contexts: list[int], block_size: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("case", "num_programs"), [*product(CASES, [1, 3]), (CASES[0], 20)], ids=str)
 def test_decode_equals_reference(case: tuple, num_programs: int) -> None:
-    num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
+    num_heads, num_kv_heads, dim, block_size, changes, kind, dtype = case
+    rule = rule_of(changes, num_heads, dim)
     # 1, 6 and 2 blocks: programs end inside rows, and rows span programs.
     contexts = [1, 330, 65]
     tables = tables_for(contexts, block_size)
@@ -85,8 +127,8 @@ def test_decode_equals_reference(case: tuple, num_programs: int) -> None:
             codes,
             scales,
             query_groups=_singles(torch.tensor([6, 0, 2], device=DEVICE), tables, contexts_R, longest=330),
-            window=window,
-            splits=share_out(contexts_R, window=window, num_programs=num_programs),
+            rule=rule,
+            splits=share_out(contexts_R, **seen_of(rule), num_programs=num_programs),
             out_THD=out,
         )
     # With codes, values are three times as large.
@@ -101,7 +143,8 @@ def test_query_groups_equal_reference(case: tuple) -> None:
 
     Programs end between a group's last keys, which its first queries do not see.
     """
-    num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
+    num_heads, num_kv_heads, dim, block_size, changes, kind, dtype = case
+    rule = rule_of(changes, num_heads, dim)
     lengths, contexts, begins = np.array([1, 11, 3]), np.array([1, 330, 66]), np.array([2, 4, 15])
     most = most_queries(num_heads, num_kv_heads)
     cut = cut_query_groups(lengths, contexts, most=most)
@@ -121,15 +164,14 @@ def test_query_groups_equal_reference(case: tuple) -> None:
         firsts_U, counts_U, torch.cat([tables, tables[:1]]), contexts_U, tokens_N, seats_N, most=most, longest=330
     )
     outs = [torch.full_like(q, 7.0) for _ in range(2)]
-    seen = window_of_query_groups(window, most)
     for attend, out in zip((launch_decode_attention, reference_decode_attention), outs, strict=True):
         attend(
             q,
             codes,
             scales,
             query_groups=query_groups,
-            window=window,
-            splits=share_out(contexts_U, window=seen, num_programs=3),
+            rule=rule,
+            splits=share_out(contexts_U, **seen_of(rule), most=most, num_programs=3),
             out_THD=out,
         )
     tolerance = TOLERANCE[dtype] * (3 if kind else 1)
@@ -138,10 +180,13 @@ def test_query_groups_equal_reference(case: tuple) -> None:
     assert not outs[0][19].any()
 
 
-@pytest.mark.parametrize(("most", "window"), [(1, 70), (3, 70), (8, 70), (8, 7)])
-def test_window_starts_at_the_first_query_of_a_group(most: int, window: int) -> None:
-    """The first query sees a single key of a block, or none of another group's."""
-    first = 2 * KEYS - 1
+@pytest.mark.parametrize(
+    ("most", "changes"),
+    [(1, {"window": 70}), (3, {"window": 70}), (8, {"window": 70}), (8, {"window": 7}), (8, {"chunk": 192})],
+)
+def test_keys_start_at_the_first_query_of_a_group(most: int, changes: dict) -> None:
+    """The first query sees a single key of a block, or none of another group's. A group may span two chunks."""
+    rule, first, window = rule_of(changes, 16 // most, 32), 2 * KEYS - 1, changes.get("window", 64)
     contexts = torch.tensor([first + window + most - 1, first + window + most], dtype=torch.int32, device=DEVICE)
     codes, _ = random_pool(2 * 14, 1, 16, 32, dtype=torch.float32)
     q, counts = random(2 * most, 16 // most, 32), torch.full_like(contexts, most)
@@ -155,8 +200,8 @@ def test_window_starts_at_the_first_query_of_a_group(most: int, window: int) -> 
             codes,
             None,
             query_groups=QueryGroups.of(of_query_groups, most=most, longest=int(contexts.max())),
-            window=window,
-            splits=share_out(contexts, window=window_of_query_groups(window, most), num_programs=2),
+            rule=rule,
+            splits=share_out(contexts, **seen_of(rule), most=most, num_programs=2),
             out_THD=out,
         )
     torch.testing.assert_close(outs[0], outs[1], atol=1e-5, rtol=1e-5)
@@ -197,20 +242,22 @@ def test_row_without_keys_gets_zeros() -> None:
             contexts,
             longest=5,
         ),
-        window=None,
-        splits=share_out(contexts, window=None, num_programs=2),
+        rule=AttentionRule(scale=0.1),
+        splits=share_out(contexts, num_programs=2),
         out_THD=out,
     )
     assert not out[0].any() and out[1].all()
 
 
 @pytest.mark.parametrize("num_programs", [1, 7, 300])
-@pytest.mark.parametrize("window", [None, 100])
-def test_work_is_split_evenly(num_programs: int, window: int | None) -> None:
+@pytest.mark.parametrize("seen", [{}, {"window": 100}, {"chunk": 100}, {"window": 100, "most": 5}])
+def test_work_is_split_evenly(num_programs: int, seen: dict[str, int]) -> None:
     """Each block belongs to one program, and programs differ only by the minimum size, for many rows of any lengths."""
     contexts = torch.tensor([0, 5000, 1, 64, 65, 0, *range(140), 3000, 0], dtype=torch.int32)
-    splits = share_out(contexts.to(DEVICE), window=window, num_programs=num_programs)
-    firsts = (contexts - window).clamp(min=0) // KEYS if window else torch.zeros_like(contexts)
+    splits = share_out(contexts.to(DEVICE), **seen, num_programs=num_programs)
+    oldest = (contexts - seen.get("most", 1)).clamp(min=0)
+    firsts = (oldest - seen["window"] + 1).clamp(min=0) if "window" in seen else oldest // seen.get("chunk", 1 << 20)
+    firsts = firsts * seen.get("chunk", 1) // KEYS
     counts = (contexts + KEYS - 1) // KEYS - firsts
     total = int(counts.sum())
     share = max(4, -(-total // num_programs))
@@ -243,8 +290,8 @@ def test_values_of_any_size_keep_their_weight(kind: str) -> None:
                 contexts,
                 longest=160,
             ),
-            window=None,
-            splits=share_out(contexts, window=None, num_programs=2),
+            rule=AttentionRule(scale=0.1),
+            splits=share_out(contexts, num_programs=2),
             out_THD=out,
         )
     assert outs[1].abs().max() > 1e6
@@ -253,20 +300,21 @@ def test_values_of_any_size_keep_their_weight(kind: str) -> None:
 
 # Fewer code pairs than a matrix unit multiplies, and counts that do not fill a tile.
 FEW_PAIRS = [
-    (2, 1, 16, 16, None, "int4", torch.float16),
-    (2, 1, 16, 16, None, "int8", torch.float16),
-    (2, 1, 80, 8, None, "fp8", torch.float32),
+    (2, 1, 16, 16, {}, "int4", torch.float16),
+    (2, 1, 16, 16, {"chunk": 64, "has_sinks": True}, "int8", torch.float16),
+    (2, 1, 80, 8, {}, "fp8", torch.float32),
 ]
 PREFILLS = [
     (case, num_splits, codes_at_once)
-    for case, num_splits in [*product([*CASES, *FEW_PAIRS], [1]), *product(CASES[1:5], [3])]
+    for case, num_splits in [*product([*CASES, *FEW_PAIRS], [1]), *product([*CASES[1:5], CASES[12], CASES[17]], [3])]
     for codes_at_once in ((1, 2) if case[5] else (1,))
 ]
 
 
 @pytest.mark.parametrize(("case", "num_splits", "codes_at_once"), PREFILLS, ids=str)
 def test_prefill_equals_reference(case: tuple, num_splits: int, codes_at_once: int) -> None:
-    num_heads, num_kv_heads, dim, block_size, window, kind, dtype = case
+    num_heads, num_kv_heads, dim, block_size, changes, kind, dtype = case
+    rule = rule_of(changes, num_heads, dim)
     # A whole prompt of two tiles, and chunks after a prefix.
     contexts, lengths = [135, 70, 3], [135, 40, 2]
     # Tokens 0, 176 and 177 belong to other rows.
@@ -284,7 +332,7 @@ def test_prefill_equals_reference(case: tuple, num_splits: int, codes_at_once: i
             tiles=QueryTiles.of(begins, np.array(lengths), np.array(contexts), DEVICE),
             tables_RB=tables,
             contexts_R=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
-            window=window,
+            rule=rule,
             out_THD=out,
         )
     tolerance = TOLERANCE[dtype] * (3 if kind else 1)
@@ -309,12 +357,16 @@ def test_gather_rows_equals_reference(kind: str | None, block_size: int, dim: in
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("size", [1 << 30, 64])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("num_heads", "num_kv_heads", "dim", "shared"), [(4, 2, 64, 0), (3, 3, 32, 16), (2, 1, 24, 0)])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "dim", "shared", "changes"),
+    [(4, 2, 64, 0, {"has_sinks": True}), (3, 3, 32, 16, {}), (2, 1, 24, 0, {"soft_cap": 5.0})],
+)
 def test_sliced_dense_prefill_equals_reference(
-    num_heads: int, num_kv_heads: int, dim: int, shared: int, dtype: torch.dtype, size: int
+    num_heads: int, num_kv_heads: int, dim: int, shared: int, changes: dict, dtype: torch.dtype, size: int
 ) -> None:
     """Each slice continues the results of the previous one. Keys past a row's last one are NaN."""
     contexts, lengths, begins = [135, 70, 3], [135, 40, 2], np.array([1, 136, 178])
+    rule = rule_of({"scale": 0.2} | changes, num_heads, dim)
     q = random(180, num_heads, dim + shared, dtype=dtype)
     out, expected = (torch.full((180, num_heads, dim), 7.0, dtype=dtype, device=DEVICE) for _ in range(2))
     carries = [Carry.empty(180, num_heads, dim, DEVICE) for _ in range(2)]
@@ -341,7 +393,7 @@ def test_sliced_dense_prefill_equals_reference(
                 tiles=tiles,
                 firsts_R=torch.tensor(firsts, dtype=torch.int32, device=DEVICE),
                 contexts_R=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
-                scale=0.2,
+                rule=rule,
                 out_THW=target,
                 part=Slice(begin, begin + size, is_last=begin + size >= 135, carry=carry if size < 135 else None),
             )

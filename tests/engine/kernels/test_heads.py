@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
 
@@ -21,16 +27,29 @@ from tests.engine.kernels.pools import DEVICE, random
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 
-@pytest.mark.parametrize(("window", "has_norms"), [(None, True), (9, False)])
-@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8", "int4"])
+# Changes of the layer's attention, norms of queries, keys and values, rotated features of 32.
+LAYERS = [
+    ({}, (True, True, False), 32),
+    ({"window": 9}, (False, False, False), 32),
+    ({"chunk": 10, "soft_cap": 2.0, "scale": 0.4}, (True, False, False), 12),
+    ({"sinks_H": random(4, seed=9), "soft_cap": 3.0}, (True, True, True), 0),
+]
+
+
+@pytest.mark.parametrize(
+    ("layer", "dtype"),
+    [
+        *((layer, dtype) for layer in (0, 3) for dtype in ("float32", "int4")),
+        *((layer, dtype) for layer in (1, 2) for dtype in ("fp8_e4m3", "int8")),
+    ],
+)
 @pytest.mark.parametrize(
     ("is_launched", "is_gathered", "most_queries"),
     [(False, False, 1), (True, False, 1), (True, True, 1), (True, False, 4)],
 )
 def test_mixed_step_equals_torch(
+    layer: int,
     dtype: str,
-    window: int | None,
-    has_norms: bool,
     is_launched: bool,
     is_gathered: bool,
     most_queries: int,
@@ -39,29 +58,92 @@ def test_mixed_step_equals_torch(
     """Two prompts, one of them a chunk as short as a few query groups, with two single tokens between them."""
     for name in ("MIN_QUERIES", "MIN_QUERIES_OF_CODES") if is_gathered else ():
         monkeypatch.setattr(triton_heads, name, 1)
-    layout = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=32, block_size=8, dtype=dtype)
+    layout = KVLayout(model="m", num_layers=2, num_kv_heads=(4, 2), head_dim=(16, 32), block_size=8, dtype=dtype)
     spans = [(0, 19, [3, 1, 7]), (12, 13, [5, 0]), (8, 20, [2, 4, 6]), (0, 1, [8])]
     rows = [Row(token_ids=[0] * (end - start), start=start, blocks=b, num_logits=1) for start, end, b in spans]
     batch = Batch.of(rows, block_size=8)
     fused = random(batch.num_tokens, 4 + 2 * 2, 32)
-    angles = random(batch.num_tokens, 1, 16, seed=4)
-    norms = (RMSNorm(random(32), 1e-5), RMSNorm(random(32, seed=8), 1e-5)) if has_norms else (None, None)
-    attention = LayerAttention(layer=1, scale=32**-0.5, window=window, q_norm=norms[0], k_norm=norms[1])
+    changes, has_norms, rotated = LAYERS[layer]
+    # The layer uses the second kind of rotation.
+    angles = [random(batch.num_tokens, 1, half, seed=4) for half in (16, rotated // 2)]
+    rotations = [(angle.cos(), angle.sin()) for angle in angles]
+    norms = {
+        f"{head}_norm": RMSNorm(random(32, seed=i), 1e-5) if has_norm else None
+        for i, (head, has_norm) in enumerate(zip("qkv", has_norms, strict=True))
+    }
+    attention = LayerAttention(layer=1, rope=1, **{"scale": 32**-0.5} | changes, **norms)
+    reader = replace(attention, stores=False, k_norm=None, v_norm=None)
 
     def attended(heads: Heads) -> torch.Tensor:
-        return heads.attend(attention, heads.store(attention, fused.clone()))
+        """Attend in a layer that stores keys, and in one that computes only queries."""
+        q = heads.store(attention, fused.clone())
+        again = heads.store(reader, fused[:, :4].clone())
+        return torch.cat((heads.attend(attention, q), heads.attend(reader, 2 * again)))
 
     pools = [KVPool(layout, num_blocks=9, device=DEVICE) for _ in range(2)]
     for pool in pools:
         pool.write(1, torch.arange(72, device=DEVICE), *random(2, 72, 2, 32, seed=6))
-    expected = attended(TorchHeads(batch, pools[0], [(angles.cos(), angles.sin())]))
+    expected = attended(TorchHeads(batch, pools[0], rotations))
     if is_launched:
         launch_kernels(monkeypatch)
     on_device = DeviceBatch.of(batch, DEVICE, most_queries=most_queries)
     assert on_device.prompts and on_device.prompts.query_lens == ([19, 12] if most_queries == 1 else [19])
     assert triton_heads.is_worth_gathering(on_device.prompts, pools[1], fused.dtype) == is_gathered
-    got = attended(KernelHeads(on_device, pools[1], [(angles.cos(), angles.sin())]))
+    got = attended(KernelHeads(on_device, pools[1], rotations))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="test_whole_models.py replays CUDA graphs")
+def test_recorded_launches_attend_to_other_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches recorded with padding rows, as in a CUDA graph, compute rows that come later."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    layout = KVLayout(model="m", num_layers=4, num_kv_heads=2, head_dim=32, block_size=8, dtype="float32")
+    rows = [Row([0], start=start, blocks=blocks, num_logits=1) for start, blocks in ((22, [3, 1, 7]), (11, [5, 0]))]
+    batch, fused, angles = Batch.of(rows, block_size=8), random(2, 8, 32), random(2, 1, 16, seed=4)
+    rotations, sinks = [(angles.cos(), angles.sin())], random(4, seed=9)
+    several: list[dict[str, Any]] = [
+        {"window": 9, "sinks_H": sinks},
+        {"window": 15},
+        {"chunk": 10, "soft_cap": 2.0},
+        {},
+    ]
+    layers = [LayerAttention(layer=layer, scale=0.2, **changes) for layer, changes in enumerate(several)]
+
+    def attended(heads: Heads, fused_TND: torch.Tensor) -> list[torch.Tensor]:
+        return [heads.attend(layer, heads.store(layer, fused_TND)) for layer in layers]
+
+    pools = [KVPool(layout, num_blocks=9, device=DEVICE) for _ in range(2)]
+    for pool, layer in product(pools, range(4)):
+        pool.write(layer, torch.arange(72), *random(2, 72, 2, 32, seed=layer))
+    expected = attended(TorchHeads(batch, pools[0], rotations), fused.clone())
+    launch_kernels(monkeypatch)
+    real = DeviceBatch.of(batch, DEVICE)
+    groups = real.query_groups
+    assert groups is not None
+    padding = replace(
+        groups, contexts_U=torch.zeros_like(groups.contexts_U), tables_UB=torch.zeros_like(groups.tables_UB)
+    )
+    static = replace(real, slots_T=torch.full_like(real.slots_T, -1), query_groups=padding)
+    launches, run = list[Callable[[], object]](), interpreter.InterpretedFunction.run
+
+    def record(kernel: Any, *arguments: Any, **options: Any) -> None:
+        launches.append(partial(run, kernel, *arguments, **options))
+        launches[-1]()
+
+    monkeypatch.setattr(interpreter.InterpretedFunction, "run", record)
+    heads_TND = torch.zeros_like(fused)
+    found = attended(KernelHeads(static, pools[1], rotations), heads_TND)
+    assert not any(out.any() for out in found)
+    for target, source in (
+        (heads_TND, fused),
+        (static.slots_T, real.slots_T),
+        (padding.contexts_U, groups.contexts_U),
+        (padding.tables_UB, groups.tables_UB),
+    ):
+        target.copy_(source)
+    for launch in launches:
+        launch()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 def test_few_queries_over_many_keys_do_not_gather() -> None:

@@ -21,6 +21,7 @@ from engine.model.experts import SharedExpert
 from engine.runner.runner import ModelRunner
 from tests.engine.kernels.launched import launch_kernels
 from tests.engine.kernels.pools import DEVICE
+from tests.engine.model.test_models import FAMILIES as EVERY_FAMILY
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel, reference_logits
 
@@ -50,6 +51,21 @@ def test_tokens_equal_transformers(family: str, tiny_model: MakeModel, monkeypat
         ends = [len(sequence) - back for sequence in sequences]
         computed = logits_of(runner, sequences, [(end - 1, end) for end in ends])
     check(computed, [of_sequence[-2] for of_sequence in expected])
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gemma4", "gemma4, experts", "gpt_oss", "minimax_m2", "llama4", "mistral4"]
+)
+def test_the_kernels_references_equal_transformers(family: str, tiny_model: MakeModel) -> None:
+    """Steps of a GPU on a CPU: everything but the kernels themselves."""
+    architecture, changes = EVERY_FAMILY[family]
+    directory, model = tiny_model(architecture, **changes)
+    runner = ModelRunner(EngineConfig(model_dir=directory, dtype="float32", block_size=BLOCK_SIZE, num_blocks=15))
+    sequences = prompts(30, 9, 17)
+    for back in (1, 0):
+        ends = [len(sequence) - back for sequence in sequences]
+        computed = logits_of(runner, sequences, [(0 if back else end - 1, end) for end in ends])
+        check(computed, [reference_logits(model, of[:end])[-1] for of, end in zip(sequences, ends, strict=True)])
 
 
 def with_all_kernels(directory: Path, monkeypatch: pytest.MonkeyPatch) -> ModelRunner:

@@ -28,7 +28,8 @@ DTYPES = ["float32", "bfloat16", "float16", "fp8_e4m3", "int8", "int4"]
 
 
 def make_pool(dtype: str, *, num_blocks: int = 64, num_layers: int = 2, **changes: Any) -> KVPool:
-    facts: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 16, "block_size": BLOCK_SIZE} | changes
+    """Return a pool of unlike layers; layer 1 has two heads of 16."""
+    facts: dict[str, Any] = {"num_kv_heads": (4, 2), "head_dim": (32, 16), "block_size": BLOCK_SIZE} | changes
     return KVPool(KVLayout(model="m", num_layers=num_layers, dtype=dtype, **facts), num_blocks=num_blocks, device=CPU)
 
 
@@ -81,7 +82,7 @@ def test_written_kv_is_read_back(dtype: str) -> None:
     k, v = random(40, 2, 16), random(40, 2, 16, seed=1)
     pool.write(1, slots, k, v)
     table = np.array([[3, 60, 7], [9, 9, 0]])
-    k_read, v_read = pool.gather(1, pool.runs(table), torch.float32)
+    k_read, v_read = pool.gather(1, pool.runs(1, table), torch.float32)
     atol = {"float32": 0.0, "int8": 0.02, "int4": 0.3}.get(dtype, 1e-3)
     rtol = {"bfloat16": 2**-8, "float16": 2**-10, "fp8_e4m3": 2**-3}.get(dtype, 0.0)
     where = {int(slot): i for i, slot in enumerate(slots)}
@@ -98,16 +99,18 @@ def test_written_kv_is_read_back(dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "int8", "int4"])
 def test_copied_block_is_equal(dtype: str) -> None:
     pool = make_pool(dtype)
-    pool.write(0, torch.arange(8, 12), random(4, 2, 16), random(4, 2, 16, seed=1))
+    for layer, heads in enumerate(pool.layout.heads):
+        pool.write(layer, torch.arange(8, 12), random(4, *heads), random(4, *heads, seed=1))
     pool.copy_block(2, 33)
-    two, copy = pool.read(0, torch.tensor([2]), torch.float32), pool.read(0, torch.tensor([33]), torch.float32)
-    assert two.any() and torch.equal(two, copy)
+    for layer in range(2):
+        two, copy = (pool.read(layer, torch.tensor([block]), torch.float32) for block in (2, 33))
+        assert two.any() and torch.equal(two, copy)
 
 
 def test_head_ranges_cover_all_heads() -> None:
     def ranges(heads: int, size: int) -> list[tuple[int, int]]:
         layout = make_pool("float32", num_kv_heads=heads, tensor_parallel=size).layout
-        return [layout.head_range(rank) for rank in range(size)]
+        return [layout.head_range(0, rank=rank) for rank in range(size)]
 
     assert ranges(8, 4) == [(0, 2), (2, 4), (4, 6), (6, 8)]
     assert ranges(2, 4) == [(0, 1), (0, 1), (1, 2), (1, 2)]
@@ -206,12 +209,14 @@ def test_every_code_dequantizes_exactly(kind: torch.dtype) -> None:
         assert torch.equal(values, codes.float()[:, :127] * scale)
 
 
-def naive_attention(q_THD: torch.Tensor, pool: KVPool, batch_rows: list[Row], window: int | None) -> torch.Tensor:
+def naive_attention(
+    q_THD: torch.Tensor, pool: KVPool, layer: int, batch_rows: list[Row], window: int | None
+) -> torch.Tensor:
     """Compute attention query by query and head by head."""
     out, token = torch.empty_like(q_THD), 0
-    group = q_THD.shape[1] // pool.layout.heads_per_rank
+    group = q_THD.shape[1] // pool.layout.heads[layer].num_heads
     for row in batch_rows:
-        k_KLD, v_KLD = pool.read(1, torch.tensor(list(row.blocks)), torch.float32)
+        k_KLD, v_KLD = pool.read(layer, torch.tensor(list(row.blocks)), torch.float32)
         for position in range(row.start, row.end):
             first = 0 if window is None else max(0, position - window + 1)
             for head in range(q_THD.shape[1]):
@@ -225,18 +230,21 @@ def naive_attention(q_THD: torch.Tensor, pool: KVPool, batch_rows: list[Row], wi
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 5, 1000])
 def test_attention_of_mixed_rows_equals_naive(dtype: str, window: int | None) -> None:
-    """Prompts, later chunks and single tokens of very different lengths in one batch."""
+    """Prompts, later chunks and single tokens of very different lengths in one batch; two unlike layers."""
     shapes = [(0, 1), (0, 9), (29, 1), (13, 6), (4, 1), (0, 4), (199, 1), (16, 4), (3, 1), (30, 1), (31, 1)]
     batch_rows = to_rows([(start, count, True) for start, count in shapes])
     pool = make_pool(dtype, num_blocks=NUM_BLOCKS)
     # Fill every slot, so that reads of wrong places are noticed.
     slots = torch.arange(NUM_BLOCKS * BLOCK_SIZE)
-    pool.write(1, slots, random(len(slots), 2, 16), random(len(slots), 2, 16, seed=1))
     batch = Batch.of(batch_rows, block_size=BLOCK_SIZE)
-    q_THD = random(batch.num_tokens, 6, 16, seed=2)
-    rule = LayerAttention(layer=1, scale=16**-0.5, window=window)
-    got = paged_attention(q_THD, pool, rule, AttentionPlans(batch, pool, dtype=torch.float32).of(rule))
-    torch.testing.assert_close(got, naive_attention(q_THD, pool, batch_rows, window), atol=1e-5, rtol=1e-5)
+    plans = AttentionPlans(batch, pool, dtype=torch.float32)
+    for layer, (num_heads, dim) in enumerate(pool.layout.heads):
+        pool.write(layer, slots, random(len(slots), num_heads, dim), random(len(slots), num_heads, dim, seed=1))
+        q_THD = random(batch.num_tokens, 8, dim, seed=2)
+        rule = LayerAttention(layer=layer, scale=dim**-0.5, window=window)
+        got = paged_attention(q_THD, pool, rule, plans.of(rule))
+        expected = naive_attention(q_THD, pool, layer, batch_rows, window)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_single_tokens_gather_little_padding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,7 +254,7 @@ def test_single_tokens_gather_little_padding(monkeypatch: pytest.MonkeyPatch) ->
     batch = Batch.of(batch_rows, block_size=BLOCK_SIZE)
 
     def gathered_blocks() -> list[int]:
-        plan = AttentionPlans(batch, pool, dtype=torch.float32).whole()
+        plan = AttentionPlans(batch, pool, dtype=torch.float32).of(LayerAttention(layer=0, scale=1.0))
         sizes = [group.runs_2RKB.shape for group in plan.singles]
         return [rows * blocks for _, rows, _, blocks in sizes]
 
@@ -261,12 +269,12 @@ def test_block_copies_round_trip(dtype: str) -> None:
     source, target = make_pool(dtype), make_pool(dtype)
     blocks = list(range(8))
     slots_T = torch.arange(8 * BLOCK_SIZE)
-    for layer in range(2):
-        source.write(layer, slots_T, *(random(len(slots_T), 2, 16, seed=2 * layer + kv) for kv in range(2)))
+    for layer, heads in enumerate(source.layout.heads):
+        source.write(layer, slots_T, *(random(len(slots_T), *heads, seed=2 * layer + kv) for kv in range(2)))
     payloads = source.copy_out(blocks)
     assert payloads.shape == (8, source.layout.block_bytes)
     target.copy_in(payloads[[5, 3]], [1, 2])
     assert torch.equal(target.copy_out([2, 1]), source.copy_out([3, 5]))
-    assert torch.equal(
-        target.read(1, torch.tensor([1, 2]), torch.float32), source.read(1, torch.tensor([5, 3]), torch.float32)
-    )
+    for layer in range(2):
+        copied, original = target.read(layer, torch.tensor([1, 2]), torch.float32), torch.tensor([5, 3])
+        assert torch.equal(copied, source.read(layer, original, torch.float32))

@@ -10,7 +10,16 @@ from core.types.errors import SpecError
 from tests.engine import gang
 from tests.engine.gang import StartGang
 from tests.engine.steps import prompts, step
-from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel, MakeRunner, reference_logits
+from tests.engine.tiny_models import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GEMMA4_MOE,
+    GPT_OSS,
+    LLAMA4,
+    MakeModel,
+    MakeRunner,
+    reference_logits,
+)
 
 TIMEOUT_S = 50.0
 QWEN2_MOE = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "num_experts": 6}
@@ -27,6 +36,9 @@ QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size"
         (2, "deepseek_v3", DEEPSEEK_V3, True),
         # Ranks with 1 and with 2 experts; steps with fewer tokens than ranks.
         (4, "mixtral", MIXTRAL, True),
+        (4, "gpt_oss", GPT_OSS, True),
+        (2, "llama4", LLAMA4, True),  # weighs the experts' inputs
+        (2, "gemma4", GEMMA4_MOE, True),
     ],
 )
 def test_logits_do_not_depend_on_expert_placement(

@@ -30,13 +30,15 @@ def matrix(outputs: int, inputs: int, seed: int) -> TorchMatrix:
     return TorchMatrix(random(outputs, inputs, seed=seed))
 
 
-def dense() -> GatedMLP:
+def dense(output_norm: RMSNorm | None = None) -> GatedMLP:
     down = RowParallelLinear(matrix(HIDDEN, FEATURES, 2), None, TensorParallel())
-    return GatedMLP(Linear(matrix(2 * FEATURES, HIDDEN, 1)), down)
+    return GatedMLP(Linear(matrix(2 * FEATURES, HIDDEN, 1)), down, output_norm=output_norm)
 
 
 def sparse(*, has_shared: bool) -> SparseMLP:
-    rule = ChoiceRule(num_choices=2, num_groups=3, num_groups_per_token=2, normalizes_weights=True, weight_scale=1.5)
+    rule = ChoiceRule(
+        num_choices=2, num_groups=3, num_groups_per_token=2, scores="sigmoid", normalizes_weights=True, weight_scale=1.5
+    )
     routing = Routing(random(EXPERTS, HIDDEN, seed=3) * 5, random(EXPERTS, seed=4), new_counters(CPU), True, rule)
     bank = ExpertStack(random(EXPERTS, 2 * FEATURES, HIDDEN, seed=5), random(EXPERTS, HIDDEN, FEATURES, seed=6))
     shared = SharedExpert(dense().gate_up, dense().down, None) if has_shared else None
@@ -48,6 +50,7 @@ def sparse(*, has_shared: bool) -> SparseMLP:
     "layers",
     [
         [dense(), dense()],
+        [dense(RMSNorm(random(HIDDEN, seed=7) + 1, 1e-6)), dense()],
         [sparse(has_shared=False), sparse(has_shared=True), dense()],
         [sparse(has_shared=True), sparse(has_shared=False)],
     ],

@@ -103,7 +103,7 @@ def fill(pool: KVPool, seed: int) -> None:
     """Fill the pool as earlier steps would."""
     every = torch.arange(pool.num_blocks * BLOCK_SIZE, device=pool.device)
     layout = pool.layout
-    shape = (layout.num_sides, len(every), layout.heads_per_rank, layout.head_dim)
+    shape = (layout.num_sides, len(every), *layout.heads[0])
     kv = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(pool.device)
     for layer in range(layout.num_layers):
         if layout.num_sides == 1:

@@ -140,8 +140,9 @@ def test_memory_of_heads_is_reserved(
         model_dir=directory, dtype="float32", max_batch_tokens=64, max_running=9, heads=HeadsPlace(kind, tmp_path)
     )
     layer = 2 * 2 * 16 * 16 * 4  # keys and values, heads, dimensions, positions, bytes
-    block = 4 * layer + 48 * 4 if kind == "eagle" else 3 * layer
-    beside = 9 * (4 * 48 * 4 + (layer if kind == "eagle" else 0))  # nine rows: features of four steps, a spare block
+    own = layer // 2 if kind == "eagle" else 0  # one head
+    block = 3 * layer + (own + 48 * 4 if kind == "eagle" else 0)
+    beside = 9 * (4 * 48 * 4 + own)  # nine rows: features of four steps, a spare block
     heads = Eagle if kind == "eagle" else Medusa
     draft, tried = heads.draft, list[int]()
 

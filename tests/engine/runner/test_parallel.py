@@ -15,7 +15,19 @@ from engine.runner.parallel import TensorParallel
 from tests.engine import gang
 from tests.engine.gang import StartGang
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel, reference_logits
+from tests.engine.tiny_models import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GEMMA4,
+    GEMMA4_MOE,
+    GLM4_MOE,
+    GPT_OSS,
+    LLAMA4,
+    MINIMAX_M2,
+    MISTRAL4,
+    MakeModel,
+    reference_logits,
+)
 
 TIMEOUT_S = 40.0
 
@@ -30,6 +42,17 @@ TIMEOUT_S = 40.0
         (4, "llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
         (2, "deepseek_v2", DEEPSEEK_V2 | {"attention_bias": True}),
         (4, "deepseek_v3", DEEPSEEK_V3),
+        (2, "minimax_m2", MINIMAX_M2),  # norms over the heads of all ranks
+        (4, "minimax_m2", MINIMAX_M2),
+        (2, "gpt_oss", GPT_OSS),  # a sink per query head; experts with biases
+        (4, "gpt_oss", GPT_OSS),
+        (2, "gemma4", GEMMA4),  # 2 kv heads or 1, and layers without
+        (4, "gemma4", GEMMA4),
+        (2, "gemma4", GEMMA4_MOE),
+        (2, "llama4", LLAMA4),
+        (2, "glm4_moe", GLM4_MOE),
+        (4, "mistral4", MISTRAL4),
+        (2, "phi3", {"head_dim": ...}),  # fused projections
     ],
 )
 def test_logits_do_not_depend_on_the_number_of_ranks(

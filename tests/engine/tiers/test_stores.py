@@ -22,7 +22,7 @@ from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
 from engine.tiers.store import BlockStore
 
-_LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=2, head_dim=8, block_size=4, dtype="fp8_e4m3")
+_LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=(2, 1), head_dim=(8, 32), block_size=4, dtype="fp8_e4m3")
 _KEY = bytes(range(32))
 _STAMP = Stamp(_LAYOUT, rank=0, key=_KEY)
 _NUM_PLACES = 6

@@ -25,7 +25,7 @@ from engine.tiers.rank_tiers import RankTiers
 from tests.support.fake_streams import FakeEvent, FakeStreams
 
 CPU = torch.device("cpu")
-LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=1, head_dim=4, block_size=2, dtype="float32")
+LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=(1, 2), head_dim=4, block_size=2, dtype="float32")
 NUM_BLOCKS, NUM_PLACES = BATCH + 4, BATCH + 6
 DOWN, UP = "lane 0", "lane 1"
 END_S = 10.0
@@ -68,10 +68,9 @@ class Rank:
         if not blocks:
             return
         slots = torch.tensor([block * 2 + i for block in blocks for i in range(2)])
-        numbers = torch.randn(2, len(slots), 1, LAYOUT.head_dim)
-        for layer in range(LAYOUT.num_layers):
+        for layer, heads in enumerate(LAYOUT.heads):
             self.pool.read(layer, torch.tensor(blocks), torch.float32)
-            self.pool.write(layer, slots, *numbers)
+            self.pool.write(layer, slots, *torch.randn(2, len(slots), *heads))
 
     def save(self, pairs: list[tuple[int, int]]) -> None:
         """Save blocks to places, skipping those in use by a load."""

@@ -15,6 +15,7 @@ from engine.kv.pool import KVPool
 from engine.runner import streams
 from kvtransfer.links.device_stream import StreamEvent, own_stream
 from kvtransfer.protocol.frames import Opening, SegmentFrame
+from kvtransfer.protocol.plan import plan_heads
 from kvtransfer.protocol.segment import Segment
 from kvtransfer.transfer import incoming
 from kvtransfer.transfer.codec import codec_for, slots_of
@@ -48,9 +49,10 @@ def test_write_waits_for_earlier_uses_and_close_waits_for_write(monkeypatch: pyt
 
     layout = KVLayout(model="m", num_layers=1, num_kv_heads=1, head_dim=8, block_size=4, dtype="float32")
     pool, codec = KVPool(layout, num_blocks=3, device=CPU), codec_for(layout, "raw")
-    segment = Segment(first_layer=0, num_layers=1, first_token=0, num_tokens=4, first_head=0, num_heads=1)
-    payload = torch.zeros(codec.num_bytes(segment), dtype=torch.uint8)
-    codec.pack(pool, segment, slots_of(pool, [0], 0, 4), payload)
+    segment = Segment(first_layer=0, num_layers=1, first_token=0, num_tokens=4)
+    (copy,) = plan_heads(sender=layout, receiver=layout)
+    payload = torch.zeros(codec.num_bytes(segment, copy.sender_heads), dtype=torch.uint8)
+    codec.pack(pool, segment, copy.sender_heads, slots_of(pool, [0], 0, 4), payload)
     frame = SegmentFrame(
         handoff="h", epoch=1, number=0, segment=segment, num_bytes=len(payload), checksum=checksum(payload)
     )
@@ -58,7 +60,7 @@ def test_write_waits_for_earlier_uses_and_close_waits_for_write(monkeypatch: pyt
     monkeypatch.setattr(incoming, "StreamEvent", FakeMark)
     opened = Opening(handoff="h", num_tokens=4, max_tokens=4, block_ids=(2,))
     receiving = Incoming(opened, pool=pool, codec=codec)
-    receiving.write(frame, payload, sender="prefill-0", source=0)
+    receiving.write(frame, payload, sender="prefill-0", copy=copy)
     receiving.close()
     assert calls == [("mark", 0), ("hold up", 0), ("mark", 1), ("wait", 1)]
 

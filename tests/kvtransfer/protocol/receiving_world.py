@@ -43,7 +43,7 @@ class ReceivingRank:
         self.pool: dict[tuple[int, int, int], tuple[str, int, int]] = {}  # layer, head, slot → handoff, epoch, position
 
     def open(self, opening: Opening) -> None:
-        self.register.open(opening.handoff, Ledger(opening, num_layers=NUM_LAYERS))
+        self.register.open(opening.handoff, Ledger(opening))
 
     def close(self, handoff: str) -> None:
         if ledger := self.register.close(handoff):
@@ -56,10 +56,10 @@ class ReceivingRank:
         ledger = self.register.find(frame.handoff)
         ledger.admit(frame.epoch, sender=link.sender.replica.name)
         if isinstance(frame, SegmentFrame):
-            if ledger.accept(frame, source=copy.sender):
+            if ledger.accept(frame, copy=copy):
                 self._write(frame, copy)
             return
-        landing = ledger.commit(frame, source=copy.sender, num_sources=len(mine))
+        landing = ledger.commit(frame, copy=copy, num_sources=len(mine))
         link.answers.append(((frame.handoff, frame.epoch), "landed"))
         if landing:
             self.replica.world.post(partial(self.replica.landed, self.rank, landing))
@@ -70,7 +70,7 @@ class ReceivingRank:
         for position in range(segment.first_token, segment.end_token):
             block = owner[position // BLOCK_SIZE]
             for layer in segment.layers:
-                for head in range(copy.receiver_head, copy.receiver_head + copy.num_heads):
+                for head in copy.receiver_heads[layer]:
                     place = (layer, head, block * BLOCK_SIZE + position % BLOCK_SIZE)
                     self.pool[place] = (frame.handoff, frame.epoch, position)
 
@@ -147,7 +147,7 @@ class Decode:
                     (layer, head, request.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
                 )
                 for layer in range(NUM_LAYERS)
-                for head in range(layout(self.tp).heads_per_rank)
+                for head in range(layout(self.tp).heads[layer].num_heads)
                 for position in range(request.num_tokens)
             ]
             positions = [*range(request.num_tokens)] * (len(found) // request.num_tokens)

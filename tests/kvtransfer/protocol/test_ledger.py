@@ -9,15 +9,17 @@ import pytest
 from core.types.errors import HandoffExpired, TransferError
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Ledger, LedgerState
+from kvtransfer.protocol.plan import HeadCopy
 from kvtransfer.protocol.segment import Segment, combine_checksums
 
 _OPENING = Opening(handoff="h", num_tokens=6, max_tokens=6, block_ids=(0, 1, 2))
+_COPY = HeadCopy(sender=0, receiver=0, sender_heads=(range(1),) * 2, receiver_heads=(range(1),) * 2)
 _SPANS = ((0, 4), (4, 6))  # the two segments of every sender
 
 
 def _segment(number: int, *, epoch: int) -> SegmentFrame:
     start, end = _SPANS[number]
-    segment = Segment(first_layer=0, num_layers=2, first_token=start, num_tokens=end - start, first_head=0, num_heads=1)
+    segment = Segment(first_layer=0, num_layers=2, first_token=start, num_tokens=end - start)
     return SegmentFrame(handoff="h", epoch=epoch, number=number, segment=segment, num_bytes=1, checksum=10 + number)
 
 
@@ -27,33 +29,33 @@ def _commit(*, epoch: int) -> CommitFrame:
 
 
 def test_first_frame_of_a_newer_epoch_fences_the_older_sender() -> None:
-    ledger = Ledger(_OPENING, num_layers=2)
-    assert ledger.accept(_segment(0, epoch=1), source=0)
-    assert ledger.accept(_segment(0, epoch=2), source=0), "the newer sender starts over"
+    ledger = Ledger(_OPENING)
+    assert ledger.accept(_segment(0, epoch=1), copy=_COPY)
+    assert ledger.accept(_segment(0, epoch=2), copy=_COPY), "the newer sender starts over"
     with pytest.raises(HandoffExpired, match="fenced"):
-        ledger.accept(_segment(1, epoch=1), source=0)  # would fit after the first segment
-    assert ledger.accept(_segment(1, epoch=2), source=0)
+        ledger.accept(_segment(1, epoch=1), copy=_COPY)  # would fit after the first segment
+    assert ledger.accept(_segment(1, epoch=2), copy=_COPY)
     with pytest.raises(HandoffExpired, match="fenced"):
-        ledger.commit(_commit(epoch=1), source=0, num_sources=1)  # would fit, too
-    landing = ledger.commit(_commit(epoch=2), source=0, num_sources=1)
+        ledger.commit(_commit(epoch=1), copy=_COPY, num_sources=1)  # would fit, too
+    landing = ledger.commit(_commit(epoch=2), copy=_COPY, num_sources=1)
     assert landing and (landing.epoch, landing.next_tokens) == (2, (2,))
 
 
 def test_commit_of_an_older_epoch_after_landing_is_rejected() -> None:
-    ledger = Ledger(_OPENING, num_layers=2)
+    ledger = Ledger(_OPENING)
     for number in range(2):
-        ledger.accept(_segment(number, epoch=2), source=0)
-    ledger.commit(_commit(epoch=2), source=0, num_sources=1)
+        ledger.accept(_segment(number, epoch=2), copy=_COPY)
+    ledger.commit(_commit(epoch=2), copy=_COPY, num_sources=1)
     assert ledger.state is LedgerState.LANDED
     with pytest.raises(HandoffExpired, match="fenced"):
-        ledger.commit(_commit(epoch=1), source=0, num_sources=1)
-    newer = ledger.commit(_commit(epoch=3), source=0, num_sources=1)
+        ledger.commit(_commit(epoch=1), copy=_COPY, num_sources=1)
+    newer = ledger.commit(_commit(epoch=3), copy=_COPY, num_sources=1)
     assert newer and newer.next_tokens == (3,), "the newest sender reports the next tokens"
 
 
 def test_an_epoch_is_one_replicas() -> None:
     """Otherwise two replicas could fill a handoff together, or one could corrupt another's."""
-    ledger = Ledger(_OPENING, num_layers=2)
+    ledger = Ledger(_OPENING)
     ledger.admit(1, sender="prefill-0")
     with pytest.raises(TransferError, match="from prefill-1 rejected: another replica sends it"):
         ledger.admit(1, sender="prefill-1")
@@ -65,9 +67,9 @@ def test_an_epoch_is_one_replicas() -> None:
 
 
 def test_a_handoff_that_names_its_sender_takes_nothing_from_others() -> None:
-    ledger = Ledger(replace(_OPENING, sender="decode-1"), num_layers=2)
+    ledger = Ledger(replace(_OPENING, sender="decode-1"))
     for epoch in (1, 9):
         with pytest.raises(TransferError, match="another replica sends it"):
             ledger.admit(epoch, sender="prefill-0")
     ledger.admit(1, sender="decode-1")
-    assert ledger.accept(_segment(0, epoch=1), source=0), "another replica's epoch must not fence it"
+    assert ledger.accept(_segment(0, epoch=1), copy=_COPY), "another replica's epoch must not fence it"

@@ -13,58 +13,68 @@ from engine.kv.pool import KVPool
 from kvtransfer.protocol.segment import Segment, combine_checksums
 from kvtransfer.transfer.codec import codec_for
 
-_SEGMENT = Segment(first_layer=1, num_layers=2, first_token=3, num_tokens=21, first_head=1, num_heads=2)
+_SEGMENT = Segment(first_layer=1, num_layers=2, first_token=3, num_tokens=21)
+_ALL_LAYERS = Segment(first_layer=0, num_layers=4, first_token=0, num_tokens=32)
+# Head_dim 64 and three heads in each layer; and unlike layers.
+_SHAPES = {"alike": ((3,) * 4, (64,) * 4), "unlike": ((2, 3, 4, 1), (128, 64, 32, 256))}
 
 
-def _layout(dtype: str) -> KVLayout:
-    return KVLayout(model="m", num_layers=4, num_kv_heads=3, head_dim=64, block_size=16, dtype=dtype)
+def _layout(dtype: str, shape: str = "alike") -> KVLayout:
+    num_kv_heads, head_dim = _SHAPES[shape]
+    return KVLayout(model="m", num_layers=4, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=16, dtype=dtype)
+
+
+def _last_heads(layout: KVLayout) -> list[range]:
+    """Return all heads of each layer but the first."""
+    return [range(1, heads.num_heads) for heads in layout.heads]
 
 
 def _filled_pool(layout: KVLayout, slots_T: torch.Tensor) -> KVPool:
     pool = KVPool(layout, num_blocks=8, device=torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     for layer in range(layout.num_layers):
-        k, v = torch.randn(2, len(slots_T), 3, 64, generator=generator)
+        k, v = torch.randn(2, len(slots_T), *layout.heads[layer], generator=generator)
         pool.write(layer, slots_T, k, v)
     return pool
 
 
-def _carry(dtype: str, wire: str) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return KV (layers, 2, heads, tokens, 64) of the segment before and after, and the payload's size."""
-    layout = _layout(dtype)
+def _carry(dtype: str, wire: str, shape: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return KV (2, heads, tokens, D) of each layer of the segment, before and after."""
+    layout = _layout(dtype, shape)
+    heads = _last_heads(layout)
     from_slots, to_slots = torch.randperm(128)[:21], torch.randperm(128)[:21]
     source, target = _filled_pool(layout, from_slots), KVPool(layout, num_blocks=8, device=torch.device("cpu"))
     codec = codec_for(layout, wire)
-    payload = torch.full((codec.num_bytes(_SEGMENT),), 255, dtype=torch.uint8)
-    codec.pack(source, _SEGMENT, from_slots, payload)
-    codec.unpack(payload, target, _SEGMENT, to_slots)
+    payload = torch.full((codec.num_bytes(_SEGMENT, heads),), 255, dtype=torch.uint8)
+    codec.pack(source, _SEGMENT, heads, from_slots, payload)
+    codec.unpack(payload, target, _SEGMENT, heads, to_slots)
 
-    def read(pool: KVPool, slots: torch.Tensor) -> torch.Tensor:
-        every_block = torch.arange(8)
-        return torch.stack([pool.read(layer, every_block, torch.float32)[:, 1:, slots] for layer in _SEGMENT.layers])
+    def read(pool: KVPool, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        return pool.read(layer, torch.arange(8), torch.float32)[..., slots, :]
 
-    untouched = [target.codes[layer].float().abs().sum() for layer in (0, 3)]
-    assert not any(untouched), "a layer outside the segment was written"
-    return read(source, from_slots), read(target, to_slots), payload.numel()
+    assert not any(read(target, layer, to_slots).any() for layer in (0, 3)), "a layer outside the segment was written"
+    assert not any(read(target, layer, to_slots)[:, :1].any() for layer in (1, 2)), "a head outside of `heads`, too"
+    return [(read(source, i, from_slots)[:, 1:], read(target, i, to_slots)[:, 1:]) for i in _SEGMENT.layers]
 
 
+@pytest.mark.parametrize("shape", _SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "fp8_e4m3", "int8", "int4"])
-def test_raw_wire_is_bit_exact(dtype: str) -> None:
-    before, after, _ = _carry(dtype, "raw")
-    assert torch.equal(before, after)
+def test_raw_wire_is_bit_exact(dtype: str, shape: str) -> None:
+    for before, after in _carry(dtype, "raw", shape):
+        assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("shape", _SHAPES)
 @pytest.mark.parametrize(("dtype", "wire"), [("int4", "raw"), ("bfloat16", "int4"), ("fp8_e4m3", "raw")])
-def test_plain_layers_are_never_quantized(dtype: str, wire: str) -> None:
-    layout = replace(_layout(dtype), plain_layers=(0, 3), plain_dtype="bfloat16")
-    slots, segment = torch.arange(32), replace(_SEGMENT, first_layer=0, num_layers=4, first_token=0, num_tokens=32)
-    segment = replace(segment, first_head=0, num_heads=3)
+def test_plain_layers_are_never_quantized(dtype: str, wire: str, shape: str) -> None:
+    layout = replace(_layout(dtype, shape), plain_layers=(0, 3), plain_dtype="bfloat16")
+    slots, segment, heads = torch.arange(32), _ALL_LAYERS, [range(heads.num_heads) for heads in layout.heads]
     exact = _filled_pool(replace(layout, dtype="bfloat16"), slots)
     source, target = _filled_pool(layout, slots), KVPool(layout, num_blocks=8, device=torch.device("cpu"))
     codec = codec_for(layout, wire)
-    payload = torch.zeros(codec.num_bytes(segment), dtype=torch.uint8)
-    codec.pack(source, segment, slots, payload)
-    codec.unpack(payload, target, segment, slots)
+    payload = torch.zeros(codec.num_bytes(segment, heads), dtype=torch.uint8)
+    codec.pack(source, segment, heads, slots, payload)
+    codec.unpack(payload, target, segment, heads, slots)
     two_blocks = torch.arange(2)
     for layer in range(4):
         wanted, got = (pool.read(layer, two_blocks, torch.float32) for pool in (exact, target))
@@ -78,25 +88,26 @@ def test_plain_layers_are_never_quantized(dtype: str, wire: str) -> None:
 @pytest.mark.parametrize("wire", ["fp8_e4m3", "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8", "int4"])
 def test_quantized_pool_is_not_quantized_again(dtype: str, wire: str) -> None:
-    before, after, _ = _carry(dtype, wire)
-    assert torch.equal(before, after)
+    for before, after in _carry(dtype, wire, "unlike"):
+        assert torch.equal(before, after)
 
 
+@pytest.mark.parametrize("shape", _SHAPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("wire", ["fp8_e4m3", "int8", "int4"])
-def test_wire_error_is_within_the_quantization_step(dtype: str, wire: str) -> None:
-    before, after, _ = _carry(dtype, wire)
-    assert not torch.equal(before, after)
-    most = before.abs().amax(-1, keepdim=True)
-    # e4m3 has 3 bits of mantissa: half a step is 1/16 of the value, and 2^-10 of the row's scale near zero. int8's
-    # steps are all one scale. The result is rounded once more, to the pool's dtype.
-    bound = {
-        "fp8_e4m3": before.abs() / 16 + most / 448 * 2**-9 + 1e-3,
-        "int8": most / 127 * 0.51 + most / 256,
-        # int4 errs by half a step of the rotated row in each of 64 numbers, which cancel in most sums.
-        "int4": before.norm(dim=-1, keepdim=True) / 20,
-    }[wire]
-    assert ((before - after).abs() <= bound).all()
+def test_wire_error_is_within_the_quantization_step(dtype: str, wire: str, shape: str) -> None:
+    for before, after in _carry(dtype, wire, shape):
+        assert not torch.equal(before, after)
+        most = before.abs().amax(-1, keepdim=True)
+        # e4m3 has 3 bits of mantissa: half a step is 1/16 of the value, and 2^-10 of the row's scale near zero. int8's
+        # steps are all one scale. The result is rounded once more, to the pool's dtype.
+        bound = {
+            "fp8_e4m3": before.abs() / 16 + most / 448 * 2**-9 + 1e-3,
+            "int8": most / 127 * 0.51 + most / 256,
+            # int4 errs by half a step of the rotated row in each number, and these cancel in most sums.
+            "int4": before.norm(dim=-1, keepdim=True) / 20 * (64 / before.shape[-1]) ** 0.5,
+        }[wire]
+        assert ((before - after).abs() <= bound).all()
 
 
 @pytest.mark.parametrize(
@@ -116,17 +127,17 @@ def test_latent_rows_keep_their_rotated_key(dtype: str, wire: str, row_bytes: in
     layout = KVLayout(
         model="m", num_layers=4, num_kv_heads=1, head_dim=80, block_size=16, dtype=dtype, num_sides=1, exact_dim=16
     )
-    segment = replace(_SEGMENT, first_head=0, num_heads=1)
+    segment, heads = _SEGMENT, [range(1)] * 4
     source, target = (KVPool(layout, num_blocks=8, device=torch.device("cpu")) for _ in range(2))
     from_slots, to_slots = torch.randperm(128)[:21], torch.randperm(128)[:21]
     rows = torch.randn(4, 21, 80, generator=torch.Generator().manual_seed(0))
     for layer in segment.layers:
         source.write_latents(layer, from_slots, rows[layer])
     codec = codec_for(layout, wire)
-    payload = torch.full((codec.num_bytes(segment),), 255, dtype=torch.uint8)
+    payload = torch.full((codec.num_bytes(segment, heads),), 255, dtype=torch.uint8)
     assert payload.numel() == 2 * 21 * row_bytes
-    codec.pack(source, segment, from_slots, payload)
-    codec.unpack(payload, target, segment, to_slots)
+    codec.pack(source, segment, heads, from_slots, payload)
+    codec.unpack(payload, target, segment, heads, to_slots)
     for layer in segment.layers:
         before, after = (
             pool.read(layer, torch.arange(8), torch.float32)[0, 0, slots]
@@ -149,14 +160,14 @@ def test_feature_rows_of_full_blocks_are_sent_with_the_last_layer(wire: str, end
     source.features.copy_(torch.randint(1, 256, source.features.shape, dtype=torch.uint8))
     codec, sent, received = codec_for(layout, wire), torch.tensor([6, 1, 3]), torch.tensor([0, 7, 2])
     slots_BS = torch.arange(16)
-    start = 0
+    start, heads = 0, _last_heads(layout)
     for end in ends:
         for layer in range(layout.num_layers):
             segment = replace(_SEGMENT, first_layer=layer, num_layers=1, first_token=start, num_tokens=end - start)
-            payload = torch.full((codec.num_bytes(segment),), 255, dtype=torch.uint8)
+            payload = torch.full((codec.num_bytes(segment, heads),), 255, dtype=torch.uint8)
             from_T, to_T = ((blocks[:, None] * 16 + slots_BS).flatten()[start:end] for blocks in (sent, received))
-            codec.pack(source, segment, from_T, payload)
-            codec.unpack(payload, target, segment, to_T)
+            codec.pack(source, segment, heads, from_T, payload)
+            codec.unpack(payload, target, segment, heads, to_T)
         start = end
     assert torch.equal(target.features[received[:2]], source.features[sent[:2]])
     assert not target.features[[1, 2, 3, 4, 5, 6]].any()
@@ -166,9 +177,24 @@ def test_feature_rows_of_full_blocks_are_sent_with_the_last_layer(wire: str, end
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_payloads_are_smaller_than_those_of_bf16(wire: str, most: float, head_dim: int) -> None:
     layout = replace(_layout("bfloat16"), head_dim=head_dim)
-    num_bytes, of_bf16 = (codec_for(layout, name).num_bytes(_SEGMENT) for name in (wire, "raw"))
+    heads = _last_heads(layout)
+    num_bytes, of_bf16 = (codec_for(layout, name).num_bytes(_SEGMENT, heads) for name in (wire, "raw"))
     assert num_bytes <= most * of_bf16
-    assert codec_for(replace(layout, dtype=wire), "raw").num_bytes(_SEGMENT) == num_bytes
+    assert codec_for(replace(layout, dtype=wire), "raw").num_bytes(_SEGMENT, heads) == num_bytes
+
+
+@pytest.mark.parametrize("wire", ["raw", "fp8_e4m3", "int8", "int4"])
+def test_payload_has_the_rows_of_each_layer(wire: str) -> None:
+    """A layer without heads has none, and a link without heads of the last layer still carries its feature rows."""
+    layout = replace(_layout("bfloat16", "unlike"), draft="heads", num_draft_layers=1, feature_bytes=12)
+    codec, heads = codec_for(layout, wire), [range(2), range(0), range(1, 4), range(0)]
+    row_bytes = {"raw": 2.0, "fp8_e4m3": 1.0, "int8": 1.0, "int4": 0.5}[wire]
+    scale_bytes = {"raw": 0, "int4": 4}.get(wire, 2)
+    rows = 32 * 2 * (2 * (128 * row_bytes + scale_bytes) + 3 * (32 * row_bytes + scale_bytes))
+    assert codec.num_bytes(_ALL_LAYERS, heads) == rows + 2 * 12
+    assert codec.max_row_bytes() == 2 * max(
+        count * (dim * row_bytes + scale_bytes) for count, dim in zip(*_SHAPES["unlike"], strict=True)
+    )
 
 
 @given(st.binary(min_size=1, max_size=100), st.data())

@@ -27,9 +27,11 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.frames import Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
+from kvtransfer.protocol.plan import plan_heads
 from kvtransfer.protocol.rank_transfer import Shipment
+from kvtransfer.protocol.validation import check_segment
 from kvtransfer.transfer.codec import slots_of
 from kvtransfer.transfer.fetch_servicer import FetchServicer, FetchServing
 from kvtransfer.transfer.link_config import LinkConfig
@@ -37,6 +39,7 @@ from kvtransfer.transfer.rank_servicer import RankServicer
 from kvtransfer.transfer.receiver import Receiver
 from kvtransfer.transfer.rendezvous import Rendezvous
 from kvtransfer.transfer.sender import Sender
+from kvtransfer.transfer.wire_messages import frame_from_proto
 from tests.support.identities import in_clear
 from tests.support.identities import rank as named
 from tests.support.waiting import becomes
@@ -195,6 +198,21 @@ async def test_an_announcement_that_cannot_be_meant_ends_its_own_link(frame: pb.
         await rank.stub.Open(_OPEN, timeout=10)
         assert await rank.hears(pb.SenderFrame(hello=_HELLO), frame) == ["welcome"]
         assert not any(codes.any() for codes in rank.receiver.config.pool.codes)
+
+
+def test_a_segment_of_layers_that_its_sender_has_no_heads_of_is_invalid() -> None:
+    """Rank 1 of 4 sends a head of the first layer only; an empty payload would be sent for the second."""
+    layout = replace(_LAYOUT, num_kv_heads=(4, 1))
+    copies = plan_heads(sender=replace(layout, tensor_parallel=4), receiver=layout)
+    (copy,) = [copy for copy in copies if copy.sender == 1]
+    for first_layer, num_layers in ((0, 1), (0, 2), (1, 1)):
+        frame = frame_from_proto(_segment(first_layer=first_layer, num_layers=num_layers))
+        assert isinstance(frame, SegmentFrame)
+        if first_layer == 0:
+            check_segment(frame, layout, copy=copy, num_blocks=_NUM_BLOCKS)
+        else:
+            with pytest.raises(RequestError, match="must be of a layer that this rank sends heads of"):
+                check_segment(frame, layout, copy=copy, num_blocks=_NUM_BLOCKS)
 
 
 async def test_payloads_that_are_announced_and_never_come_do_not_pile_up() -> None:

@@ -74,7 +74,7 @@ class Side:
         with device.watched(self.stream):
             for sender in self.senders:
                 pool = sender.config.pool
-                numbers = torch.randn(2, len(slots), pool.layout.heads_per_rank, LAYOUT.head_dim)
+                numbers = torch.randn(2, len(slots), *pool.layout.heads[layer])
                 pool.write(layer, torch.tensor(slots), *numbers)
 
     def attend(self, device: FakeStreams, blocks: list[int]) -> None:
@@ -314,7 +314,7 @@ def open_before_who_had_the_blocks_is_through(patch: pytest.MonkeyPatch, device:
     def too_early(receiver: Receiver, opening: Opening) -> None:
         opened(receiver, opening)
         slots = torch.tensor([block * 4 for block in opening.block_ids])
-        numbers = torch.zeros(2, len(slots), receiver.config.pool.layout.heads_per_rank, LAYOUT.head_dim)
+        numbers = torch.zeros(2, len(slots), *receiver.config.pool.layout.heads[0])
         for layer in range(LAYOUT.num_layers):
             receiver.config.pool.write(layer, slots, *numbers)
 
@@ -328,7 +328,7 @@ def wait_for_one_of_two_ranks(patch: pytest.MonkeyPatch, device: FakeStreams) ->
     def write(arriving: incoming.Incoming, *arguments: Any, **options: Any) -> None:
         written(arriving, *arguments, **options)
         with arriving._lock:
-            marks, source = arriving._written, options["source"]
+            marks, source = arriving._written, options["copy"].sender
             arriving._written = {source: marks[source]} if source in marks else marks
 
     patch.setattr(incoming.Incoming, "write", write)

@@ -32,6 +32,8 @@ from tests.support.identities import rank as named
 
 _CPU = torch.device("cpu")
 _LAYOUT = KVLayout(model="m", num_layers=3, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")
+# Four ranks split the second layer's heads and replicate the others, so some links carry one layer only.
+_UNLIKE = replace(_LAYOUT, num_kv_heads=(2, 4, 1), head_dim=(32, 16, 64))
 _NUM_TOKENS = 37
 _SECRET = bytes(range(32))
 _BLOCKS = [5, 2, 9, 0, 7]
@@ -80,6 +82,7 @@ async def _replica(
     is_encrypted: bool = False,
     layout: KVLayout = _LAYOUT,
     timeout_s: float = 10.0,
+    group_bytes: int | None = None,
 ) -> AsyncIterator[Side]:
     side, loop = Side(), asyncio.get_running_loop()
     for rank in range(tp):
@@ -107,6 +110,7 @@ async def _replica(
                 config,
                 loop=loop,
                 on_shipped=lambda x: loop.call_soon_threadsafe(side.shipments.put_nowait, x),
+                group_bytes=group_bytes,
             )
         )
         server = make_server(identity)
@@ -123,28 +127,35 @@ async def _replica(
             await server.stop(None)
 
 
-def _fill(side: Side) -> torch.Tensor:
-    """Write random KV (layers, 2, heads, tokens, D) of every head at _BLOCKS and return it."""
-    kv = torch.randn(_LAYOUT.num_layers, 2, 4, _NUM_TOKENS, 16, generator=torch.Generator().manual_seed(1))
+def _fill(side: Side) -> list[torch.Tensor]:
+    """Write random KV of every head at _BLOCKS and return it: (2, heads, tokens, D) of each layer."""
+    layout, generator = side.senders[0].config.pool.layout, torch.Generator().manual_seed(1)
+    whole = replace(layout, tensor_parallel=1).heads
+    kv = [torch.randn(2, count, _NUM_TOKENS, dim, generator=generator) for count, dim in whole]
     positions = torch.arange(_NUM_TOKENS)
     slots = torch.tensor(_BLOCKS)[positions // 8] * 8 + positions % 8
     for sender in side.senders:
-        start, end = sender.config.pool.layout.head_range(sender.config.rank)
-        for layer in range(_LAYOUT.num_layers):
-            k, v = kv[layer, :, start:end].transpose(1, 2)
+        for layer, numbers in enumerate(kv):
+            start, end = layout.head_range(layer, rank=sender.config.rank)
+            k, v = numbers[:, start:end].transpose(1, 2)
             sender.config.pool.write(layer, slots, k, v)
     return kv
 
 
-def _read(side: Side, blocks: list[int]) -> torch.Tensor:
-    """Return the KV in the receiving side's pools, in the same shape."""
-    kv = torch.empty(_LAYOUT.num_layers, 2, 4, _NUM_TOKENS, 16)
-    for receiver in side.receivers:
-        start, end = receiver.config.pool.layout.head_range(receiver.config.rank)
-        for layer in range(_LAYOUT.num_layers):
-            read = receiver.config.pool.read(layer, torch.tensor(blocks), torch.float32)
-            kv[layer, :, start:end] = read[:, :, :_NUM_TOKENS]
-    return kv
+def _read(side: Side, blocks: list[int], layer: int) -> list[torch.Tensor]:
+    """Return the KV of a layer in the pool of each rank: (2, heads of the rank, tokens, D)."""
+    pools = (receiver.config.pool for receiver in side.receivers)
+    return [pool.read(layer, torch.tensor(blocks), torch.float32)[:, :, :_NUM_TOKENS] for pool in pools]
+
+
+def _has(side: Side, blocks: list[int], kv: list[torch.Tensor]) -> bool:
+    """Return whether every rank has its heads of `kv`, of all layers."""
+    layout = side.receivers[0].config.pool.layout
+    return all(
+        torch.equal(got, numbers[:, slice(*layout.head_range(layer, rank=rank))])
+        for layer, numbers in enumerate(kv)
+        for rank, got in enumerate(_read(side, blocks, layer))
+    )
 
 
 def _handoff(side: Side, *, first_token: int = 0, epoch: int = 1, id: str = "h") -> Handoff:
@@ -176,24 +187,32 @@ def _ship(side: Side, handoff: Handoff, *, chunks: tuple[int, ...] = (_NUM_TOKEN
             transfer.commit(handoff.num_tokens, [42, 43])
 
 
+@pytest.mark.parametrize(
+    ("layout", "group_bytes"), [(_LAYOUT, None), (_UNLIKE, None), (_UNLIKE, 1)], ids=["alike", "unlike", "one by one"]
+)
 @pytest.mark.parametrize("receiver_tp", [1, 2, 8])
 @pytest.mark.parametrize("sender_tp", [1, 2, 8])
-async def test_kv_lands_completely_for_any_pair_of_tensor_parallel_sizes(sender_tp: int, receiver_tp: int) -> None:
-    async with _replica(sender_tp) as p, _replica(receiver_tp) as d:
+async def test_kv_lands_completely_for_any_pair_of_tensor_parallel_sizes(
+    sender_tp: int, receiver_tp: int, layout: KVLayout, group_bytes: int | None
+) -> None:
+    async with (
+        _replica(sender_tp, layout=layout, group_bytes=group_bytes) as p,
+        _replica(receiver_tp, layout=layout) as d,
+    ):
         kv, handoff, blocks = _fill(p), _handoff(d), [3, 1, 8, 11, 6]
         d.open(handoff, blocks)
         _ship(p, handoff, chunks=(10, 30, 37))
         landings = [await d.landed() for _ in d.receivers]
         assert {landing.handoff for landing in landings} == {"h"}
         assert sorted(landing.next_tokens for landing in landings)[-1] == (42, 43)
-        assert torch.equal(_read(d, blocks), kv)
+        assert _has(d, blocks, kv)
 
 
 @pytest.mark.parametrize("dtype", ["fp8_e4m3", "int8", "int4"])
 @pytest.mark.parametrize(("sender_tp", "receiver_tp"), [(1, 1), (2, 1), (1, 4)])
 async def test_quantized_pool_lands_bit_exact(sender_tp: int, receiver_tp: int, dtype: str) -> None:
     """The pool's codes and scales are sent unchanged, for any wire dtype."""
-    layout, blocks = replace(_LAYOUT, dtype=dtype), [3, 1, 8, 11, 6]
+    layout, blocks = replace(_UNLIKE, dtype=dtype), [3, 1, 8, 11, 6]
     async with (
         _replica(sender_tp, wire="fp8_e4m3", layout=layout) as p,
         _replica(receiver_tp, wire="fp8_e4m3", layout=layout) as d,
@@ -203,7 +222,9 @@ async def test_quantized_pool_lands_bit_exact(sender_tp: int, receiver_tp: int, 
         _ship(p, _handoff(d), chunks=(10, 30, 37))
         for _ in d.receivers:
             await d.landed()
-        assert torch.equal(_read(d, blocks), _read(p, _BLOCKS)) and _read(d, blocks).any()
+        # Two ranks replicate the last layer's only head.
+        kv = [torch.cat(_read(p, _BLOCKS, layer), dim=1)[:, :count] for layer, count in enumerate(layout.kv_heads)]
+        assert _has(d, blocks, kv) and all(numbers.any() for numbers in kv)
         if sender_tp == receiver_tp:
             sent, landed = p.receivers[0].config.pool.copy_out(_BLOCKS), d.receivers[0].config.pool.copy_out(blocks)
             assert torch.equal(landed, sent)
@@ -216,9 +237,9 @@ async def test_only_missing_positions_are_sent() -> None:
         _ship(p, _handoff(d, first_token=16), chunks=(10, 30, 37))
         await d.landed()
         shipment = await p.shipped()
-        after = _read(d, [3, 1, 8, 11, 6])
-        assert torch.equal(after[..., 16:, :], kv[..., 16:, :])
-        assert not after[..., :16, :].any()
+        for numbers in kv:
+            numbers[..., :16, :] = 0
+        assert _has(d, [3, 1, 8, 11, 6], kv)
         num_payload_bytes = (_NUM_TOKENS - 16) * 3 * 2 * 4 * 16 * 4
         assert num_payload_bytes < shipment.wire_bytes < num_payload_bytes + 400
         assert shipment.error is None
@@ -239,7 +260,7 @@ async def test_closed_handoff_is_rejected_and_its_blocks_are_unchanged() -> None
         d.receivers[0].close("h")
         _ship(p, _handoff(d))
         assert isinstance((await p.shipped()).error, HandoffExpired)
-        assert not _read(d, [3, 1, 8, 11, 6]).any()
+        assert not any(read.any() for layer in range(3) for read in _read(d, [3, 1, 8, 11, 6], layer))
 
 
 async def test_a_newer_epoch_fences_an_older_one() -> None:
@@ -250,7 +271,7 @@ async def test_a_newer_epoch_fences_an_older_one() -> None:
         _ship(p, _handoff(d, epoch=2))
         landing = await d.landed()
         assert landing.epoch == 2
-        assert torch.equal(_read(d, [3, 1, 8, 11, 6]), kv)
+        assert _has(d, [3, 1, 8, 11, 6], kv)
         _ship(p, _handoff(d, epoch=1))
         assert {type((await p.shipped()).error) for _ in range(2)} == {type(None), HandoffExpired}
 
@@ -273,12 +294,17 @@ async def test_rejected_handoff_does_not_affect_others_on_the_link(link: str) ->
         assert sorted([(await d.landed()).handoff for _ in range(4)]) == ["1", "3", "5", "7"]
         errors = [(await p.shipped()).error for _ in range(8)]
         assert sum(isinstance(error, HandoffExpired) for error in errors) == 4
-        assert torch.equal(_read(d, [3, 1, 8, 11, 6]), kv)
+        assert _has(d, [3, 1, 8, 11, 6], kv)
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [({}, {"block_size": 16}), ({"dtype": "int8"}, {"dtype": "fp8_e4m3"}), ({}, {"plain_layers": (0,)})],
+    [
+        ({}, {"block_size": 16}),
+        ({"dtype": "int8"}, {"dtype": "fp8_e4m3"}),
+        ({}, {"plain_layers": (0,)}),
+        ({}, {"head_dim": (16, 32, 16)}),
+    ],
     ids=str,
 )
 async def test_another_layout_is_refused_at_once(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
@@ -319,7 +345,7 @@ async def test_shipment_to_a_missing_receiver_fails_and_a_later_one_succeeds() -
             d.open(_handoff(d), [3, 1, 8, 11, 6])
             _ship(p, _handoff(d))
             assert (await p.shipped()).error is None
-            assert torch.equal(_read(d, [3, 1, 8, 11, 6]), kv)
+            assert _has(d, [3, 1, 8, 11, 6], kv)
 
 
 async def test_aborted_transfer_ends_and_the_link_stays_open() -> None:
@@ -333,7 +359,7 @@ async def test_aborted_transfer_ends_and_the_link_stays_open() -> None:
         assert isinstance((await p.shipped()).error, TransferError)
         _ship(p, _handoff(d, epoch=2))
         assert (await d.landed()).epoch == 2
-        assert torch.equal(_read(d, [3, 1, 8, 11, 6]), kv)
+        assert _has(d, [3, 1, 8, 11, 6], kv)
 
 
 class WaitingLink:

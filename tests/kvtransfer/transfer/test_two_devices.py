@@ -117,10 +117,11 @@ def _filled(pool: KVPool) -> KVPool:
 def _carry(source: KVPool, target: KVPool, blocks: list[int], wire: str) -> None:
     """Copy KV with the codec alone, to get the expected result of a handoff."""
     codec = codec_for(source.layout, wire)
-    segment = Segment(first_layer=0, num_layers=4, first_token=0, num_tokens=_NUM_TOKENS, first_head=0, num_heads=4)
-    payload = torch.empty(codec.num_bytes(segment), dtype=torch.uint8)
-    codec.pack(source, segment, slots_of(source, _OURS, 0, _NUM_TOKENS), payload)
-    codec.unpack(payload, target, segment, slots_of(target, blocks, 0, _NUM_TOKENS))
+    segment = Segment(first_layer=0, num_layers=4, first_token=0, num_tokens=_NUM_TOKENS)
+    heads = [range(4)] * 4
+    payload = torch.empty(codec.num_bytes(segment, heads), dtype=torch.uint8)
+    codec.pack(source, segment, heads, slots_of(source, _OURS, 0, _NUM_TOKENS), payload)
+    codec.unpack(payload, target, segment, heads, slots_of(target, blocks, 0, _NUM_TOKENS))
 
 
 def _handoff(address: str, id: str, layout: KVLayout) -> Handoff:

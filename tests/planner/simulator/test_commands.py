@@ -104,7 +104,7 @@ def test_kv_arithmetic() -> None:
     """Llama 3.1 8B: 32 layers, 8 KV heads of 128. Codes have a bf16 scale per token and head, int4 a zero too."""
 
     def kv(dtype: str, ranks: int, num_unquantized: int = 0) -> KVArithmetic:
-        of_llama = SimpleNamespace(num_layers=32, num_kv_heads=8, kv_dim=128, kv_sides=2, kv_exact_dim=0)
+        of_llama = SimpleNamespace(kv_layers=((8, 128),) * 32, kv_sides=2, kv_exact_dim=0)
         config = cast(ModelConfig, of_llama)
         return KVArithmetic(
             config=config,
@@ -112,7 +112,7 @@ def test_kv_arithmetic() -> None:
             block_size=64,
             tensor_parallel=ranks,
             memory_bytes=2**30,
-            num_unquantized=num_unquantized,
+            unquantized_layers=tuple(range(num_unquantized)),
         )
 
     assert kv("bfloat16", 1).bytes_per_token == kv("bfloat16", 8).bytes_per_token == 131_072

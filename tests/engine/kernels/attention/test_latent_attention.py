@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine.kernels.attention.absorb_queries import launch_absorb_queries, reference_absorb_queries
+from engine.kernels.attention.attention_rule import AttentionRule
 from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention, reference_dense_prefill_attention
 from engine.kernels.attention.kv_splits import share_out
 from engine.kernels.attention.latent_attention import launch_latent_decode_attention, reference_latent_decode_attention
@@ -45,7 +46,7 @@ def test_decode_rows_of_any_length(
         "scale": 0.2,
         "tables_RB": tables,
         "contexts_R": contexts_R,
-        "splits": share_out(contexts_R, window=None, num_programs=num_programs),
+        "splits": share_out(contexts_R, num_programs=num_programs),
     }
     expected = reference_latent_decode_attention(q, pool, scales, **case)
     got = launch_latent_decode_attention(q, pool, scales, **case)
@@ -82,7 +83,7 @@ def test_prompts_equal_reference(nope: int, rope: int, value: int, dtype: torch.
             tiles=QueryTiles.of(begins, np.array(lengths), np.array(contexts), DEVICE),
             firsts_R=torch.tensor(firsts, dtype=torch.int32, device=DEVICE),
             contexts_R=torch.tensor(contexts, dtype=torch.int32, device=DEVICE),
-            scale=0.2,
+            rule=AttentionRule(scale=0.2),
             out_THW=out,
         )
     torch.testing.assert_close(*outs, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

@@ -17,7 +17,14 @@ pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 QWEN3 = ChoiceRule(num_choices=8, normalizes_weights=True)
 QWEN2 = ChoiceRule(num_choices=4, normalizes_weights=False, num_shared=4, weighs_shared=True)
 V2 = ChoiceRule(num_choices=6, num_groups=8, num_groups_per_token=3, normalizes_weights=False, num_shared=2)
-V3 = ChoiceRule(num_choices=8, num_groups=8, num_groups_per_token=4, normalizes_weights=True, weight_scale=2.5)
+V3 = ChoiceRule(
+    num_choices=8,
+    num_groups=8,
+    num_groups_per_token=4,
+    scores="sigmoid",
+    normalizes_weights=True,
+    weight_scale=2.5,
+)
 ALL = ChoiceRule(num_choices=2, normalizes_weights=True, num_shared=1)
 CASES = [(QWEN3, 128, False), (QWEN2, 60, False), (V2, 160, False), (replace(V3, num_shared=1), 256, True)]
 # Split among programs, the last of which has fewer inputs.
@@ -25,16 +32,22 @@ HIDDEN = 600
 
 
 @pytest.mark.parametrize(
-    ("rule", "num_experts", "has_bias", "num_tokens"),
-    [*((*case, num_tokens) for case in CASES for num_tokens in (1, 23)), (ALL, 5, False, MOST_TOKENS)],
+    ("rule", "num_experts", "has_bias", "num_tokens", "has_more"),
+    [*((*case, *more) for case in CASES for more in ((1, False), (23, True))), (ALL, 5, False, MOST_TOKENS, False)],
 )
-def test_fused_router_equals_its_parts(rule: ChoiceRule, num_experts: int, has_bias: bool, num_tokens: int) -> None:
+def test_fused_router_equals_its_parts(
+    rule: ChoiceRule, num_experts: int, has_bias: bool, num_tokens: int, has_more: bool
+) -> None:
+    """has_more: a bias of the logits, as in gpt-oss, and factors of experts, as in Gemma 4."""
+    more = {}
+    if has_more:
+        more = {"logit_bias_L": random(num_experts + rule.weighs_shared, seed=3), "factors_X": random(num_experts)}
     x, weight = random(num_tokens, HIDDEN), random(num_experts + rule.weighs_shared, HIDDEN, seed=1) / 20
     bias, counters = random(num_experts, seed=2) / 9 if has_bias else None, new_counters(DEVICE)
-    expected = reference_route(x, weight, bias, counters, rule, is_exact=True)
+    expected = reference_route(x, weight, bias, counters, rule, is_exact=True, **more)
     # Twice, because counters must be reset.
     for _ in range(2):
-        chosen, weights, tiles = launch_route(x, weight, bias, counters, rule, is_exact=True)
+        chosen, weights, tiles = launch_route(x, weight, bias, counters, rule, is_exact=True, **more)
         assert torch.equal(chosen, expected.chosen_TC) and not counters.any()
         torch.testing.assert_close(weights, expected.weights_TC, atol=1e-5, rtol=1e-4)
         rows, of_all = tiles.rows, num_experts + rule.num_shared

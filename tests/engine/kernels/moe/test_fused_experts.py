@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import pytest
 import torch
 
+from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kernels.moe.expert_tiles import launch_sort_into_tiles, reference_sort_into_tiles
-from engine.kernels.moe.fused_experts import launch_fused_experts, reference_fused_experts
-from engine.layers.layers import GatedSiLU
+from engine.kernels.moe.fused_experts import ExpertBiases, launch_fused_experts, reference_fused_experts
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -25,18 +28,40 @@ def weights(num_experts: int, hidden: int, features: int, dtype: torch.dtype) ->
     return gate_up, random(num_experts, hidden, features, dtype=dtype, seed=2) / features**0.5
 
 
+def biases(num_experts: int, hidden: int, features: int, dtype: torch.dtype = torch.float32) -> ExpertBiases:
+    return ExpertBiases(
+        random(num_experts, 2 * features, dtype=dtype, seed=5), random(num_experts, hidden, dtype=dtype, seed=6)
+    )
+
+
+# Experts of gpt-oss; the limit clamps some features.
+CLAMPED = GatedActivation("swigluoai", limit=1.5)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "per_token", "hidden", "features"),
-    [(1, 4, 2, 32, 64), (5, 6, 3, 48, 24), (40, 3, 2, 64, 72), (7, 16, 1, 33, 65)],
+    ("num_tokens", "num_experts", "per_token", "hidden", "features", "kind"),
+    [
+        (1, 4, 2, 32, 64, "clamped"),
+        (5, 6, 3, 48, 24, "silu"),
+        (40, 3, 2, 64, 72, "gelu"),
+        (40, 3, 2, 64, 72, "clamped"),
+        (7, 16, 1, 33, 65, "input weights"),
+    ],
 )
 def test_fused_experts_equal_separate_experts(
-    num_tokens: int, num_experts: int, per_token: int, hidden: int, features: int, dtype: torch.dtype
+    num_tokens: int, num_experts: int, per_token: int, hidden: int, features: int, kind: str, dtype: torch.dtype
 ) -> None:
     x, chosen = random(num_tokens, hidden, dtype=dtype), choices(num_tokens, num_experts, per_token)
     gate_up, down = weights(num_experts, hidden, features, dtype)
-    expected = reference_fused_experts(x, gate_up, down, chosen)
-    got = launch_fused_experts(x, gate_up, down, chosen)
+    more: dict[str, Any] = {
+        "silu": {},
+        "gelu": {"activation": GatedActivation("gelu_pytorch_tanh")},
+        "clamped": {"activation": CLAMPED, "biases": biases(num_experts, hidden, features, dtype)},
+        "input weights": {"input_weights_TC": random(num_tokens, per_token, seed=7)},
+    }[kind]
+    expected = reference_fused_experts(x, gate_up, down, chosen, **more)
+    got = launch_fused_experts(x, gate_up, down, chosen, **more)
     torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
@@ -46,8 +71,25 @@ def test_reference_equals_one_mlp_per_choice() -> None:
     out = reference_fused_experts(x, gate_up, down, chosen)
     for token, choice in [(0, 0), (1, 1), (3, 0)]:
         expert = chosen[token, choice]
-        expected = GatedSiLU()(x[token, None] @ gate_up[expert].T) @ down[expert].T
+        expected = SILU(x[token, None] @ gate_up[expert].T) @ down[expert].T
         torch.testing.assert_close(out[token, choice, None], expected)
+
+
+def test_reference_equals_gpt_oss_experts() -> None:
+    """Experts of gpt-oss feature by feature: biases, limits, and a gate with its own slope."""
+    x, chosen, (gate_up, down) = 3 * random(3, 8), choices(3, 4, 2), weights(4, 8, 5, torch.float32)
+    of_gate_up, of_down = biases(4, 8, 5)
+    out = reference_fused_experts(
+        x, gate_up, down, chosen, activation=CLAMPED, biases=ExpertBiases(of_gate_up, of_down)
+    )
+    for token, choice in [(0, 0), (1, 1), (2, 0)]:
+        expert = chosen[token, choice]
+        features = gate_up[expert] @ x[token] + of_gate_up[expert]
+        expected = of_down[expert].clone()
+        for i in range(5):
+            gate, up = min(float(features[i]), 1.5), max(-1.5, min(float(features[5 + i]), 1.5))
+            expected += down[expert, :, i] * gate / (1 + math.exp(-1.702 * gate)) * (up + 1)
+        torch.testing.assert_close(out[token, choice], expected)
 
 
 def test_one_expert_for_all_tokens_and_no_tokens() -> None:

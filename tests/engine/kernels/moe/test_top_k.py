@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,16 @@ pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
 QWEN = ChoiceRule(num_choices=8, normalizes_weights=True)
 V2 = ChoiceRule(num_choices=6, num_groups=8, num_groups_per_token=3, normalizes_weights=False, weight_scale=16.0)
-V3 = ChoiceRule(num_choices=8, num_groups=8, num_groups_per_token=4, normalizes_weights=True, weight_scale=2.5)
+V3 = ChoiceRule(
+    num_choices=8,
+    num_groups=8,
+    num_groups_per_token=4,
+    scores="sigmoid",
+    normalizes_weights=True,
+    weight_scale=2.5,
+)
+GPT_OSS = ChoiceRule(num_choices=4, normalizes_weights=True)
+LLAMA4 = ChoiceRule(num_choices=1, normalizes_weights=False, scores="sigmoid", num_shared=1)
 V2_LITE = ChoiceRule(num_choices=6, normalizes_weights=False, num_shared=2)
 QWEN2 = ChoiceRule(num_choices=4, normalizes_weights=False, num_shared=4, weighs_shared=True)
 V3_SHARED = replace(V3, num_shared=1)
@@ -34,15 +44,34 @@ MIXTRAL = ChoiceRule(num_choices=2, normalizes_weights=True)
         (V2_LITE, 64, False),
         (QWEN2, 60, False),
         (V3_SHARED, 256, True),
+        (replace(V3, num_groups=1, num_groups_per_token=1), 60, True),
+        (LLAMA4, 16, False),
     ],
 )
-def test_choices_equal_torch(rule: ChoiceRule, num_experts: int, has_bias: bool) -> None:
+@pytest.mark.parametrize("has_factors", [False, True])
+def test_choices_equal_torch(rule: ChoiceRule, num_experts: int, has_bias: bool, has_factors: bool) -> None:
     logits = random(9, num_experts + rule.weighs_shared)
     bias = random(num_experts, seed=1) if has_bias else None
-    chosen, weights = launch_choose_experts(logits, bias, rule)
-    expected, expected_weights = reference_choose_experts(logits, bias, rule)
+    factors = random(num_experts, seed=2) if has_factors else None
+    chosen, weights = launch_choose_experts(logits, bias, rule, factors)
+    expected, expected_weights = reference_choose_experts(logits, bias, rule, factors)
     assert torch.equal(chosen, expected)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("choose", [launch_choose_experts, reference_choose_experts])
+def test_choices_follow_published_routers(choose: Any) -> None:
+    """Logits are so large that softmaxes or sigmoids of several are equal."""
+    logits, factors = random(9, 32) * 30, random(32, seed=2)
+    chosen, weights = choose(logits, None, GPT_OSS)
+    best = logits.topk(4)
+    assert torch.equal(chosen, best.indices)
+    torch.testing.assert_close(weights, best.values.softmax(-1))
+    # Gemma 4 weighs an expert's share by the expert's own factor.
+    torch.testing.assert_close(choose(logits, None, GPT_OSS, factors)[1], best.values.softmax(-1) * factors[chosen])
+    chosen, weights = choose(logits + 60, None, LLAMA4)
+    assert chosen.tolist() == [[of_token, 32] for of_token in logits.argmax(-1).tolist()]
+    torch.testing.assert_close(weights, torch.ones(9, 2, device=DEVICE))
 
 
 # The interpreter warns about NaN.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from core.model.gguf_table import GGML_TYPES
 from engine.cpu.autotune import FP8, MeasuredWays, Ways
+from engine.kernels.gated_mul import GatedActivation
 from engine.kernels.moe.expert_tiles import sort_into_tiles
 from engine.kernels.moe.quantized_experts import launch_coded_experts, reference_coded_experts
 from engine.kernels.quant import quantized_matmul
@@ -28,7 +30,7 @@ from engine.layers.code_parts import panels_of, rows_of
 from engine.layers.layers import TorchMatrix
 from engine.layers.low_bit_matrix import CodedMatrix
 from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeight, QuantizedWeight
-from tests.engine.kernels.moe.test_fused_experts import choices
+from tests.engine.kernels.moe.test_fused_experts import biases, choices
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 from tests.engine.kernels.read_bytes import count_reads
 
@@ -272,8 +274,13 @@ def test_coded_experts_equal_dequantized_experts(
     scale = features**-0.5
     x = random(num_tokens, hidden, dtype=torch.float32, seed=3) * scale
     chosen = choices(num_tokens, num_experts, per_token)
-    expected = reference_coded_experts(x, gate_up, down, chosen)
-    got = launch_coded_experts(x, gate_up, down, chosen)
+    more: dict[str, Any] = {}
+    if name == "mxfp4":  # gpt-oss
+        more = {"activation": GatedActivation("swigluoai"), "biases": biases(num_experts, hidden, features)}
+    elif name == "fp8 channels":
+        more = {"input_weights_TC": random(num_tokens, per_token, seed=5)}
+    expected = reference_coded_experts(x, gate_up, down, chosen, **more)
+    got = launch_coded_experts(x, gate_up, down, chosen, **more)
     assert got.shape == expected.shape and (got - expected).norm() < 1e-4 * expected.norm()
     assert launch_coded_experts(x[:0], gate_up, down, chosen[:0]).shape == (0, per_token, hidden)
 

@@ -20,7 +20,9 @@ from tests.engine.tiny_models import TINY
 
 Choice = Callable[[Tensor, int], int]  # from the logits (V,) at a place of the draft to its token
 
-HIDDEN, HEADS, KV_HEADS, DIM, FEATURES = 48, 4, 2, 16, 80
+HIDDEN, HEADS, DIM, FEATURES = 48, 4, 16, 80
+# Fewer than the model's, so the pool's last layer is unlike the others.
+_KV_HEADS = 1
 DRAFT_VOCAB = 40
 THETA, EPS = 10000.0, 1e-6
 
@@ -109,8 +111,8 @@ def write_eagle(directory: Path, *, own_embedding: bool = False, **changes: Any)
         "midlayer.input_layernorm.weight": 1 + weight(HIDDEN),
         "midlayer.post_attention_layernorm.weight": 1 + weight(HIDDEN),
         "midlayer.self_attn.q_proj.weight": weight(HEADS * DIM, 2 * HIDDEN),
-        "midlayer.self_attn.k_proj.weight": weight(KV_HEADS * DIM, 2 * HIDDEN),
-        "midlayer.self_attn.v_proj.weight": weight(KV_HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.k_proj.weight": weight(_KV_HEADS * DIM, 2 * HIDDEN),
+        "midlayer.self_attn.v_proj.weight": weight(_KV_HEADS * DIM, 2 * HIDDEN),
         "midlayer.self_attn.o_proj.weight": weight(HIDDEN, HEADS * DIM),
         "midlayer.mlp.gate_proj.weight": weight(FEATURES, HIDDEN),
         "midlayer.mlp.up_proj.weight": weight(FEATURES, HIDDEN),
@@ -124,6 +126,7 @@ def write_eagle(directory: Path, *, own_embedding: bool = False, **changes: Any)
     config = TINY | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "num_hidden_layers": 1,
+        "num_key_value_heads": _KV_HEADS,
         "draft_vocab_size": DRAFT_VOCAB,
         "rms_norm_eps": EPS,
         "rope_theta": THETA,
@@ -215,7 +218,7 @@ def _eagle_layer(tensors: dict[str, Tensor], embedded_TE: Tensor, feature_TE: Te
 def attended(q_TF: Tensor, k_TF: Tensor, v_TF: Tensor) -> Tensor:
     q, k, v = (x.view(len(x), -1, DIM).transpose(0, 1) for x in (q_TF, k_TF, v_TF))
     q, k = _rotated(q), _rotated(k)
-    k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
+    k, v = (x.repeat_interleave(HEADS // len(x), dim=0) for x in (k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
 
 

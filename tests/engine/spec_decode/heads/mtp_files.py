@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tests.engine.spec_decode.heads.head_files import HIDDEN, Choice, chained, likeliest, normed, states_of
-from tests.engine.tiny_models import DEEPSEEK_V3, TINY, random_model, tiny_config
+from tests.engine.tiny_models import DEEPSEEK_V3, ROUTED, TINY, random_model, tiny_config
 
 # T tokens, E hidden_size
 
 _NUM_LAYERS = 3
+_GLM = ROUTED | {"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": True, "attention_bias": True}
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,12 @@ class Mtp:
         return normed((found if isinstance(found, Tensor) else found[0])[0], self.tensors["shared_head.norm.weight"])
 
 
-def write_mtp(directory: Path, *, config: dict[str, Any] | None = None, **changes: Any) -> Mtp:
+def write_mtp(
+    directory: Path, *, family: str = "deepseek_v3", config: dict[str, Any] | None = None, **changes: Any
+) -> Mtp:
     """Write the model. config: changes of config.json only. changes: of the model's shape."""
-    shape = tiny_config("deepseek_v3", **DEEPSEEK_V3 | changes | {"num_hidden_layers": _NUM_LAYERS + 1})
+    own = DEEPSEEK_V3 if family == "deepseek_v3" else _GLM
+    shape = tiny_config(family, **own | changes | {"num_hidden_layers": _NUM_LAYERS + 1})
     model: Any = random_model(shape)
     model.save_pretrained(directory)
     generator = torch.Generator().manual_seed(3)

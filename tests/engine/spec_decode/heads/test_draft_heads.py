@@ -58,14 +58,15 @@ class Case:
         self.runner, self.reference, self.every = runner, reference, every
 
 
-@pytest.fixture(params=["medusa", "eagle", "eagle1", "mtp"])
+@pytest.fixture(params=["medusa", "eagle", "eagle1", "mtp", "mtp of GLM"])
 def case(request: pytest.FixtureRequest, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> Case:
     return _case(request.param, tiny_model, make_runner, tmp_path)
 
 
 def _case(kind: str, tiny_model: MakeModel, make_runner: MakeRunner, directory: Path, **config: Any) -> Case:
-    if kind == "mtp":
-        model_dir, reference = directory, _mtp(directory)
+    if kind.startswith("mtp"):
+        kind, _, family = kind.partition(" of ")
+        model_dir, reference = directory, _mtp(directory, family="glm4_moe" if family else "deepseek_v3")
     else:
         model_dir, model = tiny_model("llama")
         reference = {"medusa": _medusa, "eagle": _eagle, "eagle1": _eagle1}[kind](model, directory)
@@ -89,8 +90,8 @@ def _eagle1(model: PreTrainedModel, directory: Path) -> Reference:
     return lambda tokens, choose: eagle1_reference(model, tensors, tokens, _NUM_TOKENS, choose=choose)
 
 
-def _mtp(directory: Path) -> Reference:
-    mtp = write_mtp(directory)
+def _mtp(directory: Path, *, family: str) -> Reference:
+    mtp = write_mtp(directory, family=family)
     return lambda tokens, choose: mtp.reference(tokens, _NUM_TOKENS, choose=choose)
 
 
@@ -263,14 +264,15 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(
     ("kind", "changes", "complaint"),
     [
-        ("eagle", {"num_key_value_heads": 4}, "num_kv_heads is 4, and the model's is 2"),
-        ("eagle", {"head_dim": 8}, "head_dim is 8, and the model's is 16"),
+        ("eagle", {"num_key_value_heads": 4}, "wrong shape: midlayer.self_attn.k_proj.weight"),
+        ("eagle", {"head_dim": 8}, "midlayer.self_attn.v_proj.weight is (16, 96), not (8, 96)"),
+        ("eagle", {"head_dim": 6}, "head_dim is 6, and must be a multiple of 4"),
         ("eagle", {"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM is not EAGLE-3"),
         ("eagle", {"num_hidden_layers": 2}, "heads of 2 layers are not supported"),
         ("eagle", {"draft_vocab_size": 41}, "wrong shape: lm_head.weight"),
         ("eagle", {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, "must be three different ones"),
         ("eagle1", {"num_attention_heads": 2}, "wrong shape: layers.0.self_attn.q_proj.weight"),
-        ("eagle1", {"num_key_value_heads": 4}, "num_kv_heads is 4, and the model's is 2"),
+        ("eagle1", {"num_key_value_heads": 4}, "wrong shape: layers.0.self_attn.k_proj.weight"),
         ("eagle1", {"architectures": ["LlamaForCausalLMEagle3"]}, "missing: midlayer."),
         ("eagle1", {"num_hidden_layers": 2}, "heads of 2 layers are not supported"),
         ("mtp", {"num_nextn_predict_layers": 0}, "DeepseekV3ForCausalLM has none; choose another"),

@@ -111,7 +111,7 @@ def test_unsupported_published_head_is_rejected(
         ({"num_hidden_layers": 2}, "heads of 2 layers"),
         ({"vocab_size": 99}, "vocab_size is 99"),
         ({"layer_types": ["sliding_attention"]}, "sliding-window attention"),
-        ({"hidden_act": "gelu"}, "hidden_act gelu is not supported"),
+        ({"hidden_act": "relu2"}, "hidden_act relu2 is not supported"),
     ],
 )
 def test_unsupported_layer_is_rejected(

@@ -1,0 +1,32 @@
+"""Tables of model families, one file each."""
+
+from __future__ import annotations
+
+from core.model.families import (
+    deepseek,
+    gemma,
+    gemma4,
+    glm4_moe,
+    gpt_oss,
+    granite,
+    llama,
+    llama4,
+    minimax_m2,
+    mixtral,
+    phi3,
+)
+from core.model.families.family import Family
+
+FAMILIES: tuple[Family, ...] = (
+    *llama.FAMILIES,
+    *mixtral.FAMILIES,
+    *deepseek.FAMILIES,
+    *gemma.FAMILIES,
+    *gemma4.FAMILIES,
+    *phi3.FAMILIES,
+    *gpt_oss.FAMILIES,
+    *granite.FAMILIES,
+    *glm4_moe.FAMILIES,
+    *minimax_m2.FAMILIES,
+    *llama4.FAMILIES,
+)

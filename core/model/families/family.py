@@ -1,0 +1,179 @@
+"""Parts of the tables that describe model families.
+
+A family reads the settings of its config.json into fields of ModelConfig, and lists the tensors that its files store
+under other names than Llama's or in other shapes. docs/EXTENDING.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from core.model.rope import context_of, read_rope
+from core.model.settings import Settings
+from core.model.shape import Activation, LayerConfig, RopeConfig
+from core.types.errors import SpecError
+
+# Fields of ModelConfig that differ from those of `common`.
+Fields = dict[str, Any]
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": Activation("silu"),
+    "swish": Activation("silu"),
+    "gelu": Activation("gelu"),
+    "gelu_pytorch_tanh": Activation("gelu_pytorch_tanh"),
+    "gelu_new": Activation("gelu_pytorch_tanh"),
+    "gelu_fast": Activation("gelu_pytorch_tanh"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Tensors that a family's files store under other names or in other shapes than the model reads them.
+
+    Names are without `.weight` and `.bias`. pattern: regular expression for the end of the stored name. name: template
+    of the model's name, in which {} stands for a part, and {e} for an expert's number.
+    """
+
+    pattern: str
+    name: str
+    # Matrices that follow one another in the rows of the stored one.
+    parts: tuple[str, ...] = ()
+    # halves: parts of equal size. qkv: heads of queries, keys and values. pairs: rows of two parts alternate. rotary:
+    # one part, in whose heads the features of a rotary pair are adjacent.
+    split: Literal["halves", "qkv", "pairs", "rotary"] = "halves"
+    # Matrices of all experts in one tensor (E, O, I), or (E, I, O) if transposed.
+    has_experts: bool = False
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """Model family: how its config.json is read, and how its files name tensors."""
+
+    # Values of `architectures`, and of `model_type` where the model is the text part of a larger one.
+    architectures: tuple[str, ...]
+    model_types: tuple[str, ...] = ()
+    read: Callable[[Settings], Fields]
+    # Values that transformers assumes for missing keys.
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    stored: tuple[Stored, ...] = ()
+
+
+# Matrices of all experts in one tensor, as transformers keeps them in memory.
+STACKED_EXPERTS = (
+    Stored(
+        pattern=r"mlp\.experts\.gate_up_proj",
+        name="mlp.experts.{e}.{}",
+        parts=("gate_proj", "up_proj"),
+        has_experts=True,
+    ),
+    Stored(pattern=r"mlp\.experts\.down_proj", name="mlp.experts.{e}.down_proj", has_experts=True),
+)
+
+
+def common(settings: Settings, *, head_dim: int | None = None) -> Fields:
+    """Read what all families have in common; the layers are alike, with full attention and a dense MLP.
+
+    head_dim: default where the file has none; None: hidden_size / num_attention_heads.
+    """
+    hidden_size, num_q_heads = settings.count("hidden_size"), settings.count("num_attention_heads")
+    dim = settings.count("head_dim", head_dim or max(1, hidden_size // num_q_heads))
+    num_kv_heads = settings.count("num_key_value_heads", num_q_heads)
+    layer = LayerConfig(num_kv_heads=num_kv_heads, head_dim=dim, intermediate_size=settings.count("intermediate_size"))
+    has_bias = settings.switch("attention_bias")
+    return {
+        "num_layers": settings.count("num_hidden_layers"),
+        "hidden_size": hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": dim,
+        "vocab_size": settings.count("vocab_size"),
+        "max_position": settings.count("max_position_embeddings"),
+        "rms_norm_eps": settings.real("rms_norm_eps", 1e-6),
+        "tie_embeddings": settings.switch("tie_word_embeddings"),
+        "layers": (layer,) * settings.count("num_hidden_layers"),
+        "has_qkv_bias": has_bias,
+        "has_output_bias": has_bias,
+        "has_mlp_bias": settings.switch("mlp_bias"),
+        "activation": activation(settings),
+        "num_further_layers": settings.count("num_nextn_predict_layers", 0, least=0),
+    }
+
+
+def with_rope(
+    settings: Settings,
+    fields: Fields,
+    *,
+    is_interleaved: bool = False,
+    rotated: int | None = None,
+    can_be_partial: bool = False,
+) -> Fields:
+    """Add the one rotation that all layers share; see read_rope."""
+    rope = read_rope(
+        settings,
+        head_dim=fields["head_dim"],
+        rotated=rotated,
+        can_be_partial=can_be_partial,
+        is_interleaved=is_interleaved,
+    )
+    return fields | {"ropes": (rope,), "max_context": context_of(rope)}
+
+
+def with_ropes(fields: Fields, ropes: Mapping[str, RopeConfig], kinds: Sequence[str]) -> Fields:
+    """Add a rotation for each kind of layer. kinds: of each layer."""
+    order = list(ropes)
+    layers = tuple(replace(layer, rope=order.index(kind)) for layer, kind in zip(fields["layers"], kinds, strict=True))
+    shared = {"ropes": tuple(ropes.values()), "max_context": max(context_of(rope) for rope in ropes.values())}
+    return fields | {"layers": layers} | shared
+
+
+def activation(settings: Settings) -> Activation:
+    """Read `hidden_activation` or `hidden_act`. Raises SpecError."""
+    name = settings.get("hidden_activation") or settings.get("hidden_act") or "silu"
+    if name not in _ACTIVATIONS:
+        raise SpecError(f"hidden_act {name} is not supported; supported: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def layer_kinds(settings: Settings, num_layers: int, default: Callable[[int], str]) -> list[str]:
+    """Return the kind of each layer, such as "sliding_attention": `layer_types`, or the default of its index."""
+    return settings.per_layer("layer_types", num_layers) or [default(index) for index in range(num_layers)]
+
+
+def with_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fields:
+    """Add the sliding window to the layers of that kind. Raises SpecError for kinds other than sliding and full."""
+    if unknown := sorted({*kinds} - {"sliding_attention", "full_attention"}):
+        raise SpecError(f"layer_types {', '.join(map(str, unknown))} are not supported for this architecture")
+    window = settings.count("sliding_window", 0, least=0) or None
+    layers = tuple(
+        replace(layer, window=window if kind == "sliding_attention" else None)
+        for layer, kind in zip(fields["layers"], kinds, strict=True)
+    )
+    return fields | {"layers": layers}
+
+
+def with_overrides(settings: Settings, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """Set the heads that `per_layer_config` gives single layers, by index. Raises SpecError for other overrides."""
+    found = list(layers)
+    for key, raw in settings.object("per_layer_config").items():
+        own = Settings(raw if isinstance(raw, dict) else {"?": raw})
+        if not key.isdigit() or int(key) >= len(found):
+            raise SpecError(f"per_layer_config: layer {key!r} is not one of the {len(found)} layers")
+        layer = found[int(key)]
+        found[int(key)] = replace(
+            layer,
+            head_dim=own.count("head_dim", layer.head_dim),
+            num_kv_heads=own.count("num_key_value_heads", layer.num_kv_heads),
+        )
+        if unknown := list(own.unread()):
+            raise SpecError(f"per_layer_config: {unknown[0]} of a single layer is not supported")
+    return tuple(found)
+
+
+def with_sparse(fields: Fields, is_sparse: Sequence[bool]) -> Fields:
+    """Mark the layers that have experts."""
+    layers = tuple(replace(layer, is_sparse=has) for layer, has in zip(fields["layers"], is_sparse, strict=True))
+    return fields | {"layers": layers}

@@ -1,0 +1,120 @@
+"""Gemma 4: unlike heads, layers that share keys and values, embeddings per layer, and experts beside an MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from core.model.families.family import Family, Fields, Stored, layer_kinds, with_overrides, with_ropes, with_windows
+from core.model.families.gemma import gemma_fields
+from core.model.rope import read_rope
+from core.model.settings import Settings
+from core.model.shape import ExpertsConfig
+from core.types.errors import SpecError
+
+_ROPES: Mapping[str, Mapping[str, Any]] = {
+    "sliding_attention": {"rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+
+
+def _gemma4(settings: Settings) -> Fields:
+    fields = gemma_fields(settings, adds_one=False)
+    num_layers = fields["num_layers"]
+    kinds = layer_kinds(
+        settings, num_layers, lambda index: "sliding_attention" if (index + 1) % 6 else "full_attention"
+    )
+    kinds[-1] = "full_attention"
+    fields = _with_layers(settings, fields, kinds)
+    given = settings.object("rope_parameters")
+    ropes = {
+        kind: read_rope(
+            settings,
+            head_dim=fields["layers"][kinds.index(kind)].head_dim,
+            can_be_partial=True,
+            parameters=given.get(kind) or default,
+        )
+        for kind, default in _ROPES.items()
+        if kind in kinds
+    }
+    fields = with_windows(settings, with_ropes(fields, ropes, kinds), kinds)
+    fields |= {
+        "max_context": fields["max_position"],
+        "qk_norm": "head",
+        "has_value_norm": True,
+        "score_scale": 1.0,
+        "has_layer_scales": True,
+        "per_layer_dim": settings.count("hidden_size_per_layer_input", 256, least=0),
+        "per_layer_vocab_size": settings.count("vocab_size_per_layer_input", 262144, least=0),
+    }
+    if settings.switch("enable_moe_block"):
+        fields["experts"] = ExpertsConfig(
+            num_experts=settings.count("num_experts"),
+            num_per_token=settings.count("top_k_experts"),
+            intermediate_size=settings.count("moe_intermediate_size"),
+            normalizes_weights=True,
+            has_expert_scales=True,
+            beside_mlp=True,
+        )
+        fields["layers"] = tuple(replace(layer, is_sparse=True) for layer in fields["layers"])
+    return fields
+
+
+def _with_layers(settings: Settings, fields: Fields, kinds: list[str]) -> Fields:
+    """Set the heads of full layers, and the layers that read an earlier layer's keys and values."""
+    num_layers, layers = fields["num_layers"], list(with_overrides(settings, fields["layers"]))
+    is_shared = settings.switch("attention_k_eq_v")
+    num_global = settings.get("num_global_key_value_heads") if is_shared else None
+    first = num_layers - settings.count("num_kv_shared_layers", 0, least=0)
+    is_wide = settings.switch("use_double_wide_mlp")
+    for index, kind in enumerate(kinds):
+        if kind == "full_attention":
+            layers[index] = replace(layers[index], values_are_keys=is_shared)
+            if "per_layer_config" not in settings:
+                heads = num_global or layers[index].num_kv_heads
+                layers[index] = replace(
+                    layers[index], head_dim=settings.count("global_head_dim", 512), num_kv_heads=heads
+                )
+        if index >= first:
+            own = [earlier for earlier in range(first) if kinds[earlier] == kind]
+            if not own:
+                raise SpecError(f"num_kv_shared_layers: layer {index} has no earlier layer of {kind} to share with")
+            size = layers[index].intermediate_size * (2 if is_wide else 1)
+            layers[index] = replace(layers[index], kv_layer=own[-1], intermediate_size=size)
+    return fields | {"layers": tuple(layers)}
+
+
+FAMILIES = (
+    Family(
+        architectures=("Gemma4ForCausalLM",),
+        model_types=("gemma4_text", "gemma4_unified_text"),
+        read=_gemma4,
+        defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131072,
+            "vocab_size": 262144,
+            "sliding_window": 512,
+            "tie_word_embeddings": True,
+            "bos_token_id": 2,
+            "eos_token_id": 1,
+        },
+        stored=(
+            Stored(pattern=r"router\.proj", name="mlp.gate"),
+            Stored(pattern=r"router\.(scale|per_expert_scale)", name="mlp.gate.{0}"),
+            Stored(
+                pattern=r"experts\.gate_up_proj",
+                name="mlp.experts.{e}.{}",
+                parts=("gate_proj", "up_proj"),
+                has_experts=True,
+            ),
+            Stored(pattern=r"experts\.down_proj", name="mlp.experts.{e}.down_proj", has_experts=True),
+        ),
+    ),
+)

@@ -1,0 +1,89 @@
+"""gpt-oss: attention sinks, alternating windows, and experts with biases and a clamped activation."""
+
+from __future__ import annotations
+
+from core.model.families.family import (
+    Family,
+    Fields,
+    Stored,
+    common,
+    layer_kinds,
+    with_rope,
+    with_sparse,
+    with_windows,
+)
+from core.model.settings import Settings
+from core.model.shape import Activation, ExpertsConfig
+
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def _gpt_oss(settings: Settings) -> Fields:
+    if not settings.object("rope_parameters") and not settings.object("rope_scaling"):
+        settings = settings.replaced(rope_parameters=_ROPE)
+    fields = with_rope(settings, common(settings))
+    alternate = layer_kinds(
+        settings, fields["num_layers"], lambda index: "full_attention" if index % 2 else "sliding_attention"
+    )
+    fields = with_windows(settings, fields, alternate) | {"has_sinks": True}
+    fields["activation"] = Activation(
+        "swigluoai", settings.real("swiglu_alpha", 1.702), settings.real("swiglu_limit", 7.0)
+    )
+    fields["experts"] = ExpertsConfig(
+        num_experts=settings.count("num_local_experts"),
+        num_per_token=settings.count("num_experts_per_tok"),
+        intermediate_size=fields["intermediate_size"],
+        # The softmax over the chosen experts only is that over all, normalized.
+        normalizes_weights=True,
+        has_router_bias=True,
+        has_bias=True,
+    )
+    return with_sparse(fields, [True] * fields["num_layers"])
+
+
+FAMILIES = (
+    Family(
+        architectures=("GptOssForCausalLM",),
+        model_types=("gpt_oss",),
+        read=_gpt_oss,
+        defaults={
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 150000.0,
+        },
+        stored=(
+            Stored(pattern=r"mlp\.router", name="mlp.gate"),
+            # bf16 files: gate and up alternate in the columns of a transposed tensor.
+            Stored(
+                pattern=r"mlp\.experts\.gate_up_proj",
+                name="mlp.experts.{e}.{}",
+                parts=("gate_proj", "up_proj"),
+                split="pairs",
+                has_experts=True,
+                is_transposed=True,
+            ),
+            Stored(
+                pattern=r"mlp\.experts\.down_proj",
+                name="mlp.experts.{e}.down_proj",
+                has_experts=True,
+                is_transposed=True,
+            ),
+            # MXFP4 files, whose experts the reader of quantized files presents one by one.
+            Stored(
+                pattern=r"mlp\.experts\.(\d+)\.gate_up_proj",
+                name="mlp.experts.{e}.{}",
+                parts=("gate_proj", "up_proj"),
+                split="pairs",
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,84 @@
+"""Llama 2 and 3, SmolLM2, Mistral, Ministral 3, Qwen2, Qwen2.5 and Qwen3: dense models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core.model.families.family import Family, Fields, common, layer_kinds, with_rope, with_windows
+from core.model.settings import Settings
+from core.model.shape import QueryScaling
+
+
+def _llama(settings: Settings) -> Fields:
+    return with_rope(settings, common(settings))
+
+
+def _mistral(settings: Settings) -> Fields:
+    fields = with_rope(settings, common(settings))
+    fields |= {"has_qkv_bias": False, "has_output_bias": False}
+    return with_windows(settings, fields, ["sliding_attention"] * fields["num_layers"])
+
+
+def _ministral3(settings: Settings) -> Fields:
+    fields = _mistral(settings)
+    return with_query_scaling(settings, fields)
+
+
+def with_query_scaling(settings: Settings, fields: Fields) -> Fields:
+    """Add the query scaling of Ministral 3 and Mistral Small 4, whose settings are among the rotary ones."""
+    rope = Settings(settings.object("rope_scaling") or settings.object("rope_parameters"))
+    if not rope.get("llama_4_scaling_beta"):
+        return fields
+    interval = int(fields["ropes"][0].original_max_position)
+    scaling = QueryScaling(scale=rope.real("llama_4_scaling_beta"), interval=interval)
+    layers = tuple(replace(layer, scales_queries=True) for layer in fields["layers"])
+    return fields | {"query_scaling": scaling, "layers": layers}
+
+
+def qwen_windows(settings: Settings, fields: Fields) -> Fields:
+    """Add Qwen's windows: those of the layers from `max_window_layers` on, if `use_sliding_window` is set."""
+    num_layers, first = fields["num_layers"], settings.get("max_window_layers", 28)
+    kinds = layer_kinds(settings, num_layers, lambda index: "full_attention" if index < first else "sliding_attention")
+    if not settings.switch("use_sliding_window"):
+        kinds = ["full_attention"] * num_layers
+    return with_windows(settings, fields, kinds)
+
+
+def _qwen2(settings: Settings) -> Fields:
+    fields = with_rope(settings, common(settings))
+    fields |= {"has_qkv_bias": fields["has_qkv_bias"] or settings.switch("qkv_bias", True), "has_output_bias": False}
+    return qwen_windows(settings, fields)
+
+
+def _qwen3(settings: Settings) -> Fields:
+    fields = with_rope(settings, common(settings, head_dim=128)) | {"qk_norm": "head"}
+    return qwen_windows(settings, fields)
+
+
+FAMILIES = (
+    Family(architectures=("LlamaForCausalLM",), model_types=("llama",), read=_llama),
+    Family(
+        architectures=("MistralForCausalLM",),
+        model_types=("mistral",),
+        read=_mistral,
+        defaults={"sliding_window": 4096},
+    ),
+    Family(
+        architectures=("Ministral3ForCausalLM",),
+        model_types=("ministral3",),
+        read=_ministral3,
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+    ),
+    Family(
+        architectures=("Qwen2ForCausalLM",),
+        model_types=("qwen2",),
+        read=_qwen2,
+        defaults={"sliding_window": 4096},
+    ),
+    Family(
+        architectures=("Qwen3ForCausalLM",),
+        model_types=("qwen3", "qwen3_vl_text"),
+        read=_qwen3,
+        defaults={"sliding_window": 4096},
+    ),
+)

@@ -1,0 +1,90 @@
+"""Llama 4: attention in chunks, layers without rotation, and one routed expert beside a shared one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core.model.families.family import Family, Fields, Stored, common, with_rope
+from core.model.settings import Settings
+from core.model.shape import ExpertsConfig, QueryScaling
+
+
+def _llama4(settings: Settings) -> Fields:
+    fields = with_rope(settings, common(settings))
+    num_layers, size = fields["num_layers"], fields["intermediate_size"]
+    interval = settings.count("no_rope_layer_interval", 4)
+    has_rope = settings.per_layer("no_rope_layers", num_layers) if settings.get("no_rope_layers") else None
+    has_rope = has_rope or [(index + 1) % interval != 0 for index in range(num_layers)]
+    kinds = settings.per_layer("layer_types", num_layers)
+    kinds = kinds or ["chunked_attention" if has else "full_attention" for has in has_rope]
+    step = settings.count("interleave_moe_layer_step", 1)
+    sparse = settings.get("moe_layers")
+    sparse = range(step - 1, num_layers, step) if sparse is None else sparse
+    tunes, chunk = settings.switch("attn_temperature_tuning", True), settings.count("attention_chunk_size", 8192)
+    fields["layers"] = tuple(
+        replace(
+            layer,
+            rope=0 if has_rope[index] else None,
+            has_qk_norm=bool(has_rope[index]),
+            chunk=chunk if kinds[index] == "chunked_attention" else None,
+            scales_queries=tunes and not has_rope[index],
+            is_sparse=index in sparse,
+            intermediate_size=settings.count("intermediate_size_mlp", size),
+        )
+        for index, layer in enumerate(fields["layers"])
+    )
+    fields["qk_norm"] = "plain" if settings.switch("use_qk_norm", True) else None
+    fields["query_scaling"] = QueryScaling(
+        scale=settings.real("attn_scale", 0.1), interval=settings.count("floor_scale", 8192), offset=1
+    )
+    fields["experts"] = ExpertsConfig(
+        num_experts=settings.count("num_local_experts"),
+        num_per_token=settings.count("num_experts_per_tok", 1),
+        intermediate_size=size,
+        normalizes_weights=False,
+        shared_size=size,
+        scores="sigmoid",
+        weighs_inputs=True,
+    )
+    return fields
+
+
+FAMILIES = (
+    Family(
+        architectures=("Llama4ForCausalLM",),
+        model_types=("llama4_text",),
+        read=_llama4,
+        defaults={
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500000.0,
+            "vocab_size": 202048,
+            "hidden_size": 5120,
+            "intermediate_size": 8192,
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+        stored=(
+            Stored(pattern=r"self_attn\.(q_proj|k_proj)", name="self_attn.{0}", split="rotary"),
+            Stored(pattern=r"feed_forward\.router", name="mlp.gate"),
+            Stored(pattern=r"feed_forward\.(gate_proj|up_proj|down_proj)", name="mlp.{0}"),
+            Stored(
+                pattern=r"feed_forward\.shared_expert\.(gate_proj|up_proj|down_proj)", name="mlp.shared_experts.{0}"
+            ),
+            Stored(
+                pattern=r"feed_forward\.experts\.gate_up_proj",
+                name="mlp.experts.{e}.{}",
+                parts=("gate_proj", "up_proj"),
+                has_experts=True,
+                is_transposed=True,
+            ),
+            Stored(
+                pattern=r"feed_forward\.experts\.down_proj",
+                name="mlp.experts.{e}.down_proj",
+                has_experts=True,
+                is_transposed=True,
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,103 @@
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: experts with softmax scores."""
+
+from __future__ import annotations
+
+from core.model.families.family import (
+    Family,
+    Fields,
+    Stored,
+    common,
+    layer_kinds,
+    with_rope,
+    with_sparse,
+    with_windows,
+)
+from core.model.settings import Settings
+from core.model.shape import ExpertsConfig
+
+# Mixtral's names of an expert's matrices.
+MIXTRAL_EXPERTS = (
+    Stored(pattern=r"block_sparse_moe\.gate", name="mlp.gate"),
+    Stored(pattern=r"block_sparse_moe\.experts\.(\d+)\.w1", name="mlp.experts.{e}.gate_proj"),
+    Stored(pattern=r"block_sparse_moe\.experts\.(\d+)\.w3", name="mlp.experts.{e}.up_proj"),
+    Stored(pattern=r"block_sparse_moe\.experts\.(\d+)\.w2", name="mlp.experts.{e}.down_proj"),
+)
+
+
+def _mixtral(settings: Settings) -> Fields:
+    fields = with_rope(settings, common(settings))
+    fields |= {"has_qkv_bias": False, "has_output_bias": False}
+    fields["experts"] = ExpertsConfig(
+        num_experts=settings.count("num_local_experts"),
+        num_per_token=settings.count("num_experts_per_tok"),
+        intermediate_size=fields["intermediate_size"],
+        normalizes_weights=True,
+    )
+    fields = with_windows(settings, fields, ["sliding_attention"] * fields["num_layers"])
+    return with_sparse(fields, [True] * fields["num_layers"])
+
+
+def _qwen2_moe(settings: Settings) -> Fields:
+    fields = with_rope(settings, common(settings))
+    fields |= {"has_qkv_bias": fields["has_qkv_bias"] or settings.switch("qkv_bias", True)}
+    num_layers, first = fields["num_layers"], settings.get("max_window_layers", 28)
+    kinds = layer_kinds(
+        settings,
+        num_layers,
+        lambda index: "sliding_attention" if index % 2 == 0 and index < first else "full_attention",
+    )
+    if not settings.switch("use_sliding_window"):
+        kinds = ["full_attention"] * num_layers
+    return _with_experts(settings, with_windows(settings, fields, kinds))
+
+
+def _qwen3_moe(settings: Settings) -> Fields:
+    fields = with_rope(settings, common(settings)) | {"qk_norm": "head"}
+    kind = "sliding_attention" if settings.switch("use_sliding_window") else "full_attention"
+    return _with_experts(settings, with_windows(settings, fields, [kind] * fields["num_layers"]))
+
+
+def _with_experts(settings: Settings, fields: Fields) -> Fields:
+    step, dense = settings.count("decoder_sparse_step", 1), settings.get("mlp_only_layers") or ()
+    shared = "shared_expert_intermediate_size"
+    fields["experts"] = ExpertsConfig(
+        num_experts=settings.count("num_experts" if "num_experts" in settings else "num_local_experts"),
+        num_per_token=settings.count("num_experts_per_tok"),
+        intermediate_size=settings.count("moe_intermediate_size"),
+        normalizes_weights=settings.switch("norm_topk_prob"),
+        shared_size=settings.count(shared, 0, least=0),
+        has_shared_gate=shared in settings,
+    )
+    return with_sparse(fields, [i not in dense and (i + 1) % step == 0 for i in range(fields["num_layers"])])
+
+
+FAMILIES = (
+    Family(
+        architectures=("MixtralForCausalLM",),
+        model_types=("mixtral",),
+        read=_mixtral,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        stored=MIXTRAL_EXPERTS,
+    ),
+    Family(architectures=("Qwen2MoeForCausalLM",), model_types=("qwen2_moe",), read=_qwen2_moe),
+    Family(
+        architectures=("Qwen3MoeForCausalLM",),
+        model_types=("qwen3_moe", "qwen3_vl_moe_text"),
+        read=_qwen3_moe,
+        stored=(
+            Stored(
+                pattern=r"mlp\.experts\.gate_up_proj",
+                name="mlp.experts.{e}.{}",
+                parts=("gate_proj", "up_proj"),
+                has_experts=True,
+                is_transposed=True,
+            ),
+            Stored(
+                pattern=r"mlp\.experts\.down_proj",
+                name="mlp.experts.{e}.down_proj",
+                has_experts=True,
+                is_transposed=True,
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,81 @@
+"""Settings of a config.json, checked as they are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from core.types.errors import SpecError
+
+_MOST = (1 << 31) - 1
+
+
+class Settings:
+    """Keys of one config.json, with the defaults of its family for keys that the file lacks; null is no value."""
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        self._raw = {name: found for name, found in {**(defaults or {}), **raw}.items() if found is not None}
+        self._seen = set[str]()
+
+    def replaced(self, **values: Any) -> Settings:
+        """Return settings with these values; what is read from either counts as read."""
+        other = Settings(values, self._raw)
+        other._seen = self._seen
+        return other
+
+    def __contains__(self, name: str) -> bool:
+        return self.get(name) is not None
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a setting of any type."""
+        self._seen.add(name)
+        return self._raw.get(name, default)
+
+    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        """Return a whole number. Raises SpecError for other values, KeyError if it is missing without a default."""
+        found = self.get(name, default)
+        if found is None:
+            raise KeyError(name)
+        if not (type(found) is int and least <= found <= _MOST):
+            raise SpecError(f"{name} is {found!r}, and must be a whole number from {least} to {_MOST}")
+        return found
+
+    def real(self, name: str, default: float | None = None) -> float:
+        """Return a number above 0. Raises as `count` does."""
+        found = self.get(name, default)
+        if found is None:
+            raise KeyError(name)
+        if not (type(found) in (int, float) and 0 < found < math.inf):
+            raise SpecError(f"{name} is {found!r}, and must be a number above 0")
+        return float(found)
+
+    def optional_real(self, name: str) -> float | None:
+        return self.real(name) if name in self else None
+
+    def switch(self, name: str, default: bool = False) -> bool:
+        """Return true or false. Raises SpecError for other values."""
+        found = self.get(name, default)
+        if found not in (True, False):
+            raise SpecError(f"{name} is {found!r}, and must be true or false")
+        return bool(found)
+
+    def object(self, name: str) -> Mapping[str, Any]:
+        """Return a JSON object, empty if it is absent. Raises SpecError for other values."""
+        found = self.get(name) or {}
+        if not isinstance(found, dict):
+            raise SpecError(f"{name} is {found!r}, and must be a JSON object")
+        return found
+
+    def per_layer(self, name: str, num_layers: int) -> list[Any] | None:
+        """Return one value per layer, or None if the list is absent. Raises SpecError for a list that is too short."""
+        found = self.get(name)
+        if found is None:
+            return None
+        if not isinstance(found, list) or len(found) < num_layers:
+            raise SpecError(f"{name} must be a list of {num_layers} values, one per layer")
+        return found[:num_layers]
+
+    def unread(self) -> dict[str, Any]:
+        """Return the settings that nothing has read."""
+        return {name: found for name, found in self._raw.items() if name not in self._seen}

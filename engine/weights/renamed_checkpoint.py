@@ -1,0 +1,208 @@
+"""Checkpoints whose files name or shape tensors in their family's own way, read as if they were Llama's."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core.model.config import family_of
+from core.model.families.family import Stored
+from core.model.gguf_table import TABLE
+from core.model.json_file import read_object
+from core.model.shape import ModelConfig
+from core.types.errors import SpecError
+from engine.weights.checkpoint import Checkpoint, Shape, Span
+from engine.weights.open_checkpoint import open_checkpoint
+from engine.weights.quantized_weight import QuantizedWeight
+
+logger = logging.getLogger(__name__)
+
+# O outputs, I inputs, E experts
+
+# Prefixes of the language model's tensors where it is a part of a larger model, and what they are here.
+_PREFIXES = (
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.text_model.", "model."),
+)
+# The other parts of such a model.
+_TOWERS = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|vision_embed_tokens|multi_modal_projector|mm_projector|audio_tower|"
+    r"embed_vision|embed_audio|connector|patch_merger|vision_language_adapter|pre_mm_projector_norm|vision_encoder)\."
+)
+_SUFFIXES = (".weight", ".bias")
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Place of a tensor: every `step`-th row of a stored matrix, from `first` on, after its transposition.
+
+    rotary_dim: head_dim of heads to reorder; 0: no reordering.
+    """
+
+    name: str
+    first: int = 0
+    step: int = 1
+    expert: int | None = None
+    is_transposed: bool = False
+    rotary_dim: int = 0
+
+    def order(self, num_rows: int) -> Tensor | None:
+        """Return the rows to take from the stored matrix, (O,) int64; None if they are a contiguous range."""
+        if self.rotary_dim:
+            heads = torch.arange(num_rows).view(-1, self.rotary_dim // 2, 2)
+            return heads.transpose(1, 2).flatten()
+        return None if self.step == 1 else torch.arange(self.first, num_rows, self.step)
+
+
+def open_model(model_dir: Path, config: ModelConfig) -> Checkpoint:
+    """Open the weights of a model directory under the names that the model reads. Raises SpecError."""
+    checkpoint = open_checkpoint(model_dir)
+    if (model_dir / TABLE).exists():
+        return checkpoint
+    raw = read_object(model_dir / "config.json")
+    renamed = RenamedCheckpoint(checkpoint, config, family_of(raw).stored, is_nested="text_config" in raw)
+    return renamed if renamed.is_needed else checkpoint
+
+
+class RenamedCheckpoint:
+    """Implements Checkpoint over another one. Tensors that no rule names keep their names."""
+
+    def __init__(
+        self, inner: Checkpoint, config: ModelConfig, stored: tuple[Stored, ...], *, is_nested: bool = False
+    ) -> None:
+        """is_nested: the language model is a part of the model; tensors of the other parts are passed over."""
+        self._inner = inner
+        self._config = config
+        self._rules = [(re.compile(rf"(.*\.)?{rule.pattern}"), rule) for rule in stored]
+        self._sources: dict[str, _Source] = {}
+        self.shapes: dict[str, Shape] = {}
+        towers = list[str]()
+        for name, shape in inner.shapes.items():
+            if is_nested and _TOWERS.match(name):
+                towers.append(name)
+                continue
+            for ours, source, part in self._located(name, shape):
+                if ours in self.shapes:
+                    raise SpecError(f"{ours} is in the files twice, as {self._stored(ours)} and as {name}")
+                self.shapes[ours] = part
+                if source is not None:
+                    self._sources[ours] = source
+        self.unindexed: Collection[str] = {ours for name in inner.unindexed for ours, _, _ in self._located(name, None)}
+        if towers:
+            kinds = ", ".join(sorted({match[0].removesuffix(".") for name in towers if (match := _TOWERS.match(name))}))
+            logger.info("text model only: %d tensors of %s are not read", len(towers), kinds)
+
+    @property
+    def is_needed(self) -> bool:
+        return self.shapes != self._inner.shapes
+
+    def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
+        source = self._sources.get(name)
+        if source is None:
+            return self._inner.read(name, rows=rows, columns=columns)
+        if source.expert is not None:
+            whole = self._inner.read(source.name, rows=(source.expert, source.expert + 1))[0]
+            whole = whole.T if source.is_transposed else whole
+            start, end = rows or (0, self.shapes[name][0])
+            part = whole[source.first :: source.step][start:end]
+            return part if columns is None else part[:, slice(*columns)]
+        order = source.order(self._inner.shapes[source.name][0])
+        if order is None:
+            return self._inner.read(source.name, rows=self._inner_rows(name, source, rows), columns=columns)
+        return self._inner.read(source.name, columns=columns)[order[slice(*rows or (None,))]]
+
+    def is_quantized(self, name: str) -> bool:
+        return self._inner.is_quantized(self._stored(name))
+
+    def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
+        source = self._sources.get(name)
+        if source is None:
+            return self._inner.quantized(name, rows=rows, columns=columns)
+        if source.expert is not None:
+            return None
+        order = source.order(self._inner.shapes[source.name][0])
+        if order is None:
+            return self._inner.quantized(source.name, rows=self._inner_rows(name, source, rows), columns=columns)
+        whole = self._inner.quantized(source.name, columns=columns)
+        return None if whole is None else whole.select(order[slice(*rows or (None,))])
+
+    def _inner_rows(self, name: str, source: _Source, rows: Span | None) -> Span:
+        start, end = rows or (0, self.shapes[name][0])
+        return source.first + start, source.first + end
+
+    def _stored(self, name: str) -> str:
+        return self._sources[name].name if name in self._sources else name
+
+    def _located(self, name: str, shape: Shape | None) -> Iterator[tuple[str, _Source | None, Shape]]:
+        """Yield our names of a stored tensor, where each is in it, and its shape."""
+        ours = next((to + name.removeprefix(start) for start, to in _PREFIXES if name.startswith(start)), name)
+        stem, suffix = _split(ours)
+        match, rule = next(((m, rule) for pattern, rule in self._rules if (m := pattern.fullmatch(stem))), (None, None))
+        if match is None or rule is None:
+            yield ours, None if ours == name else _Source(name), shape or ()
+            return
+        prefix, groups = match[1] or "", match.groups()[1:]
+        template = prefix + rule.name
+        if groups:
+            template = template.replace("{e}", groups[0]).replace("{0}", groups[0])
+        source = _Source(name, is_transposed=rule.is_transposed and suffix != ".bias")
+        if shape is None:
+            yield template.replace("{}", rule.parts[0] if rule.parts else "") + suffix, source, ()
+            return
+        experts = range(shape[0]) if rule.has_experts else [None]
+        inner = shape[1:] if rule.has_experts else shape
+        inner = inner[::-1] if source.is_transposed else inner
+        layer = int(found[1]) if (found := re.search(r"layers\.(\d+)\.", prefix)) else 0
+        for part, first, num_rows in self._parts(rule, inner[0], layer):
+            dim = self._config.layers[layer].head_dim if rule.split == "rotary" else 0
+            for expert in experts:
+                full = template.replace("{}", part)
+                if expert is not None:
+                    full = full.replace("{e}", str(expert))
+                yield (
+                    full + (suffix or ".weight" if rule.has_experts else suffix),
+                    replace(
+                        source,
+                        first=first,
+                        step=len(rule.parts) if rule.split == "pairs" else 1,
+                        expert=expert,
+                        rotary_dim=dim,
+                    ),
+                    (num_rows, *inner[1:]),
+                )
+
+    def _parts(self, rule: Stored, num_rows: int, layer: int) -> Iterator[tuple[str, int, int]]:
+        """Yield the parts of a stored matrix, the first row of each, and the number of its rows."""
+        if not rule.parts:
+            yield "", 0, num_rows
+            return
+        if rule.split == "pairs":
+            for index, part in enumerate(rule.parts):
+                yield part, index, num_rows // len(rule.parts)
+            return
+        sizes = [num_rows // len(rule.parts)] * len(rule.parts)
+        if rule.split == "qkv":
+            shape = self._config.layers[min(layer, self._config.num_layers - 1)]
+            sizes = [heads * shape.head_dim for heads in (self._config.num_q_heads, *(shape.num_kv_heads,) * 2)]
+        if sum(sizes) != num_rows:
+            raise SpecError(f"a fused tensor of layer {layer} has {num_rows} rows, but {rule.parts} need {sum(sizes)}")
+        start = 0
+        for part, size in zip(rule.parts, sizes, strict=True):
+            yield part, start, size
+            start += size
+
+
+def _split(name: str) -> tuple[str, str]:
+    """Split off `.weight` or `.bias`; tensors of all experts have `_bias` or nothing."""
+    for suffix in _SUFFIXES:
+        if name.endswith(suffix):
+            return name.removesuffix(suffix), suffix
+    return (name.removesuffix("_bias"), ".bias") if name.endswith("_proj_bias") else (name, "")
