@@ -112,7 +112,7 @@ class LayerConfig:
     window: int | None = None  # a token attends to itself and to window - 1 tokens before it
     chunk: int | None = None  # a token attends to its own chunk of positions only; excludes window
     kv_layer: int | None = None  # earlier layer whose keys and values it reads; None: it has its own
-    has_qk_norm: bool = True  # in models with norms on queries and keys
+    has_qk_norm: bool = True  # in models whose qk_norm is "plain"
     values_are_keys: bool = False  # whether the key projection gives the values, too
     scales_queries: bool = False  # in models with QueryScaling
 
@@ -149,7 +149,8 @@ class ModelConfig:
     qk_norm: Literal["head", "projection", "plain"] | None = None
     has_value_norm: bool = False  # of each value head, without a weight
     has_pre_norms: bool = True  # before attention and MLP
-    has_post_norms: bool = False  # of the outputs of attention and MLP, before the residual addition
+    # Of the outputs of attention and dense MLP, before the residual addition; names as in Gemma.
+    has_post_norms: bool = False
     norms_add_one: bool = False  # whether norms multiply by 1 + weight
     norms_round_late: bool = False  # whether norms multiply by the weight in fp32, before rounding
     # Scores of attention.
@@ -159,7 +160,7 @@ class ModelConfig:
     query_scaling: QueryScaling | None = None
     # Scales of the residual stream.
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of the outputs of attention and MLP
+    residual_scale: float = 1.0  # of the outputs of attention and MLP, experts included
     has_layer_scales: bool = False  # a learned factor of each layer's output
     logits_scale: float = 1.0
     logits_soft_cap: float | None = None

@@ -33,9 +33,12 @@ _MODELS = {
     "Phi3ForCausalLM": ("Phi-3, Phi-4-mini", "generic", ""),
     "GptOssForCausalLM": ("gpt-oss", "openai", "channels"),
     "GraniteForCausalLM": ("Granite 3", "generic", ""),
+    "GraniteMoeForCausalLM": ("Granite 3 MoE", "generic", ""),
     "Glm4MoeForCausalLM": ("GLM-4.5, 4.6, 4.7", "glm45, glm47", "<think>"),
     "MiniMaxM2ForCausalLM": ("MiniMax-M2", "minimax_m2", "<think>"),
     "Llama4ForCausalLM": ("Llama 4, also its text part", "llama4_pythonic", ""),
+    "Olmo2ForCausalLM": ("OLMo-2", "generic", ""),
+    "SmolLM3ForCausalLM": ("SmolLM3", "hermes", "<think>"),
 }
 
 
@@ -44,6 +47,8 @@ def families() -> str:
     rows = []
     for family in FAMILIES:
         name = family.architectures[0]
+        if name not in _MODELS:
+            raise KeyError(f"add {name} to _MODELS in {Path(__file__).relative_to(_ROOT)}")
         models, tools, thoughts = _MODELS[name]
         rows.append((f"`{name}`", models, tools or "generic", f"`{thoughts}`" if thoughts else ""))
     return table(("architecture", "models", "tool calls", "thoughts"), rows)

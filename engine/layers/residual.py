@@ -54,15 +54,16 @@ class Residual:
         """Add after(part(before(x_TI))) * scale to the stream."""
         if after is not None or scale != 1:
             update_TE = part(x_TI, before=before)
-            update_TE = update_TE if after is None else after(update_TE)
-            self.add(update_TE if scale == 1 else update_TE * scale)
+            self.add(update_TE if after is None else after(update_TE), scale=scale)
         elif self._adds_late:
             self.add(part(x_TI, before=before))
         else:
             self._x_TE = part(x_TI, before=before, residual_TO=self._x_TE)
 
-    def add(self, update: Tensor | ExpertSum) -> None:
-        """Add `update`, (T, E) or an expert sum of that shape."""
+    def add(self, update: Tensor | ExpertSum, *, scale: float = 1.0) -> None:
+        """Add `update` * scale; update: (T, E) or an expert sum of that shape."""
+        if scale != 1:
+            update = (update.total() if isinstance(update, ExpertSum) else update) * scale
         if not self._adds_late:
             self._x_TE = self._x_TE + (update.total() if isinstance(update, ExpertSum) else update)
             return

@@ -63,9 +63,9 @@ class ShardReader:
         self, name: str, eps: float, *, rows: Span | None = None, adds_one: bool = False, rounds_late: bool = False
     ) -> RMSNorm:
         """Read a norm. adds_one: it multiplies by 1 + weight. rounds_late: see RMSNorm."""
-        weight = self.checkpoint.read(f"{name}.weight", rows=rows)
+        weight = self._place(self.checkpoint.read(f"{name}.weight", rows=rows))
         weight = weight.float() + 1 if adds_one else weight
-        return RMSNorm(weight.float().to(self.device) if rounds_late else self._place(weight), eps)
+        return RMSNorm(weight.float() if rounds_late else weight.to(self.dtype), eps)
 
     def embedding(self, name: str, vocab_size: int) -> Embedding:
         """Read this rank's rows of the token embedding. Only CPU kernels keep them quantized."""

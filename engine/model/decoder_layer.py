@@ -148,7 +148,7 @@ def expected_tensors(config: ModelConfig, index: int) -> Mapping[str, Shape]:
         norms["input_layernorm"] = (hidden,)
     if config.has_post_norms:
         norms["post_attention_layernorm"] = (hidden,)
-    if config.qk_norm in ("head", "projection") and layer.has_qk_norm:
+    if config.qk_norm in ("head", "projection"):
         for name in ("q_proj", "k_proj"):
             if name in sizes:
                 norms[f"self_attn.{name[0]}_norm"] = (dim if config.qk_norm == "head" else sizes[name],)

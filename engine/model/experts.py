@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +37,7 @@ from engine.weights.checkpoint import Shape, Span
 
 @dataclass(frozen=True)
 class SparseMLP:
-    """Sparse MLP x + experts(norm(x)) + shared(norm(x)); the router weighs a few experts for each token."""
+    """Sparse MLP x + (experts(norm(x)) + shared(norm(x))) * scale; the router weighs a few experts for each token."""
 
     routing: Routing
     experts: Experts
@@ -44,10 +45,12 @@ class SparseMLP:
     shared: SharedExpert | None
     # True: the weights multiply the experts' inputs.
     weighs_inputs: bool = False
+    residual_scale: float = 1.0
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> SparseMLP:
         assert config.experts is not None
+        assert config.experts.beside_mlp or not config.has_post_norms, "a norm after experts is not computed"
         shape, parallel, block = config.experts, reader.parallel, f"model.layers.{layer}.mlp"
         num_experts, num_features = shape.num_experts, shape.intermediate_size
         features = (0, num_features) if reader.spreads_experts else parallel.span(num_features)
@@ -64,20 +67,19 @@ class SparseMLP:
                     routing = Routing.read(
                         reader, shape, f"{block}.gate", num_shared=num_pieces, shared_gate_1E=gate_1E
                     )
-                    return cls(routing, SplitExperts(bank, parallel), None)
+                    return cls(routing, SplitExperts(bank, parallel), None, residual_scale=config.residual_scale)
             experts = SplitExperts(build_bank(range(num_experts)), parallel)
         shared = SharedExpert.read(reader, shape, block) if shape.shared_size else None
-        return cls(Routing.read(reader, shape, f"{block}.gate"), experts, shared, shape.weighs_inputs)
+        routing = Routing.read(reader, shape, f"{block}.gate")
+        return cls(routing, experts, shared, shape.weighs_inputs, config.residual_scale)
 
     def __call__(self, x: Residual, *, norm: RMSNorm | None) -> None:
         normed_TE = x.normed(norm)
         choices = self.routing(normed_TE)
-        if self.weighs_inputs:
-            x.add(_of_weighed_inputs(self.experts, normed_TE, choices))
-        else:
-            x.add(self.experts(normed_TE, choices))
+        compute = partial(_of_weighed_inputs, self.experts) if self.weighs_inputs else self.experts
+        x.add(compute(normed_TE, choices), scale=self.residual_scale)
         if self.shared is not None:
-            self.shared(normed_TE, x)
+            self.shared(normed_TE, x, scale=self.residual_scale)
 
     @property
     def is_fixed(self) -> bool:
@@ -115,12 +117,12 @@ class SharedExpert:
             _read_shared_gate(reader, config, block),
         )
 
-    def __call__(self, normed_TE: Tensor, x: Residual) -> None:
+    def __call__(self, normed_TE: Tensor, x: Residual, *, scale: float = 1.0) -> None:
         gate_up_TI = self.gate_up(normed_TE)
         if self.gate_1E is None:
-            x.add_product(self.down, gate_up_TI, before=SILU)
+            x.add_product(self.down, gate_up_TI, before=SILU, scale=scale)
         else:
-            x.add_product(self.down, SILU(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid())
+            x.add_product(self.down, SILU(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid(), scale=scale)
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,11 @@ def mlp_norms(config: ModelConfig) -> MLPNorms:
     return MLPNorms("pre_feedforward_layernorm" if config.has_pre_norms else "", "post_feedforward_layernorm")
 
 
-def read_norm(reader: ShardReader, config: ModelConfig, name: str) -> RMSNorm:
-    """Read a norm with the model's epsilon and rounding."""
-    return reader.norm(name, config.rms_norm_eps, adds_one=config.norms_add_one, rounds_late=config.norms_round_late)
+def read_norm(reader: ShardReader, config: ModelConfig, name: str, *, rows: Span | None = None) -> RMSNorm:
+    """Read a norm, or rows of its weight, with the model's epsilon and rounding."""
+    return reader.norm(
+        name, config.rms_norm_eps, rows=rows, adds_one=config.norms_add_one, rounds_late=config.norms_round_late
+    )
 
 
 @dataclass(frozen=True)
@@ -59,8 +61,8 @@ class ProjectionNorm:
     ) -> ProjectionNorm:
         num_k = config.num_kv_heads * config.head_dim
         return cls(
-            reader.tensor(f"{attention}.q_norm.weight", rows=q_rows),
-            reader.tensor(f"{attention}.k_norm.weight", rows=kv_rows),
+            read_norm(reader, config, f"{attention}.q_norm", rows=q_rows).weight,
+            read_norm(reader, config, f"{attention}.k_norm", rows=kv_rows).weight,
             config.num_q_heads * config.head_dim,
             num_k,
             num_k / ((kv_rows[1] - kv_rows[0]) * reader.parallel.size),
@@ -81,4 +83,6 @@ class ProjectionNorm:
 
 
 def _normed(x_TO: Tensor, mean_T1: Tensor, weight_O: Tensor, eps: float) -> Tensor:
-    return (x_TO.float() * torch.rsqrt(mean_T1 + eps)).to(x_TO.dtype) * weight_O
+    # The product is in fp32 if the weight is: see RMSNorm.
+    normed_TO = (x_TO.float() * torch.rsqrt(mean_T1 + eps)).to(weight_O.dtype)
+    return (normed_TO * weight_O).to(x_TO.dtype)

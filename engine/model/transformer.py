@@ -1,8 +1,4 @@
-"""Transformer models: Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen2.5, Qwen3; with experts (experts.py) Mixtral,
-Qwen2-MoE, Qwen3-MoE; with latent attention (latent_layer.py) DeepSeek-V2 and V3.
-
-The families differ only in their configs: biases, norms on queries and keys, sliding windows, rotary scaling.
-"""
+"""Transformer models of all families, which differ only in their configs (core/model/families)."""
 
 from __future__ import annotations
 

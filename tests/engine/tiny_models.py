@@ -17,6 +17,8 @@ from transformers import (
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
+    GraniteConfig,
+    GraniteMoeConfig,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -25,6 +27,7 @@ from transformers import (
     Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -32,6 +35,7 @@ from transformers import (
     Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 from engine.runner.runner import ModelRunner
@@ -58,6 +62,10 @@ CONFIGS = {
     "ministral3": Ministral3Config,
     "mistral4": Mistral4Config,
     "llama4": Llama4TextConfig,
+    "olmo2": Olmo2Config,
+    "smollm3": SmolLM3Config,
+    "granite": GraniteConfig,
+    "granite_moe": GraniteMoeConfig,
 }
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
 LATENT |= {

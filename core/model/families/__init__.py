@@ -9,11 +9,14 @@ from core.model.families import (
     glm4_moe,
     gpt_oss,
     granite,
+    granite_moe,
     llama,
     llama4,
     minimax_m2,
     mixtral,
+    olmo2,
     phi3,
+    smollm3,
 )
 from core.model.families.family import Family
 
@@ -26,7 +29,10 @@ FAMILIES: tuple[Family, ...] = (
     *phi3.FAMILIES,
     *gpt_oss.FAMILIES,
     *granite.FAMILIES,
+    *granite_moe.FAMILIES,
     *glm4_moe.FAMILIES,
     *minimax_m2.FAMILIES,
     *llama4.FAMILIES,
+    *olmo2.FAMILIES,
+    *smollm3.FAMILIES,
 )

@@ -6,7 +6,7 @@ from core.model.families.family import Family, Fields, common, with_rope
 from core.model.settings import Settings
 
 
-def _granite(settings: Settings) -> Fields:
+def granite(settings: Settings) -> Fields:
     return with_rope(settings, common(settings)) | {
         "embedding_scale": settings.real("embedding_multiplier", 1.0),
         "score_scale": settings.real("attention_multiplier", 1.0),
@@ -15,4 +15,11 @@ def _granite(settings: Settings) -> Fields:
     }
 
 
-FAMILIES = (Family(architectures=("GraniteForCausalLM",), model_types=("granite",), read=_granite),)
+FAMILIES = (
+    Family(
+        architectures=("GraniteForCausalLM",),
+        model_types=("granite",),
+        read=granite,
+        defaults={"max_position_embeddings": 2048},
+    ),
+)

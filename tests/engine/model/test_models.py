@@ -56,6 +56,12 @@ QWEN2_MOE = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 36,
 }
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.5,
+}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -126,6 +132,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {"rope_parameters": YARN | QUERY_SCALING}),
     "mistral4": ("mistral4", MISTRAL4),
     "llama4": ("llama4", LLAMA4),
+    "granite": ("granite", GRANITE),
+    "granite_moe": ("granite_moe", GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "smollm3, sliding window": (
+        "smollm3",
+        {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 9},
+    ),
     "llama4, no norms, fixed temperature": (
         "llama4",
         LLAMA4 | {"use_qk_norm": False, "attn_temperature_tuning": False, "interleave_moe_layer_step": 1},

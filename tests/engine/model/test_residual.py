@@ -35,14 +35,14 @@ def dense(output_norm: RMSNorm | None = None) -> GatedMLP:
     return GatedMLP(Linear(matrix(2 * FEATURES, HIDDEN, 1)), down, output_norm=output_norm)
 
 
-def sparse(*, has_shared: bool) -> SparseMLP:
+def sparse(*, has_shared: bool, scale: float = 1.0) -> SparseMLP:
     rule = ChoiceRule(
         num_choices=2, num_groups=3, num_groups_per_token=2, scores="sigmoid", normalizes_weights=True, weight_scale=1.5
     )
     routing = Routing(random(EXPERTS, HIDDEN, seed=3) * 5, random(EXPERTS, seed=4), new_counters(CPU), True, rule)
     bank = ExpertStack(random(EXPERTS, 2 * FEATURES, HIDDEN, seed=5), random(EXPERTS, HIDDEN, FEATURES, seed=6))
     shared = SharedExpert(dense().gate_up, dense().down, None) if has_shared else None
-    return SparseMLP(routing, SplitExperts(bank, TensorParallel()), shared)
+    return SparseMLP(routing, SplitExperts(bank, TensorParallel()), shared, residual_scale=scale)
 
 
 @pytest.mark.parametrize("by", ["references", "kernels"])
@@ -53,6 +53,7 @@ def sparse(*, has_shared: bool) -> SparseMLP:
         [dense(RMSNorm(random(HIDDEN, seed=7) + 1, 1e-6)), dense()],
         [sparse(has_shared=False), sparse(has_shared=True), dense()],
         [sparse(has_shared=True), sparse(has_shared=False)],
+        [sparse(has_shared=True, scale=0.3), sparse(has_shared=False, scale=0.3), dense()],
     ],
 )
 def test_deferred_layers_equal_immediate_layers(

@@ -38,6 +38,7 @@ TIMEOUT_S = 40.0
         (2, "llama", {"attention_bias": True, "mlp_bias": True}),
         (2, "qwen2", {"tie_word_embeddings": True}),
         (4, "qwen3", {}),  # 2 kv heads, each on two ranks
+        (4, "olmo2", {}),
         (3, "llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 144}),  # SmolLM2's heads
         (4, "llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
         (2, "deepseek_v2", DEEPSEEK_V2 | {"attention_bias": True}),

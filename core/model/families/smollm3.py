@@ -1,0 +1,39 @@
+"""SmolLM3: Llama without rotation in every fourth layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from core.model.families.family import Family, Fields, common, layer_kinds, with_rope, with_windows
+from core.model.settings import Settings
+
+
+def _smollm3(settings: Settings) -> Fields:
+    fields = with_rope(settings, common(settings))
+    num_layers, interval = fields["num_layers"], settings.count("no_rope_layer_interval", 4)
+    has_rope = settings.per_layer("no_rope_layers", num_layers)
+    has_rope = has_rope or [(index + 1) % interval != 0 for index in range(num_layers)]
+    kinds = layer_kinds(
+        settings, num_layers, lambda index: "full_attention" if has_rope[index] else "sliding_attention"
+    )
+    if not settings.switch("use_sliding_window"):
+        kinds = ["full_attention"] * num_layers
+    layers = with_windows(settings, fields, kinds)["layers"]
+    return fields | {
+        "layers": tuple(replace(layer, rope=0 if has else None) for layer, has in zip(layers, has_rope, strict=True))
+    }
+
+
+FAMILIES = (
+    Family(
+        architectures=("SmolLM3ForCausalLM",),
+        model_types=("smollm3",),
+        read=_smollm3,
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+        },
+    ),
+)
