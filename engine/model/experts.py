@@ -66,7 +66,9 @@ class SparseMLP:
                     )
                     return cls(routing, SplitExperts(bank, parallel), None)
             experts = SplitExperts(build_bank(range(num_experts)), parallel)
-        shared = SharedExpert.read(reader, shape, block) if shape.shared_size else None
+        shared = None
+        if shape.shared_size:
+            shared = SharedExpert.read(reader, shape, block, GatedActivation(*astuple(config.activation)))
         return cls(Routing.read(reader, shape, f"{block}.gate"), experts, shared, shape.weighs_inputs)
 
     def __call__(self, x: Residual, *, norm: RMSNorm | None) -> None:
@@ -105,22 +107,24 @@ class SharedExpert:
     gate_up: Linear
     down: RowParallelLinear
     gate_1E: Tensor | None
+    activation: GatedActivation = SILU
 
     @classmethod
-    def read(cls, reader: ShardReader, config: ExpertsConfig, block: str) -> SharedExpert:
+    def read(cls, reader: ShardReader, config: ExpertsConfig, block: str, activation: GatedActivation) -> SharedExpert:
         name, features = f"{block}.{_shared_name(config)}", reader.parallel.span(config.shared_size)
         return cls(
             reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}),
             reader.row_parallel(f"{name}.down_proj", features),
             _read_shared_gate(reader, config, block),
+            activation,
         )
 
     def __call__(self, normed_TE: Tensor, x: Residual) -> None:
         gate_up_TI = self.gate_up(normed_TE)
         if self.gate_1E is None:
-            x.add_product(self.down, gate_up_TI, before=SILU)
+            x.add_product(self.down, gate_up_TI, before=self.activation)
         else:
-            x.add_product(self.down, SILU(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid())
+            x.add_product(self.down, self.activation(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid())
 
 
 @dataclass(frozen=True)
