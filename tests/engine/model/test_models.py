@@ -102,6 +102,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2, yarn": ("deepseek_v2", DEEPSEEK_V2 | {"rope_parameters": YARN | DEEPSEEK_YARN}),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK_V3),
+    "deepseek_v3, gelu": ("deepseek_v3", DEEPSEEK_V3 | {"hidden_act": "gelu"}),
+    "qwen2_moe, gelu": ("qwen2_moe", QWEN2_MOE | {"hidden_act": "gelu"}),
     "deepseek_v3, yarn": ("deepseek_v3", DEEPSEEK_V3 | {"rope_parameters": YARN | DEEPSEEK_YARN}),
     "deepseek_v3, all dense, long queries, halves": (
         "deepseek_v3",
