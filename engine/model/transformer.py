@@ -378,7 +378,8 @@ def _embedding_and_head(config: ModelConfig, reader: ShardReader) -> tuple[str, 
     if f"{_HEAD}.weight" not in found:
         if config.tie_embeddings:
             return _EMBEDDING, _EMBEDDING, ""
-        if f"{_HEAD}.weight" in reader.checkpoint.unindexed:
+        # A head that is left out of the index, or under a prefix that this model does not read, is reported as missing.
+        if any(name.endswith(f"{_HEAD}.weight") for name in (*found, *reader.checkpoint.unindexed)):
             return _EMBEDDING, _HEAD, ""
         return (
             _EMBEDDING,
@@ -416,7 +417,7 @@ def _is_same(reader: ShardReader, vocab_size: int) -> bool:
 
 def _optional_tensors(config: ModelConfig, found: Iterable[str]) -> frozenset[str]:
     """Return tensors that may exist but are not read: a tied head, and multi-token-prediction layers past the last."""
-    layer_of = {name: int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    layer_of = {name: int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))}
     predictors = {layer for name, layer in layer_of.items() if name.endswith(".eh_proj.weight")}
     optional = {name for name, layer in layer_of.items() if layer >= config.num_layers and layer in predictors}
     return frozenset(optional | {f"{_HEAD}.weight"})

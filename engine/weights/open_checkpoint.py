@@ -26,7 +26,12 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     check_method(config)
     if config:
         return QuantizedCheckpoint(plain, config)
-    if coded := [name for name, kind in plain.dtypes.items() if kind not in (*FLOATS, *_COUNTERS)]:
+    coded = [
+        name
+        for name, kind in plain.dtypes.items()
+        if kind not in FLOATS and (kind not in _COUNTERS or name.endswith(".weight"))
+    ]
+    if coded:
         kind = plain.dtypes[coded[0]]
         raise SpecError(f"{coded[0]} has dtype {kind}, and config.json has no quantization_config; {INSTEAD}")
     return plain
