@@ -21,14 +21,14 @@ _SAMPLES = 16  # samples per weight file in fingerprint()
 _SAMPLE_BYTES = 16 * 1024
 
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
-_BY_TEXT_TYPE = {name: family for family in FAMILIES for name in family.model_types}
+_BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 SUPPORTED_ARCHITECTURES = tuple(_BY_ARCHITECTURE)
 
-# Settings of a model whose language model is a part, under `text_config`, that apply to that part.
-_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "eos_token_id")
+# Keys beside `text_config` that apply to the language model, too.
+_BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "eos_token_id")
 
-# Settings that change the numbers in the families that have them, in transformers and in published code. Other families
-# reject values other than these, and than zero, false and empty.
+# Settings that change the results of the families that read them, in transformers and in published code. Other families
+# reject them, unless the value is zero, false, empty or one of these.
 _NEUTRAL_VALUES = (1, 1.0, "none")
 _CHANGES_NUMBERS = (
     # attention
@@ -149,15 +149,18 @@ def token_ids(given: Any) -> tuple[int, ...]:
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """Return the family of a config.json. Raises SpecError if it is not supported."""
+    """Return the family of a config.json.
+
+    The text part's model_type decides, then `architectures`, then model_type. Raises SpecError if it is not supported.
+    """
     kind = _name(Settings(raw).object("text_config"), "model_type")
-    if kind in _BY_TEXT_TYPE:
-        return _BY_TEXT_TYPE[kind]
+    if kind in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[kind]
     listed = raw.get("architectures") or []
     listed = listed if isinstance(listed, list) else [listed]
     architecture = _name({"architectures": listed[0]}, "architectures") if listed else "(none)"
-    if kind is None and not listed and (own := _name(raw, "model_type")) in _BY_TEXT_TYPE:
-        return _BY_TEXT_TYPE[own]
+    if kind is None and not listed and (own := _name(raw, "model_type")) in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[own]
     if kind is None and architecture in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[architecture]
     named = f"architecture {architecture}" + (f" with a text model of type {kind}" if kind else "")
@@ -209,8 +212,8 @@ def _check_layers(model: ModelConfig) -> None:
 
 
 def _text_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the language model, which may be a part of the model."""
+    """Return the settings of the language model: those under `text_config`, or all."""
     text = Settings(raw).object("text_config")
     if "text_config" not in raw or raw["text_config"] is None:
         return dict(raw)
-    return {**text} | {name: raw[name] for name in _OF_THE_WHOLE if raw.get(name) is not None}
+    return {**text} | {name: raw[name] for name in _BESIDE_TEXT if raw.get(name) is not None}

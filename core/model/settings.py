@@ -12,14 +12,17 @@ MOST = (1 << 31) - 1
 
 
 class Settings:
-    """Keys of one config.json, with the defaults of its family for keys that the file lacks; null is no value."""
+    """Settings of one config.json, with the family's defaults for absent keys.
+
+    A null counts as absent, and hides the family's default. The object records which settings were read.
+    """
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self._raw = {name: found for name, found in {**(defaults or {}), **raw}.items() if found is not None}
         self._seen = set[str]()
 
     def replaced(self, **values: Any) -> Settings:
-        """Return settings with these values; what is read from either counts as read."""
+        """Return a copy with these values, which shares the record of settings that were read."""
         other = Settings(values, self._raw)
         other._seen = self._seen
         return other

@@ -1,4 +1,4 @@
-"""Checkpoints whose files name or shape tensors in their family's own way, read as if they were Llama's."""
+"""Checkpoint that presents a family's tensors under Llama's names and shapes: renamed, split or unstacked."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RenamedCheckpoint:
     def __init__(
         self, inner: Checkpoint, config: ModelConfig, stored: tuple[Stored, ...], *, is_nested: bool = False
     ) -> None:
-        """is_nested: the language model is a part of the model; tensors of the other parts are passed over."""
+        """is_nested: the language model is a part of the model; tensors of its other parts are skipped."""
         self._inner = inner
         self._config = config
         self._rules = [(re.compile(rf"(.*\.)?{rule.pattern}"), rule) for rule in stored]
@@ -142,7 +142,10 @@ class RenamedCheckpoint:
         return self._sources[name].name if name in self._sources else name
 
     def _located(self, name: str, shape: Shape | None) -> Iterator[tuple[str, _Source | None, Shape]]:
-        """Yield our names of a stored tensor, where each is in it, and its shape."""
+        """Yield the model's names for a stored tensor, with the place and the shape of each.
+
+        No place: the tensor keeps its name. shape: None if only the names matter, of tensors that are not read.
+        """
         ours = next((to + name.removeprefix(start) for start, to in _PREFIXES if name.startswith(start)), name)
         stem, suffix = _split(ours)
         match, rule = next(((m, rule) for pattern, rule in self._rules if (m := pattern.fullmatch(stem))), (None, None))

@@ -41,7 +41,7 @@ def _with_latents(settings: Settings, *, is_interleaved: bool) -> Fields:
         query_dim=settings.count("q_lora_rank") if "q_lora_rank" in settings else None,
     )
     head_dim = latent.nope_dim + latent.rope_dim
-    # The heads of the cache, which has one row per token.
+    # The cache has one row per token, like the keys of a single head.
     cached = settings.replaced(num_key_value_heads=1, head_dim=head_dim)
     return with_rope(settings, common(cached), is_interleaved=is_interleaved, rotated=latent.rope_dim) | {
         "latent": latent

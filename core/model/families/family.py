@@ -1,4 +1,4 @@
-"""Parts of the tables that describe model families.
+"""Description of a model family, and readers of the settings that families share.
 
 A family reads the settings of its config.json into fields of ModelConfig, and lists the tensors that its files store
 under other names than Llama's or in other shapes. docs/EXTENDING.md shows how to add one.
@@ -21,7 +21,7 @@ _MOST_HEADS = _MOST_HEAD_DIM = 1 << 16
 _MOST_EXPERTS = 4096
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-# Fields of ModelConfig that differ from those of `common`.
+# Arguments of ModelConfig.
 Fields = dict[str, Any]
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -44,7 +44,7 @@ class Stored:
 
     pattern: str
     name: str
-    # Matrices that follow one another in the rows of the stored one.
+    # Matrices that the stored one fuses, in the order of its rows.
     parts: tuple[str, ...] = ()
     # halves: parts of equal size. qkv: heads of queries, keys and values. pairs: rows of two parts alternate. rotary:
     # one part, in whose heads the features of a rotary pair are adjacent.
@@ -80,7 +80,7 @@ STACKED_EXPERTS = (
 
 
 def common(settings: Settings, *, head_dim: int | None = None) -> Fields:
-    """Read what all families have in common; the layers are alike, with full attention and a dense MLP.
+    """Read the settings of all families. All layers get full attention and a dense MLP; families replace them.
 
     head_dim: default where the file has none; None: hidden_size / num_attention_heads.
     """

@@ -74,12 +74,12 @@ def _gemma4(settings: Settings) -> Fields:
 
 
 def _with_layers(settings: Settings, fields: Fields, kinds: list[str]) -> Fields:
-    """Set the heads of full layers, and the layers that read an earlier layer's keys and values."""
+    """Set the heads of layers with full attention, and the earlier layer whose keys and values the last ones share."""
     num_layers, layers = fields["num_layers"], list(with_overrides(settings, fields["layers"]))
     is_shared = settings.switch("attention_k_eq_v")
     has_global = is_shared and "num_global_key_value_heads" in settings
     num_global = settings.count("num_global_key_value_heads") if has_global else None
-    first = num_layers - settings.count("num_kv_shared_layers", 0, least=0)
+    first_shared = num_layers - settings.count("num_kv_shared_layers", 0, least=0)
     is_wide = settings.switch("use_double_wide_mlp")
     for index, kind in enumerate(kinds):
         if kind == "full_attention":
@@ -89,12 +89,12 @@ def _with_layers(settings: Settings, fields: Fields, kinds: list[str]) -> Fields
                 layers[index] = replace(
                     layers[index], head_dim=settings.count("global_head_dim", 512), num_kv_heads=heads
                 )
-        if index >= first:
-            own = [earlier for earlier in range(first) if kinds[earlier] == kind]
-            if not own:
+        if index >= first_shared:
+            sources = [earlier for earlier in range(first_shared) if kinds[earlier] == kind]
+            if not sources:
                 raise SpecError(f"num_kv_shared_layers: layer {index} has no earlier layer of {kind} to share with")
             size = layers[index].intermediate_size * (2 if is_wide else 1)
-            layers[index] = replace(layers[index], kv_layer=own[-1], intermediate_size=size)
+            layers[index] = replace(layers[index], kv_layer=sources[-1], intermediate_size=size)
     return fields | {"layers": tuple(layers)}
 
 

@@ -324,6 +324,18 @@ def test_error_names_wrong_tensors(tiny_model: MakeModel, make_runner: MakeRunne
         assert part in str(caught.value)
 
 
+def test_a_head_under_another_prefix_is_not_taken_for_a_tied_one(
+    tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    directory, _ = tiny_model("llama")
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.lm_head.weight"] = tensors.pop("lm_head.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(SpecError, match=r"missing: lm_head.weight; not expected: model.lm_head.weight"):
+        make_runner(tmp_path)
+
+
 def test_error_names_truncated_file(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:
     directory, _ = tiny_model("llama")
     shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
