@@ -77,7 +77,7 @@ def with_experts(
     return with_sparse(fields, is_sparse)
 
 
-def _groups(settings: Settings, counts: dict[str, int], *, best: int) -> dict[str, int]:
+def _groups(settings: Settings, counts: Fields, *, best: int) -> Fields:
     """Read the groups of experts. best: experts whose scores rank a group. Raises SpecError."""
     num_experts, num_per_token = counts["num_experts"], counts["num_per_token"]
     num_groups = settings.count("n_group", 1, most=num_experts)

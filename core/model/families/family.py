@@ -181,7 +181,7 @@ def with_overrides(settings: Settings, layers: Sequence[LayerConfig]) -> tuple[L
 
 def count_experts(
     settings: Settings, key: str, per_token: str = "num_experts_per_tok", default: int | None = None
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Read the number of experts, and of those per token, for ExpertsConfig. Raises SpecError."""
     num_experts = settings.count(key, most=_MOST_EXPERTS)
     return {"num_experts": num_experts, "num_per_token": settings.count(per_token, default, most=num_experts)}
