@@ -21,8 +21,8 @@ def _llama4(settings: Settings) -> Fields:
     has_rope = has_rope or [(index + 1) % interval != 0 for index in range(num_layers)]
     kinds = layer_kinds(settings, num_layers, lambda index: _CHUNKED if has_rope[index] else FULL, (_CHUNKED, FULL))
     step = settings.count("interleave_moe_layer_step", 1)
-    sparse = settings.indices("moe_layers")
-    sparse = range(step - 1, num_layers, step) if sparse is None else sparse
+    listed = settings.indices("moe_layers")
+    sparse = range(step - 1, num_layers, step) if listed is None else listed
     tunes, chunk = settings.switch("attn_temperature_tuning", True), settings.count("attention_chunk_size", 8192)
     fields["layers"] = tuple(
         replace(
