@@ -10,24 +10,25 @@ from typing import Any
 from core.model.families import FAMILIES
 from core.model.families.family import Family
 from core.model.json_file import read_object
-from core.model.settings import Settings
+from core.model.settings import MOST, Settings
 from core.model.shape import ModelConfig
 from core.model.weight_files import weight_files
 from core.model.weight_formats import check_method
 from core.types.errors import SpecError
 
+_MOST_EXPERTS = 1 << 18  # of all layers; the largest published models have fewer than 1 << 15
 _SAMPLES = 16  # samples per weight file in fingerprint()
 _SAMPLE_BYTES = 16 * 1024
 
 _BY_ARCHITECTURE = {name: family for family in FAMILIES for name in family.architectures}
-_BY_TEXT_TYPE = {name: family for family in FAMILIES for name in family.model_types}
+_BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_types}
 SUPPORTED_ARCHITECTURES = tuple(_BY_ARCHITECTURE)
 
-# Settings of a model whose language model is a part, under `text_config`, that apply to that part.
-_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+# Keys beside `text_config` that apply to the language model, too.
+_BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "eos_token_id")
 
-# Settings that change the numbers in the families that have them, in transformers and in published code. Other families
-# reject values other than these, and than zero, false and empty.
+# Settings that change the results of the families that read them, in transformers and in published code. Other families
+# reject them, unless the value is zero, false, empty or one of these.
 _NEUTRAL_VALUES = (1, 1.0, "none")
 _CHANGES_NUMBERS = (
     # attention
@@ -98,7 +99,7 @@ def parse(
         raise SpecError(f"{origin}: {error}") from None
     except KeyError as error:
         raise SpecError(f"{origin}: {error.args[0]} is missing") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
+    except (ArithmeticError, TypeError, ValueError) as error:
         raise SpecError(f"{origin}: {error}") from error
 
 
@@ -140,25 +141,37 @@ def fingerprint(path: Path, *, max_context: int | None = None) -> str:
 def token_ids(given: Any) -> tuple[int, ...]:
     """Return the ids of an eos_token_id: null, an id or a list of ids. Raises SpecError."""
     listed = [] if given is None else given if isinstance(given, list) else [given]
-    if wrong := [found for found in listed if type(found) is not int]:
-        raise SpecError(f"eos_token_id (generation_config.json comes first) is {wrong[0]!r}, and must be a token id")
+    if wrong := [found for found in listed if not (type(found) is int and 0 <= found <= MOST)]:
+        raise SpecError(
+            f"eos_token_id (generation_config.json comes first) is {wrong[0]!r:.60}, and must be a token id"
+        )
     return tuple(listed)
 
 
 def family_of(raw: Mapping[str, Any]) -> Family:
-    """Return the family of a config.json. Raises SpecError if it is not supported."""
-    text = raw.get("text_config")
-    kind = text.get("model_type") if isinstance(text, dict) else None
-    if kind in _BY_TEXT_TYPE:
-        return _BY_TEXT_TYPE[kind]
+    """Return the family of a config.json.
+
+    The text part's model_type decides, then `architectures`, then model_type. Raises SpecError if it is not supported.
+    """
+    kind = _name(Settings(raw).object("text_config"), "model_type")
+    if kind in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[kind]
     listed = raw.get("architectures") or []
-    architecture = listed if isinstance(listed, str) else str(listed[0]) if listed else "(none)"
-    if kind is None and not listed and raw.get("model_type") in _BY_TEXT_TYPE:
-        return _BY_TEXT_TYPE[raw["model_type"]]
+    listed = listed if isinstance(listed, list) else [listed]
+    architecture = _name({"architectures": listed[0]}, "architectures") if listed else "(none)"
+    if kind is None and not listed and (own := _name(raw, "model_type")) in _BY_MODEL_TYPE:
+        return _BY_MODEL_TYPE[own]
     if kind is None and architecture in _BY_ARCHITECTURE:
         return _BY_ARCHITECTURE[architecture]
     named = f"architecture {architecture}" + (f" with a text model of type {kind}" if kind else "")
     raise SpecError(f"{named} is not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
+
+
+def _name(raw: Mapping[str, Any], key: str) -> str | None:
+    found = raw.get(key)
+    if not isinstance(found, str | None):
+        raise SpecError(f"{key} is {found!r:.60}, and must be a name")
+    return found
 
 
 def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
@@ -169,18 +182,38 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
     for name, found in settings.unread().items():
         if name in _CHANGES_NUMBERS and found and (found is True or found not in _NEUTRAL_VALUES):
             raise SpecError(f"{name} {found!r} is not supported for {family.architectures[0]}, and changes its results")
-    return ModelConfig(
-        architecture=family.architectures[0],
-        bos_token_id=generation.get("bos_token_id", settings.get("bos_token_id")),
-        eos_token_ids=token_ids(generation.get("eos_token_id", settings.get("eos_token_id"))),
-        dtype=settings.get("dtype") or settings.get("torch_dtype") or "float32",
-        **fields,
-    )
+    ends = generation.get("eos_token_id")
+    ends = token_ids(settings.get("eos_token_id") if ends is None else ends)
+    model = ModelConfig(architecture=family.architectures[0], eos_token_ids=ends, **fields)
+    _check_layers(model)
+    return model
+
+
+def _check_layers(model: ModelConfig) -> None:
+    """Raise SpecError for layers that cannot be computed, or whose experts would only fill memory."""
+    for index, layer in enumerate(model.layers):
+        if not model.latent and model.num_q_heads % layer.num_kv_heads:
+            raise SpecError(
+                f"num_attention_heads is {model.num_q_heads}, and must be a multiple of the {layer.num_kv_heads} "
+                f"num_key_value_heads of layer {index}"
+            )
+        if layer.kv_layer is not None:
+            source = model.layers[layer.kv_layer]
+            if (layer.num_kv_heads, layer.head_dim) != (source.num_kv_heads, source.head_dim):
+                raise SpecError(
+                    f"layer {index} shares keys and values with layer {layer.kv_layer}, which has other heads"
+                )
+    num_sparse = sum(layer.is_sparse for layer in model.layers)
+    if model.experts and num_sparse * model.experts.num_experts > _MOST_EXPERTS:
+        raise SpecError(
+            f"{num_sparse} layers of {model.experts.num_experts} experts exceed {_MOST_EXPERTS} experts; check the "
+            "number of experts in config.json"
+        )
 
 
 def _text_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of the language model, which may be a part of the model."""
-    text = raw.get("text_config")
-    if not isinstance(text, dict):
+    """Return the settings of the language model: those under `text_config`, or all."""
+    text = Settings(raw).object("text_config")
+    if "text_config" not in raw or raw["text_config"] is None:
         return dict(raw)
-    return text | {name: raw[name] for name in _OF_THE_WHOLE if raw.get(name) is not None}
+    return {**text} | {name: raw[name] for name in _BESIDE_TEXT if raw.get(name) is not None}

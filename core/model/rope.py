@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from core.model.settings import Settings
+from core.model.settings import MOST, Settings
 from core.model.shape import RopeConfig
 from core.types.errors import SpecError
 
@@ -33,23 +34,29 @@ def read_rope(
     parameters: settings to use instead of those for all layers.
     """
     given = Settings(_parameters(settings) if parameters is None else parameters)
-    name = given.get("rope_type") or given.get("type") or "default"
+    key = "rope_type" if given.get("rope_type") else "type"
+    name = given.choice(key, (*_KINDS, *_OLDER), "default")
     name = _OLDER.get(name, name)
-    if name not in _KINDS:
-        raise SpecError(f"rope type {name} is not supported; supported: {', '.join(_KINDS)}")
     max_position = settings.count("max_position_embeddings")
     original = settings.get("original_max_position_embeddings") or given.get("original_max_position_embeddings")
     original = Settings({"original_max_position_embeddings": original or max_position}).real(
         "original_max_position_embeddings"
     )
     share = given.real("partial_rotary_factor", 1.0)
-    if rotated is None and not (share == 1 or (can_be_partial and share < 1)):
+    # Mistral 4's own share is that of its rotated features.
+    if share != 1 and not (
+        can_be_partial and share < 1 if rotated is None else math.isclose(share * head_dim, rotated)
+    ):
         raise SpecError(f"partial_rotary_factor {share} is not supported for this architecture")
     rotated = rotated or int(head_dim * share)
-    if rotated % 2 and share < 1:
-        raise SpecError(f"partial_rotary_factor {share} of head_dim {head_dim} is {rotated}, and must be even")
-    return RopeConfig(
-        dim=head_dim if name == "proportional" else rotated,
+    dim = head_dim if name == "proportional" else rotated
+    if rotated < 2 or rotated % 2 or dim % 2:
+        raise SpecError(
+            f"partial_rotary_factor {share} of head_dim {head_dim} rotates {rotated} features, which must be an even "
+            "number from 2"
+        )
+    rope = RopeConfig(
+        dim=dim,
         num_rotated=rotated if name == "proportional" else None,
         theta=given.real("rope_theta", _THETA),
         max_position=max_position,
@@ -59,6 +66,8 @@ def read_rope(
         truncate=given.switch("truncate", True),
         **_scaling(given, name, max_position / original, rotated // 2),
     )
+    _check(rope)
+    return rope
 
 
 def context_of(rope: RopeConfig) -> int:
@@ -74,6 +83,26 @@ def context_of(rope: RopeConfig) -> int:
         case "longrope":
             return int(rope.original_max_position)
     return rope.max_position
+
+
+def _check(rope: RopeConfig) -> None:
+    """Raise SpecError for parameters that make a formula of the rope type divide by 0, or the context overflow."""
+    original = rope.original_max_position
+    needs = {
+        "dynamic": (rope.dim > 2, f"rotates {rope.dim} features, and must rotate at least 4"),
+        "llama3": (
+            rope.low_freq_factor <= rope.high_freq_factor,
+            f"has low_freq_factor {rope.low_freq_factor}, and must have at most the high_freq_factor "
+            f"{rope.high_freq_factor}",
+        ),
+        "yarn": (rope.theta > 1, f"has rope_theta {rope.theta}, and must have more than 1"),
+        "longrope": (original >= 2, f"has original_max_position_embeddings {original}, and must have at least 2"),
+    }
+    is_met, complaint = needs.get(rope.kind, (True, ""))
+    if not is_met:
+        raise SpecError(f"rope type {rope.kind} {complaint}")
+    if not 1 <= max(rope.max_position, original) * rope.factor <= MOST:
+        raise SpecError(f"rope type {rope.kind} has factor {rope.factor}: the context must be from 1 to {MOST} tokens")
 
 
 def _parameters(settings: Settings) -> dict[str, Any]:
@@ -98,7 +127,7 @@ def _parameters(settings: Settings) -> dict[str, Any]:
 
 def _scaling(given: Settings, kind: str, default_factor: float, num_divisors: int) -> dict[str, Any]:
     numbers: dict[str, Any] = {key: given.real(key) for key in _REALS if key in given}
-    numbers |= {key: float(given.get(key)) for key in _SCALES if key in given}
+    numbers |= {key: given.real(key) for key in _SCALES if given.get(key)}
     for key in ("low_freq_factor", "high_freq_factor") if kind == "llama3" else ():
         if key not in given:
             raise KeyError(f"rope_scaling.{key}")
@@ -127,6 +156,6 @@ def _divisors(given: Settings, name: str, count: int) -> tuple[float, ...]:
     if found is None:
         raise KeyError(f"rope_scaling.{name}")
     is_list = isinstance(found, list) and len(found) == count
-    if not is_list or not all(type(number) in (int, float) and 0 < number < math.inf for number in found):
+    if not is_list or not all(type(number) in (int, float) and 0 < number <= sys.float_info.max for number in found):
         raise SpecError(f"rope_scaling.{name} must be a list of {count} numbers above 0, one per rotated pair")
     return tuple(float(number) for number in found)

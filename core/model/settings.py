@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from core.types.errors import SpecError
 
-_MOST = (1 << 31) - 1
+MOST = (1 << 31) - 1
 
 
 class Settings:
-    """Keys of one config.json, with the defaults of its family for keys that the file lacks; null is no value."""
+    """Settings of one config.json, with the family's defaults for absent keys.
+
+    A null counts as absent, and hides the family's default. The object records which settings were read.
+    """
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         self._raw = {name: found for name, found in {**(defaults or {}), **raw}.items() if found is not None}
         self._seen = set[str]()
 
     def replaced(self, **values: Any) -> Settings:
-        """Return settings with these values; what is read from either counts as read."""
+        """Return a copy with these values, which shares the record of settings that were read."""
         other = Settings(values, self._raw)
         other._seen = self._seen
         return other
@@ -32,13 +35,13 @@ class Settings:
         self._seen.add(name)
         return self._raw.get(name, default)
 
-    def count(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+    def count(self, name: str, default: int | None = None, *, least: int = 1, most: int = MOST) -> int:
         """Return a whole number. Raises SpecError for other values, KeyError if it is missing without a default."""
         found = self.get(name, default)
         if found is None:
             raise KeyError(name)
-        if not (type(found) is int and least <= found <= _MOST):
-            raise SpecError(f"{name} is {found!r}, and must be a whole number from {least} to {_MOST}")
+        if not (type(found) is int and least <= found <= most):
+            raise SpecError(f"{name} is {found!r:.60}, and must be a whole number from {least} to {most}")
         return found
 
     def real(self, name: str, default: float | None = None) -> float:
@@ -46,8 +49,8 @@ class Settings:
         found = self.get(name, default)
         if found is None:
             raise KeyError(name)
-        if not (type(found) in (int, float) and 0 < found < math.inf):
-            raise SpecError(f"{name} is {found!r}, and must be a number above 0")
+        if not (type(found) in (int, float) and 0 < found <= sys.float_info.max):
+            raise SpecError(f"{name} is {found!r:.60}, and must be a number above 0")
         return float(found)
 
     def optional_real(self, name: str) -> float | None:
@@ -60,21 +63,45 @@ class Settings:
             raise SpecError(f"{name} is {found!r}, and must be true or false")
         return bool(found)
 
+    def choice(self, name: str, choices: Sequence[str], default: str) -> str:
+        """Return one of the choices. Raises SpecError for other values."""
+        found = self.get(name, default)
+        if found not in choices:
+            raise SpecError(f"{name} {found!s:.60} is not supported; supported: {', '.join(choices)}")
+        return str(found)
+
     def object(self, name: str) -> Mapping[str, Any]:
         """Return a JSON object, empty if it is absent. Raises SpecError for other values."""
-        found = self.get(name) or {}
+        found = self.get(name, {})
         if not isinstance(found, dict):
-            raise SpecError(f"{name} is {found!r}, and must be a JSON object")
+            raise SpecError(f"{name} is {found!r:.60}, and must be a JSON object")
         return found
 
-    def per_layer(self, name: str, num_layers: int) -> list[Any] | None:
-        """Return one value per layer, or None if the list is absent. Raises SpecError for a list that is too short."""
+    def per_layer(self, name: str, num_layers: int, choices: Sequence[Any]) -> list[Any] | None:
+        """Return one of the choices per layer; None if the list is absent. Raises SpecError for others.
+
+        Values past the last layer are dropped.
+        """
         found = self.get(name)
         if found is None:
             return None
         if not isinstance(found, list) or len(found) < num_layers:
             raise SpecError(f"{name} must be a list of {num_layers} values, one per layer")
+        for index, value in enumerate(found[:num_layers]):
+            if value not in choices:
+                supported = ", ".join(map(str, choices))
+                raise SpecError(f"{name} {value!s:.60} of layer {index} is not supported; supported: {supported}")
         return found[:num_layers]
+
+    def indices(self, name: str) -> list[int] | None:
+        """Return a list of layers; None if it is absent. Raises SpecError for other values.
+
+        Layers past the last are possible, as in transformers.
+        """
+        found = self.get(name)
+        if found is not None and not (isinstance(found, list) and all(type(i) is int and i >= 0 for i in found)):
+            raise SpecError(f"{name} is {found!r:.60}, and must be a list of layers, counted from 0")
+        return found
 
     def unread(self) -> dict[str, Any]:
         """Return the settings that nothing has read."""

@@ -23,7 +23,7 @@ from engine.model.experts import SparseMLP
 from engine.model.experts_beside_mlp import ExpertsBesideMLP
 from engine.model.gated_mlp import GatedMLP
 from engine.model.norms import ProjectionNorm, mlp_norms, read_norm
-from engine.model.own_inputs import OwnInput
+from engine.model.per_layer_embeddings import PerLayerInput
 from engine.weights.checkpoint import Shape
 
 # T tokens of the step, H query heads and K kv heads of this rank, D head_dim, N = H + 2 K
@@ -51,8 +51,8 @@ class DecoderLayer:
     mlp_norm: RMSNorm | None
     mlp: GatedMLP | SparseMLP | ExpertsBesideMLP
     scales_queries: bool
-    # Addition of the layer's own embedding, and a factor of its output (1,): Gemma 4.
-    own_input: OwnInput | None
+    # Addition of the layer's embedding, and a factor of its output (1,): Gemma 4.
+    per_layer_input: PerLayerInput | None
     scale: Tensor | None
 
     @classmethod
@@ -83,7 +83,7 @@ class DecoderLayer:
             mlp_norm=read_norm(reader, config, f"{prefix}.{names.before}") if names.before else None,
             mlp=_read_mlp(reader, config, index),
             scales_queries=layer.scales_queries,
-            own_input=OwnInput.read(reader, config, index) if config.per_layer_dim else None,
+            per_layer_input=PerLayerInput.read(reader, config, index) if config.per_layer_dim else None,
             scale=reader.tensor(f"{prefix}.layer_scalar") if config.has_layer_scales else None,
         )
 
@@ -98,7 +98,7 @@ class DecoderLayer:
         return heads.store(self.attention, heads_TND)
 
     def keep(self, x: Residual, pool: KVPool, slots_T: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
-        """Write the keys and values of tokens whose queries are not needed. The layer has none of Gemma 4's parts."""
+        """Write keys and values only. The layer must not share them, derive values from keys, or norm values."""
         rows_TO = x.into(self.qkv, norm=self.input_norm)
         rows_TO = rows_TO if self.qk_norm is None else self.qk_norm(rows_TO)
         heads_TND = torch.unflatten(rows_TO, -1, (-1, self.head_dim))
@@ -116,10 +116,10 @@ class DecoderLayer:
         """Layer of the pool that it writes; None if it reads another one's keys and values."""
         return self.attention.layer if self.attention.stores else None
 
-    def end(self, x: Residual, own_TP: Tensor | None) -> None:
-        """Add the layer's own embedding, and scale its output."""
-        if self.own_input is not None and own_TP is not None:
-            self.own_input(x, own_TP)
+    def end(self, x: Residual, per_layer_TP: Tensor | None) -> None:
+        """Add the layer's embedding, and scale its output."""
+        if self.per_layer_input is not None and per_layer_TP is not None:
+            self.per_layer_input(x, per_layer_TP)
         if self.scale is not None:
             x.scale(self.scale)
 
@@ -130,8 +130,8 @@ class DecoderLayer:
 
     @property
     def is_usual(self) -> bool:
-        """True for the parts that a compiled program computes."""
-        extras = self.qk_norm, self.own_input, self.scale
+        """True if a compiled program can compute all parts of the layer."""
+        extras = self.qk_norm, self.per_layer_input, self.scale
         has_norms = self.input_norm is not None and self.mlp_norm is not None
         has_usual_heads = not self.values_are_keys and not self.scales_queries
         return has_norms and has_usual_heads and self.residual_scale == 1 and all(part is None for part in extras)

@@ -69,7 +69,9 @@ class SparseMLP:
                     )
                     return cls(routing, SplitExperts(bank, parallel), None, residual_scale=config.residual_scale)
             experts = SplitExperts(build_bank(range(num_experts)), parallel)
-        shared = SharedExpert.read(reader, shape, block) if shape.shared_size else None
+        shared = None
+        if shape.shared_size:
+            shared = SharedExpert.read(reader, shape, block, GatedActivation(*astuple(config.activation)))
         routing = Routing.read(reader, shape, f"{block}.gate")
         return cls(routing, experts, shared, shape.weighs_inputs, config.residual_scale)
 
@@ -107,22 +109,25 @@ class SharedExpert:
     gate_up: Linear
     down: RowParallelLinear
     gate_1E: Tensor | None
+    activation: GatedActivation = SILU
 
     @classmethod
-    def read(cls, reader: ShardReader, config: ExpertsConfig, block: str) -> SharedExpert:
+    def read(cls, reader: ShardReader, config: ExpertsConfig, block: str, activation: GatedActivation) -> SharedExpert:
         name, features = f"{block}.{_shared_name(config)}", reader.parallel.span(config.shared_size)
         return cls(
             reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}),
             reader.row_parallel(f"{name}.down_proj", features),
             _read_shared_gate(reader, config, block),
+            activation,
         )
 
     def __call__(self, normed_TE: Tensor, x: Residual, *, scale: float = 1.0) -> None:
         gate_up_TI = self.gate_up(normed_TE)
         if self.gate_1E is None:
-            x.add_product(self.down, gate_up_TI, before=SILU, scale=scale)
+            x.add_product(self.down, gate_up_TI, before=self.activation, scale=scale)
         else:
-            x.add_product(self.down, SILU(gate_up_TI) * F.linear(normed_TE, self.gate_1E).sigmoid(), scale=scale)
+            gate_T1 = F.linear(normed_TE, self.gate_1E).sigmoid()
+            x.add_product(self.down, self.activation(gate_up_TI) * gate_T1, scale=scale)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Decoder layer with multi-head latent attention (DeepSeek-V2 and V3); see engine/attention/latent_heads.py."""
+"""Decoder layer with multi-head latent attention, of the families in core/model/families/deepseek.py."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class LatentLayer:
         return heads.store(self.index, q_THD, row_TJ, norm=self.latent_norm, expansion=self.expansion)
 
     def keep(self, x: Residual, pool: KVPool, slots_T: Tensor, rotation: Rotation) -> None:
-        """Write the rows of tokens whose queries are not needed."""
+        """Write the tokens' rows only."""
         row_TJ = x.into(self.down, norm=self.input_norm)[:, -self.row_dim :]
         latent_TC, key_TP = row_TJ.tensor_split((-rotation.rope_dim,), dim=-1)
         pool.write_latents(self.index, slots_T, rotation.rows(self.latent_norm(latent_TC.contiguous()), key_TP))
@@ -93,7 +93,7 @@ class LatentLayer:
     def written(self) -> int:
         return self.index
 
-    def end(self, x: Residual, own_TP: Tensor | None) -> None:
+    def end(self, x: Residual, per_layer_TP: Tensor | None) -> None:
         pass
 
     @property

@@ -1,4 +1,4 @@
-"""Expert router of a layer; see kernels/moe/expert_router.py, and for many tokens kernels/moe/top_k.py."""
+"""Expert router of a layer: kernels/moe/expert_router.py computes few tokens, kernels/moe/top_k.py many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Transformer models of all families, which differ only in their configs (core/model/families)."""
+"""Forward pass of one rank's share of a model: embedding, layers, final norm and output head.
+
+One class computes all families. ModelConfig selects the parts: decoder_layer.py or latent_layer.py, gated_mlp.py,
+experts.py or experts_beside_mlp.py, and per_layer_embeddings.py.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +35,13 @@ from engine.layers.layers import Linear, is_plain
 from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model import decoder_layer, latent_layer, own_inputs
+from engine.model import decoder_layer, latent_layer, per_layer_embeddings
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.cpu_program import CompiledHead, CompiledLayers, can_compile
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
 from engine.model.norms import read_norm
-from engine.model.own_inputs import OwnEmbeddings
+from engine.model.per_layer_embeddings import PerLayerEmbeddings
 from engine.weights.checkpoint import Shape, check_tensors
 
 logger = logging.getLogger(__name__)
@@ -86,8 +90,8 @@ class Layer(Protocol[HeadsT]):
         """Compute the rest of the layer, attention included."""
         ...
 
-    def end(self, x: Residual, own_TP: Tensor | None) -> None:
-        """Add the layer's own embedding, if the model has one per layer."""
+    def end(self, x: Residual, per_layer_TP: Tensor | None) -> None:
+        """Add the layer's embedding, if the model has one per layer."""
         ...
 
 
@@ -120,7 +124,7 @@ class Transformer:
         else:
             self._head = reader.linear({head: reader.parallel.span(config.vocab_size)})
         self._head_dtype = reader.dtype
-        self._own = OwnEmbeddings.read(reader, config) if config.per_layer_dim else None
+        self._layer_embeddings = PerLayerEmbeddings.read(reader, config) if config.per_layer_dim else None
         self._rotaries = [Rotary(rope, reader.device) for rope in config.ropes]
         self._compiled: CompiledLayers | None = None
         self._compiled_head: CompiledHead | None = None
@@ -166,7 +170,7 @@ class Transformer:
         x_TE = self.embed(token_ids_T)
         if aux_hidden_states is not None:
             aux_hidden_states.token_ids_T = token_ids_T
-        own_TLP = None if self._own is None else self._own(token_ids_T, x_TE)
+        per_layer_TLP = None if self._layer_embeddings is None else self._layer_embeddings(token_ids_T, x_TE)
         angles, query_factors_T11 = self._angles(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
         x, is_scored = Residual(x_TE, adds_late=False), len(batch.scored_rows) > 0
         if self._config.latent:
@@ -188,10 +192,10 @@ class Transformer:
                     heads = SharedHeads(*rows)
                 else:
                     heads = CompiledHeads(*rows, by_tiles=self._way == TILES)
-                x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, own_TLP)
+                x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, per_layer_TLP)
         else:
             heads = TorchHeads(batch, pool, angles)
-            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, own_TLP)
+            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, per_layer_TLP)
         if is_scored:
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
         if not batch.wants_all_logits:
@@ -215,7 +219,7 @@ class Transformer:
         x_TE = self.embed(batch.token_ids_T)
         if aux_hidden_states is not None:
             aux_hidden_states.token_ids_T = batch.token_ids_T
-        own_TLP = None if self._own is None else self._own(batch.token_ids_T, x_TE)
+        per_layer_TLP = None if self._layer_embeddings is None else self._layer_embeddings(batch.token_ids_T, x_TE)
         angles, query_factors_T11 = self._angles(batch.positions_T, x_TE.dtype)
         x = Residual(x_TE, adds_late=True)
         if self._config.latent:
@@ -231,7 +235,7 @@ class Transformer:
                 on_layer,
                 aux_hidden_states,
                 query_factors_T11,
-                own_TLP,
+                per_layer_TLP,
             )
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)
@@ -317,7 +321,7 @@ class Transformer:
     def _compiled_for(self, pool: KVPool) -> CompiledLayers | None:
         """Return the compiled layers, or None if a step needs more than CPU kernels."""
         if self._compiled is None and self._kernels is not None and self._parallel.size == 1:
-            if self._own is None and can_compile(self._layers):
+            if self._layer_embeddings is None and can_compile(self._layers):
                 self._compiled = CompiledLayers(self._kernels, self._layers, pool, by_tiles=self._way == TILES)
         return self._compiled
 
@@ -329,9 +333,9 @@ def _pass(
     on_layer: OnLayer | None,
     aux_hidden_states: AuxHiddenStates | None,
     query_factors_T11: Tensor | None,
-    own_TLP: Tensor | None = None,
+    per_layer_TLP: Tensor | None = None,
 ) -> Tensor:
-    """Run all layers: (T, E). query_factors: of the layers that scale queries. own: embeddings of each layer."""
+    """Run all layers: (T, E). query_factors: of the layers that scale queries. per_layer: embeddings of each layer."""
     for layer in layers:
         if aux_hidden_states is not None and aux_hidden_states.wants(layer.index):
             aux_hidden_states.note(layer.index, x.total())
@@ -341,7 +345,7 @@ def _pass(
         if on_layer is not None and layer.written is not None:
             on_layer(layer.written)
         layer.finish(x, q_THD, heads)
-        layer.end(x, None if own_TLP is None else own_TLP[:, layer.index])
+        layer.end(x, None if per_layer_TLP is None else per_layer_TLP[:, layer.index])
     if aux_hidden_states is not None:
         aux_hidden_states.note(len(layers), x.total())
     return x.total()
@@ -360,7 +364,7 @@ def expected_tensors(config: ModelConfig, ends: tuple[str, str] | None = None) -
     for name in ends or (_EMBEDDING, _EMBEDDING if config.tie_embeddings else _HEAD):
         tensors[f"{name}.weight"] = (config.vocab_size, hidden)
     if config.per_layer_dim:
-        tensors |= own_inputs.expected_tensors(config)
+        tensors |= per_layer_embeddings.expected_tensors(config)
     return tensors | {"model.norm.weight": (hidden,)}
 
 
@@ -374,7 +378,8 @@ def _embedding_and_head(config: ModelConfig, reader: ShardReader) -> tuple[str, 
     if f"{_HEAD}.weight" not in found:
         if config.tie_embeddings:
             return _EMBEDDING, _EMBEDDING, ""
-        if f"{_HEAD}.weight" in reader.checkpoint.unindexed:
+        # A head that is left out of the index, or under a prefix that this model does not read, is reported as missing.
+        if any(name.endswith(f"{_HEAD}.weight") for name in (*found, *reader.checkpoint.unindexed)):
             return _EMBEDDING, _HEAD, ""
         return (
             _EMBEDDING,
@@ -412,7 +417,7 @@ def _is_same(reader: ShardReader, vocab_size: int) -> bool:
 
 def _optional_tensors(config: ModelConfig, found: Iterable[str]) -> frozenset[str]:
     """Return tensors that may exist but are not read: a tied head, and multi-token-prediction layers past the last."""
-    layer_of = {name: int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    layer_of = {name: int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))}
     predictors = {layer for name, layer in layer_of.items() if name.endswith(".eh_proj.weight")}
     optional = {name for name, layer in layer_of.items() if layer >= config.num_layers and layer in predictors}
     return frozenset(optional | {f"{_HEAD}.weight"})

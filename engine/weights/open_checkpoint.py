@@ -13,6 +13,9 @@ from engine.weights.gguf_checkpoint import GGUFCheckpoint
 from engine.weights.quantized_checkpoint import QuantizedCheckpoint
 from engine.weights.safetensors_checkpoint import FLOATS, SafetensorsCheckpoint
 
+# Dtypes of buffers that old files keep beside the weights, such as position ids.
+_COUNTERS = ("I64", "BOOL")
+
 
 def open_checkpoint(model_dir: Path) -> Checkpoint:
     """Open the weights of a model directory for reading. Raises SpecError."""
@@ -23,7 +26,12 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     check_method(config)
     if config:
         return QuantizedCheckpoint(plain, config)
-    if coded := [name for name, kind in plain.dtypes.items() if name.endswith(".weight") and kind not in FLOATS]:
+    coded = [
+        name
+        for name, kind in plain.dtypes.items()
+        if kind not in FLOATS and (kind not in _COUNTERS or name.endswith(".weight"))
+    ]
+    if coded:
         kind = plain.dtypes[coded[0]]
         raise SpecError(f"{coded[0]} has dtype {kind}, and config.json has no quantization_config; {INSTEAD}")
     return plain

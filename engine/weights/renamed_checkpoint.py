@@ -1,4 +1,4 @@
-"""Checkpoints whose files name or shape tensors in their family's own way, read as if they were Llama's."""
+"""Checkpoint that presents a family's tensors under Llama's names and shapes: renamed, split or unstacked."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class RenamedCheckpoint:
     def __init__(
         self, inner: Checkpoint, config: ModelConfig, stored: tuple[Stored, ...], *, is_nested: bool = False
     ) -> None:
-        """is_nested: the language model is a part of the model; tensors of the other parts are passed over."""
+        """is_nested: the language model is a part of the model; tensors of its other parts are skipped."""
         self._inner = inner
         self._config = config
         self._rules = [(re.compile(rf"(.*\.)?{rule.pattern}"), rule) for rule in stored]
@@ -102,7 +102,7 @@ class RenamedCheckpoint:
 
     @property
     def is_needed(self) -> bool:
-        return self.shapes != self._inner.shapes
+        return bool(self._sources) or self.shapes != self._inner.shapes
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
         source = self._sources.get(name)
@@ -142,7 +142,10 @@ class RenamedCheckpoint:
         return self._sources[name].name if name in self._sources else name
 
     def _located(self, name: str, shape: Shape | None) -> Iterator[tuple[str, _Source | None, Shape]]:
-        """Yield our names of a stored tensor, where each is in it, and its shape."""
+        """Yield the model's names for a stored tensor, with the place and the shape of each.
+
+        No place: the tensor keeps its name. shape: None if only the names matter, of tensors that are not read.
+        """
         ours = next((to + name.removeprefix(start) for start, to in _PREFIXES if name.startswith(start)), name)
         stem, suffix = _split(ours)
         match, rule = next(((m, rule) for pattern, rule in self._rules if (m := pattern.fullmatch(stem))), (None, None))
@@ -157,11 +160,13 @@ class RenamedCheckpoint:
         if shape is None:
             yield template.replace("{}", rule.parts[0] if rule.parts else "") + suffix, source, ()
             return
+        self._check_dimensions(name, shape, rule, is_bias=suffix == ".bias")
         experts = range(shape[0]) if rule.has_experts else [None]
         inner = shape[1:] if rule.has_experts else shape
         inner = inner[::-1] if source.is_transposed else inner
-        layer = int(found[1]) if (found := re.search(r"layers\.(\d+)\.", prefix)) else 0
-        for part, first, num_rows in self._parts(rule, inner[0], layer):
+        layer = int(found[1]) if (found := re.search(r"layers\.(\d{1,9})\.", prefix)) else 0
+        layer = min(layer, self._config.num_layers - 1)
+        for part, first, num_rows in self._parts(rule, inner, name, layer):
             dim = self._config.layers[layer].head_dim if rule.split == "rotary" else 0
             for expert in experts:
                 full = template.replace("{}", part)
@@ -179,21 +184,35 @@ class RenamedCheckpoint:
                     (num_rows, *inner[1:]),
                 )
 
-    def _parts(self, rule: Stored, num_rows: int, layer: int) -> Iterator[tuple[str, int, int]]:
+    def _check_dimensions(self, name: str, shape: Shape, rule: Stored, *, is_bias: bool) -> None:
+        """Raise SpecError for a fused or stacked tensor that is not a matrix, or a bias, of every expert."""
+        if not (rule.has_experts or rule.parts or rule.split == "rotary"):
+            return
+        num_dimensions = (1 if is_bias else 2) + rule.has_experts
+        if len(shape) != num_dimensions:
+            raise SpecError(f"{name} is {shape}, and must have {num_dimensions} dimensions")
+        num_experts = self._config.experts.num_experts if self._config.experts else 0
+        if rule.has_experts and shape[0] != num_experts:
+            raise SpecError(f"{name} is {shape}: {shape[0]} experts, but config.json has {num_experts}")
+
+    def _parts(self, rule: Stored, inner: Shape, name: str, layer: int) -> Iterator[tuple[str, int, int]]:
         """Yield the parts of a stored matrix, the first row of each, and the number of its rows."""
+        num_rows = inner[0]
         if not rule.parts:
             yield "", 0, num_rows
             return
         if rule.split == "pairs":
+            if num_rows % len(rule.parts):
+                raise SpecError(f"{name} has {num_rows} rows, and must have an even number: two parts alternate")
             for index, part in enumerate(rule.parts):
                 yield part, index, num_rows // len(rule.parts)
             return
         sizes = [num_rows // len(rule.parts)] * len(rule.parts)
         if rule.split == "qkv":
-            shape = self._config.layers[min(layer, self._config.num_layers - 1)]
+            shape = self._config.layers[layer]
             sizes = [heads * shape.head_dim for heads in (self._config.num_q_heads, *(shape.num_kv_heads,) * 2)]
         if sum(sizes) != num_rows:
-            raise SpecError(f"a fused tensor of layer {layer} has {num_rows} rows, but {rule.parts} need {sum(sizes)}")
+            raise SpecError(f"{name} has {num_rows} rows, but {', '.join(rule.parts)} need {sum(sizes)}")
         start = 0
         for part, size in zip(rule.parts, sizes, strict=True):
             yield part, start, size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.model.families.family import STACKED_EXPERTS, Family, Fields, common, with_rope, with_sparse
+from core.model.families.family import STACKED_EXPERTS, Family, Fields, common, count_experts, with_rope, with_sparse
 from core.model.families.llama import with_query_scaling
 from core.model.settings import Settings
 from core.model.shape import ExpertsConfig, LatentConfig
@@ -41,7 +41,7 @@ def _with_latents(settings: Settings, *, is_interleaved: bool) -> Fields:
         query_dim=settings.count("q_lora_rank") if "q_lora_rank" in settings else None,
     )
     head_dim = latent.nope_dim + latent.rope_dim
-    # The heads of the cache, which has one row per token.
+    # The cache has one row per token, like the keys of a single head.
     cached = settings.replaced(num_key_value_heads=1, head_dim=head_dim)
     return with_rope(settings, common(cached), is_interleaved=is_interleaved, rotated=latent.rope_dim) | {
         "latent": latent
@@ -53,28 +53,43 @@ def with_experts(
 ) -> Fields:
     """Add routed experts beside shared ones. scores: of the router; sigmoid scores have a correction bias."""
     num_layers: int = fields["num_layers"]
-    kinds = settings.per_layer("mlp_layer_types", num_layers)
+    kinds = settings.per_layer("mlp_layer_types", num_layers, ("dense", "sparse"))
     first = settings.count("first_k_dense_replace", 0, least=0)
     is_sparse = [kinds[i] == "sparse" if kinds else i >= first for i in range(num_layers)]
     if not settings.get("n_routed_experts") or not any(is_sparse):
         return fields
     if settings.get("moe_layer_freq", 1) != 1:
         raise SpecError("moe_layer_freq other than 1 is not supported")
+    settings.choice("scoring_func", (scores,), scores)
     num_shared, size = settings.count("n_shared_experts", 0, least=0), settings.count("moe_intermediate_size")
+    counts = count_experts(settings, "n_routed_experts")
     fields["experts"] = ExpertsConfig(
-        num_experts=settings.count("n_routed_experts"),
-        num_per_token=settings.count("num_experts_per_tok"),
+        **counts,
+        **(_groups(settings, counts, best=2 if scores == "sigmoid" else 1) if has_groups else {}),
         intermediate_size=size,
         normalizes_weights=normalizes,
         shared_size=size * num_shared,
         scores="sigmoid" if scores == "sigmoid" else "softmax",
         has_correction_bias=scores == "sigmoid",
-        num_groups=settings.count("n_group", 1) if has_groups else 1,
-        num_groups_per_token=settings.count("topk_group", 1) if has_groups else 1,
         weight_scale=settings.real("routed_scaling_factor", 1.0),
         scores_in_fp32=True,
     )
     return with_sparse(fields, is_sparse)
+
+
+def _groups(settings: Settings, counts: Fields, *, best: int) -> Fields:
+    """Read the groups of experts. best: experts whose scores rank a group. Raises SpecError."""
+    num_experts, num_per_token = counts["num_experts"], counts["num_per_token"]
+    num_groups = settings.count("n_group", 1, most=num_experts)
+    num_groups_per_token = settings.count("topk_group", 1, most=num_groups)
+    size, rest = divmod(num_experts, num_groups)
+    if num_groups > 1 and (rest or size < best or size * num_groups_per_token < num_per_token):
+        raise SpecError(
+            f"n_group {num_groups} and topk_group {num_groups_per_token} do not fit {num_experts} n_routed_experts and "
+            f"{num_per_token} num_experts_per_tok: groups need one size, at least {best} experts each, and together "
+            "those of a token"
+        )
+    return {"num_groups": num_groups, "num_groups_per_token": num_groups_per_token}
 
 
 FAMILIES = (

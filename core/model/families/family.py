@@ -1,4 +1,4 @@
-"""Parts of the tables that describe model families.
+"""Description of a model family, and readers of the settings that families share.
 
 A family reads the settings of its config.json into fields of ModelConfig, and lists the tensors that its files store
 under other names than Llama's or in other shapes. docs/EXTENDING.md shows how to add one.
@@ -15,7 +15,13 @@ from core.model.settings import Settings
 from core.model.shape import Activation, LayerConfig, RopeConfig
 from core.types.errors import SpecError
 
-# Fields of ModelConfig that differ from those of `common`.
+# Limits far beyond published models: sizes that would only fill memory.
+_MOST_LAYERS = 4096
+_MOST_HEADS = _MOST_HEAD_DIM = 1 << 16
+_MOST_EXPERTS = 4096
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Arguments of ModelConfig.
 Fields = dict[str, Any]
 
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -38,7 +44,7 @@ class Stored:
 
     pattern: str
     name: str
-    # Matrices that follow one another in the rows of the stored one.
+    # Matrices that the stored one fuses, in the order of its rows.
     parts: tuple[str, ...] = ()
     # halves: parts of equal size. qkv: heads of queries, keys and values. pairs: rows of two parts alternate. rotary:
     # one part, in whose heads the features of a rotary pair are adjacent.
@@ -74,17 +80,18 @@ STACKED_EXPERTS = (
 
 
 def common(settings: Settings, *, head_dim: int | None = None) -> Fields:
-    """Read what all families have in common; the layers are alike, with full attention and a dense MLP.
+    """Read the settings of all families. All layers get full attention and a dense MLP; families replace them.
 
     head_dim: default where the file has none; None: hidden_size / num_attention_heads.
     """
-    hidden_size, num_q_heads = settings.count("hidden_size"), settings.count("num_attention_heads")
-    dim = settings.count("head_dim", head_dim or max(1, hidden_size // num_q_heads))
+    hidden_size, num_q_heads = settings.count("hidden_size"), settings.count("num_attention_heads", most=_MOST_HEADS)
+    dim = settings.count("head_dim", head_dim or max(1, hidden_size // num_q_heads), most=_MOST_HEAD_DIM)
+    num_layers = settings.count("num_hidden_layers", most=_MOST_LAYERS)
     num_kv_heads = settings.count("num_key_value_heads", num_q_heads)
     layer = LayerConfig(num_kv_heads=num_kv_heads, head_dim=dim, intermediate_size=settings.count("intermediate_size"))
     has_bias = settings.switch("attention_bias")
     return {
-        "num_layers": settings.count("num_hidden_layers"),
+        "num_layers": num_layers,
         "hidden_size": hidden_size,
         "intermediate_size": layer.intermediate_size,
         "num_q_heads": num_q_heads,
@@ -94,11 +101,11 @@ def common(settings: Settings, *, head_dim: int | None = None) -> Fields:
         "max_position": settings.count("max_position_embeddings"),
         "rms_norm_eps": settings.real("rms_norm_eps", 1e-6),
         "tie_embeddings": settings.switch("tie_word_embeddings"),
-        "layers": (layer,) * settings.count("num_hidden_layers"),
+        "layers": (layer,) * num_layers,
         "has_qkv_bias": has_bias,
         "has_output_bias": has_bias,
         "has_mlp_bias": settings.switch("mlp_bias"),
-        "activation": activation(settings),
+        "activation": activation(settings, "hidden_act", "silu"),
         "num_further_layers": settings.count("num_nextn_predict_layers", 0, least=0),
     }
 
@@ -130,26 +137,23 @@ def with_ropes(fields: Fields, ropes: Mapping[str, RopeConfig], kinds: Sequence[
     return fields | {"layers": layers} | shared
 
 
-def activation(settings: Settings) -> Activation:
-    """Read `hidden_activation` or `hidden_act`. Raises SpecError."""
-    name = settings.get("hidden_activation") or settings.get("hidden_act") or "silu"
-    if name not in _ACTIVATIONS:
-        raise SpecError(f"hidden_act {name} is not supported; supported: {', '.join(_ACTIVATIONS)}")
-    return _ACTIVATIONS[name]
+def activation(settings: Settings, key: str, default: str) -> Activation:
+    """Read the activation of the MLPs. Raises SpecError."""
+    return _ACTIVATIONS[settings.choice(key, tuple(_ACTIVATIONS), default)]
 
 
-def layer_kinds(settings: Settings, num_layers: int, default: Callable[[int], str]) -> list[str]:
-    """Return the kind of each layer, such as "sliding_attention": `layer_types`, or the default of its index."""
-    return settings.per_layer("layer_types", num_layers) or [default(index) for index in range(num_layers)]
+def layer_kinds(
+    settings: Settings, num_layers: int, default: Callable[[int], str], kinds: Sequence[str] = (FULL, SLIDING)
+) -> list[str]:
+    """Return the kind of each layer: `layer_types`, or the default of its index. Raises SpecError for others."""
+    return settings.per_layer("layer_types", num_layers, kinds) or [default(index) for index in range(num_layers)]
 
 
 def with_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fields:
-    """Add the sliding window to the layers of that kind. Raises SpecError for kinds other than sliding and full."""
-    if unknown := sorted({*kinds} - {"sliding_attention", "full_attention"}):
-        raise SpecError(f"layer_types {', '.join(map(str, unknown))} are not supported for this architecture")
-    window = settings.count("sliding_window", 0, least=0) or None
+    """Add the sliding window to the layers of that kind."""
+    window = settings.count("sliding_window") if "sliding_window" in settings and SLIDING in kinds else None
     layers = tuple(
-        replace(layer, window=window if kind == "sliding_attention" else None)
+        replace(layer, window=window if kind == SLIDING else None)
         for layer, kind in zip(fields["layers"], kinds, strict=True)
     )
     return fields | {"layers": layers}
@@ -158,19 +162,29 @@ def with_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fi
 def with_overrides(settings: Settings, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:
     """Set the heads that `per_layer_config` gives single layers, by index. Raises SpecError for other overrides."""
     found = list(layers)
-    for key, raw in settings.object("per_layer_config").items():
-        own = Settings(raw if isinstance(raw, dict) else {"?": raw})
-        if not key.isdigit() or int(key) >= len(found):
-            raise SpecError(f"per_layer_config: layer {key!r} is not one of the {len(found)} layers")
+    given = Settings(settings.object("per_layer_config"))
+    places = {str(index) for index in range(len(found))}
+    for key in given.unread():
+        if key not in places:
+            raise SpecError(f"per_layer_config: layer {key!r:.60} is not one of the {len(found)} layers")
+        own = Settings(given.object(key))
         layer = found[int(key)]
         found[int(key)] = replace(
             layer,
-            head_dim=own.count("head_dim", layer.head_dim),
+            head_dim=own.count("head_dim", layer.head_dim, most=_MOST_HEAD_DIM),
             num_kv_heads=own.count("num_key_value_heads", layer.num_kv_heads),
         )
         if unknown := list(own.unread()):
             raise SpecError(f"per_layer_config: {unknown[0]} of a single layer is not supported")
     return tuple(found)
+
+
+def count_experts(
+    settings: Settings, key: str, per_token: str = "num_experts_per_tok", default: int | None = None
+) -> dict[str, Any]:
+    """Read the number of experts, and of those per token, for ExpertsConfig. Raises SpecError."""
+    num_experts = settings.count(key, most=_MOST_EXPERTS)
+    return {"num_experts": num_experts, "num_per_token": settings.count(per_token, default, most=num_experts)}
 
 
 def with_sparse(fields: Fields, is_sparse: Sequence[bool]) -> Fields:

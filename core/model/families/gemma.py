@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import math
 
-from core.model.families.family import Family, Fields, common, layer_kinds, with_rope, with_ropes, with_windows
+from core.model.families.family import (
+    Family,
+    Fields,
+    activation,
+    common,
+    layer_kinds,
+    with_rope,
+    with_ropes,
+    with_windows,
+)
 from core.model.rope import read_rope
 from core.model.settings import Settings
 from core.types.errors import SpecError
@@ -16,10 +25,8 @@ _DEFAULTS = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
     "num_hidden_layers": 26,
-    "hidden_activation": "gelu_pytorch_tanh",
     "sliding_window": 4096,
     "tie_word_embeddings": True,
-    "bos_token_id": 2,
     "eos_token_id": 1,
 }
 
@@ -30,6 +37,7 @@ def gemma_fields(settings: Settings, *, adds_one: bool) -> Fields:
         raise SpecError("use_bidirectional_attention is not supported: this model encodes text, it does not generate")
     fields = common(settings)
     return fields | {
+        "activation": activation(settings, "hidden_activation", "gelu_pytorch_tanh"),
         "has_post_norms": True,
         "norms_add_one": settings.switch("norms_add_one", adds_one),
         "norms_round_late": True,
@@ -54,9 +62,9 @@ def _gemma3(settings: Settings) -> Fields:
         fields["num_layers"],
         lambda index: "sliding_attention" if (index + 1) % pattern else "full_attention",
     )
-    nested = settings.object("rope_parameters")
-    local = {"rope_theta": settings.real("rope_local_base_freq", 10000.0), **(nested.get("sliding_attention") or {})}
-    whole = {"rope_theta": settings.real("rope_theta", 1e6), **(nested.get("full_attention") or {})}
+    nested = Settings(settings.object("rope_parameters"))
+    local = {"rope_theta": settings.real("rope_local_base_freq", 10000.0), **nested.object("sliding_attention")}
+    whole = {"rope_theta": settings.real("rope_theta", 1e6), **nested.object("full_attention")}
     whole |= settings.object("rope_scaling")
     ropes = {
         "sliding_attention": read_rope(settings, head_dim=fields["head_dim"], parameters=local),

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from core.model.families.family import Family, Fields, Stored, layer_kinds, with_overrides, with_ropes, with_windows
+from core.model.families.family import (
+    Family,
+    Fields,
+    Stored,
+    count_experts,
+    layer_kinds,
+    with_overrides,
+    with_ropes,
+    with_windows,
+)
 from core.model.families.gemma import gemma_fields
 from core.model.rope import read_rope
 from core.model.settings import Settings
@@ -27,13 +36,17 @@ def _gemma4(settings: Settings) -> Fields:
     )
     kinds[-1] = "full_attention"
     fields = _with_layers(settings, fields, kinds)
-    given = settings.object("rope_parameters")
+    for kind in _ROPES:
+        dims = {layer.head_dim for layer, own in zip(fields["layers"], kinds, strict=True) if own == kind}
+        if len(dims) > 1:
+            raise SpecError(f"per_layer_config: head_dim {sorted(dims)} of {kind} layers, which must have the same one")
+    given = Settings(settings.object("rope_parameters"))
     ropes = {
         kind: read_rope(
             settings,
             head_dim=fields["layers"][kinds.index(kind)].head_dim,
             can_be_partial=True,
-            parameters=given.get(kind) or default,
+            parameters=given.object(kind) or default,
         )
         for kind, default in _ROPES.items()
         if kind in kinds
@@ -50,8 +63,7 @@ def _gemma4(settings: Settings) -> Fields:
     }
     if settings.switch("enable_moe_block"):
         fields["experts"] = ExpertsConfig(
-            num_experts=settings.count("num_experts"),
-            num_per_token=settings.count("top_k_experts"),
+            **count_experts(settings, "num_experts", "top_k_experts"),
             intermediate_size=settings.count("moe_intermediate_size"),
             normalizes_weights=True,
             has_expert_scales=True,
@@ -62,26 +74,27 @@ def _gemma4(settings: Settings) -> Fields:
 
 
 def _with_layers(settings: Settings, fields: Fields, kinds: list[str]) -> Fields:
-    """Set the heads of full layers, and the layers that read an earlier layer's keys and values."""
+    """Set the heads of layers with full attention, and the earlier layer whose keys and values the last ones share."""
     num_layers, layers = fields["num_layers"], list(with_overrides(settings, fields["layers"]))
     is_shared = settings.switch("attention_k_eq_v")
-    num_global = settings.get("num_global_key_value_heads") if is_shared else None
-    first = num_layers - settings.count("num_kv_shared_layers", 0, least=0)
+    has_global = is_shared and "num_global_key_value_heads" in settings
+    num_global = settings.count("num_global_key_value_heads") if has_global else None
+    first_shared = num_layers - settings.count("num_kv_shared_layers", 0, least=0)
     is_wide = settings.switch("use_double_wide_mlp")
     for index, kind in enumerate(kinds):
         if kind == "full_attention":
             layers[index] = replace(layers[index], values_are_keys=is_shared)
-            if "per_layer_config" not in settings:
+            if not settings.object("per_layer_config"):
                 heads = num_global or layers[index].num_kv_heads
                 layers[index] = replace(
                     layers[index], head_dim=settings.count("global_head_dim", 512), num_kv_heads=heads
                 )
-        if index >= first:
-            own = [earlier for earlier in range(first) if kinds[earlier] == kind]
-            if not own:
+        if index >= first_shared:
+            sources = [earlier for earlier in range(first_shared) if kinds[earlier] == kind]
+            if not sources:
                 raise SpecError(f"num_kv_shared_layers: layer {index} has no earlier layer of {kind} to share with")
             size = layers[index].intermediate_size * (2 if is_wide else 1)
-            layers[index] = replace(layers[index], kv_layer=own[-1], intermediate_size=size)
+            layers[index] = replace(layers[index], kv_layer=sources[-1], intermediate_size=size)
     return fields | {"layers": tuple(layers)}
 
 
@@ -97,12 +110,10 @@ FAMILIES = (
             "hidden_size": 2304,
             "intermediate_size": 9216,
             "num_hidden_layers": 30,
-            "hidden_activation": "gelu_pytorch_tanh",
             "max_position_embeddings": 131072,
             "vocab_size": 262144,
             "sliding_window": 512,
             "tie_word_embeddings": True,
-            "bos_token_id": 2,
             "eos_token_id": 1,
         },
         stored=(

@@ -7,6 +7,7 @@ from core.model.families.family import (
     Fields,
     Stored,
     common,
+    count_experts,
     layer_kinds,
     with_rope,
     with_sparse,
@@ -36,8 +37,7 @@ def _gpt_oss(settings: Settings) -> Fields:
         "swigluoai", settings.real("swiglu_alpha", 1.702), settings.real("swiglu_limit", 7.0)
     )
     fields["experts"] = ExpertsConfig(
-        num_experts=settings.count("num_local_experts"),
-        num_per_token=settings.count("num_experts_per_tok"),
+        **count_experts(settings, "num_local_experts"),
         intermediate_size=fields["intermediate_size"],
         # The softmax over the chosen experts only is that over all, normalized.
         normalizes_weights=True,

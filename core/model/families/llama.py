@@ -37,7 +37,7 @@ def with_query_scaling(settings: Settings, fields: Fields) -> Fields:
 
 def qwen_windows(settings: Settings, fields: Fields) -> Fields:
     """Add Qwen's windows: those of the layers from `max_window_layers` on, if `use_sliding_window` is set."""
-    num_layers, first = fields["num_layers"], settings.get("max_window_layers", 28)
+    num_layers, first = fields["num_layers"], settings.count("max_window_layers", 28, least=0)
     kinds = layer_kinds(settings, num_layers, lambda index: "full_attention" if index < first else "sliding_attention")
     if not settings.switch("use_sliding_window"):
         kinds = ["full_attention"] * num_layers

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.model.families.family import Family, Fields, Stored, common, with_rope
+from core.model.families.family import FULL, Family, Fields, Stored, common, count_experts, layer_kinds, with_rope
 from core.model.settings import Settings
 from core.model.shape import ExpertsConfig, QueryScaling
+
+_CHUNKED = "chunked_attention"
 
 
 def _llama4(settings: Settings) -> Fields:
     fields = with_rope(settings, common(settings))
     num_layers, size = fields["num_layers"], fields["intermediate_size"]
     interval = settings.count("no_rope_layer_interval", 4)
-    has_rope = settings.per_layer("no_rope_layers", num_layers) if settings.get("no_rope_layers") else None
+    # An empty list counts as absent, as in transformers.
+    is_listed = settings.get("no_rope_layers") != []
+    has_rope = settings.per_layer("no_rope_layers", num_layers, (1, 0)) if is_listed else None
     has_rope = has_rope or [(index + 1) % interval != 0 for index in range(num_layers)]
-    kinds = settings.per_layer("layer_types", num_layers)
-    kinds = kinds or ["chunked_attention" if has else "full_attention" for has in has_rope]
+    kinds = layer_kinds(settings, num_layers, lambda index: _CHUNKED if has_rope[index] else FULL, (_CHUNKED, FULL))
     step = settings.count("interleave_moe_layer_step", 1)
-    sparse = settings.get("moe_layers")
-    sparse = range(step - 1, num_layers, step) if sparse is None else sparse
+    listed = settings.indices("moe_layers")
+    sparse = range(step - 1, num_layers, step) if listed is None else listed
     tunes, chunk = settings.switch("attn_temperature_tuning", True), settings.count("attention_chunk_size", 8192)
     fields["layers"] = tuple(
         replace(
             layer,
             rope=0 if has_rope[index] else None,
             has_qk_norm=bool(has_rope[index]),
-            chunk=chunk if kinds[index] == "chunked_attention" else None,
+            chunk=chunk if kinds[index] == _CHUNKED else None,
             scales_queries=tunes and not has_rope[index],
             is_sparse=index in sparse,
             intermediate_size=settings.count("intermediate_size_mlp", size),
@@ -38,8 +41,7 @@ def _llama4(settings: Settings) -> Fields:
         scale=settings.real("attn_scale", 0.1), interval=settings.count("floor_scale", 8192), offset=1
     )
     fields["experts"] = ExpertsConfig(
-        num_experts=settings.count("num_local_experts"),
-        num_per_token=settings.count("num_experts_per_tok", 1),
+        **count_experts(settings, "num_local_experts", default=1),
         intermediate_size=size,
         normalizes_weights=False,
         shared_size=size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from core.model.families.family import Family, Fields, Stored, common, with_rope, with_sparse
+from core.model.families.family import Family, Fields, Stored, common, count_experts, with_rope, with_sparse
 from core.model.families.mixtral import MIXTRAL_EXPERTS
 from core.model.settings import Settings
 from core.model.shape import ExpertsConfig
@@ -10,14 +10,14 @@ from core.model.shape import ExpertsConfig
 
 def _minimax_m2(settings: Settings) -> Fields:
     # Published files give the rotated features by number.
-    if "rotary_dim" in settings and not settings.object("rope_parameters"):
+    if "rotary_dim" in settings and "partial_rotary_factor" not in settings:
         share = settings.count("rotary_dim") / settings.count("head_dim")
         settings = settings.replaced(partial_rotary_factor=share)
     fields = with_rope(settings, common(settings), can_be_partial=True)
+    settings.choice("scoring_func", ("sigmoid",), "sigmoid")
     fields["qk_norm"] = "projection" if settings.switch("use_qk_norm", True) else None
     fields["experts"] = ExpertsConfig(
-        num_experts=settings.count("num_local_experts"),
-        num_per_token=settings.count("num_experts_per_tok"),
+        **count_experts(settings, "num_local_experts"),
         intermediate_size=fields["intermediate_size"],
         normalizes_weights=True,
         scores="sigmoid",

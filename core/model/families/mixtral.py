@@ -7,6 +7,7 @@ from core.model.families.family import (
     Fields,
     Stored,
     common,
+    count_experts,
     layer_kinds,
     with_rope,
     with_sparse,
@@ -28,8 +29,7 @@ def _mixtral(settings: Settings) -> Fields:
     fields = with_rope(settings, common(settings))
     fields |= {"has_qkv_bias": False, "has_output_bias": False}
     fields["experts"] = ExpertsConfig(
-        num_experts=settings.count("num_local_experts"),
-        num_per_token=settings.count("num_experts_per_tok"),
+        **count_experts(settings, "num_local_experts"),
         intermediate_size=fields["intermediate_size"],
         normalizes_weights=True,
     )
@@ -40,7 +40,7 @@ def _mixtral(settings: Settings) -> Fields:
 def _qwen2_moe(settings: Settings) -> Fields:
     fields = with_rope(settings, common(settings))
     fields |= {"has_qkv_bias": fields["has_qkv_bias"] or settings.switch("qkv_bias", True)}
-    num_layers, first = fields["num_layers"], settings.get("max_window_layers", 28)
+    num_layers, first = fields["num_layers"], settings.count("max_window_layers", 28, least=0)
     kinds = layer_kinds(
         settings,
         num_layers,
@@ -58,11 +58,10 @@ def _qwen3_moe(settings: Settings) -> Fields:
 
 
 def _with_experts(settings: Settings, fields: Fields) -> Fields:
-    step, dense = settings.count("decoder_sparse_step", 1), settings.get("mlp_only_layers") or ()
+    step, dense = settings.count("decoder_sparse_step", 1), settings.indices("mlp_only_layers") or ()
     shared = "shared_expert_intermediate_size"
     fields["experts"] = ExpertsConfig(
-        num_experts=settings.count("num_experts" if "num_experts" in settings else "num_local_experts"),
-        num_per_token=settings.count("num_experts_per_tok"),
+        **count_experts(settings, "num_experts" if "num_experts" in settings else "num_local_experts"),
         intermediate_size=settings.count("moe_intermediate_size"),
         normalizes_weights=settings.switch("norm_topk_prob"),
         shared_size=settings.count(shared, 0, least=0),

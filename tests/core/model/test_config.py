@@ -43,9 +43,9 @@ def write_no_weights(directory: Path) -> None:
 
 
 def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
-    config = model_config.load(write(tmp_path, head_dim=..., num_key_value_heads=...))
-    assert (config.num_kv_heads, config.head_dim, config.ropes[0].theta, config.rms_norm_eps) == (12, 5, 10000.0, 1e-6)
-    assert not config.tie_embeddings and not config.has_qkv_bias and config.dtype == "float32"
+    config = model_config.load(write(tmp_path, hidden_size=75, head_dim=..., num_key_value_heads=...))
+    assert (config.num_kv_heads, config.head_dim, config.ropes[0].theta, config.rms_norm_eps) == (12, 6, 10000.0, 1e-6)
+    assert not config.tie_embeddings and not config.has_qkv_bias
     assert [layer.window for layer in config.layers] == [None, None] and config.max_context == 2048
     assert model_config.load(write(tmp_path, rms_norm_eps=None, hidden_act=None)).rms_norm_eps == 1e-6
     assert model_config.load(write(tmp_path, architectures="LlamaForCausalLM")).architecture == "LlamaForCausalLM"
@@ -54,8 +54,8 @@ def test_defaults_are_those_of_transformers(tmp_path: Path) -> None:
 
 def test_generation_config_names_the_end_tokens(tmp_path: Path) -> None:
     assert model_config.load(write(tmp_path)).eos_token_ids == (2,)
-    config = model_config.load(write(tmp_path, generation={"eos_token_id": [7, 8], "bos_token_id": 5}))
-    assert config.eos_token_ids == (7, 8) and config.bos_token_id == 5
+    assert model_config.load(write(tmp_path, generation={"eos_token_id": [7, 8]})).eos_token_ids == (7, 8)
+    assert model_config.load(write(tmp_path, generation={"eos_token_id": None})).eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_sizes(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "hqq"}}, "quantized by hqq"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_scaling.short_factor is missing"),
-        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "rope type mrope is not supported"),
+        ({"rope_scaling": {"type": "mrope", "factor": 2.0}}, "type mrope is not supported; supported: default, "),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping 30.0 is not supported for LlamaForCausalLM"),
         ({"use_qk_norm": True}, "use_qk_norm True is not supported for LlamaForCausalLM, and changes its results"),
         ({"layers_block_type": ["mamba", "attention"]}, "layers_block_type ['mamba', 'attention'] is not supported"),
@@ -214,7 +214,26 @@ def test_sizes(tmp_path: Path) -> None:
         ({"vocab_size": None}, "vocab_size is missing"),
         ({"eos_token_id": "2"}, "eos_token_id (generation_config.json comes first) is '2'"),
         ({"eos_token_id": [1, [2]]}, "is [2], and must be a token id"),
-        ({"num_attention_heads": 0, "head_dim": ...}, "config.json: "),
+        ({"eos_token_id": -1}, "is -1, and must be a token id"),
+        ({"num_attention_heads": 0, "head_dim": ...}, "num_attention_heads is 0, and must be a whole number from 1"),
+        ({"num_hidden_layers": 1 << 30}, "num_hidden_layers is 1073741824, and must be a whole number from 1 to 4096"),
+        ({"num_attention_heads": 1 << 30}, "num_attention_heads is 1073741824, and must be a whole number"),
+        ({"num_key_value_heads": 5}, "num_attention_heads is 12, and must be a multiple of the 5 num_key_value_heads"),
+        ({"head_dim": 15}, "head_dim 15 rotates 15 features, which must be an even number from 2"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps is 1000"),
+        ({"hidden_act": ["silu"]}, "hidden_act ['silu'] is not supported; supported: silu"),
+        ({"architectures": 5}, "architectures is 5, and must be a name"),
+        ({"architectures": {"a": 1}}, "architectures is {'a': 1}, and must be a name"),
+        ({"architectures": None, "model_type": ["llama"]}, "model_type is ['llama'], and must be a name"),
+        ({"text_config": [{}]}, "text_config is [{}], and must be a JSON object"),
+        ({"text_config": {"model_type": ["llama"]}}, "model_type is ['llama'], and must be a name"),
+        ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type ['yarn'] is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}}, "yarn has rope_theta 1.0"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "mscale": float("nan")}}, "mscale is nan"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 1e308}}, "rope type linear has factor 1e+308"),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 1e-9}}, "rope type linear has factor 1e-09"),
+        ({"rope_parameters": _LLAMA3 | {"low_freq_factor": 5.0}}, "llama3 has low_freq_factor 5.0, and must have at"),
+        ({"head_dim": 2, "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic rotates 2 features"),
     ],
 )
 def test_unsupported_config_is_one_line(changes: dict[str, Any], complaint: str, tmp_path: Path) -> None:

@@ -70,6 +70,13 @@ _FLAT: dict[str, tuple[str, dict[str, Any]]] = {
         | {"qk_norm_type": "per_layer", "scoring_func": "sigmoid", "use_routing_bias": True, "use_mtp": True}
         | {"num_mtp_modules": 3, "shared_intermediate_size": 0, "attn_type_list": [1] * 12},
     ),
+    "minimax m2, rotary settings of transformers 5": (
+        "MiniMaxM2ForCausalLM",
+        _SIZES
+        | _LOCAL
+        | {"model_type": "minimax_m2", "head_dim": 128, "rotary_dim": 64}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 5000000}},
+    ),
     "gpt oss": (
         "GptOssForCausalLM",
         _SIZES
@@ -120,6 +127,7 @@ _FLAT: dict[str, tuple[str, dict[str, Any]]] = {
         | _LATENT
         | {"model_type": "deepseek_v3", "num_key_value_heads": 32, "n_group": 8, "topk_group": 4, "rope_theta": 10000}
         | {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5}
+        | {"num_nextn_predict_layers": 1}
         | {"rope_scaling": _YARN | {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
 }
@@ -172,6 +180,7 @@ _NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | _LATENT
         | {"model_type": "kimi_k2", "num_key_value_heads": 32, "rope_theta": 50000.0, "routed_scaling_factor": 2.827}
         | {"ep_size": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+        | {"num_nextn_predict_layers": 0}
         | {"rope_scaling": _YARN | {"factor": 64.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
         {"tie_word_embeddings": False},
     ),

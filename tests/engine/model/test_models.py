@@ -112,6 +112,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "deepseek_v2, yarn": ("deepseek_v2", DEEPSEEK_V2 | {"rope_parameters": YARN | DEEPSEEK_YARN}),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK_V3),
+    "deepseek_v3, gelu": ("deepseek_v3", DEEPSEEK_V3 | {"hidden_act": "gelu"}),
+    "qwen2_moe, gelu": ("qwen2_moe", QWEN2_MOE | {"hidden_act": "gelu"}),
     "deepseek_v3, yarn": ("deepseek_v3", DEEPSEEK_V3 | {"rope_parameters": YARN | DEEPSEEK_YARN}),
     "deepseek_v3, all dense, long queries, halves": (
         "deepseek_v3",
@@ -342,6 +344,18 @@ def test_error_names_wrong_tensors(tiny_model: MakeModel, make_runner: MakeRunne
         make_runner(tmp_path)
     for part in ("missing: model.layers.1.mlp.up_proj.weight", "not expected: model.extra", "(7,), not (48,)"):
         assert part in str(caught.value)
+
+
+def test_a_head_under_another_prefix_is_not_taken_for_a_tied_one(
+    tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    directory, _ = tiny_model("llama")
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.lm_head.weight"] = tensors.pop("lm_head.weight")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(SpecError, match=r"missing: lm_head.weight; not expected: model.lm_head.weight"):
+        make_runner(tmp_path)
 
 
 def test_error_names_truncated_file(tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Embeddings that each layer has for itself: Gemma 4, after Gemma 3n's per-layer embeddings.
 
-own_l = (table(token)_l sqrt(P) + norm(projection(x)_l)) / sqrt(2)         x: the token's embedding, once per step
-x     = x + norm(up(act(gate(x)) own_l))                                   at the end of layer l
+e_l   = (table(token)_l sqrt(P) + norm(projection(x)_l)) / sqrt(2)         x: the token's embedding, once per step
+x     = x + norm(up(act(gate(x)) e_l))                                   at the end of layer l
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from engine.layers.shards import ShardReader
 from engine.model.norms import read_norm
 from engine.weights.checkpoint import Shape
 
-# T tokens, E hidden_size, L layers, P features of a layer's own embedding
+# T tokens, E hidden_size, L layers, P features of a layer's embedding
 
 _TABLE, _PROJECTION = "model.embed_tokens_per_layer", "model.per_layer_model_projection"
 _NORM = "model.per_layer_projection_norm"
 
 
 @dataclass(frozen=True)
-class OwnEmbeddings:
+class PerLayerEmbeddings:
     """Embeddings of a step's tokens for all layers. Every rank computes all of them."""
 
     table: Embedding
@@ -37,7 +37,7 @@ class OwnEmbeddings:
     dim: int
 
     @classmethod
-    def read(cls, reader: ShardReader, config: ModelConfig) -> OwnEmbeddings:
+    def read(cls, reader: ShardReader, config: ModelConfig) -> PerLayerEmbeddings:
         width = config.num_layers * config.per_layer_dim
         return cls(
             reader.embedding(_TABLE, config.per_layer_vocab_size),
@@ -55,8 +55,8 @@ class OwnEmbeddings:
 
 
 @dataclass(frozen=True)
-class OwnInput:
-    """One layer's gated addition of its own embedding."""
+class PerLayerInput:
+    """One layer's gated addition of its embedding."""
 
     gate: Linear
     up: Linear
@@ -64,7 +64,7 @@ class OwnInput:
     norm: RMSNorm
 
     @classmethod
-    def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> OwnInput:
+    def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> PerLayerInput:
         prefix = f"model.layers.{layer}"
         return cls(
             reader.linear({f"{prefix}.per_layer_input_gate": (0, config.per_layer_dim)}),
@@ -73,8 +73,8 @@ class OwnInput:
             read_norm(reader, config, f"{prefix}.post_per_layer_input_norm"),
         )
 
-    def __call__(self, x: Residual, own_TP: Tensor) -> None:
-        gated_TP = self.activation(torch.cat((self.gate(x.total()), own_TP), dim=-1))
+    def __call__(self, x: Residual, per_layer_TP: Tensor) -> None:
+        gated_TP = self.activation(torch.cat((self.gate(x.total()), per_layer_TP), dim=-1))
         x.add(self.norm(self.up(gated_TP)))
 
 

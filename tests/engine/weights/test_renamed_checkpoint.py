@@ -1,0 +1,105 @@
+"""Tensors that a family's files store fused, stacked or under other names: wrong ones are refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from core.model import config as model_config
+from core.types.errors import SpecError
+from engine.weights.renamed_checkpoint import open_model
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 8,
+    "intermediate_size": 4,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 4,
+    "vocab_size": 10,
+    "max_position_embeddings": 128,
+}
+_GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
+_LLAMA4 = {"architectures": ["Llama4ForCausalLM"], "num_local_experts": 3}
+_PHI3 = {"architectures": ["Phi3ForCausalLM"]}
+_LLAMA = {"architectures": ["LlamaForCausalLM"]}
+_LAYER = "model.layers.0."
+_EXPERTS = f"{_LAYER}mlp.experts."
+
+
+def write(directory: Path, family: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    (directory / "config.json").write_text(json.dumps(_SIZES | family))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("family", "tensors", "complaint"),
+    [
+        (
+            _GPT_OSS,
+            {f"{_EXPERTS}gate_up_proj": (2, 8, 8)},
+            "is (2, 8, 8): 2 experts, but config.json has 3",
+        ),
+        (_GPT_OSS, {f"{_EXPERTS}gate_up_proj": (1 << 40, 0, 8)}, "1099511627776 experts, but config.json has 3"),
+        (_GPT_OSS, {f"{_EXPERTS}gate_up_proj": (3, 8, 7)}, "gate_up_proj has 7 rows, and must have an even number"),
+        (_GPT_OSS, {f"{_EXPERTS}gate_up_proj": (3,)}, "gate_up_proj is (3,), and must have 3 dimensions"),
+        (_GPT_OSS, {f"{_EXPERTS}down_proj": ()}, "down_proj is (), and must have 3 dimensions"),
+        (_GPT_OSS, {f"{_EXPERTS}down_proj_bias": (3, 4, 8)}, "down_proj_bias is (3, 4, 8), and must have 2 dimensions"),
+        (_PHI3, {f"{_LAYER}self_attn.qkv_proj.weight": ()}, "qkv_proj.weight is (), and must have 2 dimensions"),
+        (
+            _PHI3,
+            {f"{_LAYER}self_attn.qkv_proj.weight": (17, 8)},
+            "self_attn.qkv_proj.weight has 17 rows, but q_proj, k_proj, v_proj need 16",
+        ),
+        (
+            _LLAMA4,
+            {f"{_LAYER}feed_forward.router.weight": (3, 8), f"{_LAYER}mlp.gate.weight": (3, 8)},
+            "mlp.gate.weight is in the files twice, as",
+        ),
+        (
+            _LLAMA,
+            {"language_model.model.norm.weight": (8,), "model.norm.weight": (8,)},
+            "model.norm.weight is in the files twice, as",
+        ),
+    ],
+)
+def test_a_wrong_tensor_is_named(
+    family: dict[str, Any], tensors: dict[str, tuple[int, ...]], complaint: str, tmp_path: Path
+) -> None:
+    write(tmp_path, family, {name: torch.zeros(shape) for name, shape in tensors.items()})
+    with pytest.raises(SpecError) as caught:
+        open_model(tmp_path, model_config.load(tmp_path))
+    assert complaint in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kind"),
+    [
+        ("model.norm.weight", torch.float8_e4m3fn, "F8_E4M3"),
+        ("model.norm.weight", torch.int64, "I64"),
+        (f"{_EXPERTS}gate_up_proj", torch.float8_e4m3fn, "F8_E4M3"),
+        (f"{_LAYER}self_attn.sinks", torch.uint8, "U8"),
+    ],
+)
+def test_coded_numbers_without_a_quantization_are_refused(
+    name: str, dtype: torch.dtype, kind: str, tmp_path: Path
+) -> None:
+    write(tmp_path, _GPT_OSS, {name: torch.zeros(3, 8, 8).to(dtype)})
+    with pytest.raises(SpecError, match=f"has dtype {kind}, and config.json has no quantization_config"):
+        open_model(tmp_path, model_config.load(tmp_path))
+
+
+def test_layers_past_the_last_keep_the_shape_of_the_last(tmp_path: Path) -> None:
+    """A file may have layers that the model does not use, such as those of multi-token prediction."""
+    weight = torch.arange(64.0).view(8, 8)
+    write(tmp_path, _LLAMA4, {f"model.layers.{i}.self_attn.q_proj.weight": weight for i in (0, 7)})
+    checkpoint = open_model(tmp_path, model_config.load(tmp_path))
+    read = [checkpoint.read(f"model.layers.{i}.self_attn.q_proj.weight") for i in (0, 7)]
+    assert torch.equal(read[0], weight[[0, 2, 1, 3, 4, 6, 5, 7]]) and torch.equal(*read)
