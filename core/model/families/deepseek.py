@@ -98,13 +98,15 @@ FAMILIES = (
         architectures=("DeepseekV3ForCausalLM",),
         model_types=("deepseek_v3", "kimi_k2"),
         read=_deepseek_v3,
-        defaults={"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+        defaults={"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "n_routed_experts": 256}
+        | {"n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536},
     ),
     Family(
         architectures=("Glm4MoeLiteForCausalLM",),
         model_types=("glm4_moe_lite",),
         read=_deepseek_v3,
-        defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5},
+        defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5}
+        | {"n_routed_experts": 64, "n_shared_experts": 1, "q_lora_rank": 768},
     ),
     Family(architectures=("Mistral4ForCausalLM",), model_types=("mistral4",), read=_mistral4, stored=STACKED_EXPERTS),
 )

@@ -75,7 +75,7 @@ FAMILIES = (
         architectures=("MixtralForCausalLM",),
         model_types=("mixtral",),
         read=_mixtral,
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
         stored=MIXTRAL_EXPERTS,
     ),
     Family(architectures=("Qwen2MoeForCausalLM",), model_types=("qwen2_moe",), read=_qwen2_moe),

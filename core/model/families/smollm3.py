@@ -11,7 +11,7 @@ from core.model.settings import Settings
 def _smollm3(settings: Settings) -> Fields:
     fields = with_rope(settings, common(settings))
     num_layers, interval = fields["num_layers"], settings.count("no_rope_layer_interval", 4)
-    has_rope = settings.per_layer("no_rope_layers", num_layers)
+    has_rope = settings.per_layer("no_rope_layers", num_layers, (1, 0))
     has_rope = has_rope or [(index + 1) % interval != 0 for index in range(num_layers)]
     kinds = layer_kinds(
         settings, num_layers, lambda index: "full_attention" if has_rope[index] else "sliding_attention"
