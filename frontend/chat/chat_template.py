@@ -55,6 +55,7 @@ class ChatTemplate:
         self.efforts: Mapping[str, str] = {}  # accepted values of reasoning_effort, with a rendering of each
         self.unasked: str | None = None  # the same rendering without any effort
         self._needs_description = False  # of each tool
+        self._no_tools: list[Any] | None = None  # what the template takes for no tools: None or []
         self._calls = CallShape()
         self._history = History()
         if default is None:
@@ -75,6 +76,10 @@ class ChatTemplate:
         self.variables = frozenset(meta.find_undeclared_variables(environment().parse(source)))
         self.knows_tools = "tools" in self.variables or (self._with_tools is not None and self._with_tools.knows_tools)
         self.unasked = self._try(_SHORT)
+        if self.unasked is None and "tools" in self.variables:
+            # Some templates, such as Hermes 3's for tools, loop over the tools even if there are none.
+            self.unasked = self._try(_SHORT, tools=[])
+            self._no_tools = None if self.unasked is None else []
         if self.unasked is None:
             return  # the template rejects even one user message, so probes show nothing
         self._calls = CallShape.of(self._try)
@@ -138,7 +143,7 @@ class ChatTemplate:
             **(variables or {}),
             **self._special_tokens,
             "add_generation_prompt": opens_answer,
-            "tools": [*map(_described, shown)] if shown and self._needs_description else [*shown] or None,
+            "tools": [*map(_described, shown)] if shown and self._needs_description else [*shown] or self._no_tools,
             "documents": None,
         }
         history = self._history
@@ -188,7 +193,7 @@ class ChatTemplate:
     def _try(self, messages: Sequence[Message], **variables: Any) -> str | None:
         """Render a probe. Return None if the template rejects it."""
         context = {
-            "tools": None,
+            "tools": self._no_tools,
             **variables,
             **self._special_tokens,
             "messages": messages,

@@ -207,6 +207,7 @@ def test_template_rejection_is_passed_on() -> None:
     assert "no, user" in rejection("{{ raise_exception('no, ' + messages[0].role) }}")
     assert "has no attribute" in rejection("{{ messages[0].tool_calls.first }}")
     assert "can only concatenate str" in rejection("{{ 'a' + 1 }}")
+    assert "not JSON serializable" in rejection("{{ raise_exception|tojson }}")
     assert "no chat template" in rejection(None)
     assert "must not be empty" in rejection(CHATML, [])
 
@@ -267,10 +268,11 @@ def test_common_template_operations_are_allowed() -> None:
         "{{ '%s and %5d' % ('a', 3) }} {{ 'a' ~ 1 ~ none }} {{ ['a', 2]|join(', ') }} {{ 'x'.center(5) }}"
         "{{ 'a\nb'|indent(2) }} {{ '{:>4}'.format(3) }} {{ [1] + [2] }} {{ 'abc'.replace('b', 'xy') }}"
         " {{ 'a b'|replace(' ', '_') }} {{ {'a': 1}|tojson(indent=2)|indent(4) }}"
+        " {{ messages|map(attribute='role')|tojson }}"
     )
     template = ChatTemplate(source, special_tokens={})
     assert template.render([{"role": "user", "content": ""}]) == (
-        'a and     3 a1None a, 2   x  a\n  b    3 [1, 2] axyc a_b {\n      "a": 1\n    }'
+        'a and     3 a1None a, 2   x  a\n  b    3 [1, 2] axyc a_b {\n      "a": 1\n    } ["user"]'
     )
 
 
