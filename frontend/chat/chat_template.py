@@ -54,7 +54,7 @@ class ChatTemplate:
         self.switches: tuple[str, ...] = ()  # variables that turn thinking on and off
         self.efforts: Mapping[str, str] = {}  # accepted values of reasoning_effort, with a rendering of each
         self.unasked: str | None = None  # the same rendering without any effort
-        self._needs_description = False  # of each tool
+        self._needs_all_fields = False  # of each tool
         self._no_tools: list[Any] | None = None  # what the template takes for no tools: None or []
         self._calls = CallShape()
         self._history = History()
@@ -88,8 +88,8 @@ class ChatTemplate:
             with_tools=lambda messages: self._try(messages, tools=[_TOOL] if self.knows_tools else None),
             knows_developer=_DEVELOPER in source,
         )
-        bare = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-        self._needs_description = self.knows_tools and self._try(_SHORT, tools=[bare]) is None
+        bare = {"type": "function", "function": {"name": "f"}}
+        self._needs_all_fields = self.knows_tools and self._try(_SHORT, tools=[bare]) is None
         known = [name for name in _SWITCHES if name in self.variables]
         self.switches = tuple(name for name in known if self._try_with(name, True) != self._try_with(name, False))
         if EFFORT in self.variables:
@@ -143,7 +143,7 @@ class ChatTemplate:
             **(variables or {}),
             **self._special_tokens,
             "add_generation_prompt": opens_answer,
-            "tools": [*map(_described, shown)] if shown and self._needs_description else [*shown] or self._no_tools,
+            "tools": [*map(_with_all_fields, shown)] if shown and self._needs_all_fields else [*shown] or self._no_tools,
             "documents": None,
         }
         history = self._history
@@ -232,8 +232,9 @@ def _with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
     return [*messages[:first], {"role": "system", "content": text}, *messages[first:]]
 
 
-def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {**tool, "function": {"description": "", **tool["function"]}}
+def _with_all_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return {**tool, "function": {**empty, **tool["function"]}}
 
 
 def _up_to_tag(text: str, last: str) -> str:

@@ -195,6 +195,20 @@ def test_template_without_tools_rejects_them() -> None:
         assert ChatTemplate(source, special_tokens={}).knows_tools
 
 
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("f.name + f.description", "look"),
+        ("f.parameters|tojson", '{"type": "object", "properties": {}}'),
+        ("f|tojson", '{"name": "look"}'),
+    ],
+)
+def test_tool_gets_the_fields_that_the_template_needs(printed: str, expected: str) -> None:
+    source = "{% for tool in tools or () %}{% set f = tool.function %}{{ " + printed + " }}{% endfor %}"
+    tool = {"type": "function", "function": {"name": "look"}}
+    assert ChatTemplate(source, special_tokens={}).render(CONVERSATIONS[0], tools=[tool]) == expected
+
+
 def rejection(source: str | None, messages: list[dict[str, Any]] | None = None, **variables: Any) -> str:
     template = ChatTemplate(source, special_tokens=SPECIAL_TOKENS)
     with pytest.raises(RequestError) as caught:
