@@ -143,7 +143,9 @@ class ChatTemplate:
             **(variables or {}),
             **self._special_tokens,
             "add_generation_prompt": opens_answer,
-            "tools": [*map(_with_all_fields, shown)] if shown and self._needs_all_fields else [*shown] or self._no_tools,
+            "tools": [*map(_with_all_fields, shown)]
+            if shown and self._needs_all_fields
+            else [*shown] or self._no_tools,
             "documents": None,
         }
         history = self._history
