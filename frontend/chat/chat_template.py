@@ -138,14 +138,12 @@ class ChatTemplate:
         self._check_roles(messages, paths)
         if is_continued and not isinstance(messages[-1]["content"], str):
             raise RequestError("continue_final_message: the last message has no text", param="messages")
-        shown = () if writes_tools else tools
+        shown = () if writes_tools else map(_with_all_fields, tools) if self._needs_all_fields else tools
         context = {
             **(variables or {}),
             **self._special_tokens,
             "add_generation_prompt": opens_answer,
-            "tools": [*map(_with_all_fields, shown)]
-            if shown and self._needs_all_fields
-            else [*shown] or self._no_tools,
+            "tools": [*shown] or self._no_tools,
             "documents": None,
         }
         history = self._history
