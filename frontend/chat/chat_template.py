@@ -54,7 +54,8 @@ class ChatTemplate:
         self.switches: tuple[str, ...] = ()  # variables that turn thinking on and off
         self.efforts: Mapping[str, str] = {}  # accepted values of reasoning_effort, with a rendering of each
         self.unasked: str | None = None  # the same rendering without any effort
-        self._needs_description = False  # of each tool
+        self._needs_all_fields = False  # of each tool
+        self._no_tools: list[Any] | None = None  # what the template takes for no tools: None or []
         self._calls = CallShape()
         self._history = History()
         if default is None:
@@ -75,6 +76,10 @@ class ChatTemplate:
         self.variables = frozenset(meta.find_undeclared_variables(environment().parse(source)))
         self.knows_tools = "tools" in self.variables or (self._with_tools is not None and self._with_tools.knows_tools)
         self.unasked = self._try(_SHORT)
+        if self.unasked is None and "tools" in self.variables:
+            # Some templates, such as Hermes 3's for tools, loop over the tools even if there are none.
+            self.unasked = self._try(_SHORT, tools=[])
+            self._no_tools = None if self.unasked is None else []
         if self.unasked is None:
             return  # the template rejects even one user message, so probes show nothing
         self._calls = CallShape.of(self._try)
@@ -83,8 +88,8 @@ class ChatTemplate:
             with_tools=lambda messages: self._try(messages, tools=[_TOOL] if self.knows_tools else None),
             knows_developer=_DEVELOPER in source,
         )
-        bare = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-        self._needs_description = self.knows_tools and self._try(_SHORT, tools=[bare]) is None
+        bare = {"type": "function", "function": {"name": "f"}}
+        self._needs_all_fields = self.knows_tools and self._try(_SHORT, tools=[bare]) is None
         known = [name for name in _SWITCHES if name in self.variables]
         self.switches = tuple(name for name in known if self._try_with(name, True) != self._try_with(name, False))
         if EFFORT in self.variables:
@@ -133,12 +138,12 @@ class ChatTemplate:
         self._check_roles(messages, paths)
         if is_continued and not isinstance(messages[-1]["content"], str):
             raise RequestError("continue_final_message: the last message has no text", param="messages")
-        shown = () if writes_tools else tools
+        shown = () if writes_tools else map(_with_all_fields, tools) if self._needs_all_fields else tools
         context = {
             **(variables or {}),
             **self._special_tokens,
             "add_generation_prompt": opens_answer,
-            "tools": [*map(_described, shown)] if shown and self._needs_description else [*shown] or None,
+            "tools": [*shown] or self._no_tools,
             "documents": None,
         }
         history = self._history
@@ -188,7 +193,7 @@ class ChatTemplate:
     def _try(self, messages: Sequence[Message], **variables: Any) -> str | None:
         """Render a probe. Return None if the template rejects it."""
         context = {
-            "tools": None,
+            "tools": self._no_tools,
             **variables,
             **self._special_tokens,
             "messages": messages,
@@ -227,8 +232,9 @@ def _with_instructions(messages: Sequence[Message], text: str) -> list[Message]:
     return [*messages[:first], {"role": "system", "content": text}, *messages[first:]]
 
 
-def _described(tool: Mapping[str, Any]) -> dict[str, Any]:
-    return {**tool, "function": {"description": "", **tool["function"]}}
+def _with_all_fields(tool: Mapping[str, Any]) -> dict[str, Any]:
+    empty = {"description": "", "parameters": {"type": "object", "properties": {}}}
+    return {**tool, "function": {**empty, **tool["function"]}}
 
 
 def _up_to_tag(text: str, last: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import count, takewhile
 from typing import Any, TypeAlias
 
 from frontend.chat.tools_as_text import calls_as_text, result_as_text
@@ -22,7 +22,7 @@ _PROBE = "PROBE-5e0c-"
 _CALL = "probe_5e0c_"
 INSTRUCTIONS = ("system", "developer")
 _ROLES = {"s": "system", "d": "developer", "u": "user", "a": "assistant", "c": "assistant", "t": "tool"}
-_REASONING = ("reasoning_content", "reasoning", "thinking")
+_REASONING = ("reasoning_content", "reasoning", "thinking", "tool_plan")
 _BETWEEN = "\n\n"
 
 
@@ -42,6 +42,7 @@ class History:
     keeps_calls: bool = True
     keeps_orphans: bool = True  # results of tools that no message calls
     keeps_parallel_calls: bool = True
+    keeps_repeated_ids: bool = True  # of calls and results
     splits_text: str | None = None  # messages that replace a call with text, as letters of _ROLES; None: not split
     reasoning: str = _REASONING[0]  # field of an assistant's thoughts
     keeps_reasoning_beside_text: bool = True  # in a message with calls
@@ -69,6 +70,7 @@ class History:
             keeps_calls=has_calls,
             keeps_orphans=keeps("utuct" if has_calls else "utu"),
             keeps_parallel_calls=not has_calls or keeps("uCttau"),
+            keeps_repeated_ids=_is_kept(render, _conversation("uCttauCtt", id="probe0000")) or not keeps("uCttauCtt"),
             splits_text=None
             if not has_calls or keeps("uTtau")
             else next((letters for letters in ("ac", "auc") if keeps(f"u{letters}tau")), None),
@@ -86,6 +88,7 @@ class History:
             arranged = arranged if self.keeps_orphans else _without_orphans(arranged)
             arranged = [part for message in arranged for part in self._split_text(message)]
             arranged = arranged if self.keeps_parallel_calls else _one_call_each(arranged)
+            arranged = arranged if self.keeps_repeated_ids else _with_own_ids(arranged)
         arranged = self._in_turns(arranged)
         for message in arranged:
             self._move_reasoning(message)
@@ -201,6 +204,20 @@ def _in_call_order(messages: _Messages) -> _Messages:
     return [one for message, own, others in _with_results(messages) for one in (message, *own, *others) if one]
 
 
+def _with_own_ids(messages: _Messages) -> _Messages:
+    """Number the calls and the results, for a template that drops a result with the id of an earlier one."""
+    numbers = map("call{:05d}".format, count())
+    for message, own, others in _with_results(messages):
+        if calls := message.get("tool_calls"):
+            message["tool_calls"] = [{**call, "id": next(numbers)} for call in calls]
+        for call, result in zip(message.get("tool_calls", ()), own, strict=True):
+            if result is not None:
+                result["tool_call_id"] = call["id"]
+        for result in others if message["role"] != "tool" else (message, *others):
+            result["tool_call_id"] = next(numbers)
+    return messages
+
+
 def _without_orphans(messages: _Messages) -> _Messages:
     """Write results without a preceding call as text."""
     kept: _Messages = []
@@ -244,17 +261,18 @@ def _with_results(messages: _Messages) -> Iterator[tuple[dict[str, Any], Sequenc
         yield message, own, [result for result in results if not any(result is one for one in own)]
 
 
-def _conversation(letters: str) -> _Messages:
-    """Build a probe from letters: keys of _ROLES, C for two parallel calls, T for a call beside a text."""
+def _conversation(letters: str, *, id: str | None = None) -> _Messages:
+    """Build a probe from letters: keys of _ROLES, C for two parallel calls, T for a call beside a text. id: of each
+    call, None for unique ids."""
     messages: _Messages = []
     pending = list[str]()
     for number, letter in enumerate(letters):
         message: dict[str, Any] = {"role": _ROLES[letter.lower() if letter != "T" else "c"]}
         message["content"] = None if letter in "cC" else f"{_PROBE}{number}-"
         if letter in "cCT":
-            ids = [f"probe{number}{i:03d}" for i in range(2 if letter == "C" else 1)]
+            ids = [id or f"probe{number}{i:03d}" for i in range(2 if letter == "C" else 1)]
             pending += ids
-            message["tool_calls"] = [_call(id, f"{_CALL}{number}_{i}") for i, id in enumerate(ids)]
+            message["tool_calls"] = [_call(own, f"{_CALL}{number}_{i}") for i, own in enumerate(ids)]
         if letter == "t":
             message["tool_call_id"] = pending.pop(0) if pending else "orphan000"
         messages.append(message)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -125,7 +126,16 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     """Encode plain JSON. Jinja's own filter escapes <, > and & for HTML, which models were not trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys, default=_listed
+    )
+
+
+def _listed(value: Any) -> list[Any]:
+    """Return the values of a generator, such as the filter `map` makes. Raises TypeError for other values."""
+    if isinstance(value, Iterator):
+        return [*value]
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
 def _strftime_now(format: str) -> str:

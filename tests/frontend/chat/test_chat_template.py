@@ -195,6 +195,20 @@ def test_template_without_tools_rejects_them() -> None:
         assert ChatTemplate(source, special_tokens={}).knows_tools
 
 
+@pytest.mark.parametrize(
+    ("printed", "expected"),
+    [
+        ("f.name + f.description", "look"),
+        ("f.parameters|tojson", '{"type": "object", "properties": {}}'),
+        ("f|tojson", '{"name": "look"}'),
+    ],
+)
+def test_tool_gets_the_fields_that_the_template_needs(printed: str, expected: str) -> None:
+    source = "{% for tool in tools or () %}{% set f = tool.function %}{{ " + printed + " }}{% endfor %}"
+    tool = {"type": "function", "function": {"name": "look"}}
+    assert ChatTemplate(source, special_tokens={}).render(CONVERSATIONS[0], tools=[tool]) == expected
+
+
 def rejection(source: str | None, messages: list[dict[str, Any]] | None = None, **variables: Any) -> str:
     template = ChatTemplate(source, special_tokens=SPECIAL_TOKENS)
     with pytest.raises(RequestError) as caught:
@@ -207,6 +221,7 @@ def test_template_rejection_is_passed_on() -> None:
     assert "no, user" in rejection("{{ raise_exception('no, ' + messages[0].role) }}")
     assert "has no attribute" in rejection("{{ messages[0].tool_calls.first }}")
     assert "can only concatenate str" in rejection("{{ 'a' + 1 }}")
+    assert "not JSON serializable" in rejection("{{ raise_exception|tojson }}")
     assert "no chat template" in rejection(None)
     assert "must not be empty" in rejection(CHATML, [])
 
@@ -267,10 +282,11 @@ def test_common_template_operations_are_allowed() -> None:
         "{{ '%s and %5d' % ('a', 3) }} {{ 'a' ~ 1 ~ none }} {{ ['a', 2]|join(', ') }} {{ 'x'.center(5) }}"
         "{{ 'a\nb'|indent(2) }} {{ '{:>4}'.format(3) }} {{ [1] + [2] }} {{ 'abc'.replace('b', 'xy') }}"
         " {{ 'a b'|replace(' ', '_') }} {{ {'a': 1}|tojson(indent=2)|indent(4) }}"
+        " {{ messages|map(attribute='role')|tojson }}"
     )
     template = ChatTemplate(source, special_tokens={})
     assert template.render([{"role": "user", "content": ""}]) == (
-        'a and     3 a1None a, 2   x  a\n  b    3 [1, 2] axyc a_b {\n      "a": 1\n    }'
+        'a and     3 a1None a, 2   x  a\n  b    3 [1, 2] axyc a_b {\n      "a": 1\n    } ["user"]'
     )
 
 

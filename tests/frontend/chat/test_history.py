@@ -20,6 +20,21 @@ _TEMPLATES["chatml"] = CHATML
 _OURS = {path.stem: path.read_text() for path in Path(chat.__file__).parent.glob("*.jinja")}
 _OURS["mistral"] = "{% set version = 11 %}{% set thought = [] %}" + _OURS["mistral"]
 _TEMPLATES |= _OURS
+_ONLY_WITH_TOOLS = (  # it loops over tools unasked, and drops the text beside calls
+    "{% for tool in tools %}{{ tool|tojson }}{% endfor %}{% for m in messages %}<|{{ m.role }}|>"
+    "{% if m.tool_calls is defined %}{% for call in m.tool_calls %}"
+    "{{ call.function.name }}({{ call.function.arguments|tojson }}){% endfor %}"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+)
+_BY_ID = (  # it prints neighbouring results together, and drops one with an id that it has seen
+    "{% set seen = namespace(ids=[]) %}{% for m in messages %}{% if m.role != 'tool' %}<|{{ m.role }}|>{{ m.content }}"
+    "{% for call in m.tool_calls or () %}{{ m.tool_plan }}{{ call.function.name }}"
+    "({{ call.function.arguments|tojson }}){% endfor %}"
+    "{% elif m.tool_call_id not in seen.ids %}<|tool|>{{ m.content }}{% for other in messages[loop.index:] %}"
+    "{% if other.role != 'tool' %}{% break %}{% endif %}|{{ other.content }}"
+    "{% set seen.ids = seen.ids + [other.tool_call_id] %}{% endfor %}{% endif %}{% endfor %}{{ tools }}"
+)
+_TEMPLATES |= {"only_with_tools": _ONLY_WITH_TOOLS, "by_id": _BY_ID}
 _TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 TOOL = {"type": "function", "function": {"name": "look", "description": "", "parameters": {"type": "object"}}}
 
@@ -110,11 +125,31 @@ def test_merged_messages_keep_their_texts_thoughts_and_calls() -> None:
     assert [call["function"]["name"] for call in merged["tool_calls"]] == ["a", "b"]
 
 
-@pytest.mark.parametrize(("name", "shown"), [("channels", True), ("hermes_tools", False)])
+@pytest.mark.parametrize(("name", "shown"), [("channels", True), ("by_id", True), ("hermes_tools", False)])
 def test_thoughts_are_given_by_the_templates_name(name: str, shown: bool) -> None:
     said = _say("assistant", "T", tool_calls=[_call()], reasoning_content="THOUGHT")
     rendered = _template(name).render([_U, said, _RESULT])
     assert ("THOUGHT" in rendered) is shown and "T" in rendered
+
+
+@pytest.mark.parametrize("tools", [[], [TOOL]], ids=["no tools", "tools"])
+def test_text_beside_calls_goes_before_them(tools: list[dict[str, Any]]) -> None:
+    """Also in a history with calls and without tools, which the template for tools renders."""
+    template = ChatTemplate({"default": CHATML, "tool_use": _ONLY_WITH_TOOLS}, special_tokens=_TOKENS)
+    rendered = template.render([_U, _say("assistant", "T", tool_calls=[_call()]), _RESULT], tools=tools)
+    assert rendered.endswith("<|user|>U<|assistant|>T<|assistant|>look({})<|tool|>R")
+    assert ("parameters" in rendered) is bool(tools)
+
+
+def test_repeated_ids_lose_no_result() -> None:
+    """Each result keeps its call's id; clients that send no ids, or the same ones in each turn, are answered too."""
+    turn = [_say("assistant", tool_calls=[_call(id="x"), _call(id="x")])]
+    turn += [_say("tool", text, tool_call_id="x") for text in ("first", "second")]
+    history = History(keeps_repeated_ids=False).arranged([_U, *turn, *turn, _say("tool", "orphan")])
+    calls = [call["id"] for message in history for call in message.get("tool_calls", ())]
+    results = [message["tool_call_id"] for message in history if message["role"] == "tool"]
+    assert results[:4] == calls and len({*results}) == 5
+    assert _template("by_id").render([_U, *turn, _U, *turn]).count("<|tool|>first|second") == 2
 
 
 _NEED_OBJECTS = {"coder_tools", "dsml_tools", "glm_tools", "glm47_tools", "minimax_tools"}
