@@ -163,9 +163,9 @@ def with_overrides(settings: Settings, layers: Sequence[LayerConfig]) -> tuple[L
     """Set the heads that `per_layer_config` gives single layers, by index. Raises SpecError for other overrides."""
     found = list(layers)
     given = Settings(settings.object("per_layer_config"))
-    places = {str(index) for index in range(len(found))}
     for key in given.unread():
-        if key not in places:
+        # transformers pads indices with zeros to one length.
+        if not (key.isascii() and key.isdecimal() and len(key) <= _MOST_DIGITS and int(key) < len(found)):
             raise SpecError(f"per_layer_config: layer {key!r:.60} is not one of the {len(found)} layers")
         own = Settings(given.object(key))
         layer = found[int(key)]
