@@ -18,6 +18,7 @@ from core.types.errors import SpecError
 # Limits far beyond published models: sizes that would only fill memory.
 _MOST_LAYERS = 4096
 _MOST_HEADS = _MOST_HEAD_DIM = 1 << 16
+_MOST_DIGITS = 6  # of the index of a layer
 _MOST_EXPERTS = 4096
 FULL, SLIDING = "full_attention", "sliding_attention"
 
