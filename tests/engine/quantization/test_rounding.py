@@ -42,7 +42,7 @@ CHANGES = {
     "deepseek_v3": DEEPSEEK_V3,
     "qwen2_moe": _FEW,
     "qwen3_moe": _FEW,
-    "gemma4": {"hidden_size_per_layer_input": 0},
+    "gemma4": {"hidden_size_per_layer_input": 0, "sliding_window": 9},
     "phi3": {"head_dim": ...},
     "gpt_oss": GPT_OSS,
     "glm4_moe": GLM4_MOE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from core.model.config import load as load_config
+from core.types.errors import SpecError
 from engine.config import EngineConfig
+from engine.quantization.calibration import inputs_of
+from engine.quantization.write import by_stored_name, quantize_checkpoint
 from engine.runner.runner import ModelRunner
+from engine.weights.open_checkpoint import open_checkpoint
+from engine.weights.renamed_checkpoint import open_model
 from tests.engine import gang
 from tests.engine.gang import StartGang
 from tests.engine.quantized_files import (
@@ -148,6 +154,54 @@ def test_ranks_share_the_stored_tensors(name: str, tmp_path: Path, start_gang: S
             torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("name", ["gpt-oss MXFP4", "Gemma 3 INT4"])
+def test_cpu_kernels_keep_the_stored_bits(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    case = CASES[name]
+    # The router has no choice that rounding could change.
+    case = replace(case, changes=case.changes | ({"num_experts_per_tok": 6} if case.family == "gpt_oss" else {}))
+    into, model = write(tmp_path, case)
+    (tokens,) = prompts(30)
+    expected = reference_logits(model, tokens)[-1]
+    runner = ModelRunner(EngineConfig(model_dir=into, dtype="bfloat16", block_size=8, num_blocks=12))
+    logits = step(runner, [tokens], [(0, 0, 30)])
+    assert float((logits[0].float() - expected).norm() / expected.norm()) < 0.12
+    assert "quantized matrices are held in" not in caplog.text
+
+
+def test_stacked_experts_of_other_formats_are_named(tmp_path: Path) -> None:
+    """ModelOpt stacks Llama 4's experts in FP8 or NVFP4, with scales under names of their own."""
+    name = "model.layers.1.feed_forward.experts.gate_up_proj"
+    tensors = {name: torch.ones(2, 8, 8).to(torch.float8_e4m3fn), f"{name}_weight_scale": torch.ones(1)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = {"quant_method": "modelopt", "quant_algo": "FP8"}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+    with pytest.raises(SpecError, match=rf"{name} \(F8_E4M3\): experts in one tensor are read as MXFP4 blocks only"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["phi3", "minimax_m2", "gemma3, nested"])
+def test_written_checkpoint_loads_under_the_familys_names(family: str, tmp_path: Path) -> None:
+    """Calibrated inputs reach fused, renamed and nested matrices; other parts of the model stay as they are."""
+    name, _, is_nested = family.partition(", ")
+    changes = {"phi3": PHI3, "minimax_m2": MINIMAX_M2 | SIZES | {"num_experts_per_tok": 6}}.get(name, GEMMA | SIZES)
+    prefixes = (("model.", "language_model.model."),) if is_nested else ()
+    nested = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3"} if is_nested else {}
+    case = Published(name, int4_packed, {}, changes, "none", prefixes, nested)
+    source, model = write(tmp_path, case)
+    tower = source / "model.safetensors"
+    tensors = load_file(tower) | {"vision_tower.encoder.layers.0.mlp.up_proj.weight": torch.ones(5, 7)}
+    save_file(tensors if is_nested else load_file(tower), tower)
+    (tokens,) = prompts(90)
+    grams = inputs_of(source, prompts(*[90] * 4)[1:])
+    stored = by_stored_name(open_model(source, load_config(source)), grams)
+    quantized = {stem.removesuffix(".weight") for stem in tensors if stem.endswith("_proj.weight")}
+    assert {stem for stem in quantized if "vision" not in stem} <= set(stored)
+    quantize_checkpoint(source, tmp_path / "int8", "int8", calibrate=lambda: grams)
+    runner = ModelRunner(EngineConfig(model_dir=tmp_path / "int8", dtype="float32", block_size=8, num_blocks=12))
+    logits, expected = step(runner, [tokens], [(0, 0, 90)])[0], reference_logits(model, tokens)[-1]
+    assert 0 < float((logits - expected).norm() / expected.norm()) < 0.15
+
+
 def write(directory: Path, case: Published) -> tuple[Path, Any]:
     """Write the published form to `published`. Return it, and transformers' model of the dequantized numbers."""
     plain, into = directory / "plain", directory / "published"
@@ -159,7 +213,7 @@ def write(directory: Path, case: Published) -> tuple[Path, Any]:
         published |= {_renamed(stored, case): part.contiguous() for stored, part in found.items()}
     save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    settings = {"quantization_config": case.config}
+    settings = {"quantization_config": case.config} if case.config else {}
     if case.nested:
         inner = config | (settings if case.is_inside else {})
         config = case.nested | {"text_config": inner} | ({} if case.is_inside else settings)
