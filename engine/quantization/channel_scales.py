@@ -34,8 +34,8 @@ _POWERS = tuple(step / 10 for step in range(11))
 # Limits of the search: matrices per fold, and rows of each.
 _MATRICES, _ROWS = 16, 512
 
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "q_a_proj", "kv_a_proj_with_mqa")
-_MLP_INPUTS = ("gate_proj", "up_proj", "w1", "w3")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "qkv_proj", "q_a_proj", "kv_a_proj_with_mqa")
+_MLP_INPUTS = ("gate_proj", "up_proj", "gate_up_proj", "w1", "w3")
 _ROUTERS = ("gate", "shared_expert_gate")
 _MLP = re.compile(r"(.*\.layers\.\d+)\.(mlp|block_sparse_moe)\..*")
 
@@ -77,21 +77,30 @@ class ChannelScales:
 
 
 def find_folds(names: Iterable[str], config: ModelConfig) -> list[Fold]:
-    """Return the folds of a model. names: tensors without `.weight`."""
-    stems = set(names)
+    """Return the folds of a model. names: tensors without `.weight`.
+
+    Leaves out what a fold would change: norms that add 1 to their weight, norms after the MLP, values that pass a norm,
+    and activations that are not linear in `up`.
+    """
+    stems, can_scale_norms = set(names), config.has_pre_norms and not config.norms_add_one
+    is_linear_in_up = config.activation.kind != "swigluoai"
     folds = []
     for stem in sorted(stems):
         owner, _, last = stem.rpartition(".")
-        if last == "input_layernorm":
+        if last == "input_layernorm" and can_scale_norms:
             folds.append(Fold(stem, [s for part in _ATTENTION if (s := f"{owner}.self_attn.{part}") in stems]))
-        elif last == "post_attention_layernorm":
+        elif last == "post_attention_layernorm" and can_scale_norms and not config.has_post_norms:
             inside = [s for s in sorted(stems) if (match := _MLP.match(s)) and match[1] == owner]
             readers = [s for s in inside if s.rpartition(".")[2] in _MLP_INPUTS]
             folds.append(Fold(stem, readers, [s for s in inside if s.rpartition(".")[2] in _ROUTERS]))
-        elif last == "v_proj" and f"{owner}.o_proj" in stems:
+        elif last == "v_proj" and f"{owner}.o_proj" in stems and not config.has_value_norm:
             repeats = config.num_q_heads // config.num_kv_heads
             folds.append(Fold(stem, [f"{owner}.o_proj"], repeats=repeats, head_dim=config.head_dim))
-        elif last in ("up_proj", "w3") and (down := f"{owner}.{'down_proj' if last == 'up_proj' else 'w2'}") in stems:
+        elif (
+            last in ("up_proj", "w3")
+            and is_linear_in_up
+            and (down := f"{owner}.{'down_proj' if last == 'up_proj' else 'w2'}") in stems
+        ):
             folds.append(Fold(stem, [down]))
     return folds
 

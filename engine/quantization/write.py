@@ -24,6 +24,7 @@ from engine.quantization.formats import FORMATS, Format
 from engine.quantization.rounding import round_matrix
 from engine.weights.checkpoint import Checkpoint
 from engine.weights.open_checkpoint import open_checkpoint
+from engine.weights.renamed_checkpoint import TOWERS, RenamedCheckpoint, open_model
 
 _FILE_BYTES = 4 << 30
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -54,8 +55,8 @@ def quantize_checkpoint(
         raise SpecError(f"{kind} has a fixed group size; leave --group out, or choose int4")
     if model_config.quantization_config(model_dir):
         raise SpecError(f"{model_dir} is already quantized; use the unquantized checkpoint")
-    raw = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
-    dtype = _DTYPES.get(raw.get("dtype") or raw.get("torch_dtype") or "float32", torch.float32)
+    raw, config = json.loads((model_dir / "config.json").read_text(encoding="utf-8")), model_config.load(model_dir)
+    dtype = _DTYPES.get(config.dtype, torch.float32)
     source = _Source(open_checkpoint(model_dir), form, form.group if group is None else group, dtype)
     source.check_matrices(kind)
     if os.path.lexists(into):
@@ -64,15 +65,15 @@ def quantize_checkpoint(
     unfinished = into.with_name(f"{into.name}.unfinished")
     if os.path.lexists(unfinished):
         raise SpecError(f"{unfinished} exists, from a run that was interrupted or still runs; delete it")
-    source.grams = calibrate()
+    source.grams = by_stored_name(open_model(model_dir, config), calibrate())
     if source.grams and form.scales_channels:
-        folds = find_folds(source.stems, model_config.load(model_dir))
+        folds = find_folds(source.stems, config)
         source.scales = find_scales(folds, source.checkpoint.read, source.scheme_for, source.grams)
     try:
         unfinished.mkdir(parents=True)
         _write(model_dir, unfinished, source)
-        config = raw | {"quantization_config": form.config(source.group, source.exact)}
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        written = raw | {"quantization_config": form.config(source.group, source.exact)}
+        (unfinished / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
         unfinished.rename(into)
     except (OSError, SafetensorError) as error:
         raise SpecError(f"{into}: cannot be written: {error}") from error
@@ -99,7 +100,9 @@ class _Source:
     @cached_property
     def matrices(self) -> frozenset[str]:
         """Names of the matrices to quantize, without `.weight`."""
-        return frozenset(stem for stem in self.stems if ".layers." in stem and stem.endswith(_MATRICES))
+        return frozenset(
+            stem for stem in self.stems if ".layers." in stem and stem.endswith(_MATRICES) and not TOWERS.match(stem)
+        )
 
     @property
     def exact(self) -> Sequence[str]:
@@ -128,7 +131,10 @@ class _Source:
         """Reject stacked experts, and groups that do not divide the inputs of every matrix."""
         for name, shape in self.checkpoint.shapes.items():
             if ".experts." in name and len(shape) > 2:
-                raise SpecError(f"{name} stacks the experts in one tensor; save them as one matrix per expert")
+                raise SpecError(
+                    f"{name} stacks the experts in one tensor; save them as one matrix per "
+                    "expert, or set model.weights: int8, which quantizes while loading"
+                )
         if not self.group or self.format.rows > 1:
             return
         widths = {self.checkpoint.shapes[f"{stem}.weight"][1]: stem for stem in sorted(self.matrices)}
@@ -163,6 +169,13 @@ class _Source:
         names = [f"{other}.weight" for other in others]
         scaled = [self.scales.apply(name, self.checkpoint.read(name)) for name in names]
         return torch.stack([weight.abs().max().float() for weight in (weight_OI, *scaled)]).max()
+
+
+def by_stored_name(checkpoint: Checkpoint, grams: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Key Gram matrices, which have the model's names, by the names in the files; parts of a fused one are equal."""
+    if not isinstance(checkpoint, RenamedCheckpoint):
+        return grams
+    return {checkpoint.stored(f"{stem}.weight").removesuffix(".weight"): gram for stem, gram in grams.items()}
 
 
 def _write(model_dir: Path, into: Path, source: _Source) -> None:

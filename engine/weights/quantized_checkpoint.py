@@ -76,6 +76,10 @@ class QuantizedCheckpoint:
             stem = name.removesuffix(end)
             if end in _ENDS and (row := format_of(stem, end, plain.dtypes, self._kind)):
                 self._locate(stem, row)
+            elif name.endswith("_proj") and plain.dtypes[name] not in FLOATS:
+                raise SpecError(
+                    f"{name} ({plain.dtypes[name]}): experts in one tensor are read as MXFP4 blocks only; {INSTEAD}"
+                )
 
     def read(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> Tensor:
         weight = self.quantized(name, rows=rows, columns=columns)

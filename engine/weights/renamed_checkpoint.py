@@ -33,7 +33,7 @@ _PREFIXES = (
     ("model.text_model.", "model."),
 )
 # The other parts of such a model.
-_TOWERS = re.compile(
+TOWERS = re.compile(
     r"(model\.)?(vision_tower|vision_model|visual|vision_embed_tokens|multi_modal_projector|mm_projector|audio_tower|"
     r"embed_vision|embed_audio|connector|patch_merger|vision_language_adapter|pre_mm_projector_norm|vision_encoder)\."
 )
@@ -86,18 +86,18 @@ class RenamedCheckpoint:
         self.shapes: dict[str, Shape] = {}
         towers = list[str]()
         for name, shape in inner.shapes.items():
-            if is_nested and _TOWERS.match(name):
+            if is_nested and TOWERS.match(name):
                 towers.append(name)
                 continue
             for ours, source, part in self._located(name, shape):
                 if ours in self.shapes:
-                    raise SpecError(f"{ours} is in the files twice, as {self._stored(ours)} and as {name}")
+                    raise SpecError(f"{ours} is in the files twice, as {self.stored(ours)} and as {name}")
                 self.shapes[ours] = part
                 if source is not None:
                     self._sources[ours] = source
         self.unindexed: Collection[str] = {ours for name in inner.unindexed for ours, _, _ in self._located(name, None)}
         if towers:
-            kinds = ", ".join(sorted({match[0].removesuffix(".") for name in towers if (match := _TOWERS.match(name))}))
+            kinds = ", ".join(sorted({match[0].removesuffix(".") for name in towers if (match := TOWERS.match(name))}))
             logger.info("text model only: %d tensors of %s are not read", len(towers), kinds)
 
     @property
@@ -120,7 +120,7 @@ class RenamedCheckpoint:
         return self._inner.read(source.name, columns=columns)[order[slice(*rows or (None,))]]
 
     def is_quantized(self, name: str) -> bool:
-        return self._inner.is_quantized(self._stored(name))
+        return self._inner.is_quantized(self.stored(name))
 
     def quantized(self, name: str, *, rows: Span | None = None, columns: Span | None = None) -> QuantizedWeight | None:
         source = self._sources.get(name)
@@ -138,7 +138,8 @@ class RenamedCheckpoint:
         start, end = rows or (0, self.shapes[name][0])
         return source.first + start, source.first + end
 
-    def _stored(self, name: str) -> str:
+    def stored(self, name: str) -> str:
+        """Return the name of the stored tensor that holds `name`."""
         return self._sources[name].name if name in self._sources else name
 
     def _located(self, name: str, shape: Shape | None) -> Iterator[tuple[str, _Source | None, Shape]]:

@@ -91,6 +91,47 @@ def gptq_v2(w: Tensor) -> Quantised:
     return gptq(w, stored_less=0)
 
 
+def int4_packed(w: Tensor) -> Quantised:
+    """compressed-tensors, pack-quantized: eight codes per word from the low end, eight more than their numbers."""
+    groups = w.unflatten(1, (-1, GROUP))
+    scales = (groups.abs().amax(2) / 7).bfloat16()
+    codes = (groups / scales.float().unsqueeze(2)).round().clamp(-8, 7)
+    words = torch.zeros(w.shape[0], w.shape[1] // 8, dtype=torch.int64)
+    for nibble in range(8):
+        words |= (codes.flatten(1)[:, nibble::8].long() + 8) << (4 * nibble)
+    parts = {"weight_packed": _as_int32(words), "weight_scale": scales, "weight_shape": torch.tensor(w.shape)}
+    return parts, (codes * scales.float().unsqueeze(2)).flatten(1)
+
+
+def nf4(w: Tensor) -> Quantised:
+    """bitsandbytes, 4 bits: blocks of 64 codes through all rows, the first code of a byte in the high half."""
+    levels = torch.linspace(-1, 1, 16)
+    blocks = w.flatten().view(-1, 64)
+    scales = blocks.abs().amax(1)
+    codes = ((blocks / scales.unsqueeze(1)).unsqueeze(-1) - levels).abs().argmin(-1)
+    pairs = codes.flatten().to(torch.uint8)
+    state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "float32", "shape": list(w.shape)})
+    parts = {
+        "weight": (pairs[::2] << 4 | pairs[1::2]).unsqueeze(1),
+        "weight.absmax": scales,
+        "weight.quant_map": levels,
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state.encode()), dtype=torch.uint8),
+    }
+    return parts, (levels[codes] * scales.unsqueeze(1)).view_as(w)
+
+
+def mxfp4_blocks(w: Tensor) -> Quantised:
+    """OpenAI's MXFP4 of one expert: 16 bytes per block of 32 inputs, and one power of two."""
+    levels = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    levels = torch.cat((levels, -levels))
+    blocks = w.unflatten(1, (-1, 32))
+    powers = (blocks.abs().amax(2) / 6).log2().ceil()
+    codes = ((blocks / powers.exp2().unsqueeze(2)).unsqueeze(-1) - levels).abs().argmin(-1)
+    pairs = codes.to(torch.uint8)
+    parts = {"blocks": pairs[..., ::2] | pairs[..., 1::2] << 4, "scales": (powers + 127).to(torch.uint8)}
+    return parts, (levels[codes] * powers.exp2().unsqueeze(2)).flatten(1)
+
+
 FORMATS: dict[str, tuple[Callable[[Tensor], Quantised], dict[str, Any]]] = {
     "fp8 blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": list(BLOCK)}),
     "fp8 channels": (fp8_channels, {"quant_method": "compressed-tensors", "format": "float-quantized"}),

@@ -126,6 +126,8 @@ FAMILIES = (
                 has_experts=True,
             ),
             Stored(pattern=r"experts\.down_proj", name="mlp.experts.{e}.down_proj", has_experts=True),
+            # Quantized files keep the experts apart.
+            Stored(pattern=r"(?<!mlp\.)experts\.(\d+\.(?:gate|up|down)_proj)", name="mlp.experts.{0}"),
         ),
     ),
 )

@@ -74,6 +74,8 @@ FAMILIES = (
             Stored(
                 pattern=r"feed_forward\.shared_expert\.(gate_proj|up_proj|down_proj)", name="mlp.shared_experts.{0}"
             ),
+            # Quantized files keep the experts apart.
+            Stored(pattern=r"feed_forward\.experts\.(\d+\.(?:gate|up|down)_proj)", name="mlp.experts.{0}"),
             Stored(
                 pattern=r"feed_forward\.experts\.gate_up_proj",
                 name="mlp.experts.{e}.{}",
