@@ -184,7 +184,8 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
             raise SpecError(f"{name} {found!r} is not supported for {family.architectures[0]}, and changes its results")
     ends = generation.get("eos_token_id")
     ends = token_ids(settings.get("eos_token_id") if ends is None else ends)
-    model = ModelConfig(architecture=family.architectures[0], eos_token_ids=ends, **fields)
+    dtype = settings.get("dtype") or settings.get("torch_dtype") or "float32"
+    model = ModelConfig(architecture=family.architectures[0], eos_token_ids=ends, dtype=dtype, **fields)
     _check_layers(model)
     return model
 

@@ -136,6 +136,7 @@ class ModelConfig:
     layers: tuple[LayerConfig, ...]
     tie_embeddings: bool
     eos_token_ids: tuple[int, ...]
+    dtype: str  # of the checkpoint: "bfloat16", "float16" or "float32"
     num_further_layers: int = 0  # layers after the last that predict further tokens (MTP)
     experts: ExpertsConfig | None = None
     latent: LatentConfig | None = None  # implies num_kv_heads == 1 and head_dim == nope_dim + rope_dim
