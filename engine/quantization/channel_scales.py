@@ -79,11 +79,9 @@ class ChannelScales:
 def find_folds(names: Iterable[str], config: ModelConfig) -> list[Fold]:
     """Return the folds of a model. names: tensors without `.weight`.
 
-    Leaves out what a fold would change: norms that add 1 to their weight, norms after the MLP, values that pass a norm,
-    and activations that are not linear in `up`.
+    Leaves out norms that add 1 to their weight, norms of outputs, and values that pass a norm: a fold would change them.
     """
     stems, can_scale_norms = set(names), config.has_pre_norms and not config.norms_add_one
-    is_linear_in_up = config.activation.kind != "swigluoai"
     folds = []
     for stem in sorted(stems):
         owner, _, last = stem.rpartition(".")
@@ -96,11 +94,7 @@ def find_folds(names: Iterable[str], config: ModelConfig) -> list[Fold]:
         elif last == "v_proj" and f"{owner}.o_proj" in stems and not config.has_value_norm:
             repeats = config.num_q_heads // config.num_kv_heads
             folds.append(Fold(stem, [f"{owner}.o_proj"], repeats=repeats, head_dim=config.head_dim))
-        elif (
-            last in ("up_proj", "w3")
-            and is_linear_in_up
-            and (down := f"{owner}.{'down_proj' if last == 'up_proj' else 'w2'}") in stems
-        ):
+        elif last in ("up_proj", "w3") and (down := f"{owner}.{'down_proj' if last == 'up_proj' else 'w2'}") in stems:
             folds.append(Fold(stem, [down]))
     return folds
 

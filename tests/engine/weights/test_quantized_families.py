@@ -197,6 +197,10 @@ def test_written_checkpoint_loads_under_the_familys_names(family: str, tmp_path:
     quantized = {stem.removesuffix(".weight") for stem in tensors if stem.endswith("_proj.weight")}
     assert {stem for stem in quantized if "vision" not in stem} <= set(stored)
     quantize_checkpoint(source, tmp_path / "int8", "int8", calibrate=lambda: grams)
+    written = open_checkpoint(tmp_path / "int8")
+    ends = ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+    matrices = {name for name in tensors if name.endswith(ends) and "vision" not in name}
+    assert {name for name in written.shapes if written.is_quantized(name)} == matrices
     runner = ModelRunner(EngineConfig(model_dir=tmp_path / "int8", dtype="float32", block_size=8, num_blocks=12))
     logits, expected = step(runner, [tokens], [(0, 0, 90)])[0], reference_logits(model, tokens)[-1]
     assert 0 < float((logits - expected).norm() / expected.norm()) < 0.15
