@@ -84,7 +84,7 @@ def _of_mxfp4(weight: GGMLWeight) -> GroupedWeight:
 
     A block is an exponent, then 16 bytes with the codes of inputs i and i + 16.
     """
-    blocks_OGB = weight.blocks_OB.unflatten(1, (-1, weight.kind.num_bytes))
+    blocks_OGB = torch.unflatten(weight.blocks_OB, 1, (-1, weight.kind.num_bytes))
     scales_OG, pairs = blocks_OGB[..., 0].contiguous().view(torch.float8_e8m0fnu), blocks_OGB[..., 1:]
     codes_OI = torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(1)
     group_I = torch.arange(codes_OI.shape[1]) // weight.kind.block
