@@ -79,7 +79,7 @@ class ChannelScales:
 def find_folds(names: Iterable[str], config: ModelConfig) -> list[Fold]:
     """Return the folds of a model. names: tensors without `.weight`.
 
-    Leaves out norms that add 1 to their weight, norms of outputs, and values that pass a norm: a fold would change them.
+    Leaves out norms that add 1 to their weight, norms of outputs, and values that pass a norm: folds change those.
     """
     stems, can_scale_norms = set(names), config.has_pre_norms and not config.norms_add_one
     folds = []
