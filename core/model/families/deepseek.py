@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from core.model.families.family import STACKED_EXPERTS, Family, Fields, common, count_experts, with_rope, with_sparse
+from core.model.families.family import (
+    Family,
+    Fields,
+    common,
+    count_experts,
+    stacked_experts,
+    with_rope,
+    with_sparse,
+)
 from core.model.families.llama import with_query_scaling
 from core.model.settings import Settings
 from core.model.shape import ExpertsConfig, LatentConfig
@@ -108,5 +116,5 @@ FAMILIES = (
         defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5}
         | {"n_routed_experts": 64, "n_shared_experts": 1, "q_lora_rank": 768},
     ),
-    Family(architectures=("Mistral4ForCausalLM",), model_types=("mistral4",), read=_mistral4, stored=STACKED_EXPERTS),
+    Family(architectures=("Mistral4ForCausalLM",), model_types=("mistral4",), read=_mistral4, stored=stacked_experts()),
 )

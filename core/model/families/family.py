@@ -68,16 +68,31 @@ class Family:
     stored: tuple[Stored, ...] = ()
 
 
-# Matrices of all experts in one tensor, as transformers keeps them in memory.
-STACKED_EXPERTS = (
-    Stored(
-        pattern=r"mlp\.experts\.gate_up_proj",
-        name="mlp.experts.{e}.{}",
-        parts=("gate_proj", "up_proj"),
-        has_experts=True,
-    ),
-    Stored(pattern=r"mlp\.experts\.down_proj", name="mlp.experts.{e}.down_proj", has_experts=True),
-)
+def stacked_experts(
+    block: str = r"mlp\.experts",
+    *,
+    names: tuple[str, str] = ("gate_up_proj", "down_proj"),
+    split: Literal["halves", "pairs"] = "halves",
+    is_transposed: bool = False,
+) -> tuple[Stored, Stored]:
+    """Return the rules for experts that two tensors hold, one of gate and up, one of down.
+
+    block: pattern of the name before theirs. names: of the two. split, is_transposed: see Stored.
+    """
+    gate_up, down = names
+    return (
+        Stored(
+            pattern=rf"{block}\.{gate_up}",
+            name="mlp.experts.{e}.{}",
+            parts=("gate_proj", "up_proj"),
+            split=split,
+            has_experts=True,
+            is_transposed=is_transposed,
+        ),
+        Stored(
+            pattern=rf"{block}\.{down}", name="mlp.experts.{e}.down_proj", has_experts=True, is_transposed=is_transposed
+        ),
+    )
 
 
 def common(settings: Settings, *, head_dim: int | None = None) -> Fields:
@@ -158,6 +173,11 @@ def with_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fi
         for layer, kind in zip(fields["layers"], kinds, strict=True)
     )
     return fields | {"layers": layers}
+
+
+def with_optional_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fields:
+    """Add the windows of these kinds of layers, if `use_sliding_window` is set."""
+    return with_windows(settings, fields, kinds if settings.switch("use_sliding_window") else [FULL] * len(kinds))
 
 
 def with_overrides(settings: Settings, layers: Sequence[LayerConfig]) -> tuple[LayerConfig, ...]:

@@ -12,6 +12,7 @@ from core.model.families.family import (
     Stored,
     count_experts,
     layer_kinds,
+    stacked_experts,
     with_overrides,
     with_ropes,
     with_windows,
@@ -119,13 +120,7 @@ FAMILIES = (
         stored=(
             Stored(pattern=r"router\.proj", name="mlp.gate"),
             Stored(pattern=r"router\.(scale|per_expert_scale)", name="mlp.gate.{0}"),
-            Stored(
-                pattern=r"experts\.gate_up_proj",
-                name="mlp.experts.{e}.{}",
-                parts=("gate_proj", "up_proj"),
-                has_experts=True,
-            ),
-            Stored(pattern=r"experts\.down_proj", name="mlp.experts.{e}.down_proj", has_experts=True),
+            *stacked_experts("experts"),
             # Quantized files keep the experts apart.
             Stored(pattern=r"(?<!mlp\.)experts\.(\d+\.(?:gate|up|down)_proj)", name="mlp.experts.{0}"),
         ),

@@ -9,6 +9,7 @@ from core.model.families.family import (
     common,
     count_experts,
     layer_kinds,
+    stacked_experts,
     with_rope,
     with_sparse,
     with_windows,
@@ -63,20 +64,7 @@ FAMILIES = (
         stored=(
             Stored(pattern=r"mlp\.router", name="mlp.gate"),
             # bf16 files: gate and up alternate in the columns of a transposed tensor.
-            Stored(
-                pattern=r"mlp\.experts\.gate_up_proj",
-                name="mlp.experts.{e}.{}",
-                parts=("gate_proj", "up_proj"),
-                split="pairs",
-                has_experts=True,
-                is_transposed=True,
-            ),
-            Stored(
-                pattern=r"mlp\.experts\.down_proj",
-                name="mlp.experts.{e}.down_proj",
-                has_experts=True,
-                is_transposed=True,
-            ),
+            *stacked_experts(split="pairs", is_transposed=True),
             # MXFP4 files, whose experts the reader of quantized files presents one by one.
             Stored(
                 pattern=r"mlp\.experts\.(\d+)\.gate_up_proj",

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.model.families.family import Family, Fields, common, layer_kinds, with_rope, with_windows
+from core.model.families.family import (
+    FULL,
+    SLIDING,
+    Family,
+    Fields,
+    common,
+    layer_kinds,
+    with_optional_windows,
+    with_rope,
+    with_windows,
+)
 from core.model.settings import Settings
 from core.model.shape import QueryScaling
 
@@ -38,10 +48,8 @@ def with_query_scaling(settings: Settings, fields: Fields) -> Fields:
 def qwen_windows(settings: Settings, fields: Fields) -> Fields:
     """Add Qwen's windows: those of the layers from `max_window_layers` on, if `use_sliding_window` is set."""
     num_layers, first = fields["num_layers"], settings.count("max_window_layers", 28, least=0)
-    kinds = layer_kinds(settings, num_layers, lambda index: "full_attention" if index < first else "sliding_attention")
-    if not settings.switch("use_sliding_window"):
-        kinds = ["full_attention"] * num_layers
-    return with_windows(settings, fields, kinds)
+    kinds = layer_kinds(settings, num_layers, lambda index: FULL if index < first else SLIDING)
+    return with_optional_windows(settings, fields, kinds)
 
 
 def _qwen2(settings: Settings) -> Fields:

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.model.families.family import FULL, Family, Fields, Stored, common, count_experts, layer_kinds, with_rope
+from core.model.families.family import (
+    FULL,
+    Family,
+    Fields,
+    Stored,
+    common,
+    count_experts,
+    layer_kinds,
+    stacked_experts,
+    with_rope,
+)
 from core.model.settings import Settings
 from core.model.shape import ExpertsConfig, QueryScaling
 
@@ -76,19 +86,7 @@ FAMILIES = (
             ),
             # Quantized files keep the experts apart.
             Stored(pattern=r"feed_forward\.experts\.(\d+\.(?:gate|up|down)_proj)", name="mlp.experts.{0}"),
-            Stored(
-                pattern=r"feed_forward\.experts\.gate_up_proj",
-                name="mlp.experts.{e}.{}",
-                parts=("gate_proj", "up_proj"),
-                has_experts=True,
-                is_transposed=True,
-            ),
-            Stored(
-                pattern=r"feed_forward\.experts\.down_proj",
-                name="mlp.experts.{e}.down_proj",
-                has_experts=True,
-                is_transposed=True,
-            ),
+            *stacked_experts(r"feed_forward\.experts", is_transposed=True),
         ),
     ),
 )

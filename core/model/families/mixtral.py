@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from core.model.families.family import (
+    FULL,
+    SLIDING,
     Family,
     Fields,
     Stored,
     common,
     count_experts,
     layer_kinds,
+    stacked_experts,
+    with_optional_windows,
     with_rope,
     with_sparse,
     with_windows,
@@ -33,7 +37,7 @@ def _mixtral(settings: Settings) -> Fields:
         intermediate_size=fields["intermediate_size"],
         normalizes_weights=True,
     )
-    fields = with_windows(settings, fields, ["sliding_attention"] * fields["num_layers"])
+    fields = with_windows(settings, fields, [SLIDING] * fields["num_layers"])
     return with_sparse(fields, [True] * fields["num_layers"])
 
 
@@ -41,20 +45,13 @@ def _qwen2_moe(settings: Settings) -> Fields:
     fields = with_rope(settings, common(settings))
     fields |= {"has_qkv_bias": fields["has_qkv_bias"] or settings.switch("qkv_bias", True)}
     num_layers, first = fields["num_layers"], settings.count("max_window_layers", 28, least=0)
-    kinds = layer_kinds(
-        settings,
-        num_layers,
-        lambda index: "sliding_attention" if index % 2 == 0 and index < first else "full_attention",
-    )
-    if not settings.switch("use_sliding_window"):
-        kinds = ["full_attention"] * num_layers
-    return _with_experts(settings, with_windows(settings, fields, kinds))
+    kinds = layer_kinds(settings, num_layers, lambda index: SLIDING if index % 2 == 0 and index < first else FULL)
+    return _with_experts(settings, with_optional_windows(settings, fields, kinds))
 
 
 def _qwen3_moe(settings: Settings) -> Fields:
     fields = with_rope(settings, common(settings)) | {"qk_norm": "head"}
-    kind = "sliding_attention" if settings.switch("use_sliding_window") else "full_attention"
-    return _with_experts(settings, with_windows(settings, fields, [kind] * fields["num_layers"]))
+    return _with_experts(settings, with_optional_windows(settings, fields, [SLIDING] * fields["num_layers"]))
 
 
 def _with_experts(settings: Settings, fields: Fields) -> Fields:
@@ -83,20 +80,6 @@ FAMILIES = (
         architectures=("Qwen3MoeForCausalLM",),
         model_types=("qwen3_moe", "qwen3_vl_moe_text"),
         read=_qwen3_moe,
-        stored=(
-            Stored(
-                pattern=r"mlp\.experts\.gate_up_proj",
-                name="mlp.experts.{e}.{}",
-                parts=("gate_proj", "up_proj"),
-                has_experts=True,
-                is_transposed=True,
-            ),
-            Stored(
-                pattern=r"mlp\.experts\.down_proj",
-                name="mlp.experts.{e}.down_proj",
-                has_experts=True,
-                is_transposed=True,
-            ),
-        ),
+        stored=stacked_experts(is_transposed=True),
     ),
 )

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from core.model.families.family import Family, Fields, common, layer_kinds, with_rope, with_windows
+from core.model.families.family import (
+    FULL,
+    SLIDING,
+    Family,
+    Fields,
+    common,
+    layer_kinds,
+    with_optional_windows,
+    with_rope,
+)
 from core.model.settings import Settings
 
 
@@ -13,12 +22,8 @@ def _smollm3(settings: Settings) -> Fields:
     num_layers, interval = fields["num_layers"], settings.count("no_rope_layer_interval", 4)
     has_rope = settings.per_layer("no_rope_layers", num_layers, (1, 0))
     has_rope = has_rope or [(index + 1) % interval != 0 for index in range(num_layers)]
-    kinds = layer_kinds(
-        settings, num_layers, lambda index: "full_attention" if has_rope[index] else "sliding_attention"
-    )
-    if not settings.switch("use_sliding_window"):
-        kinds = ["full_attention"] * num_layers
-    layers = with_windows(settings, fields, kinds)["layers"]
+    kinds = layer_kinds(settings, num_layers, lambda index: FULL if has_rope[index] else SLIDING)
+    layers = with_optional_windows(settings, fields, kinds)["layers"]
     return fields | {
         "layers": tuple(replace(layer, rope=0 if has else None) for layer, has in zip(layers, has_rope, strict=True))
     }
