@@ -108,6 +108,11 @@ def is_plain(*parts: Linear | RowParallelLinear) -> bool:
     return all(part.matrix.is_fixed for part in parts)
 
 
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """Round a factor to the activations' dtype, as transformers does with embedding scales."""
+    return float(torch.tensor(factor, dtype=dtype, device="cpu"))
+
+
 class Table(Matrix, Protocol):
     """Matrix with row lookup."""
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.model.shape import ModelConfig
 from engine.kernels.gated_mul import GatedActivation
-from engine.layers.layers import Embedding, Linear, RMSNorm
+from engine.layers.layers import Embedding, Linear, RMSNorm, rounded
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
 from engine.model.norms import read_norm
@@ -35,6 +35,7 @@ class PerLayerEmbeddings:
     projection: Linear
     norm: RMSNorm
     dim: int
+    table_scale: float
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig) -> PerLayerEmbeddings:
@@ -44,12 +45,13 @@ class PerLayerEmbeddings:
             reader.linear({_PROJECTION: (0, width)}),
             read_norm(reader, config, _NORM),
             config.per_layer_dim,
+            rounded(math.sqrt(config.per_layer_dim), reader.dtype),
         )
 
     def __call__(self, token_ids_T: Tensor, x_TE: Tensor) -> Tensor:
         """Return the layers' inputs (T, L, P). x: embeddings of the tokens, as the first layer gets them."""
         table_TLP = torch.unflatten(self.table(token_ids_T), -1, (-1, self.dim))
-        table_TLP = table_TLP * torch.tensor(math.sqrt(self.dim), dtype=x_TE.dtype, device=x_TE.device)
+        table_TLP = table_TLP * self.table_scale
         projected_TLP = torch.unflatten(self.projection(x_TE) * x_TE.shape[-1] ** -0.5, -1, (-1, self.dim))
         return (self.norm(projected_TLP) + table_TLP) * 2**-0.5
 

@@ -31,7 +31,7 @@ from engine.cpu.autotune import KERNELS, TILES, TORCH
 from engine.kernels.attention.query_groups import most_queries
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
-from engine.layers.layers import Linear, is_plain
+from engine.layers.layers import Linear, is_plain, rounded
 from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
@@ -109,6 +109,7 @@ class Transformer:
         self._parallel = reader.parallel
         self._kernels = reader.kernels
         self._embedding = reader.embedding(embedding, config.vocab_size)
+        self._embedding_scale = rounded(config.embedding_scale, reader.dtype)
         # Exactly one of these two lists is filled.
         self._layers: list[DecoderLayer] = []
         self._latent_layers: list[LatentLayer] = []
@@ -253,9 +254,8 @@ class Transformer:
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """Return the embeddings (T, E)."""
-        x_TE, scale = self._embedding(token_ids_T), self._config.embedding_scale
-        # Rounded to the activations' dtype first, as in transformers.
-        return x_TE if scale == 1 else x_TE * torch.tensor(scale, dtype=x_TE.dtype, device=x_TE.device)
+        x_TE = self._embedding(token_ids_T)
+        return x_TE if self._embedding_scale == 1 else x_TE * self._embedding_scale
 
     def normed(self, x_RE: Tensor) -> Tensor:
         """Apply the final norm to the last layer's output: (R, E)."""
