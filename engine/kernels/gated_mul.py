@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from core.model.shape import Activation
 from engine.kernels.language import cdiv, jit, tl
 
 # T rows, I features of gate and of up
@@ -34,6 +35,11 @@ class GatedActivation:
     kind: Kind
     alpha: float = 1.0
     limit: float = math.inf
+
+    @classmethod
+    def of(cls, activation: Activation) -> GatedActivation:
+        """Return the activation that a model's config names."""
+        return cls(activation.kind, activation.alpha, activation.limit)
 
     def __call__(self, gate_up_T2I: Tensor) -> Tensor:
         return gated_mul(gate_up_T2I, self)

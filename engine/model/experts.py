@@ -12,7 +12,7 @@ cut into that many pieces, which follow the others in the bank and are chosen by
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -71,7 +71,7 @@ class SparseMLP:
             experts = SplitExperts(build_bank(range(num_experts)), parallel)
         shared = None
         if shape.shared_size:
-            shared = SharedExpert.read(reader, shape, block, GatedActivation(*astuple(config.activation)))
+            shared = SharedExpert.read(reader, shape, block, GatedActivation.of(config.activation))
         routing = Routing.read(reader, shape, f"{block}.gate")
         return cls(routing, experts, shared, shape.weighs_inputs, config.residual_scale)
 
@@ -205,6 +205,4 @@ def _read_expert(reader: ShardReader, config: ModelConfig, layer: int, index: in
     # With shared features the ranks' outputs are summed, so only rank 0 adds the bias.
     if has_bias and (reader.spreads_experts or reader.parallel.is_leader):
         bias_E = reader.tensor(f"{name}.down_proj.bias")
-    return Expert(
-        gate_up, reader.columns(f"{name}.down_proj", features), bias_E, GatedActivation(*astuple(config.activation))
-    )
+    return Expert(gate_up, reader.columns(f"{name}.down_proj", features), bias_E, GatedActivation.of(config.activation))

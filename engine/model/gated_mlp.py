@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 from core.model.shape import ModelConfig
 from engine.kernels.gated_mul import SILU, GatedActivation
@@ -35,7 +35,7 @@ class GatedMLP:
         return cls(
             reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}, has_bias=config.has_mlp_bias),
             reader.row_parallel(f"{name}.down_proj", features, has_bias=config.has_mlp_bias),
-            GatedActivation(*astuple(config.activation)),
+            GatedActivation.of(config.activation),
             read_norm(reader, config, f"model.layers.{layer}.{after}") if after else None,
             config.residual_scale,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class PerLayerInput:
         return cls(
             reader.linear({f"{prefix}.per_layer_input_gate": (0, config.per_layer_dim)}),
             reader.linear({f"{prefix}.per_layer_projection": (0, config.hidden_size)}),
-            GatedActivation(*astuple(config.activation)),
+            GatedActivation.of(config.activation),
             read_norm(reader, config, f"{prefix}.post_per_layer_input_norm"),
         )
 
