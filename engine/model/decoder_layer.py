@@ -89,19 +89,14 @@ class DecoderLayer:
 
     def store(self, x: Residual, heads: Heads) -> Tensor:
         """Write the tokens' keys and values to the pool. Returns the queries (T, H, D)."""
-        rows_TO = x.into(self.qkv, norm=self.input_norm)
-        if self.qk_norm is not None:
-            rows_TO = self.qk_norm(rows_TO)
-        heads_TND = torch.unflatten(rows_TO, -1, (-1, self.head_dim))
+        heads_TND = self._heads(x)
         if self.values_are_keys:
             heads_TND = torch.cat((heads_TND, heads_TND[:, self.num_q_heads :]), dim=1)
         return heads.store(self.attention, heads_TND)
 
     def keep(self, x: Residual, pool: KVPool, slots_T: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
         """Write keys and values only. The layer must not share them, derive values from keys, or norm values."""
-        rows_TO = x.into(self.qkv, norm=self.input_norm)
-        rows_TO = rows_TO if self.qk_norm is None else self.qk_norm(rows_TO)
-        heads_TND = torch.unflatten(rows_TO, -1, (-1, self.head_dim))
+        heads_TND = self._heads(x)
         k_TKD, v_TKD = heads_TND[:, self.num_q_heads :].chunk(2, dim=1)
         k_TKD = k_TKD if self.attention.k_norm is None else self.attention.k_norm(k_TKD)
         pool.write(self.attention.layer, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
@@ -135,6 +130,13 @@ class DecoderLayer:
         has_norms = self.input_norm is not None and self.mlp_norm is not None
         has_usual_heads = not self.values_are_keys and not self.scales_queries
         return has_norms and has_usual_heads and self.residual_scale == 1 and all(part is None for part in extras)
+
+    def _heads(self, x: Residual) -> Tensor:
+        """Project the tokens: queries, then keys, then values (T, N, D), not yet rotated."""
+        rows_TO = x.into(self.qkv, norm=self.input_norm)
+        if self.qk_norm is not None:
+            rows_TO = self.qk_norm(rows_TO)
+        return torch.unflatten(rows_TO, -1, (-1, self.head_dim))
 
 
 def expected_tensors(config: ModelConfig, index: int) -> Mapping[str, Shape]:
