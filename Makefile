@@ -10,7 +10,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --constraint constraints.txt
 REQUIREMENTS := pyproject.toml constraints.txt
-# Two processes, whole files in order, longest first. More processes would starve the Ray instances of the tests.
+# Two processes, whole files, the longest first (tests/support/long_files.py). More processes would starve the tests' Ray
+# instances.
 SUITE := -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test style lint test-repeat test-slow test-gpu gpu-check docs proto clean
@@ -33,6 +34,7 @@ test-repeat: $(VENV)/installed-for-tests
 
 test-slow: $(VENV)/installed-for-tests
 	$(BIN)/python -m pytest -m "slow and not gpu" --timeout 1800
+	$(BIN)/python -m pytest -m "hypothesis and not slow and not gpu" --timeout 1800 --hypothesis-profile slow
 
 # CHECK: options, and words from the names of parts: make gpu-check CHECK="--minutes 5 links"
 # `make gpu-check VENV= BIN=/usr/bin` uses an installed Python with torch, triton, numpy, grpcio, pytest, hypothesis.

@@ -20,7 +20,7 @@ def open_models(spec: Spec, parts: EngineParts) -> dict[str, ModelProposer]:
     """Return the model proposers of rank 0 by method. Loads a draft model. Raises SpecError."""
     runner = parts.gang.runner
     if spec.speculation.method == "self":
-        return {"self": OwnLayers(runner, parts.blocks, before_writing=parts.save_evicted)}
+        return {"self": OwnLayers(runner, parts.blocks, before_writing=parts.flush_copies)}
     drafts = draft_source(spec)
     if drafts is None:
         return {}
@@ -48,8 +48,8 @@ class _GangHeads:
         self._parts.gang.runner.rest(num_first)
 
     def draft(self, rows: Seq[HeadRow], max_tokens: int, choose: Choose) -> None:
-        self.catch_up(rows)  # before save_evicted settles the deferred draft KV
-        self._parts.save_evicted()
+        self.catch_up(rows)  # before flush_copies settles the deferred draft KV
+        self._parts.flush_copies()
         self._parts.gang.draft(rows, max_tokens, choose)
 
 

@@ -97,7 +97,7 @@ class DecodeWorker(Worker):
 
     def begin_step(self, admitted: Seq[Prompt]) -> None:
         if admitted:
-            self.parts.save_evicted()
+            self.parts.flush_copies()
         for prompt in admitted:
             self._admitted(prompt)
         self._orders = self._common_orders()
@@ -121,12 +121,14 @@ class DecodeWorker(Worker):
         prompt.spent = PromptSpent(waited_s=self.clock.waited_s(prompt))
         if not prompt.is_received:
             listener.reserved(None, None, prompt.num_cached)
-            if prompt.fetch_end > prompt.num_cached:
+            if prompt in self.engine.prompts.fetching:
                 self.clock.fetching(prompt)
                 self.fetches.begin(prompt)
             return
         handoff = self._handoff_for(prompt)
-        opening = Opening.of(handoff, prompt.sequence.blocks[prompt.num_cached // prompt.sequence.block_size :])
+        sequence = prompt.sequence
+        missing = sequence.blocks[prompt.num_cached // sequence.block_size :]
+        opening = Opening.of(handoff, missing, state_slots=sequence.state_slots)
         expires_at = time.monotonic() + self._handoff_s
         self._awaited[prompt] = self._incoming_transfers.open(opening, owner=prompt, expires_at=expires_at)
         listener.reserved(handoff, opening, prompt.num_cached)
@@ -160,8 +162,7 @@ class DecodeWorker(Worker):
 
     def _remove(self, prompt: Prompt) -> RequestListener | None:
         if incoming := self._awaited.pop(prompt, None):
-            sequence = prompt.sequence
-            sequence.blocks = sequence.blocks[: prompt.num_cached // sequence.block_size]
+            prompt.sequence.leave_out(incoming.opening.exposed)
             self._incoming_transfers.give_up(incoming)
         return super()._remove(prompt)
 

@@ -9,8 +9,10 @@ import torch
 
 from core.model import config as model_config
 from core.model.draft_heads import HeadsConfig, HeadsPlace, load_heads
+from core.model.kv_memory import PoolSizes, WindowArithmetic
 from core.model.shape import ModelConfig
 from core.types.errors import SpecError
+from engine.kv.basis import fingerprint_of_bases
 from engine.kv.layout import KVLayout
 
 GIB = 1 << 30
@@ -39,6 +41,9 @@ class EngineConfig:
     redundant_experts: int = 0  # extra copies of the most used experts, per layer
     deterministic: bool = False  # reject compute paths whose results depend on the other rows of the batch
     heads: HeadsPlace | None = None  # draft heads on the model's hidden states; None: no heads
+    # Keep only the blocks that coming queries see in layers with a window; see KVLayout.windows. Decided by the spec.
+    frees_windows: bool = False
+    num_window_parts: int | None = None  # with num_blocks: see KVPool; None: one per block
     recorded_rows: int = 0  # capture decode steps of up to this many rows as graphs, where supported, and replay them
 
     def layout(self, *, tensor_parallel: int = 1) -> KVLayout:
@@ -58,11 +63,15 @@ class EngineConfig:
             num_draft_layers=num_draft_layers,
             plain_layers=config.layers_at("kv.unquantized_layers", self.unquantized_layers),
             plain_dtype=self.dtype,
+            basis=fingerprint_of_bases(self.model_dir) if self.pool_dtype == "int4" else "",
             feature_bytes=heads.feature_bytes(config, itemsize=itemsize) if heads else 0,
+            recurrent_layers=config.recurrent_layers,
+            windows=config.kv_windows + (0,) * num_draft_layers if self.frees_windows else (),
+            state_dtype=self.dtype,
             num_kv_heads=num_kv_heads,
             head_dim=dims,
             num_sides=config.kv_sides,
-            exact_dim=config.kv_exact_dim,
+            exact_dim=tuple(map(config.kv_exact_dim, dims)),
             block_size=self.block_size,
             dtype=self.dtype if self.pool_dtype == "auto" else self.pool_dtype,
             tensor_parallel=tensor_parallel,
@@ -79,6 +88,16 @@ class EngineConfig:
             model, itemsize=itemsize, max_running=self.max_running, spare_bytes=spare_bytes
         )
 
+    def windows(self, layout: KVLayout) -> WindowArithmetic:
+        """Return the arithmetic of the parts of layers with a window."""
+        longest = model_config.load(self.model_dir).max_context
+        return WindowArithmetic(
+            window=layout.window,
+            block_size=layout.block_size,
+            max_context=min(longest, self.max_context or longest),
+            max_batch_tokens=self.max_batch_tokens,
+        )
+
     def load_heads(self, model: ModelConfig) -> HeadsConfig | None:
         """Load the draft heads, if any. Raises SpecError if the files do not draft for this model."""
         return load_heads(*self.heads, model) if self.heads else None
@@ -89,11 +108,18 @@ def device_for(*, gpus: float) -> torch.device:
     return torch.device("cuda", 0) if gpus else torch.device("cpu")
 
 
-def num_blocks_for(layout: KVLayout, *, gib: float, beside: int = 0) -> int:
-    """Return how many blocks of one rank fit into `gib` GiB less `beside` bytes. Raises SpecError if none fits."""
-    if gib * GIB - beside < layout.block_bytes:
+def pool_sizes(layout: KVLayout, config: EngineConfig, *, gib: float, beside: int = 0) -> PoolSizes:
+    """Return the blocks, state slots and parts of one rank that fit into `gib` GiB less `beside` bytes.
+
+    Raises SpecError if no block fits.
+    """
+    windows = config.windows(layout) if layout.windows else None
+    sizes = layout.cache.pool_sizes(int(gib * GIB) - beside, max_running=config.max_running, windows=windows)
+    if sizes.num_blocks < 1:
         heads = f" plus {beside} bytes of draft heads" if beside else ""
+        states = f" plus {sizes.num_states} states of {layout.state_bytes} bytes" if sizes.num_states else ""
         raise SpecError(
-            f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {layout.block_bytes} bytes{heads}"
+            f"kv_memory_gib: {gib} GiB hold no block of {layout.block_size} tokens: {layout.block_bytes} bytes"
+            f"{heads}{states}"
         )
-    return (int(gib * GIB) - beside) // layout.block_bytes
+    return sizes

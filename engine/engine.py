@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 from core.types.errors import ContextLengthExceeded, RequestError
 from core.types.request import SampledToken
 from engine.kv.block_manager import BlockManager
+from engine.kv.window_manager import WindowManager
 from engine.sampling.params import Chosen, Sampler
 from engine.scheduler.admission import Admission, AdmitOnDemand, AdmitWithRoomToGrow
 from engine.scheduler.async_steps import device_tokens_of, expect, may_be_followed
@@ -104,6 +105,9 @@ class Engine(Generic[Logits]):
         )
         self._is_async = is_async
         self._under_way: ScheduledStep | None = None  # launched, not completed
+        # Sequences whose state must not run ahead of their tokens. While one of them runs, no step is launched behind
+        # another.
+        self.in_step: set[Sequence] = set()
 
     # Steps.
 
@@ -111,26 +115,34 @@ class Engine(Generic[Logits]):
         """Run one step. With async scheduling, the next step is already running when this returns."""
         step, self._under_way = self._under_way or self.launch(), None
         if self._can_run_ahead(step):
+            self._under_way = step
             ahead = self.launch(behind=step)
             step.take_early_results(ahead)
-            if ahead.has_rows:
-                self._under_way = ahead
+            self._under_way = ahead if ahead.has_rows else None
         return self.complete(step)
 
     def _can_run_ahead(self, step: ScheduledStep) -> bool:
         running = self.decoding.running
-        return self._is_async and may_be_followed(step, running) and not self._drafting.awaits(running)
+        if not self._is_async or any(one in running for one in self.in_step):
+            return False
+        return may_be_followed(step, running) and not self._drafting.awaits(running)
 
     def launch(self, behind: ScheduledStep | None = None) -> ScheduledStep:
         """Schedule a step, execute it and sample from its logits.
 
         behind: the step before, if it is not completed yet; it must satisfy `may_be_followed`.
         """
-        self._connector.begin_step(self._admission.ahead())
+        admitted = self._admission.ahead()
+        self._connector.begin_step(admitted)
         in_flight = expect(behind, self.decoding.running) if behind else []
         step = self._schedule(may_draft=behind is None)
+        step.has_failed_fetch = any(prompt in self.prompts.waiting for prompt in admitted)
         step.orders = self._connector.orders(step)
         step.orders.tiers += self._tier_orders()
+        if self.blocks.states:
+            step.orders.state_copies += self.blocks.states.take_copies()
+        if self.blocks.windows:
+            step.orders.parts += self.blocks.windows.take_changes()
         if step.has_rows:
             if self._pace:
                 self._pace.begin()
@@ -161,7 +173,7 @@ class Engine(Generic[Logits]):
         """
         chosen = iter(step.sampled.wait() if step.sampled else ())
         result = StepResult(
-            did_work=step.has_rows or bool(step.orders or step.fetched or step.known),
+            did_work=step.has_rows or bool(step.orders or step.fetched or step.known) or step.has_failed_fetch,
             num_computed=sum(num_tokens for _, num_tokens in step.prompts),
             fetched=step.fetched,
             sampled=step.known,
@@ -192,6 +204,8 @@ class Engine(Generic[Logits]):
             sequence.num_computed += num_tokens
             if sequence.num_computed >= sequence.fills_block_at:
                 sequence.fill_block(self.blocks)
+            if num_tokens > 1 and (windows := self.blocks.windows):
+                sequence.parts.advance(windows.first_seen(sequence.num_computed), windows)
             if choice is None:
                 self._fail(sequence, result)
                 continue
@@ -270,6 +284,9 @@ class Engine(Generic[Logits]):
         whole = [prompt for prompt, num_tokens in prompts if num_tokens == prompt.sequence.num_missing]
         rows = (prompt.sequence.scored_row(row, num) for row, (prompt, num) in enumerate(prompts, len(decode_rows)))
         drafts = self._drafts(decode_rows, prompts, whole) if may_draft and self._drafting.is_on else {}
+        state_writes = self._plan_state_writes(decode_rows, drafts, prompts) if self.blocks.states else []
+        if self.blocks.windows:
+            self._attach_parts(self.blocks.windows, decode_rows, drafts, prompts)
         return ScheduledStep(
             decoding=decode_rows,
             prompts=prompts,
@@ -278,9 +295,50 @@ class Engine(Generic[Logits]):
             whole=whole,
             last_rows=self._last_rows,
             scored=[row for row in rows if row],
+            state_writes=state_writes,
             fetched=fetched,
             known=known,
         )
+
+    def _plan_state_writes(
+        self,
+        decoding: list[tuple[Sequence, int]],
+        drafts: Mapping[Sequence, Draft],
+        prompts: list[tuple[Prompt, int]],
+    ) -> list[tuple[int, int, int]]:
+        """Copy states that are due for a checkpoint, and plan the step's state writes; see RowChanges.
+
+        A step writes the states between the tokens of a draft, and those at checkpoints inside a prompt's chunk.
+        """
+        states, writes = self.blocks.states, list[tuple[int, int, int]]()
+        assert states, "the model has no states"
+        for row, (sequence, num_tokens) in enumerate((*decoding, *((one.sequence, count) for one, count in prompts))):
+            sequence.checkpoint_state(states)
+            if draft := drafts.get(sequence):
+                slots = enumerate(draft.state_slots, num_tokens - 1)
+                writes += [(row, offset, states.index(slot)) for offset, slot in slots]
+            if row >= len(decoding):
+                writes += [(row, *write) for write in sequence.take_checkpoint_slots(num_tokens, states)]
+        return writes
+
+    def _attach_parts(
+        self,
+        windows: WindowManager,
+        decoding: list[tuple[Sequence, int]],
+        drafts: Mapping[Sequence, Draft],
+        prompts: list[tuple[Prompt, int]],
+    ) -> None:
+        """Attach parts for the positions that the step computes, after dropping those that no row sees any more."""
+        growing = list[tuple[Sequence, int]]()
+        for sequence, num_tokens in (*decoding, *((prompt.sequence, count) for prompt, count in prompts)):
+            draft, start = drafts.get(sequence), sequence.num_computed + sequence.num_in_flight
+            end = sequence.num_blocks_for(start + num_tokens + (len(draft.tokens) if draft else 0))
+            # Usually the block of the token is held already.
+            if end > sequence.parts.end:
+                sequence.parts.advance(windows.first_seen(start), windows)
+                growing.append((sequence, end))
+        for sequence, end in growing:
+            sequence.parts.extend(sequence.blocks, end, windows)
 
     def _drafts(
         self, decoding: list[tuple[Sequence, int]], prompts: list[tuple[Prompt, int]], whole: list[Prompt]
@@ -326,6 +384,10 @@ class Engine(Generic[Logits]):
         sequence = prompt.sequence
         if prompt.is_running_elsewhere:
             sequence.tokens += next_tokens
+            if windows := self.blocks.windows:
+                # The sender freed parts while it decoded on. Those before the window are dropped before their blocks
+                # get a hash, so that they are not cached.
+                sequence.parts.advance(windows.first_seen(num_tokens), windows)
             sequence.computed(num_tokens - sequence.num_computed, self.blocks)
             self.prompts.remove(prompt)
             self.decoding.start(sequence)
@@ -335,20 +397,29 @@ class Engine(Generic[Logits]):
 
     def end(self, sequence: Sequence) -> None:
         """Remove a sequence and free its blocks. Idempotent."""
-        self.pause(sequence)
+        self._unschedule(sequence)
         self._drafting.forget(sequence)
         sequence.release(self.blocks)
 
     def pause(self, sequence: Sequence) -> None:
-        """Take a sequence out of the schedule; it keeps its blocks."""
-        self.decoding.remove(sequence)
-        self.prompts.remove_restart(sequence)
+        """Take a sequence out of the schedule; it keeps its blocks.
+
+        A state that a step under way advances is dropped, because the step's token will be. See `in_step`.
+        """
+        self._unschedule(sequence)
+        if self.blocks.states and self._under_way and self._under_way.has_row_of(sequence):
+            sequence.drop_state(self.blocks.states)
 
     def resume(self, sequence: Sequence) -> None:
-        """Schedule a paused sequence again. Without blocks, its KV is recomputed first."""
-        if sequence.num_missing > 1:  # paused while its KV was being recomputed
+        """Schedule a paused sequence again. Without blocks or without its state, its KV is recomputed first."""
+        has_lost_state = self.blocks.states is not None and not sequence.state_slots
+        if sequence.num_missing > 1 or has_lost_state:  # the first: paused while its KV was being recomputed
             sequence.release(self.blocks)
         self.decoding.start(sequence)
+
+    def _unschedule(self, sequence: Sequence) -> None:
+        self.decoding.remove(sequence)
+        self.prompts.remove_restart(sequence)
 
     def _finish(self, prompt: Prompt, chosen: list[Chosen], result: StepResult) -> None:
         """Start decoding, or return the first tokens, now that the KV of a prompt is complete."""
@@ -378,6 +449,8 @@ class Engine(Generic[Logits]):
         if not sequence.is_contradicted:
             for prefix_hash in sequence.hashes():
                 self.blocks.unfill(prefix_hash)
+                if self.blocks.states:
+                    self.blocks.states.forget(prefix_hash)
         result.failed.append(sequence)
 
     def _start(self, prompt: Prompt, firsts: list[Chosen]) -> Prefilled:
@@ -398,8 +471,12 @@ class Engine(Generic[Logits]):
     def _fork(self, root: Sequence, choices: Seq[int]) -> list[Sequence]:
         """Return the other choices of a request. A choice that gets no block starts without any and is recomputed."""
         forks = [(choice, root.fork(choice, self.blocks)) for choice in choices]
-        if copies := [fork[1] for _, fork in forks if fork and fork[1]]:
-            self._runner.execute(None, Orders(tiers=self._tier_orders(), copies=copies))
+        copies = [fork[1] for _, fork in forks if fork and fork[1]]
+        state_copies = self.blocks.states.take_copies() if self.blocks.states else []
+        if copies or state_copies:
+            parts = self.blocks.windows.take_changes() if self.blocks.windows else []
+            orders = Orders(tiers=self._tier_orders(), parts=parts, copies=copies, state_copies=state_copies)
+            self._runner.execute(None, orders)
         return [fork[0] if fork else root.without_blocks(choice) for choice, fork in forks]
 
     # Metrics.

@@ -149,7 +149,7 @@ class PrefillWorker(Worker):
         """Prepare a step. Only prompts whose prefixes are fetched are admitted ahead of their first step."""
         for prompt in admitted:
             if self.fetches.is_fetch(prompt):
-                self.parts.save_evicted()
+                self.parts.flush_copies()
             self.clock.fetching(prompt)
             self.fetches.begin(prompt)
         self._orders = self._common_orders()
@@ -205,8 +205,11 @@ class PrefillWorker(Worker):
         assert job.handoff
         ranks = sending_ranks(self.gang.runner.layout, num_receivers=len(job.handoff.ranks))
         sequence = prompt.sequence
-        job.outgoing = self._outgoing_transfers.begin(job.handoff, sequence.blocks, ranks=ranks, owner=prompt)
-        return BeginOrder(job.handoff, sequence.blocks, sequence.num_computed)
+        state_slots = sequence.state_slots[:1]
+        job.outgoing = self._outgoing_transfers.begin(
+            job.handoff, sequence.blocks, state_slots=state_slots, ranks=ranks, owner=prompt
+        )
+        return BeginOrder(job.handoff, sequence.blocks, sequence.num_computed, *state_slots)
 
     def _finish(self, prefilled: Prefilled) -> None:
         """Report the first tokens of a computed prompt, and commit its transfer."""

@@ -1,9 +1,11 @@
 """Common fixtures: a real Redis server, and a small real model."""
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,8 +15,11 @@ import hypothesis  # imported early: its plugin would import it during teardown
 import pytest
 
 from core.model.source import resolve
+from tests.support.long_files import LongestFirst
 from tests.support.ray_fixtures import ray_head, ray_nodes, three_nodes  # noqa: F401
 
+# Until all tests are collected: imports leave next to no garbage, and scanning them repeatedly takes 5 s.
+gc.disable()
 # Set before engine.kernels is imported: without a GPU, Triton's kernels run in its interpreter.
 if not any(Path(of_driver).exists() for of_driver in ("/proc/driver/nvidia", "/dev/nvidiactl")):
     os.environ["TRITON_INTERPRET"] = "1"
@@ -31,10 +36,10 @@ if (
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Hypothesis fails slow examples; on a busy machine any example may be slow.
-hypothesis.settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("any machine")
+_ANY_MACHINE: dict[str, Any] = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("default run", max_examples=40, **_ANY_MACHINE)
+hypothesis.settings.register_profile("slow", max_examples=400, **_ANY_MACHINE)  # of `make test-slow`
+hypothesis.settings.load_profile("default run")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -102,22 +107,46 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
 
 
+def pytest_collection_finish() -> None:
+    """Exempt imported modules and collected tests from later collections, which would each take 0.5 s to scan them."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # extension modules report objects that the interpreter does not free at its end
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Schedule like `--dist loadfile`, but send all files that share a Ray to one process."""
+    """Schedule like `--dist loadfile`, but send all files that share a Ray to one process, and the longest first."""
     from xdist.scheduler import LoadFileScheduling
 
     class FilesThatShare(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "those that share a Ray" if nodeid.startswith(_SHARE_A_RAY) else nodeid.partition("::")[0]
+        def __init__(self) -> None:
+            super().__init__(config, log)
+            if not config.getoption("random_order_enabled", default=False):
+                self.workqueue = LongestFirst()
 
-    return FilesThatShare(config, log) if config.getoption("dist") == "loadfile" else None
+        def _split_scope(self, nodeid: str) -> str:
+            return _SHARE_A_RAY[0] if nodeid.startswith(_SHARE_A_RAY) else nodeid.partition("::")[0]
+
+    return FilesThatShare() if config.getoption("dist") == "loadfile" else None
+
+
+_ended = itertools.count(1)  # modules
 
 
 @pytest.fixture(scope="module", autouse=True)
 def collect_garbage() -> Iterator[None]:
     """Collect a module's garbage at its end, so that leaked resources are reported there and not in a later module."""
     yield
+    if "PYTEST_XDIST_WORKER" in os.environ and next(_ended) % 4:
+        return  # in a parallel run leaks are reported up to three modules later: each collection takes 0.3 s
+    # FastAPI remembers the endpoints of every app, and with them the whole service: each collection would scan them.
+    for cached in vars(sys.modules.get("fastapi.dependencies.models", gc)).values():
+        getattr(cached, "cache_clear", lambda: None)()
     gc.collect()
 
 

@@ -232,7 +232,7 @@ left = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], 
 pathlib.Path({str(number)!r}).write_text(str(left.pid))
 print('{{"name": "x", "value": 1}}')"""
     try:
-        rows = _program(tmp_path, left, timeout_s=2.0)
+        rows = _program(tmp_path, left, timeout_s=1.0)
     finally:
         os.kill(int(number.read_text()), signal.SIGKILL)
     assert [row.name for row in rows] == ["x"]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from tests.support.long_files import SECONDS, LongestFirst
+
 _TESTS = Path(__file__).parent
-# The only places that may sleep: the polling helper, a relay that delays a server's answers, and virtual time, where a
-# sleep takes no time.
-_MAY_SLEEP = {"support/waiting.py", "router/serving/virtual_time.py", "support/redis_at.py"}
+# The only places that may sleep: the polling helper, a relay that delays a server's answers, virtual time, where a
+# sleep takes no time, and uvicorn's own sleeps, shortened.
+_MAY_SLEEP = {"support/waiting.py", "router/serving/virtual_time.py", "support/redis_at.py", "support/quick_uvicorn.py"}
 _OTHERS = {
     "os._exit",  # public, in spite of its name
     "torch.cpu._is_avx512_bf16_supported",  # torch has no public function for it
@@ -27,6 +30,7 @@ _KNOWN = {
     # Duration or amount of a benchmark's measurement: no option for operators, but tests shorten it.
     ("benchmarks/test_isolation.py", "isolation._STREAM_PROMPT"),
     ("benchmarks/test_isolation.py", "isolation._WARM_UP_S"),
+    ("e2e/test_failover.py", "relay._BACKOFF_S"),
     ("core/model/test_source.py", "model_source._LOCK_S"),
     ("core/index/test_redis_client.py", "redis_client._MAX_AGE_S"),
     ("core/index/test_router_addresses.py", "router_addresses._RENEW_S"),
@@ -34,14 +38,25 @@ _KNOWN = {
     ("benchmarks/engine/test_bench.py", "bench._NUM_STEPS"),
     ("benchmarks/test_kv.py", "bench_run._MOST_BYTES"),
     ("benchmarks/test_kv.py", "bench_run._NUM_TRIES"),
+    # Interval or time limit: no option for operators, but tests shorten it.
+    ("cluster/cli/test_cli_batch.py", "batch._FIRST_WAIT_S"),
+    ("cluster/control/test_adoption.py", "adoption._TRY_AGAIN_S"),
+    ("cluster/control/test_key_registry.py", "key_registry._PUBLISH_S"),
+    ("cluster/launch/test_router_admin.py", "router_admin._ANSWER_S"),
+    ("router/serving/test_discovery.py", "discovery._CONTROLLER_S"),
+    ("router/telemetry/test_tracing.py", "tracing_module._EXPORT_TIMEOUT_S"),
+    ("e2e/test_seen.py", "traffic_reporter._REPORT_S"),
+    ("e2e/test_seen.py", "router_addresses._RENEW_S"),
+    ("frontend/test_attached_deployments.py", "attached_module._REFRESH_S"),
+    # Which fetches a machine may still cancel.
+    ("engine/test_loading_engine.py", "self.served._orders"),
     # Code recorded or compiled for a missing device has no other visible effect.
     ("engine/kernels/compiled_steps.py", "sampler._place"),
     ("engine/kernels/compiled_heads.py", "runner._recorded"),
     ("engine/kernels/compiled_steps.py", "replaying._recorded"),
     ("engine/kernels/compiled_steps.py", "replaying._model"),
     ("engine/kernels/counted_steps.py", "runner._model"),
-    ("engine/kernels/test_models_by_kernels.py", "runner._model"),
-    ("engine/attention/test_flashinfer_heads.py", "runner._model"),
+    ("engine/steps.py", "runner._model"),
     ("engine/runner/test_decode_graphs.py", "replaying._model"),
     ("engine/runner/test_decode_graphs.py", "pair[0]._recorded"),
     # Only the schema of a torch operation says what it writes.
@@ -61,8 +76,9 @@ _KNOWN = {
 }
 
 
-def _files() -> list[Path]:
-    return sorted(_TESTS.rglob("*.py"))
+def _files(having: str) -> list[Path]:
+    """Return the files with this pattern; parsing all of them takes seconds."""
+    return sorted(path for path in _TESTS.rglob("*.py") if re.search(having, path.read_text()))
 
 
 def _private(tree: ast.AST) -> Iterator[str]:
@@ -86,16 +102,23 @@ def _is_private(name: str) -> bool:
 
 
 def test_tests_use_no_private_names() -> None:
-    found = {(_name(path), name) for path in _files() for name in _private(ast.parse(path.read_text()))}
+    having = r"""(?<!\bself)(?<!\bcls)\._[^\W_]|["':]_[^\W_]"""
+    found = {(_name(path), name) for path in _files(having) for name in _private(ast.parse(path.read_text()))}
     assert not {(path, name) for path, name in found - _KNOWN if name not in _OTHERS}
     assert not _KNOWN - found, "no longer there: take it off the list"
+
+
+def test_long_files_exist() -> None:
+    assert not [file for file in SECONDS if not (_TESTS.parent / file).is_file()]
+    queue = LongestFirst(dict.fromkeys(["short", *reversed(SECONDS), "short, too"]))
+    assert [queue.popitem(last=False)[0] for _ in range(len(queue))][-2:] == ["short", "short, too"]
 
 
 def test_tests_do_not_sleep() -> None:
     """`asyncio.sleep(0)` only yields to the event loop; anything longer makes a test depend on the machine's speed."""
     sleeps = {
         (_name(path), ast.unparse(node))
-        for path in _files()
+        for path in _files("sleep")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("time.sleep", "asyncio.sleep", "sleep")
     }

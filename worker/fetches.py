@@ -53,8 +53,9 @@ class Fetches:
         tokens_per_s: prefill speed; 0: unknown.
         """
         owner.num_offered = self._tiers.offer(owner.sequence, tokens_per_s=tokens_per_s)
+        owner.is_loaded = owner.num_offered > 0
         if prefix_source and prefix_source.num_tokens > owner.num_offered:
-            owner.num_offered = prefix_source.num_tokens
+            owner.num_offered, owner.is_loaded = prefix_source.num_tokens, False
             self._prefix_sources[owner] = prefix_source
 
     def is_fetch(self, owner: Prompt) -> bool:
@@ -77,11 +78,14 @@ class Fetches:
                 id=f"{owner.id}/{secrets.token_hex(16)}",
                 hashes=hashes,
                 blocks=sequence.blocks,
+                state_slots=sequence.state_slots,
                 first_block=first_block,
                 now=time.monotonic(),
             )
-        elif not self._tiers.begin(owner, hashes[first_block:], sequence.blocks[first_block:]):
-            self._queue.fetch_failed(owner)
+        else:
+            state = (hashes[-1], sequence.state_slots[0]) if sequence.state_slots else None
+            if not self._tiers.begin(owner, hashes[first_block:], sequence.blocks[first_block:], state=state):
+                self._queue.fetch_failed(owner)
 
     def landed(self, rank: int, landing: Landing) -> None:
         """Record that a handoff, possibly that of a fetch, has landed on one rank."""
@@ -103,7 +107,7 @@ class Fetches:
         load = self._tiers.loaded(rank, loaded)
         if load is None or self._served_fetches.loaded(load):
             return
-        if load.num_loaded:
+        if load.is_usable:
             num_tokens = load.num_loaded * self._block_size
             load.owner.num_loaded = num_tokens
             self._queue.fetched(load.owner, num_tokens)

@@ -107,6 +107,8 @@ class GangRunner:
         """Assert that ids are in range, because kernels do not check them."""
         for name, numbers, end in (
             ("block id", changes.blocks, self.runner.pool.num_blocks),
+            ("state slot", changes.state_indices, max(1, self.runner.pool.num_states)),
+            ("state slot", changes.state_writes[:, 2], self.runner.pool.num_states),
             ("token id", changes.token_ids, self.runner.config.vocab_size),
         ):
             assert ((numbers >= 0) & (numbers < end)).all(), f"{name} of rank 0 out of range [0, {end})"
@@ -208,16 +210,20 @@ class GangRunner:
         for order in orders.tiers:
             assert self.tiers, "order for tiers, but this rank has none"
             self.tiers.carry_out(order)
-        for source, target in orders.copies:
-            self.runner.copy_block(source, target)
+        assert all(0 <= part < self.runner.pool.num_window_parts for _, part in orders.parts), "part out of range"
+        self.runner.copy(orders)
+        for order in orders.tiers:
+            # After the copies, because a load may overwrite a state slot that one of them reads or writes.
+            assert self.tiers
+            self.tiers.start_loads(order)
         for served_fetch in orders.served_fetches:
             self._served_fetch(served_fetch)
         for begin in orders.begins:
-            if transfer := self.sender.begin(begin.handoff, begin.blocks):
+            if transfer := self.sender.begin(begin.handoff, begin.blocks, begin.state_slot):
                 transfer.all_layers_ready(0, begin.num_tokens)
         for ship in orders.ships:
             if transfer := self.sender.find(ship.key):
-                transfer.blocks = tuple(ship.blocks)
+                transfer.blocks, transfer.state_slot = tuple(ship.blocks), ship.state_slot
                 transfer.all_layers_ready(ship.start, ship.end)
         for commit in orders.commits:
             if transfer := self.sender.find(commit.key):
@@ -227,7 +233,7 @@ class GangRunner:
                 transfer.abort()
 
     def _served_fetch(self, served_fetch: BeginOrder) -> None:
-        if transfer := self.sender.begin(served_fetch.handoff, served_fetch.blocks):
+        if transfer := self.sender.begin(served_fetch.handoff, served_fetch.blocks, served_fetch.state_slot):
             transfer.all_layers_ready(0, served_fetch.num_tokens)
             self._commit(transfer, served_fetch.num_tokens)
 

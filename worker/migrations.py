@@ -5,7 +5,8 @@
        └─ failed, aborted, ended           └─ failed, aborted: decoding resumes on this replica
 
 While COPYING, the choice continues to decode; the new positions are shipped during a short pause. Its blocks are held
-until the end, so that a failed migration costs only the bytes sent.
+until the end, so that a failed migration costs only the bytes sent. With recurrent layers no step runs ahead meanwhile,
+because a step overwrites the state that the pause ships.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
 from engine.scheduler.step_commands import BeginOrder, CommitOrder, Orders, ShipOrder
 from engine.timing.rate import Rate
-from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
+from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers, parts_of_handoff
 from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.rank_transfer import Shipment
 from worker.gang_runner import GangRunner
@@ -80,9 +81,10 @@ class Moves:
         self._link_rate = link_rate  # bytes/s
         self._gang = gang
         self._layout = gang.runner.layout
-        self._bytes_per_token = self._layout.bytes_per_token() * self._layout.tensor_parallel
+        self._cache = self._layout.cache.of_ranks(self._layout.tensor_parallel)
         self._outgoing_transfers: OutgoingTransfers[Move] = OutgoingTransfers(blocks)
         self._engine = engine
+        self._blocks = blocks
         self._leave = leave
         self._under_way: dict[Sequence, Move] = {}
 
@@ -110,13 +112,15 @@ class Moves:
         elif handoff.max_tokens < sequence.num_computed:
             listener.stays(f"choice has {len(sequence.tokens)} tokens, the handoff has room for {handoff.max_tokens}")
         elif is_quicker_to_ship(
-            num_bytes=(sequence.num_computed - handoff.first_token) * self._bytes_per_token,
+            num_bytes=self._cache.shipped_bytes(sequence.num_computed, held=handoff.first_token),
             bytes_per_s=self._link_rate.per_s or _LINK_BYTES_PER_S,
             num_steps=sequence.request.sampling.max_tokens - sequence.num_generated,
             step_s=step_s,
         ):
             self._under_way[sequence] = Move(sequence, handoff, listener)
             sequence.most_tokens = handoff.max_tokens  # capacity of the receiver
+            if sequence.state_slots:
+                self._engine.in_step.add(sequence)
         else:
             listener.stays("choice is expected to finish sooner on this replica")
 
@@ -158,23 +162,27 @@ class Moves:
 
     def _was_preempted(self, move: Move) -> bool:
         """Return whether the choice was preempted; it may have other blocks by now."""
-        if move.outgoing is None:
-            return move.sequence not in self._engine.decoding.running
-        return move.sequence.blocks[: len(move.outgoing.blocks)] != move.outgoing.blocks
+        if move.state is MoveState.COPYING and move.sequence not in self._engine.decoding.running:
+            return True
+        return move.outgoing is not None and move.sequence.blocks[: len(move.outgoing.blocks)] != move.outgoing.blocks
 
     def _start(self, move: Move, orders: Orders) -> None:
-        sequence = move.sequence
+        sequence, windows = move.sequence, self._blocks.windows
+        if windows and parts_of_handoff(move.handoff, windows) > windows.num_unreserved:
+            self._fail(move, HandoffExpired("this replica has no room to hold the windows that it would ship"))
+            return
         ranks = sending_ranks(self._layout, num_receivers=len(move.handoff.ranks))
         move.outgoing = self._outgoing_transfers.begin(move.handoff, sequence.blocks, ranks=ranks, owner=move)
         orders.begins.append(BeginOrder(move.handoff, sequence.blocks, sequence.num_computed))
         move.num_shipped = sequence.num_computed
 
     def _ship(self, move: Move, orders: Orders) -> None:
-        """Ship the positions computed since the last call."""
+        """Ship the positions computed since the last call, and the state behind them, which no step may change."""
         assert move.outgoing
         sequence = move.sequence
-        self._outgoing_transfers.grow(move.outgoing, sequence.blocks)
-        ship = ShipOrder(move.outgoing.key, sequence.blocks, move.num_shipped, sequence.num_computed)
+        state_slots = sequence.state_slots[:1]  # every draft moves it to another slot
+        self._outgoing_transfers.grow(move.outgoing, sequence.blocks, state_slots=state_slots)
+        ship = ShipOrder(move.outgoing.key, sequence.blocks, move.num_shipped, sequence.num_computed, *state_slots)
         orders.ships.append(ship)
         move.num_shipped = sequence.num_computed
 
@@ -182,6 +190,7 @@ class Moves:
         assert move.outgoing
         sequence = move.sequence
         self._engine.pause(move.sequence)
+        self._engine.in_step.discard(move.sequence)
         move.state, move.paused_at = MoveState.PAUSED, time.monotonic()
         self._ship(move, orders)
         # The receiver has all tokens up to and including position num_tokens.
@@ -197,6 +206,7 @@ class Moves:
         if self._under_way.pop(move.sequence, None) is None:
             return
         move.sequence.most_tokens = move.sequence.max_context
+        self._engine.in_step.discard(move.sequence)
         if move.outgoing:
             self._outgoing_transfers.abort(move.outgoing, error)
         if move.state is MoveState.PAUSED:

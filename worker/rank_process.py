@@ -24,12 +24,14 @@ from core.types.failpoint import Failpoint, unobserved
 from core.types.launch import Launch
 from core.types.network import check_link
 from core.types.rank_api import Binding, Progress, RankStatus
+from core.types.role_switch import largest_step
 from core.wire.frames import FrameHub
 from core.wire.rank_server import RankHost
 from engine.config import device_for
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
+from engine.kv.pool import window_manager_of
 from engine.runner.parallel import TensorParallel
 from engine.runner.runner import ModelRunner
 from engine.tiers.rank_tiers import RankTiers
@@ -330,16 +332,25 @@ def _leader_parts(
         blocks, tiers = inherited.blocks, inherited.tiers
     else:
         num_blocks, eviction = gang.runner.pool.num_blocks, spec.kv.eviction
-        blocks = BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks))
+        num_states = gang.runner.pool.num_states
+        windows = window_manager_of(gang.runner.pool, max_batch_tokens=largest_step(spec, setup.role)[0])
+        blocks = BlockManager(
+            num_blocks, make_eviction(eviction, num_blocks=num_blocks), num_states=num_states, windows=windows
+        )
+        if blocks.states:
+            blocks.states.checkpoint_every(spec.kv.checkpoint_tokens, block_size=spec.kv.block_size)
         tiers = Tiers(blocks, gang.tiers, layout, eviction=eviction, timeout_s=spec.timeouts.transfer_s)
     engine = EngineParts(
         gang=gang,
         blocks=blocks,
         limits=SchedulerConfig(
-            max_batch_tokens=pool.max_batch_tokens,
-            max_running=pool.max_running,
+            # After a role switch a step may have no more tokens than parts were set aside for.
+            max_batch_tokens=min(pool.max_batch_tokens, blocks.windows.max_batch_tokens)
+            if blocks.windows
+            else pool.max_batch_tokens,
+            max_running=_max_running(setup, gang.runner),
             max_waiting=pool.max_waiting,
-            max_local_decodes=int(pool.local_decode_share * pool.max_running),
+            max_local_decodes=int(pool.local_decode_share * _max_running(setup, gang.runner)),
             max_local_decode_blocks=int(pool.local_decode_share * blocks.num_blocks),
         ),
         prefix_fetches=service.make_fetches(layout, receiver, blocks),
@@ -350,22 +361,33 @@ def _leader_parts(
 
 
 def _member(setup: RankSetup, runner: ModelRunner, frames_address: str, *, max_tokens: int) -> Member:
-    layout = runner.layout
+    layout, pool = runner.layout, runner.pool
+    cache = layout.cache.of_ranks(layout.tensor_parallel)
     return Member(
         replica=setup.replica,
         role=setup.role,
         address=setup.addresses[0],
         frames_address=frames_address,
         layout=layout.fingerprint,
-        num_blocks=runner.pool.num_blocks,
+        num_blocks=pool.num_blocks,
         block_size=layout.block_size,
-        bytes_per_token=layout.bytes_per_token() * layout.tensor_parallel,
+        bytes_per_token=cache.token_bytes,
         max_tokens=max_tokens,
-        max_running=setup.pool.max_running,
+        max_running=_max_running(setup, runner),
         max_batch_tokens=setup.pool.max_batch_tokens,
         local_decode_share=setup.pool.local_decode_share,
         answers_overflow=setup.pool.answers_overflow,
+        window=cache.window,
+        window_bytes_per_token=cache.window_token_bytes,
+        state_bytes=cache.state_bytes,
+        num_states=pool.num_states,
+        num_window_parts=pool.num_window_parts if cache.window else 0,
     )
+
+
+def _max_running(setup: RankSetup, runner: ModelRunner) -> int:
+    """Return the sequences that the replica runs at once: each needs a state slot if the model has states."""
+    return min(setup.pool.max_running, runner.pool.num_states or setup.pool.max_running)
 
 
 def _address_of_node() -> str:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 
+from core.model import config as model_config
 from core.model import source as model_source
 from core.model.draft_heads import HeadsPlace
 from core.model.draft_source import fetch_for_a_switch, heads_source
+from core.spec.kv_windows import why_windows_stay
 from core.spec.schema import PoolSpec, Spec
 from core.types.errors import SpecError
 from core.types.failpoint import Failpoint, unobserved
@@ -73,11 +75,12 @@ def load_model(
     max_batch_tokens, max_running = largest_step(spec, setup.role)
     torch.set_num_threads(max(1, int(pool.resources.cpus)))
     setup.on_progress("resolving the model", 0.05)
-    heads = heads_source(spec)
+    heads, model_dir = heads_source(spec), model_source.resolve(spec.model.source)
+    kept = why_windows_stay(spec, model_config.load(model_dir, max_context=spec.model.max_context))
     if setup.rank == 0:
         fetch_for_a_switch(spec, setup.role)
     config = EngineConfig(
-        model_dir=model_source.resolve(spec.model.source),
+        model_dir=model_dir,
         device=str(device),
         dtype=spec.model.dtype,
         weights=spec.model.weights,
@@ -90,6 +93,7 @@ def load_model(
         max_context=spec.model.max_context,
         link_bytes=_link_bytes(setup, device),
         deterministic=spec.engine.deterministic,
+        frees_windows=kept is None,
         heads=HeadsPlace(heads.heads, heads.directory) if heads and heads.heads else None,
     )
 
@@ -120,10 +124,12 @@ def open_tiers(setup: RankSetup, runner: ModelRunner, on_loaded: Callable[[LoadR
     All ranks of a replica must call this together. Raises SpecError if the directory is unusable.
     """
     pool, layout = setup.pool, runner.layout
-    num_host, num_disk = (int(gib * GIB) // layout.block_bytes for gib in (pool.kv_host_gib, pool.kv_disk_gib))
+    num_host, num_disk = (
+        int(gib * GIB) // layout.place_bytes if gib else 0 for gib in (pool.kv_host_gib, pool.kv_disk_gib)
+    )
     host = disk = None
     if num_host:
-        host = HostStore(num_places=num_host, block_bytes=layout.block_bytes, device=runner.pool.device)
+        host = HostStore(num_places=num_host, place_bytes=layout.place_bytes, device=runner.pool.device)
     if num_disk:
         root = _root(pool) / setup.spec.name / setup.role.value
         lock = _claim(setup, runner.parallel, root=root)

@@ -51,14 +51,19 @@ class EngineParts:
     served_fetches: ServedFetches
     tiers: Tiers[Prompt]
 
-    def save_evicted(self) -> None:
-        """Copy evicted blocks to lower tiers on every rank, before a step or a peer overwrites them.
+    def flush_copies(self) -> None:
+        """Copy evicted blocks to lower tiers, and states to other slots, before a step or a peer overwrites them.
 
         Openings on other ranks wait for this step.
         """
         self.gang.runner.settle()
-        if orders := self.tiers.table.take_orders():
-            self.gang.execute(None, Orders(tiers=orders))
+        orders = Orders(tiers=self.tiers.table.take_orders())
+        if self.blocks.states:
+            orders.state_copies = self.blocks.states.take_copies()
+        if self.blocks.windows:
+            orders.parts = self.blocks.windows.take_changes()
+        if orders:
+            self.gang.execute(None, orders)
 
 
 class Worker(ABC):
@@ -185,8 +190,12 @@ class Worker(ABC):
 
     @property
     def is_whole(self) -> bool:
-        """Return whether every block is free or cached: none is referenced or quarantined."""
-        return self._blocks.num_available == self._blocks.num_blocks
+        """Return whether every block, part and state slot is free or cached: none is referenced or quarantined."""
+        states, windows = self._blocks.states, self._blocks.windows
+        if windows and (windows.num_held or windows.num_reserved):
+            return False
+        has_states = states is None or states.num_available == states.num_slots
+        return has_states and self._blocks.num_available == self._blocks.num_blocks
 
     def stop(self) -> None:
         """Save valuable blocks to lower tiers, then stop the other ranks."""
@@ -195,7 +204,7 @@ class Worker(ABC):
 
     def stop_ranks(self) -> None:
         """Flush pending orders and stop the other ranks."""
-        self.parts.save_evicted()
+        self.parts.flush_copies()
         if self.gang.has_others:
             self.gang.execute(None, Orders(stop=True))
 
@@ -210,20 +219,23 @@ class Worker(ABC):
     def status(self) -> pb.Status:
         """Return the replica's status. The role adds its own fields."""
         engine, blocks = self.engine, self._blocks
+        num_available = blocks.num_usable
+        num_cached = min(blocks.num_cached, num_available)
         self.totals.preemptions = engine.decoding.num_preemptions
         status = pb.Status(
             running=engine.num_running + len(self.served_fetches) + self.moves.num_paused,
             waiting=engine.num_waiting,
             queued_tokens=engine.num_queued_tokens,
             blocks_total=blocks.num_blocks,
-            blocks_free=blocks.num_free,
-            blocks_cached=blocks.num_cached,
+            blocks_free=num_available - num_cached,
+            blocks_cached=num_cached,
             prefill_tokens_per_s=self.pace.prompt_tokens_per_s,
             link_bytes_per_s=self.link_rate.per_s,
             timing=timing_to_proto(self.pace.timing),
             tokens_per_row=self._yield.tokens_per_row,
             drafted_per_row=self._yield.drafted_per_row,
         )
+        add_slots(status, blocks)
         self._add_tiers(status)
         self._count_drafts()
         status.corpus_tokens = self._corpus.num_tokens if self._corpus else 0
@@ -326,3 +338,11 @@ class Worker(ABC):
         status.blocks_disk = tiers.table.num_blocks(Tier.DISK)
         status.host_bytes_per_s = tiers.table.bytes_per_s(Tier.HOST)
         status.disk_bytes_per_s = tiers.table.bytes_per_s(Tier.DISK)
+
+
+def add_slots(status: pb.Status, blocks: BlockManager) -> None:
+    """Add what the replica keeps beside blocks: states of recurrent layers, or parts of layers with a window."""
+    if states := blocks.states:
+        status.states, status.checkpoints = states.num_slots, states.num_checkpoints
+    if windows := blocks.windows:
+        status.window_parts, status.window_parts_cached = windows.num_parts - 1, windows.num_cached

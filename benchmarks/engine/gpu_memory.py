@@ -141,7 +141,7 @@ class AsyncTransfers:
     def load(self, pairs: list[tuple[int, int]]) -> None:
         sources = [LoadSource(Tier.HOST, place, bytes([place % 256]), block) for block, place in pairs]
         self._has_loaded.clear()
-        self._tiers.carry_out(TierOrders(loads=[LoadOrder(1, sources)]))
+        self._tiers.start_loads(TierOrders(loads=[LoadOrder(1, sources)]))
         assert self._has_loaded.wait(20)
 
 
@@ -149,7 +149,7 @@ def tiers() -> None:
     runner = make_runner(num_blocks=4096)
     pool, layout = runner.pool, runner.layout
     begin = time.monotonic()
-    host = HostStore(num_places=HOST_GIB * GIB // layout.block_bytes, block_bytes=layout.block_bytes, device=DEVICE)
+    host = HostStore(num_places=HOST_GIB * GIB // layout.block_bytes, place_bytes=layout.place_bytes, device=DEVICE)
     say(f"locking {HOST_GIB} GiB of memory, s", round(time.monotonic() - begin, 2))
     rows = torch.stack([host.row(place) for place in range(NUM_MOVED)]).pin_memory()
     blocks = list(range(-(-CHUNK // layout.block_size)))

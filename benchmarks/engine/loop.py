@@ -117,7 +117,7 @@ def running_engine(
     engine = Engine(
         runner,
         sample,
-        BlockManager(runner.pool.num_blocks),
+        BlockManager(runner.pool.num_blocks, num_states=runner.pool.num_states),
         limits,
         block_size=size,
         pace=None if speculation else Pace(),

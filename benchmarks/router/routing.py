@@ -17,6 +17,7 @@ import tracemalloc
 from collections.abc import Sequence
 
 from core.index.prefix_index import PrefixIndex
+from core.model.kv_memory import CacheShape
 from core.types.prefix_hash import HASH_BYTES, block_hashes, root_hash
 from core.types.step_timing import StepTiming
 from router.routing.plain_policies import make_policy
@@ -100,7 +101,9 @@ def _choose(policy: Policy, depths: dict[str, int], options: argparse.Namespace)
     ]
     half = options.replicas // 2
     demand = RoutingRequest(
-        num_tokens=options.tokens, block_size=options.block_size, bytes_per_token=67_584, max_local_tokens=16
+        num_tokens=options.tokens,
+        cache=CacheShape(block_size=options.block_size, token_bytes=67_584),
+        max_local_tokens=16,
     )
     return policy.options(demand, views[:half], views[half:])
 

@@ -82,7 +82,9 @@ class MethodParts:
         self.draft_tokens = draft_tokens
         self._config = config
         self._drafts = drafts
-        self.blocks = BlockManager(self.runner.pool.num_blocks)  # shared by all methods on this runner
+        self.blocks = BlockManager(
+            self.runner.pool.num_blocks, num_states=self.runner.pool.num_states
+        )  # shared by all methods on this runner
 
     def with_runner(self, method: str) -> tuple[ModelRunner, BlockManager]:
         """Return a runner for the method. Only methods that use the draft heads load them."""
@@ -91,7 +93,7 @@ class MethodParts:
             return self.runner, self.blocks
         assert self._drafts
         runner = ModelRunner(replace(self._config, heads=HeadsPlace(heads, self._drafts.directory)))
-        return runner, BlockManager(runner.pool.num_blocks)
+        return runner, BlockManager(runner.pool.num_blocks, num_states=runner.pool.num_states)
 
     def models(self, method: str, runner: ModelRunner, blocks: BlockManager) -> dict[str, ModelProposer]:
         if method == "self":

@@ -63,6 +63,7 @@ for command in (
     plan.plan,
     profile.profile,
     quality.quantize,
+    quality.calibrate,
 ):
     app.command()(command)
 app.add_typer(autoscale.autoscale, name="autoscale")

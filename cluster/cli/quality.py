@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import date
 from functools import cache, partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import typer
 
 from cluster.cli.planning.model_options import DEFAULT_MODEL, Model
 from core.model.kv_memory import QUANTIZED
+from core.model.shape import ModelConfig
 from core.types.errors import SpecError
 
 evaluate = typer.Typer(help="Measure a model's quality, in this process.", no_args_is_help=True)
@@ -36,7 +38,11 @@ def quantize(
     ] = "fp8",
     group: Annotated[
         int | None,
-        typer.Option(min=0, help="Inputs per scale of int4 and int4_asym; 0: one scale per output. Default: 128."),
+        typer.Option(
+            min=0,
+            help="Inputs per scale of int4 and int4_asym; 0: one scale per output. Default: the largest of 128, 64 and "
+            "32 that divides all inputs.",
+        ),
     ] = None,
     calibrate: Annotated[
         Path | None,
@@ -53,10 +59,29 @@ def quantize(
 
     model_dir = resolve(model)
     text = _read(calibrate) if calibrate else None
-    quantize_checkpoint(
-        model_dir, into, to, group=group, calibrate=lambda: {} if text is None else inputs_of_text(model_dir, text)
-    )
+    calibrated = dict if text is None else partial(inputs_of_text, model_dir, text, _say)
+    quantize_checkpoint(model_dir, into, to, group=group, calibrate=calibrated, say=_say)
     print(f"wrote {into}")
+
+
+def calibrate(
+    model: Model = DEFAULT_MODEL,
+    text: Annotated[
+        Path | None, typer.Option(help="Text file typical of the workload; default: half of the Python reference.")
+    ] = None,
+) -> None:
+    """Write kv_basis.safetensors into a model's directory, for `kv.pool_dtype: int4`: several times less error.
+
+    Every host of both pools needs the same file; replicas with unlike files do not exchange KV.
+    """
+    from core.model.source import resolve
+    from engine.kv.basis import write_bases
+    from engine.quantization.kv_calibration import bases_of_text
+
+    model_dir, words = resolve(model), _read(text) if text else _halves_of_reference()[1]
+    if not os.access(model_dir, os.W_OK):
+        raise SpecError(f"{model_dir} is read-only; copy the model to a directory of your own")
+    print(f"wrote {write_bases(model_dir, bases_of_text(model_dir, words, _say))}")
 
 
 @evaluate.command()
@@ -70,7 +95,12 @@ def formats(
             "load), a format of `cluster quantize`, perhaps with its group (int4:64), or NAME=SOURCE, a checkpoint."
         ),
     ] = "bf16,int8",
-    kv: Annotated[str, typer.Option(help="Formats of the KV pool: bf16, fp8, int8, int4.")] = "bf16,int8",
+    kv: Annotated[
+        str,
+        typer.Option(
+            help="Formats of the KV pool: bf16, fp8, int8, int4, perhaps with its unquantized layers (int4:0:-1)."
+        ),
+    ] = "bf16,int8",
     wire: Annotated[str, typer.Option(help="Formats in which a bf16 pool is sent: raw, fp8, int8, int4.")] = "raw",
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Quantize weights with the second half of the text.")
@@ -90,22 +120,22 @@ def formats(
     """
     from importlib.util import find_spec
     from itertools import product
-    from pydoc_data.topics import topics
 
     from cluster.cli.console import columns
+    from core.model import config as model_config
     from core.model.source import resolve
     from engine.tools import formats as tool
 
     names, pools, wires = (list(dict.fromkeys(given.split(","))) for given in (weights, kv, wire))
     settings = [_split(name) for name in names]
-    pool_dtypes = {pool: _known("--kv", pool, _POOLS) for pool in pools}
+    pool_formats = {pool: _pool_format(pool) for pool in pools}
     wire_dtypes = {link: _known("--wire", link, _WIRES) for link in wires}
     if tasks and find_spec("lm_eval") is None:
         raise SpecError("--tasks needs lm-eval: pip install lm-eval")
     tool.make_directory(output)
     model_dir = resolve(model)
-    words = _read(text) if text else "\n".join(topics.values())
-    words, seen = words[: len(words) // 2], words[len(words) // 2 :]
+    _check_kv(model_config.load(model_dir), pool_formats.values(), wire_dtypes.values())
+    words, seen = _halves(_read(text)) if text else _halves_of_reference()
     with tempfile.TemporaryDirectory() as scratch:
         held = _weights(settings, model_dir, Path(scratch), seen if calibrate else None)
         combinations = [
@@ -115,7 +145,8 @@ def formats(
                 wire=link,
                 model_dir=directory,
                 held=how,
-                pool_dtype=pool_dtypes[pool],
+                pool_dtype=pool_formats[pool][0],
+                unquantized_layers=pool_formats[pool][1],
                 wire_dtype=wire_dtypes[link],
             )
             for (name, directory, how), pool, link in product(held, pools, wires)
@@ -131,11 +162,11 @@ def formats(
             seconds=seconds,
             tasks=[task for task in tasks.split(",") if task],
             limit=limit,
-            measured=lambda cost: print(f"{cost.weights} / {cost.kv} / {cost.wire}: done", file=sys.stderr, flush=True),
+            measured=lambda cost: _say(f"{cost.weights} / {cost.kv} / {cost.wire}: done"),
         )
     facts = {"model": model, "threads": threads, "date": date.today().isoformat()}
-    note = tool.write_report(costs, output, facts)
     print(columns(tool.table(costs)))
+    note = tool.write_report(costs, output, facts)
     print(f"wrote {output}{note}")
 
 
@@ -145,10 +176,40 @@ _WIRES = {"raw": "raw"} | QUANTIZED
 _HELD = {"bf16": "widen", "stored": "auto", "int8": "int8"}
 
 
+def _halves(words: str) -> tuple[str, str]:
+    return words[: len(words) // 2], words[len(words) // 2 :]
+
+
+def _halves_of_reference() -> tuple[str, str]:
+    """Return the halves of the Python reference: one to measure with, one to calibrate with."""
+    from pydoc_data.topics import topics
+
+    return _halves("\n".join(topics.values()))
+
+
 def _known(option: str, name: str, known: Mapping[str, str]) -> str:
     if name not in known:
         raise SpecError(f"{option}: unknown format {name!r}; choose from {', '.join(known)}")
     return known[name]
+
+
+def _pool_format(name: str) -> tuple[str, tuple[int, ...]]:
+    """Return kv.pool_dtype and kv.unquantized_layers of NAME or NAME:LAYER:LAYER. Raises SpecError."""
+    kind, *layers = name.split(":")
+    dtype = _known("--kv", kind, _POOLS)
+    try:
+        return dtype, tuple(map(int, layers))
+    except ValueError:
+        raise SpecError(f"--kv: a layer of {name!r} is not a number, as in int4:0:-1") from None
+
+
+def _check_kv(config: ModelConfig, pools: Iterable[tuple[str, tuple[int, ...]]], wire_dtypes: Iterable[str]) -> None:
+    """Raise SpecError, before hours of measurement, for formats of KV that the model cannot have."""
+    for dtype, layers in pools:
+        config.check_kv_dtype("--kv", dtype)
+        config.layers_at("--kv", layers)
+    for dtype in wire_dtypes:
+        config.check_kv_dtype("--wire", dtype)
 
 
 def _split(name: str) -> tuple[str, str, int | None, str]:
@@ -176,16 +237,20 @@ def _weights(
     from engine.quantization.write import quantize_checkpoint
 
     found = []
-    calibrate = cache(partial(inputs_of_text, model_dir, seen)) if seen is not None else dict
+    calibrate = cache(partial(inputs_of_text, model_dir, seen, _say)) if seen is not None else dict
     for name, kind, group, source in names:
         if source:
             found.append((name, resolve(source), "auto"))
         elif name in _HELD:
             found.append((name, model_dir, _HELD[name]))
         else:
-            quantize_checkpoint(model_dir, scratch / name, kind, group=group, calibrate=calibrate)
+            quantize_checkpoint(model_dir, scratch / name, kind, group=group, calibrate=calibrate, say=_say)
             found.append((name, scratch / name, "auto"))
     return found
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _read(path: Path) -> str:

@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cluster.control.placement import Node, fits_when_empty
+from core.model.config_file import config_file
 from core.model.source import cache_root
 from core.spec.schema import PoolSpec, Spec, is_fetched
 from core.types.errors import DeployError
@@ -117,7 +118,7 @@ def gpu_errors(driver: str, driver_cuda: int, torch_cuda: str | None, *, has_ncc
 def _errors(spec: Spec, pools: Sequence[PoolSpec]) -> Iterator[str]:
     sources = [source for source in (spec.model.source, spec.speculation.model) if source and pools]
     for place in (Path(source).expanduser() for source in sources if not is_fetched(source)):
-        if not os.access(place if place.suffix == ".gguf" else place / "config.json", os.R_OK):
+        if not os.access(place if place.suffix == ".gguf" else config_file(place), os.R_OK):
             yield f"model {place} cannot be read; put it there, readable for the user that runs Ray"
     if pools and spec.kv.host_link == "nixl" and find_spec("nixl") is None:
         yield "kv.host_link is nixl, which is not installed; `pip install nixl`"

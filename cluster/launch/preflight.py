@@ -61,8 +61,11 @@ def check_model(spec: Spec, say: Callable[[str], None]) -> None:
     sampling_defaults(model_dir, spec.model.generation_config)
     if spec.engine.deterministic:
         config.check_deterministic()
+    if spec.speculation.method == "self":
+        config.check_drafts("speculation.method")
     if drafts := draft_source(spec, progress=say):
         if drafts.heads is None:
+            model_config.load(drafts.directory).check_drafts("speculation.model")
             check_same_tokens(drafts.directory, model_dir)
         else:
             heads = load_heads(drafts.heads, drafts.directory, config)

@@ -23,6 +23,7 @@ from redis.asyncio import Redis
 
 from core.identity.signing import signed, verified
 from core.index.redis_client import repaired
+from core.model.kv_memory import AnnouncedPool
 from core.types.json_records import known_fields
 from core.types.request import Role
 from core.types.wire_version import WIRE_VERSION
@@ -64,7 +65,7 @@ _REASONS: dict[type[ValueError], RejectionReason] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
+class Member(AnnouncedPool):
     """Record of a replica: everything that a router needs to use it."""
 
     replica: str
@@ -72,9 +73,6 @@ class Member:
     address: str  # "host:port" of rank 0: its gRPC server
     frames_address: str  # "host:port" of rank 0: its token frames
     layout: str  # fingerprint of its KV layout
-    num_blocks: int
-    block_size: int
-    bytes_per_token: int  # of KV on the wire, all ranks
     max_tokens: int  # of one sequence, limited by context and pool
     max_running: int = 64  # sequences in one step
     max_batch_tokens: int = 2048  # in one step; longer prompts are computed in chunks

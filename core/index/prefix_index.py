@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from core.types.tier import Tier
@@ -17,6 +17,10 @@ class Depths(NamedTuple):
     device: int
     host: int  # on the device or in host memory
     disk: int  # in any tier
+    blocks: int = 0  # on the device, with or without checkpoints; 0: as many as `device`
+
+
+NOTHING = Depths(0, 0, 0)
 
 
 class PrefixIndex:
@@ -96,6 +100,39 @@ class PrefixIndex:
             return {}
         walk = self._bisect if len(hashes) > _LONG else self._walk
         return self._depths_by_replica(walk(hashes, self._alive))
+
+    def depths_to_checkpoints(
+        self, hashes: Sequence[bytes], checkpoints: Sequence[bytes], *, among: Mapping[str, int]
+    ) -> dict[str, Depths]:
+        """Return how deep each replica can continue the prefix, for models with recurrent layers or freed windows.
+
+        A replica that needs n checkpoints continues behind a block if the last n blocks up to it have one, or all if
+        there are fewer. Returns the last such block of each tier; see CacheShape.num_checkpoints. checkpoints:
+        `checkpoint_hash` of each block. among: n of each replica that reports checkpoints. Replicas of an older version
+        report none, and all of their blocks count.
+        """
+        depths = self.depths(hashes)
+        held = {replica: depths[replica] for replica in depths.keys() & among.keys()}
+        found = {replica: [0] * _WIDTH for replica in held}
+        missing = {(replica, tier) for replica in held for tier in Tier}
+        # From the last block to the first: ends of the runs of checkpoints that reach the current one.
+        run_ends: dict[tuple[str, Tier], int] = {}
+        for depth in range(max((one.disk for one in held.values()), default=0), 0, -1):
+            if not (holding := self._holders.get(checkpoints[depth - 1], 0) & self._alive):
+                run_ends.clear()
+                continue
+            for replica, tier in list(missing):
+                if depth > held[replica][tier] or not holding >> self._shifts[replica] + tier & 1:
+                    run_ends.pop((replica, tier), None)
+                    continue
+                end = run_ends.setdefault((replica, tier), depth)
+                if end - depth + 1 == min(end, among[replica]):
+                    found[replica][tier] = end
+                    missing.remove((replica, tier))
+            if not missing:
+                break
+        continued = {replica: Depths(*ends)._replace(blocks=held[replica].device) for replica, ends in found.items()}
+        return {replica: one for replica in depths if any(one := continued.get(replica, depths[replica]))}
 
     def _walk(self, hashes: Sequence[bytes], walking: int) -> list[tuple[int, int]]:
         """Check every block. Returns pairs (mask of the bits that end here, leading blocks they hold)."""

@@ -7,9 +7,11 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from core.model.config_file import config_file, read_config
 from core.model.families import FAMILIES
 from core.model.families.family import Family
-from core.model.json_file import read_object
+from core.model.json_file import one_line, read_object
+from core.model.mistral_params import PARAMS, own_names
 from core.model.settings import MOST, Settings
 from core.model.shape import ModelConfig
 from core.model.weight_files import weight_files
@@ -25,11 +27,11 @@ _BY_MODEL_TYPE = {name: family for family in FAMILIES for name in family.model_t
 SUPPORTED_ARCHITECTURES = tuple(_BY_ARCHITECTURE)
 
 # Keys beside `text_config` that apply to the language model, too.
-_BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "eos_token_id")
+# The quantization settings have the second name in early files of compressed-tensors.
+_BESIDE_TEXT = ("tie_word_embeddings", "quantization_config", "compression_config", "eos_token_id")
 
 # Settings that change the results of the families that read them, in transformers and in published code. Other families
-# reject them, unless the value is zero, false, empty or one of these.
-_NEUTRAL_VALUES = (1, 1.0, "none")
+# reject them, unless the value is neutral; see Settings.unread_effects.
 _CHANGES_NUMBERS = (
     # attention
     *(
@@ -42,7 +44,8 @@ _CHANGES_NUMBERS = (
     *("attention_in_multiplier", "attention_out_multiplier", "attention_value_scale", "attn_temperature_tuning"),
     *("clip_qkv", "alibi", "attention_chunk_size", "log_scaling_n_floor", "attn_output_gate", "use_attention_gate"),
     *("gated_attn", "use_qk_norm", "qk_layernorm", "qk_norm", "attention_k_eq_v", "use_bidirectional_attention"),
-    *("num_kv_shared_layers", "num_global_key_value_heads", "kv_lora_rank", "q_lora_rank", "o_lora_rank", "index_topk"),
+    *("num_kv_shared_layers", "num_global_key_value_heads", "kv_lora_rank", "q_lora_rank", "o_lora_rank"),
+    *("index_topk", "index_topk_freq", "index_topk_pattern", "indexer_types"),
     *("rotary_dim", "partial_rotary_factor", "no_rope_layers", "no_rope_layer_interval", "layer_rope_theta"),
     *("sliding_window_pattern", "full_attention_interval"),
     # residual stream, embeddings and logits
@@ -72,12 +75,12 @@ _CHANGES_NUMBERS = (
 
 
 def load(path: Path, *, max_context: int | None = None) -> ModelConfig:
-    """Read config.json and generation_config.json of a model directory. Raises SpecError.
+    """Read config.json (or params.json) and generation_config.json of a model directory. Raises SpecError.
 
     max_context: tokens per sequence that the deployment wants; see ModelConfig.lengthened.
     """
     generation = read_object(path / "generation_config.json", missing_ok=True)
-    return parse(read_object(path / "config.json"), path / "config.json", generation).lengthened(max_context)
+    return parse(read_config(path), config_file(path), generation).lengthened(max_context)
 
 
 def parse(
@@ -87,7 +90,7 @@ def parse(
     *,
     architecture: str | None = None,
 ) -> ModelConfig:
-    """Parse the contents of a config.json. Raises SpecError, which names `origin`.
+    """Parse the contents of a config.json. Raises SpecError, which names `origin` and the keys of that file.
 
     architecture: overrides the one in the file.
     """
@@ -95,36 +98,35 @@ def parse(
         raw = {**raw, "architectures": [architecture]}
     try:
         return _parse(raw, generation or {})
-    except SpecError as error:
-        raise SpecError(f"{origin}: {error}") from None
     except KeyError as error:
-        raise SpecError(f"{origin}: {error.args[0]} is missing") from None
-    except (ArithmeticError, TypeError, ValueError) as error:
-        raise SpecError(f"{origin}: {error}") from error
+        complaint = f"{error.args[0]} is missing"
+    except (SpecError, ArithmeticError, TypeError, ValueError) as error:
+        complaint = one_line(error)
+    raise SpecError(f"{origin}: {own_names(complaint) if origin.name == PARAMS else complaint}")
 
 
 def quantization_config(path: Path) -> dict[str, Any]:
     """Return the settings of quantized weights: config.json's, or ModelOpt's own file; empty if not quantized."""
-    raw = read_object(path / "config.json")
-    if given := _text_settings(raw).get("quantization_config"):
+    settings = _text_settings(read_config(path))
+    if given := settings.get("quantization_config") or settings.get("compression_config"):
         if not isinstance(given, dict):
-            raise SpecError(f"{path / 'config.json'}: quantization_config is {given!r}, and must be an object")
+            raise SpecError(f"{config_file(path)}: quantization_config is {given!r}, and must be an object")
         return given
-    settings = read_object(path / "hf_quant_config.json", missing_ok=True).get("quantization")
-    settings = settings if isinstance(settings, dict) else {}
-    return {"quant_method": "modelopt", **settings} if settings.get("quant_algo") else {}
+    own = read_object(path / "hf_quant_config.json", missing_ok=True).get("quantization")
+    own = own if isinstance(own, dict) else {}
+    return {"quant_method": "modelopt", **own} if own.get("quant_algo") else {}
 
 
 def fingerprint(path: Path, *, max_context: int | None = None) -> str:
     """Return an identity of the weights: equal on every machine with the same files, and fast for any size.
 
-    Hashes config.json, the index, and the size and byte samples of each weight file. max_context: see `load`; a
+    Hashes the settings, the index, and the size and byte samples of each weight file. max_context: see `load`; a
     lengthened model has an identity of its own, because its keys differ.
     """
     digest = blake2b(digest_size=16, person=b"model")
     if max_context and any(rope.is_long for rope in load(path, max_context=max_context).ropes):
         digest.update(b"long")
-    digest.update((path / "config.json").read_bytes())
+    digest.update(config_file(path).read_bytes())
     files = weight_files(path)
     for name, file in sorted((files.index or {}).items()):
         digest.update(f"{name} {file.name} ".encode())
@@ -179,8 +181,8 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
     settings = Settings(_text_settings(raw), family.defaults)
     check_method(settings.object("quantization_config") or settings.object("quantization"))
     fields = family.read(settings)
-    for name, found in settings.unread().items():
-        if name in _CHANGES_NUMBERS and found and (found is True or found not in _NEUTRAL_VALUES):
+    for name, found in settings.unread_effects().items():
+        if name in _CHANGES_NUMBERS:
             raise SpecError(f"{name} {found!r} is not supported for {family.architectures[0]}, and changes its results")
     ends = generation.get("eos_token_id")
     ends = token_ids(settings.get("eos_token_id") if ends is None else ends)
@@ -192,8 +194,10 @@ def _parse(raw: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig
 
 def _check_layers(model: ModelConfig) -> None:
     """Raise SpecError for layers that cannot be computed, or whose experts would only fill memory."""
+    if not model.kv_layers:
+        raise SpecError("no layer has attention; at least one must have it, because prefixes are found by their KV")
     for index, layer in enumerate(model.layers):
-        if not model.latent and model.num_q_heads % layer.num_kv_heads:
+        if not (model.latent or layer.recurrent) and model.num_q_heads % layer.num_kv_heads:
             raise SpecError(
                 f"num_attention_heads is {model.num_q_heads}, and must be a multiple of the {layer.num_kv_heads} "
                 f"num_key_value_heads of layer {index}"

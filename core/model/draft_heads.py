@@ -23,7 +23,11 @@ HeadsKind = Literal["medusa", "eagle", "mtp"]
 # Full steps whose features are kept for the positions from which sequences may continue.
 STEPS_KEPT = 4
 _FURTHER = "num_nextn_predict_layers"
-_WITH_FURTHER_LAYERS = ("DeepseekV3ForCausalLM", "Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM")
+_WITH_FURTHER_LAYERS = (
+    *("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM"),
+    *("Glm4MoeForCausalLM", "Glm4MoeLiteForCausalLM", "GlmMoeDsaForCausalLM"),
+    *("NemotronHForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"),
+)
 _AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _VARIANT_FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 _MOST = 64  # heads of Medusa and residual blocks of each; also the longest draft
@@ -214,13 +218,17 @@ def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsCo
     """Read the MTP layer after the model's last one. DeepSeek-V3, arXiv:2412.19437, section 2.2."""
     if model.architecture not in _WITH_FURTHER_LAYERS or not model.num_further_layers:
         raise SpecError(
-            f"{directory}: mtp needs {_FURTHER} in config.json and the architecture "
+            f"{directory}: mtp needs {_FURTHER} (Qwen: mtp_num_hidden_layers) in config.json and the architecture "
             f"{' or '.join(_WITH_FURTHER_LAYERS)}; "
             f"this {model.architecture} has none; choose another speculation.method"
         )
     if model.num_further_layers != 1:
         raise SpecError(f"{directory}: {_FURTHER} {model.num_further_layers} is not supported; supported: 1")
-    layer = replace(model.layers[-1], is_sparse=model.experts is not None)
+    last = next(layer for layer in reversed(model.layers) if layer.has_kv)
+    # With sparse attention it chooses positions itself: no other layer does in its steps.
+    layers = [replace(last, is_sparse=model.experts is not None and last.has_mlp, has_indexer=_is_indexed(model))]
+    if not last.has_mlp:
+        layers.append(next(layer for layer in reversed(model.layers) if layer.is_sparse))
     return HeadsConfig(
         kind="mtp",
         directory=directory,
@@ -228,8 +236,12 @@ def _mtp(directory: Path, raw: Mapping[str, Any], model: ModelConfig) -> HeadsCo
         layers=(model.num_layers,),
         num_kv_layers=1,
         keeps_features=True,
-        shape=replace(model, num_layers=model.num_layers + 1, layers=(*model.layers, layer)),
+        shape=replace(model, num_layers=model.num_layers + len(layers), layers=(*model.layers, *layers)),
     )
+
+
+def _is_indexed(model: ModelConfig) -> bool:
+    return model.latent is not None and model.latent.index is not None
 
 
 _READERS: Mapping[HeadsKind, Callable[[Path, Mapping[str, Any], ModelConfig], HeadsConfig]] = {

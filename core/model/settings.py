@@ -9,6 +9,7 @@ from typing import Any
 from core.types.errors import SpecError
 
 MOST = (1 << 31) - 1
+_NEUTRAL = (1, "none")
 
 
 class Settings:
@@ -18,13 +19,15 @@ class Settings:
     """
 
     def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
-        self._raw = {name: found for name, found in {**(defaults or {}), **raw}.items() if found is not None}
+        found = {**(defaults or {}), **raw}
+        self._raw = {name: value for name, value in found.items() if value is not None}
+        self._nulls = found.keys() - self._raw.keys()
         self._seen = set[str]()
 
     def replaced(self, **values: Any) -> Settings:
         """Return a copy with these values, which shares the record of settings that were read."""
         other = Settings(values, self._raw)
-        other._seen = self._seen
+        other._seen, other._nulls = self._seen, self._nulls - values.keys()
         return other
 
     def __contains__(self, name: str) -> bool:
@@ -56,9 +59,17 @@ class Settings:
     def optional_real(self, name: str) -> float | None:
         return self.real(name) if name in self else None
 
-    def switch(self, name: str, default: bool = False) -> bool:
-        """Return true or false. Raises SpecError for other values."""
+    def limits(self, name: str, default: tuple[float, float]) -> tuple[float, float]:
+        """Return the ends of a range of numbers from 0 to infinity. Raises SpecError for other values."""
         found = self.get(name, default)
+        is_pair = isinstance(found, list | tuple) and [type(end) in (int, float) for end in found] == [True, True]
+        if not (is_pair and 0 <= found[0] <= found[1]):
+            raise SpecError(f"{name} is {found!r:.60}, and must be two numbers from 0, the lower one first")
+        return float(found[0]), float(found[1])
+
+    def switch(self, name: str, default: bool = False) -> bool:
+        """Return true or false; null is false, as in transformers. Raises SpecError for other values."""
+        found = self.get(name, default and name not in self._nulls)
         if found not in (True, False):
             raise SpecError(f"{name} is {found!r}, and must be true or false")
         return bool(found)
@@ -106,3 +117,9 @@ class Settings:
     def unread(self) -> dict[str, Any]:
         """Return the settings that nothing has read."""
         return {name: found for name, found in self._raw.items() if name not in self._seen}
+
+    def unread_effects(self) -> dict[str, Any]:
+        """Return the settings that nothing has read and that may have an effect: not 0, false, empty, 1 or "none"."""
+        return {
+            name: found for name, found in self.unread().items() if found and (found is True or found not in _NEUTRAL)
+        }

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from core.model.recurrent import RecurrentShape
 from core.types.errors import SpecError
 
 
@@ -52,26 +53,32 @@ class QueryScaling:
 
 @dataclass(frozen=True)
 class Activation:
-    """Gated activation of an MLP: function(gate) * up.
+    """Activation of an MLP: function(gate) * up. "relu2" has no gate: it is max(up, 0)^2.
 
     "swigluoai" is that of gpt-oss: gate and up are clamped to `limit`, and the result is
     gate * sigmoid(alpha * gate) * (up + 1).
     """
 
-    kind: Literal["silu", "gelu", "gelu_pytorch_tanh", "swigluoai"] = "silu"
+    kind: Literal["silu", "gelu", "gelu_pytorch_tanh", "swigluoai", "relu2"] = "silu"
     alpha: float = 1.702
     limit: float = 7.0
+
+    @property
+    def input_matrices(self) -> tuple[str, ...]:
+        """Names of the matrices that the MLP multiplies its input with."""
+        return ("up_proj",) if self.kind == "relu2" else ("gate_proj", "up_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsConfig:
-    """Experts of a mixture-of-experts model: gated MLPs, a few of which are active per token."""
+    """Experts of a mixture-of-experts model: MLPs, a few of which are active per token."""
 
     num_experts: int  # per sparse layer
     num_per_token: int
     intermediate_size: int  # of one expert
     normalizes_weights: bool  # whether the weights of a token's experts are normalized to sum 1
     shared_size: int = 0  # features of the shared expert; 0: none
+    latent_size: int = 0  # features that the other experts read and write, projected; 0: hidden_size
     has_shared_gate: bool = False  # whether the shared expert has a gate per token
     scores: Literal["softmax", "sigmoid"] = "softmax"  # router's activation
     has_correction_bias: bool = False  # whether a bias is added to the scores for the selection only
@@ -87,6 +94,19 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class IndexConfig:
+    """Sparse attention: a query attends to the positions that an indexer scores highest.
+
+    DeepSeek-V3.2, arXiv:2512.02556, section 2.1. The cache holds one index key per token, at the end of its latent row.
+    """
+
+    num_heads: int
+    head_dim: int  # of index queries and keys; the first numbers are rotated
+    top_k: int  # positions per query; shorter contexts are attended to as a whole
+    is_interleaved: bool  # whether the features of a rotary pair are adjacent
+
+
+@dataclass(frozen=True, kw_only=True)
 class LatentConfig:
     """Multi-head latent attention: keys and values of all heads are projections of one latent per token.
 
@@ -98,6 +118,7 @@ class LatentConfig:
     nope_dim: int  # unrotated part
     value_dim: int
     query_dim: int | None  # q_lora_rank: queries are low-rank projections; None: full-rank
+    index: IndexConfig | None = None  # None: a query attends to all positions up to its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +136,15 @@ class LayerConfig:
     has_qk_norm: bool = True  # in models whose qk_norm is "plain"
     values_are_keys: bool = False  # whether the key projection gives the values, too
     scales_queries: bool = False  # in models with QueryScaling
+    has_indexer: bool = False  # in models with IndexConfig; others use the positions of the last layer that has one
+    recurrent: RecurrentShape | None = None  # None: the mixer is attention
+    has_mixer: bool = True  # attention or a recurrence
+    has_mlp: bool = True
+
+    @property
+    def has_kv(self) -> bool:
+        """Whether it stores keys and values of its own."""
+        return self.has_mixer and self.kv_layer is None and self.recurrent is None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +186,7 @@ class ModelConfig:
     score_scale: float | None = None  # None: 1 / sqrt(head_dim)
     score_soft_cap: float | None = None
     has_sinks: bool = False  # a score per head without a key
+    has_attention_gate: bool = False  # the query projection has a gate of the output after each head
     query_scaling: QueryScaling | None = None
     # Scales of the residual stream.
     embedding_scale: float = 1.0
@@ -181,14 +212,40 @@ class ModelConfig:
     @property
     def kv_layers(self) -> tuple[tuple[int, int], ...]:
         """KV heads, and numbers per row of the KV cache, of each layer that has KV of its own."""
-        own = (layer for layer in self.layers if layer.kv_layer is None)
-        return tuple((layer.num_kv_heads, self.kv_dim if self.latent else layer.head_dim) for layer in own)
+        return tuple((layer.num_kv_heads, self._row_dim(layer)) for layer in self.layers if layer.has_kv)
+
+    @property
+    def kv_windows(self) -> tuple[int, ...]:
+        """Positions that a query sees, its own included, of each layer in `kv_layers`; 0: all. A chunk counts as one.
+
+        Layers that share keys and values count together.
+        """
+        readers: dict[int, list[int]] = {}
+        for index, layer in enumerate(self.layers):
+            if not layer.has_mixer or layer.recurrent:
+                continue
+            readers.setdefault(self.pool_layer(index), []).append(layer.window or layer.chunk or 0)
+        return tuple(0 if 0 in readers[place] else max(readers[place]) for place in range(len(self.kv_layers)))
+
+    def _row_dim(self, layer: LayerConfig) -> int:
+        if self.latent is None:
+            return layer.head_dim
+        return self.kv_dim + (self.latent.index.head_dim if self.latent.index and layer.has_indexer else 0)
 
     def pool_layer(self, index: int) -> int:
         """Return the place in `kv_layers` of the keys and values that a layer reads."""
         source = self.layers[index].kv_layer
         source = index if source is None else source
-        return sum(layer.kv_layer is None for layer in self.layers[:source])
+        return sum(layer.has_kv for layer in self.layers[:source])
+
+    @property
+    def recurrent_layers(self) -> tuple[RecurrentShape, ...]:
+        """Widths of each recurrent layer."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent)
+
+    def state_layer(self, index: int) -> int:
+        """Return the place of a layer in `recurrent_layers`."""
+        return sum(layer.recurrent is not None for layer in self.layers[:index])
 
     @property
     def kv_sides(self) -> int:
@@ -197,13 +254,15 @@ class ModelConfig:
 
     @property
     def kv_dim(self) -> int:
-        """Numbers per row of the KV cache."""
+        """Numbers per row of the KV cache, without an index key."""
         return self.latent.latent_dim + self.latent.rope_dim if self.latent else self.head_dim
 
-    @property
-    def kv_exact_dim(self) -> int:
-        """Trailing numbers of a row that stay bf16 in an 8-bit cache: the rotated key, as in DeepSeek's FP8 cache."""
-        return self.latent.rope_dim if self.latent else 0
+    def kv_exact_dim(self, dim: int) -> int:
+        """Return how many trailing numbers of a row stay bf16 in an 8-bit cache: the rotated key and the index key.
+
+        dim: numbers per row; see kv_layers. The rotated key is kept as in DeepSeek's FP8 cache.
+        """
+        return dim - self.latent.latent_dim if self.latent else 0
 
     def can_keep_kv(self, dtype: str) -> bool:
         """Return True if the KV cache can be of `dtype`: int4 rotates heads, in parts of at least four numbers."""
@@ -241,17 +300,19 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         hidden = self.hidden_size
-        layers = sum(self._attention_parameters(layer) + 2 * hidden for layer in self.layers)
-        layers += sum(3 * hidden * self._mlp_features(layer) for layer in self.layers)
+        layers = sum(self._attention_parameters(layer) + hidden for layer in self.layers if layer.has_mixer)
+        layers += sum(self._mlp_parameters(layer) + hidden for layer in self.layers if layer.has_mlp)
         embeddings = self.vocab_size * hidden * (1 if self.tie_embeddings else 2)
         own = self.num_layers * self.per_layer_dim
         return layers + embeddings + hidden + own * (self.per_layer_vocab_size + 3 * hidden)
 
     def _attention_parameters(self, layer: LayerConfig) -> int:
-        """Return the number of attention parameters of one layer."""
+        """Return the number of parameters of one layer's attention or recurrence."""
+        if layer.recurrent:
+            return layer.recurrent.num_parameters
         if not (latent := self.latent):
             num_sides = 0 if layer.kv_layer is not None else 1 if layer.values_are_keys else 2
-            num_heads = 2 * self.num_q_heads + num_sides * layer.num_kv_heads
+            num_heads = (3 if self.has_attention_gate else 2) * self.num_q_heads + num_sides * layer.num_kv_heads
             return layer.head_dim * num_heads * self.hidden_size
         inputs = latent.query_dim or self.hidden_size
         matrices = self.num_q_heads * self.head_dim * inputs
@@ -259,27 +320,40 @@ class ModelConfig:
             matrices += latent.query_dim * (self.hidden_size + 1)  # with a norm
         matrices += self.kv_dim * self.hidden_size + latent.latent_dim
         matrices += self.num_q_heads * (latent.nope_dim + latent.value_dim) * latent.latent_dim
+        if latent.index and layer.has_indexer:
+            index, query_dim = latent.index, latent.query_dim or 0
+            matrices += index.num_heads * (index.head_dim * query_dim + self.hidden_size)
+            matrices += index.head_dim * (self.hidden_size + 2)  # with a norm
         return matrices + self.num_q_heads * latent.value_dim * self.hidden_size
 
-    def _mlp_features(self, layer: LayerConfig) -> int:
-        if self.experts is None or not layer.is_sparse:
-            return layer.intermediate_size
-        beside = layer.intermediate_size if self.experts.beside_mlp else 0
-        return self.experts.num_experts * self.experts.intermediate_size + self.experts.shared_size + beside
+    def _mlp_parameters(self, layer: LayerConfig) -> int:
+        hidden, experts, num_matrices = self.hidden_size, self.experts, len(self.activation.input_matrices) + 1
+        if experts is None or not layer.is_sparse:
+            return num_matrices * hidden * layer.intermediate_size
+        beside = hidden * (experts.shared_size + (layer.intermediate_size if experts.beside_mlp else 0))
+        routed = experts.num_experts * experts.intermediate_size * (experts.latent_size or hidden)
+        return num_matrices * (beside + routed) + 2 * hidden * experts.latent_size
 
     def tensor_parallel_choices(self) -> list[int]:
         """Return the possible sizes: query heads divide evenly, and each layer's KV heads divide or are replicated."""
         sizes = (size for size in range(1, self.num_q_heads + 1) if self.num_q_heads % size == 0)
         counts = {num_heads for num_heads, _ in self.kv_layers}
-        return [size for size in sizes if all(count % size == 0 or size % count == 0 for count in counts)]
+        return [
+            size
+            for size in sizes
+            if all(count % size == 0 or size % count == 0 for count in counts)
+            and all(shape.can_share(size) for shape in self.recurrent_layers)
+        ]
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raise SpecError with the possible sizes unless `size` is one of them."""
         choices = self.tensor_parallel_choices()
         if size not in choices:
             num_kv_heads = " or ".join(map(str, sorted({num_heads for num_heads, _ in self.kv_layers})))
+            units = {" and ".join(str(part.num_units) for part in shape.parts) for shape in self.recurrent_layers}
+            states = f", and recurrent layers of {' or '.join(sorted(units))} heads or channels" if units else ""
             raise SpecError(
-                f"tensor_parallel: {size} does not fit {self.num_q_heads} query and {num_kv_heads} KV heads; "
+                f"tensor_parallel: {size} does not fit {self.num_q_heads} query and {num_kv_heads} KV heads{states}; "
                 f"choose one of {', '.join(map(str, choices))}"
             )
 
@@ -292,9 +366,20 @@ class ModelConfig:
         if redundant > (most := (size - 1) * self.experts.num_experts):
             raise SpecError(f"redundant_experts: {redundant} are more than the {most} that {size} ranks do not hold")
 
+    def check_drafts(self, key: str) -> None:
+        """Raise SpecError if this model cannot draft: rejected tokens cannot be taken out of a state again.
+
+        key: field of the spec.
+        """
+        if self.recurrent_layers:
+            raise SpecError(
+                f"{key}: {self.architecture} has states, and can only be drafted for; choose another method or model"
+            )
+
     def check_deterministic(self) -> None:
         """Raise SpecError unless each row of a step is computed independently of the other rows."""
-        if self.experts is not None or self.latent is not None:
+        if self.experts is not None or self.latent is not None or self.recurrent_layers:
             raise SpecError(
-                f"engine: deterministic is not supported for {self.architecture}: torch computes experts and latents"
+                f"engine: deterministic is not supported for {self.architecture}: its experts, latents or states are "
+                "not computed row by row"
             )

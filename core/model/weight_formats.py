@@ -9,6 +9,7 @@ from core.types.errors import SpecError
 
 QUANTIZATION_METHODS = (
     *("compressed-tensors", "modelopt", "fp8", "fbgemm_fp8", "mxfp4", "awq", "gptq", "auto-round", "bitsandbytes"),
+    "quark",
 )
 INSTEAD = (
     "use the unquantized checkpoint, one in a format of compressed-tensors, AWQ, GPTQ or bitsandbytes, or a GGUF file "
@@ -33,6 +34,7 @@ _KNOWN: dict[str, tuple[str, tuple[object, ...]]] = {
             *("NVFP4", "NVFP4_AWQ", "W4A16_NVFP4", "W4A8_NVFP4_FP8", "W4A8_MXFP4_FP8", "MIXED_PRECISION"),
         ),
     ),
+    "quark": ("weight", ("fp8_e4m3", "int8", "fp4 e8m0")),
     "auto-round": ("data_type", ("int", "fp", "fp8", "mx_fp", "mx_fp4", "mx_fp8", "nv_fp", "nv_fp4")),
 }
 
@@ -53,11 +55,14 @@ _UNSUPPORTED = {
     "biases": "MLX",
     "lora_A": "LoRA",
 }
-_NATIVE = ".attention.wq.weight"
+_OWN_NAMES = (".attention.wq.weight", ".attention.wq_a.weight")
 
 
-def check_format(names: Collection[str]) -> None:
-    """Raise SpecError that names the format and a tensor, if the weights are in an unsupported format."""
+def check_format(names: Collection[str], *, has_own_format: bool = False) -> None:
+    """Raise SpecError that names the format and a tensor, if the weights are in an unsupported format.
+
+    has_own_format: whether the settings are in Mistral's own format, whose names of tensors are read then.
+    """
     by_suffix: dict[str, str] = {}
     for name in names:
         stem, _, suffix = name.rpartition(".")
@@ -66,10 +71,10 @@ def check_format(names: Collection[str]) -> None:
     for last, kind in _UNSUPPORTED.items():
         if last in by_suffix:
             raise SpecError(f"{by_suffix[last]}: {kind} is not supported; {INSTEAD}")
-    if native := next((name for name in names if name.endswith(_NATIVE)), None):
+    if own := next((name for name in names if not has_own_format and name.endswith(_OWN_NAMES)), None):
         raise SpecError(
-            f"{native}: tensors under Mistral's or Meta's own names are not supported; use the repository's "
-            "model*.safetensors, or write them with transformers' conversion script of the model"
+            f"{own}: tensors under Mistral's or Meta's own names are not supported beside config.json; use the "
+            "repository's model*.safetensors, or Mistral's params.json without config.json"
         )
 
 
@@ -102,15 +107,28 @@ def check_method(config: Mapping[str, Any]) -> None:
 def _layers(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the settings of groups of layers. Raises SpecError if they are not objects."""
     found: list[Mapping[str, Any]] = []
-    for key in ("config_groups", "quantized_layers"):
-        groups = config.get(key) or {}
+    every = {key: config.get(key) or {} for key in ("config_groups", "quantized_layers")}
+    is_quark = config.get("quant_method") == "quark"
+    if is_quark:
+        every |= {key: config.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config")}
+        every["global_quant_config"] = {"": config.get("global_quant_config") or {}}
+    for key, groups in every.items():
         layers = list(groups.values()) if isinstance(groups, dict) else [groups]
         fitting = [
             layer for layer in layers if isinstance(layer, dict) and isinstance(layer.get("weights") or {}, dict)
         ]
         if not isinstance(groups, dict) or len(fitting) < len(layers):
             raise SpecError(
-                f"quantization_config.{key} is {groups!r:.80}, and must hold objects; download config.json again"
+                f"quantization_config.{key} is {config[key]!r:.80}, and must hold objects; download config.json again"
             )
-        found += fitting
+        found += [_of_quark(layer) for layer in fitting] if is_quark else fitting
     return found
+
+
+def _of_quark(layer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the type of a layer's weights, and for 4-bit floats that of their scales."""
+    weight = layer.get("weight") or {}
+    if not isinstance(weight, dict):
+        return {"weight": "in two stages"}
+    dtype = weight.get("dtype")
+    return {"weight": f"{dtype} {weight.get('scale_format')}" if dtype == "fp4" else dtype}

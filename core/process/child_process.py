@@ -14,6 +14,7 @@ from core.types.errors import ReplicaLost
 
 _HOST = "127.0.0.1"
 _END_S = 10.0
+_EXITED = "a measuring process has exited; its error is above"
 
 
 class ChildProcess:
@@ -41,9 +42,12 @@ class ChildProcess:
         return self.answer()
 
     def tell(self, order: str, **arguments: Any) -> None:
-        """Send a command without waiting; call `answer` for its reply."""
-        self._orders.write(json.dumps([order, arguments]) + "\n")
-        self._orders.flush()
+        """Send a command without waiting; call `answer` for its reply. Raises ReplicaLost."""
+        try:
+            self._orders.write(json.dumps([order, arguments]) + "\n")
+            self._orders.flush()
+        except ConnectionError as error:
+            raise ReplicaLost(_EXITED) from error
 
     def answer(self) -> Any:
         """Return the reply to the oldest pending command. Raises ReplicaLost."""
@@ -52,7 +56,9 @@ class ChildProcess:
                 return json.loads(line)
         except TimeoutError as error:
             raise ReplicaLost(f"a measuring process did not answer within {self._answer_s:.0f} s") from error
-        raise ReplicaLost("a measuring process has exited")
+        except ConnectionError:  # it had not read all commands
+            pass
+        raise ReplicaLost(_EXITED)
 
     def close(self) -> None:
         """Close the connection and wait for the process to exit; kill it after 10 s."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63ore/rpc/transfer.proto\x12\x13\x63luster.transfer.v1\"\xa3\x01\n\x0bSenderFrame\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.cluster.transfer.v1.HelloH\x00\x12/\n\x07segment\x18\x02 \x01(\x0b\x32\x1c.cluster.transfer.v1.SegmentH\x00\x12-\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x1b.cluster.transfer.v1.CommitH\x00\x42\x07\n\x05\x66rame\"\xab\x01\n\rReceiverFrame\x12/\n\x07welcome\x18\x01 \x01(\x0b\x32\x1c.cluster.transfer.v1.WelcomeH\x00\x12-\n\x06landed\x18\x02 \x01(\x0b\x32\x1b.cluster.transfer.v1.LandedH\x00\x12\x31\n\x08rejected\x18\x03 \x01(\x0b\x32\x1d.cluster.transfer.v1.RejectedH\x00\x42\x07\n\x05\x66rame\"\x9c\x01\n\x05Hello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x0e\n\x06sender\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x05 \x01(\t\x12\x12\n\nwire_dtype\x18\x06 \x01(\t\x12\x13\n\x0bsender_rank\x18\x07 \x01(\r\x12\x14\n\x0csender_ranks\x18\x08 \x01(\r\"\x19\n\x07Welcome\x12\x0e\n\x06prefix\x18\x01 \x01(\t\"\xb0\x01\n\x07Segment\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06number\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\r\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x11\n\tnum_bytes\x18\x08 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\t \x01(\x06\"\x8b\x01\n\x06\x43ommit\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x14\n\x0cnum_segments\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x13\n\x0bnext_tokens\x18\x05 \x03(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x07 \x01(\x0c\"(\n\x06Landed\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\":\n\x08Rejected\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\x93\x01\n\x0bOpenRequest\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x0e\n\x06sender\x18\x06 \x01(\t\x12\x13\n\x0b\x61\x66ter_steps\x18\x07 \x01(\x04\"\x0b\n\tOpenReply\"\x1f\n\x0c\x43loseRequest\x12\x0f\n\x07handoff\x18\x01 \x01(\t\"\x0c\n\nCloseReply\"\xc0\x01\n\rReportRequest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x31\n\x06landed\x18\x02 \x01(\x0b\x32\x1f.cluster.transfer.v1.LandedPartH\x00\x12\x33\n\x07shipped\x18\x03 \x01(\x0b\x32 .cluster.transfer.v1.ShippedPartH\x00\x12\x31\n\x06loaded\x18\x04 \x01(\x0b\x32\x1f.cluster.transfer.v1.LoadedPartH\x00\x42\x06\n\x04part\"@\n\nLandedPart\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"q\n\x0bShippedPart\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nwire_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x0e\n\x06link_s\x18\x06 \x01(\x01\"\x8e\x02\n\nLoadedPart\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12@\n\tnum_bytes\x18\x03 \x03(\x0b\x32-.cluster.transfer.v1.LoadedPart.NumBytesEntry\x12=\n\x07seconds\x18\x04 \x03(\x0b\x32,.cluster.transfer.v1.LoadedPart.SecondsEntry\x1a/\n\rNumBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\r\n\x0bReportReply\")\n\x0bTellRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x0b\n\tTellReply\"\x19\n\nAskRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"\x19\n\x08\x41skReply\x12\r\n\x05value\x18\x01 \x01(\x0c\x32\xd3\x03\n\x04Rank\x12S\n\x07\x43onnect\x12 .cluster.transfer.v1.SenderFrame\x1a\".cluster.transfer.v1.ReceiverFrame(\x01\x30\x01\x12H\n\x04Open\x12 .cluster.transfer.v1.OpenRequest\x1a\x1e.cluster.transfer.v1.OpenReply\x12K\n\x05\x43lose\x12!.cluster.transfer.v1.CloseRequest\x1a\x1f.cluster.transfer.v1.CloseReply\x12N\n\x06Report\x12\".cluster.transfer.v1.ReportRequest\x1a .cluster.transfer.v1.ReportReply\x12H\n\x04Tell\x12 .cluster.transfer.v1.TellRequest\x1a\x1e.cluster.transfer.v1.TellReply\x12\x45\n\x03\x41sk\x12\x1f.cluster.transfer.v1.AskRequest\x1a\x1d.cluster.transfer.v1.AskReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63ore/rpc/transfer.proto\x12\x13\x63luster.transfer.v1\"\xa3\x01\n\x0bSenderFrame\x12+\n\x05hello\x18\x01 \x01(\x0b\x32\x1a.cluster.transfer.v1.HelloH\x00\x12/\n\x07segment\x18\x02 \x01(\x0b\x32\x1c.cluster.transfer.v1.SegmentH\x00\x12-\n\x06\x63ommit\x18\x03 \x01(\x0b\x32\x1b.cluster.transfer.v1.CommitH\x00\x42\x07\n\x05\x66rame\"\xab\x01\n\rReceiverFrame\x12/\n\x07welcome\x18\x01 \x01(\x0b\x32\x1c.cluster.transfer.v1.WelcomeH\x00\x12-\n\x06landed\x18\x02 \x01(\x0b\x32\x1b.cluster.transfer.v1.LandedH\x00\x12\x31\n\x08rejected\x18\x03 \x01(\x0b\x32\x1d.cluster.transfer.v1.RejectedH\x00\x42\x07\n\x05\x66rame\"\x9c\x01\n\x05Hello\x12\x14\n\x0cwire_version\x18\x01 \x01(\r\x12\x0e\n\x06layout\x18\x02 \x01(\t\x12\x0e\n\x06sender\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x0f\n\x07\x62\x61\x63kend\x18\x05 \x01(\t\x12\x12\n\nwire_dtype\x18\x06 \x01(\t\x12\x13\n\x0bsender_rank\x18\x07 \x01(\r\x12\x14\n\x0csender_ranks\x18\x08 \x01(\r\"\x19\n\x07Welcome\x12\x0e\n\x06prefix\x18\x01 \x01(\t\"\xc6\x01\n\x07Segment\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06number\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\x12\x13\n\x0b\x66irst_token\x18\x06 \x01(\r\x12\x12\n\nnum_tokens\x18\x07 \x01(\r\x12\x11\n\tnum_bytes\x18\x08 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\t \x01(\x06\x12\x14\n\x0cwindow_start\x18\n \x01(\r\"\x8b\x01\n\x06\x43ommit\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x14\n\x0cnum_segments\x18\x03 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x04 \x01(\x06\x12\x13\n\x0bnext_tokens\x18\x05 \x03(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\x10\n\x08\x66\x65\x61tures\x18\x07 \x01(\x0c\"(\n\x06Landed\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\":\n\x08Rejected\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x0e\n\x06reason\x18\x03 \x01(\t\"\xa8\x01\n\x0bOpenRequest\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_token\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\x0e\n\x06sender\x18\x06 \x01(\t\x12\x13\n\x0b\x61\x66ter_steps\x18\x07 \x01(\x04\x12\x13\n\x0bstate_slots\x18\x08 \x03(\r\"\x0b\n\tOpenReply\"\x1f\n\x0c\x43loseRequest\x12\x0f\n\x07handoff\x18\x01 \x01(\t\"\x0c\n\nCloseReply\"\xc0\x01\n\rReportRequest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x31\n\x06landed\x18\x02 \x01(\x0b\x32\x1f.cluster.transfer.v1.LandedPartH\x00\x12\x33\n\x07shipped\x18\x03 \x01(\x0b\x32 .cluster.transfer.v1.ShippedPartH\x00\x12\x31\n\x06loaded\x18\x04 \x01(\x0b\x32\x1f.cluster.transfer.v1.LoadedPartH\x00\x42\x06\n\x04part\"@\n\nLandedPart\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\"q\n\x0bShippedPart\x12\x0f\n\x07handoff\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\r\x12\x12\n\nwire_bytes\x18\x03 \x01(\x04\x12\x0f\n\x07seconds\x18\x04 \x01(\x01\x12\r\n\x05\x65rror\x18\x05 \x01(\t\x12\x0e\n\x06link_s\x18\x06 \x01(\x01\"\x8e\x02\n\nLoadedPart\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12@\n\tnum_bytes\x18\x03 \x03(\x0b\x32-.cluster.transfer.v1.LoadedPart.NumBytesEntry\x12=\n\x07seconds\x18\x04 \x03(\x0b\x32,.cluster.transfer.v1.LoadedPart.SecondsEntry\x1a/\n\rNumBytesEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cSecondsEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\r\n\x0bReportReply\")\n\x0bTellRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"\x0b\n\tTellReply\"\x19\n\nAskRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\"\x19\n\x08\x41skReply\x12\r\n\x05value\x18\x01 \x01(\x0c\x32\xd3\x03\n\x04Rank\x12S\n\x07\x43onnect\x12 .cluster.transfer.v1.SenderFrame\x1a\".cluster.transfer.v1.ReceiverFrame(\x01\x30\x01\x12H\n\x04Open\x12 .cluster.transfer.v1.OpenRequest\x1a\x1e.cluster.transfer.v1.OpenReply\x12K\n\x05\x43lose\x12!.cluster.transfer.v1.CloseRequest\x1a\x1f.cluster.transfer.v1.CloseReply\x12N\n\x06Report\x12\".cluster.transfer.v1.ReportRequest\x1a .cluster.transfer.v1.ReportReply\x12H\n\x04Tell\x12 .cluster.transfer.v1.TellRequest\x1a\x1e.cluster.transfer.v1.TellReply\x12\x45\n\x03\x41sk\x12\x1f.cluster.transfer.v1.AskRequest\x1a\x1d.cluster.transfer.v1.AskReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,43 +44,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WELCOME']._serialized_start=547
   _globals['_WELCOME']._serialized_end=572
   _globals['_SEGMENT']._serialized_start=575
-  _globals['_SEGMENT']._serialized_end=751
-  _globals['_COMMIT']._serialized_start=754
-  _globals['_COMMIT']._serialized_end=893
-  _globals['_LANDED']._serialized_start=895
-  _globals['_LANDED']._serialized_end=935
-  _globals['_REJECTED']._serialized_start=937
-  _globals['_REJECTED']._serialized_end=995
-  _globals['_OPENREQUEST']._serialized_start=998
-  _globals['_OPENREQUEST']._serialized_end=1145
-  _globals['_OPENREPLY']._serialized_start=1147
-  _globals['_OPENREPLY']._serialized_end=1158
-  _globals['_CLOSEREQUEST']._serialized_start=1160
-  _globals['_CLOSEREQUEST']._serialized_end=1191
-  _globals['_CLOSEREPLY']._serialized_start=1193
-  _globals['_CLOSEREPLY']._serialized_end=1205
-  _globals['_REPORTREQUEST']._serialized_start=1208
-  _globals['_REPORTREQUEST']._serialized_end=1400
-  _globals['_LANDEDPART']._serialized_start=1402
-  _globals['_LANDEDPART']._serialized_end=1466
-  _globals['_SHIPPEDPART']._serialized_start=1468
-  _globals['_SHIPPEDPART']._serialized_end=1581
-  _globals['_LOADEDPART']._serialized_start=1584
-  _globals['_LOADEDPART']._serialized_end=1854
-  _globals['_LOADEDPART_NUMBYTESENTRY']._serialized_start=1759
-  _globals['_LOADEDPART_NUMBYTESENTRY']._serialized_end=1806
-  _globals['_LOADEDPART_SECONDSENTRY']._serialized_start=1808
-  _globals['_LOADEDPART_SECONDSENTRY']._serialized_end=1854
-  _globals['_REPORTREPLY']._serialized_start=1856
-  _globals['_REPORTREPLY']._serialized_end=1869
-  _globals['_TELLREQUEST']._serialized_start=1871
-  _globals['_TELLREQUEST']._serialized_end=1912
-  _globals['_TELLREPLY']._serialized_start=1914
-  _globals['_TELLREPLY']._serialized_end=1925
-  _globals['_ASKREQUEST']._serialized_start=1927
-  _globals['_ASKREQUEST']._serialized_end=1952
-  _globals['_ASKREPLY']._serialized_start=1954
-  _globals['_ASKREPLY']._serialized_end=1979
-  _globals['_RANK']._serialized_start=1982
-  _globals['_RANK']._serialized_end=2449
+  _globals['_SEGMENT']._serialized_end=773
+  _globals['_COMMIT']._serialized_start=776
+  _globals['_COMMIT']._serialized_end=915
+  _globals['_LANDED']._serialized_start=917
+  _globals['_LANDED']._serialized_end=957
+  _globals['_REJECTED']._serialized_start=959
+  _globals['_REJECTED']._serialized_end=1017
+  _globals['_OPENREQUEST']._serialized_start=1020
+  _globals['_OPENREQUEST']._serialized_end=1188
+  _globals['_OPENREPLY']._serialized_start=1190
+  _globals['_OPENREPLY']._serialized_end=1201
+  _globals['_CLOSEREQUEST']._serialized_start=1203
+  _globals['_CLOSEREQUEST']._serialized_end=1234
+  _globals['_CLOSEREPLY']._serialized_start=1236
+  _globals['_CLOSEREPLY']._serialized_end=1248
+  _globals['_REPORTREQUEST']._serialized_start=1251
+  _globals['_REPORTREQUEST']._serialized_end=1443
+  _globals['_LANDEDPART']._serialized_start=1445
+  _globals['_LANDEDPART']._serialized_end=1509
+  _globals['_SHIPPEDPART']._serialized_start=1511
+  _globals['_SHIPPEDPART']._serialized_end=1624
+  _globals['_LOADEDPART']._serialized_start=1627
+  _globals['_LOADEDPART']._serialized_end=1897
+  _globals['_LOADEDPART_NUMBYTESENTRY']._serialized_start=1802
+  _globals['_LOADEDPART_NUMBYTESENTRY']._serialized_end=1849
+  _globals['_LOADEDPART_SECONDSENTRY']._serialized_start=1851
+  _globals['_LOADEDPART_SECONDSENTRY']._serialized_end=1897
+  _globals['_REPORTREPLY']._serialized_start=1899
+  _globals['_REPORTREPLY']._serialized_end=1912
+  _globals['_TELLREQUEST']._serialized_start=1914
+  _globals['_TELLREQUEST']._serialized_end=1955
+  _globals['_TELLREPLY']._serialized_start=1957
+  _globals['_TELLREPLY']._serialized_end=1968
+  _globals['_ASKREQUEST']._serialized_start=1970
+  _globals['_ASKREQUEST']._serialized_end=1995
+  _globals['_ASKREPLY']._serialized_start=1997
+  _globals['_ASKREPLY']._serialized_end=2022
+  _globals['_RANK']._serialized_start=2025
+  _globals['_RANK']._serialized_end=2492
 # @@protoc_insertion_point(module_scope)

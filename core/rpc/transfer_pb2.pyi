@@ -53,7 +53,7 @@ class Welcome(_message.Message):
     def __init__(self, prefix: _Optional[str] = ...) -> None: ...
 
 class Segment(_message.Message):
-    __slots__ = ("handoff", "epoch", "number", "first_layer", "num_layers", "first_token", "num_tokens", "num_bytes", "checksum")
+    __slots__ = ("handoff", "epoch", "number", "first_layer", "num_layers", "first_token", "num_tokens", "num_bytes", "checksum", "window_start")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
@@ -63,6 +63,7 @@ class Segment(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_START_FIELD_NUMBER: _ClassVar[int]
     handoff: str
     epoch: int
     number: int
@@ -72,7 +73,8 @@ class Segment(_message.Message):
     num_tokens: int
     num_bytes: int
     checksum: int
-    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., number: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ...) -> None: ...
+    window_start: int
+    def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., number: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., num_bytes: _Optional[int] = ..., checksum: _Optional[int] = ..., window_start: _Optional[int] = ...) -> None: ...
 
 class Commit(_message.Message):
     __slots__ = ("handoff", "epoch", "num_segments", "checksum", "next_tokens", "num_tokens", "features")
@@ -111,7 +113,7 @@ class Rejected(_message.Message):
     def __init__(self, handoff: _Optional[str] = ..., epoch: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class OpenRequest(_message.Message):
-    __slots__ = ("handoff", "first_token", "num_tokens", "block_ids", "max_tokens", "sender", "after_steps")
+    __slots__ = ("handoff", "first_token", "num_tokens", "block_ids", "max_tokens", "sender", "after_steps", "state_slots")
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +121,7 @@ class OpenRequest(_message.Message):
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SENDER_FIELD_NUMBER: _ClassVar[int]
     AFTER_STEPS_FIELD_NUMBER: _ClassVar[int]
+    STATE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     handoff: str
     first_token: int
     num_tokens: int
@@ -126,7 +129,8 @@ class OpenRequest(_message.Message):
     max_tokens: int
     sender: str
     after_steps: int
-    def __init__(self, handoff: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sender: _Optional[str] = ..., after_steps: _Optional[int] = ...) -> None: ...
+    state_slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, handoff: _Optional[str] = ..., first_token: _Optional[int] = ..., num_tokens: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sender: _Optional[str] = ..., after_steps: _Optional[int] = ..., state_slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenReply(_message.Message):
     __slots__ = ()

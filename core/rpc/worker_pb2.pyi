@@ -398,7 +398,7 @@ class TopLogprob(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ...) -> None: ...
 
 class Status(_message.Message):
-    __slots__ = ("replica", "draining", "running", "waiting", "queued_tokens", "context_tokens", "blocks_total", "blocks_free", "blocks_cached", "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "totals", "timing", "blocks_host", "blocks_disk", "host_bytes_per_s", "disk_bytes_per_s", "local_decodes", "corpus_tokens", "tokens_per_row", "drafted_per_row")
+    __slots__ = ("replica", "draining", "running", "waiting", "queued_tokens", "context_tokens", "blocks_total", "blocks_free", "blocks_cached", "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "totals", "timing", "blocks_host", "blocks_disk", "host_bytes_per_s", "disk_bytes_per_s", "local_decodes", "corpus_tokens", "tokens_per_row", "drafted_per_row", "states", "checkpoints", "window_parts", "window_parts_cached")
     REPLICA_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -421,6 +421,10 @@ class Status(_message.Message):
     CORPUS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_ROW_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_PER_ROW_FIELD_NUMBER: _ClassVar[int]
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    CHECKPOINTS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_PARTS_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_PARTS_CACHED_FIELD_NUMBER: _ClassVar[int]
     replica: str
     draining: bool
     running: int
@@ -443,7 +447,11 @@ class Status(_message.Message):
     corpus_tokens: int
     tokens_per_row: float
     drafted_per_row: float
-    def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., timing: _Optional[_Union[StepTiming, _Mapping]] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., host_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., local_decodes: _Optional[_Union[LocalDecodes, _Mapping]] = ..., corpus_tokens: _Optional[int] = ..., tokens_per_row: _Optional[float] = ..., drafted_per_row: _Optional[float] = ...) -> None: ...
+    states: int
+    checkpoints: int
+    window_parts: int
+    window_parts_cached: int
+    def __init__(self, replica: _Optional[str] = ..., draining: bool = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., queued_tokens: _Optional[int] = ..., context_tokens: _Optional[int] = ..., blocks_total: _Optional[int] = ..., blocks_free: _Optional[int] = ..., blocks_cached: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., link_bytes_per_s: _Optional[float] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., timing: _Optional[_Union[StepTiming, _Mapping]] = ..., blocks_host: _Optional[int] = ..., blocks_disk: _Optional[int] = ..., host_bytes_per_s: _Optional[float] = ..., disk_bytes_per_s: _Optional[float] = ..., local_decodes: _Optional[_Union[LocalDecodes, _Mapping]] = ..., corpus_tokens: _Optional[int] = ..., tokens_per_row: _Optional[float] = ..., drafted_per_row: _Optional[float] = ..., states: _Optional[int] = ..., checkpoints: _Optional[int] = ..., window_parts: _Optional[int] = ..., window_parts_cached: _Optional[int] = ...) -> None: ...
 
 class LocalDecodes(_message.Message):
     __slots__ = ("running", "waiting", "blocks")

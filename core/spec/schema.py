@@ -150,8 +150,8 @@ class KVSpec(_Section):
     pool_dtype: PoolDType = "auto"
     """Data type of the KV pool. `auto`: the model's dtype. `int8`, `fp8_e4m3`: nearly twice the tokens in the same
     memory, with one scale per token and head. `int8` is the more accurate of the two (docs/benchmarks/accuracy.md).
-    `int4`: more than 3.5 times the tokens, with one scale and zero point per token and head, of rotated heads; small
-    models lose several per cent of perplexity; not for latent attention."""
+    `int4`: more than 3.5 times the tokens, with one scale and zero point per token and head, of rotated heads; run
+    `cluster calibrate` first; not for latent attention."""
     wire_dtype: WireDType = "fp8_e4m3"
     """Data type in which a 16- or 32-bit pool is sent. `raw`: the pool's own. A quantized pool is always sent as it
     is."""
@@ -166,6 +166,10 @@ class KVSpec(_Section):
     trust_network: bool = False
     """Allow unprotected traffic outside private networks: blocks over any link but tcp (NCCL, Gloo, NIXL, plugins), and
     a Redis without TLS or password beyond loopback. Set it only on an isolated network."""
+    checkpoint_tokens: Annotated[Tokens, Field(gt=0)] = 128
+    """Tokens between state checkpoints in an answer, for models with recurrent layers, in whole blocks. A later
+    request reuses a prefix up to a checkpoint. Prompts have theirs at their last full block and where a shared prefix
+    ends."""
     eviction: EvictionName = "reuse_value"
     """Which cached blocks are evicted first. `reuse_value`: blocks of the kind that is least likely to be reused.
     `lru`: least recently used blocks."""
@@ -292,7 +296,7 @@ class SpeculationSpec(_Section):
     the same tenant's answers that the replica has finished. Both suit answers that repeat existing text (edits, code).
     `draft`: a smaller model with the same tokenizer, see `model`, on rank 0 of each decode replica. `self`: the model
     without a third of its layers (needs `decode.tensor_parallel: 1`). `medusa`, `eagle` (EAGLE-1 and 3): heads trained
-    on the model's hidden states, see `model`. `mtp`: the MTP layer in a DeepSeek-V3's own checkpoint. Replicas of both
+    on the model's hidden states, see `model`. `mtp`: the MTP layer in the model's own checkpoint. Replicas of both
     roles load heads. `auto`: per choice the fastest of `suffix` and the contents of `model`. Nothing is drafted while
     it does not pay off."""
     model: Source | None = None

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from core.model.kv_memory import AnnouncedPool
 from core.types.json_records import known_fields
 from core.types.request import Role
 from core.types.step_timing import StepTiming
@@ -36,7 +37,7 @@ class SeenRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplicaReport:
+class ReplicaReport(AnnouncedPool):
     """State of one replica as a router sees it. A rate of 0 is not measured yet."""
 
     replica: str
@@ -49,10 +50,7 @@ class ReplicaReport:
     num_streams: int
     max_running: int
     max_batch_tokens: int
-    num_blocks: int
     available_blocks: int
-    block_size: int
-    bytes_per_token: int  # of KV on the wire
     tokens_per_row: float = 0.0  # accepted tokens per row and step; above 1 with drafts
     drafted_per_row: float = 0.0  # draft tokens verified per row and step
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Tokens that a sequence may grow by while its KV is shipped to another replica; then it must pause.
+ROOM_TOKENS = 64
+
 HandoffKey = tuple[str, int]  # a handoff's id, and the epoch of the attempt to fill it
 
 

@@ -57,7 +57,8 @@ def unlike(loaded: Spec, role: Role, wanted: Spec) -> list[str]:
 def _drafts_by(spec: Spec) -> tuple[object, ...]:
     """Return the speculation settings that are fixed at load: draft heads, which `auto` may find in `model`."""
     drafts = spec.speculation
-    return (drafts.method, drafts.model) if drafts.heads or (drafts.model and drafts.method != "draft") else ()
+    is_fixed = drafts.heads or (drafts.model and drafts.method != "draft")
+    return (drafts.method, drafts.model) if is_fixed else ()
 
 
 def _fixed(pool: PoolSpec) -> dict[str, object]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.attention.layer_attention import LayerAttention
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints
+from engine.kv.basis import change_basis
 from engine.kv.pool import KVPool
 
 # T tokens of the step, R rows (sequences), Q queries of one row, H query heads, K kv heads, G = H / K, D head_dim,
@@ -43,6 +44,10 @@ class PromptQueries:
     # Number of the L keys that belong to the row.
     num_keys: int
 
+    @property
+    def most_keys(self) -> int:
+        return self.num_keys
+
     def gather(self, pool: KVPool, layer: int, dtype: torch.dtype) -> Tensor:
         """Gather the row's keys and values; see KVPool.gather. Keys beyond the row's own are zeroed.
 
@@ -60,8 +65,9 @@ class Singles:
     tokens_R: Tensor
     runs_2RKB: Tensor
     mask_R11L: Tensor
-    # Number of the L keys that every row has.
+    # Number of the L keys that every row has, and that the longest one has.
     fewest_keys: int
+    most_keys: int
 
     def gather(self, pool: KVPool, layer: int, dtype: torch.dtype) -> Tensor:
         """Gather keys and values of the rows, zeroed beyond each row's own."""
@@ -132,7 +138,8 @@ def paged_attention(q_THD: Tensor, pool: KVPool, attention: LayerAttention, plan
         q_RKGD = q_TKGD[singles.tokens_R]
         mask_RKGL = singles.mask_R11L.expand(*q_RKGD.shape[:-1], -1)
         out_TKGD[singles.tokens_R] = _attend(q_RKGD, k_RKLD, v_RKLD, mask_RKGL, rule)
-    return out_TKGD.view(num_tokens, num_heads, dim)
+    out_THD = out_TKGD.view(num_tokens, num_heads, dim)
+    return out_THD if attention.basis is None else change_basis(out_THD, attention.basis.outputs)
 
 
 @dataclass(frozen=True)
@@ -222,11 +229,13 @@ class _Planner:
         columns = np.minimum(low[:, None] + np.arange(width), high[:, None] - 1)
         tokens = self._ends[rows] - 1
         mask_R1L = self._mask(self._batch.positions[tokens, None], low, width)
+        num_keys = self._batch.context_lens[rows] - low * self._pool.layout.block_size
         return Singles(
             tokens_R=torch.from_numpy(tokens).to(self._pool.device),
             runs_2RKB=self._pool.runs(self._layer, self._batch.block_tables[rows[:, None], columns]),
             mask_R11L=mask_R1L.unsqueeze(1),
-            fewest_keys=int((self._batch.context_lens[rows] - low * self._pool.layout.block_size).min()),
+            fewest_keys=int(num_keys.min()),
+            most_keys=int(num_keys.max()),
         )
 
     def _mask(self, positions_RQ: Ints, low_R: Ints, width: int) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.attention import AttentionPlans, paged_attention
+from engine.attention.heads import in_windows
 from engine.attention.layer_attention import Angles, LayerAttention
 from engine.batch.batch import Batch
 from engine.batch.rows import Ints, Row
@@ -18,6 +19,7 @@ from engine.cpu import structs
 from engine.cpu.autotune import KERNELS, TILES, TORCH, MeasuredWays
 from engine.cpu.library import Kernels, Program
 from engine.cpu.structs import AttentionCall, Coding, Kind, PoolView, RotaryCall, Step
+from engine.kernels.recurrent.state_slots import StateSlots
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.packed_matrix import norm_argument
@@ -45,12 +47,13 @@ class CompiledHeads:
         angles: Angles,
         *,
         by_tiles: bool = False,
+        has_windows: bool = True,
     ) -> None:
-        """by_tiles: use AMX where possible."""
+        """by_tiles: use AMX where possible. has_windows: False if no layer that is computed frees blocks."""
         self._kernels = kernels
         self._pool = pool
         self._by_tiles = by_tiles
-        self._rows = StepRows(batch, angles)
+        self._rows = StepRows(batch, angles, windowed=in_windows(batch, pool) if has_windows else None)
 
     def store(self, attention: LayerAttention, heads_TND: Tensor) -> Tensor:
         rotation = rotary_call(self._pool, attention, heads_TND)
@@ -78,13 +81,17 @@ class SharedHeads(CompiledHeads):
         num_rows, num_long = len(batch.query_lens), num_long_rows(batch)
         long_rows = range(num_rows - num_long, num_rows)
         self._plans = AttentionPlans(batch, pool, dtype=torch.bfloat16, rows=long_rows)
+        self._window_plans = self._plans
+        if windowed := self._rows.windowed:
+            self._window_plans = AttentionPlans(windowed, pool, dtype=torch.bfloat16, rows=long_rows)
         self._before = self._rows.first(num_rows - num_long)
 
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
         if attention.soft_cap is not None or attention.sinks_H is not None:
             # Torch has no fused attention for these.
             return super().attend(attention, q_THD)
-        out_THD = paged_attention(q_THD, self._pool, attention, self._plans.of(attention))
+        plans = self._window_plans if self._pool.layout.is_windowed(attention.layer) else self._plans
+        out_THD = paged_attention(q_THD, self._pool, attention, plans.of(attention))
         if num_tokens := self._before.tokens:
             self._attend(attention, q_THD[:num_tokens], out_THD[:num_tokens], self._before)
         return out_THD
@@ -104,7 +111,7 @@ def quickest_way(kernels: Kernels, layout: KVLayout, num_heads: int, measured: M
     num_queries, context = _MEASURED
     num_kv_heads, dim = layout.heads[0]
     pool = KVPool(
-        replace(layout, num_layers=1, num_kv_heads=layout.kv_heads[0], head_dim=dim, plain_layers=()),
+        replace(layout, num_layers=1, num_kv_heads=layout.kv_heads[0], head_dim=dim, plain_layers=(), windows=()),
         num_blocks=-(-context // layout.block_size),
         device=torch.device("cpu"),
     )
@@ -135,11 +142,17 @@ class StepAngles:
 class StepRows:
     """Batch in the kernels' format; owns the memory that `step` points to."""
 
-    def __init__(self, batch: Batch, angles: Angles) -> None:
+    def __init__(
+        self, batch: Batch, angles: Angles, states: StateSlots | None = None, windowed: Batch | None = None
+    ) -> None:
+        """states: of a model that has some. windowed: the batch in layers with a window, if they free blocks."""
+        self.batch = batch
+        self.windowed = windowed
         # May be a view of a wider array.
         self._tables = batch.block_tables
         self._arrays = [np.ascontiguousarray(a) for a in (batch.slots, batch.query_lens, batch.context_lens)]
         self._angles = StepAngles(angles)
+        self._states = states
         slots, query_lens, context_lens = (array.ctypes.data for array in self._arrays)
         self.step = Step(
             tokens=batch.num_tokens,
@@ -150,7 +163,13 @@ class StepRows:
             tables=self._tables.ctypes.data,
             query_lens=query_lens,
             context_lens=context_lens,
+            state_reads=None if states is None else states.read_S.data_ptr(),
+            state_writes=None if states is None else states.write_T.data_ptr(),
         )
+        if windowed:
+            self._window_arrays = [np.ascontiguousarray(a) for a in (windowed.slots, windowed.block_tables)]
+            self.step.window_slots, self.step.window_tables = (array.ctypes.data for array in self._window_arrays)
+            self.step.window_width = windowed.block_tables.shape[1]
 
     def first(self, num_rows: int) -> Step:
         """Return the step of the first `num_rows` rows. Valid as long as this object."""
@@ -158,16 +177,16 @@ class StepRows:
         step.sequences, step.tokens = num_rows, int(self._arrays[1][:num_rows].sum())
         return step
 
-    def of_logits(self, batch: Batch) -> Step:
+    def of_logits(self) -> Step:
         """Return the step of the positions with logits, the last ones of each row, for calls after `store`.
 
         Valid until the next call, and as long as this object.
         """
-        with_logits = np.flatnonzero(batch.num_logits)
+        batch, with_logits = self.batch, np.flatnonzero(self.batch.num_logits)
         arrays = batch.block_tables, batch.num_logits, batch.context_lens
         self._logits_arrays = [np.ascontiguousarray(array[with_logits]) for array in arrays]
         tables, query_lens, context_lens = (array.ctypes.data for array in self._logits_arrays)
-        return Step(
+        step = Step(
             tokens=len(batch.logits_rows),
             sequences=len(with_logits),
             table_width=batch.block_tables.shape[1],
@@ -175,6 +194,10 @@ class StepRows:
             query_lens=query_lens,
             context_lens=context_lens,
         )
+        if self.windowed:
+            self._logits_arrays.append(np.ascontiguousarray(self.windowed.block_tables[with_logits]))
+            step.window_tables, step.window_width = self._logits_arrays[-1].ctypes.data, self.step.window_width
+        return step
 
 
 def store_kv(
@@ -192,16 +215,20 @@ def store_kv(
     Program(kernels, [rotary_call(pool, attention, kv_TND)]).run(step)
 
 
-def rotary_call(pool: KVPool, attention: LayerAttention, heads_TND: Tensor) -> RotaryCall:
-    """Build the call that norms and rotates queries and keys in place and writes keys and values to the pool."""
+def rotary_call(pool: KVPool, attention: LayerAttention, heads_TND: Tensor, *, has_gates: bool = False) -> RotaryCall:
+    """Build the call that norms and rotates queries and keys in place and writes keys and values to the pool.
+
+    has_gates: each query is followed by its gate.
+    """
     view = _view(pool, attention.layer)
     call = RotaryCall(
         kind=Kind.ROTATE,
         pool=view,
         heads=heads_TND.data_ptr(),
-        q_heads=heads_TND.shape[1] - (2 * view.kv_heads if attention.stores else 0),
+        q_heads=(heads_TND.shape[1] - (2 * view.kv_heads if attention.stores else 0)) // (1 + has_gates),
         rope=attention.rope,
         stores=attention.stores,
+        has_gates=has_gates,
     )
     if attention.q_norm is not None:
         call.q_norm = norm_argument(attention.q_norm)
@@ -209,26 +236,40 @@ def rotary_call(pool: KVPool, attention: LayerAttention, heads_TND: Tensor) -> R
         call.k_norm = norm_argument(attention.k_norm)
     if attention.v_norm is not None:
         call.v_norm = norm_argument(attention.v_norm)
+    if (basis := attention.basis) is not None:
+        call.basis = structs.Basis(*(matrix_KDD.data_ptr() for matrix_KDD in basis))
     return call
 
 
 def attention_call(
-    pool: KVPool, attention: LayerAttention, q_THD: Tensor, out_THD: Tensor, *, by_tiles: bool = False
+    pool: KVPool,
+    attention: LayerAttention,
+    q_THD: Tensor,
+    out_THD: Tensor,
+    *,
+    by_tiles: bool = False,
+    has_gates: bool = False,
 ) -> AttentionCall:
-    """Build the attention call. q_THD may be a view of wider rows; out_THD is contiguous."""
+    """Build the attention call. q_THD may be a view of wider rows; out_THD is contiguous.
+
+    has_gates: each query in q_THD is followed by its gate, whose sigmoid multiplies the output.
+    """
+    basis = attention.basis
     return AttentionCall(
         kind=Kind.ATTEND,
         pool=_view(pool, attention.layer),
         q=q_THD.data_ptr(),
         q_stride=q_THD.stride(0),
+        has_gates=has_gates,
         out=out_THD.data_ptr(),
-        q_heads=q_THD.shape[1],
+        q_heads=out_THD.shape[1],
         scale=attention.scale,
         soft_cap=attention.soft_cap or 0.0,
         sinks=None if attention.sinks_H is None else attention.sinks_H.data_ptr(),
         window=attention.window or 0,
         chunk=attention.chunk or 0,
         by_tiles=by_tiles,
+        output_basis=None if basis is None else basis.outputs.data_ptr(),
     )
 
 
@@ -238,6 +279,7 @@ def _view(pool: KVPool, layer: int) -> PoolView:
         codes=codes.data_ptr(),
         scales=None if scales is None else scales.data_ptr(),
         coding=Coding.of(codes.dtype),
+        is_windowed=layout.is_windowed(layer),
         kv_heads=layout.heads[layer].num_heads,
         block_size=layout.block_size,
         head_dim=layout.heads[layer].head_dim,

@@ -172,7 +172,9 @@ def prompt_seconds(
     angles = torch.zeros(num_tokens, 1, dim // 2, dtype=dtype, device=device)
     ours = KernelHeads(DeviceBatch.of(batch, device), pool, [(angles, angles)])
     theirs = flashinfer.heads(batch, ours)
-    attention = LayerAttention(layer=0, scale=dim**-0.5)
+    # Layers with a window may have fewer blocks.
+    layer = next(layer for layer in range(layout.num_layers) if not layout.is_windowed(layer))
+    attention = LayerAttention(layer=layer, scale=dim**-0.5)
     ours_s, theirs_s = (seconds(partial(heads.attend, attention, q_THD)) for heads in (ours, theirs))
     return ours_s, theirs_s
 

@@ -15,6 +15,8 @@ from engine.attention.attention import AttentionPlans, paged_attention
 from engine.attention.layer_attention import Angles, LayerAttention
 from engine.batch.batch import Batch
 from engine.kernels.attention.rotary import rotate
+from engine.kv.basis import change_basis
+from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 
 # T tokens, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim
@@ -33,6 +35,31 @@ class Heads(Protocol):
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
         """Compute attention: (T, H, D). q_THD: result of `store` for this layer."""
         ...
+
+
+class WindowedHeads:
+    """Implements Heads for a pool whose layers with a window have other block tables; see KVPool.window_of."""
+
+    def __init__(self, layout: KVLayout, whole: Heads, windowed: Heads) -> None:
+        """whole: backend of the layers that keep all blocks. windowed: the same, over `Batch.in_windows`."""
+        self._heads = [windowed if layout.is_windowed(layer) else whole for layer in range(layout.num_layers)]
+
+    def store(self, attention: LayerAttention, heads_TND: Tensor) -> Tensor:
+        return self._heads[attention.layer].store(attention, heads_TND)
+
+    def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:
+        return self._heads[attention.layer].attend(attention, q_THD)
+
+
+def torch_heads(batch: Batch, pool: KVPool, angles: Angles) -> Heads:
+    """Return the backend of torch operations for one step."""
+    heads, windowed = TorchHeads(batch, pool, angles), in_windows(batch, pool)
+    return WindowedHeads(pool.layout, heads, TorchHeads(windowed, pool, angles)) if windowed else heads
+
+
+def in_windows(batch: Batch, pool: KVPool) -> Batch | None:
+    """Return the batch in layers with a window; None if the pool keeps every block."""
+    return None if pool.window_of is None else batch.in_windows(pool.window_of, pool.layout.block_size)
 
 
 class TorchHeads:
@@ -58,7 +85,11 @@ class TorchHeads:
             )
         if attention.stores:
             v_TKD = v_TKD if attention.v_norm is None else attention.v_norm(v_TKD)
+            if attention.basis is not None:
+                q_THD, k_TKD, v_TKD = attention.basis.of_heads(q_THD, k_TKD, v_TKD)
             self._pool.write(attention.layer, self._slots_T, k_TKD, v_TKD)
+        elif attention.basis is not None:
+            q_THD = change_basis(q_THD, attention.basis.queries)
         return q_THD
 
     def attend(self, attention: LayerAttention, q_THD: Tensor) -> Tensor:

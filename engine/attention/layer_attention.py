@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from engine.kernels.attention.attention_rule import AttentionRule
+from engine.kv.basis import KVBasis
 from engine.layers.layers import RMSNorm
 
 # H query heads of this rank, D head_dim, T tokens of the step, F half of the rotated part of a head
@@ -40,6 +41,8 @@ class LayerAttention:
     q_norm: RMSNorm | None = None
     k_norm: RMSNorm | None = None
     v_norm: RMSNorm | None = None
+    # Basis of the pool's keys and values; None: the model's own.
+    basis: KVBasis | None = None
 
     @property
     def rule(self) -> AttentionRule:

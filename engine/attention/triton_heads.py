@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.gathered_kv import GatheredRows
+from engine.attention.heads import Heads, WindowedHeads
 from engine.attention.layer_attention import Angles, LayerAttention
 from engine.batch.device_batch import DeviceBatch, PromptRows
 from engine.kernels.attention.attention_rule import AttentionRule
@@ -17,6 +18,7 @@ from engine.kernels.attention.prefill_attention import prefill_attention
 from engine.kernels.attention.query_groups import QueryGroups
 from engine.kernels.attention.rotary import rotate
 from engine.kernels.attention.store_heads import HeadNorms, store_heads
+from engine.kv.basis import KVBasis, change_basis
 from engine.kv.pool import KVPool
 
 # T tokens, R rows, H query heads and K kv heads of this rank, N = H + 2 K, D head_dim, F = D / 2, L keys of all prompts
@@ -39,22 +41,26 @@ class KernelHeads:
     therefore be captured in a CUDA graph and replayed with other values (engine/runner/decode_graphs.py).
     """
 
-    def __init__(self, batch: DeviceBatch, pool: KVPool, angles: Angles) -> None:
+    def __init__(self, batch: DeviceBatch, pool: KVPool, angles: Angles, *, gathers: bool = True) -> None:
+        """gathers: False if every layer has a window: keys are then never gathered."""
         self._batch = batch
         self._pool = pool
         self._angles = angles
         # By window, chunk and number of KV heads.
         self._splits: dict[tuple[int | None, int | None, int], Splits] = {}
         self._gathered: GatheredRows | None = None
-        if batch.prompts and is_worth_gathering(batch.prompts, pool, angles[0][0].dtype):
+        if batch.prompts and gathers and is_worth_gathering(batch.prompts, pool, angles[0][0].dtype):
             self._gathered = GatheredRows.of(batch.prompts, pool)
 
     def store(self, attention: LayerAttention, heads_TND: Tensor) -> Tensor:
         angles, q_norm = self._angles[attention.rope], attention.q_norm
         if not attention.stores:
-            return rotate(heads_TND if q_norm is None else q_norm(heads_TND), *angles)
+            q_THD = rotate(heads_TND if q_norm is None else q_norm(heads_TND), *angles)
+            return q_THD if attention.basis is None else change_basis(q_THD, attention.basis.queries)
         norms = (q_norm, attention.k_norm, attention.v_norm)
         q_D, k_D, v_D = (None if norm is None else norm.weight for norm in norms)
+        if attention.basis is not None:
+            return self._store_in_basis(attention, attention.basis, heads_TND)
         # A layer's norms share their epsilon.
         eps = next((norm.eps for norm in norms if norm is not None), 0.0)
         return store_heads(
@@ -90,7 +96,17 @@ class KernelHeads:
                 rule=rule,
                 out_THD=out_THD,
             )
-        return out_THD
+        return out_THD if attention.basis is None else change_basis(out_THD, attention.basis.outputs)
+
+    def _store_in_basis(self, attention: LayerAttention, basis: KVBasis, heads_TND: Tensor) -> Tensor:
+        """Do the same as store_heads, in parts: a product with whole matrices does not pay per token."""
+        num_kv, angles = len(basis.keys), self._angles[attention.rope]
+        parts = torch.split(heads_TND, [heads_TND.shape[1] - 2 * num_kv, num_kv, num_kv], dim=1)
+        norms = (attention.q_norm, attention.k_norm, attention.v_norm)
+        q_THD, k_TKD, v_TKD = (x if norm is None else norm(x) for x, norm in zip(parts, norms, strict=True))
+        q_THD, k_TKD, v_TKD = basis.of_heads(rotate(q_THD, *angles), rotate(k_TKD, *angles), v_TKD)
+        self._pool.write(attention.layer, self._batch.slots_T, k_TKD, v_TKD)
+        return q_THD
 
     def _attend_gathered(
         self, layer: int, rule: AttentionRule, q_THD: Tensor, gathered: GatheredRows, out_THD: Tensor
@@ -124,6 +140,14 @@ class KernelHeads:
                 resident=resident_programs(has_scales=self._pool.layout.has_scales),
             )
         return self._splits[key]
+
+
+def kernel_heads(batch: DeviceBatch, pool: KVPool, angles: Angles) -> Heads:
+    """Return the backend of the Triton kernels for one step."""
+    heads = KernelHeads(batch, pool, angles)
+    if batch.windowed is None:
+        return heads
+    return WindowedHeads(pool.layout, heads, KernelHeads(batch.windowed, pool, angles, gathers=False))
 
 
 def is_worth_gathering(prompts: PromptRows, pool: KVPool, dtype: torch.dtype) -> bool:

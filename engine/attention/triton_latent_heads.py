@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from engine.attention.chosen_positions import IndexedTokens, Seekers
+from engine.attention.chosen_slots import ChoosingQueries
 from engine.attention.gathered_kv import GatheredRows
 from engine.attention.latent_heads import Expansion, Rotation
 from engine.batch.device_batch import DeviceBatch, PromptRows
@@ -19,7 +23,7 @@ from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 
 # T tokens, R rows, H query heads of this rank, L keys of all prompts, C latent_dim, P rope_dim, N nope_dim,
-# W value_dim, D = N + P of a query's head, J = C + P of a row
+# W value_dim, D = N + P of a query's head, J = C + P of a row, Q queries of one part of the step
 
 
 # Expanded keys and values of one layer, beside the pool.
@@ -32,6 +36,8 @@ class KernelLatentHeads:
     Rows with one query read the pool's rows in place. For the others, the rows of all prompts are gathered and expanded
     once for all heads: L * H * (N + W) numbers, up to EXPANDED_BYTES at a time. As in KernelHeads, launches for rows
     with one query depend only on shapes and `longest`.
+
+    With sparse attention, each query whose positions were chosen becomes a row of its own.
     """
 
     def __init__(self, batch: DeviceBatch, pool: KVPool, rotation: Rotation, *, scale: float) -> None:
@@ -42,9 +48,34 @@ class KernelLatentHeads:
         self._scale = scale
         self._splits: Splits | None = None
         self._prompts = _Prompts(batch.prompts, pool) if batch.prompts else None
+        # Empty: queries see all positions.
+        self._prompts_that_choose: list[ChoosingQueries] = []
+        self._singles_that_choose: list[ChoosingQueries] = []
+        self._knows_choosing = False
 
-    def store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, *, norm: RMSNorm, expansion: Expansion) -> Tensor:
+    def store(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        row_TJ: Tensor,
+        *,
+        norm: RMSNorm,
+        expansion: Expansion,
+        indexed: IndexedTokens | None = None,
+    ) -> Tensor:
         """See LatentHeads. If all rows have one query, the returned queries are absorbed: (T, H, J)."""
+        if indexed is not None:
+            indexed = self._rotation.indexed(indexed)
+            row_TJ = torch.cat((row_TJ, indexed.key_TI), dim=-1)
+        q_THD = self._store(layer, q_THD, row_TJ, norm, expansion)
+        if indexed is not None:
+            if not self._knows_choosing:
+                self._find_choosing(indexed.index.top_k, expansion)
+            for queries in (*self._singles_that_choose, *self._prompts_that_choose):
+                queries.choose(indexed, self._pool, layer)
+        return q_THD
+
+    def _store(self, layer: int, q_THD: Tensor, row_TJ: Tensor, norm: RMSNorm, expansion: Expansion) -> Tensor:
         rotation = self._rotation
         stored = (q_THD, row_TJ, norm.weight, norm.eps, rotation.cos_T1F, rotation.sin_T1F, *self._pool.layer(layer))
         if self._prompts is None:
@@ -55,11 +86,30 @@ class KernelLatentHeads:
         store_latents(*stored, self._batch.slots_T, is_interleaved=rotation.is_interleaved, out_THN=rotated_THD)
         return rotated_THD
 
+    def _find_choosing(self, top_k: int, expansion: Expansion) -> None:
+        """Find the queries that choose positions; prompts attend densely only if all of them may."""
+        self._knows_choosing = True
+        singles, rows = self._batch.query_groups, self._batch.prompts
+        if singles and singles.longest > top_k:
+            seekers = Seekers(singles.firsts_U, singles.contexts_U, singles.tables_UB, singles.longest)
+            self._singles_that_choose.extend(
+                ChoosingQueries.of(seekers, are_all=not rows, top_k=top_k, expansion=expansion)
+            )
+        if rows and max(rows.context_lens) > top_k:
+            for seekers in _seekers(rows):
+                self._prompts_that_choose.extend(
+                    ChoosingQueries.of(seekers, are_all=False, top_k=top_k, expansion=expansion)
+                )
+
     def attend(self, layer: int, q_THD: Tensor, expansion: Expansion) -> Tensor:
         if self._prompts is None:
             return self._attend_singles(layer, q_THD, expansion)
         out_THW = q_THD.new_empty(*q_THD.shape[:2], expansion.value_HWC.shape[1])
-        self._prompts.attend(layer, q_THD, expansion, self._scale, out_THW)
+        if not self._prompts_that_choose:
+            self._prompts.attend(layer, q_THD, expansion, self._scale, out_THW)
+        for queries in self._prompts_that_choose:
+            absorbed_QHJ = expansion.absorb_keys(q_THD[queries.tokens_Q])
+            out_THW[queries.tokens_Q] = queries.attend(absorbed_QHJ, self._pool, layer, expansion, scale=self._scale)
         if singles := self._batch.query_groups:
             absorbed_RHJ = expansion.absorb_keys(q_THD.index_select(0, singles.firsts_U))
             out_THW[singles.firsts_U] = self._attend_singles(layer, absorbed_RHJ, expansion)
@@ -69,6 +119,13 @@ class KernelLatentHeads:
         """Attend for rows with one query: (R, H, W)."""
         singles = self._batch.query_groups
         assert singles is not None and singles.most == 1
+        if parts := self._singles_that_choose:
+            absorbed = torch.split(absorbed_RHJ, [len(queries) for queries in parts])
+            outs = [
+                queries.attend(absorbed_QHJ, self._pool, layer, expansion, scale=self._scale)
+                for queries, absorbed_QHJ in zip(parts, absorbed, strict=True)
+            ]
+            return outs[0] if len(outs) == 1 else torch.cat(outs)
         if self._splits is None:
             num_heads = absorbed_RHJ.shape[1]
             self._splits = splits_of_latents(singles.contexts_U, num_heads=num_heads, longest=singles.longest)
@@ -80,6 +137,18 @@ class KernelLatentHeads:
             tables_RB=singles.tables_UB,
             contexts_R=singles.contexts_U,
             splits=self._splits,
+        )
+
+
+def _seekers(rows: PromptRows) -> Iterator[Seekers]:
+    """Yield the queries of each row."""
+    for row, (context, num_queries) in enumerate(zip(rows.context_lens, rows.query_lens, strict=True)):
+        places_Q = torch.arange(num_queries, dtype=torch.int32, device=rows.tables_RB.device)
+        yield Seekers(
+            tokens_Q=rows.tiles.begins_R[row] + places_Q,
+            contexts_Q=places_Q + (context - num_queries + 1),
+            tables_RB=rows.tables_RB[row : row + 1],
+            longest=context,
         )
 
 
@@ -100,7 +169,8 @@ class _Prompts:
             self._slices = self._cut(q_THD, expansion)
         for part, gathered in self._slices:
             rows_LD = self._pool.read(layer, gathered.blocks_N, q_THD.dtype)[0, 0]
-            latents_LC, keys_LP = rows_LD.tensor_split((expansion.latent_dim,), dim=-1)
+            rope_dim = q_THD.shape[-1] - expansion.key_HNC.shape[1]
+            latents_LC, keys_LP = expansion.parts_of(rows_LD, rope_dim=rope_dim)
             k_LHN, v_LHW = (
                 torch.unflatten(latents_LC @ made_HOC.flatten(0, 1).T, 1, made_HOC.shape[:2])
                 for made_HOC in (expansion.key_HNC, expansion.value_HWC)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from engine.batch.rows import Ints, Row, RowChanges, num_blocks
+from engine.batch.rows import Ints, Row, RowChanges, num_blocks, slots_in_windows
 
 # T tokens of this step, R sequences (rows), B blocks of the longest context
 
 _NONE = np.zeros(0, dtype=np.int64)
+_NO_WRITES = np.zeros((0, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,9 @@ class Batch:
     # (R, B) padded with 0; may be a view of a wider array.
     block_tables: Ints
     adapters: Ints  # (R,)
+    state_indices: Ints  # (R,) of state slots in the pool
+    # (W, 2) index into T, and the state slot to which the state after this token is written.
+    state_writes: Ints = field(default_factory=lambda: _NO_WRITES)
     # (R,) number of last positions of each row whose logits are needed.
     num_logits: Ints
     # Indices into T of these positions, row by row.
@@ -73,6 +77,15 @@ class Batch:
         """True if the logits of every token are needed."""
         return len(self.logits_rows) == len(self.token_ids)
 
+    def in_windows(self, window_of: Ints, block_size: int) -> Batch:
+        """Return the batch with the slots and tables of layers with a window; see KVPool.window_of."""
+        return replace(
+            self,
+            slots=slots_in_windows(self.slots, window_of, block_size),
+            block_tables=window_of[self.block_tables],
+            new_cells=None,
+        )
+
     @classmethod
     def of(cls, rows: Seq[Row], *, block_size: int) -> Batch:
         """Flatten `rows` in order."""
@@ -90,6 +103,7 @@ class Batch:
             context_lens=positions_R + 1,
             block_tables=tables_RB,
             adapters=np.zeros_like(positions_R),
+            state_indices=np.zeros_like(positions_R),
             num_logits=np.ones_like(positions_R),
             logits_rows=rows,
             scored_rows=_NONE,
@@ -110,6 +124,7 @@ class KeptRows:
         self._block_size = block_size
         self._ends_R = np.zeros(0, dtype=np.int64)
         self._adapters_R = np.zeros(0, dtype=np.int64)
+        self._state_indices_R = np.zeros(0, dtype=np.int64)
         self._tables_RB = np.zeros((0, 1), dtype=np.int64)  # padded with 0
 
     def __len__(self) -> int:
@@ -171,11 +186,13 @@ class KeptRows:
             context_lens=ends,
             block_tables=tables[:, :width],
             adapters=self._adapters_R,
+            state_indices=self._state_indices_R,
             num_logits=num_logits,
             logits_rows=logits_rows,
             scored_rows=_scored_rows(changes, begins=np.cumsum(query_lens) - query_lens)
             if len(changes.scored)
             else _NONE,
+            state_writes=_state_writes(changes) if len(changes.state_writes) else _NO_WRITES,
             number=changes.number,
             device_tokens=device_tokens,
             new_cells=new_cells if stays else None,
@@ -190,7 +207,12 @@ class KeptRows:
         if not len(changes.kept) == len(changes.token_ids) == np.count_nonzero(changes.num_logits) == num_rows:
             return None
         rows = np.arange(num_rows)
-        if len(changes.starts) or len(changes.scored) or np.count_nonzero(changes.kept == rows) < num_rows:
+        if (
+            len(changes.starts)
+            or len(changes.scored)
+            or len(changes.state_writes)
+            or np.count_nonzero(changes.kept == rows) < num_rows
+        ):
             return None
         blocks, in_block = np.divmod(positions, self._block_size)
         width = int(blocks.max()) + 1
@@ -210,6 +232,7 @@ class KeptRows:
             context_lens=self._ends_R,
             block_tables=tables[:, :width],
             adapters=self._adapters_R,
+            state_indices=self._state_indices_R,
             num_logits=changes.num_logits,
             logits_rows=rows,
             scored_rows=_NONE,
@@ -232,10 +255,23 @@ class KeptRows:
         shared = min(room, tables.shape[1])
         self._tables_RB = np.zeros((len(kept), room), dtype=np.int64)
         self._tables_RB[goes_on, :shared] = tables[kept[goes_on], :shared]
-        adapters = np.zeros(len(kept), dtype=np.int64)
-        adapters[goes_on], adapters[kept < 0] = self._adapters_R[kept[goes_on]], changes.adapters
-        self._adapters_R = adapters
+        self._adapters_R = _moved(self._adapters_R, kept, changes.adapters)
+        self._state_indices_R = _moved(self._state_indices_R, kept, changes.state_indices)
         return False
+
+
+def _moved(numbers_R: Ints, kept: Ints, new: Ints) -> Ints:
+    """Return one number per row of the next step: those of kept rows, and the new ones."""
+    moved = np.zeros(len(kept), dtype=np.int64)
+    moved[kept >= 0], moved[kept < 0] = numbers_R[kept[kept >= 0]], new
+    return moved
+
+
+def _state_writes(changes: RowChanges) -> Ints:
+    """Return (W, 2) indices into T and state slots."""
+    rows, offsets, slots = changes.state_writes.T
+    begins = np.cumsum(changes.query_lens) - changes.query_lens
+    return np.stack((begins[rows] + offsets, slots), axis=1)
 
 
 def _scored_rows(changes: RowChanges, *, begins: Ints) -> Ints:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -57,10 +57,17 @@ class DeviceBatch:
     prompts: PromptRows | None
     # None: no position is scored.
     scored_rows: Tensor | None = None
+    # The same step with the slots and tables of layers with a window; None: no layer frees blocks.
+    windowed: DeviceBatch | None = None
 
     @classmethod
-    def of(cls, batch: Batch, device: torch.device, *, most_queries: int = 1) -> DeviceBatch:
-        """Start the copy without waiting for it. most_queries: maximum queries per group."""
+    def of(
+        cls, batch: Batch, device: torch.device, *, most_queries: int = 1, windowed: Batch | None = None
+    ) -> DeviceBatch:
+        """Start the copy without waiting for it.
+
+        most_queries: maximum queries per group. windowed: the batch in layers with a window; see `Batch.in_windows`.
+        """
         begins_R = np.cumsum(batch.query_lens) - batch.query_lens
         is_few = batch.query_lens <= (min(_MAX_QUERY_GROUPS * most_queries, _MOST_FEW) if most_queries > 1 else 1)
         few, several = np.flatnonzero(is_few), np.flatnonzero(~is_few)
@@ -77,15 +84,18 @@ class DeviceBatch:
                 *cut_tiles(batch.query_lens[several], batch.context_lens[several]),
                 *(begins_R[several], batch.query_lens[several]),
                 *(batch.block_tables[several], batch.context_lens[several]),
+                *((windowed.slots, windowed.block_tables[rows_U], windowed.block_tables[several]) if windowed else ()),
             ],
             device,
         )
         if device_tokens:
             token_ids[places] = device_tokens.token_ids[sources].clamp_min(0)
+        if windowed:
+            *more, window_slots, group_tables, row_tables = more
         *of_query_groups, rows, begins_in_row, begins, lengths, tables, contexts = more
         longest = int(batch.context_lens[few].max(initial=0))
         tiles = QueryTiles(rows, begins_in_row, begins, lengths)
-        return cls(
+        on_device = cls(
             token_ids,
             positions,
             slots,
@@ -98,6 +108,17 @@ class DeviceBatch:
             else None,
             scored_rows if len(scored_rows) else None,
         )
+        return on_device.with_windows(window_slots, group_tables, row_tables) if windowed else on_device
+
+    def with_windows(self, slots_T: Tensor, tables_UB: Tensor, tables_RB: Tensor | None = None) -> DeviceBatch:
+        """Return the batch with its slots and tables in layers with a window. tables_RB: of the rows in `prompts`."""
+        groups, prompts = self.query_groups, self.prompts
+        if prompts is not None:
+            assert tables_RB is not None, "the prompts have no tables in layers with a window"
+            prompts = replace(prompts, tables_RB=tables_RB)
+        groups = groups and replace(groups, tables_UB=tables_UB)
+        windowed = replace(self, slots_T=slots_T, query_groups=groups, prompts=prompts)
+        return replace(self, windowed=windowed)
 
 
 def upload(arrays: Seq[Ints | NDArray[Any]], device: torch.device) -> list[Tensor]:

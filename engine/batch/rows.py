@@ -12,7 +12,9 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# T tokens of this step, R rows, N new rows, B blocks added to tables in this step, S scored rows
+# T tokens of this step, R rows, N new rows, B blocks added to tables in this step, S scored rows, W states written
+
+_HEADER = 7  # numbers before the arrays of encoded changes
 
 
 class Row(NamedTuple):
@@ -27,6 +29,9 @@ class Row(NamedTuple):
     num_logits: int
     # Adapter id; 0: none.
     adapter: int = 0
+    # Index in the pool of its state slot, if the model has recurrent layers. The step continues from the state there,
+    # unless the row starts at 0.
+    state_index: int = 0
 
     @property
     def end(self) -> int:
@@ -37,8 +42,8 @@ class Row(NamedTuple):
 class RowChanges:
     """Rows of a step as differences from the previous step. All arrays are int64.
 
-    A row that continues one of the previous step refers to it by place and inherits its adapter and blocks; only the
-    blocks added in this step are listed. New rows are described in full.
+    A row that continues one of the previous step refers to it by place and inherits its adapter, state slot and blocks;
+    only the blocks added in this step are listed. New rows are described in full.
     """
 
     # Number of the step, counting steps with rows.
@@ -51,18 +56,22 @@ class RowChanges:
     num_logits: Ints
     starts: Ints  # (N,)
     adapters: Ints  # (N,)
+    state_indices: Ints  # (N,)
     token_ids: Ints  # (T,)
     # (B,) row by row.
     blocks: Ints
     # (S, 2) pairs (row, count): the row's first `count` positions need logits too. Mostly empty; see
     # engine.scheduler.prompt_scoring.
     scored: Ints = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    # (W, 3) row, offset of a token in the row, and a slot, beside the row's own, that gets the state after this token.
+    # Mostly empty.
+    state_writes: Ints = field(default_factory=lambda: np.zeros((0, 3), dtype=np.int64))
 
     @classmethod
     def of(cls, rows: Seq[Row], *, block_size: int) -> RowChanges:
         """Describe `rows` in full, all as new rows."""
-        numbers = [(len(row.token_ids), row.start, row.num_logits, row.adapter) for row in rows]
-        query_lens, starts, num_logits, adapters = np.array(numbers, dtype=np.int64).T.copy()
+        numbers = [(len(row.token_ids), row.start, row.num_logits, row.adapter, row.state_index) for row in rows]
+        query_lens, starts, num_logits, adapters, state_indices = np.array(numbers, dtype=np.int64).T.copy()
         return cls(
             number=0,
             kept=np.full(len(rows), -1),
@@ -70,6 +79,7 @@ class RowChanges:
             num_logits=num_logits,
             starts=starts,
             adapters=adapters,
+            state_indices=state_indices,
             token_ids=np.fromiter(chain.from_iterable(row.token_ids for row in rows), np.int64, int(query_lens.sum())),
             blocks=np.concatenate([np.array(row.blocks[: -(-row.end // block_size)], dtype=np.int64) for row in rows]),
         )
@@ -80,24 +90,23 @@ class RowChanges:
         return bool((self.kept < 0).all())
 
     def encode(self) -> Ints:
-        """Encode as one int64 array for the other ranks: the number, R, N, T, B, 2 S, then the arrays."""
-        sizes = (len(self.kept), len(self.starts), len(self.token_ids), len(self.blocks), self.scored.size)
-        rows, new = (self.kept, self.query_lens, self.num_logits), (self.starts, self.adapters)
-        return np.concatenate(
-            [(self.number, *sizes), *rows, *new, self.token_ids, self.blocks, self.scored.reshape(-1)]
-        )
+        """Encode as one int64 array for the other ranks: the number, R, N, T, B, 2 S, 3 W, then the arrays."""
+        rows, new = (self.kept, self.query_lens, self.num_logits), (self.starts, self.adapters, self.state_indices)
+        others = self.token_ids, self.blocks, self.scored.reshape(-1), self.state_writes.reshape(-1)
+        header = self.number, len(self.kept), len(self.starts), *map(len, others)
+        return np.concatenate([header, *rows, *new, *others])
 
     @classmethod
     def decode(cls, data: Ints) -> RowChanges:
         """Decode the output of `encode`. Raises ValueError if the sizes do not match; values are not checked."""
-        number, rows, new, tokens, blocks, scored = (int(n) for n in data[:6])
-        sizes = (rows, rows, rows, new, new, tokens, blocks, scored)
-        if min(sizes) < 0 or sum(sizes) != len(data) - 6 or scored % 2:
+        number, rows, new, tokens, blocks, scored, written = (int(n) for n in data[:_HEADER])
+        sizes = (rows, rows, rows, new, new, new, tokens, blocks, scored, written)
+        if min(sizes) < 0 or sum(sizes) != len(data) - _HEADER or scored % 2 or written % 3:
             raise ValueError(
                 f"malformed row changes: {len(data)} numbers for {rows} rows, {tokens} tokens and {blocks} blocks"
             )
-        parts = np.split(data[6:], np.cumsum(sizes)[:-1])
-        kept, query_lens, num_logits, starts, adapters, token_ids, added, spans = parts
+        parts = np.split(data[_HEADER:], np.cumsum(sizes)[:-1])
+        kept, query_lens, num_logits, starts, adapters, state_indices, token_ids, added, spans, state_writes = parts
         return cls(
             number=number,
             kept=kept,
@@ -105,10 +114,19 @@ class RowChanges:
             num_logits=num_logits,
             starts=starts,
             adapters=adapters,
+            state_indices=state_indices,
             token_ids=token_ids,
             blocks=added,
             scored=spans.reshape(-1, 2),
+            state_writes=state_writes.reshape(-1, 3),
         )
+
+
+def slots_in_windows(slots: Ints, window_of: Ints, block_size: int) -> Ints:
+    """Return the slots in layers with a window of the positions at `slots`. window_of: see KVPool."""
+    blocks, offsets = np.divmod(slots, block_size)
+    slots_in_parts: Ints = window_of[blocks] * block_size + offsets
+    return slots_in_parts
 
 
 def num_blocks(ends: Ints, block_size: int) -> Ints:

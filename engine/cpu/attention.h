@@ -18,7 +18,9 @@
 #include <limits>
 #include <vector>
 
+#include "basis.h"
 #include "few_rows.h"
+#include "numbers.h"
 #include "pieces.h"
 #include "tiles.h"
 
@@ -110,15 +112,16 @@ private:
         return a.chunk ? position - position % a.chunk : 0;
     }
     int64_t position(int64_t row) const { return piece.position + row / group; }
-    int64_t head(int64_t h, int64_t row, int64_t stride) const {  // offset of a row's query and of its output
-        return (piece.token + row / group) * stride + ((piece.first_head + h) * group + row % group) * dim;
+    int64_t head(int64_t h, int64_t row, int64_t stride, int64_t step) const {  // offset of a row's query or output
+        return (piece.token + row / group) * stride + ((piece.first_head + h) * group + row % group) * step;
     }
+    const bf16* query(int64_t h, int64_t row) const { return a.q + head(h, row, a.q_stride, dim << a.has_gates); }
 
     void begin() {
         const int64_t all_rows = piece.num_heads * rows;
         for (int64_t h = 0; h < piece.num_heads; h++)
             for (int64_t r = 0; r < rows; r++) {
-                const bf16* x = a.q + head(h, r, a.q_stride);
+                const bf16* x = query(h, r);
                 if (is_rotated) x = rotated(x, sums[h * rows + r]);
                 Word::of_numbers(x, dim, q + (h * rows + r) * num_words);
             }
@@ -160,8 +163,22 @@ private:
                 Word::in_order(out + own * padded_dim, padded_dim, numbers);
                 for (int64_t i = 0; i < padded_dim; i += LANES) store(numbers + i, (load<Floats>(numbers + i) + offset) / total);
                 if (is_rotated) unrotate_row(numbers, dim);
-                narrow_numbers(numbers, dim, a.out + head(h, r, a.q_heads * dim));
+                const float* result = numbers;
+                if (a.output_basis) {
+                    multiply_row(numbers, a.output_basis + (piece.first_head + h) * dim * dim, dim, numbers + padded_dim);
+                    result = numbers + padded_dim;
+                }
+                bf16* to = a.out + head(h, r, a.q_heads * dim, dim);
+                narrow_numbers(result, dim, to);
+                if (a.has_gates) multiply_by_gate(query(h, r) + dim, to);
             }
+    }
+
+    void multiply_by_gate(const bf16* gate, bf16* x) const {
+        for (int64_t i = 0; i < dim; i += LANES) {
+            const Floats factor = rounded(sigmoid(wide(gate + i, dim - i)));
+            put(x + i, wide(x + i, dim - i) * factor, dim - i);
+        }
     }
 
     // ---- keys and values in the layout of the products ----
@@ -169,7 +186,8 @@ private:
     // Splits keys [key, key + count) of a sequence into runs inside blocks: f(offset in the range, block, offset in the
     // block, length).
     template <class F> void each_run(int64_t sequence, int64_t key, int64_t count, const F& f) const {
-        const int64_t* table = step.tables + sequence * step.table_width;
+        const int64_t* table = a.pool.is_windowed ? step.window_tables + sequence * step.window_width
+                                                  : step.tables + sequence * step.table_width;
         const int64_t size = a.pool.block_size;
         for (int64_t k = 0, length; k < count; k += length) {
             length = std::min(size - (key + k) % size, count - k);

@@ -67,6 +67,19 @@ template <int> inline IntPart add_fours(IntPart sum, CodePart codes, int32_t row
 }
 #endif
 
+// Adds the products of words, each a pair of 16-bit integers, with one pair.
+inline IntPart add_short_pairs(IntPart sum, WordPart words, int32_t pair) {
+#if defined(__AVX512VNNI__)
+    return IntPart(_mm512_dpwssd_epi32(__m512i(sum), __m512i(words), _mm512_set1_epi32(pair)));
+#elif defined(__AVX512BW__)
+    return sum + IntPart(_mm512_madd_epi16(__m512i(words), _mm512_set1_epi32(pair)));
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+    return sum + IntPart(_mm256_madd_epi16(__m256i(words), _mm256_set1_epi32(pair)));
+#else
+    return sum + (IntPart(words << 16) >> 16) * int32_t(int16_t(pair)) + (IntPart(words) >> 16) * (pair >> 16);
+#endif
+}
+
 // Keeps compilers from reordering the sums so that all of them are live at once and registers spill.
 template <class V> inline void in_order(V& sum) {
 #if defined(__AVX2__)
@@ -79,7 +92,7 @@ template <int BITS> struct Kept {
 #ifdef HAS_PAIRS
     static constexpr bool IS_SPLIT = BITS > 6;  // even inputs before odd ones, as 16 bits
 #else
-    static constexpr bool IS_SPLIT = false;
+    static constexpr bool IS_SPLIT = BITS > 8;
 #endif
     typedef std::conditional_t<IS_SPLIT, int16_t, int8_t> Code;
 
@@ -94,26 +107,24 @@ template <int BITS> struct Kept {
     }
 };
 
-// Adds the products of GROUPS groups to sums[plane][row][part]. codes(group, part, plane): a part of a group of the matrix;
-// row_of(row): the row's first group.
-template <int BITS, int GROUPS, int PLANES, int ROWS, class Codes, class RowOf>
-inline void dots(IntPart (&sums)[PLANES][ROWS][PARTS], const Codes& codes, const RowOf& row_of) {
+// Adds the products of GROUPS groups to sums[row][part]. codes(group, part): a part of a group of the matrix; row_of(row):
+// the row's first group.
+template <int BITS, int GROUPS, int ROWS, class Codes, class RowOf>
+inline void dots(IntPart (&sums)[ROWS][PARTS], const Codes& codes, const RowOf& row_of) {
 #ifdef HAS_PAIRS
     if constexpr (Kept<BITS>::IS_SPLIT) {
 #pragma GCC unroll 8
         for (int g = 0; g < GROUPS; g++)
-            for (int i = 0; i < PARTS * PLANES; i++) {
-                const UnsignedPart both = UnsignedPart(codes(g, i % PARTS, i / PARTS));
+            for (int i = 0; i < PARTS; i++) {
+                const UnsignedPart both = UnsignedPart(codes(g, i));
                 const ShortPart even = ShortPart(both & 255), odd = ShortPart(both >> 8);
                 for (int r = 0; r < ROWS; r++) {
-                    IntPart& sum = sums[i / PARTS][r][i % PARTS];
-                    sum += pairs(even, four_bytes(row_of(r) + 4 * g));
-                    sum += pairs(odd, four_bytes(row_of(r) + 4 * g + 2));
-                    in_order(sum);
+                    sums[r][i] += pairs(even, four_bytes(row_of(r) + 4 * g));
+                    sums[r][i] += pairs(odd, four_bytes(row_of(r) + 4 * g + 2));
+                    in_order(sums[r][i]);
                 }
             }
     } else {
-        static_assert(PLANES == 1);
         constexpr int ROOM = 32767 / (2 * 127 * ((1 << BITS) - 1)), AT_ONCE = std::min(ROOM, GROUPS);  // groups that fit 16 bits
         static_assert(GROUPS % AT_ONCE == 0);
 #pragma GCC unroll 8
@@ -123,7 +134,7 @@ inline void dots(IntPart (&sums)[PLANES][ROWS][PARTS], const Codes& codes, const
             for (int i = 0; i < AT_ONCE; i++) {
                 const int g = begin + i;
                 CodePart part[PARTS];
-                for (int p = 0; p < PARTS; p++) part[p] = codes(g, p, 0);
+                for (int p = 0; p < PARTS; p++) part[p] = codes(g, p);
                 for (int r = 0; r < ROWS; r++) {
                     const int32_t row = four_bytes(row_of(r) + 4 * g);
                     for (int p = 0; p < PARTS; p++) {
@@ -133,20 +144,37 @@ inline void dots(IntPart (&sums)[PLANES][ROWS][PARTS], const Codes& codes, const
                 }
             }
             for (int r = 0; r < ROWS; r++)
-                for (int i = 0; i < PARTS; i++) sums[0][r][i] += pairs(some[r][i], 0x00010001);
+                for (int i = 0; i < PARTS; i++) sums[r][i] += pairs(some[r][i], 0x00010001);
         }
     }
 #else
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; g++)
         for (int i = 0; i < PARTS; i++) {
-            CodePart part[PLANES];
-            for (int p = 0; p < PLANES; p++) part[p] = codes(g, i, p);
-            for (int r = 0; r < ROWS; r++)
-                for (int p = 0; p < PLANES; p++)
-                    sums[p][r][i] = add_fours<BITS>(sums[p][r][i], part[p], four_bytes(row_of(r) + 4 * g));
+            const CodePart part = codes(g, i);
+            for (int r = 0; r < ROWS; r++) sums[r][i] = add_fours<BITS>(sums[r][i], part, four_bytes(row_of(r) + 4 * g));
         }
 #endif
+}
+
+// As dots with codes of 16 bits. words(group, part, pairs): a part of a group, first its even inputs, then its odd ones.
+template <int GROUPS, int ROWS, class Words, class RowOf>
+inline void wide_dots(IntPart (&sums)[ROWS][PARTS], const Words& words, const RowOf& row_of) {
+    constexpr bool IS_SHORT = ROWS * PARTS <= 4;  // so few sums that two of each hide latency
+    IntPart odd[ROWS][PARTS] = {}, (&others)[ROWS][PARTS] = IS_SHORT ? odd : sums;
+#pragma GCC unroll 16
+    for (int g = 0; g < GROUPS; g++)
+        for (int i = 0; i < PARTS; i++) {
+            WordPart pairs[2];
+            words(g, i, pairs);
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++) sums[r][i] = add_short_pairs(sums[r][i], pairs[0], four_bytes(row_of(r) + 4 * g));
+#pragma GCC unroll 16
+            for (int r = 0; r < ROWS; r++)
+                others[r][i] = add_short_pairs(others[r][i], pairs[1], four_bytes(row_of(r) + 4 * g + 2));
+        }
+    for (int r = 0; r < ROWS && IS_SHORT; r++)
+        for (int i = 0; i < PARTS; i++) sums[r][i] += odd[r][i];
 }
 
 }  // namespace

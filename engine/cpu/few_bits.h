@@ -1,7 +1,7 @@
 // out = before(x) W^T with a matrix in its stored low-bit format; see formats.h.
 //
 // Rows are quantized at run time to 8 bits with one scale per run of inputs. Each run contributes an integer dot product
-// per output, and one or two floats are added to the result:
+// per output (12 bits and a sign where weights take 16 bits), and one or two floats are added to the result:
 //
 //     scale of the outputs * scale of the row * dot product      minimum of the outputs * sum of the row's run
 //
@@ -20,17 +20,23 @@
 
 namespace {
 
+// Formats that are multiplied in words, pairs of 16 bits.
+template <class Format> constexpr bool IS_WIDE = !Format::IS_FLOAT && (Format::BITS > 8);
+template <class Format> constexpr bool HAS_WORDS = Format::IS_FLOAT || IS_WIDE<Format>;
+
 // Rows per register tile, which reads the panel or an unpacked copy.
 template <class Format>
-constexpr int MOST_FEW_BITS_ROWS = PARTS == 1 ? (Format::PLANES > 1 ? 6 : 8) : Format::BITS > 6 && !Format::IS_FLOAT ? 2 : 4;
+constexpr int MOST_FEW_BITS_ROWS = PARTS == 1 ? 8 : Format::BITS > 6 && !Format::IS_FLOAT ? 2 : 4;
 template <class Format>
 constexpr int MOST_COPIED_ROWS = PARTS == 1 && Format::IS_FLOAT ? 12 : MOST_FEW_BITS_ROWS<Format>;
 
 // 8-bit integers need no unpacking. Other formats are read as fast from the panel if a tile has many rows, and codes and
 // scales are cheap.
 template <class Format>
-constexpr bool IS_WORTH_A_COPY = Format::IS_FLOAT || (Format::BITS < 8 && (PARTS > 1 || Format::IS_NESTED));
+constexpr bool IS_WORTH_A_COPY = HAS_WORDS<Format> || (Format::BITS < 8 && (PARTS > 1 || Format::IS_NESTED));
 constexpr int64_t COPIED_INPUTS = 512;  // at a time: their copy fits the L1 cache
+// With many rows, at a time: their copies and sums fit the L2 cache, beside the rows' inputs.
+constexpr int64_t COPIED_PANELS = 12, COPIED_ROWS = 512;
 // On AVX2, 5 rows of Q4_K take 4.4 ms with a copy and 6.5 without; of Q4_0 4.3 and 3.6.
 template <class Format> constexpr int ROWS_WORTH_A_COPY = Format::IS_NESTED ? MOST_FEW_BITS_ROWS<Format> + 1 : 9;
 
@@ -42,12 +48,14 @@ template <int BITS, int RUN, int ZERO> struct RowRun {
 
 // Quantized rows: the runs of one row after the other.
 template <int BITS, int RUN, int ZERO> struct RunRows {
+    static constexpr float MOST = BITS > 8 ? 4095 : 127;  // a run's dot product fits 32 bits
     typedef RowRun<BITS, RUN, ZERO> Run;
     int64_t count, runs;
     Run* first;
 
     RunRows(const ProductCall& p, int64_t count, char* memory = nullptr)
         : count(count), runs(p.inputs / RUN), first(reinterpret_cast<Run*>(memory)) {}
+    const Run* at(int64_t row, int64_t input) const { return first + row * runs + input / RUN; }
     int64_t bytes() const { return count * runs * sizeof(Run); }
 
     void prepare(const ProductCall& p, int64_t begin, int64_t end, std::vector<float>& y) const {
@@ -65,7 +73,7 @@ template <int BITS, int RUN, int ZERO> struct RunRows {
             most = size > most ? size : most;
             none += v * 0.0f;
         }
-        run.scale = std::max(greatest(most), 1e-30f) / 127 + sum(none);  // NaN if an input is not finite
+        run.scale = std::max(greatest(most), 1e-30f) / MOST + sum(none);  // NaN if an input is not finite
         const float inverse = 1 / run.scale;
         Ints sums{};
         for (int i = 0; i < RUN; i += LANES) {
@@ -94,17 +102,21 @@ template <class Format> inline void fetch_after(const Format& format, const uint
     for (; line < codes + Format::CODE_BYTES; line += 64) __builtin_prefetch(line + BYTES_AHEAD, 0, 2);
 }
 
-// Unpacked panel with one byte per code and plane.
+// Unpacked panel with one or two bytes per code.
 template <class Format> struct Copy {
     static constexpr bool IS_FLOAT = false;
-    static constexpr int BITS = Format::BITS, PLANES = Format::PLANES, ZERO = Format::ZERO, RUN = Format::RUN;
-    static constexpr int HEAD = (ZERO < 0 ? 2 : 1) * sizeof(Floats), BYTES = HEAD + PLANES * RUN * LANES;
+    static constexpr int BITS = Format::BITS, ZERO = Format::ZERO, RUN = Format::RUN, GROUP_BYTES = IS_WIDE<Format> ? 128 : 64;
+    static constexpr int HEAD = (ZERO < 0 ? 2 : 1) * sizeof(Floats), BYTES = HEAD + RUN / 4 * GROUP_BYTES;
 
     explicit Copy(const Format&) {}
     static constexpr int runs() { return 1; }
     static constexpr int span_bytes() { return BYTES; }
-    static CodePart codes(const uint8_t* span, int, int g, int part, int plane) {
-        return load<CodePart>(span + HEAD + plane * (RUN * LANES) + 64 * g + part * PART_BYTES);
+    static CodePart codes(const uint8_t* span, int, int g, int part) {
+        return load<CodePart>(span + HEAD + GROUP_BYTES * g + part * PART_BYTES);
+    }
+    static void words(const uint8_t* span, int, int g, int part, WordPart (&pairs)[2]) {
+        const uint8_t* from = span + HEAD + GROUP_BYTES * g + part * PART_BYTES;
+        pairs[0] = load<WordPart>(from), pairs[1] = load<WordPart>(from + 64);
     }
     static FloatPart scale(const uint8_t* span, int, int part) { return load<FloatPart>(span + part * PART_BYTES); }
     static FloatPart least(const uint8_t* span, int, int part, FloatPart) {
@@ -121,78 +133,139 @@ template <class Format> struct Copy {
                     store(copy + part * PART_BYTES, scale);
                     if constexpr (ZERO < 0)
                         store(copy + sizeof(Floats) + part * PART_BYTES, format.least(panel, run, part, scale));
-                    for (int plane = 0; plane < PLANES; plane++)
 #pragma GCC unroll 8
-                        for (int g = 0; g < RUN / 4; g++)
-                            store(copy + HEAD + plane * (RUN * LANES) + 64 * g + part * PART_BYTES,
-                                  format.codes(panel, run, g, part, plane));
+                    for (int g = 0; g < RUN / 4; g++) {
+                        uint8_t* to = copy + HEAD + GROUP_BYTES * g + part * PART_BYTES;
+                        if constexpr (IS_WIDE<Format>) {
+                            WordPart pairs[2];
+                            format.words(panel, run, g, part, pairs);
+                            store(to, pairs[0]), store(to + 64, pairs[1]);
+                        } else {
+                            store(to, format.codes(panel, run, g, part));
+                        }
+                    }
                 }
             }
     }
 };
 
-// Unpacked panel of 8-bit floats: each group's scales, then its inputs as bf16.
-template <class Format> struct WordsCopy {
+// Unpacked panel of 8-bit floats as bf16: each group's scales, then its inputs. IS_SCALED: scales, which are powers of two, are
+// multiplied into the inputs instead, which stay exact within the range of bf16.
+template <class Format, bool IS_SCALED> struct WordsCopy {
     static constexpr bool IS_FLOAT = true;
-    static constexpr int RUN = Format::RUN, RUN_BYTES = RUN * LANES * sizeof(bf16);
+    static constexpr int RUN = Format::RUN, RUN_BYTES = RUN * LANES * sizeof(bf16), HEAD = IS_SCALED ? 0 : sizeof(Floats);
     int group_runs;
 
     explicit WordsCopy(const Format& format) : group_runs(format.group_runs) {}
     int runs() const { return group_runs; }
-    int span_bytes() const { return sizeof(Floats) + group_runs * RUN_BYTES; }
+    int span_bytes() const { return HEAD + group_runs * RUN_BYTES; }
     static void words(const uint8_t* span, int run, int g, int part, WordPart (&pairs)[2]) {
-        const uint8_t* from = span + sizeof(Floats) + run * RUN_BYTES + 128 * g + part * PART_BYTES;
+        const uint8_t* from = span + HEAD + run * RUN_BYTES + 128 * g + part * PART_BYTES;
         pairs[0] = load<WordPart>(from), pairs[1] = load<WordPart>(from + 64);
     }
     static FloatPart scale(const uint8_t* span, int, int part) { return load<FloatPart>(span + part * PART_BYTES); }
 
-    static constexpr int64_t MOST_BYTES = COPIED_INPUTS / RUN * (sizeof(Floats) + RUN_BYTES);
+    static constexpr int64_t MOST_BYTES = COPIED_INPUTS / RUN * (HEAD + RUN_BYTES);
     static void make(const Format& format, const uint8_t* panel, int64_t inputs, uint8_t* copy) {
         for (int64_t span = 0; span < inputs / (format.runs() * RUN); span++, panel += format.span_bytes())
-            for (int run = 0; run < format.runs(); run++) {
+            for (int run = 0; run < format.runs(); run++, copy += RUN_BYTES) {
                 fetch_after(format, panel, run);
+                if (run % format.group_runs == 0) {
+                    for (int part = 0; part < PARTS && !IS_SCALED; part++)
+                        store(copy + part * PART_BYTES, format.scale(panel, run, part));
+                    copy += HEAD;
+                }
                 for (int part = 0; part < PARTS; part++) {
-                    if (run % format.group_runs == 0) store(copy + part * PART_BYTES, format.scale(panel, run, part));
-                    uint8_t* to = copy + (run % format.group_runs ? 0 : sizeof(Floats)) + part * PART_BYTES;
+                    const FloatPart scale = format.scale(panel, run, part);
                     for (int g = 0; g < RUN / 4; g++) {
                         WordPart pairs[2];
                         format.words(panel, run, g, part, pairs);
-                        store(to + 128 * g, pairs[0]), store(to + 128 * g + 64, pairs[1]);
+                        for (int k = 0; k < 2; k++)
+                            store(copy + 128 * g + 64 * k + part * PART_BYTES, IS_SCALED ? times(pairs[k], scale) : pairs[k]);
                     }
                 }
-                copy += (run % format.group_runs ? 0 : sizeof(Floats)) + RUN_BYTES;
             }
+    }
+
+private:
+    static WordPart times(WordPart pairs, FloatPart scale) {
+        const WordPart first = WordPart(FloatPart(pairs << 16) * scale), second = WordPart(FloatPart(pairs & 0xffff0000u) * scale);
+        return first >> 16 | (second & 0xffff0000u);
     }
 };
 
-template <class Format> using CopyOf = std::conditional_t<Format::IS_FLOAT, WordsCopy<Format>, Copy<Format>>;
+// Sums of products that are added up by group change so rarely that they need no registers.
+template <class Format> constexpr bool IS_BY_GROUP = false;
+template <class Number, class Scale, int ZERO, int RUN>
+constexpr bool IS_BY_GROUP<Grouped<Number, Scale, ZERO, RUN>> = Number::IS_FLOAT && !Grouped<Number, Scale, ZERO, RUN>::HAS_POWERS;
+
+// A format whose runs are unpacked for a first tile of rows, and written to a copy for the other tiles meanwhile: between
+// products, unpacking takes little time. Each run must be read once, in order.
+template <class Format, class Copied> struct Copying : Format {
+    mutable uint8_t* copy;
+
+    Copying(const Format& format, uint8_t* copy) : Format(format), copy(copy) {}
+    void words(const uint8_t* span, int run, int g, int part, WordPart (&pairs)[2]) const {
+        Format::words(span, run, g, part, pairs);
+        int at = Copied::HEAD + 128 * g;
+        if constexpr (Format::IS_FLOAT) at += run % Format::group_runs * Copied::RUN_BYTES;
+        store(copy + at + part * PART_BYTES, pairs[0]), store(copy + at + 64 + part * PART_BYTES, pairs[1]);
+    }
+    FloatPart scale(const uint8_t* span, int run, int part) const {
+        const FloatPart scale = Format::scale(span, run, part);
+        store(copy + part * PART_BYTES, scale);
+        if (part == PARTS - 1 && is_last(run)) copy += Copied(*this).span_bytes();
+        return scale;
+    }
+
+private:
+    bool is_last(int run) const {
+        if constexpr (Format::IS_FLOAT) return IS_BY_GROUP<Format> || (run + 1) % Format::group_runs == 0;
+        return true;
+    }
+};
+
+template <class Format, bool IS_SCALED> constexpr bool IS_BY_GROUP<WordsCopy<Format, IS_SCALED>> = IS_BY_GROUP<Format>;
+template <class Format, class Copied> constexpr bool IS_BY_GROUP<Copying<Format, Copied>> = IS_BY_GROUP<Format>;
+
+// With many rows it pays to multiply scales into the inputs.
+template <class Format, bool HAS_MANY_ROWS>
+using CopyOf = std::conditional_t<Format::IS_FLOAT, WordsCopy<Format, HAS_MANY_ROWS && Format::HAS_POWERS>, Copy<Format>>;
 template <class Format> constexpr bool COMES_FROM_MEMORY = true;
 template <class Format> constexpr bool COMES_FROM_MEMORY<Copy<Format>> = false;
-template <class Format> constexpr bool COMES_FROM_MEMORY<WordsCopy<Format>> = false;
+template <class Format, bool IS_SCALED> constexpr bool COMES_FROM_MEMORY<WordsCopy<Format, IS_SCALED>> = false;
 
-// Adds the products of rows from `row` on, inputs [first, end), with a panel from that input on, run by run.
+// Prefetches a run of a row, or results, which come from L3 if many rows share copies.
+inline void fetch_run(const void* x, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(x) + at, 0, 2);
+}
+
+// Adds the products of rows from `row` on, inputs [first, end), with a panel from that input on, run by run. next: a row to
+// prefetch, with copies.
 template <class Format, int ROWS, class Rows>
-inline void add_runs(const Format& format, const Rows& rows, int64_t row, int64_t first, int64_t end, const uint8_t* panel,
+inline void add_runs(const Format& format, const Rows& rows, int64_t row, int64_t next, int64_t first, int64_t end, const uint8_t* panel,
                      FloatPart (&sums)[ROWS][PARTS]) {
     const int runs = format.runs();
-    const auto *x = rows.first + row * rows.runs + first / Format::RUN, *last = x + (end - first) / Format::RUN;
+    const auto *x = rows.at(row, first), *last = rows.at(row, end), *ahead = rows.at(next, first);
     for (; x < last; panel += format.span_bytes())
         for (int run = 0; run < runs; run++, x++) {
             if constexpr (COMES_FROM_MEMORY<Format>) fetch_after(format, panel, run);
-            IntPart whole[Format::PLANES][ROWS][PARTS] = {};
-            if constexpr (Format::ZERO >= 0)
+            else fetch_run(ahead++, sizeof *ahead);
+            IntPart whole[ROWS][PARTS] = {};
+            if constexpr (Format::ZERO > 0)
                 for (int r = 0; r < ROWS; r++)
-                    for (int i = 0; i < PARTS; i++) whole[0][r][i] += x[r * rows.runs].total;
-            dots<Format::BITS, Format::RUN / 4>(
-                whole, [&](int g, int part, int plane) { return format.codes(panel, run, g, part, plane); },
-                [&](int r) { return x[r * rows.runs].codes; });
+                    for (int i = 0; i < PARTS; i++) whole[r][i] += x[r * rows.runs].total;
+            const auto row_of = [&](int r) { return x[r * rows.runs].codes; };
+            if constexpr (IS_WIDE<Format>)
+                wide_dots<Format::RUN / 4>(
+                    whole, [&](int g, int part, WordPart(&pairs)[2]) { format.words(panel, run, g, part, pairs); }, row_of);
+            else
+                dots<Format::BITS, Format::RUN / 4>(
+                    whole, [&](int g, int part) { return format.codes(panel, run, g, part); }, row_of);
             for (int i = 0; i < PARTS; i++) {
                 const FloatPart scale = format.scale(panel, run, i);
-                for (int r = 0; r < ROWS; r++) {
-                    IntPart sum = whole[0][r][i];
-                    if constexpr (Format::PLANES == 2) sum = (sum << 7) + whole[1][r][i];
-                    sums[r][i] += __builtin_convertvector(sum, FloatPart) * (scale * x[r * rows.runs].scale);
-                }
+                for (int r = 0; r < ROWS; r++)
+                    sums[r][i] += __builtin_convertvector(whole[r][i], FloatPart) * (scale * x[r * rows.runs].scale);
                 if constexpr (Format::ZERO < 0) {
                     const FloatPart least = format.least(panel, run, i, scale);
                     for (int r = 0; r < ROWS; r++) sums[r][i] += least * x[r * rows.runs].total;
@@ -201,60 +274,125 @@ inline void add_runs(const Format& format, const Rows& rows, int64_t row, int64_
         }
 }
 
-// With 8-bit floats. Also summed by run, because with one row several runs at a time hide the latency.
+template <class Format> constexpr bool IS_SCALED = false;
+template <class Format> constexpr bool IS_SCALED<WordsCopy<Format, true>> = true;
+
+// Adds the products of a run's inputs from `x` on.
 template <class Format, int ROWS>
-inline void add_runs(const Format& format, const Rows<Bf16>& rows, int64_t row, int64_t first, int64_t end, const uint8_t* panel,
-                     FloatPart (&sums)[ROWS][PARTS]) {
-    const int runs = format.runs();
-    const Bf16::Input *x = rows.x + row * rows.stride + first, *last = x + (end - first);
-    for (; x < last; panel += format.span_bytes())
-        for (int run = 0; run < runs; run++) {
-            if constexpr (COMES_FROM_MEMORY<Format>) fetch_after(format, panel, run);
-            FloatPart some[ROWS][PARTS] = {};
+inline void add_run(const Format& format, const Bf16::Input* x, int64_t stride, const uint8_t* span, int run, FloatPart (&some)[ROWS][PARTS]) {
+    const auto add = [&](int g) {
+        WordPart first[PARTS], second[PARTS];
+        for (int i = 0; i < PARTS; i++) {
+            WordPart pairs[2];
+            format.words(span, run, g, i, pairs);
+            first[i] = pairs[0], second[i] = pairs[1];
+        }
+        Bf16::add<ROWS, PARTS>(some, x + 4 * g, stride, first);
+        Bf16::add<ROWS, PARTS>(some, x + 4 * g + 2, stride, second);
+    };
+    if constexpr (!COMES_FROM_MEMORY<Format>) {  // unrolled further, it takes up to 15 % longer
+#pragma GCC unroll 2
+        for (int g = 0; g < Format::RUN / 4; g++) add(g);
+    } else {
 #pragma GCC unroll 8
-            for (int g = 0; g < Format::RUN / 4; g++, x += 4) {
-                WordPart first[PARTS], second[PARTS];
-                for (int i = 0; i < PARTS; i++) {
-                    WordPart pairs[2];
-                    format.words(panel, run, g, i, pairs);
-                    first[i] = pairs[0], second[i] = pairs[1];
-                }
-                Bf16::add<ROWS, PARTS>(some, x, rows.stride, first);
-                Bf16::add<ROWS, PARTS>(some, x + 2, rows.stride, second);
+        for (int g = 0; g < Format::RUN / 4; g++) add(g);
+    }
+}
+
+// With 8-bit floats. Also summed by run, because with one row several runs at a time hide the latency; then by group, unless
+// scales are powers of two, whose products may be scaled before or after they are added.
+template <class Format, int ROWS>
+inline void add_runs(const Format& format, const Rows<Bf16>& rows, int64_t row, int64_t next, int64_t first, int64_t end, const uint8_t* panel,
+                     FloatPart (&sums)[ROWS][PARTS]) {
+    const int runs = format.runs(), group_runs = IS_BY_GROUP<Format> ? format.group_runs : 1;
+    const Bf16::Input *x = rows.at(row, first), *last = rows.at(row, end);
+    const int64_t to_next = rows.at(next, 0) - rows.at(row, 0);
+    for (; x < last; panel += format.span_bytes())
+        for (int run = 0; run < runs;) {
+            const int begin = run;
+            FloatPart group[ROWS][PARTS] = {};
+            for (const int end = run + group_runs; run < end; run++, x += Format::RUN) {
+                if constexpr (COMES_FROM_MEMORY<Format>) fetch_after(format, panel, run);
+                else fetch_run(x + to_next, Format::RUN * sizeof *x);
+                FloatPart some[ROWS][PARTS] = {};
+                add_run(format, x, rows.stride, panel, run, some);
+                for (int r = 0; r < ROWS; r++)
+                    for (int i = 0; i < PARTS; i++) group[r][i] = IS_BY_GROUP<Format> ? group[r][i] + some[r][i] : some[r][i];
             }
             for (int i = 0; i < PARTS; i++) {
-                const FloatPart scale = format.scale(panel, run, i);
-                for (int r = 0; r < ROWS; r++) sums[r][i] += some[r][i] * scale;
+                const FloatPart scale = IS_SCALED<Format> ? FloatPart{} : format.scale(panel, begin, i);
+                for (int r = 0; r < ROWS; r++) sums[r][i] += IS_SCALED<Format> ? group[r][i] : group[r][i] * scale;
             }
         }
 }
 
+inline void put_scaled(const ProductCall& p, Floats value, int64_t row, int64_t panel) {
+    put(p, p.scales ? value * load<Floats>(p.scales + panel * LANES) : value, row, panel * LANES);
+}
+
 // Adds the products of rows [row, end), inputs [first, last), with a panel from that input on, to sums.
 template <int MOST, class Format, class Rows>
-inline void add_rows(const Format& format, const Rows& rows, int64_t row, int64_t end, int64_t first, int64_t last,
+inline void add_rows(const Format& format, const Rows& rows, int64_t row, int64_t end, int64_t next, int64_t first, int64_t last,
                      const uint8_t* panel, Floats* sums) {
     while (row < end) {
         const int count = first_rows<MOST>(end - row, [&](auto some) {
-            FloatPart own[some][PARTS];
-            std::memcpy(own, sums, sizeof own);
-            add_runs<Format, some>(format, rows, row, first, last, panel, own);
-            std::memcpy(sums, own, sizeof own);
+            constexpr int ROWS = some;
+            typedef FloatPart Sums[ROWS][PARTS];
+            Sums& all = *reinterpret_cast<Sums*>(sums);
+            if constexpr (IS_BY_GROUP<Format>) {
+                add_runs<Format, ROWS>(format, rows, row, next, first, last, panel, all);
+            } else {
+                Sums own;
+#pragma GCC unroll 16  // not a call of memcpy
+                for (int r = 0; r < ROWS; r++)
+                    for (int i = 0; i < PARTS; i++) own[r][i] = all[r][i];
+                add_runs<Format, ROWS>(format, rows, row, next, first, last, panel, own);
+#pragma GCC unroll 16
+                for (int r = 0; r < ROWS; r++)
+                    for (int i = 0; i < PARTS; i++) all[r][i] = own[r][i];
+            }
         });
         row += count, sums += count;
     }
 }
 
-// As add_rows for all inputs, by way of unpacked copies of the panel.
-template <class Format, class Rows>
-inline void add_copied(const Format& format, const Rows& rows, int64_t row, int64_t end, int64_t inputs, const uint8_t* panel,
-                       Floats* sums) {
-    typedef CopyOf<Format> Copied;
-    alignas(64) uint8_t copy[Copied::MOST_BYTES];
-    for (int64_t first = 0, last; first < inputs; first = last) {
-        last = std::min(first + COPIED_INPUTS, inputs);
-        Copied::make(format, panel, last - first, copy);
-        add_rows<MOST_COPIED_ROWS<Format>>(Copied(format), rows, row, end, first, last, copy, sums);
-        panel += few_bits_panel_bytes(format, last - first);
+// Products of rows [row, end) with panels [panel, last) by way of unpacked copies, which all of the rows use.
+template <class Copied, class Format, class Rows>
+inline void multiply_copied(const Format& format, const ProductCall& p, const Rows& rows, int64_t row, int64_t end, int64_t panel,
+                            int64_t last, std::vector<Floats>& memory) {
+    constexpr int MOST = MOST_COPIED_ROWS<Format>;
+    const int64_t panel_bytes = few_bits_panel_bytes(format, p.inputs), width = last - panel;
+    const int64_t num_sums = round_up(end - row, MOST) * width;
+    memory.resize(std::max<size_t>(memory.size(), num_sums + width * Copied::MOST_BYTES / sizeof(Floats)));
+    Floats* const sums = memory.data();  // of MOST rows, panel by panel; then of the next ones
+    uint8_t* const copies = reinterpret_cast<uint8_t*>(sums + num_sums);
+    std::fill(sums, sums + num_sums, Floats{});
+    const uint8_t* from = static_cast<const uint8_t*>(p.panels) + panel * panel_bytes;
+    for (int64_t first = 0, until; first < p.inputs; first = until) {
+        until = std::min(first + COPIED_INPUTS, p.inputs);
+        Floats* some = sums;
+        int64_t r = row;
+        if constexpr (HAS_WORDS<Format> && !IS_SCALED<Copied>)
+            if (width == 1 && r + MOST < end) {  // a constant number of rows, so that only one more loop is compiled
+                add_rows<MOST>(Copying<Format, Copied>(format, copies), rows, r, r + MOST, r, first, until, from, some);
+                r += MOST, some += MOST;
+            }
+        if (r == row)
+            for (int64_t i = 0; i < width; i++)
+                Copied::make(format, from + i * panel_bytes, until - first, copies + i * Copied::MOST_BYTES);
+        for (; r < end; r += MOST)
+            for (int64_t i = 0; i < width; i++, some += MOST)
+                add_rows<MOST>(Copied(format), rows, r, std::min(r + MOST, end), std::min(r + MOST + i, end - 1), first, until,
+                               copies + i * Copied::MOST_BYTES, some);
+        from += few_bits_panel_bytes(format, until - first);
+    }
+    for (int64_t r = row; r < end; r++) {
+        const int64_t bytes = p.is_wide ? sizeof(float) : sizeof(bf16), later = std::min(r + 8, end - 1);
+        fetch_run(static_cast<const char*>(p.out) + (later * p.out_stride + panel * LANES) * bytes, width * LANES * bytes);
+        for (int64_t i = 0; i < width; i++) {
+            const int64_t at = r - row;
+            put_scaled(p, sums[(at / MOST * width + i) * MOST + at % MOST], r, panel + i);
+        }
     }
 }
 
@@ -271,15 +409,16 @@ inline void numbers_of(const Format& format, const uint8_t* span, int run, int g
         format.words(span, run, g, part, pairs);
         for (int k = 0; k < 4; k++)
             numbers[k] = FloatPart(k % 2 ? pairs[k / 2] & 0xffff0000u : pairs[k / 2] << 16) * scale;
+    } else if constexpr (IS_WIDE<Format>) {
+        WordPart pairs[2];
+        format.words(span, run, g, part, pairs);
+        for (int k = 0; k < 4; k++)
+            numbers[k] = __builtin_convertvector(IntPart(k < 2 ? pairs[k] << 16 : pairs[k - 2]) >> 16, FloatPart) * scale;
     } else {
         constexpr int ZERO = std::max(0, Format::ZERO);
-        const WordPart codes = WordPart(format.codes(span, run, g, part, 0));
-        for (int k = 0; k < 4; k++) {
-            IntPart whole = IntPart(codes >> 8 * k & 255u) - ZERO;
-            if constexpr (Format::PLANES == 2)
-                whole = (whole << 7) + IntPart(WordPart(format.codes(span, run, g, part, 1)) >> 8 * k & 255u);
-            numbers[k] = __builtin_convertvector(whole, FloatPart) * scale + least;
-        }
+        const WordPart codes = WordPart(format.codes(span, run, g, part));
+        for (int k = 0; k < 4; k++)
+            numbers[k] = __builtin_convertvector(IntPart(codes >> 8 * k & 255u) - ZERO, FloatPart) * scale + least;
     }
 }
 
@@ -333,19 +472,26 @@ template <class Format> void multiply_few_bits(const Format& format, const Produ
 #endif
     const int64_t panels = round_up(p.outputs, LANES) / LANES, panel_bytes = few_bits_panel_bytes(format, p.inputs);
     const auto rows = prepared_rows<RowsOf<Format>>(p, step.tokens, panel_bytes, me);
+    if (IS_WORTH_A_COPY<Format> && rows.count >= ROWS_WORTH_A_COPY<Format>) {
+        const bool are_many = rows.count > BLOCK_ROWS;
+        for (int64_t row = 0, end; row < rows.count; row = end) {
+            end = std::min(row + COPIED_ROWS, rows.count);
+            for (int64_t i = me.first(panels), last; i < me.end(panels); i = last) {
+                last = std::min(i + (are_many ? COPIED_PANELS : 1), me.end(panels));
+                if (are_many) multiply_copied<CopyOf<Format, true>>(format, p, rows, row, end, i, last, me.desk.copy);
+                else multiply_copied<CopyOf<Format, false>>(format, p, rows, row, end, i, last, me.desk.copy);
+            }
+        }
+        return;
+    }
     for (int64_t row = 0; row < rows.count; row += BLOCK_ROWS) {
         const int64_t end = std::min(row + BLOCK_ROWS, rows.count);
-        const bool is_copied = IS_WORTH_A_COPY<Format> && end - row >= ROWS_WORTH_A_COPY<Format>;
         for (int64_t i = me.first(panels); i < me.end(panels); i++) {
             const uint8_t* panel = static_cast<const uint8_t*>(p.panels) + i * panel_bytes;
             Floats sums[BLOCK_ROWS];
             std::fill(sums, sums + (end - row), Floats{});
-            if (is_copied) add_copied(format, rows, row, end, p.inputs, panel, sums);
-            else add_rows<MOST_FEW_BITS_ROWS<Format>>(format, rows, row, end, 0, p.inputs, panel, sums);
-            for (int64_t r = row; r < end; r++) {
-                const Floats value = sums[r - row];
-                put(p, p.scales ? value * load<Floats>(p.scales + i * LANES) : value, r, i * LANES);
-            }
+            add_rows<MOST_FEW_BITS_ROWS<Format>>(format, rows, row, end, row, 0, p.inputs, panel, sums);
+            for (int64_t r = row; r < end; r++) put_scaled(p, sums[r - row], r, i);
         }
     }
 }

@@ -9,7 +9,7 @@
 //     bits 5, 6      byte 64 (g / 4) + j of 128 more, bits 2 (g % 4) and on
 //     8 bits         byte 64 g + j; 8-bit floats: in the order of Float8
 //
-// A run is 32 inputs (16 for Q6_K and NVFP4), for which quantized activations have one scale. A scale of weights covers one run or
+// A run is 32 inputs (16 for Q6_K and NVFP4, up to 64 for LEVELS), for which quantized activations have one scale. A scale of weights covers one run or
 // more: weight = (scale * code + minimum) * factor of the output. Codes take the bits of the file; 6-bit scales of K formats
 // and 4-bit zeros take 8, and 16-bit scales of some formats take 32.
 #pragma once
@@ -62,9 +62,14 @@ struct E8m0 {  // 2^-127 is read as 0
 
 template <class Byte> inline FloatPart byte_floats(const Byte* of_outputs, int part) {
     const Byte* from = of_outputs + part * PART_LANES;
+#ifdef __AVX512F__
+    const __m128i bytes = load<__m128i>(from);
+    return FloatPart(_mm512_cvtepi32_ps(std::is_signed_v<Byte> ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes)));
+#else
     FloatPart floats;
     for (int i = 0; i < PART_LANES; i++) floats[i] = from[i];
     return floats;
+#endif
 }
 
 // ---- codes of a part of group g of a unit ----
@@ -110,40 +115,64 @@ struct Table {
 
 struct Nibbles {
     static constexpr bool IS_FLOAT = false;
-    static constexpr int BITS = 4, STORED = 4, PLANES = 1;
+    static constexpr int BITS = 4, STORED = 4;
     explicit Nibbles(const uint8_t*) {}
-    static CodePart codes(const uint8_t* run, int g, int part, int) { return nibbles(run, g, part); }
+    static CodePart codes(const uint8_t* run, int g, int part) { return nibbles(run, g, part); }
 };
 struct FiveBits {
     static constexpr bool IS_FLOAT = false;
-    static constexpr int BITS = 5, STORED = 5, PLANES = 1;
+    static constexpr int BITS = 5, STORED = 5;
     explicit FiveBits(const uint8_t*) {}
-    static CodePart codes(const uint8_t* run, int g, int part, int) {
+    static CodePart codes(const uint8_t* run, int g, int part) {
         return nibbles(run, g, part) | fifth_bits(run + 64 * 4, g, part);
     }
 };
 struct EightBits {
     static constexpr bool IS_FLOAT = false;
-    static constexpr int BITS = 8, STORED = 8, PLANES = 1;
+    static constexpr int BITS = 8, STORED = 8;
     explicit EightBits(const uint8_t*) {}
-    static CodePart codes(const uint8_t* run, int g, int part, int) { return load<CodePart>(run + 64 * g + part * PART_BYTES); }
+    static CodePart codes(const uint8_t* run, int g, int part) { return load<CodePart>(run + 64 * g + part * PART_BYTES); }
 };
 // Twice the numbers of E2M1, plus 12.
 struct E2m1 {
     static constexpr bool IS_FLOAT = false;
-    static constexpr int BITS = 5, STORED = 4, PLANES = 1;
+    static constexpr int BITS = 5, STORED = 4;
     static constexpr uint8_t NUMBERS[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
     Table numbers{NUMBERS};
     explicit E2m1(const uint8_t*) {}
-    CodePart codes(const uint8_t* run, int g, int part, int) const { return numbers[nibbles(run, g, part)]; }
+    CodePart codes(const uint8_t* run, int g, int part) const { return numbers[nibbles(run, g, part)]; }
 };
-// Any sixteen numbers, as integers of 14 bits: first the upper seven bits of each (times 128), then the lower seven.
+// Any sixteen numbers, as integers of 14 bits and a sign.
 struct Levels {
     static constexpr bool IS_FLOAT = false;
-    static constexpr int BITS = 7, STORED = 4, PLANES = 2;
-    Table planes[2];
-    explicit Levels(const uint8_t* levels) : planes{Table(levels), Table(levels + 16)} {}
-    CodePart codes(const uint8_t* run, int g, int part, int plane) const { return planes[plane][nibbles(run, g, part)]; }
+    static constexpr int BITS = 15, STORED = 4;
+
+    // levels: the lower bytes of all numbers, then the upper ones.
+    explicit Levels(const uint8_t* levels) : low(levels), high(levels + 16) {
+#ifdef __AVX512BW__
+        for (int i = 0; i < 32; i++) numbers[i] = uint16_t(levels[i % 16] | levels[i % 16 + 16] << 8);
+#endif
+    }
+
+    // A group's inputs as two pairs of 16 bits per output: 0 and 2, 1 and 3.
+    void words(const uint8_t* run, int g, int part, WordPart (&pairs)[2]) const {
+#ifdef __AVX512BW__
+        const UnsignedPart four = load<UnsignedPart>(run + g / 2 * 64);  // the look-up ignores the other codes
+        pairs[0] = WordPart(_mm512_permutexvar_epi16(__m512i(four >> g % 2 * 4), __m512i(numbers)));
+        pairs[1] = WordPart(_mm512_permutexvar_epi16(__m512i(four >> (8 + g % 2 * 4)), __m512i(numbers)));
+#else
+        const CodePart codes = nibbles(run, g, part);
+        const UnsignedPart lower = UnsignedPart(low[codes]), upper = UnsignedPart(high[codes]);
+        pairs[0] = WordPart((lower & 255) | upper << 8);
+        pairs[1] = WordPart(lower >> 8 | (upper & 0xff00));
+#endif
+    }
+
+private:
+    Table low, high;
+#ifdef __AVX512BW__
+    UnsignedPart numbers;  // twice
+#endif
 };
 
 // One byte of the bf16 with the size of each 8-bit float.
@@ -159,7 +188,7 @@ struct alignas(64) Bf16OfSizes {
 // inputs of four outputs.
 struct Float8 {
     static constexpr bool IS_FLOAT = true;
-    static constexpr int BITS = 8, STORED = 8, PLANES = 1;
+    static constexpr int BITS = 8, STORED = 8;
     explicit Float8(const uint8_t*) {}
 
     // A group's inputs as two pairs of bf16 per output.
@@ -195,12 +224,12 @@ private:
 // ---- the formats ----
 
 constexpr int HALVES = 2 * LANES, UNIT = 32, NIBBLES = 16 * UNIT / 2, FIFTHS = 16 * UNIT / 8, UPPERS = 16 * UNIT / 4;
-// Zero of a format: the code of zero (of the first plane), or a number per output in the header.
+// Zero of a format: the code of zero, or a number per output in the header.
 constexpr int MINIMUM = -1, ZERO_CODE = -2;  // an fp16 that is added; a byte that is subtracted from the codes
 
 // Codes with scales, and zeros if they differ, per `group` inputs. Header: the scales of its groups, then their zeros.
 template <class Number, class Scale, int ZERO_, int RUN_ = 32> struct Grouped : Number {
-    static constexpr bool IS_NESTED = false;
+    static constexpr bool IS_NESTED = false, HAS_POWERS = std::is_same_v<Scale, E8m0>;  // scales are powers of two
     static constexpr int ZERO = ZERO_, RUN = RUN_, CODE_BYTES = 2 * Number::STORED * RUN;
     static constexpr int ZERO_BYTES = ZERO == MINIMUM ? 2 : ZERO == ZERO_CODE ? 1 : 0;
     int num_runs, group_runs, scale_bytes, head;  // of a span; of a group
@@ -212,9 +241,7 @@ template <class Number, class Scale, int ZERO_, int RUN_ = 32> struct Grouped : 
     int span_bytes() const { return head + num_runs * CODE_BYTES; }
     const uint8_t* run_of(const uint8_t* span, int run) const { return span + head + run * CODE_BYTES; }
 
-    CodePart codes(const uint8_t* span, int run, int g, int part, int plane = 0) const {
-        return Number::codes(run_of(span, run), g, part, plane);
-    }
+    CodePart codes(const uint8_t* span, int run, int g, int part) const { return Number::codes(run_of(span, run), g, part); }
     void words(const uint8_t* span, int run, int g, int part, WordPart (&pairs)[2]) const {
         Number::words(run_of(span, run), g, part, pairs);
     }
@@ -230,14 +257,14 @@ template <class Number, class Scale, int ZERO_, int RUN_ = 32> struct Grouped : 
 
 // Q4_K and Q5_K: two floats per 256 inputs, multiplied by two integers per run.
 template <int BITS_> struct Nested {
-    static constexpr bool IS_FLOAT = false, IS_NESTED = true;
-    static constexpr int BITS = BITS_, PLANES = 1, ZERO = MINIMUM, RUN = 32, RUNS = 256 / RUN;
+    static constexpr bool IS_FLOAT = false, IS_NESTED = true, HAS_POWERS = false;
+    static constexpr int BITS = BITS_, ZERO = MINIMUM, RUN = 32, RUNS = 256 / RUN;
     static constexpr int LEASTS = 2 * HALVES + RUNS * LANES, HEAD = LEASTS + RUNS * LANES, CODE_BYTES = 2 * BITS * UNIT;
     static constexpr int runs() { return RUNS; }
     static constexpr int span_bytes() { return HEAD + RUNS * CODE_BYTES; }
     static const uint8_t* run_of(const uint8_t* span, int run) { return span + HEAD + run * CODE_BYTES; }
 
-    static CodePart codes(const uint8_t* span, int run, int g, int part, int = 0) {
+    static CodePart codes(const uint8_t* span, int run, int g, int part) {
         const uint8_t* unit = run_of(span, run);
         if constexpr (BITS == 5) return nibbles(unit, g, part) | fifth_bits(unit + NIBBLES, g, part);
         else return nibbles(unit, g, part);
@@ -252,14 +279,14 @@ template <int BITS_> struct Nested {
 
 // Q6_K: one float per 256 inputs, and a signed integer per run of 16.
 struct SixBits {
-    static constexpr bool IS_FLOAT = false, IS_NESTED = true;
-    static constexpr int BITS = 6, PLANES = 1, ZERO = 32, RUN = 16, RUNS = 256 / RUN;
+    static constexpr bool IS_FLOAT = false, IS_NESTED = true, HAS_POWERS = false;
+    static constexpr int BITS = 6, ZERO = 32, RUN = 16, RUNS = 256 / RUN;
     static constexpr int HEAD = HALVES + RUNS * LANES, CODE_BYTES = (NIBBLES + UPPERS) / 2;
     static constexpr int runs() { return RUNS; }
     static constexpr int span_bytes() { return HEAD + RUNS * CODE_BYTES; }
     static const uint8_t* run_of(const uint8_t* span, int run) { return span + HEAD + run * CODE_BYTES; }
 
-    static CodePart codes(const uint8_t* span, int run, int g, int part, int = 0) {
+    static CodePart codes(const uint8_t* span, int run, int g, int part) {
         const uint8_t* unit = run_of(span, run / 2 * 2);
         return nibbles(unit + run % 2 * (NIBBLES / 2), g, part) | upper_bits(unit + NIBBLES + run % 2 * (UPPERS / 2), g, part);
     }
@@ -287,7 +314,9 @@ template <class Call, class Work> inline auto with_format(const Call& call, cons
         case INT8_F32: return grouped((Grouped<EightBits, Single, ZERO_CODE>*)nullptr);
         case NVFP4: return grouped((Grouped<E2m1, E4m3, 12, 16>*)nullptr);
         case MXFP4: return grouped((Grouped<E2m1, E8m0, 12>*)nullptr);
-        case LEVELS: return grouped((Grouped<Levels, Single, 64>*)nullptr);
+        case LEVELS:
+            if (call.group % 64) return grouped((Grouped<Levels, Single, 0>*)nullptr);
+            return grouped((Grouped<Levels, Single, 0, 64>*)nullptr);
         case FP8: return grouped((Grouped<Float8, Single, 0>*)nullptr);
         default: return grouped((Grouped<Float8, E8m0, 0>*)nullptr);
     }

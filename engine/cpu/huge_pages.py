@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 _HUGE = 2 << 20
-_CHUNK = 32 << 20
+# Of the last huge page that is touched in a chunk, half is lost on average; the rest of a chunk takes no memory.
+_CHUNK = 256 << 20
+_POPULATED_AT_ONCE = 32 << 20
 _LINE = 64
 # Linux 5.14; not defined in Python 3.11.
 _MADV_POPULATE_WRITE = 23
@@ -41,9 +43,16 @@ def populate(tensors: Iterable[Tensor]) -> None:
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for tensor in tensors:
             first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-            for begin in range(first, tensor.data_ptr() + tensor.nbytes - mmap.PAGESIZE, _CHUNK):
-                end = min(begin + _CHUNK, tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            last = tensor.data_ptr() + tensor.nbytes
+            for begin in range(first, last - mmap.PAGESIZE, _POPULATED_AT_ONCE):
+                end = min(begin + _POPULATED_AT_ONCE, last) // mmap.PAGESIZE * mmap.PAGESIZE
                 pool.submit(_libc().madvise, c_void_p(begin), c_size_t(end - begin), _MADV_POPULATE_WRITE)
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system, which glibc keeps otherwise. No-op if unsupported."""
+    if hasattr(_libc(), "malloc_trim"):
+        _libc().malloc_trim(c_size_t(0))
 
 
 class HugePages:

@@ -3,11 +3,14 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "causal_conv.h"
 #include "choice.h"
 #include "draft_draws.h"
 #include "few_bits.h"
+#include "gated_norm.h"
 #include "matrix.h"
 #include "norm.h"
+#include "recurrence.h"
 #include "rotary.h"
 #include "wire.h"
 
@@ -25,12 +28,15 @@ void perform(const Kind* call, const Step& step, Worker& me) {
         case ROTATE: return rotate(as<RotaryCall>(call), step, me);
         case ATTEND: return attend(as<AttentionCall>(call), step, me);
         case ADD_NORM: return add_norm(as<AddNormCall>(call), step, me);
+        case CONVOLVE: return convolve(as<ConvCall>(call), step, me);
+        case RECUR: return recur(as<RecurrenceCall>(call), step, me);
+        case GATED_NORM: return gated_norm(as<GatedNormCall>(call), step, me);
     }
 }
 
 // Returns the multiplications of a product; other calls are not counted.
 int64_t work(const Kind* call, const Step& step) {
-    if (*call == ROTATE || *call == ATTEND || *call == ADD_NORM) return 0;
+    if (*call > MULTIPLY_FEW_BITS) return 0;
     return step.tokens * as<ProductCall>(call).outputs * as<ProductCall>(call).inputs;
 }
 

@@ -14,6 +14,7 @@ struct AttentionCall {
     PoolView pool;
     const bf16* q;           // (tokens, q heads, head_dim), token stride q_stride
     int64_t q_stride;
+    int32_t has_gates;       // each query is followed by its gate, whose sigmoid multiplies the head's output
     bf16* out;               // (tokens, q heads, head_dim)
     int64_t q_heads;
     float scale;             // of scores
@@ -21,6 +22,7 @@ struct AttentionCall {
     const float* sinks;      // (q heads): a score each without a value, or null
     int64_t window, chunk;   // 0: none; chunk: keys are seen from the start of the query's chunk of positions on
     int32_t by_tiles;        // use AMX (tiles.h) for many queries, if available
+    const float* output_basis;  // (kv heads, head_dim, head_dim), or null; see basis.h
 };
 
 struct Piece {

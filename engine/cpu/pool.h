@@ -16,6 +16,7 @@ struct PoolView {
     void* codes;
     void* scales;   // bf16; INT4: pairs of scale and zero; null: the codes are plain bf16
     Coding coding;
+    int32_t is_windowed;  // blocks and slots are those of layers with a window; see Step
     int64_t kv_heads, block_size, head_dim;
 
     // Returns the first row (in units of head_dim) of a block's keys (kv 0) or values (kv 1) of one head.

@@ -9,7 +9,7 @@
 
 namespace {
 
-enum Before : int32_t { NOTHING, NORM, SILU, GELU, GELU_TANH, SWIGLU_OAI };  // from SILU on: engine/kernels/gated_mul.py
+enum Before : int32_t { NOTHING, NORM, SILU, GELU, GELU_TANH, SWIGLU_OAI, RELU2 };  // from SILU on: engine/kernels/gated_mul.py
 
 struct ProductCall {
     Kind kind;
@@ -29,7 +29,7 @@ struct ProductCall {
     float alpha, limit;      // SWIGLU_OAI
     // Rows: the step's tokens.
     int64_t features;        // of a row; equal to inputs without `order`
-    const bf16* x;           // (rows, features); before gating: (rows, 2 features), gates and then ups
+    const bf16* x;           // (rows, features); before gating: (rows, 2 features), gates and then ups; RELU2 has no gates
     const bf16* residual;    // (rows, outputs) added to the result, or null; may alias `out`
     void* out;               // (rows, outputs): bf16, or fp32 rounded to bf16
     int64_t out_stride;      // row stride of out and residual
@@ -66,37 +66,39 @@ inline Floats gelu(Floats x) {
 }
 
 // multiply(gates, ups): sixteen of each.
-template <class Multiply> inline void gated(const ProductCall& p, const bf16* x, float* y, const Multiply& multiply) {
+template <class Multiply>
+inline void gated(const ProductCall& p, const bf16* gates, const bf16* ups, float* y, const Multiply& multiply) {
     int64_t i = 0;
     for (; i + LANES <= p.features; i += LANES)
-        store(y + i, rounded(multiply(widen(load<Halves>(x + i)), widen(load<Halves>(x + p.features + i)))));
-    for (; i < p.features; i++) y[i] = rounded(multiply(all(widen(x[i])), all(widen(x[p.features + i]))))[0];
+        store(y + i, rounded(multiply(widen(load<Halves>(gates + i)), widen(load<Halves>(ups + i)))));
+    for (; i < p.features; i++) y[i] = rounded(multiply(all(widen(gates[i])), all(widen(ups[i]))))[0];
 }
 
 // y: receives the inputs, and has room for the features behind them.
 inline void prepared(const ProductCall& p, int64_t row, std::vector<float>& y) {
     y.resize(p.order ? p.inputs + p.features : p.inputs);
     float* features = p.order ? y.data() + p.inputs : y.data();
-    const bf16 *x = p.x + row * p.features, *gates = x + row * p.features;
+    const bf16 *x = p.x + row * p.features, *gates = x + row * p.features, *ups = gates + p.features;
     switch (p.before) {
         case NOTHING: copied(p, x, features); break;
         case NORM: normed(p.norm, x, p.features, [&](int64_t i, auto numbers) { store(features + i, widen(numbers)); }); break;
         case SILU:
-            gated(p, gates, features, [](Floats gate, Floats up) { return rounded(times_sigmoid(gate, gate)) * up; });
+            gated(p, gates, ups, features, [](Floats gate, Floats up) { return rounded(times_sigmoid(gate, gate)) * up; });
             break;
-        case GELU: gated(p, gates, features, [](Floats gate, Floats up) { return rounded(gelu(gate)) * up; }); break;
+        case GELU: gated(p, gates, ups, features, [](Floats gate, Floats up) { return rounded(gelu(gate)) * up; }); break;
         case GELU_TANH:  // (1 + tanh(x)) / 2 is the sigmoid of 2 x
-            gated(p, gates, features, [](Floats gate, Floats up) {
+            gated(p, gates, ups, features, [](Floats gate, Floats up) {
                 return rounded(times_sigmoid(gate, gate * (gate * gate * 0.044715f + 1.0f) * 1.59576912f)) * up;
             });
             break;
         case SWIGLU_OAI:
-            gated(p, gates, features, [&](Floats gate, Floats up) {
+            gated(p, gates, ups, features, [&](Floats gate, Floats up) {
                 gate = gate > p.limit ? all(p.limit) : gate;
                 up = up > p.limit ? all(p.limit) : up < -p.limit ? all(-p.limit) : up;
                 return rounded(gate * rounded(times_sigmoid(all(1.0f), rounded(gate * p.alpha)))) * rounded(up + 1.0f);
             });
             break;
+        case RELU2: gated(p, x, x, features, [](Floats, Floats up) { return (up < 0.0f ? all(0.0f) : up) * up; }); break;
     }
     if (p.order)
         for (int64_t i = 0; i < p.inputs; i++) y[i] = p.order[i] < 0 ? 0.0f : features[p.order[i]];

@@ -22,6 +22,11 @@ class Step(ctypes.Structure):
         ("tables", c_void_p),
         ("query_lens", c_void_p),
         ("context_lens", c_void_p),
+        ("state_reads", c_void_p),
+        ("state_writes", c_void_p),
+        ("window_slots", c_void_p),
+        ("window_tables", c_void_p),
+        ("window_width", c_int64),
         ("threads", c_int32),
     )
 
@@ -41,6 +46,9 @@ class Kind(IntEnum):
     ROTATE = 3
     ATTEND = 4
     ADD_NORM = 5
+    CONVOLVE = 6
+    RECUR = 7
+    GATED_NORM = 8
 
 
 class FormatName(IntEnum):
@@ -144,10 +152,17 @@ class PoolView(ctypes.Structure):
         ("codes", c_void_p),
         ("scales", c_void_p),
         ("coding", c_int32),
+        ("is_windowed", c_int32),
         ("kv_heads", c_int64),
         ("block_size", c_int64),
         ("head_dim", c_int64),
     )
+
+
+class Basis(ctypes.Structure):
+    """Matrices of a layer's KV heads; see basis.h."""
+
+    _fields_ = (("keys", c_void_p), ("values", c_void_p), ("queries", c_void_p), ("outputs", c_void_p))
 
 
 class RotaryCall(ctypes.Structure):
@@ -163,6 +178,8 @@ class RotaryCall(ctypes.Structure):
         ("q_heads", c_int64),
         ("rope", c_int64),
         ("stores", c_int32),
+        ("has_gates", c_int32),
+        ("basis", Basis),
     )
 
 
@@ -174,6 +191,7 @@ class AttentionCall(ctypes.Structure):
         ("pool", PoolView),
         ("q", c_void_p),
         ("q_stride", c_int64),
+        ("has_gates", c_int32),
         ("out", c_void_p),
         ("q_heads", c_int64),
         ("scale", c_float),
@@ -182,6 +200,7 @@ class AttentionCall(ctypes.Structure):
         ("window", c_int64),
         ("chunk", c_int64),
         ("by_tiles", c_int32),
+        ("output_basis", c_void_p),
     )
 
 
@@ -191,7 +210,78 @@ class AddNormCall(ctypes.Structure):
     _fields_ = (("kind", c_int32), ("norm", Norm), ("update", c_void_p), ("x", c_void_p), ("features", c_int64))
 
 
-Call = ProductCall | RotaryCall | AttentionCall | AddNormCall
+class ConvCall(ctypes.Structure):
+    """Causal convolution; see causal_conv.h."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("is_fp32", c_int32),
+        ("activates", c_int32),
+        ("x", c_void_p),
+        ("before", c_void_p),
+        ("after", c_void_p),
+        ("x_stride", c_int64),
+        ("out", c_void_p),
+        ("channels", c_int64),
+        ("width", c_int64),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        ("states", c_void_p),
+        ("state_stride", c_int64),
+    )
+
+
+class RecurrenceCall(ctypes.Structure):
+    """Recurrence of a matrix per head; see recurrence.h."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("is_fp32", c_int32),
+        ("is_delta", c_int32),
+        ("rows", c_void_p),
+        ("row_stride", c_int64),
+        ("dt", c_void_p),
+        ("dt_stride", c_int64),
+        ("beta", c_void_p),
+        ("beta_stride", c_int64),
+        ("rates", c_void_p),
+        ("dt_bias", c_void_p),
+        ("skips", c_void_p),
+        ("min_dt", c_float),
+        ("max_dt", c_float),
+        ("heads", c_int64),
+        ("key_heads", c_int64),
+        ("key_dim", c_int64),
+        ("value_dim", c_int64),
+        ("query_offset", c_int64),
+        ("key_offset", c_int64),
+        ("value_offset", c_int64),
+        ("out", c_void_p),
+        ("states", c_void_p),
+        ("state_stride", c_int64),
+    )
+
+
+class GatedNormCall(ctypes.Structure):
+    """Gated RMS norm of groups; see gated_norm.h."""
+
+    _fields_ = (
+        ("kind", c_int32),
+        ("is_fp32", c_int32),
+        ("gates_first", c_int32),
+        ("shares_weight", c_int32),
+        ("eps", c_float),
+        ("x", c_void_p),
+        ("gate", c_void_p),
+        ("gate_stride", c_int64),
+        ("weight", c_void_p),
+        ("groups", c_int64),
+        ("dim", c_int64),
+        ("out", c_void_p),
+    )
+
+
+Call = ProductCall | RotaryCall | AttentionCall | AddNormCall | ConvCall | RecurrenceCall | GatedNormCall
 
 
 class Wire(ctypes.Structure):

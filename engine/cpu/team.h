@@ -14,7 +14,7 @@
 
 namespace {
 
-enum Kind : int32_t { MULTIPLY_BF16, MULTIPLY_INT8, MULTIPLY_FEW_BITS, ROTATE, ATTEND, ADD_NORM };  // operation; first field of every call's arguments
+enum Kind : int32_t { MULTIPLY_BF16, MULTIPLY_INT8, MULTIPLY_FEW_BITS, ROTATE, ATTEND, ADD_NORM, CONVOLVE, RECUR, GATED_NORM };  // operation; first field of every call's arguments
 
 // Angles of one kind of rotation: numbers i and i + pairs of a head are rotated, for i < pairs.
 struct Angles {
@@ -29,6 +29,10 @@ struct Step {
     const Angles* angles;                      // by kind of rotation
     const int64_t *tables;                     // (sequences, table_width)
     const int64_t *query_lens, *context_lens;  // (sequences)
+    const int64_t* state_reads;                // (sequences): slots of the states before their first tokens; -1: zeros
+    const int64_t* state_writes;               // (tokens): slots for the states after them; -1: not kept
+    const int64_t *window_slots, *window_tables;  // the same as slots and tables, in layers with a window
+    int64_t window_width;                      // of window_tables
     int32_t threads;
 };
 
@@ -54,6 +58,7 @@ struct Desk {
     std::vector<Floats> copy;
     std::vector<Floats> q, sums, out, totals, offsets, most, columns, values, spare, numbers;  // attention.h
     Fetches ahead;                           // attention.h
+    std::vector<Floats> state, chunk;        // recurrence.h, causal_conv.h
 };
 
 class Worker {

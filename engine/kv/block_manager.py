@@ -1,125 +1,74 @@
-"""Block manager of one replica: reference counts of KV blocks, and the index of reusable prefix blocks."""
+"""Block manager of one replica: its KV blocks, the state slots and parts that belong to them, and its prefix cache."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from engine.kv.eviction import Eviction, LeastRecentlyUsed, Origin
-
-# Lifecycle of a block:
-#
-#     free ──allocate──> held ──free, no hash────> free
-#                        │ └──free, with hash────> cached ──allocate, by hash──> held
-#                        │                          └──evicted, lowest value first──> held by another sequence
-#                        └──quarantine──> quarantined ──release──> free
-#     free ──adopt──> cached                       content written by an earlier process
-#
-# Invariant: free + held + cached + quarantined == total.
+from engine.kv.block_allocator import BlockAllocator
+from engine.kv.eviction import Eviction, Origin
+from engine.kv.state_manager import StateManager
+from engine.kv.window_manager import WindowManager
 
 
-class BlockManager:
-    """Block allocator and prefix cache of one replica. Owned by the step thread; the pools of all ranks follow it.
+class BlockManager(BlockAllocator):
+    """Allocator of the blocks on the device. Owned by the step thread; the pools of all ranks follow it.
 
-    Blocks are reference-counted: sequences that share a prefix hold the same blocks. A full block whose content is
-    final can be registered under its prefix hash; it then stays cached after its sequences end, until its space is
-    needed. `eviction` picks the cached block to reuse, and belongs to this manager alone.
+    `windows` manages the parts of blocks in layers with an attention window, if they are freed.
+
+    `states` manages the state slots of models with recurrent layers. Their ids follow the block ids, so that `share`,
+    `free`, `quarantine` and `release` accept both in one list.
+
+    The checkpoint of a block is what else a sequence needs to continue behind it: the state at its end, or its part. A
+    model has one of the two kinds, or none.
     """
 
-    def __init__(self, num_blocks: int, eviction: Eviction | None = None) -> None:
-        self.num_blocks = num_blocks
-        self._free: deque[int] = deque(range(num_blocks))
-        # Reference counts of held blocks.
-        self._refs: dict[int, int] = {}
-        # Blocks with a hash and no reference.
-        self._cached: Eviction = LeastRecentlyUsed() if eviction is None else eviction
-        # Held blocks that were not cache hits.
-        self._origins: dict[int, Origin] = {}
-        self._quarantined: set[int] = set()
-        # Blocks with a hash, held or cached.
-        self._hash_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
-        self._changes: dict[bytes, bool] = {}
-        # Called with (block, hash) before an evicted block is overwritten.
-        self.on_evict: Callable[[int, bytes], None] = lambda block, prefix_hash: None
-
-    def __contains__(self, prefix_hash: bytes) -> bool:
-        """Return True if this block is cached or held now, regardless of its predecessors."""
-        return prefix_hash in self._block_of
-
-    def block_of(self, prefix_hash: bytes) -> int:
-        """Return the block id registered under `prefix_hash`. Raises KeyError."""
-        return self._block_of[prefix_hash]
+    def __init__(
+        self,
+        num_blocks: int,
+        eviction: Eviction | None = None,
+        *,
+        num_states: int = 0,
+        windows: WindowManager | None = None,
+    ) -> None:
+        """num_states: state slots; 0: the model has no recurrent layers. windows: None: every block has all layers."""
+        super().__init__(num_blocks, eviction)
+        self.states = StateManager(num_states, first=num_blocks) if num_states else None
+        self.windows = windows
+        if windows:
+            windows.hash_of = self._hash_of.get
 
     @property
-    def num_full(self) -> int:
-        """Number of blocks that can be matched now."""
-        return len(self._block_of)
+    def num_usable(self) -> int:
+        """Number of available blocks as routers see it: at most the share of blocks that unreserved parts allow."""
+        if not self.windows:
+            return self.num_available
+        return min(self.num_available, int(self.num_blocks * self.windows.unreserved_share))
 
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def match_reusable(self, hashes: Sequence[bytes]) -> int:
+        """Count the leading blocks that a sequence can continue from.
 
-    @property
-    def num_cached(self) -> int:
-        return len(self._cached)
-
-    @property
-    def num_available(self) -> int:
-        """Number of blocks that `allocate` can hand out."""
-        return len(self._free) + len(self._cached)
-
-    def match(self, hashes: Sequence[bytes], *, after: int = 0) -> int:
-        """Count the leading blocks of this prefix that are present; the first `after` are known to be. Read-only."""
-        for depth in range(after, len(hashes)):
-            if hashes[depth] not in self._block_of:
-                return depth
-        return len(hashes)
-
-    def allocate(self, hashes: Sequence[bytes], num_blocks: int) -> tuple[list[int], int] | None:
-        """Take `num_blocks` blocks, reusing the leading ones that `hashes` find in the cache.
-
-        Returns (block ids, number of cache hits). Returns None and takes nothing if the pool is full.
+        With states, those up to the last checkpoint; with windows, those behind which a query finds all parts it sees.
         """
-        if self.num_needed(hashes, num_blocks) > self.num_available:
-            return None
-        num_matched = self.match(hashes[:num_blocks])
-        matched = [self._block_of[prefix_hash] for prefix_hash in hashes[:num_matched]]
-        for block, prefix_hash in zip(matched, hashes, strict=False):
-            self._cached.used(block, prefix_hash)
-            self._refs[block] = self._refs.get(block, 0) + 1
-        origin = self._cached.origin_after(hashes[num_matched - 1] if num_matched else None)
-        return matched + self._take(num_blocks - num_matched, origin), num_matched
+        depth = self.match(hashes)
+        if self.windows:
+            return self.windows.match(depth, lambda place: self.has_part(hashes[place]))
+        return depth if self.states is None else self.states.match(hashes[:depth])
 
-    def num_needed(self, hashes: Sequence[bytes], num_blocks: int) -> int:
-        """Count the available blocks that `allocate` would take: all but those that a sequence already holds."""
-        num_matched = self.match(hashes[:num_blocks])
-        num_held = sum(self._block_of[prefix_hash] in self._refs for prefix_hash in hashes[:num_matched])
-        return num_blocks - num_held
+    def has_part(self, prefix_hash: bytes) -> bool:
+        """Return True if this block is here, and has its part."""
+        block = self._block_of.get(prefix_hash)
+        return self.windows is not None and block is not None and block in self.windows
 
-    def extend(self, blocks: list[int], num_blocks: int) -> bool:
-        """Append blocks for generated tokens to a sequence's table until it has `num_blocks`.
-
-        Returns False and takes nothing if the pool is full.
-        """
-        missing = num_blocks - len(blocks)
-        if missing > self.num_available:
-            return False
-        blocks += self._take(max(0, missing), Origin.GENERATED)
-        return True
-
-    def extend_each(self, tables: Sequence[list[int]]) -> bool:
-        """Append one block to each table. Returns False and takes nothing if the pool is full."""
-        if len(tables) > self.num_available:
-            return False
-        for table, block in zip(tables, self._take(len(tables), Origin.GENERATED), strict=True):
-            table.append(block)
-        return True
+    def places_without_part(self, hashes: Sequence[bytes]) -> set[int]:
+        """Return the places of the blocks that the query behind this prefix sees, and that are here without parts."""
+        seen = self.windows.seen_from(len(hashes)) if self.windows else ()
+        return {place for place in seen if hashes[place] in self and not self.has_part(hashes[place])}
 
     def restore(self, hashes: Sequence[bytes]) -> list[int] | None:
-        """Take a block for each hash and register those that are missing; the caller fills in their content.
+        """Hold and return a block for each hash. The caller fills in the content of those that were missing.
 
-        Returns the held blocks. Returns None and takes nothing if the pool is full.
+        Of these, the blocks that the next query sees get parts, which stay cached; none does if parts are too few.
+        Returns None and takes nothing if the pool is full.
         """
         here = [prefix_hash for prefix_hash in hashes if prefix_hash in self._block_of]
         missing = [prefix_hash for prefix_hash in hashes if prefix_hash not in self._block_of]
@@ -132,151 +81,108 @@ class BlockManager:
             block = self._block_of[prefix_hash]
             self._cached.used(block, prefix_hash)
             self._refs[block] = self._refs.get(block, 0) + 1
-        for prefix_hash, block in zip(missing, self._take(len(missing), Origin.CONTINUED), strict=True):
-            self._hash_of[block], self._block_of[prefix_hash] = prefix_hash, block
+        taken = dict(zip(missing, self._take(len(missing), Origin.CONTINUED), strict=True))
+        parts = []
+        if self.windows:
+            parts = [taken[hashes[place]] for place in self.windows.seen_from(len(hashes)) if hashes[place] in taken]
+            parts = parts if len(parts) <= self.windows.num_available else []
+            self.windows.attach(parts)
+        for prefix_hash, block in taken.items():
+            self._register(block, prefix_hash)
             self._cached.restored(prefix_hash)
-            self._changes[prefix_hash] = True
+        if self.windows:
+            self.windows.drop(parts)
         return [self._block_of[prefix_hash] for prefix_hash in hashes]
 
-    def adopt(self, content: Mapping[int, bytes]) -> None:
-        """Cache those free blocks whose content survives from an earlier process.
+    # Checkpoints, by the hashes of their blocks.
 
-        The first in order is evicted first. A hash that is already known keeps its block.
+    def checkpoint_index(self, prefix_hash: bytes) -> int | None:
+        """Return the index in the pool of a block's checkpoint: of a state slot, or of a part.
+
+        None if there is none, or if its state is still to be copied.
         """
-        free = set(self._free)
-        for block, prefix_hash in content.items():
-            if block in free and prefix_hash not in self._block_of:
-                free.remove(block)
-                self._hash_of[block], self._block_of[prefix_hash] = prefix_hash, block
-                self._cached.full(prefix_hash)
-                self._cached.add(block, prefix_hash, Origin.FIRST)
-                self._changes[prefix_hash] = True
-        self._free = deque(block for block in self._free if block in free)
-
-    def discard(self, prefix_hash: bytes) -> None:
-        """Drop a cached block whose content is lost. No-op if a sequence holds it or it is absent."""
+        if self.states:
+            return self.states.index_of(prefix_hash)
         block = self._block_of.get(prefix_hash)
-        if block is not None and block in self._cached:
-            self._cached.used(block, prefix_hash)
-            self._cached.forget(prefix_hash)
-            self._forget(block)
-            self._free.append(block)
+        return self.windows.part_of(block) if self.windows and block is not None else None
 
-    def unfill(self, prefix_hash: bytes) -> None:
-        """Remove a hash from the index so that it is never matched again, even while its block is held."""
-        self.discard(prefix_hash)
-        block = self._block_of.get(prefix_hash)
-        if block is not None:
-            self._cached.forget(prefix_hash)
-            self._forget(block)
+    def checkpointed_hashes(self) -> list[bytes]:
+        """Return the hashes of all blocks with a checkpoint."""
+        if self.states:
+            return self.states.full_hashes()
+        return [prefix_hash for prefix_hash in self._block_of if self.has_part(prefix_hash)]
+
+    def take_checkpoint_changes(self) -> dict[bytes, bool]:
+        """Return the hashes of blocks whose checkpoint came or went since the last call, with True if there is one."""
+        if self.states:
+            return self.states.take_changes()
+        return self.windows.take_found() if self.windows else {}
+
+    # The allocator's changes, with their effect on state slots and parts.
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Take one more reference to each of these held blocks, for a sequence that forks."""
-        for block in blocks:
-            assert block in self._refs, f"block {block} is not held"
-            self._refs[block] += 1
-
-    def fill_block(self, block: int, prefix_hash: bytes) -> None:
-        """Register a held, full, final block under its hash. A hash that is already known keeps its first block."""
-        assert block in self._refs, f"block {block} is not held"
-        if prefix_hash in self._block_of or block in self._hash_of:
-            return
-        self._hash_of[block] = prefix_hash
-        self._block_of[prefix_hash] = block
-        self._cached.full(prefix_hash)
-        self._changes[prefix_hash] = True
+        super().share(self._without_slots(blocks, StateManager.share))
 
     def free(self, blocks: Sequence[int]) -> None:
-        """Drop one reference to each block of a table.
-
-        The tail becomes evictable before the head, because a tail cannot be matched without its head.
-        """
-        for block in reversed(blocks):
-            if self._drop(block):
-                if prefix_hash := self._hash_of.get(block):
-                    self._cached.add(block, prefix_hash, self._origins.pop(block, Origin.FIRST))
-                else:
-                    self._origins.pop(block, None)
-                    self._free.append(block)
-
-    def spare(self, hashes: Iterable[bytes]) -> None:
-        """Evict first: cached blocks that another replica also holds."""
-        for prefix_hash in hashes:
-            block = self._block_of.get(prefix_hash)
-            if block is not None and block in self._cached:
-                self._cached.spare(block)
+        super().free(self._without_slots(blocks, StateManager.free))
 
     def quarantine(self, blocks: Iterable[int]) -> None:
-        """Drop one reference to each block and block the reuse of unreferenced ones until `release`.
-
-        A peer may still be writing to them.
-        """
-        for block in blocks:
-            if self._drop(block):
-                self._origins.pop(block, None)
-                self._cached.forget(self._hash_of.get(block, b""))
-                self._forget(block)
-                self._quarantined.add(block)
+        blocks = self._without_slots(blocks, StateManager.quarantine)
+        super().quarantine(blocks)
+        if self.windows:
+            for block in dict.fromkeys(blocks):
+                if block in self._quarantined:
+                    self.windows.quarantine(block)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Free quarantined blocks that no peer can write to any more. Other blocks are ignored."""
-        for block in blocks:
-            if block in self._quarantined:
-                self._quarantined.remove(block)
-                self._free.append(block)
+        blocks = self._without_slots(blocks, StateManager.release)
+        super().release(blocks)
+        if self.windows:
+            for block in blocks:
+                self.windows.release(block)
 
-    def take_changes(self) -> dict[bytes, bool]:
-        """Return the hashes stored or removed since the last call, with True if the hash can be matched now."""
-        changes, self._changes = self._changes, {}
-        return changes
+    def fill_block(self, block: int, prefix_hash: bytes) -> None:
+        """Register a held, full, final block under its hash.
 
-    def full_hashes(self) -> list[bytes]:
-        """Return every prefix hash that can be matched now."""
-        return list(self._block_of)
-
-    def num_freed_by(self, released: Iterable[Sequence[int]]) -> int:
-        """Count the blocks that would have no reference left if each of these lists were released."""
-        counts = Counter(block for blocks in released for block in blocks)
-        return sum(self._refs[block] == count for block, count in counts.items())
+        A hash that is already known keeps its first block, unless only this one has its part: without, a block cannot
+        be reused.
+        """
+        known = self._block_of.get(prefix_hash) if self.windows else None
+        if self.windows and known is not None and known not in self.windows:
+            if block in self.windows and block not in self._hash_of:
+                self.unfill(prefix_hash)
+        super().fill_block(block, prefix_hash)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state and the hash tables mirror each other."""
-        cached = {block for block in self._hash_of if block in self._cached}
-        states = [set(self._free), set(self._refs), cached, self._quarantined]
-        union = set().union(*states)
-        assert len(self._free) == len(set(self._free)), "a block is in the free list twice"
-        assert sum(map(len, states)) == len(union) == self.num_blocks, (
-            f"blocks lost or duplicated, by state: {list(map(len, states))}"
-        )
-        assert all(count > 0 for count in self._refs.values()), "held block without a reference"
-        assert {h: b for b, h in self._hash_of.items()} == self._block_of, "hash tables disagree"
-        assert len(self._cached) == len(cached), "a cached block has no hash"
-        assert set(self._hash_of) <= cached | set(self._refs), (
-            "a hash belongs to a block that is neither cached nor held"
-        )
-        assert set(self._origins) <= set(self._refs), "an origin is stored for a block that is not held"
+        super().check_integrity()
+        if self.states:
+            self.states.check_integrity()
+        if self.windows:
+            self.windows.check_integrity()
 
-    def _drop(self, block: int) -> bool:
-        """Drop one reference. Returns True if it was the last."""
-        self._refs[block] -= 1
-        if self._refs[block]:
-            return False
-        del self._refs[block]
-        return True
+    def _evicted(self, block: int) -> None:
+        super()._evicted(block)
+        if self.windows:
+            self.windows.evict(block)
 
-    def _take(self, count: int, origin: Origin) -> list[int]:
-        blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
-        self._refs.update(dict.fromkeys(blocks, 1))
-        self._origins.update(dict.fromkeys(blocks, origin))
-        return blocks
-
-    def _evict(self) -> int:
-        block = self._cached.pop()
-        self.on_evict(block, self._hash_of[block])
-        self._forget(block)
-        return block
+    def _register(self, block: int, prefix_hash: bytes) -> None:
+        super()._register(block, prefix_hash)
+        if self.windows:
+            self.windows.hashed(block, prefix_hash)
 
     def _forget(self, block: int) -> None:
-        if prefix_hash := self._hash_of.pop(block, None):
-            del self._block_of[prefix_hash]
-            self._changes[prefix_hash] = False
+        prefix_hash = self._hash_of.get(block)
+        super()._forget(block)
+        if self.windows and prefix_hash:
+            self.windows.forget(block, prefix_hash)
+
+    def _without_slots(self, ids: Iterable[int], change: Callable[[StateManager, list[int]], None]) -> Sequence[int]:
+        """Return the blocks among `ids`, after `change` has been applied to the state slots among them."""
+        if self.states is None:
+            return ids if isinstance(ids, Sequence) else list(ids)
+        blocks, slots = list[int](), list[int]()
+        for number in ids:
+            (blocks if number < self.num_blocks else slots).append(number)
+        if slots:
+            change(self.states, slots)
+        return blocks

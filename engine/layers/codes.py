@@ -18,8 +18,8 @@ from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeig
 _UNIT = 32
 # Inputs per header and per scale, in descending order.
 _SIZES = (128, 64, 32, 16)
-# Largest integer of a table of levels, and its zero.
-_MOST_LEVEL, _ZERO_LEVEL = 8191, 8192
+# Largest integer of a table of levels.
+_MOST_LEVEL = 8191
 _E2M1 = torch.tensor(E2M1_LEVELS)
 
 
@@ -28,7 +28,7 @@ class Format:
     """Format of formats.h with its parameters. Matrices with equal ones can be packed as one.
 
     span, group: inputs per header and per scale. order: int32 input of each code column, -1 for padding; empty: in
-    order. levels: for LEVELS, the upper seven bits of its 16 numbers, then the lower seven; otherwise empty.
+    order. levels: for LEVELS, the lower bytes of its 16 numbers, then the upper ones; otherwise empty.
     """
 
     name: FormatName
@@ -183,8 +183,8 @@ def _group_format(weight: GroupedWeight) -> Format | None:
     levels = b""
     if name is FormatName.LEVELS:
         assert weight.levels is not None
-        stored = _integer_levels(weight.levels)[0] + _ZERO_LEVEL
-        levels = torch.cat((stored >> 7, stored & 127)).to(torch.uint8).numpy().tobytes()
+        numbers = _integer_levels(weight.levels)[0].to(torch.int16)
+        levels = numbers.view(torch.uint8).view(-1, 2).T.contiguous().numpy().tobytes()
     order = b"" if order_C is None else order_C.int().numpy().tobytes()
     return Format(name, _span(len(group_I) if order_C is None else len(order_C)), group, order, levels)
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _PANEL = 16
 # Values of `enum Before` in product.h.
 _NOTHING, _NORM = 0, 1
-_GATED = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "swigluoai": 5}
+_ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "swigluoai": 5, "relu2": 6}
 
 NEVER = 1 << 62
 # Rows per prompt step that are measured, in descending order until the kernels win.
@@ -178,8 +178,15 @@ class PackedMatrix:
         return cls(kernels, weights[0].shape[1], *parts)
 
     def rows(self, rows_T: Tensor) -> Tensor:
-        """Dequantize rows of a low-bit matrix of one format: (T, I) bf16. rows_T: int64."""
+        """Return rows of a bf16 matrix, or dequantized ones of a low-bit matrix of one format: (T, I) bf16.
+
+        rows_T: int64.
+        """
         (part,) = self._parts
+        if part.kind is Kind.MULTIPLY_BF16:
+            words_PN16 = part.tensors["panels"].view(torch.int32).squeeze(-1)
+            rows_TC = words_PN16[rows_T // _PANEL, :, rows_T % _PANEL].view(torch.bfloat16)
+            return rows_TC[:, : self.num_inputs].contiguous()
         return self._stored_rows(part, rows_T.contiguous())
 
     def _widened(self, part: PackedPart, first: int, end: int) -> Tensor:
@@ -271,7 +278,7 @@ class PackedMatrix:
             case RMSNorm():
                 operation = {"before": _NORM, "norm": norm_argument(before)}
             case GatedActivation():
-                operation = {"before": _GATED[before.kind], "alpha": before.alpha, "limit": before.limit}
+                operation = {"before": _ACTIVATIONS[before.kind], "alpha": before.alpha, "limit": before.limit}
             case None:
                 operation = {"before": _NOTHING}
         first = 0

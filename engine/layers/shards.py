@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -59,6 +59,11 @@ class ShardReader:
         """Read a tensor, or some of its rows, by its full name."""
         return self._place(self.checkpoint.read(name, rows=rows))
 
+    def parameter(self, name: str, *rows: Span) -> Tensor:
+        """Read a tensor, or spans of its rows, and convert it to fp32."""
+        parts = [self.checkpoint.read(name, rows=span).float() for span in rows] or [self.checkpoint.read(name).float()]
+        return torch.cat(parts).to(self.device)
+
     def norm(
         self, name: str, eps: float, *, rows: Span | None = None, adds_one: bool = False, rounds_late: bool = False
     ) -> RMSNorm:
@@ -76,26 +81,32 @@ class ShardReader:
             table = TorchMatrix(self._place(self._widened(name, quantized, rows=rows)))
         return Embedding(table, rows[0], self.parallel)
 
-    def tied(self, embedding: Embedding) -> Matrix:
-        """Return the token embedding as an output matrix."""
+    def tied(self, embedding: Embedding) -> tuple[Embedding, Matrix]:
+        """Return the token embedding and its output matrix, which share memory unless the matrix is int8."""
         table = embedding.table
-        return self.matrix(table.weight_OI) if isinstance(table, TorchMatrix) else table
+        if not isinstance(table, TorchMatrix):
+            return embedding, table
+        matrix = self.matrix(table.weight_OI)
+        if not isinstance(matrix, PackedMatrix) or self.weights == "int8":
+            return embedding, matrix
+        return replace(embedding, table=matrix), matrix
 
-    def linear(self, rows: Mapping[str, Span], *, has_bias: bool = False) -> Linear:
-        """Read the given rows of several matrices as one fused matrix, in order."""
+    def linear(self, rows: Mapping[str, Span | Sequence[Span]], *, has_bias: bool = False) -> Linear:
+        """Read the given rows of several matrices as one fused matrix, in order. A matrix has one span or several."""
 
         def fused(parts: list[Tensor]) -> Tensor:
             return self._place(parts[0] if len(parts) == 1 else torch.cat(parts))
 
-        parts = [self._quantized(name, rows=span) for name, span in rows.items()]
+        spans = [(name, span) for name, of_matrix in rows.items() for span in _spans(of_matrix)]
+        parts = [self._quantized(name, rows=span) for name, span in spans]
         quantized = [part for part in parts if part is not None]
         matrix = self.in_stored_bits(*quantized) if len(quantized) == len(parts) else None
         if matrix is None:
-            spans = zip(rows.items(), parts, strict=True)
-            matrix = self.matrix(fused([self._widened(name, part, rows=span) for (name, span), part in spans]))
+            pairs = zip(spans, parts, strict=True)
+            matrix = self.matrix(fused([self._widened(name, part, rows=span) for (name, span), part in pairs]))
         bias_O = None
         if has_bias:
-            bias_O = fused([self.checkpoint.read(f"{name}.bias", rows=span) for name, span in rows.items()])
+            bias_O = fused([self.checkpoint.read(f"{name}.bias", rows=span) for name, span in spans])
         return Linear(self._seen(tuple(rows), matrix), bias_O)
 
     def columns(self, name: str, columns: Span) -> Matrix:
@@ -122,7 +133,9 @@ class ShardReader:
     def note_widened(self, name: str, reason: str) -> None:
         """Record that a matrix is held dequantized, if the checkpoint has it quantized."""
         if self.weights == "auto" and self.checkpoint.is_quantized(f"{name}.weight"):
-            self.widened.setdefault(reason, []).append(name)
+            names = self.widened.setdefault(reason, [])
+            if name not in names:
+                names.append(name)
 
     def _widened(
         self, name: str, part: QuantizedWeight | None, *, rows: Span | None = None, columns: Span | None = None
@@ -168,4 +181,13 @@ class ShardReader:
         return self.checkpoint.quantized(f"{name}.weight", rows=rows, columns=columns)
 
     def _place(self, tensor: Tensor) -> Tensor:
-        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+        # One view of a file would keep all of its pages resident.
+        return tensor.to(device=self.device, dtype=self.dtype, copy=True).contiguous()
+
+
+def _spans(spans: Span | Sequence[Span]) -> Sequence[Span]:
+    match spans:
+        case (int(start), int(end)):
+            return [(start, end)]
+        case _:
+            return spans

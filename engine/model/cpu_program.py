@@ -6,33 +6,38 @@ At batch size 1 a layer of a small model takes half a millisecond; separate call
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from engine.attention.cpu_heads import StepRows, attention_call, rotary_call
-from engine.attention.layer_attention import Angles
-from engine.batch.batch import Batch
 from engine.cpu.library import Kernels, Program
-from engine.cpu.structs import AddNormCall, Call, Kind, ProductCall, RotaryCall, Step
+from engine.cpu.recurrent import can_convolve, can_recur, conv_call, gated_norm_call, recurrence_call
+from engine.cpu.structs import AddNormCall, Call, ConvCall, Kind, ProductCall, RecurrenceCall, RotaryCall, Step
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, Linear, RMSNorm, RowParallelLinear
 from engine.layers.packed_matrix import PackedMatrix, norm_argument
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.decoder_layer import DecoderLayer
+from engine.model.delta_net_layer import DeltaNet
 from engine.model.gated_mlp import GatedMLP
+from engine.model.recurrent_layer import RecurrentLayer
+from engine.model.short_conv_layer import ShortConv
 
-# Minimum number of positions without logits for which the last layer skips them after its KV.
+# Minimum number of positions without logits for which the last layer skips them after its KV or state.
 _WORTH_LEAVING_OUT = 32
 
+AnyLayer = DecoderLayer | RecurrentLayer
+
 # T tokens of the step, C token capacity of the buffers, R positions with logits, I features, E hidden_size,
-# N = H + 2 K heads, D head_dim
+# N = H + 2 K heads, D head_dim, M channels of a convolution, V value features
 
 
 class CompiledLayers:
     """Layers of a single-rank model whose matrices are all packed. Owned by the step thread."""
 
-    def __init__(self, kernels: Kernels, layers: Sequence[DecoderLayer], pool: KVPool, *, by_tiles: bool) -> None:
+    def __init__(self, kernels: Kernels, layers: Sequence[AnyLayer], pool: KVPool, *, by_tiles: bool) -> None:
         """layers: see can_compile. by_tiles: use AMX for attention, as in CompiledHeads."""
         self._kernels = kernels
         self._layers = layers
@@ -44,8 +49,7 @@ class CompiledLayers:
     def __call__(
         self,
         x_TE: Tensor,
-        batch: Batch,
-        angles: Angles,
+        rows: StepRows,
         on_layer: Callable[[int], None] | None,
         aux_hidden_states: AuxHiddenStates | None = None,
         *,
@@ -57,38 +61,39 @@ class CompiledLayers:
         """
         if len(x_TE) > len(self._x_CE):
             self._make_room(1 << (len(x_TE) - 1).bit_length())
-        rows, begin = StepRows(batch, angles), 0
+        batch, begin = rows.batch, 0
         self._x_CE[: len(x_TE)] = x_TE
         if on_layer is not None or aux_hidden_states is not None:
-            for layer, (first, end) in enumerate(self._kv_calls):
-                if aux_hidden_states is not None and aux_hidden_states.wants(layer):
+            for layer, (first, end) in zip(self._layers, self._stored_calls, strict=True):
+                if aux_hidden_states is not None and aux_hidden_states.wants(layer.index):
                     if begin < first:
                         self._program.run(rows.step, first=begin, end=first)
                         begin = first
-                    aux_hidden_states.note(layer, self._x_CE[: len(x_TE)].clone())
-                if on_layer is not None:
+                    aux_hidden_states.note(layer.index, self._x_CE[: len(x_TE)].clone())
+                if on_layer is not None and isinstance(layer, DecoderLayer) and layer.written is not None:
                     self._program.run(rows.step, first=begin, end=end)
-                    on_layer(layer)
+                    on_layer(layer.written)
                     begin = end
         num_skipped = batch.num_tokens - len(batch.logits_rows)
         if aux_hidden_states is None and not is_whole and num_skipped >= _WORTH_LEAVING_OUT:
-            end = self._kv_calls[-1][1]
+            end = self._stored_calls[-1][1]
             if begin < end:
                 self._program.run(rows.step, first=begin, end=end)
-            return self._finish(rows, batch)
+            return self._finish(rows)
         self._program.run(rows.step, first=begin)
         if aux_hidden_states is not None:
-            aux_hidden_states.note(len(self._kv_calls), self._x_CE[: len(x_TE)])
+            aux_hidden_states.note(len(self._layers), self._x_CE[: len(x_TE)])
         x_TE = self._x_CE[: len(x_TE)]
         return x_TE if is_whole or not num_skipped else x_TE[torch.from_numpy(batch.logits_rows)]
 
-    def _finish(self, rows: StepRows, batch: Batch) -> Tensor:
-        """Finish the last layer for positions with logits only; after its KV no other position is needed."""
-        num_rows, rows_R = len(batch.logits_rows), torch.from_numpy(batch.logits_rows)
-        for values in (self._x_CE, self._heads_of(self._layers[-1])):
+    def _finish(self, rows: StepRows) -> Tensor:
+        """Finish the last layer for positions with logits only; after its KV or state no other position is needed."""
+        last, rows_R = self._layers[-1], torch.from_numpy(rows.batch.logits_rows)
+        num_rows = len(rows_R)
+        for values in (self._x_CE, self._projected_of(last), self._mixed_of(last)):
             values[:num_rows] = values[rows_R]
         if num_rows:
-            self._program.run(rows.of_logits(batch), first=self._kv_calls[-1][1])
+            self._program.run(rows.of_logits(), first=self._stored_calls[-1][1])
         return self._x_CE[:num_rows]
 
     def is_quickest(self, num_tokens: int) -> bool:
@@ -99,33 +104,74 @@ class CompiledLayers:
         def room(numbers_of_features: Iterable[int]) -> Tensor:
             return torch.empty(num_tokens, max(numbers_of_features), dtype=torch.bfloat16)
 
-        layers, outputs = self._layers, [_packed(layer.output) for layer in self._layers]
+        layers, outputs = self._layers, [_packed(_ends(layer)[1]) for layer in self._layers]
+        nets = [layer.mixer for layer in _recurrent(layers) if isinstance(layer.mixer, DeltaNet)]
         self._x_CE, self._update_CE = (room(output.num_outputs for output in outputs) for _ in range(2))
         # Layers may differ in their numbers of heads and features.
-        self._heads_CI = room(_packed(layer.qkv).num_outputs for layer in layers)
-        self._attended_CI = room(output.num_inputs for output in outputs)
+        self._projected_CI = room(_packed(_ends(layer)[0]).num_outputs for layer in layers)
+        self._mixed_CI = room(output.num_inputs for output in outputs)
         self._gate_up_CI = room(_packed(_mlp(layer).gate_up).num_outputs for layer in layers)
-        calls, self._kv_calls = list[Call](), list[tuple[int, int]]()
+        self._ba_CI = room((0, *(_packed(net.ba).num_outputs for net in nets)))
+        self._convolved_CM = room((0, *(net.conv_WC.shape[1] for net in nets)))
+        calls, self._stored_calls = list[Call](), list[tuple[int, int]]()
         for layer in self._layers:
             begin = len(calls)
             calls += self._calls(layer)
-            rotation = next(i for i in range(begin, len(calls)) if isinstance(calls[i], RotaryCall))
-            # After the rotation the layer's keys and values are in the pool.
-            self._kv_calls.append((begin, rotation + 1))
+            stores = (
+                i for i in range(begin, len(calls)) if isinstance(calls[i], RotaryCall | ConvCall | RecurrenceCall)
+            )
+            # After these calls the layer's keys and values, or its state, are in the pool.
+            self._stored_calls.append((begin, max(stores) + 1))
         self._program = Program(self._kernels, calls)
 
-    def _calls(self, layer: DecoderLayer) -> Iterable[Call]:
-        mlp = _mlp(layer)
-        x_CE, gate_up_CI, heads_CND = self._x_CE, self._gate_up_CI, self._heads_of(layer)
-        attended_CI = _leading(self._attended_CI, _packed(layer.output).num_inputs)
-        attended_CHD = attended_CI.view(len(x_CE), -1, layer.head_dim)
-        q_CHD = heads_CND[:, : attended_CHD.shape[1]]
-        yield from _products(layer.qkv, x_CE, heads_CND, before=layer.input_norm)
-        yield rotary_call(self._pool, layer.attention, heads_CND)
-        yield attention_call(self._pool, layer.attention, q_CHD, attended_CHD, by_tiles=self._by_tiles)
-        yield from self._added(layer.output, attended_CHD, None, layer.output_norm)
-        yield from _products(mlp.gate_up, x_CE, gate_up_CI, before=layer.mlp_norm)
-        yield from self._added(mlp.down, gate_up_CI, mlp.activation, mlp.output_norm)
+    def _calls(self, layer: AnyLayer) -> Iterable[Call]:
+        mlp, (first, output) = _mlp(layer), _ends(layer)
+        yield from _products(first, self._x_CE, self._projected_of(layer), before=layer.input_norm)
+        if isinstance(layer, DecoderLayer):
+            yield from self._attention_calls(layer)
+        elif isinstance(layer.mixer, DeltaNet):
+            yield from self._delta_net_calls(layer, layer.mixer)
+        elif isinstance(layer.mixer, ShortConv):
+            yield self._short_conv_call(layer, layer.mixer)
+        output_norm = layer.output_norm if isinstance(layer, DecoderLayer) else None
+        yield from self._added(output, self._mixed_of(layer), None, output_norm)
+        yield from _products(mlp.gate_up, self._x_CE, self._gate_up_CI, before=layer.mlp_norm)
+        yield from self._added(mlp.down, self._gate_up_CI, mlp.activation, mlp.output_norm)
+
+    def _attention_calls(self, layer: DecoderLayer) -> Iterable[Call]:
+        heads_CND, attended_CHD = (
+            values_CI.view(len(values_CI), -1, layer.head_dim)
+            for values_CI in (self._projected_of(layer), self._mixed_of(layer))
+        )
+        pool, gates = self._pool, layer.has_gates
+        yield rotary_call(pool, layer.attention, heads_CND, has_gates=gates)
+        # The queries are first.
+        yield attention_call(pool, layer.attention, heads_CND, attended_CHD, by_tiles=self._by_tiles, has_gates=gates)
+
+    def _delta_net_calls(self, layer: RecurrentLayer, net: DeltaNet) -> Iterable[Call]:
+        num_channels, num_heads = net.conv_WC.shape[1], net.recurrence.num_heads
+        states = self._pool.states[layer.state_layer].tensors
+        qkv_CM, z_CI = self._projected_of(layer).tensor_split((num_channels,), dim=1)
+        ba_CI, convolved_CM = _leading(self._ba_CI, 2 * num_heads), _leading(self._convolved_CM, num_channels)
+        b_CH, a_CH = ba_CI.chunk(2, dim=1)
+        mixed_CHV = self._mixed_of(layer).view(len(ba_CI), num_heads, -1)
+        yield from _products(net.ba, self._x_CE, ba_CI, before=layer.input_norm)
+        yield conv_call(qkv_CM, net.conv_WC, None, states.conv_NLC, convolved_CM)
+        yield recurrence_call(convolved_CM, a_CH, b_CH, net.recurrence, states.matrix_NHKV, mixed_CHV)
+        z_CHV = torch.unflatten(z_CI, 1, mixed_CHV.shape[1:])
+        yield gated_norm_call(mixed_CHV, z_CHV, net.norm_1V, net.norm_eps, mixed_CHV, gates_first=False)
+
+    def _short_conv_call(self, layer: RecurrentLayer, conv: ShortConv) -> Call:
+        before_CM, after_CM, x_CM = self._projected_of(layer).chunk(3, dim=1)
+        return conv_call(
+            x_CM,
+            conv.conv_WC,
+            conv.conv_bias_C,
+            self._pool.states[layer.state_layer].tensors.conv_NLC,
+            self._mixed_of(layer),
+            activates=False,
+            gates=(before_CM, after_CM),
+        )
 
     def _added(
         self, part: RowParallelLinear, x_CI: Tensor, before: Before | None, after: RMSNorm | None
@@ -144,10 +190,13 @@ class CompiledLayers:
             features=x_CE.shape[1],
         )
 
-    def _heads_of(self, layer: DecoderLayer) -> Tensor:
-        """Return the part of the buffer that holds the heads of a layer, (C, N, D)."""
-        heads_CI = _leading(self._heads_CI, _packed(layer.qkv).num_outputs)
-        return heads_CI.view(len(heads_CI), -1, layer.head_dim)
+    def _projected_of(self, layer: AnyLayer) -> Tensor:
+        """Return the outputs of a layer's first matrix, (C, I)."""
+        return _leading(self._projected_CI, _packed(_ends(layer)[0]).num_outputs)
+
+    def _mixed_of(self, layer: AnyLayer) -> Tensor:
+        """Return the inputs of the matrix after a layer's attention or recurrence, (C, I)."""
+        return _leading(self._mixed_CI, _packed(_ends(layer)[1]).num_inputs)
 
 
 class CompiledHead:
@@ -172,14 +221,22 @@ class CompiledHead:
         return num_rows < self._packed.torch_rows
 
 
-def can_compile(layers: Sequence[DecoderLayer]) -> bool:
-    """Return True if all matrices are packed, no MLP has experts, and norms are where Llama has them."""
+def can_compile(layers: Sequence[object]) -> TypeGuard[Sequence[AnyLayer]]:
+    """Return True if all matrices are packed, no MLP has experts, and the kernels support the other parts."""
     return all(
-        isinstance(layer.mlp, GatedMLP)
-        and layer.is_usual
+        isinstance(layer, DecoderLayer | RecurrentLayer)
+        and isinstance(layer.mlp, GatedMLP)
+        and (layer.is_usual if isinstance(layer, DecoderLayer) else _has_kernels(layer))
         and all(isinstance(part.matrix, PackedMatrix) for part in _parts(layer))
         for layer in layers
     )
+
+
+def _has_kernels(layer: RecurrentLayer) -> bool:
+    mixer = layer.mixer
+    if layer.residual_scale != 1 or not isinstance(mixer, DeltaNet | ShortConv):
+        return False
+    return can_convolve(mixer.conv_WC) and (isinstance(mixer, ShortConv) or can_recur(mixer.recurrence))
 
 
 def _leading(room_CI: Tensor, num_features: int) -> Tensor:
@@ -187,9 +244,23 @@ def _leading(room_CI: Tensor, num_features: int) -> Tensor:
     return room_CI.flatten()[: len(room_CI) * num_features].view(-1, num_features)
 
 
-def _parts(layer: DecoderLayer) -> tuple[Linear | RowParallelLinear, ...]:
-    mlp = _mlp(layer)
-    return layer.qkv, layer.output, mlp.gate_up, mlp.down
+def _recurrent(layers: Iterable[AnyLayer]) -> list[RecurrentLayer]:
+    return [layer for layer in layers if isinstance(layer, RecurrentLayer)]
+
+
+def _ends(layer: AnyLayer) -> tuple[Linear, RowParallelLinear]:
+    """Return the first matrix of a layer, and the one after its attention or recurrence."""
+    if isinstance(layer, DecoderLayer):
+        return layer.qkv, layer.output
+    mixer = layer.mixer
+    return mixer.qkvz if isinstance(mixer, DeltaNet) else mixer.projection, mixer.output
+
+
+def _parts(layer: AnyLayer) -> tuple[Linear | RowParallelLinear, ...]:
+    mlp, parts = _mlp(layer), _ends(layer)
+    if isinstance(layer, RecurrentLayer) and isinstance(layer.mixer, DeltaNet):
+        return (*parts, layer.mixer.ba, mlp.gate_up, mlp.down)
+    return (*parts, mlp.gate_up, mlp.down)
 
 
 def _products(
@@ -203,7 +274,7 @@ def _products(
     return _packed(part).calls(x_CI, out_CO, bias_O=part.bias_O, before=before, residual_TO=residual_CE)
 
 
-def _mlp(layer: DecoderLayer) -> GatedMLP:
+def _mlp(layer: AnyLayer) -> GatedMLP:
     assert isinstance(layer.mlp, GatedMLP)
     return layer.mlp
 

@@ -39,8 +39,10 @@ class DecoderLayer:
     attention: LayerAttention
     # None: the families without norms before their parts.
     input_norm: RMSNorm | None
-    # Rows: queries, keys, values; queries only in a layer that reads another one's keys and values.
+    # Rows: queries, keys, values; queries only in a layer that reads another one's keys and values. With gates, each
+    # query head is followed by its own.
     qkv: Linear
+    has_gates: bool
     # Norms over all heads together.
     qk_norm: ProjectionNorm | None
     values_are_keys: bool
@@ -49,7 +51,7 @@ class DecoderLayer:
     output_norm: RMSNorm | None
     residual_scale: float
     mlp_norm: RMSNorm | None
-    mlp: GatedMLP | SparseMLP | ExpertsBesideMLP
+    mlp: GatedMLP | SparseMLP | ExpertsBesideMLP | None
     scales_queries: bool
     # Addition of the layer's embedding, and a factor of its output (1,): Gemma 4.
     per_layer_input: PerLayerInput | None
@@ -62,8 +64,11 @@ class DecoderLayer:
         q_first, q_end = reader.parallel.span(config.num_q_heads)
         kv_first, kv_end = head_range(layer.num_kv_heads, rank=reader.parallel.rank, num_ranks=reader.parallel.size)
         q_rows, kv_rows = (q_first * dim, q_end * dim), (kv_first * dim, kv_end * dim)
-        rows = {f"{attention}.q_proj": q_rows} | {f"{attention}.{name}": kv_rows for name in _kv_names(layer)}
-        names = mlp_norms(config)
+        wide = 1 + config.has_attention_gate
+        rows = {f"{attention}.q_proj": (wide * q_rows[0], wide * q_rows[1])} | {
+            f"{attention}.{name}": kv_rows for name in _kv_names(layer)
+        }
+        before = mlp_norms(config).before if layer.has_mlp else ""
         return cls(
             index=index,
             num_q_heads=q_end - q_first,
@@ -71,6 +76,7 @@ class DecoderLayer:
             attention=_read_attention(reader, config, index, (q_first, q_end)),
             input_norm=read_norm(reader, config, f"{prefix}.input_layernorm") if config.has_pre_norms else None,
             qkv=reader.linear(rows, has_bias=config.has_qkv_bias),
+            has_gates=config.has_attention_gate,
             qk_norm=ProjectionNorm.read(reader, config, attention, q_rows, kv_rows)
             if config.qk_norm == "projection"
             else None,
@@ -80,31 +86,37 @@ class DecoderLayer:
             if config.has_post_norms
             else None,
             residual_scale=config.residual_scale,
-            mlp_norm=read_norm(reader, config, f"{prefix}.{names.before}") if names.before else None,
-            mlp=_read_mlp(reader, config, index),
+            mlp_norm=read_norm(reader, config, f"{prefix}.{before}") if before else None,
+            mlp=read_mlp(reader, config, index) if layer.has_mlp else None,
             scales_queries=layer.scales_queries,
             per_layer_input=PerLayerInput.read(reader, config, index) if config.per_layer_dim else None,
             scale=reader.tensor(f"{prefix}.layer_scalar") if config.has_layer_scales else None,
         )
 
     def store(self, x: Residual, heads: Heads) -> Tensor:
-        """Write the tokens' keys and values to the pool. Returns the queries (T, H, D)."""
+        """Write the tokens' keys and values to the pool. Returns the queries (T, H, D), and behind them their gates."""
         heads_TND = self._heads(x)
+        if self.has_gates:
+            q_THD, gates_THD, kv_TND = self._without_gates(heads_TND)
+            return torch.cat((heads.store(self.attention, torch.cat((q_THD, kv_TND), dim=1)), gates_THD), dim=1)
         if self.values_are_keys:
             heads_TND = torch.cat((heads_TND, heads_TND[:, self.num_q_heads :]), dim=1)
         return heads.store(self.attention, heads_TND)
 
     def keep(self, x: Residual, pool: KVPool, slots_T: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> None:
         """Write keys and values only. The layer must not share them, derive values from keys, or norm values."""
-        heads_TND = self._heads(x)
-        k_TKD, v_TKD = heads_TND[:, self.num_q_heads :].chunk(2, dim=1)
+        heads_TND, num_queries = self._heads(x), (1 + self.has_gates) * self.num_q_heads
+        k_TKD, v_TKD = heads_TND[:, num_queries:].chunk(2, dim=1)
         k_TKD = k_TKD if self.attention.k_norm is None else self.attention.k_norm(k_TKD)
         pool.write(self.attention.layer, slots_T, rotate(k_TKD, cos_T1F, sin_T1F), v_TKD)
 
     def finish(self, x: Residual, q_THD: Tensor, heads: Heads) -> None:
-        attended_THD = heads.attend(self.attention, q_THD)
+        attended_THD = heads.attend(self.attention, q_THD[:, : self.num_q_heads])
+        if self.has_gates:
+            attended_THD = attended_THD * q_THD[:, self.num_q_heads :].sigmoid()
         x.add_product(self.output, attended_THD.flatten(1), after=self.output_norm, scale=self.residual_scale)
-        self.mlp(x, norm=self.mlp_norm)
+        if self.mlp is not None:
+            self.mlp(x, norm=self.mlp_norm)
 
     @property
     def written(self) -> int | None:
@@ -121,15 +133,20 @@ class DecoderLayer:
     @property
     def is_fixed(self) -> bool:
         """True if launches depend only on shapes."""
-        return is_plain(self.qkv, self.output) and self.mlp.is_fixed
+        return is_plain(self.qkv, self.output) and (self.mlp is None or self.mlp.is_fixed)
 
     @property
     def is_usual(self) -> bool:
         """True if a compiled program can compute all parts of the layer."""
         extras = self.qk_norm, self.per_layer_input, self.scale
         has_norms = self.input_norm is not None and self.mlp_norm is not None
-        has_usual_heads = not self.values_are_keys and not self.scales_queries
+        has_usual_heads = not (self.values_are_keys or self.scales_queries)
         return has_norms and has_usual_heads and self.residual_scale == 1 and all(part is None for part in extras)
+
+    def _without_gates(self, heads_TND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the queries and their gates (T, H, D), which alternate, and the other heads."""
+        pairs_TND, kv_TND = heads_TND.tensor_split((2 * self.num_q_heads,), dim=1)
+        return pairs_TND[:, ::2], pairs_TND[:, 1::2], kv_TND
 
     def _heads(self, x: Residual) -> Tensor:
         """Project the tokens: queries, then keys, then values (T, N, D), not yet rotated."""
@@ -143,9 +160,10 @@ def expected_tensors(config: ModelConfig, index: int) -> Mapping[str, Shape]:
     """Return the tensors of one layer, without its MLP."""
     hidden, layer = config.hidden_size, config.layers[index]
     dim, prefix = layer.head_dim, f"model.layers.{index}"
-    sizes = {"q_proj": config.num_q_heads * dim} | {name: layer.num_kv_heads * dim for name in _kv_names(layer)}
-    names = mlp_norms(config)
-    norms: dict[str, Shape] = {name: (hidden,) for name in (names.before, names.after) if name}
+    sizes = {"q_proj": config.num_q_heads * dim * (1 + config.has_attention_gate)} | {
+        name: layer.num_kv_heads * dim for name in _kv_names(layer)
+    }
+    norms: dict[str, Shape] = {name: (hidden,) for name in mlp_norms(config) if name and layer.has_mlp}
     if config.has_pre_norms:
         norms["input_layernorm"] = (hidden,)
     if config.has_post_norms:
@@ -156,7 +174,7 @@ def expected_tensors(config: ModelConfig, index: int) -> Mapping[str, Shape]:
                 norms[f"self_attn.{name[0]}_norm"] = (dim if config.qk_norm == "head" else sizes[name],)
     tensors = {f"{prefix}.{name}.weight": shape for name, shape in norms.items()}
     shapes = {name: ((size, hidden), config.has_qkv_bias) for name, size in sizes.items()}
-    shapes["o_proj"] = ((hidden, sizes["q_proj"]), config.has_output_bias)
+    shapes["o_proj"] = ((hidden, config.num_q_heads * dim), config.has_output_bias)
     for name, (shape, has_bias) in shapes.items():
         tensors[f"{prefix}.self_attn.{name}.weight"] = shape
         if has_bias:
@@ -211,7 +229,8 @@ def mlp_module(config: ModelConfig, index: int) -> Any:
     return experts_beside_mlp if config.experts and config.experts.beside_mlp else experts
 
 
-def _read_mlp(reader: ShardReader, config: ModelConfig, index: int) -> GatedMLP | SparseMLP | ExpertsBesideMLP:
+def read_mlp(reader: ShardReader, config: ModelConfig, index: int) -> GatedMLP | SparseMLP | ExpertsBesideMLP:
+    """Read a layer's MLP, with experts or without."""
     if not config.is_sparse(index):
         return GatedMLP.read(reader, config, index)
     kind = ExpertsBesideMLP if config.experts and config.experts.beside_mlp else SparseMLP

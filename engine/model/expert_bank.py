@@ -47,9 +47,9 @@ class Bank(Protocol):
 
 @dataclass(frozen=True)
 class Expert:
-    """One gated MLP, or a rank's share of its features."""
+    """One MLP, or a rank's share of its features."""
 
-    # Rows: gate, up.
+    # Rows: gate, up; or up, with an activation without gates.
     gate_up: Linear
     down: Matrix
     # On rank 0 only, if the features are split over ranks.

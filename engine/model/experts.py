@@ -1,4 +1,4 @@
-"""Mixture of experts: a router picks a few gated MLPs for each token (Shazeer et al. 2017, arXiv:1701.06538).
+"""Mixture of experts: a router picks a few MLPs for each token (Shazeer et al. 2017, arXiv:1701.06538).
 
 The ranks of a replica share the experts in one of two ways, with equal results:
 
@@ -11,7 +11,7 @@ cut into that many pieces, which follow the others in the bank and are chosen by
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from core.model.shape import ExpertsConfig, ModelConfig
+from core.model.shape import Activation, ExpertsConfig, ModelConfig
 from engine.kernels.gated_mul import SILU, GatedActivation
 from engine.kernels.moe.expert_router import RoutedTokens
 from engine.kernels.moe.expert_sum import ExpertSum
@@ -32,7 +32,9 @@ from engine.model.routing import Routing
 from engine.runner.parallel import TensorParallel
 from engine.weights.checkpoint import Shape, Span
 
-# T tokens, E hidden_size, I features of the shared expert, C experts per token
+# T tokens, E hidden_size, L features of latents, I features of the shared expert, C experts per token
+
+_TO_LATENT, _FROM_LATENT = "fc1_latent_proj", "fc2_latent_proj"
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class SparseMLP:
     # True: the weights multiply the experts' inputs.
     weighs_inputs: bool = False
     residual_scale: float = 1.0
+    # Projections of the experts' inputs, and of their sum.
+    latents: Latents | None = None
 
     @classmethod
     def read(cls, reader: ShardReader, config: ModelConfig, layer: int) -> SparseMLP:
@@ -71,14 +75,16 @@ class SparseMLP:
             experts = SplitExperts(build_bank(range(num_experts)), parallel)
         shared = None
         if shape.shared_size:
-            shared = SharedExpert.read(reader, shape, block, GatedActivation.of(config.activation))
+            shared = SharedExpert.read(reader, shape, block, config.activation)
+        latents = Latents.read(reader, config, block) if shape.latent_size else None
         routing = Routing.read(reader, shape, f"{block}.gate")
-        return cls(routing, experts, shared, shape.weighs_inputs, config.residual_scale)
+        return cls(routing, experts, shared, shape.weighs_inputs, config.residual_scale, latents)
 
     def __call__(self, x: Residual, *, norm: RMSNorm | None) -> None:
         normed_TE = x.normed(norm)
         choices = self.routing(normed_TE)
         compute = partial(_of_weighed_inputs, self.experts) if self.weighs_inputs else self.experts
+        compute = compute if self.latents is None else partial(self.latents, compute)
         x.add(compute(normed_TE, choices), scale=self.residual_scale)
         if self.shared is not None:
             self.shared(normed_TE, x, scale=self.residual_scale)
@@ -87,6 +93,7 @@ class SparseMLP:
     def is_fixed(self) -> bool:
         """True if launches depend only on the number of tokens, not on the chosen experts."""
         is_fixed = isinstance(self.experts, SplitExperts) and self.experts.bank.is_fixed
+        is_fixed = is_fixed and (self.latents is None or is_plain(self.latents.down, self.latents.up))
         return is_fixed and (self.shared is None or is_plain(self.shared.gate_up, self.shared.down))
 
 
@@ -103,8 +110,27 @@ def _of_weighed_inputs(experts: Experts, x_TE: Tensor, choices: RoutedTokens) ->
 
 
 @dataclass(frozen=True)
+class Latents:
+    """Projections into the experts' latent space, before them, and out of it, after them. Every rank has both."""
+
+    down: Linear
+    up: Linear
+
+    @classmethod
+    def read(cls, reader: ShardReader, config: ModelConfig, block: str) -> Latents:
+        assert config.experts is not None
+        down = reader.linear({f"{block}.{_TO_LATENT}": (0, config.experts.latent_size)})
+        return cls(down, reader.linear({f"{block}.{_FROM_LATENT}": (0, config.hidden_size)}))
+
+    def __call__(self, experts: Experts, x_TE: Tensor, choices: RoutedTokens) -> Tensor:
+        """Return the experts' weighted sum, (T, E)."""
+        found = experts(self.down(x_TE), choices)
+        return self.up(found.total() if isinstance(found, ExpertSum) else found)
+
+
+@dataclass(frozen=True)
 class SharedExpert:
-    """Gated MLP of all tokens, split over the ranks by feature; Qwen2-MoE weighs it by sigmoid(gate x)."""
+    """MLP of all tokens, split over the ranks by feature; Qwen2-MoE weighs it by sigmoid(gate x)."""
 
     gate_up: Linear
     down: RowParallelLinear
@@ -112,13 +138,13 @@ class SharedExpert:
     activation: GatedActivation = SILU
 
     @classmethod
-    def read(cls, reader: ShardReader, config: ExpertsConfig, block: str, activation: GatedActivation) -> SharedExpert:
+    def read(cls, reader: ShardReader, config: ExpertsConfig, block: str, activation: Activation) -> SharedExpert:
         name, features = f"{block}.{_shared_name(config)}", reader.parallel.span(config.shared_size)
         return cls(
-            reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}),
+            reader.linear({f"{name}.{matrix}": features for matrix in activation.input_matrices}),
             reader.row_parallel(f"{name}.down_proj", features),
             _read_shared_gate(reader, config, block),
-            activation,
+            GatedActivation.of(activation),
         )
 
     def __call__(self, normed_TE: Tensor, x: Residual, *, scale: float = 1.0) -> None:
@@ -154,25 +180,30 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
     assert config.experts is not None
     shape, hidden, block = config.experts, config.hidden_size, f"model.layers.{layer}.mlp"
     tensors: dict[str, Shape] = {f"{block}.gate.weight": (shape.num_experts, hidden)}
+    width, matrices = shape.latent_size or hidden, config.activation.input_matrices
     for index in range(shape.num_experts):
-        tensors |= _matrices(f"{block}.experts.{index}", hidden, shape.intermediate_size, has_bias=shape.has_bias)
+        name = f"{block}.experts.{index}"
+        tensors |= _matrices(name, matrices, width, shape.intermediate_size, has_bias=shape.has_bias)
+    if shape.latent_size:
+        tensors[f"{block}.{_TO_LATENT}.weight"] = (width, hidden)
+        tensors[f"{block}.{_FROM_LATENT}.weight"] = (hidden, width)
     if shape.has_correction_bias:
         tensors[f"{block}.gate.e_score_correction_bias"] = (shape.num_experts,)
     if shape.has_router_bias:
         tensors[f"{block}.gate.bias"] = (shape.num_experts,)
     if shape.has_expert_scales:
         tensors[f"{block}.gate.per_expert_scale"] = (shape.num_experts,)
-    if width := shape.shared_size:
+    if shape.shared_size:
         shared = f"{block}.{_shared_name(shape)}"
-        tensors |= _matrices(shared, hidden, width, has_bias=False)
+        tensors |= _matrices(shared, matrices, hidden, shape.shared_size, has_bias=False)
         if shape.has_shared_gate:
             tensors[f"{shared}_gate.weight"] = (1, hidden)
     return tensors
 
 
-def _matrices(name: str, hidden: int, features: int, *, has_bias: bool) -> dict[str, Shape]:
-    """Return the tensors of one expert."""
-    shapes = {"gate_proj": (features, hidden), "up_proj": (features, hidden), "down_proj": (hidden, features)}
+def _matrices(name: str, inputs: Sequence[str], width: int, features: int, *, has_bias: bool) -> dict[str, Shape]:
+    """Return the tensors of one expert. inputs: names of the matrices that its input, of this width, goes into."""
+    shapes = dict.fromkeys(inputs, (features, width)) | {"down_proj": (width, features)}
     tensors: dict[str, Shape] = {f"{name}.{matrix}.weight": shape for matrix, shape in shapes.items()}
     return tensors | ({f"{name}.{matrix}.bias": shape[:1] for matrix, shape in shapes.items()} if has_bias else {})
 
@@ -183,7 +214,9 @@ def _shared_name(config: ExpertsConfig) -> str:
 
 def pieces_of_shared(reader: ShardReader, config: ExpertsConfig) -> int:
     """Return the number of bank experts that replace the shared one; 0: keep it whole, as calibration needs."""
-    if reader.device.type != "cuda" or reader.on_matrix is not None or config.shared_size % config.intermediate_size:
+    if reader.device.type != "cuda" or reader.on_matrix is not None or config.latent_size:
+        return 0
+    if config.shared_size % config.intermediate_size:
         return 0
     return config.shared_size // config.intermediate_size
 
@@ -200,7 +233,8 @@ def _read_expert(reader: ShardReader, config: ModelConfig, layer: int, index: in
     if piece >= 0:
         name, begin = f"{block}.{_shared_name(config.experts)}", piece * config.experts.intermediate_size
         features = begin + features[0], begin + features[1]
-    gate_up = reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}, has_bias=has_bias)
+    rows = {f"{name}.{matrix}": features for matrix in config.activation.input_matrices}
+    gate_up = reader.linear(rows, has_bias=has_bias)
     bias_E = None
     # With shared features the ranks' outputs are summed, so only rank 0 adds the bias.
     if has_bias and (reader.spreads_experts or reader.parallel.is_leader):

@@ -16,9 +16,9 @@ from engine.weights.checkpoint import Shape
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """Gated MLP x + output_norm(down(act(gate(norm(x))) * up(norm(x)))) * residual_scale."""
+    """MLP x + output_norm(down(act(gate(norm(x))) * up(norm(x)))) * residual_scale; relu2 has no gate."""
 
-    # Rows: gate, up.
+    # Rows: gate, up; or up.
     gate_up: Linear
     down: RowParallelLinear
     activation: GatedActivation = SILU
@@ -33,7 +33,10 @@ class GatedMLP:
         features = reader.parallel.span(config.layers[index].intermediate_size)
         after = mlp_norms(config).after if isinstance(layer, int) else ""
         return cls(
-            reader.linear({f"{name}.gate_proj": features, f"{name}.up_proj": features}, has_bias=config.has_mlp_bias),
+            reader.linear(
+                {f"{name}.{matrix}": features for matrix in config.activation.input_matrices},
+                has_bias=config.has_mlp_bias,
+            ),
             reader.row_parallel(f"{name}.down_proj", features, has_bias=config.has_mlp_bias),
             GatedActivation.of(config.activation),
             read_norm(reader, config, f"model.layers.{layer}.{after}") if after else None,
@@ -59,11 +62,8 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
     """Return the tensors of one layer's MLP."""
     hidden, features = config.hidden_size, config.layers[layer].intermediate_size
     tensors: dict[str, Shape] = {}
-    for name, shape in (
-        ("gate_proj", (features, hidden)),
-        ("up_proj", (features, hidden)),
-        ("down_proj", (hidden, features)),
-    ):
+    shapes = dict.fromkeys(config.activation.input_matrices, (features, hidden)) | {"down_proj": (hidden, features)}
+    for name, shape in shapes.items():
         tensors[f"model.layers.{layer}.mlp.{name}.weight"] = shape
         if config.has_mlp_bias:
             tensors[f"model.layers.{layer}.mlp.{name}.bias"] = shape[:1]

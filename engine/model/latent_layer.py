@@ -15,8 +15,10 @@ from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, RMSNorm, RowParallelLinear, is_plain
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
+from engine.model import indexer
 from engine.model.experts import SparseMLP
 from engine.model.gated_mlp import GatedMLP
+from engine.model.indexer import Indexer
 from engine.weights.checkpoint import Shape, Span
 
 # T tokens, H query heads of this rank, D head_dim of queries, C latent_dim, J numbers of a row, N nope_dim, W value_dim
@@ -39,6 +41,8 @@ class LatentLayer:
     query_up: Linear | None
     latent_norm: RMSNorm
     expansion: Expansion
+    # None: attention is not sparse, or uses the positions of an earlier layer.
+    indexer: Indexer | None
     output: RowParallelLinear
     mlp_norm: RMSNorm
     mlp: GatedMLP | SparseMLP
@@ -60,6 +64,9 @@ class LatentLayer:
             query_up=reader.linear({f"{attention}.q_b_proj": q_rows}) if latent.query_dim else None,
             latent_norm=reader.norm(f"{attention}.kv_a_layernorm", _EPS),
             expansion=_read_expansion(reader, config, f"{attention}.kv_b_proj"),
+            indexer=Indexer.read(reader, latent.index, f"{attention}.indexer")
+            if latent.index and config.layers[index].has_indexer
+            else None,
             output=reader.row_parallel(
                 f"{attention}.o_proj",
                 (first * latent.value_dim, end * latent.value_dim),
@@ -72,17 +79,41 @@ class LatentLayer:
 
     def store(self, x: Residual, heads: LatentHeads) -> Tensor:
         """Write the tokens' rows to the pool. Returns the queries (T, H, D)."""
+        if self.indexer is not None:
+            return self._store_indexed(self.indexer, x.normed(self.input_norm), heads)
         q_TO, row_TJ = x.into(self.down, norm=self.input_norm).tensor_split((-self.row_dim,), dim=-1)
         if self.query_up is not None:
             q_TO = self.query_up(q_TO, before=self.query_norm)
         q_THD = torch.unflatten(q_TO, -1, (-1, self.head_dim))
         return heads.store(self.index, q_THD, row_TJ, norm=self.latent_norm, expansion=self.expansion)
 
+    def _store_indexed(self, indexer: Indexer, x_TE: Tensor, heads: LatentHeads) -> Tensor:
+        """Store rows with index keys. x: normed."""
+        assert self.query_norm is not None and self.query_up is not None
+        q_TO, row_TJ = self.down(x_TE).tensor_split((-self.row_dim,), dim=-1)
+        q_TO = self.query_norm(q_TO.contiguous())
+        return heads.store(
+            self.index,
+            torch.unflatten(self.query_up(q_TO), -1, (-1, self.head_dim)),
+            row_TJ,
+            norm=self.latent_norm,
+            expansion=self.expansion,
+            indexed=indexer(x_TE, q_TO),
+        )
+
     def keep(self, x: Residual, pool: KVPool, slots_T: Tensor, rotation: Rotation) -> None:
-        """Write the tokens' rows only."""
-        row_TJ = x.into(self.down, norm=self.input_norm)[:, -self.row_dim :]
+        """Write the tokens' rows only, with their index keys if the layer has an indexer."""
+        if self.indexer is None:
+            row_TJ = x.into(self.down, norm=self.input_norm)[:, -self.row_dim :]
+        else:
+            x_TE = x.normed(self.input_norm)
+            row_TJ = self.down(x_TE)[:, -self.row_dim :]
         latent_TC, key_TP = row_TJ.tensor_split((-rotation.rope_dim,), dim=-1)
-        pool.write_latents(self.index, slots_T, rotation.rows(self.latent_norm(latent_TC.contiguous()), key_TP))
+        row_TJ = rotation.rows(self.latent_norm(latent_TC.contiguous()), key_TP)
+        if self.indexer is not None:
+            key_T1I = rotation.index_heads(self.indexer.keys(x_TE).unsqueeze(1), self.indexer.index)
+            row_TJ = torch.cat((row_TJ, key_T1I.squeeze(1)), dim=-1)
+        pool.write_latents(self.index, slots_T, row_TJ)
 
     def finish(self, x: Residual, q_THD: Tensor, heads: LatentHeads) -> None:
         attended_THW = heads.attend(self.index, q_THD, self.expansion)
@@ -99,8 +130,10 @@ class LatentLayer:
     @property
     def is_fixed(self) -> bool:
         """True if launches depend only on shapes."""
-        is_short_plain = self.query_up is None or is_plain(self.query_up)
-        return is_short_plain and is_plain(self.down, self.output) and self.mlp.is_fixed
+        products: list[Linear | RowParallelLinear] = [self.down, self.output]
+        products += [self.query_up] if self.query_up else []
+        products += [self.indexer.query, self.indexer.key] if self.indexer else []
+        return is_plain(*products) and self.mlp.is_fixed
 
 
 def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
@@ -127,6 +160,8 @@ def expected_tensors(config: ModelConfig, layer: int) -> Mapping[str, Shape]:
             attention["q_a_proj.bias"] = (latent.query_dim,)
     if config.has_output_bias:
         attention["o_proj.bias"] = (hidden,)
+    if config.layers[layer].has_indexer:
+        attention |= indexer.expected_tensors(config)
     prefix = f"model.layers.{layer}"
     norms = {f"{prefix}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
     return norms | {f"{prefix}.self_attn.{name}": shape for name, shape in attention.items()}

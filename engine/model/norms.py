@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from core.model.shape import ModelConfig
+from engine.kernels.rms_norm import rms_norm
 from engine.layers.layers import RMSNorm
 from engine.layers.shards import ShardReader
 from engine.runner.parallel import TensorParallel
@@ -74,9 +75,11 @@ class ProjectionNorm:
         """Norm the queries and keys of a projection's rows: queries, keys, values."""
         sizes = [len(self.q_weight_Q), len(self.k_weight_K)]
         q_TQ, k_TK, v_TK = torch.split(rows_TO, [*sizes, rows_TO.shape[-1] - sum(sizes)], dim=-1)
+        if self.parallel.size == 1:
+            q_TQ, k_TK = rms_norm(q_TQ, self.q_weight_Q, self.eps), rms_norm(k_TK, self.k_weight_K, self.eps)
+            return torch.cat((q_TQ, k_TK, v_TK), dim=-1)
         squares_T2 = torch.stack((q_TQ.float().square().sum(-1), k_TK.float().square().sum(-1) * self.k_share), dim=-1)
-        if self.parallel.size > 1:
-            squares_T2 = self.parallel.all_reduce(squares_T2)
+        squares_T2 = self.parallel.all_reduce(squares_T2)
         q_TQ = _normed(q_TQ, squares_T2[:, :1] / self.num_q, self.q_weight_Q, self.eps)
         k_TK = _normed(k_TK, squares_T2[:, 1:] / self.num_k, self.k_weight_K, self.eps)
         return torch.cat((q_TQ, k_TK, v_TK), dim=-1)

@@ -1,15 +1,17 @@
 """Forward pass of one rank's share of a model: embedding, layers, final norm and output head.
 
-One class computes all families. ModelConfig selects the parts: decoder_layer.py or latent_layer.py, gated_mlp.py,
+One class computes all families. ModelConfig selects the parts: latent_layer.py or one of layer_kinds.py, gated_mlp.py,
 experts.py or experts_beside_mlp.py, and per_layer_embeddings.py.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -17,31 +19,34 @@ import torch
 from torch import Tensor
 
 from core.model.shape import ModelConfig
-from engine.attention.cpu_heads import CompiledHeads, SharedHeads, num_long_rows, quickest_way
+from engine.attention.cpu_heads import CompiledHeads, SharedHeads, StepRows, num_long_rows, quickest_way
 from engine.attention.flashinfer_heads import FlashInfer, find_flashinfer, is_possible
-from engine.attention.heads import Heads, TorchHeads
+from engine.attention.heads import Heads, in_windows, torch_heads
 from engine.attention.latent_heads import Rotation, TorchLatentHeads
 from engine.attention.layer_attention import Angles
 from engine.attention.rotary import Rotary
-from engine.attention.triton_heads import KernelHeads
+from engine.attention.triton_heads import kernel_heads
 from engine.attention.triton_latent_heads import KernelLatentHeads
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.cpu.autotune import KERNELS, TILES, TORCH
 from engine.kernels.attention.query_groups import most_queries
+from engine.kv.basis import StoredBases
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import Linear, is_plain, rounded
 from engine.layers.packed_matrix import PackedMatrix
 from engine.layers.residual import Residual
 from engine.layers.shards import ShardReader
-from engine.model import decoder_layer, latent_layer, per_layer_embeddings
+from engine.model import layer_kinds, per_layer_embeddings
 from engine.model.aux_hidden_states import AuxHiddenStates
 from engine.model.cpu_program import CompiledHead, CompiledLayers, can_compile
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
+from engine.model.layer_kinds import MLPLayer
 from engine.model.norms import read_norm
 from engine.model.per_layer_embeddings import PerLayerEmbeddings
+from engine.model.recurrent_layer import RecurrentLayer, StepStates
 from engine.weights.checkpoint import Shape, check_tensors
 
 logger = logging.getLogger(__name__)
@@ -98,8 +103,19 @@ class Layer(Protocol[HeadsT]):
 class Transformer:
     """One rank's share of a model, with the forward pass."""
 
-    def __init__(self, config: ModelConfig, reader: ShardReader, layout: KVLayout, *, on_read: OnLayer) -> None:
-        """Read the weights and call `on_read` after each layer. Raises SpecError if tensors do not match the config."""
+    def __init__(
+        self,
+        config: ModelConfig,
+        reader: ShardReader,
+        layout: KVLayout,
+        *,
+        on_read: OnLayer,
+        bases: StoredBases | None = None,
+    ) -> None:
+        """Read the weights and call `on_read` after each layer. Raises SpecError if tensors do not match the config.
+
+        bases: of the pool's keys and values; None: the model's own.
+        """
         embedding, head, warning = _embedding_and_head(config, reader)
         expected = expected_tensors(config, (embedding, head))
         check_tensors(reader.checkpoint, expected, optional=_optional_tensors(config, reader.checkpoint.shapes))
@@ -111,22 +127,25 @@ class Transformer:
         self._embedding = reader.embedding(embedding, config.vocab_size)
         self._embedding_scale = rounded(config.embedding_scale, reader.dtype)
         # Exactly one of these two lists is filled.
-        self._layers: list[DecoderLayer] = []
+        self._layers: list[DecoderLayer | RecurrentLayer | MLPLayer] = []
         self._latent_layers: list[LatentLayer] = []
         for index in range(config.num_layers):
             if config.latent:
                 self._latent_layers.append(LatentLayer.read(reader, config, index))
             else:
-                self._layers.append(DecoderLayer.read(reader, config, index))
+                layer = layer_kinds.read_layer(reader, config, index)
+                self._layers.append(_with_basis(layer, bases, reader) if isinstance(layer, DecoderLayer) else layer)
             on_read(index)
         self._norm = read_norm(reader, config, "model.norm")
         if head == embedding:
-            self._head = Linear(reader.tied(self._embedding))
+            self._embedding, head_matrix = reader.tied(self._embedding)
+            self._head = Linear(head_matrix)
         else:
             self._head = reader.linear({head: reader.parallel.span(config.vocab_size)})
         self._head_dtype = reader.dtype
         self._layer_embeddings = PerLayerEmbeddings.read(reader, config) if config.per_layer_dim else None
         self._rotaries = [Rotary(rope, reader.device) for rope in config.ropes]
+        self._has_unrotated = any(layer.rope is None for layer in config.layers)
         self._compiled: CompiledLayers | None = None
         self._compiled_head: CompiledHead | None = None
         if reader.kernels and reader.parallel.size == 1 and isinstance(self._head.matrix, PackedMatrix):
@@ -157,7 +176,7 @@ class Transformer:
         """
         device = pool.device
         if device.type == "cuda":
-            on_device = DeviceBatch.of(batch, device, most_queries=self.most_queries)
+            on_device = DeviceBatch.of(batch, device, most_queries=self.most_queries, windowed=in_windows(batch, pool))
             prompts = self._flashinfer if on_device.prompts and batch.num_tokens >= MIN_TOKENS else None
             return self.compute(
                 on_device,
@@ -166,6 +185,7 @@ class Transformer:
                 on_logits,
                 aux_hidden_states,
                 partial(prompts.heads, batch) if prompts else None,
+                StepStates.of(batch, pool),
             )
         token_ids_T = torch.from_numpy(batch.token_ids).to(device)
         x_TE = self.embed(token_ids_T)
@@ -174,6 +194,7 @@ class Transformer:
         per_layer_TLP = None if self._layer_embeddings is None else self._layer_embeddings(token_ids_T, x_TE)
         angles, query_factors_T11 = self._angles(torch.from_numpy(batch.positions).to(device), x_TE.dtype)
         x, is_scored = Residual(x_TE, adds_late=False), len(batch.scored_rows) > 0
+        states = StepStates.of(batch, pool)
         if self._config.latent:
             rotation = Rotation(*angles[0], self._config.ropes[0].is_interleaved)
             latent_heads = TorchLatentHeads(batch, pool, rotation, scale=self._config.attention_scale(0))
@@ -182,7 +203,8 @@ class Transformer:
             is_shared = self._way == TORCH and num_long_rows(batch) > 0
             compiled = None if is_shared else self._compiled_for(pool)
             if compiled and compiled.is_quickest(batch.num_tokens):
-                compute = partial(compiled, x_TE, batch, angles, on_layer, aux_hidden_states)
+                step_rows = StepRows(batch, angles, states.slots if states else None, in_windows(batch, pool))
+                compute = partial(compiled, x_TE, step_rows, on_layer, aux_hidden_states)
                 if not is_scored:
                     return self.logits(compute(is_whole=False))
                 x_TE = compute(is_whole=True)
@@ -193,10 +215,12 @@ class Transformer:
                     heads = SharedHeads(*rows)
                 else:
                     heads = CompiledHeads(*rows, by_tiles=self._way == TILES)
-                x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, per_layer_TLP)
+                x_TE = _pass(
+                    self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, per_layer_TLP, states
+                )
         else:
-            heads = TorchHeads(batch, pool, angles)
-            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, per_layer_TLP)
+            heads = torch_heads(batch, pool, angles)
+            x_TE = _pass(self._layers, x, heads, on_layer, aux_hidden_states, query_factors_T11, per_layer_TLP, states)
         if is_scored:
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
         if not batch.wants_all_logits:
@@ -211,11 +235,12 @@ class Transformer:
         on_logits: OnLogits | None = None,
         aux_hidden_states: AuxHiddenStates | None = None,
         others: Callable[[Heads], Heads] | None = None,
+        states: StepStates | None = None,
     ) -> Tensor:
         """Compute a step whose batch is on the device, with the GPU kernels (on a CPU: their references).
 
-        others: replaces the attention backend. If `hindrance` is None, nothing here waits for the device or depends on
-        values there.
+        others: replaces the attention backend. states: if the model has recurrent layers. If `hindrance` is None,
+        nothing here waits for the device or depends on values there.
         """
         x_TE = self.embed(batch.token_ids_T)
         if aux_hidden_states is not None:
@@ -228,15 +253,16 @@ class Transformer:
             latent_heads = KernelLatentHeads(batch, pool, rotation, scale=self._config.attention_scale(0))
             x_TE = _pass(self._latent_layers, x, latent_heads, on_layer, aux_hidden_states, query_factors_T11)
         else:
-            kernel_heads = KernelHeads(batch, pool, angles)
+            heads = kernel_heads(batch, pool, angles)
             x_TE = _pass(
                 self._layers,
                 x,
-                others(kernel_heads) if others else kernel_heads,
+                others(heads) if others else heads,
                 on_layer,
                 aux_hidden_states,
                 query_factors_T11,
                 per_layer_TLP,
+                states,
             )
         if batch.scored_rows is not None:
             self._score(x_TE.index_select(0, batch.scored_rows), on_logits)
@@ -246,7 +272,7 @@ class Transformer:
         """Choose the fastest prompt-attention backend for this pool, on a GPU."""
         config = self._config
         if not is_possible(pool, dtype=self._head_dtype) or not any(
-            layer.attention.is_plain(layer.head_dim) for layer in self._layers
+            isinstance(layer, DecoderLayer) and layer.attention.is_plain(layer.head_dim) for layer in self._layers
         ):
             return
         first, end = self._parallel.span(config.num_q_heads)
@@ -285,7 +311,7 @@ class Transformer:
 
         All ranks of a gang capture the same steps in the same order, including the NCCL kernels.
         """
-        layers: Sequence[DecoderLayer | LatentLayer] = self._layers or self._latent_layers
+        layers: Sequence[DecoderLayer | RecurrentLayer | MLPLayer | LatentLayer] = self._layers or self._latent_layers
         if not is_plain(self._head) or not all(layer.is_fixed for layer in layers):
             return "experts are computed one by one or spread over ranks"
         return None
@@ -303,7 +329,7 @@ class Transformer:
         The factors are (T, 1, 1), or None if the model has none.
         """
         angles = [rotary(positions_T, dtype) for rotary in self._rotaries]
-        if any(layer.rope is None for layer in self._config.layers):
+        if self._has_unrotated:
             angles.append((angles[0][0][..., :0],) * 2)
         if (scaling := self._config.query_scaling) is None:
             return angles, None
@@ -327,18 +353,26 @@ class Transformer:
 
 
 def _pass(
-    layers: Sequence[Layer[HeadsT]],
+    layers: Sequence[Layer[HeadsT] | RecurrentLayer | MLPLayer],
     x: Residual,
     heads: HeadsT,
     on_layer: OnLayer | None,
     aux_hidden_states: AuxHiddenStates | None,
     query_factors_T11: Tensor | None,
     per_layer_TLP: Tensor | None = None,
+    states: StepStates | None = None,
 ) -> Tensor:
     """Run all layers: (T, E). query_factors: of the layers that scale queries. per_layer: embeddings of each layer."""
     for layer in layers:
         if aux_hidden_states is not None and aux_hidden_states.wants(layer.index):
             aux_hidden_states.note(layer.index, x.total())
+        if isinstance(layer, RecurrentLayer):
+            assert states is not None, "the pool has no states"
+            layer(x, states)
+            continue
+        if isinstance(layer, MLPLayer):
+            layer(x)
+            continue
         q_THD = layer.store(x, heads)
         if layer.scales_queries and query_factors_T11 is not None:
             q_THD = q_THD * query_factors_T11
@@ -359,13 +393,19 @@ def expected_tensors(config: ModelConfig, ends: tuple[str, str] | None = None) -
     hidden = config.hidden_size
     tensors: dict[str, Shape] = {}
     for index in range(config.num_layers):
-        tensors |= (latent_layer if config.latent else decoder_layer).expected_tensors(config, index)
-        tensors |= decoder_layer.mlp_module(config, index).expected_tensors(config, index)
+        tensors |= layer_kinds.expected_tensors(config, index)
     for name in ends or (_EMBEDDING, _EMBEDDING if config.tie_embeddings else _HEAD):
         tensors[f"{name}.weight"] = (config.vocab_size, hidden)
     if config.per_layer_dim:
         tensors |= per_layer_embeddings.expected_tensors(config)
     return tensors | {"model.norm.weight": (hidden,)}
+
+
+def _with_basis(layer: DecoderLayer, bases: StoredBases | None, reader: ShardReader) -> DecoderLayer:
+    if bases is None:
+        return layer
+    basis = bases.of(layer.attention.layer, rank=reader.parallel.rank, device=reader.device)
+    return replace(layer, attention=replace(layer.attention, basis=basis))
 
 
 def _embedding_and_head(config: ModelConfig, reader: ShardReader) -> tuple[str, str, str]:
@@ -416,8 +456,14 @@ def _is_same(reader: ShardReader, vocab_size: int) -> bool:
 
 
 def _optional_tensors(config: ModelConfig, found: Iterable[str]) -> frozenset[str]:
-    """Return tensors that may exist but are not read: a tied head, and multi-token-prediction layers past the last."""
+    """Return tensors that may exist but are not read.
+
+    These are a tied head, multi-token-prediction layers past the last, and indexers of layers that share positions.
+    """
     layer_of = {name: int(match[1]) for name in found if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))}
-    predictors = {layer for name, layer in layer_of.items() if name.endswith(".eh_proj.weight")}
-    optional = {name for name, layer in layer_of.items() if layer >= config.num_layers and layer in predictors}
+    first = min((layer for name, layer in layer_of.items() if name.endswith(".eh_proj.weight")), default=math.inf)
+    optional = {name for name, layer in layer_of.items() if layer >= max(first, config.num_layers)}
+    if config.latent and config.latent.index:
+        shared = {i for i, layer in enumerate(config.layers) if not layer.has_indexer}
+        optional |= {name for name, layer in layer_of.items() if layer in shared and ".self_attn.indexer." in name}
     return frozenset(optional | {f"{_HEAD}.weight"})

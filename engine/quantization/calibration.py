@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from core.model import config as model_config
+from core.model.shape import ModelConfig
 from core.model.tokenizer_file import open_tokenizer
 from core.types.errors import SpecError
 from engine.batch.batch import Batch
@@ -17,47 +18,70 @@ from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.kv.pool import KVPool
 from engine.layers.layers import Before, Matrix
-from engine.layers.shards import ShardReader
+from engine.layers.shards import OnMatrix, ShardReader
 from engine.model.transformer import Transformer
 from engine.runner.parallel import TensorParallel
+from engine.weights.checkpoint import Checkpoint
 from engine.weights.renamed_checkpoint import open_model
 
 # T tokens, I input features, O output features
 
 _BLOCK_SIZE = 16
-_DTYPE = "float32"
 # Tokens per prompt, and of all prompts. More would be more accurate but slower.
 _PROMPT, _TOKENS = 256, 8192
 
 
-def inputs_of_text(model_dir: Path, text: str) -> dict[str, Tensor]:
+def inputs_of_text(model_dir: Path, text: str, say: Callable[[str], None] = lambda line: None) -> dict[str, Tensor]:
     """Return `inputs_of` over the first tokens of a text. Raises SpecError if the text is too short."""
-    ids = open_tokenizer(model_dir).encode(text, add_special_tokens=False).ids
-    prompts = [ids[start : start + _PROMPT] for start in range(0, min(len(ids), _TOKENS), _PROMPT)]
-    if len(ids) < _PROMPT:
-        raise SpecError(f"the calibration text has {len(ids)} tokens; at least {_PROMPT} are needed")
-    return inputs_of(model_dir, prompts)
+    return inputs_of(model_dir, prompts_of_text(model_dir, text, length=_PROMPT, num_tokens=_TOKENS), say)
 
 
-def inputs_of(model_dir: Path, prompts: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+def inputs_of(
+    model_dir: Path, prompts: Sequence[Sequence[int]], say: Callable[[str], None] = lambda line: None
+) -> dict[str, Tensor]:
     """Return the sum of x x^T, (I, I) fp32, over each matrix's inputs; keyed by tensor name without `.weight`.
 
-    Runs on the CPU in fp32. The sums take about twice the memory of a dense bf16 model.
+    say: receives lines of progress. Runs on the CPU in fp32. The sums take about twice a dense bf16 model's memory.
     """
-    config = model_config.load(model_dir)
-    layout = EngineConfig(model_dir=model_dir, dtype=_DTYPE, block_size=_BLOCK_SIZE).layout()
-    device, observer = torch.device("cpu"), _InputObserver({})
-    reader = ShardReader(
-        open_model(model_dir, config), TensorParallel(), getattr(torch, _DTYPE), device, on_matrix=observer.observe
-    )
+    config, observer = model_config.load(model_dir), _InputObserver({})
     with torch.inference_mode():
-        model = Transformer(config, reader, layout, on_read=lambda layer: None)
-        longest = max(len(prompt) for prompt in prompts)
-        pool = KVPool(layout, num_blocks=-(-longest // _BLOCK_SIZE), device=device)
-        for prompt in prompts:
-            row = Row(token_ids=prompt, start=0, blocks=range(pool.num_blocks), num_logits=0)
-            model(Batch.of([row], block_size=_BLOCK_SIZE), pool, lambda layer: None)
+        checkpoint = open_model(model_dir, config)
+        model, pool = open_in_fp32(model_dir, config, checkpoint, prompts, on_matrix=observer.observe)
+        for number, prompt in enumerate(prompts, 1):
+            model(batch_of(prompt, pool), pool, lambda layer: None)
+            say(f"prompt {number} of {len(prompts)} calibrated")
     return {name: matrix.gram_II for name, matrix in observer.matrices.items() if matrix.gram_II is not None}
+
+
+def prompts_of_text(model_dir: Path, text: str, *, length: int, num_tokens: int) -> list[list[int]]:
+    """Cut the first `num_tokens` tokens of a text into prompts of `length`. Raises SpecError if there is not one."""
+    ids = open_tokenizer(model_dir).encode(text, add_special_tokens=False).ids
+    if len(ids) < length:
+        raise SpecError(f"the calibration text has {len(ids)} tokens; at least {length} are needed")
+    return [ids[start : start + length] for start in range(0, min(len(ids), num_tokens), length)]
+
+
+def open_in_fp32(
+    model_dir: Path,
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    prompts: Sequence[Sequence[int]],
+    *,
+    on_matrix: OnMatrix | None = None,
+) -> tuple[Transformer, KVPool]:
+    """Read a model in fp32 on the CPU. The pool holds one of the prompts at a time. on_matrix: see ShardReader."""
+    layout = EngineConfig(model_dir=model_dir, dtype="float32", block_size=_BLOCK_SIZE).layout()
+    device = torch.device("cpu")
+    reader = ShardReader(checkpoint, TensorParallel(), torch.float32, device, on_matrix=on_matrix)
+    model = Transformer(config, reader, layout, on_read=lambda layer: None)
+    longest = max(len(prompt) for prompt in prompts)
+    return model, KVPool(layout, num_blocks=-(-longest // _BLOCK_SIZE), device=device)
+
+
+def batch_of(prompt: Sequence[int], pool: KVPool) -> Batch:
+    """Return the step that computes a whole prompt in the pool's first blocks."""
+    row = Row(token_ids=prompt, start=0, blocks=range(pool.num_blocks), num_logits=0)
+    return Batch.of([row], block_size=pool.layout.block_size)
 
 
 @dataclass(frozen=True)

@@ -81,6 +81,8 @@ def find_folds(names: Iterable[str], config: ModelConfig) -> list[Fold]:
 
     Leaves out norms that add 1 to their weight, norms of outputs, and values that pass a norm: folds change those.
     """
+    if config.recurrent_layers or config.has_attention_gate or (config.latent and config.latent.index):
+        return []  # other matrices read these norms, too
     stems, can_scale_norms = set(names), config.has_pre_norms and not config.norms_add_one
     folds = []
     for stem in sorted(stems):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from core.model import config as model_config
+from core.model.config_file import has_own_format, read_config
 from core.model.gguf_table import TABLE
 from core.types.errors import SpecError
 from engine.quantization.channel_scales import ChannelScales, SchemeFor, find_folds, find_scales
@@ -33,6 +36,9 @@ _MATRICES = ("_proj", ".w1", ".w2", ".w3", ".kv_a_proj_with_mqa")
 # Matrices that engines fuse, and that therefore share a global scale.
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"), ("q_a_proj", "kv_a_proj_with_mqa"))
 _GROUPS = (128, 64, 32, 16)
+# Smaller groups, whose scales cost a bit or more per weight, are not chosen by default.
+_LEAST_GROUP = 32
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def quantize_checkpoint(
@@ -42,12 +48,14 @@ def quantize_checkpoint(
     *,
     group: int | None = None,
     calibrate: Callable[[], Mapping[str, Tensor]] = dict,
+    say: Callable[[str], None] = lambda line: None,
 ) -> None:
     """Write a checkpoint in a public format, one of FORMATS, with tokenizer and configs.
 
     into: a new directory; it appears when it is complete. group: inputs per scale, for formats that let it be chosen;
-    0: whole rows. calibrate: returns the Gram matrices of inputs (calibration.inputs_of) once all checks have passed;
-    matrices not in it are rounded to nearest. Holds one file's tensors in memory (up to 4 GiB). Raises SpecError.
+    0: whole rows; None: the format's, or the largest of 64 and 32 that divides all inputs. calibrate: returns the Gram
+    matrices of inputs (calibration.inputs_of) once all checks have passed; matrices not in it are rounded to nearest.
+    say: receives lines of progress. Holds one file's tensors in memory (up to 4 GiB). Raises SpecError.
     """
     if (form := FORMATS.get(kind)) is None:
         raise SpecError(f"unknown quantization format {kind!r}; choose one of {', '.join(FORMATS)}")
@@ -55,10 +63,14 @@ def quantize_checkpoint(
         raise SpecError(f"{kind} has a fixed group size; leave --group out, or choose int4")
     if model_config.quantization_config(model_dir):
         raise SpecError(f"{model_dir} is already quantized; use the unquantized checkpoint")
-    raw, config = json.loads((model_dir / "config.json").read_text(encoding="utf-8")), model_config.load(model_dir)
+    if has_own_format(model_dir):
+        raise SpecError(f"{model_dir}: Mistral's own format is not quantized; use model*.safetensors and config.json")
+    raw, config = read_config(model_dir), model_config.load(model_dir)
     dtype = _DTYPES.get(config.dtype, torch.float32)
     source = _Source(open_checkpoint(model_dir), form, form.group if group is None else group, dtype)
-    source.check_matrices(kind)
+    source.check_experts()
+    if line := source.fit_group(kind, is_given=group is not None):
+        say(line)
     if os.path.lexists(into):
         raise SpecError(f"{into} already exists")
     _check_space(into, source.num_bytes)
@@ -68,17 +80,20 @@ def quantize_checkpoint(
     source.grams = by_stored_name(open_model(model_dir, config), calibrate())
     if source.grams and form.scales_channels:
         folds = find_folds(source.stems, config)
+        say("searching the scales of input channels")
         source.scales = find_scales(folds, source.checkpoint.read, source.scheme_for, source.grams)
     try:
+        # Not deleted if this fails: another run may write there since the check.
         unfinished.mkdir(parents=True)
-        _write(model_dir, unfinished, source)
-        written = raw | {"quantization_config": form.config(source.group, source.exact)}
-        (unfinished / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
-        unfinished.rename(into)
+        try:
+            _write(model_dir, unfinished, source, say)
+            written = raw | {"quantization_config": form.config(source.group, source.exact)}
+            (unfinished / "config.json").write_text(json.dumps(written, indent=2), encoding="utf-8")
+            unfinished.rename(into)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise SpecError(f"{into}: cannot be written: {error}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 @dataclass
@@ -127,24 +142,32 @@ class _Source:
                 total += numbers * self.dtype.itemsize
         return total
 
-    def check_matrices(self, kind: str) -> None:
-        """Reject stacked experts, and groups that do not divide the inputs of every matrix."""
+    def check_experts(self) -> None:
+        """Reject stacked experts."""
         for name, shape in self.checkpoint.shapes.items():
             if ".experts." in name and len(shape) > 2:
                 raise SpecError(
                     f"{name} stacks the experts in one tensor; save them as one matrix per "
                     "expert, or set model.weights: int8, which quantizes while loading"
                 )
-        if not self.group or self.format.rows > 1:
-            return
+
+    def fit_group(self, kind: str, *, is_given: bool) -> str:
+        """Replace a default group that does not divide the inputs of every matrix, and return a line about it.
+
+        Raises SpecError for other groups that do not divide them.
+        """
         widths = {self.checkpoint.shapes[f"{stem}.weight"][1]: stem for stem in sorted(self.matrices)}
-        for width, stem in widths.items():
-            if width % self.group:
-                fits = [size for size in _GROUPS if not any(other % size for other in widths)]
-                instead = f"--group {fits[0]}" if fits and self.format.has_group_option else "--to fp8 or int8"
-                raise SpecError(
-                    f"{stem} has {width} inputs, which {kind}'s groups of {self.group} do not divide; use {instead}"
-                )
+        width = next((width for width in widths if self.group and width % self.group), None)
+        if width is None or self.format.rows > 1:
+            return ""
+        line = f"{widths[width]} has {width} inputs, which {kind}'s groups of {self.group} do not divide"
+        fits = [size for size in _GROUPS if not any(other % size for other in widths)]
+        if not fits or not self.format.has_group_option:
+            raise SpecError(f"{line}; use --to fp8 or int8")
+        if is_given or fits[0] < _LEAST_GROUP:
+            raise SpecError(f"{line}; use --group {fits[0]}")
+        self.group = fits[0]
+        return f"{line}: using groups of {self.group}"
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Return the tensors to write for a source tensor: itself, or the parts of a matrix; with channel scales."""
@@ -178,7 +201,7 @@ def by_stored_name(checkpoint: Checkpoint, grams: Mapping[str, Tensor]) -> Mappi
     return {checkpoint.stored(f"{stem}.weight").removesuffix(".weight"): gram for stem, gram in grams.items()}
 
 
-def _write(model_dir: Path, into: Path, source: _Source) -> None:
+def _write(model_dir: Path, into: Path, source: _Source, say: Callable[[str], None]) -> None:
     for file in model_dir.glob("*"):
         if file.is_file() and file.suffix not in (".safetensors", ".gguf") and ".index." not in file.name:
             if file.name not in (TABLE, "config.json"):
@@ -192,13 +215,28 @@ def _write(model_dir: Path, into: Path, source: _Source) -> None:
         file_of.update(dict.fromkeys(batch, name))
         batch.clear()
 
-    for name in source.checkpoint.shapes:
-        batch |= {written: tensor.contiguous() for written, tensor in source.tensors(name).items()}
-        if sum(part.nbytes for part in batch.values()) > _FILE_BYTES:
-            flush()
+    names = sorted(source.checkpoint.shapes, key=_layer)
+    num_layers = len({_layer(name) for name in names} - {-1})
+    for layer, named in groupby(names, _layer):
+        for name in named:
+            batch |= {written: tensor.contiguous() for written, tensor in source.tensors(name).items()}
+            if sum(part.nbytes for part in batch.values()) > _FILE_BYTES:
+                flush()
+        if layer >= 0:
+            say(f"layer {layer + 1} of {num_layers} quantized")
     flush()
     index = {"metadata": {}, "weight_map": file_of}
-    (into / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    index_file = into / "model.safetensors.index.json"
+    index_file.write_text(json.dumps(index, indent=2), encoding="utf-8")
+    # safetensors lets only the owner read its files.
+    for name in set(file_of.values()):
+        (into / name).chmod(index_file.stat().st_mode)
+
+
+def _layer(name: str) -> int:
+    """Return the layer of a tensor; -1 outside of layers."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else -1
 
 
 def _check_space(into: Path, num_bytes: int) -> None:

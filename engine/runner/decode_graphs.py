@@ -14,6 +14,9 @@ stored, so padding needs no block.
 Rows are cut into query groups (engine/kernels/attention/query_groups.py), at most one per token: a decoding row is one
 group; a row with a draft, or a short chunk of a prompt, is several. A layer stores the keys of all tokens before any of
 them attends, each up to itself. Every group reads the keys again, so only few rows may have several groups.
+
+With recurrent layers, each token is the next one of a row. The slots of the rows' states are static inputs, too; those
+of padding tokens are -1: zeros are read, and no state is written.
 """
 
 from __future__ import annotations
@@ -30,16 +33,18 @@ from torch import Tensor
 
 from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.device_batch import DeviceBatch, upload
+from engine.batch.rows import Ints, slots_in_windows
 from engine.kernels.attention.query_groups import QueryGroups, QueryGroupSizes, cut_query_groups
+from engine.kernels.recurrent.state_slots import StateSlots
 
 # R rows of a batch, T its tokens, U its query groups, N tokens and query groups of a graph, M those of the largest
 # graph, B blocks of the longest table, V vocabulary
 
 # Above this size computing takes longer than launching.
 _MOST_ROWS = 256
-# Rows of the static input: four per token, then three per query group.
-_ID, _POSITION, _SLOT, _SEAT, _FIRST, _COUNT, _CONTEXT = range(7)
-_ABSENT = np.array([[0], [0], [-1], [0], [0], [1], [0]], dtype=np.int32)  # padding
+# Rows of the static input: four per token, then three per query group, then one per token in layers with a window.
+_ID, _POSITION, _SLOT, _SEAT, _FIRST, _COUNT, _CONTEXT, _WINDOW_SLOT = range(8)
+_ABSENT = np.array([[0], [0], [-1], [0], [0], [1], [0], [-1]], dtype=np.int32)  # padding
 
 Step = Callable[[], None]
 
@@ -79,10 +84,11 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        compute: Callable[[DeviceBatch], Tensor],
+        compute: Callable[[DeviceBatch, StateSlots | None], Tensor],
         capture: Capture,
         *,
         max_rows: int,
+        has_states: bool = False,
         num_sizes: int | None = None,
         max_context: int,
         max_read_again: int,
@@ -90,12 +96,14 @@ class DecodeGraphs:
         block_size: int,
         vocab_size: int,
         device: torch.device,
+        window_of: Ints | None = None,
     ) -> None:
         """Record a step of each size with padding tokens only, which neither read nor write the pool.
 
-        compute: from N tokens to their logits (N, V); its launches may depend only on shapes and `longest`. num_sizes:
-        only that many of the largest sizes. most_queries: queries per group. max_read_again: limit of the positions
-        that all groups of a batch read together beyond one read per row.
+        compute: from N tokens to their logits (N, V); its launches may depend only on shapes and `longest`. has_states:
+        the model has recurrent layers. num_sizes: only that many of the largest sizes. most_queries: queries per group.
+        max_read_again: limit of the positions that all groups of a batch read together beyond one read per row.
+        window_of: see KVPool.
         """
         self._sizes = graph_sizes(max_rows)[-(num_sizes or 0) :]
         self._compute = compute
@@ -104,9 +112,18 @@ class DecodeGraphs:
         self._max_read_again = max_read_again
         self._most_queries = most_queries
         largest = self._sizes[-1]
-        self._numbers_7M = torch.from_numpy(_ABSENT).to(device).repeat(1, largest)
+        self._window_of, self._block_size = window_of, block_size
+        self._absent = _ABSENT if window_of is not None else _ABSENT[:_WINDOW_SLOT]
+        self._numbers_7M = torch.from_numpy(self._absent).to(device).repeat(1, largest)
         self._tokens_M = torch.arange(largest, dtype=torch.int32, device=device)
         self._tables_MB = torch.zeros(largest, -(-max_context // block_size), dtype=torch.int32, device=device)
+        # Of recurrent layers: where a token's state is read and written.
+        self._states_2M: Tensor | None = None
+        if has_states:
+            self._states_2M = torch.full((2, largest), -1, dtype=torch.int64, device=device)
+            self._starts_M1 = torch.arange(largest + 1, dtype=torch.int64, device=device)
+        # In layers with a window.
+        self._window_tables_MB = None if window_of is None else torch.zeros_like(self._tables_MB)
         self._last: tuple[int, Any] = (0, None)  # number and block tables of the step that are in place
         self._logits_MV = torch.zeros(largest, vocab_size, dtype=torch.float32, device=device)
         # Largest first: the other graphs reuse its memory.
@@ -116,10 +133,12 @@ class DecodeGraphs:
         """Return the requested logits (R, V) fp32, which the next call overwrites.
 
         None if no graph fits the batch: it has more tokens or longer tables than any graph, its groups would read too
-        much again, or it scores prompt tokens.
+        much again, it scores prompt tokens, or it has states and rows of several tokens.
         """
         num_tokens, width = batch.num_tokens, batch.block_tables.shape[1]
         if num_tokens > self._sizes[-1] or width > self._tables_MB.shape[1] or len(batch.scored_rows):
+            return None
+        if self._states_2M is not None and (num_tokens > len(batch.query_lens) or len(batch.state_writes)):
             return None
         query_groups = None if num_tokens == len(batch.query_lens) else self._cut(batch)
         if (
@@ -128,13 +147,16 @@ class DecodeGraphs:
         ):
             return None
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
-        more = [] if batch.wants_all_logits else [batch.logits_rows]
-        numbers, *wanted = self._upload_tables(batch, [self._numbers(batch, query_groups, size), *more], query_groups)
+        more = [] if self._states_2M is None else [states_of_rows(batch, size)]
+        more += [] if batch.wants_all_logits else [batch.logits_rows]
+        numbers, *uploaded = self._upload_tables(batch, [self._numbers(batch, query_groups, size), *more], query_groups)
         self._numbers_7M[:, :size].copy_(numbers)
+        if self._states_2M is not None:
+            self._states_2M[:, :size].copy_(uploaded[0])
         if batch.device_tokens:
             self._copy_device_tokens(batch.device_tokens)
         self._replays[size]()
-        return self._logits_MV[:num_tokens] if batch.wants_all_logits else self._logits_MV.index_select(0, wanted[0])
+        return self._logits_MV[:num_tokens] if batch.wants_all_logits else self._logits_MV.index_select(0, uploaded[-1])
 
     @property
     def token_ids_M(self) -> Tensor:
@@ -145,9 +167,12 @@ class DecodeGraphs:
         return cut_query_groups(batch.query_lens, batch.context_lens, most=self._most_queries)
 
     def _numbers(self, batch: Batch, query_groups: QueryGroupSizes | None, size: int) -> NDArray[np.int32]:
-        """(7, N): see _ID. query_groups: None if each token is its own group, the usual case."""
-        num_tokens, numbers_7N = batch.num_tokens, np.repeat(_ABSENT, size, axis=1)
+        """(7, N), with windows (8, N): see _ID. query_groups: None if each token is its own group, the usual case."""
+        num_tokens, numbers_7N = batch.num_tokens, np.repeat(self._absent, size, axis=1)
         numbers_7N[: _SLOT + 1, :num_tokens] = batch.token_ids, batch.positions, batch.slots
+        if self._window_of is not None:
+            window_slots = slots_in_windows(batch.slots, self._window_of, self._block_size)
+            numbers_7N[_WINDOW_SLOT, :num_tokens] = window_slots
         if query_groups is None:
             tokens = np.arange(num_tokens)
             numbers_7N[_SEAT, :num_tokens] = tokens * self._most_queries
@@ -168,22 +193,30 @@ class DecodeGraphs:
         """Update the static block tables, one per query group. arrays: uploaded in the same copy and returned."""
         tables_RB, count = batch.block_tables, len(arrays)
         num_tokens, width = batch.num_tokens, tables_RB.shape[1]
+        static = [self._tables_MB, *([] if self._window_tables_MB is None else [self._window_tables_MB])]
         if query_groups is not None:
-            *uploaded, tables, rows = upload([*arrays, tables_RB, query_groups.rows_U], self._device)
-            self._tables_MB[: len(query_groups.rows_U), :width].copy_(tables.index_select(0, rows))
+            uploaded = upload([*arrays, query_groups.rows_U, *self._with_parts(tables_RB)], self._device)
+            for static_MB, table_RB in zip(static, uploaded[count + 1 :], strict=True):
+                static_MB[: len(query_groups.rows_U), :width].copy_(table_RB.index_select(0, uploaded[count]))
             self._last = 0, None
-            return uploaded
+            return uploaded[:count]
         if batch.new_cells is not None and self._is_next(batch):
             new_blocks = tables_RB[batch.new_cells]
-            uploaded = upload([*arrays, *batch.new_cells, new_blocks], self._device)
+            uploaded = upload([*arrays, *batch.new_cells, *self._with_parts(new_blocks)], self._device)
             if len(new_blocks):
-                *_, lines, columns, blocks = uploaded
-                self._tables_MB[lines, columns] = blocks
+                lines, columns, *blocks = uploaded[count:]
+                for static_MB, block in zip(static, blocks, strict=True):
+                    static_MB[lines, columns] = block
         else:
-            uploaded = upload([*arrays, tables_RB], self._device)
-            self._tables_MB[:num_tokens, :width].copy_(uploaded[-1])
+            uploaded = upload([*arrays, *self._with_parts(tables_RB)], self._device)
+            for static_MB, table_RB in zip(static, uploaded[count:], strict=True):
+                static_MB[:num_tokens, :width].copy_(table_RB)
         self._last = batch.number, tables_RB.base
         return uploaded[:count]
+
+    def _with_parts(self, blocks: Ints) -> list[Ints]:
+        """Return the blocks, and their parts in layers with a window if the pool has any."""
+        return [blocks] if self._window_of is None else [blocks, self._window_of[blocks]]
 
     def _copy_device_tokens(self, device_tokens: DeviceTokens) -> None:
         """Copy the tokens that the step before chooses into the static input."""
@@ -202,7 +235,7 @@ class DecodeGraphs:
 
     def _step(self, size: int) -> None:
         """Compute one step on the static buffers; this is recorded."""
-        token_ids, positions, slots, seats, firsts, counts, contexts = self._numbers_7M[:, :size].unbind()
+        token_ids, positions, slots, seats, firsts, counts, contexts, *more = self._numbers_7M[:, :size].unbind()
         query_groups = QueryGroups(
             firsts,
             counts,
@@ -214,7 +247,21 @@ class DecodeGraphs:
             longest=self._longest,
         )
         batch = DeviceBatch(token_ids, positions, slots, logits_rows=None, query_groups=query_groups, prompts=None)
-        self._logits_MV[:size].copy_(self._compute(batch))
+        state_slots = None
+        if self._states_2M is not None:
+            read_N, write_N = self._states_2M[:, :size].unbind()
+            state_slots = StateSlots(self._starts_M1[: size + 1], read_N, write_N, max_query_len=1)
+        if self._window_tables_MB is not None:
+            batch = batch.with_windows(more[0], self._window_tables_MB[:size])
+        self._logits_MV[:size].copy_(self._compute(batch, state_slots))
+
+
+def states_of_rows(batch: Batch, size: int) -> NDArray[np.int64]:
+    """Return (2, N) slots to read and to write the states of rows with one token each: see StateSlots."""
+    states_2N = np.full((2, size), -1)
+    states_2N[:, : len(batch.state_indices)] = batch.state_indices
+    states_2N[0, : len(batch.state_indices)][batch.context_lens == 1] = -1
+    return states_2N
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:

@@ -11,8 +11,10 @@ from torch import Tensor
 from engine.batch.batch import Batch
 from engine.batch.device_batch import DeviceBatch
 from engine.config import GIB
+from engine.kernels.recurrent.state_slots import StateSlots
 from engine.kv.pool import KVPool
 from engine.model.aux_hidden_states import AuxHiddenStates, StaticAuxHiddenStates
+from engine.model.recurrent_layer import StepStates
 from engine.model.transformer import Transformer
 from engine.runner.decode_graphs import Capture, DecodeGraphs, graph_sizes
 
@@ -64,11 +66,12 @@ class Recorder:
         """Record the steps. num_sizes: only that many of the largest sizes."""
         static_aux_hidden_states = None if self.tapped is None else self._static_aux_hidden_states(self.tapped)
 
-        def compute(batch: DeviceBatch) -> Tensor:
+        def compute(batch: DeviceBatch, state_slots: StateSlots | None) -> Tensor:
+            states = None if state_slots is None else StepStates(pool, state_slots)
             if static_aux_hidden_states is None:
-                return self.model.compute(batch, pool)
+                return self.model.compute(batch, pool, states=states)
             aux_hidden_states = static_aux_hidden_states.new()
-            logits_NV = self.model.compute(batch, pool, aux_hidden_states=aux_hidden_states)
+            logits_NV = self.model.compute(batch, pool, aux_hidden_states=aux_hidden_states, states=states)
             static_aux_hidden_states.keep(aux_hidden_states)
             return logits_NV
 
@@ -76,6 +79,7 @@ class Recorder:
             compute,
             capture,
             max_rows=self.max_rows,
+            has_states=bool(pool.states),
             num_sizes=num_sizes,
             max_context=max_context,
             max_read_again=READ_AGAIN_BYTES // self.bytes_per_token,
@@ -83,6 +87,7 @@ class Recorder:
             block_size=self.block_size,
             vocab_size=self.vocab_size,
             device=self.device,
+            window_of=pool.window_of,
         )
         return RecordedSteps(graphs, static_aux_hidden_states)
 

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor
 
 from core.model import config as model_config
+from core.model.kv_memory import PoolSizes
 from core.model.shape import ModelConfig
 from core.types.errors import RequestError, SpecError
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
-from engine.config import GIB, EngineConfig, num_blocks_for
+from engine.config import GIB, EngineConfig, pool_sizes
 from engine.cpu.autotune import MeasuredWays
-from engine.cpu.huge_pages import populate
+from engine.cpu.huge_pages import populate, trim_heap
 from engine.cpu.library import open_copies, open_kernels
 from engine.kernels.log_sum_exp import launch_log_norms
 from engine.kernels.sample import NUM_NUMBERS, launch_choice
+from engine.kv.basis import open_bases
 from engine.kv.pool import KVPool
 from engine.layers.shards import ShardReader
 from engine.model.aux_hidden_states import AuxHiddenStates
@@ -75,11 +77,12 @@ class ModelRunner:
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.device = torch.device(config.device)
         num_blocks, self._bytes_beside = config.num_blocks, config.bytes_beside_blocks(self.layout)
+        num_states, num_parts = 2 * config.max_running, config.num_window_parts
         if num_blocks is None and gauge is None and self.device.type == "cuda":
             gauge = CudaGauge(self.device)
         elif num_blocks is None and gauge is None:
             gib = config.kv_memory_gib or _CPU_KV_GIB
-            num_blocks = num_blocks_for(self.layout, gib=gib, beside=self._bytes_beside)
+            num_blocks, num_states, num_parts = pool_sizes(self.layout, config, gib=gib, beside=self._bytes_beside)
         if config.expert_parallel:
             self.config.check_expert_parallel(self.parallel.size, redundant=config.redundant_experts)
         self.spreads_experts = config.expert_parallel and self.parallel.size > 1  # see SpreadExperts
@@ -116,7 +119,8 @@ class ModelRunner:
         before = gauge.allocated() if gauge else 0
         try:
             with torch.inference_mode():
-                self._model = Transformer(self.config, reader, self.layout, on_read=on_read)
+                bases = open_bases(config.model_dir, self.layout)
+                self._model = Transformer(self.config, reader, self.layout, on_read=on_read, bases=bases)
                 self.heads = self._open_heads(config, reader)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(self.device, "its weights", error) from error
@@ -127,12 +131,23 @@ class ModelRunner:
                     len(names), config.dtype, reason, listed(names),
                 )  # fmt: skip
         is_loaded()
+        if self.device.type == "cpu":
+            trim_heap()
         make_capture = self._capture_maker(config.recorded_rows, capture)
         if num_blocks is None:
             assert gauge, "without a gauge the number of blocks is known here"
-            num_blocks = self._num_blocks(config, gauge, make_capture, weights=gauge.allocated() - before)
+            num_blocks, num_states, num_parts = self._pool_sizes(
+                config, gauge, make_capture, weights=gauge.allocated() - before
+            )
         # Outside inference mode, because transfers write to it outside inference mode, too.
-        self.pool = KVPool(self.layout, num_blocks=num_blocks, device=self.device, num_spare=config.max_running)
+        self.pool = KVPool(
+            self.layout,
+            num_blocks=num_blocks,
+            device=self.device,
+            num_spare=config.max_running,
+            num_states=num_states,
+            num_window_parts=num_parts,
+        )
         if self.device.type == "cpu":
             populate([*self.pool.codes, *self.pool.scales])
         if self.heads:
@@ -215,12 +230,17 @@ class ModelRunner:
             self.heads.settle()
 
     @torch.inference_mode()
-    def copy_block(self, source: int, target: int) -> None:
-        """Copy a block for a sequence that forks inside it."""
-        self.settle()
-        self.pool.copy_block(source, target)
-        if self.heads:
-            self.heads.features.take_copy(source, target)
+    def copy(self, orders: Orders) -> None:
+        """Change the parts of blocks, and copy the blocks of sequences that fork inside them, and state slots."""
+        self.pool.attach(orders.parts)
+        if orders.copies:
+            self.settle()
+        for source, target in orders.copies:
+            self.pool.copy_block(source, target)
+            if self.heads:
+                self.heads.features.take_copy(source, target)
+        for source, target in orders.state_copies:
+            self.pool.copy_state(source, target)
 
     def without(self, layers: Collection[int]) -> Callable[[Batch], Tensor]:
         """Return `forward` without some layers, whose part of the pool stays unchanged. Requires a single rank."""
@@ -235,8 +255,7 @@ class ModelRunner:
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
         """Implement engine.scheduler.step.Runner for engines in which each rank leads itself."""
-        for source, target in orders.copies:
-            self.copy_block(source, target)
+        self.copy(orders)
         scorer = Scorer.of(step)
         return self.forward(step.batch, on_logits=scorer.add if scorer else None) if step else None
 
@@ -252,7 +271,8 @@ class ModelRunner:
         begin, most = time.monotonic(), min(max_tokens, self.max_tokens)
         self._model.choose_prompt_heads(self.pool)
         on_chosen()
-        self._compute_prompts(self.pool, most)
+        with self.pool.with_parts():
+            self._compute_prompts(self.pool, most)
         if self.heads:
             warm_up_heads(
                 *(self.heads, self.pool),
@@ -273,13 +293,24 @@ class ModelRunner:
         """Compute prompts of every power of two of tokens, because kernels are specialized by the number of rows.
 
         First broadcast between the ranks, as async scheduling does: NCCL sets up connections and memory on first use.
+        Last compute rows that choose positions, if the model has sparse attention.
         """
         self.parallel.broadcast_on_device(torch.zeros(1, dtype=torch.int32, device=self.device))
-        size = self.layout.block_size
-        for count in (1 << i for i in range(max_tokens.bit_length())):
-            blocks = [number % pool.num_blocks for number in range(-(-count // size))]
-            row = Row(token_ids=[0] * count, start=0, blocks=blocks, num_logits=1)
-            self._model(Batch.of([row], block_size=size), pool, lambda layer: None)
+        size, latent = self.layout.block_size, self.config.latent
+        steps = [[(0, 1 << i)] for i in range(max_tokens.bit_length())]
+        if latent and latent.index and latent.index.top_k + 2 <= self._max_context:
+            steps.append([(latent.index.top_k, 1), (latent.index.top_k, 2)])
+        for step in steps:
+            rows = [
+                Row(
+                    token_ids=[0] * count,
+                    start=start,
+                    blocks=[number % pool.num_blocks for number in range(-(-(start + count) // size))],
+                    num_logits=1,
+                )
+                for start, count in step
+            ]
+            self._model(Batch.of(rows, block_size=size), pool, lambda layer: None)
         pool.synchronize()
 
     @torch.inference_mode()
@@ -326,10 +357,10 @@ class ModelRunner:
             device=self.device,
         )
 
-    def _num_blocks(
+    def _pool_sizes(
         self, config: EngineConfig, gauge: Gauge, make_capture: Callable[[], Capture] | None, *, weights: int
-    ) -> int:
-        """Return the blocks that fit beside everything else on the rank with the least room. Raises SpecError."""
+    ) -> PoolSizes:
+        """Return the sizes of the pool that fit on the rank with the least room. Raises SpecError."""
         trial = MemoryTrial(
             warm_up=lambda pool: self._compute_prompts(pool, config.max_batch_tokens),
             compute=self._compute_largest,
@@ -352,4 +383,5 @@ class ModelRunner:
         wanted = None if config.kv_memory_gib is None else int(config.kv_memory_gib * GIB)
         pool_bytes = memory.pool_bytes(wanted, least=self.layout.block_bytes + self._bytes_beside)
         logger.info("memory of %s, %s", self.device, memory.table(pool_bytes))
-        return self.parallel.least(num_blocks_for(self.layout, gib=pool_bytes / GIB, beside=self._bytes_beside))
+        gib = self.parallel.least(pool_bytes) / GIB
+        return pool_sizes(self.layout, config, gib=gib, beside=self._bytes_beside)

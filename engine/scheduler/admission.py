@@ -9,7 +9,7 @@ from core.types.request import OFFLINE
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.decoding import Decoding
 from engine.scheduler.local_decode import LocalDecodes
-from engine.scheduler.prompts import Prompt, PromptQueue
+from engine.scheduler.prompts import Prompt, PromptQueue, has_parts, num_needed, num_parts
 from engine.scheduler.sequence import Sequence
 
 
@@ -78,17 +78,21 @@ class AdmitWithRoomToGrow:
         return self.num_running < self._max_running
 
     def _has_room(self, prompt: Prompt) -> bool:
-        sequence, num_choices = prompt.sequence, len(prompt.choices)
+        num_choices = len(prompt.choices)
         if self.num_running + num_choices > max(self._max_running, num_choices):
             return False
         if not self.num_running:
             return True
-        tenant, num_blocks = _demand(prompt)
-        needed = self._blocks.num_needed([] if sequence.is_scored else sequence.hashes(), num_blocks)
-        missing = needed + len(self._decoding.running) - self._blocks.num_available
-        if missing <= 0:
+        windows, tenant, num_blocks = self._blocks.windows, *_demand(prompt)
+        parts_missing = num_parts(prompt.sequence, windows, prompt.room) - windows.num_unreserved if windows else 0
+        missing = (
+            num_needed(prompt, self._blocks, num_blocks) + len(self._decoding.running) - self._blocks.num_available
+        )
+        if missing <= 0 and parts_missing <= 0:
             return True
-        return not _is_offline(prompt) and self._decoding.preempt_for_tenant(tenant, num_blocks, num_missing=missing)
+        return not _is_offline(prompt) and self._decoding.preempt_for_tenant(
+            tenant, num_blocks, num_missing=missing, parts_missing=parts_missing
+        )
 
 
 def _demand(prompt: Prompt) -> tuple[str, int]:
@@ -126,7 +130,8 @@ class AdmitOnDemand:
     def ahead(self) -> list[Prompt]:
         self._local_decodes.preempt_for()
         prompts, begun = self._prompts, []
-        num_ahead = 0  # upper bound of the blocks that earlier prompts need
+        num_ahead = parts_ahead = 0  # upper bounds of the blocks and parts that earlier prompts need
+        windows = self._blocks.windows
         for prompt in tuple(prompts.waiting):
             if self.num_running >= self._max_running:
                 break
@@ -135,6 +140,9 @@ class AdmitOnDemand:
             needed = prompt.sequence.num_blocks_for(len(prompt.sequence.tokens))
             if not prompts.has_offer(prompt) or prompts.is_in_flight_elsewhere(prompt):
                 num_ahead += needed
+                parts_ahead += windows.num_for(prompt.sequence.ends_at) if windows else 0
+            elif windows and parts_ahead and not has_parts(prompt.sequence, windows, beside=parts_ahead):
+                break
             elif (num_ahead and num_ahead + needed > self._blocks.num_available) or not prompts.admit(prompt):
                 break
             else:

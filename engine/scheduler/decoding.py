@@ -83,17 +83,20 @@ class Decoding:
         held = _blocks_by_tenant(self.running)
         return all(held[tenant] + num_blocks <= held[other] for other in than)
 
-    def preempt_for_tenant(self, tenant: str, num_blocks: int, *, num_missing: int) -> bool:
+    def preempt_for_tenant(self, tenant: str, num_blocks: int, *, num_missing: int, parts_missing: int = 0) -> bool:
         """Preempt other tenants' sequences until a tenant that needs `num_blocks` has `num_missing` more available.
 
-        Only tenants that keep at least as many blocks as this tenant would have lose any, and the youngest sequence of
-        the tenant holding most goes first. Preempts none and returns False if that is not enough.
+        And `parts_missing` more parts of layers with a window. Only tenants that keep at least as many blocks as this
+        tenant would have lose any, and the youngest sequence of the tenant holding most goes first. Preempts none and
+        returns False if that is not enough.
         """
         held, victims = _blocks_by_tenant(self.running), list[Sequence]()
         own = held.pop(tenant, 0) + num_blocks
         candidates = [one for one in self.running if one.request.tenant != tenant]
-        is_enough = num_missing <= 0
-        while not is_enough:
+        while (
+            sum(one.parts.reserved for one in victims) < parts_missing
+            or self._blocks.num_freed_by(one.blocks for one in victims) < num_missing
+        ):
             richer = [one for one in candidates if held[one.request.tenant] - len(one.blocks) >= own]
             if not richer:
                 return False
@@ -101,7 +104,6 @@ class Decoding:
             victims.append(victim)
             candidates.remove(victim)
             held[victim.request.tenant] -= len(victim.blocks)
-            is_enough = self._blocks.num_freed_by(one.blocks for one in victims) >= num_missing
         for victim in victims:
             self._preempt(victim)
         return True
@@ -116,6 +118,13 @@ class Decoding:
             victims.append(_youngest_of_largest(candidates, _blocks_by_tenant(candidates)))
             candidates.remove(victims[-1])
         for victim in victims:
+            self._preempt(victim)
+
+    def preempt_for_parts(self, num_missing: int) -> None:
+        """Preempt sequences, in the same order, until they have returned `num_missing` reserved parts or none runs."""
+        while num_missing > 0 and self.running:
+            victim = _youngest_of_largest(list(self.running), _blocks_by_tenant(self.running))
+            num_missing -= victim.parts.reserved
             self._preempt(victim)
 
     def _limit_blocks(self, max_blocks: int) -> None:

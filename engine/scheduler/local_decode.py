@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from core.model.kv_memory import most_parts
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.decoding import Decoding
-from engine.scheduler.prompts import Prompt, PromptQueue
+from engine.scheduler.prompts import Prompt, PromptQueue, num_needed
 from engine.scheduler.sequence import Sequence
 
 
@@ -50,6 +51,8 @@ class LocalDecodes:
         """Return True if the prompt fits into the share. Preempted sequences come before it."""
         if self._decoding.preempted or self.num_choices + len(prompt.choices) > self._max_choices:
             return False
+        if self.num_choices and not self._leaves_parts(prompt.sequence, num_choices=len(prompt.choices)):
+            return False
         return self.num_blocks + _blocks_to_resume(prompt.sequence) <= self._max_blocks
 
     def may_resume(self, sequence: Sequence) -> bool:
@@ -58,28 +61,52 @@ class LocalDecodes:
         A single sequence may exceed the share as long as no prompt needs the blocks beyond it.
         """
         num_choices, num_blocks = self.num_choices, self.num_blocks + _blocks_to_resume(sequence)
-        if self._first_that_cannot_fit(num_blocks):
+        if self._first_that_cannot_fit(num_blocks) or self._parts_missing(sequence) > 0:
             return False
-        return not num_choices or (num_blocks <= self._max_blocks and num_choices < self._max_choices)
+        if not num_choices:
+            return True
+        is_within = num_blocks <= self._max_blocks and num_choices < self._max_choices
+        return is_within and self._leaves_parts(sequence)
 
     def preempt_for(self) -> None:
-        """Preempt local decodes for the first waiting prompt if it could never fit beside their share.
+        """Preempt local decodes for the first waiting prompt if it could never fit beside their share, or their parts.
 
         A sequence that exceeds the share counts with its own size. Called before the rows of a step are chosen.
         """
-        if not self._decoding.running or not (prompt := self._first_that_cannot_fit(self.num_blocks)):
+        if not self._decoding.running:
             return
-        sequence, num_tokens = prompt.sequence, len(prompt.sequence.tokens)
-        reusable = sequence.hashes()[: sequence.num_reusable(num_tokens) // sequence.block_size]
-        missing = self._blocks.num_needed(reusable, sequence.num_blocks_for(num_tokens)) - self._blocks.num_available
+        self._decoding.preempt_for_parts(self._parts_missing())
+        if not (prompt := self._first_that_cannot_fit(self.num_blocks)):
+            return
+        num_blocks = prompt.sequence.num_blocks_for(len(prompt.sequence.tokens))
+        missing = num_needed(prompt, self._blocks, num_blocks) - self._blocks.num_available
         if missing > 0:
             self._decoding.preempt_for(missing)
 
     def _first_that_cannot_fit(self, num_blocks: int) -> Prompt | None:
         """Return the first waiting prompt if it does not fit beside the larger of the share and `num_blocks` blocks."""
-        first = next((prompt for prompt in self._prompts.waiting if not prompt.is_local_decode), None)
+        first = self._first_to_ship()
         left = self._blocks.num_blocks - max(self._max_blocks, num_blocks)
         return first if first and first.sequence.num_blocks_for(len(first.sequence.tokens)) > left else None
+
+    def _first_to_ship(self) -> Prompt | None:
+        return next((prompt for prompt in self._prompts.waiting if not prompt.is_local_decode), None)
+
+    def _parts_missing(self, *more: Sequence) -> int:
+        """Return the parts that the first waiting prompt lacks as long as local decodes run, `more` included."""
+        windows = self._blocks.windows
+        if windows is None or not (first := self._first_to_ship()):
+            return 0
+        num_held = sum(sequence.parts.reserved for sequence in self._decoding.running)
+        num_held += sum(windows.num_for(sequence.ends_at) for sequence in more)
+        return windows.num_for(first.sequence.ends_at) + num_held - windows.num_reservable
+
+    def _leaves_parts(self, sequence: Sequence, *, num_choices: int = 1) -> bool:
+        """Return True if a prompt can reserve its parts beside those of the choices, or if no layer frees blocks."""
+        if (windows := self._blocks.windows) is None:
+            return True
+        num_of_prompt = most_parts(windows.window, windows.block_size)
+        return windows.num_unreserved >= num_choices * windows.num_for(sequence.ends_at) + num_of_prompt
 
     def _admitted(self) -> Iterator[Prompt]:
         return (prompt for prompt in (*self._prompts.computing, *self._prompts.fetching) if prompt.is_local_decode)

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from core.types.errors import CapacityError, ContextLengthExceeded
+from core.types.handoff import ROOM_TOKENS
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.step_timing import PromptSpent
 from engine.kv.block_manager import BlockManager
+from engine.kv.window_manager import WindowManager
 from engine.scheduler.sequence import Sequence
 
 # States of a prompt:
@@ -23,9 +25,6 @@ from engine.scheduler.sequence import Sequence
 #          └───blocks, and another computes it──> reserved ──landed─────────┘
 #
 # A fetch-only prompt leaves as soon as there is nothing more to fetch: see take_fetched.
-
-# Tokens that a sequence may grow by while its KV is shipped to this replica; then it must pause.
-ROOM_TOKENS = 64
 
 
 class KVSource(StrEnum):
@@ -46,6 +45,7 @@ class Prompt:
     is_local_decode: bool = False  # decoded here although the engine does not decode
     is_restart: bool = False  # recomputes one preempted sequence
     num_offered: int = 0  # leading tokens that a peer or a lower tier reportedly holds; 0: ignore
+    is_loaded: bool = False  # the offer is from a lower tier
     num_matched: int = 0  # leading tokens in the prefix cache when it was queued
     num_cached: int = 0  # tokens found in the prefix cache when it was admitted
     num_fetched: int = 0  # tokens after these whose KV was fetched
@@ -142,7 +142,7 @@ class PromptQueue:
                 f"prompt queue full: {len(self.waiting)} prompts are waiting (limit {self._max_waiting})"
             )
         prompt.number = next(self._numbers)
-        prompt.num_matched = self._blocks.match(sequence.hashes()) * sequence.block_size
+        prompt.num_matched = self._blocks.match_reusable(sequence.hashes()) * sequence.block_size
         insort(self.waiting, prompt, key=_turn)
 
     def restart(self, sequence: Sequence) -> None:
@@ -165,15 +165,23 @@ class PromptQueue:
 
         The prompt then is computing, fetching or reserved.
         """
-        sequence = prompt.sequence
-        if not allocate(sequence, self._blocks, reuse_all=prompt.source is KVSource.PREFILL, room=prompt.room):
+        sequence, windows = prompt.sequence, self._blocks.windows
+        loads_checkpoints = prompt.is_loaded and (self._blocks.states is not None or windows is not None)
+        load_end = prompt.fetch_end if loads_checkpoints and self.has_offer(prompt) else 0
+        if not allocate(sequence, self._blocks, source=prompt.source, room=prompt.room, load_end=load_end):
             return False
         prompt.num_matched, prompt.num_cached = 0, sequence.num_computed
         self.waiting.remove(prompt)
         if prompt.is_received:
             self.reserved[prompt] = None
+        elif prompt.fetch_end > prompt.num_cached or load_end:
+            if windows:
+                # The fetch brings the parts that the query behind it sees.
+                sequence.parts.advance(windows.first_seen(prompt.fetch_end), windows)
+                sequence.parts.extend(sequence.blocks, prompt.fetch_end // sequence.block_size, windows)
+            insort(self.fetching, prompt, key=_turn)
         else:
-            insort(self.fetching if prompt.fetch_end > prompt.num_cached else self.computing, prompt, key=_turn)
+            insort(self.computing, prompt, key=_turn)
         return True
 
     def fetched(self, prompt: Prompt, num_tokens: int) -> None:
@@ -181,6 +189,8 @@ class PromptQueue:
         self.fetching.remove(prompt)
         prompt.num_offered, prompt.num_fetched = 0, num_tokens
         prompt.sequence.computed(num_tokens, self._blocks)
+        if self._blocks.states:
+            prompt.sequence.checkpoint_fetched(self._blocks.states)
         insort(self.computing, prompt, key=_turn)
 
     def fetch_failed(self, prompt: Prompt) -> None:
@@ -203,13 +213,19 @@ class PromptQueue:
 
     def is_in_flight_elsewhere(self, prompt: Prompt) -> bool:
         """Return True if another prompt's computation or fetch brings the first block that this one lacks."""
+        if self._blocks.windows and prompt.num_offered and (end := prompt.fetch_end):
+            # `is_behind` looks for blocks, and a load may bring only parts of blocks that are here.
+            last = end // prompt.sequence.block_size - 1
+            same = (other.sequence.hashes()[last] for other in self.fetching if other.fetch_end == end)
+            if prompt.sequence.hashes()[last] in same:
+                return True
         others = [other.sequence for other in (*self.computing, *self.fetching)]
         return prompt.sequence.is_behind(others, self._blocks)
 
     def has_offer(self, prompt: Prompt) -> bool:
         """Return True if the offer exceeds the cached prefix. Drop the offer otherwise: fetches never leave a gap."""
-        sequence = prompt.sequence
-        if prompt.num_offered and self._blocks.match(sequence.hashes()) * sequence.block_size >= prompt.fetch_end:
+        sequence, blocks = prompt.sequence, self._blocks
+        if prompt.num_offered and blocks.match_reusable(sequence.hashes()) * sequence.block_size >= prompt.fetch_end:
             prompt.num_offered = 0
         return prompt.num_offered > 0
 
@@ -228,20 +244,97 @@ class PromptQueue:
         return chosen
 
 
-def allocate(sequence: Sequence, blocks: BlockManager, *, reuse_all: bool = False, room: int = 0) -> bool:
+def allocate(
+    sequence: Sequence,
+    blocks: BlockManager,
+    *,
+    source: KVSource = KVSource.HERE,
+    room: int = 0,
+    load_end: int = 0,
+) -> bool:
     """Allocate blocks for all tokens of a sequence and `room` more. False, taking nothing, if there is no room.
 
-    Without `reuse_all` at least the last token is computed, because its logits are needed; a sequence shipped while it
-    decodes lacks its last token, too.
+    load_end: tokens up to which the prefix will be loaded, with the checkpoints needed behind it. So every cached block
+    of it is reused, except those that lack a part to load. 0: none is loaded.
     """
-    num_tokens = len(sequence.tokens)
-    num_reusable = num_tokens if reuse_all else sequence.num_reusable(num_tokens)
-    reusable = sequence.hashes()[: num_reusable // sequence.block_size]
-    taken = blocks.allocate(reusable, sequence.num_blocks_for(num_tokens + room))
+    states, num_blocks = blocks.states, sequence.num_blocks_for(len(sequence.tokens) + room)
+    if states and not states.num_available:
+        return False
+    if blocks.windows and not has_parts(sequence, blocks.windows, room=room):
+        return False
+    reusable, to_load = _reusable(sequence, blocks, source), None
+    needs_checkpoint = _needs_checkpoint(blocks, source)
+    num_cached = blocks.match(_reusable_if_cached(sequence, blocks, source)) if needs_checkpoint else 0
+    # A handoff or a load brings the state.
+    checkpoint = reusable[-1] if reusable and needs_checkpoint and not load_end else None
+    if load_end:
+        reusable = sequence.hashes()[: load_end // sequence.block_size]
+        to_load = blocks.places_without_part(reusable) if blocks.windows else None
+    taken = blocks.allocate(reusable, num_blocks, to_load=to_load)
     if taken is None:
         return False
     sequence.start_with(*taken)
+    if blocks.windows:
+        _start_parts(sequence, blocks.windows, source, room=room)
+    if states:
+        sequence.start_state(states.take(checkpoint), states, num_cached=num_cached)
     return True
+
+
+def has_parts(sequence: Sequence, windows: WindowManager, *, room: int = 0, beside: int = 0) -> bool:
+    """Return True if a sequence can reserve its parts. room: as in `allocate`. beside: parts to leave for others."""
+    return num_parts(sequence, windows, room) + beside <= windows.num_unreserved
+
+
+def num_parts(sequence: Sequence, windows: WindowManager, room: int) -> int:
+    """Return the parts that a sequence reserves, if `room` more tokens arrive with its KV."""
+    return windows.num_for(sequence.ends_at) + sequence.num_blocks_for(room)
+
+
+def _start_parts(sequence: Sequence, windows: WindowManager, source: KVSource, *, room: int) -> None:
+    """Reserve a sequence's parts, hold those of its cached blocks, and attach those that another replica ships.
+
+    That replica ships what the first query computed here sees; see CacheShape.window_start.
+    """
+    parts, table, num_cached = sequence.parts, sequence.blocks, sequence.num_computed // sequence.block_size
+    parts.reserve(num_parts(sequence, windows, room), windows)
+    if source is KVSource.HERE:
+        parts.hold(table, windows.first_seen(sequence.num_computed), num_cached, windows)
+        return
+    num_shipped = len(sequence.tokens) - (source is KVSource.DECODE)
+    first = windows.first_seen(num_shipped)
+    parts.hold(table, first, max(first, num_cached), windows)
+    parts.extend(table, len(table), windows)
+
+
+def num_needed(prompt: Prompt, blocks: BlockManager, num_blocks: int) -> int:
+    """Count the available blocks that a waiting prompt would take if it started with `num_blocks`."""
+    return blocks.num_needed(_reusable(prompt.sequence, blocks, prompt.source), num_blocks)
+
+
+def _reusable(sequence: Sequence, blocks: BlockManager, source: KVSource) -> list[bytes]:
+    """Return the hashes of the leading blocks that need not be computed or shipped if they are cached."""
+    hashes = _reusable_if_cached(sequence, blocks, source)
+    # With a handoff comes a state, but no parts of blocks that are not shipped.
+    is_limited = blocks.windows is not None or _needs_checkpoint(blocks, source)
+    return hashes[: blocks.match_reusable(hashes)] if is_limited else hashes
+
+
+def _needs_checkpoint(blocks: BlockManager, source: KVSource) -> bool:
+    """Return True if a prompt needs a state to continue from, because its last tokens are computed here."""
+    return blocks.states is not None and source is KVSource.HERE
+
+
+def _reusable_if_cached(sequence: Sequence, blocks: BlockManager, source: KVSource) -> list[bytes]:
+    """Return the hashes of the leading blocks that a prompt may reuse, whether or not there are checkpoints.
+
+    A prompt's last token is computed, because its logits are needed; a sequence shipped while it decodes lacks it, too.
+    A handoff of a prompt may ship nothing, except with a state: that comes with at least one position.
+    """
+    num_tokens = len(sequence.tokens)
+    may_be_whole = source is KVSource.PREFILL and not blocks.states
+    num_reusable = num_tokens if may_be_whole else sequence.num_reusable(num_tokens)
+    return sequence.hashes()[: num_reusable // sequence.block_size]
 
 
 def _turn(prompt: Prompt) -> tuple[int, int]:

@@ -33,10 +33,12 @@ class LastRows:
         num_tokens: Seq[int],
         scored: Seq[ScoredRow] = (),
         drafts: Mapping[int, Seq[int]] = MappingProxyType({}),
+        state_writes: Seq[tuple[int, int, int]] = (),
     ) -> RowChanges:
         """Return the difference from the last step to one in which each sequence computes its next `num_tokens` tokens.
 
-        drafts: further tokens by row; all positions from the last own token on get logits.
+        drafts: further tokens by row; all positions from the last own token on get logits. state_writes: see
+        RowChanges.
         """
         starts = np.array([one.num_computed + one.sampling_row.num_in_flight for one in sequences])
         tables = [sequence.blocks for sequence in sequences]
@@ -57,9 +59,11 @@ class LastRows:
             num_logits=_num_logits(sequences, ends, drafts),
             starts=starts[is_new],
             adapters=np.array([sequences[row].adapter for row in np.flatnonzero(is_new)], dtype=np.int64),
+            state_indices=np.array([sequences[row].state_index for row in np.flatnonzero(is_new)], dtype=np.int64),
             token_ids=np.array(_tokens(sequences, num_tokens, drafts)),
             blocks=np.array(list(chain.from_iterable(added)), dtype=np.int64),
             scored=np.array([(one.row, len(one.next_tokens)) for one in scored], dtype=np.int64).reshape(-1, 2),
+            state_writes=np.array(state_writes, dtype=np.int64).reshape(-1, 3),
         )
 
     def next_tokens(self, planned: NextTokens) -> RowChanges | None:
@@ -78,6 +82,7 @@ class LastRows:
             num_logits=rows.ones_R,
             starts=_NONE,
             adapters=_NONE,
+            state_indices=_NONE,
             token_ids=planned.token_ids(),
             blocks=np.array([tables[row][place] for row, place in planned.first_of_blocks], dtype=np.int64),
         )
@@ -94,6 +99,7 @@ class LastRows:
             places = [place_of.get(sequence, -1) for sequence in sequences]
             known = [*self._tables, None]
             kept = np.array([p if known[p] is table else -1 for p, table in zip(places, tables, strict=True)])
+        # A row whose draft was rejected in part is sent in full, which also sends its new state slot.
         is_behind = kept >= 0
         is_behind[is_behind] = self._kept.ends[kept[is_behind]] == starts[is_behind]
         return np.where(is_behind, kept, -1)

@@ -17,6 +17,8 @@ from core.types.request import (
     finish_reason,
 )
 from engine.kv.block_manager import BlockManager
+from engine.kv.state_manager import StateManager
+from engine.kv.window_manager import HeldParts
 from engine.sampling.params import SamplingRow
 from engine.sampling.token_masks import TokenRuleTensors
 from engine.scheduler.prompt_scoring import ScoredRow
@@ -59,6 +61,16 @@ class Sequence:
         self.is_scored = request.num_prompt_logprobs is not None
         self.num_computed = 0
         self.blocks: list[int] = []
+        self.parts = HeldParts()
+        # Of a model with recurrent layers: the slot of its state, then slots that the scheduled step writes beside it,
+        # for checkpoints and drafts. Numbered as in BlockManager.
+        self.state_slots: list[int] = []
+        self.state_index = 0  # index of the first one in the pool
+        # Planned checkpoints of its state: positions, in ascending order.
+        self.checkpoints_at: list[int] = []
+        # Checkpoints that the scheduled step writes: state slot, and hash of the block that ends there.
+        self._unfilled: list[tuple[int, bytes]] = []
+        self._last_checkpoint = b""  # hash of the last one made while decoding
         self.max_context = max_context
         # Upper bound of its number of tokens.
         self.ends_at = min(request.num_prompt_tokens + request.sampling.max_tokens, max_context)
@@ -117,9 +129,20 @@ class Sequence:
         return self._hashes
 
     def is_behind(self, others: Collection[Sequence], blocks: BlockManager) -> bool:
-        """Return True if one of `others`, which are being computed, will fill the first block missing here."""
+        """Return True if one of `others`, which are being computed, will fill the first block missing here.
+
+        With states: if one will make a checkpoint behind the last one that is usable here.
+        """
         if self.is_scored:
             return False
+        if blocks.states:
+            return any(other.will_checkpoint_for(self, blocks.match_reusable(self.hashes())) for other in others)
+        if blocks.windows:
+            # A block that is here may lack its part, which another sequence brings only if it has yet to compute it.
+            depth = blocks.match_reusable(self.hashes())
+            others = [other for other in others if other.num_computed < (depth + 1) * self.block_size]
+            wanted = self._hashes[depth : depth + 1]
+            return bool(wanted) and any(other.hashes()[depth : depth + 1] == wanted for other in others)
         # Start at the last known depth: while another sequence brings the next block, all blocks before it are in that
         # sequence's table.
         for known in dict.fromkeys((self._depth, 0)):
@@ -128,6 +151,13 @@ class Sequence:
             if wanted and any(other.hashes()[self._depth : self._depth + 1] == wanted for other in others):
                 return True
         return False
+
+    def will_checkpoint_for(self, other: Sequence, depth: int) -> bool:
+        """Return True if a planned checkpoint is at the end of a shared prefix of more than `depth` blocks."""
+        ends = [position // self.block_size for position in self.checkpoints_at]
+        own, others = self.hashes(), other.hashes()
+        most = min(len(own), len(others))  # a checkpoint of the answer may be planned, too
+        return any(depth < end <= most and own[end - 1] == others[end - 1] for end in ends)
 
     def scored_row(self, row: int, num_tokens: int) -> ScoredRow | None:
         """Return the scoring request of the next `num_tokens` positions, computed in row `row`; None without one."""
@@ -151,11 +181,86 @@ class Sequence:
         self.num_computed = num_cached * self.block_size
         self.fills_block_at = self.num_computed + self.block_size
 
+    def start_state(self, slot: int, states: StateManager, *, num_cached: int) -> None:
+        """Use a state slot, and plan checkpoints at the end of the cached blocks and of the prompt's last full block.
+
+        num_cached: blocks in the cache, which may end behind the checkpoint that the sequence continues from.
+        """
+        self.use_state(slot, states)
+        ends = {num_cached * self.block_size, self.num_reusable(len(self.tokens))}
+        self.checkpoints_at = sorted(end for end in ends if end > self.num_computed)
+
+    def use_state(self, slot: int, states: StateManager) -> None:
+        """Replace its state slots by this one. The caller frees the previous ones."""
+        self.state_slots, self.state_index = [slot], states.index(slot)
+
+    def checkpoint_state(self, states: StateManager) -> None:
+        """Copy its state to a checkpoint, if one is planned at the next position to compute.
+
+        Behind the last planned one, plan the next multiple of `states.interval`.
+        """
+        position = self.num_computed + self.num_in_flight
+        while self.checkpoints_at and self.checkpoints_at[0] <= position:
+            if self.checkpoints_at.pop(0) == position:
+                states.checkpoint(self.state_slots[0], self._hash_before(position))
+                self._replace_checkpoint(position, states)
+        if not self.checkpoints_at:
+            self.checkpoints_at = [(position // states.interval + 1) * states.interval]
+
+    def keep_passed(self, slots: list[int], states: StateManager) -> None:
+        """Make a planned checkpoint of a state that the last step passed, and remove its slot from `slots`.
+
+        slots: of the states at the last positions before the next one to compute.
+        """
+        first = self.num_computed - len(slots)
+        if self.checkpoints_at and first <= self.checkpoints_at[0] < self.num_computed:
+            position = self.checkpoints_at.pop(0)
+            states.fill_slot(slots.pop(position - first), self._hash_before(position))
+            self._replace_checkpoint(position, states)
+
+    def _replace_checkpoint(self, position: int, states: StateManager) -> None:
+        """Forget the answer's checkpoint before this one: an answer keeps one, a prompt all."""
+        if position > self.request.num_prompt_tokens:
+            prefix_hash = self._hash_before(position)
+            if prefix_hash != self._last_checkpoint:
+                states.forget(self._last_checkpoint)
+            self._last_checkpoint = prefix_hash
+
+    def checkpoint_fetched(self, states: StateManager) -> None:
+        """Copy its state, which is that after a fetched prefix, to a checkpoint."""
+        states.checkpoint(self.state_slots[0], self._hash_before(self.num_computed))
+
+    def take_checkpoint_slots(self, num_tokens: int, states: StateManager) -> list[tuple[int, int]]:
+        """Take slots for the planned checkpoints within the next `num_tokens` tokens; none if all slots are held.
+
+        Returns pairs: offset of a token, and index of the slot to which the step writes the state after this token.
+        """
+        start, writes = self.num_computed, list[tuple[int, int]]()
+        while self.checkpoints_at and self.checkpoints_at[0] < start + num_tokens:
+            end = self.checkpoints_at.pop(0)
+            if states.num_available:
+                slot = states.take()
+                self.state_slots.append(slot)
+                self._unfilled.append((slot, self._hash_before(end)))
+                writes.append((end - start - 1, states.index(slot)))
+        return writes
+
+    def _hash_before(self, position: int) -> bytes:
+        """Return the prefix hash of the block that ends at a position."""
+        return self.hashes()[position // self.block_size - 1]
+
     def computed(self, num_tokens: int, blocks: BlockManager) -> None:
-        """Record the KV of the next `num_tokens` positions as present, and cache the blocks that became full."""
+        """Record the KV of the next `num_tokens` positions as present. Cache full blocks, and checkpoints written."""
         self.num_computed += num_tokens
         if self.num_computed >= self.fills_block_at:
             self.fill_block(blocks)
+        if blocks.windows:
+            self.parts.advance(blocks.windows.first_seen(self.num_computed), blocks.windows)
+        if self._unfilled and blocks.states:
+            for slot, prefix_hash in self._unfilled:
+                self.state_slots.remove(slot)
+                blocks.states.fill_slot(slot, prefix_hash)
+            self._unfilled = []
 
     def fill_block(self, blocks: BlockManager) -> None:
         """Cache the full blocks. Requires at least `fills_block_at` computed positions."""
@@ -195,10 +300,21 @@ class Sequence:
         twin = self.without_blocks(choice)
         num_full = self.num_computed // self.block_size
         own: list[int] = []
+        if blocks.states and not blocks.states.num_available:
+            return None
+        windows = blocks.windows
+        if windows and windows.num_unreserved < windows.num_for(self.ends_at):
+            return None
         if not blocks.extend(own, len(self.blocks[num_full : self.num_blocks_for(self.num_computed)])):
             return None
         blocks.share(self.blocks[:num_full])
+        if blocks.states:
+            twin.use_state(blocks.states.fork(self.state_slots[0]), blocks.states)
         twin.blocks = self.blocks[:num_full] + own
+        if windows:
+            twin.parts.reserve(windows.num_for(self.ends_at), windows)
+            twin.parts.hold(self.blocks, self.parts.first, num_full, windows)
+            twin.parts.extend(twin.blocks, len(twin.blocks), windows)
         twin.num_computed, twin.fills_block_at, twin._hashes = (
             self.num_computed,
             self.fills_block_at,
@@ -240,13 +356,23 @@ class Sequence:
         mask = self.sampling_row.mask
         return mask.failure if mask else ""
 
+    def drop_state(self, states: StateManager) -> None:
+        """Free its state slots, whose content is not its state any more. Its checkpoints stay findable."""
+        states.free(self.state_slots)
+        self.state_slots, self.checkpoints_at, self._unfilled = [], [], []
+
     def leave_out(self, blocks: Collection[int]) -> None:
-        """Remove these blocks from the table without freeing them."""
-        self.blocks = [block for block in self.blocks if block not in blocks]
+        """Remove these blocks, or its state slot, without freeing them."""
+        removed = set(blocks)
+        self.blocks = [block for block in self.blocks if block not in removed]
+        self.parts.leave_out(removed)
+        self.state_slots = [slot for slot in self.state_slots if slot not in removed]
 
     def release(self, blocks: BlockManager) -> None:
-        """Free all blocks. Cached ones stay findable until their space is needed."""
-        blocks.free(self.blocks)
-        self.blocks = []
+        """Free all blocks and state slots. Cached ones stay findable until their space is needed."""
+        if blocks.windows:
+            self.parts.release(blocks.windows)
+        blocks.free(self.blocks + self.state_slots)
+        self.blocks, self.state_slots, self.checkpoints_at, self._unfilled = [], [], [], []
         self.sampling_row.num_in_flight = 0  # the token in flight is chosen again
         self.num_computed, self.fills_block_at = 0, self.block_size

@@ -35,8 +35,11 @@ class ScheduledStep:
     drafts: Mapping[Sequence, Draft] = field(default_factory=dict)
     whole: list[Prompt] = field(default_factory=list)  # prompts that are complete after this step
     scored: list[ScoredRow] = field(default_factory=list)  # rows whose prompt tokens are scored
+    # See RowChanges.
+    state_writes: list[tuple[int, int, int]] = field(default_factory=list)
     scores: Scores | None = None  # set by the runner that computes the step
     fetched: list[Prompt] = field(default_factory=list)  # fetch-only prompts that are finished
+    has_failed_fetch: bool = False  # of a prompt admitted for this step, which the next one may admit again
     known: list[tuple[Sequence, SampledToken]] = field(default_factory=list)  # forced tokens appended before the step
     orders: Orders = field(default_factory=Orders)
     device_tokens: DeviceTokens | None = None  # tokens of this step that are only on the device so far
@@ -47,6 +50,11 @@ class ScheduledStep:
     @property
     def has_rows(self) -> bool:
         return bool(self.decoding or self.prompts)
+
+    def has_row_of(self, sequence: Sequence) -> bool:
+        """Return True if the step computes tokens of the sequence."""
+        prompts = (prompt.sequence for prompt, _ in self.prompts)
+        return any(one is sequence for one, _ in self.decoding) or any(one is sequence for one in prompts)
 
     def take_early_results(self, ahead: ScheduledStep) -> None:
         """Move the results that planning `ahead` produced into this step.
@@ -119,7 +127,7 @@ class ScheduledStep:
         sequences = [sequence for sequence, _ in self.decoding] + [prompt.sequence for prompt, _ in self.prompts]
         num_tokens = [num_tokens for _, num_tokens in (*self.decoding, *self.prompts)]
         drafts = {row: self.drafts[one].tokens for row, (one, _) in enumerate(self.decoding) if one in self.drafts}
-        return self.last_rows.changes(sequences, num_tokens, self.scored, drafts)
+        return self.last_rows.changes(sequences, num_tokens, self.scored, drafts, self.state_writes)
 
     @cached_property
     def batch(self) -> Batch:

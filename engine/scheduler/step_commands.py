@@ -15,6 +15,9 @@ class BeginOrder:
     handoff: Handoff
     blocks: list[int]  # the sequence's table, from position 0 on
     num_tokens: int  # leading positions in the pool
+    # Slot that has the state of the handoff's last position when it is committed. None: the model has no states, or a
+    # ShipOrder will name the slot.
+    state_slot: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +28,7 @@ class ShipOrder:
     blocks: list[int]  # block table, which may have grown
     start: int
     end: int
+    state_slot: int | None = None  # of the state behind `end`, if the model has states
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +82,10 @@ class Orders:
 
     incoming_transfers: list[IncomingTransferOrder] = field(default_factory=list)
     tiers: list[TierOrders] = field(default_factory=list)  # before any write to the pool
+    # Parts of blocks in layers with a window: block, part. Before anything else reads or writes the pool.
+    parts: list[tuple[int, int]] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)  # blocks: source, target
+    state_copies: list[tuple[int, int]] = field(default_factory=list)  # state slots: source, target
     # Prefixes that other replicas fetch; each is completely in the pool.
     served_fetches: list[BeginOrder] = field(default_factory=list)
     begins: list[BeginOrder] = field(default_factory=list)

@@ -14,7 +14,7 @@ from core.types.step_timing import StepTiming
 from engine.kv.block_manager import BlockManager
 from engine.scheduler.sequence import Sequence
 from engine.spec_decode.acceptance import AcceptanceTracker, RatedProposal
-from engine.spec_decode.draft import Draft, take_room
+from engine.spec_decode.draft import Draft, take_room, take_state_slots
 from engine.spec_decode.draft_plan import plan_drafts
 from engine.spec_decode.draft_scheduler import DraftScheduler
 from engine.spec_decode.draft_stats import DraftCounts
@@ -113,7 +113,12 @@ class Speculation:
             if proposal and length:
                 num_blocks = len(row.blocks)
                 if taken := take_room(row, length, blocks):
-                    drafts[row] = Draft(tokens=proposal.tokens[:taken], num_blocks=num_blocks, method=proposal.method)
+                    drafts[row] = Draft(
+                        tokens=proposal.tokens[:taken],
+                        num_blocks=num_blocks,
+                        method=proposal.method,
+                        state_slots=take_state_slots(row, taken, blocks),
+                    )
         return drafts
 
     def would_draft(self, rows: Seq[Sequence], cost_of: Callable[[], StepCost], *, max_tokens: int) -> bool:

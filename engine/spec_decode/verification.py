@@ -45,7 +45,7 @@ def verify(
             break
     is_found = choice is not None
     sequence.computed(num_tokens + len(tokens) - is_found, blocks)
-    draft.give_back(sequence, blocks)
+    draft.give_back(sequence, blocks, num_right=len(tokens) - is_found)
     return tokens, is_found
 
 

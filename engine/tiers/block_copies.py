@@ -34,7 +34,7 @@ class BlockCopies:
         self._going_up = _Staging(pool)
 
     def save(self, blocks: Sequence[int], rows: Sequence[Tensor]) -> Event:
-        """Copy up to BATCH blocks to host rows, each (block_bytes,) uint8.
+        """Copy up to BATCH blocks to host rows, each (place_bytes,) uint8.
 
         Work that the caller starts afterwards may overwrite the blocks. The rows are valid once the event completes.
         """
@@ -66,6 +66,6 @@ class _Staging:
     """Device buffer of one batch."""
 
     def __init__(self, pool: KVPool) -> None:
-        self.rows_BN = torch.empty((BATCH, pool.layout.block_bytes), dtype=torch.uint8, device=pool.device)
+        self.rows_BN = torch.empty((BATCH, pool.layout.place_bytes), dtype=torch.uint8, device=pool.device)
         # Completes when the buffer may be filled again.
         self.emptied = streams.streams_of(pool.device).mark()

@@ -48,7 +48,7 @@ class Stamp:
 
     @property
     def payload_bytes(self) -> int:
-        return self.layout.block_bytes
+        return self.layout.place_bytes
 
     def header(self, prefix_hash: bytes, payload: Tensor) -> bytes:
         fields = _FIELDS.pack(*self._ours, prefix_hash, sign(self.key, b"payload", prefix_hash, payload.numpy().data))
@@ -80,7 +80,7 @@ class Header:
 
 
 def write_block(path: Path, stamp: Stamp, prefix_hash: bytes, payload: Tensor) -> None:
-    """Write a block atomically. payload: (block_bytes,) uint8 on the CPU, contiguous. Raises OSError.
+    """Write a block atomically. payload: (place_bytes,) uint8 on the CPU, contiguous. Raises OSError.
 
     Not synced: the signature detects a torn file after a power failure. The file mode is 0600.
     """
@@ -101,7 +101,7 @@ def write_block(path: Path, stamp: Stamp, prefix_hash: bytes, payload: Tensor) -
 
 
 def read_block(path: Path, stamp: Stamp, prefix_hash: bytes) -> Tensor | None:
-    """Return the payload, (block_bytes,) uint8; None if the file is damaged or holds another block. Raises OSError."""
+    """Return the payload, (place_bytes,) uint8; None if the file is damaged or holds another block. Raises OSError."""
     with _open(path) as file:
         if os.fstat(file.fileno()).st_size != _HEADER_BYTES + stamp.payload_bytes:
             return None

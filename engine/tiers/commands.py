@@ -17,21 +17,21 @@ class Spill(NamedTuple):
 
 
 class Save(NamedTuple):
-    """Command to copy one block from the device to the first tier below it."""
+    """Command to copy one block, or one piece of a checkpoint, from the device to a lower tier."""
 
     tier: Tier
-    block: int
+    block: int  # or a piece: see KVPool.copy_out
     place: int
     prefix_hash: bytes
 
 
 class LoadSource(NamedTuple):
-    """Source and target of one block to load."""
+    """Source and target of one block, or one piece of a checkpoint, to load."""
 
     tier: Tier
     place: int
     prefix_hash: bytes
-    # Target on the device.
+    # Target on the device; or a piece, as in Save.
     block: int
 
 
@@ -41,6 +41,8 @@ class LoadOrder:
 
     id: int
     sources: list[LoadSource]
+    # Blocks to copy on the device, without their parts, before the load: source, target.
+    copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass

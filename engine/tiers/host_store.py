@@ -16,10 +16,10 @@ class HostStore:
     Raises SpecError if the machine cannot page-lock it.
     """
 
-    def __init__(self, *, num_places: int, block_bytes: int, device: torch.device) -> None:
+    def __init__(self, *, num_places: int, place_bytes: int, device: torch.device) -> None:
         """device: device of the pool that the blocks are copied from and to."""
         self.num_places = num_places
-        self._rows = lazy_zeros((num_places, block_bytes), torch.uint8)
+        self._rows = lazy_zeros((num_places, place_bytes), torch.uint8)
         self._streams = streams.streams_of(device)
         self._streams.lock_pages(self._rows)
         self._hashes: list[bytes | None] = [None] * num_places

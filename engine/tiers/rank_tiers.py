@@ -61,9 +61,9 @@ class RankTiers:
         return {tier: store.num_places for tier, store in self._stores.items()}
 
     def carry_out(self, orders: TierOrders) -> None:
-        """Execute orders. The caller must keep saved blocks intact until this returns.
+        """Spill and save. The caller must keep saved blocks intact until this returns.
 
-        On a GPU, they must stay intact until the work queued by then is done. Loads are only started.
+        On a GPU, they must stay intact until the work queued by then is done.
         """
         for spill in orders.spills:
             payload = self._stores[Tier.HOST].get(spill.source, spill.prefix_hash)
@@ -71,6 +71,13 @@ class RankTiers:
                 self._dropped.append((Tier.DISK, spill.prefix_hash))
         self._save_to_host([save for save in orders.saves if save.tier is Tier.HOST])
         self._save_to_disk([save for save in orders.saves if save.tier is Tier.DISK])
+
+    def start_loads(self, orders: TierOrders) -> None:
+        """Start the loads, behind the work that is queued by now."""
+        copies = [pair for order in orders.loads for pair in order.copies]
+        for i in range(0, len(copies), BATCH):
+            sources, targets = zip(*copies[i : i + BATCH], strict=True)
+            self._pool.copy_in(self._pool.copy_out(sources), targets)
         if orders.loads:
             behind = streams.streams_of(self._pool.device).mark()
             for order in orders.loads:
@@ -133,7 +140,7 @@ class RankTiers:
             num_loaded = self._load_batch(batch, behind)
             tier = batch[0].tier
             seconds[tier] = seconds.get(tier, 0.0) + time.monotonic() - started
-            num_bytes[tier] = num_bytes.get(tier, 0) + num_loaded * self._pool.layout.block_bytes
+            num_bytes[tier] = num_bytes.get(tier, 0) + num_loaded * self._pool.layout.place_bytes
             num_blocks += num_loaded
             if num_loaded < len(batch):
                 break

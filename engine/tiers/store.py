@@ -19,7 +19,7 @@ class BlockStore(Protocol):
     def put(self, place: int, prefix_hash: bytes, payload: Tensor) -> bool:
         """Store a block and replace the previous one. Returns False if it was dropped; the place is then invalid.
 
-        payload: (block_bytes,) uint8, on any device; the caller may reuse it on return.
+        payload: (place_bytes,) uint8, on any device; the caller may reuse it on return.
         """
         ...
 

@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from core.types.prefix_hash import checkpoint_hash
 from core.types.tier import Tier
+from engine.kv.block_allocator import BlockAllocator
 from engine.kv.block_manager import BlockManager
 from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, Spill, TierOrders
+from engine.tiers.load import Load, worth_loading
+from engine.tiers.sources import Sources
 from engine.timing.rate import Rate
 
 T = TypeVar("T")
@@ -26,38 +29,23 @@ T = TypeVar("T")
 _TRY_AGAIN = 16
 
 
-@dataclass(eq=False)
-class Load(Generic[T]):
-    """Load of blocks to the device, in flight, for `owner`."""
-
-    owner: T
-    order: LoadOrder
-    # On the caller's clock.
-    expires_at: float
-    is_given_up: bool = False
-    # By rank.
-    answers: dict[int, LoadResult] = field(default_factory=dict)
-
-    @property
-    def blocks(self) -> list[int]:
-        return [source.block for source in self.order.sources]
-
-    @property
-    def num_loaded(self) -> int:
-        """Number of leading blocks that every rank has loaded."""
-        return min(answer.num_blocks for answer in self.answers.values())
-
-
 class TierTable(Generic[T]):
     """Tier index of one replica. Owned by the step thread of rank 0.
 
-    `lower` maps each tier below the device to the manager of its places.
+    `lower` maps each tier below the device to the allocator of its places. It holds blocks by their hashes, and pieces
+    of checkpoints (see BlockManager) by theirs.
     """
 
     def __init__(
-        self, device: BlockManager, lower: Mapping[Tier, BlockManager], *, num_ranks: int, block_bytes: int
+        self,
+        device: BlockManager,
+        lower: Mapping[Tier, BlockAllocator],
+        *,
+        num_ranks: int,
+        place_bytes: int,
+        num_pieces: int = 0,
     ) -> None:
-        """block_bytes: bytes of a block on one rank."""
+        """place_bytes, num_pieces: see KVLayout."""
         # Blocks loaded, by tier.
         self.num_hits = dict.fromkeys(lower, 0)
         # Blocks saved, by tier.
@@ -65,19 +53,29 @@ class TierTable(Generic[T]):
         self._device = device
         self._lower = dict(sorted(lower.items()))
         self._num_ranks = num_ranks
-        self._block_bytes = block_bytes
+        self._place_bytes = place_bytes
+        # Of a checkpoint; 0: the model has none.
+        self._num_pieces = num_pieces
         # Bytes per second.
         self._rates = {tier: Rate() for tier in lower}
         self._num_passed_over = 0
+        self._sources = Sources(device, self._lower, num_pieces=num_pieces)
         self._loads: dict[int, Load[T]] = {}
         self._ids = itertools.count()
         # Evicted from the device since the last orders.
         self._evicted: list[tuple[int, bytes]] = []
         self._orders = TierOrders()
-        # Blocks on the device that the disk tier does not have, the oldest first.
-        self._unsaved: dict[bytes, None] = {}
+        # Blocks and pieces on the device that the disk tier does not have, the oldest first. Values: None for a block;
+        # the hash of its block and its number for a piece.
+        self._unsaved: dict[bytes, tuple[bytes, int] | None] = {}
+        # Hashes of the first pieces of the checkpoints on the device.
+        self._first_pieces: set[bytes] = set()
         if self._lower:
             device.on_evict = lambda block, prefix_hash: self._evicted.append((block, prefix_hash))
+            if device.states:
+                device.states.on_evict = self._evicted_checkpoint
+            if device.windows:
+                device.windows.on_evict = self._evicted_checkpoint
         for tier, below in itertools.pairwise(self._lower):
             self._lower[tier].on_evict = self._spiller(below)
 
@@ -91,15 +89,20 @@ class TierTable(Generic[T]):
         return [*done, orders] if orders else done
 
     def save_ahead(self, max_blocks: int) -> None:
-        """Order copies to disk of the oldest blocks that are only on the device."""
-        disk = self._lower.get(Tier.DISK)
-        for prefix_hash in list(itertools.islice(self._unsaved, max_blocks)):
+        """Order copies to disk of the oldest blocks and pieces that are only on the device.
+
+        A copy of a piece gathers its whole part, so all pieces of a part are saved together, even beyond `max_blocks`.
+        """
+        disk, num_more = self._lower.get(Tier.DISK), self._num_pieces - 1 if self._device.windows else 0
+        for i, (prefix_hash, piece) in enumerate(list(itertools.islice(self._unsaved.items(), max_blocks + num_more))):
+            if i >= max_blocks and not (piece and piece[1]):
+                break
             del self._unsaved[prefix_hash]
-            if disk is None or prefix_hash in disk or prefix_hash not in self._device:
+            if disk is None or prefix_hash in disk or (source := self._source(prefix_hash, piece)) is None:
                 continue
             if (place := _take(disk, prefix_hash)) is None:
                 return
-            self._orders.saves.append(Save(Tier.DISK, self._device.block_of(prefix_hash), place, prefix_hash))
+            self._orders.saves.append(Save(Tier.DISK, source, place, prefix_hash))
             self.num_saved[Tier.DISK] += 1
 
     @property
@@ -115,32 +118,82 @@ class TierTable(Generic[T]):
         """
         if not self._lower:
             return 0
-        start = self._device.match(hashes)
-        tiers = [tier for tier, _ in self._find(hashes[start:])]
+        if self._device.states or self._device.windows:
+            return self._offer_to_checkpoint(hashes, compute_block_s=compute_block_s)
+        num_here = self._device.match(hashes)
+        tiers = [tier for tier, _ in self._sources.find(hashes[num_here:])]
         if not tiers:
             return 0
         num_worth = worth_loading(tiers, {tier: self.block_s(tier) for tier in self._lower}, compute_block_s)
-        self._num_passed_over = 0 if num_worth else self._num_passed_over + 1
-        if self._num_passed_over > _TRY_AGAIN:
-            self._num_passed_over, num_worth = 0, len(tiers)
-        return start + num_worth if num_worth else 0
+        if self._is_tried(is_worth=num_worth > 0):
+            return num_here + (num_worth or len(tiers))
+        return 0
+
+    def _offer_to_checkpoint(self, hashes: Sequence[bytes], *, compute_block_s: float) -> int:
+        """Like `offer`, for models with checkpoints: the longest prefix to continue from is loaded whole, or not."""
+        depth, needed = (
+            self._sources.with_parts(self._device.windows, hashes)
+            if self._device.windows
+            else self._sources.with_state(hashes)
+        )
+        num_computed = self._device.match_reusable(hashes)
+        if depth <= num_computed:
+            return 0
+        compute_s = (depth - num_computed) * compute_block_s
+        is_worth = sum(map(self.block_s, needed)) < compute_s or not compute_s
+        return depth if self._is_tried(is_worth=is_worth) else 0
+
+    def _is_tried(self, *, is_worth: bool) -> bool:
+        """Return whether to load: if it is worth it, and once after every _TRY_AGAIN loads that are not."""
+        is_tried = is_worth or self._num_passed_over >= _TRY_AGAIN
+        self._num_passed_over = 0 if is_tried else self._num_passed_over + 1
+        return is_tried
 
     def depth(self, hashes: Sequence[bytes]) -> int:
         """Count the leading blocks that are present in any tier."""
+        if self._device.windows:
+            return self._sources.num_present(hashes)
         start = self._device.match(hashes)
-        return start + len(self._find(hashes[start:]))
+        return start + len(self._sources.find(hashes[start:]))
 
-    def begin(self, owner: T, hashes: Sequence[bytes], blocks: Sequence[int], *, expires_at: float) -> Load[T] | None:
-        """Load the leading blocks that are present into the owner's blocks. Returns None if there are none."""
+    def begin(
+        self,
+        owner: T,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        *,
+        expires_at: float,
+        state: tuple[bytes, int] | None = None,
+    ) -> Load[T] | None:
+        """Load the leading blocks that are present into the owner's blocks. Returns None if there are none.
+
+        state: hash of a block with a checkpoint, and the slot to load its state to. With a state or with windows,
+        returns None unless all blocks are present, and the checkpoints that a sequence needs behind them.
+
+        With windows, a block of the owner that the device has under its hash is complete. The others are loaded, or
+        copied on the device; those that the query behind them sees must have parts, which are loaded, too.
+        """
+        plan = self._sources.plan(hashes, blocks, state)
+        if not plan or not (plan.blocks or plan.pieces):
+            return None
+        if state and self._device.states and not plan.pieces:
+            self._device.states.copy_to(state[1], state[0])
         sources = []
-        for (tier, manager), prefix_hash, block in zip(self._find(hashes), hashes, blocks, strict=False):
+        for tier, manager, prefix_hash, block in plan.blocks + plan.pieces:
             taken = manager.allocate([prefix_hash], 1)
             assert taken
             sources.append(LoadSource(tier, taken[0][0], prefix_hash, block))
-        if not sources:
-            return None
-        order = LoadOrder(next(self._ids), sources)
-        load = self._loads[order.id] = Load(owner, order, expires_at)
+        order = LoadOrder(next(self._ids), sources, plan.copies)
+        filled = [target.block for target in plan.blocks] + [block for _, block in plan.copies]
+        load = self._loads[order.id] = Load(
+            owner,
+            order,
+            expires_at,
+            filled + ([state[1]] if state else []),
+            num_block_sources=len(plan.blocks),
+            num_blocks=len(hashes),
+            is_whole=state is not None or self._device.windows is not None,
+        )
         self._orders.loads.append(order)
         return load
 
@@ -168,6 +221,10 @@ class TierTable(Generic[T]):
         """Return the loads past their deadline; the caller gives them up."""
         return [load for load in self._loads.values() if load.expires_at < now and not load.is_given_up]
 
+    def has_late(self, now: float) -> bool:
+        """Return True if a load is in flight past its deadline, given up or not."""
+        return any(load.expires_at < now for load in self._loads.values())
+
     # Changes reported by the lower tiers.
 
     def found(self, places: Mapping[int, bytes]) -> None:
@@ -180,8 +237,11 @@ class TierTable(Generic[T]):
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Remove these hashes from all lower tiers."""
+        if not self._lower:
+            return
+        pieces = [checkpoint_hash(one, piece=i) for one in hashes for i in range(self._num_pieces)]
         for manager in self._lower.values():
-            for prefix_hash in hashes:
+            for prefix_hash in (*hashes, *pieces):
                 manager.unfill(prefix_hash)
 
     # Metrics and reports.
@@ -196,10 +256,13 @@ class TierTable(Generic[T]):
     def block_s(self, tier: Tier) -> float:
         """Return the seconds to load a block; 0 until measured."""
         rate = self._rates[tier].per_s
-        return self._block_bytes / rate if rate else 0.0
+        return self._place_bytes / rate if rate else 0.0
 
     def take_changes(self) -> dict[bytes, Tier | None]:
-        """Return the hashes that may have moved since the last call, with the best tier that holds each."""
+        """Return the hashes that may have moved since the last call, with the best tier that holds each.
+
+        A checkpoint on the device is listed by its first piece; of one in a lower tier, every piece is.
+        """
         changed: set[bytes] = set()
         for manager in (self._device, *self._lower.values()):
             changed.update(manager.take_changes())
@@ -209,13 +272,32 @@ class TierTable(Generic[T]):
                     self._unsaved.pop(prefix_hash, None)
                 else:
                     self._unsaved.setdefault(prefix_hash)
+        changed.update(self._changed_checkpoints(self._device.take_checkpoint_changes()))
         return {prefix_hash: self._tier_of(prefix_hash) for prefix_hash in changed}
+
+    def _changed_checkpoints(self, changes: Mapping[bytes, bool]) -> list[bytes]:
+        """Record checkpoints made and dropped on the device. Returns the hashes of their first pieces."""
+        first_pieces = []
+        for block_hash, is_kept in changes.items():
+            first_pieces.append(checkpoint_hash(block_hash))
+            if is_kept:
+                self._first_pieces.add(first_pieces[-1])
+            else:
+                self._first_pieces.discard(first_pieces[-1])
+            for i in range(self._num_pieces if self._has_room(Tier.DISK) else 0):
+                prefix_hash = checkpoint_hash(block_hash, piece=i)
+                if is_kept and prefix_hash not in self._lower[Tier.DISK]:
+                    self._unsaved.setdefault(prefix_hash, (block_hash, i))
+                else:
+                    self._unsaved.pop(prefix_hash, None)
+        return first_pieces
 
     def held(self) -> dict[bytes, Tier]:
         """Return every block present, with the best tier that holds it."""
         held: dict[bytes, Tier] = {}
         for tier, manager in reversed(self._lower.items()):
             held.update(dict.fromkeys(manager.full_hashes(), tier))
+        held |= dict.fromkeys(map(checkpoint_hash, self._device.checkpointed_hashes()), Tier.DEVICE)
         return held | dict.fromkeys(self._device.full_hashes(), Tier.DEVICE)
 
     def check_integrity(self) -> None:
@@ -227,27 +309,46 @@ class TierTable(Generic[T]):
             held = {source.place for source in sources if source.tier is tier}
             assert manager.num_blocks - manager.num_available == len(held), f"{tier.name}: places held without a load"
 
-    def _find(self, hashes: Sequence[bytes]) -> list[tuple[Tier, BlockManager]]:
-        """Return the tier of each leading block present, up to the first that is missing."""
-        found = []
-        for prefix_hash in hashes:
-            place = next(((t, manager) for t, manager in self._lower.items() if prefix_hash in manager), None)
-            if place is None:
-                break
-            found.append(place)
-        return found
+    def _source(self, prefix_hash: bytes, piece: tuple[bytes, int] | None) -> int | None:
+        """Return what to copy to disk: the block with this hash, or the number of a piece; see KVPool.copy_out.
+
+        None if the device has lost it. piece: the value in `_unsaved`.
+        """
+        if piece is None:
+            return self._device.block_of(prefix_hash) if prefix_hash in self._device else None
+        block_hash, number = piece
+        index = self._device.checkpoint_index(block_hash)
+        return None if index is None else self._sources.first_piece(index) + number
+
+    def _has_room(self, tier: Tier) -> bool:
+        """Return True if a checkpoint takes at most half of a tier."""
+        return tier in self._lower and self._num_pieces * 2 <= self._lower[tier].num_blocks
+
+    def _evicted_checkpoint(self, index: int, prefix_hash: bytes) -> None:
+        """Save a checkpoint to the first lower tier, if that has room. index: of its state slot or part."""
+        if self._has_room(next(iter(self._lower))):
+            first = self._sources.first_piece(index)
+            pieces = range(self._num_pieces)
+            self._evicted += [(first + i, checkpoint_hash(prefix_hash, piece=i)) for i in pieces]
 
     def _tier_of(self, prefix_hash: bytes) -> Tier | None:
-        if prefix_hash in self._device:
+        if prefix_hash in self._device or prefix_hash in self._first_pieces:
             return Tier.DEVICE
         return next((tier for tier, manager in self._lower.items() if prefix_hash in manager), None)
 
     def _save(self, block: int, prefix_hash: bytes, done: list[TierOrders]) -> None:
-        """Order a copy of a block to the next tier. Orders that must be executed first are appended to `done`."""
+        """Order a copy of a block or piece to the first lower tier.
+
+        Orders that must be executed first are appended to `done`.
+        """
         tier, manager = next(iter(self._lower.items()))
         orders = self._orders
         num_spills = len(orders.spills)
-        if prefix_hash in manager or (place := _take(manager, prefix_hash)) is None:
+        if prefix_hash in manager:
+            if block >= self._sources.first_piece(0):
+                _refresh(manager, prefix_hash)
+            return
+        if (place := _take(manager, prefix_hash)) is None:
             return
         if len(orders.spills) > num_spills and any(save.place == place for save in orders.saves):
             # The spilled place was filled by a save in the same orders: split them so that the save runs first.
@@ -260,6 +361,7 @@ class TierTable(Generic[T]):
         def spill(place: int, prefix_hash: bytes) -> None:
             manager = self._lower[below]
             if prefix_hash in manager:
+                _refresh(manager, prefix_hash)
                 return
             if (target := _take(manager, prefix_hash)) is not None:
                 self.num_saved[below] += 1
@@ -276,27 +378,12 @@ class TierTable(Generic[T]):
         for i, source in enumerate(load.order.sources):
             manager = self._lower[source.tier]
             manager.free([source.place])
-            self.num_hits[source.tier] += i < load.num_loaded
-            if i == load.num_loaded:
-                manager.discard(source.prefix_hash)
+            self.num_hits[source.tier] += i < load.num_hits
+        for source in load.broken(first_piece=self._sources.first_piece(0), num_pieces=self._num_pieces):
+            self._lower[source.tier].discard(source.prefix_hash)
 
 
-def worth_loading(tiers: Sequence[Tier], load_s: Mapping[Tier, float], compute_s: float) -> int:
-    """Return the number of leading blocks to load that minimizes the time until all are present. Pure.
-
-    load_s: seconds per block by tier, 0 if unknown; compute_s: seconds to compute a block.
-    """
-    if not compute_s:
-        return len(tiers)
-    best, best_s, saved_s = 0, 0.0, 0.0
-    for count, tier in enumerate(tiers, 1):
-        saved_s += compute_s - load_s[tier]
-        if saved_s > best_s:
-            best, best_s = count, saved_s
-    return best
-
-
-def _take(manager: BlockManager, prefix_hash: bytes) -> int | None:
+def _take(manager: BlockAllocator, prefix_hash: bytes) -> int | None:
     """Allocate a place for this block. Returns None if loads hold them all."""
     taken = manager.allocate([], 1)
     if taken is None:
@@ -305,3 +392,13 @@ def _take(manager: BlockManager, prefix_hash: bytes) -> int | None:
     manager.fill_block(place, prefix_hash)
     manager.free([place])
     return place
+
+
+def _refresh(manager: BlockAllocator, prefix_hash: bytes) -> None:
+    """Evict this block or piece last.
+
+    Refreshed in order, the first piece of a checkpoint is evicted first: routers look for that one only.
+    """
+    taken = manager.allocate([prefix_hash], 1)
+    assert taken, "a block that is present needs no place"
+    manager.free(taken[0])

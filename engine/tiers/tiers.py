@@ -7,13 +7,15 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from core.types.tier import Tier
+from engine.kv.block_allocator import BlockAllocator
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import LeastRecentlyUsed, make_eviction
 from engine.kv.layout import KVLayout
 from engine.scheduler.sequence import Sequence as TokenSequence
 from engine.tiers.commands import LoadResult
+from engine.tiers.load import Load
 from engine.tiers.rank_tiers import RankTiers
-from engine.tiers.table import Load, TierTable
+from engine.tiers.table import TierTable
 
 T = TypeVar("T")
 
@@ -43,9 +45,10 @@ class Tiers(Generic[T]):
         self._timeout_s = timeout_s
         self.table: TierTable[T] = TierTable(
             blocks,
-            {tier: _manager(tier, places, eviction) for tier, places in (rank.num_places if rank else {}).items()},
+            {tier: _allocator(tier, places, eviction) for tier, places in (rank.num_places if rank else {}).items()},
             num_ranks=layout.tensor_parallel,
-            block_bytes=layout.block_bytes,
+            place_bytes=layout.place_bytes,
+            num_pieces=layout.num_pieces,
         )
         self._loads: dict[T, Load[T]] = {}
 
@@ -60,15 +63,35 @@ class Tiers(Generic[T]):
 
         tokens_per_s: prefill throughput; 0 if unknown.
         """
-        size = self._layout.block_size
+        size, hashes = self._layout.block_size, sequence.hashes()
+        if self._is_stuck:
+            return 0
+        if self._layout.num_pieces:
+            # The last token is computed again, so a checkpoint must be before it.
+            hashes = hashes[: sequence.num_reusable(len(sequence.tokens)) // size]
         compute_block_s = size / tokens_per_s if tokens_per_s else 0.0
-        return self.table.offer(sequence.hashes(), compute_block_s=compute_block_s) * size
+        return self.table.offer(hashes, compute_block_s=compute_block_s) * size
 
-    def begin(self, owner: T, hashes: Sequence[bytes], blocks: Sequence[int]) -> bool:
-        """Load the leading blocks that are still present, with the next orders. Returns False if there are none."""
-        num_queued = len(hashes) + sum(len(load.blocks) for load in self._loads.values())
-        timeout_s = self._timeout_s + num_queued * self._layout.block_bytes / _MIN_BYTES_PER_S
-        load = self.table.begin(owner, hashes, blocks, expires_at=time.monotonic() + timeout_s)
+    def begin(
+        self,
+        owner: T,
+        hashes: Sequence[bytes],
+        blocks: Sequence[int],
+        *,
+        state: tuple[bytes, int] | None = None,
+    ) -> bool:
+        """Load the leading blocks that are still present, with the next orders. Returns False if there are none.
+
+        Also while a load past its deadline goes on: loads behind it would take block after block into quarantine.
+        state: as in TierTable.begin.
+        """
+        if self._is_stuck:
+            return False
+        layout = self._layout
+        num_queued = len(hashes) + sum(len(load.order.sources) for load in self._loads.values())
+        num_queued += min(len(hashes), layout.cache.num_checkpoints) * layout.num_pieces
+        timeout_s = self._timeout_s + num_queued * layout.place_bytes / _MIN_BYTES_PER_S
+        load = self.table.begin(owner, hashes, blocks, expires_at=time.monotonic() + timeout_s, state=state)
         if load:
             self._loads[owner] = load
         return load is not None
@@ -78,7 +101,7 @@ class Tiers(Generic[T]):
         load = self.table.loaded(rank, loaded)
         if load:
             del self._loads[load.owner]
-            self.num_losses += load.num_loaded < len(load.blocks)
+            self.num_losses += load.num_read < len(load.order.sources)
         return load
 
     def cancel(self, owner: T) -> set[int]:
@@ -92,6 +115,10 @@ class Tiers(Generic[T]):
     def expired(self) -> list[T]:
         """Return the owners of loads past their deadline; the caller cancels them."""
         return [load.owner for load in self.table.expired(time.monotonic())]
+
+    @property
+    def _is_stuck(self) -> bool:
+        return self.table.has_late(time.monotonic())
 
     def take_changes(self) -> dict[bytes, Tier | None]:
         """Return the hashes that may have moved since the last call, with the best tier that holds each."""
@@ -107,10 +134,10 @@ class Tiers(Generic[T]):
         return self.table.num_hits.get(tier, 0) * self._layout.block_size
 
     def saved_bytes(self, tier: Tier) -> int:
-        return self.table.num_saved.get(tier, 0) * self._layout.block_bytes * self._layout.tensor_parallel
+        return self.table.num_saved.get(tier, 0) * self._layout.place_bytes * self._layout.tensor_parallel
 
 
-def _manager(tier: Tier, num_places: int, eviction: str) -> BlockManager:
+def _allocator(tier: Tier, num_places: int, eviction: str) -> BlockAllocator:
     # The disk may hold many files: keep only their order, not their history.
-    is_large = tier is Tier.DISK
-    return BlockManager(num_places, LeastRecentlyUsed() if is_large else make_eviction(eviction, num_blocks=num_places))
+    policy = LeastRecentlyUsed() if tier is Tier.DISK else make_eviction(eviction, num_blocks=num_places)
+    return BlockAllocator(num_places, policy)

@@ -43,10 +43,11 @@ class Combination:
     kv: str
     wire: str
     model_dir: Path
-    # Values of model.weights, kv.pool_dtype and kv.wire_dtype.
+    # Values of model.weights, kv.pool_dtype, kv.wire_dtype and kv.unquantized_layers.
     held: str = "auto"
     pool_dtype: str = "auto"
     wire_dtype: str = "raw"
+    unquantized_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,7 @@ def measure(
             "dtype": dtype,
             "weights": combination.held,
             "pool_dtype": combination.pool_dtype,
+            "unquantized_layers": combination.unquantized_layers,
             "threads": threads,
             "most_tokens": max(window, _PROMPT + 128, _BATCH * (_CONTEXT + 128), _TASK_TOKENS if tasks else 0),
         }
@@ -192,21 +194,24 @@ def make_directory(into: Path) -> None:
 def write_report(costs: Sequence[FormatCost], into: Path, facts: dict[str, object]) -> str:
     """Write formats.json, formats.md and, with matplotlib, formats.png. Returns a note without it; may be empty.
 
-    into: an existing directory. facts: settings of the run.
+    into: an existing directory. facts: settings of the run. Raises SpecError if it cannot.
     """
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU " + " ".join(instruction_sets())
     facts = facts | {"device": device}
     tree = facts | {"results": [asdict(cost) for cost in costs]}
-    (into / "formats.json").write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
     titles, *rows = table(costs)
     lines = [titles, ["---"] * len(titles), *rows]
     notes = "; ".join(f"{name}: {value}" for name, value in facts.items())
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    (into / "formats.md").write_text(f"{text}\n\n{notes}\n", encoding="utf-8")
-    if find_spec("matplotlib") is None:
-        return "; the picture needs matplotlib: pip install 'xpyd[plot]'"
-    _draw(costs, into / "formats.png")
-    return ""
+    has_plot = find_spec("matplotlib") is not None
+    try:
+        (into / "formats.json").write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+        (into / "formats.md").write_text(f"{text}\n\n{notes}\n", encoding="utf-8")
+        if has_plot:
+            _draw(costs, into / "formats.png")
+    except OSError as error:
+        raise SpecError(f"{into}: cannot be written: {error}") from error
+    return "" if has_plot else "; the picture needs matplotlib: pip install 'xpyd[plot]'"
 
 
 def _draw(costs: Sequence[FormatCost], path: Path) -> None:

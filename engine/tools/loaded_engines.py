@@ -46,7 +46,13 @@ def prefilling_engine(runner: ModelRunner, num_tokens: int, *, max_batch_tokens:
 
 
 def _engine(runner: ModelRunner, model: Runner[Tensor], config: SchedulerConfig) -> Engine[Tensor]:
-    return Engine(model, sample, BlockManager(runner.pool.num_blocks), config, block_size=runner.layout.block_size)
+    return Engine(
+        model,
+        sample,
+        BlockManager(runner.pool.num_blocks, num_states=runner.pool.num_states),
+        config,
+        block_size=runner.layout.block_size,
+    )
 
 
 def _random_prompt(runner: ModelRunner, num_tokens: int, seed: int) -> Prompt:

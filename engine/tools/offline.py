@@ -30,7 +30,7 @@ def generate(
     if isinstance(samplings, Sampling):
         samplings = [samplings] * len(prompts)
     config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=max_running, max_waiting=len(prompts))
-    blocks = BlockManager(runner.pool.num_blocks)
+    blocks = BlockManager(runner.pool.num_blocks, num_states=runner.pool.num_states)
     engine = Engine(runner, sample, blocks, config, block_size=runner.layout.block_size)
     outputs: dict[Sequence, list[SampledToken]] = {}
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True)):

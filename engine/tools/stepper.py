@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -33,7 +33,15 @@ class Stepper:
     """Timed steps of one model. Every public method is a command."""
 
     def __init__(
-        self, model_dir: str, *, dtype: str, weights: str, pool_dtype: str, threads: int, most_tokens: int
+        self,
+        model_dir: str,
+        *,
+        dtype: str,
+        weights: str,
+        pool_dtype: str,
+        threads: int,
+        most_tokens: int,
+        unquantized_layers: Sequence[int] = (),
     ) -> None:
         """most_tokens: total tokens held by the sequences of one step."""
         torch.set_num_threads(threads)
@@ -43,6 +51,7 @@ class Stepper:
             dtype=dtype,
             weights=weights,
             pool_dtype=pool_dtype,
+            unquantized_layers=tuple(unquantized_layers),
             block_size=_BLOCK_SIZE,
             num_blocks=most_tokens // _BLOCK_SIZE,
             recorded_rows=_RECORDED_ROWS,

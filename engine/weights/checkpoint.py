@@ -24,7 +24,7 @@ _LAYER = re.compile(r"(.*\.)?layers\.\d+\.")
 # Names of scales of the KV cache, of activations and of attention's intermediate results.
 _SCALE = re.compile(
     r"(^|\.)((k|v|q|kv|prob|prob_output|input|output)_(scale|scale_ub|global_scale|zero_point)|(k|v)_bias|"
-    r"activation_scale(_inv)?)$"
+    r"activation_scale(_inv)?|qscale_act)$"
 )
 # Buffers that old versions of transformers saved; they follow from the config.
 _BUFFER = re.compile(r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$")
@@ -56,9 +56,13 @@ class Checkpoint(Protocol):
 
 
 def check_tensors(
-    checkpoint: Checkpoint, expected: Mapping[str, Shape], *, optional: frozenset[str] = frozenset(), prefix: str = ""
+    checkpoint: Checkpoint,
+    expected: Mapping[str, Shape],
+    *,
+    optional: frozenset[str] = frozenset(),
+    prefix: str | tuple[str, ...] = "",
 ) -> None:
-    """Raise one SpecError that lists all differences of the tensors whose names start with `prefix`.
+    """Raise one SpecError that lists all differences of the tensors whose names start with `prefix`, or one of them.
 
     Tensors in `optional` may be present and are not read. Other surplus tensors pass only if they cannot change the
     result: zero biases and zero points; scales of KV and activations, which this engine computes itself; and, as in

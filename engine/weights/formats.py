@@ -38,7 +38,7 @@ SHAPE, COLUMNS, ORDERS = ".weight_shape", ".pre_quant_scale", (".g_idx", ".weigh
 LAYOUT, STATES = ".weight_format", tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 LEVELS, NESTED, NESTED_LEVELS = (f".weight.{name}" for name in ("quant_map", "nested_absmax", "nested_quant_map"))
 COMPANIONS = (SHAPE, COLUMNS, *ORDERS, LAYOUT, *STATES, LEVELS, NESTED, NESTED_LEVELS)
-_SCALES_OF_FLOATS = (".weight_scale", ".weight_scale_inv")
+_SCALES_OF_FLOATS = (".weight_scale", ".weight_scale_inv", ".qscale_weight")
 
 
 @dataclass(frozen=True)
@@ -117,6 +117,8 @@ FORMATS = (
     _row(".weight eight O I", ".weight_scale scale O G", ".weight_zero_point number O G"),
     _row(".weight eight O I", ".weight_scale_inv scale O G", ".weight_zero_point number O G"),
     _row(".weight eight O I", ".scale scale O G"),
+    # FP8 of Mistral's own format
+    _row(".weight e4m3 O I", ".qscale_weight float O G"),
     # bitsandbytes: INT8; NF4 and FP4, whose settings are a JSON tensor
     _row(".weight int8 O I", ".SCB float O G", constant=1 / 127),
     _row(".weight any flat", ".weight.absmax scale flat", bits=4),
@@ -158,12 +160,17 @@ def format_of(stem: str, end: str, dtypes: Mapping[str, str], kind: str) -> Form
 
 
 def kind_of(config: Mapping[str, Any]) -> str:
-    """Return the layout of `qweight` tensors, as in Format.kind. config: quantization_config of config.json."""
+    """Return the layout of `qweight` tensors, as in Format.kind; empty for methods that have none.
+
+    config: quantization_config of config.json.
+    """
     method, packing = str(config.get("quant_method")), str(config.get("packing_format") or config.get("backend") or "")
     if method == "awq":
         return str(config.get("version") or "gemm").lower()
     if method == "gptq":
-        return str(config.get("checkpoint_format") or "gptq")
+        return str(config.get("checkpoint_format") or "gptq").lower()
+    if method != "auto-round":
+        return ""
     if "awq" in packing:
         return "gemm"
     # auto-round's other backends store zeros as they are.
@@ -187,14 +194,15 @@ class Declared:
     """Settings of the weights in quantization_config.
 
     sizes: blocks of outputs and inputs that share a scale; 0: all of them. has_all_sizes: no scheme leaves its own out.
-    bits: of integer codes; may be empty. is_asymmetric: all schemes have zero points. has_order: groups come in an
-    order that the file gives.
+    bits: of integer codes; may be empty. is_asymmetric: all schemes have zero points. is_symmetric: zero points are
+    all in the middle of the codes. has_order: groups come in an order that the file gives.
     """
 
     sizes: tuple[tuple[int, int], ...]
     has_all_sizes: bool
     bits: frozenset[int]
     is_asymmetric: bool
+    is_symmetric: bool
     has_order: bool
 
     @classmethod
@@ -212,6 +220,7 @@ class Declared:
             all(own),
             frozenset(number for number in bits if type(number) is int),
             bool(schemes) and all(scheme.get("symmetric") is False for scheme in schemes),
+            config.get("sym") is True and all(settings.get("sym", True) is True for settings in changed),
             bool(config.get("desc_act")) or any(scheme.get("actorder") == "group" for scheme in schemes),
         )
 
@@ -220,12 +229,12 @@ def _size(scheme: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return the block of outputs and inputs with one scale, if the settings name it."""
     if scheme.get("quant_algo") == "MXFP8":
         return (1, 32)
-    group, strategy = scheme.get("group_size"), scheme.get("strategy")
+    group, strategy = scheme.get("group_size"), scheme.get("strategy") or scheme.get("weight_scale_method")
     block = scheme.get("weight_block_size") or scheme.get("block_structure") or group
     if block and isinstance(block, list):
         return (block[0], block[1])
     if type(group) is int and group > 0:
         return (1, group)
-    if group == -1 or strategy == "channel":
-        return (1, 0)
-    return (0, 0) if strategy == "tensor" else None
+    if strategy == "tensor":
+        return (0, 0)
+    return (1, 0) if group == -1 or strategy == "channel" else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from core.model.config import quantization_config
+from core.model.config_file import has_own_format
 from core.model.gguf_table import TABLE
 from core.model.weight_formats import INSTEAD, check_format, check_method
 from core.types.errors import SpecError
@@ -22,7 +23,7 @@ def open_checkpoint(model_dir: Path) -> Checkpoint:
     if (model_dir / TABLE).exists():
         return GGUFCheckpoint(model_dir)
     plain, config = SafetensorsCheckpoint(model_dir), quantization_config(model_dir)
-    check_format(plain.shapes)
+    check_format(plain.shapes, has_own_format=has_own_format(model_dir))
     check_method(config)
     if config:
         return QuantizedCheckpoint(plain, config)

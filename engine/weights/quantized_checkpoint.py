@@ -33,7 +33,7 @@ from engine.weights.formats import (
     kind_of,
 )
 from engine.weights.packing import unpack
-from engine.weights.quantized_weight import GroupedWeight, QuantizedWeight, ScaledColumns, pack_4_bits
+from engine.weights.quantized_weight import GroupedWeight, QuantizedWeight, ScaledColumns, is_special, pack_4_bits
 from engine.weights.safetensors_checkpoint import SafetensorsCheckpoint
 
 # O outputs, I inputs, G groups of inputs
@@ -66,6 +66,11 @@ class QuantizedCheckpoint:
         self._plain = plain
         self._declared, self._kind, self._activations = Declared.of(config), kind_of(config), activations_of(config)
         self._is_gptq = config.get("quant_method") == "gptq"
+        # GPTQModel's FP8 divides by the scales, also in settings without this key. No other FP8 has one of those two.
+        is_gptq_model = config.get("quant_method") == "fp8" and bool(
+            {"checkpoint_format", "weight_scale_method"} & {*config}
+        )
+        self._is_inverse = config.get("weight_scale_semantics", "inverse" if is_gptq_model else "") == "inverse"
         self.unindexed = plain.unindexed
         self._matrices: dict[str, _Matrix] = {}
         # Biases of single experts: the stored tensor, and the expert's index.
@@ -171,9 +176,12 @@ class QuantizedCheckpoint:
             bits = fitting[0] if len(fitting) == 1 else 0
         elif row.codes.name == _PACKED and bits == 0:
             raise SpecError(f"{stem}{SHAPE} is missing; {_AGAIN}")
+        elif row.order:
+            # Libraries disagree about the order of other bits.
+            bits = stored[-1] * width // shapes[stem + row.scales.name][-1]
         elif bits == 0 and row.zeros and stem + row.zeros.name in shapes:
             bits = shapes[stem + row.zeros.name][-1] * width // stored[1]
-        if bits not in range(2, 9) or (self._is_gptq and bits not in _GPTQ_BITS):
+        if bits not in range(2, 9) or (self._is_gptq and bits not in _GPTQ_BITS) or bits != (row.bits or bits):
             raise SpecError(f"{name}: codes of {bits or 'unknown'} bits are not supported; {INSTEAD}")
         sizes = {
             dim[0]: size * width // bits if "/" in dim else size
@@ -202,7 +210,7 @@ class QuantizedCheckpoint:
             offset = state.get("nested_offset", 0.0)
             if (
                 len(shape) == 2
-                and all(type(number) is int and number > 0 for number in sizes)
+                and all(type(number) is int and 0 < number < 1 << 62 for number in sizes)
                 and math.isfinite(offset)
             ):
                 return {"nested_blocksize": 1, "nested_offset": 0.0} | state
@@ -244,9 +252,9 @@ class QuantizedCheckpoint:
         codes = torch.stack((pairs >> 4, pairs & 15), dim=-1).flatten()[first % size :][: end - first]
         scales = self._plain.read(stem + matrix.format.scales.name)
         if stem + NESTED in self._plain.shapes:
-            nested = self._plain.read(stem + NESTED).repeat_interleave(state["nested_blocksize"])[: len(scales)]
+            nested = self._plain.read(stem + NESTED)[torch.arange(len(scales)) // state["nested_blocksize"]]
             levels = self._plain.read(stem + NESTED_LEVELS)
-            scales = levels[scales.long()] * nested + state["nested_offset"]
+            scales = levels[scales.long()] * nested + float(state["nested_offset"])
         # Number of consecutive inputs that share a block in every row.
         size = math.gcd(num_inputs, state["blocksize"])
         start_RG = torch.arange(*rows).unsqueeze(1) * num_inputs + torch.arange(0, num_inputs, size)
@@ -295,6 +303,8 @@ class QuantizedCheckpoint:
             return self._oriented(matrix, row.codes, 8, rows, (columns[0] // 2, -(-columns[1] // 2))).contiguous()
         else:
             codes = self._oriented(matrix, row.codes, matrix.bits, rows, columns)
+        if codes.is_floating_point() and bool(is_special(codes).any()):
+            raise SpecError(f"{matrix.stem}{row.codes.name} has a code that is not a finite number; {_AGAIN}")
         codes = codes ^ 8 if row.is_signed else codes
         return pack_4_bits(codes) if is_packed else codes.contiguous()
 
@@ -343,7 +353,8 @@ class QuantizedCheckpoint:
             scales = self._plain.read(name, rows=(matrix.expert, matrix.expert + 1))[0]
         if scales.dtype == torch.uint8:
             scales = scales.view(torch.float8_e8m0fnu)
-        _finite(name, scales)
+        # torch divides by no e8m0.
+        scales = _finite(name, 1 / _finite(name, scales).float() if self._is_inverse else scales)
         scales = scales.view(-1, 1) if scales.dim() < 2 else scales.flatten(1)
         return scales.T if part.dims[0] == "G" else scales
 
@@ -368,6 +379,11 @@ class QuantizedCheckpoint:
             raise SpecError(f"{name} with shape {stored} does not match the scales of {tuple(scales.shape)} groups")
         if row.is_less_one and 8 % matrix.bits:
             zeros = zeros + 1 & (1 << matrix.bits) - 1
+        if row.kind and self._declared.is_symmetric and bool((zeros != (middle := 1 << (matrix.bits - 1))).any()):
+            raise SpecError(
+                f"{name}, read in the layout {row.kind}, has zero points other than {middle}, but quantization_config "
+                "has sym: true; correct its checkpoint_format (gptq, gptq_v2), packing_format or sym"
+            )
         return _finite(name, row.zeros_of(zeros, scales) if row.zeros_of else zeros.float())
 
     def _blocks(self, matrix: _Matrix, found: Shape) -> tuple[int, int]:
@@ -402,9 +418,11 @@ class QuantizedCheckpoint:
     def _fits(matrix: _Matrix, size: tuple[int, int], found: Shape) -> bool:
         (num_outputs, num_inputs), (block_o, block_i) = matrix.shape, size
         num_groups = -(-num_inputs // block_i)
-        # AWQ's gemv pads groups to whole words.
-        has_groups = found[1] >= num_groups if matrix.format.kind.startswith("gemv") else found[1] == num_groups
-        return has_groups and found[0] == -(-num_outputs // block_o)
+        if matrix.format.kind.startswith("gemv"):
+            # AutoAWQ pads groups to whole words, and to several of them where groups are small.
+            whole = 8 * max(1, 128 // block_i)
+            num_groups = -(-num_groups // whole) * whole
+        return found[1] == num_groups and found[0] == -(-num_outputs // block_o)
 
     def _groups(self, matrix: _Matrix, in_order_I: Tensor, num_groups: int) -> Tensor:
         """Return the group of each input, (I,) int64. A stored tensor of only -1 means groups in order."""

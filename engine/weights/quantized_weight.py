@@ -116,6 +116,14 @@ def unpack_4_bits(codes: Tensor, num_inputs: int) -> Tensor:
     return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(1)[:, :num_inputs]
 
 
+def is_special(codes: Tensor) -> Tensor:
+    """Return which float8 codes are NaN or infinite."""
+    bits = codes.view(torch.uint8)
+    if codes.dtype in (torch.float8_e4m3fnuz, torch.float8_e5m2fnuz):
+        return bits == 0x80
+    return bits & 0x7F >= (0x7C if codes.dtype == torch.float8_e5m2 else 0x7F)
+
+
 @dataclass(frozen=True)
 class ScaledColumns:
     """Matrix with a factor per input channel (ModelOpt's pre_quant_scale). No kernel multiplies it as stored."""

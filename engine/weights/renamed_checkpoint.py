@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from core.model.config import family_of
+from core.model.config_file import has_own_format, read_config
 from core.model.families.family import Stored
 from core.model.gguf_table import TABLE
-from core.model.json_file import read_object
+from core.model.mistral_params import stored_tensors
 from core.model.shape import ModelConfig
 from core.types.errors import SpecError
 from engine.weights.checkpoint import Checkpoint, Shape, Span
@@ -25,12 +26,25 @@ logger = logging.getLogger(__name__)
 
 # O outputs, I inputs, E experts
 
-# Prefixes of the language model's tensors where it is a part of a larger model, and what they are here.
+# Prefixes of the language model's tensors where it is a part of a larger model, or in Mistral's own format, and what
+# they are here.
 _PREFIXES = (
     ("model.language_model.", "model."),
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.text_model.", "model."),
+    ("layers.", "model.layers."),
+    ("backbone.", "model."),
+)
+# Tensors of the layer of Qwen and Nemotron that predicts further tokens, and their names as DeepSeek has them, behind
+# the last layer. Nemotron's experts are a second layer.
+_PREDICTOR = (
+    ("mtp.layers.0.", ""),
+    ("mtp.layers.1.final_layernorm.", "shared_head.norm."),
+    ("mtp.fc.", "eh_proj."),
+    ("mtp.pre_fc_norm_embedding.", "enorm."),
+    ("mtp.pre_fc_norm_hidden.", "hnorm."),
+    ("mtp.norm.", "shared_head.norm."),
 )
 # The other parts of such a model.
 TOWERS = re.compile(
@@ -67,8 +81,10 @@ def open_model(model_dir: Path, config: ModelConfig) -> Checkpoint:
     checkpoint = open_checkpoint(model_dir)
     if (model_dir / TABLE).exists():
         return checkpoint
-    raw = read_object(model_dir / "config.json")
-    renamed = RenamedCheckpoint(checkpoint, config, family_of(raw).stored, is_nested="text_config" in raw)
+    raw = read_config(model_dir)
+    own = stored_tensors(is_latent=config.latent is not None) if has_own_format(model_dir) else ()
+    stored = (*own, *family_of(raw).stored)
+    renamed = RenamedCheckpoint(checkpoint, config, stored, is_nested="text_config" in raw)
     return renamed if renamed.is_needed else checkpoint
 
 
@@ -81,7 +97,11 @@ class RenamedCheckpoint:
         """is_nested: the language model is a part of the model; tensors of its other parts are skipped."""
         self._inner = inner
         self._config = config
-        self._rules = [(re.compile(rf"(.*\.)?{rule.pattern}"), rule) for rule in stored]
+        others = "dense" if config.experts else "sparse"
+        self._rules = [(re.compile(rf"(.*\.)?{rule.pattern}"), rule) for rule in stored if rule.of != others]
+        layers = [f"model.layers.{config.num_layers + i}." for i in range(2)]
+        predictor = ((name, layers[0] + ours) for name, ours in _PREDICTOR)
+        self._prefixes = (*_PREFIXES, *predictor, ("mtp.layers.1.", layers[1]))
         self._sources: dict[str, _Source] = {}
         self.shapes: dict[str, Shape] = {}
         towers = list[str]()
@@ -147,7 +167,7 @@ class RenamedCheckpoint:
 
         No place: the tensor keeps its name. shape: None if only the names matter, of tensors that are not read.
         """
-        ours = next((to + name.removeprefix(start) for start, to in _PREFIXES if name.startswith(start)), name)
+        ours = next((to + name.removeprefix(start) for start, to in self._prefixes if name.startswith(start)), name)
         stem, suffix = _split(ours)
         match, rule = next(((m, rule) for pattern, rule in self._rules if (m := pattern.fullmatch(stem))), (None, None))
         if match is None or rule is None:
@@ -157,13 +177,13 @@ class RenamedCheckpoint:
         template = prefix + rule.name
         if groups:
             template = template.replace("{e}", groups[0]).replace("{0}", groups[0])
-        source = _Source(name, is_transposed=rule.is_transposed and suffix != ".bias")
         if shape is None:
-            yield template.replace("{}", rule.parts[0] if rule.parts else "") + suffix, source, ()
+            yield template.replace("{}", rule.parts[0] if rule.parts else "") + suffix, _Source(name), ()
             return
         self._check_dimensions(name, shape, rule, is_bias=suffix == ".bias")
         experts = range(shape[0]) if rule.has_experts else [None]
         inner = shape[1:] if rule.has_experts else shape
+        source = _Source(name, is_transposed=suffix != ".bias" and self._is_transposed(rule, inner))
         inner = inner[::-1] if source.is_transposed else inner
         layer = int(found[1]) if (found := re.search(r"layers\.(\d{1,9})\.", prefix)) else 0
         layer = min(layer, self._config.num_layers - 1)
@@ -184,6 +204,14 @@ class RenamedCheckpoint:
                     ),
                     (num_rows, *inner[1:]),
                 )
+
+    def _is_transposed(self, rule: Stored, inner: Shape) -> bool:
+        """Return whether a stored matrix is (I, O): by its rule, or as the experts' sizes show."""
+        if rule.is_transposed or not rule.has_experts or not self._config.experts:
+            return rule.is_transposed
+        hidden, size = self._config.hidden_size, self._config.experts.intermediate_size
+        expected = (len(rule.parts) * size, hidden) if rule.parts else (hidden, size)
+        return inner != expected and inner == expected[::-1]
 
     def _check_dimensions(self, name: str, shape: Shape, rule: Stored, *, is_bias: bool) -> None:
         """Raise SpecError for a fused or stacked tensor that is not a matrix, or a bias, of every expert."""

@@ -262,8 +262,10 @@ def _with_results(messages: _Messages) -> Iterator[tuple[dict[str, Any], Sequenc
 
 
 def _conversation(letters: str, *, id: str | None = None) -> _Messages:
-    """Build a probe from letters: keys of _ROLES, C for two parallel calls, T for a call beside a text. id: of each
-    call, None for unique ids."""
+    """Build a probe from letters: keys of _ROLES, C for two parallel calls, T for a call beside a text.
+
+    id: of each call; None: unique ids.
+    """
     messages: _Messages = []
     pending = list[str]()
     for number, letter in enumerate(letters):

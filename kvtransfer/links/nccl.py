@@ -25,7 +25,6 @@ NCCL_BYTES = 140 << 20
 _SENDER, _RECEIVER = 0, 1
 _POLL_S = 5e-5
 _ASK_S = 0.2
-_ABORT_S = 1.0  # time for a NCCL call to return before another thread aborts it
 _MAX_THREADS = 2048  # includes threads that hang in NCCL
 _READY, _ID = "ready", "id"  # store keys: set by the receiving end first, then by the sending end
 
@@ -42,8 +41,10 @@ class NcclLink:
     backend = "nccl"
     num_buffers = 2
 
-    def __init__(self, end: LinkEnd, *, nccl: Nccl | None = None) -> None:
+    def __init__(self, end: LinkEnd, *, nccl: Nccl | None = None, abort_s: float = 1.0) -> None:
+        """abort_s: time for a NCCL call to return before another thread aborts it."""
         self.device = end.device
+        self._abort_s = abort_s
         self._end = end
         self._nccl = nccl or loaded_nccl()
         self._todo: queue.SimpleQueue[tuple[Tensor, StreamEvent] | None] = queue.SimpleQueue()
@@ -110,7 +111,7 @@ class NcclLink:
     def _abort_if_stuck(self) -> None:
         """Wait briefly for the link's thread to end; if it hangs in NCCL, abort the communicator."""
         with self._changed:
-            self._changed.wait_for(lambda: self._has_ended or self._communicator is None, _ABORT_S)
+            self._changed.wait_for(lambda: self._has_ended or self._communicator is None, self._abort_s)
         self._abort()
 
     def _abort(self) -> None:

@@ -72,8 +72,8 @@ class Fetch(Generic[T]):
 
     @property
     def exposed(self) -> set[int]:
-        """Blocks opened for this fetch."""
-        return set(self.opening.block_ids)
+        """Blocks and state slot opened for this fetch."""
+        return set(self.opening.exposed)
 
 
 class PrefixFetches(Generic[T]):
@@ -116,16 +116,20 @@ class PrefixFetches(Generic[T]):
         id: str,
         hashes: Sequence[bytes],
         blocks: Sequence[int],
+        state_slots: Sequence[int] = (),
         first_block: int,
         now: float,
     ) -> None:
         """Fetch the blocks of `hashes` from `first_block` on into the same positions of `blocks`.
 
+        state_slots: slot for the state after them, if the model has recurrent layers.
+
         `id` may repeat, but not together with the same `now` (seconds on the caller's clock). The handoff id must be
         hard to guess for other processes.
         """
         size = self._layout.block_size
-        num_bytes = (len(hashes) - first_block) * size * self._layout.bytes_per_token() * self._layout.tensor_parallel
+        cache = self._layout.cache.of_ranks(self._layout.tensor_parallel)
+        num_bytes = cache.shipped_bytes(len(hashes) * size, held=first_block * size)
         timeout_s = operation_timeout(self._timeout_s, num_bytes)
         handoff = Handoff(
             id=f"{self._replica}/{id}/pull/{int(now * 1e9):x}",
@@ -134,11 +138,14 @@ class PrefixFetches(Generic[T]):
             ranks=self._addresses,
             layout=self._layout.fingerprint,
             first_token=first_block * size,
-            num_tokens=(first_block + 1) * size,
+            # Layers with a window are shipped up to a known end only, so such a prefix comes whole or not at all.
+            num_tokens=(len(hashes) if self._layout.windows else first_block + 1) * size,
             max_tokens=len(hashes) * size,
             ttl_s=timeout_s,
         )
-        opening = Opening.of(handoff, blocks[first_block : len(hashes)], sender=prefix_source.replica)
+        opening = Opening.of(
+            handoff, blocks[first_block : len(hashes)], state_slots=state_slots, sender=prefix_source.replica
+        )
         fetch = self._under_way[owner] = Fetch(owner, prefix_source, handoff, tuple(hashes), timeout_s, begun_at=now)
         fetch.incoming = self._incoming_transfers.open(opening, owner=fetch, expires_at=now + timeout_s)
         fetch.call = self._call(fetch)

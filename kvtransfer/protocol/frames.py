@@ -18,11 +18,14 @@ class Opening:
     num_tokens: int  # minimum; a commit of fewer is rejected
     max_tokens: int
     block_ids: tuple[int, ...]  # from block first_token / block_size on
+    state_slots: tuple[int, ...] = ()  # one, if the model has recurrent layers; see BlockManager
     # Sending replica. Empty: the first replica that sends under an epoch owns that epoch.
     sender: str = ""
 
     @classmethod
-    def of(cls, handoff: Handoff, block_ids: Iterable[int], *, sender: str = "") -> Opening:
+    def of(
+        cls, handoff: Handoff, block_ids: Iterable[int], *, state_slots: Iterable[int] = (), sender: str = ""
+    ) -> Opening:
         """Build the opening that a ticket describes."""
         return cls(
             handoff=handoff.id,
@@ -30,8 +33,14 @@ class Opening:
             num_tokens=handoff.num_tokens,
             max_tokens=handoff.max_tokens,
             block_ids=tuple(block_ids),
+            state_slots=tuple(state_slots),
             sender=sender,
         )
+
+    @property
+    def exposed(self) -> tuple[int, ...]:
+        """Blocks and state slot that a peer may write to."""
+        return self.block_ids + self.state_slots
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,7 @@ class IncomingTransfers(Generic[T]):
 
     def give_up(self, incoming: IncomingTransfer[T]) -> None:
         """Cancel a transfer. Takes over the owner's reference to the opened blocks."""
-        exposed = list(incoming.opening.block_ids)
+        exposed = list(incoming.opening.exposed)
         self._end(incoming, IncomingTransferState.CLOSING)
         self._blocks.quarantine(exposed)
 

@@ -12,6 +12,7 @@ is written once every rank has landed, and no rank needs to be asked whether it 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -52,11 +53,14 @@ class _Account:
 class Ledger:
     """Accepts or rejects every frame of one handoff on one rank. The caller locks each decision with its write."""
 
-    def __init__(self, opened: Opening) -> None:
+    def __init__(self, opened: Opening, *, windowed: Collection[int] = (), window_start: int = 0) -> None:
+        """windowed: layers of which only positions from `window_start` on are shipped; see CacheShape.window_start."""
         self.handoff = opened.handoff
         self.state = LedgerState.OPEN
         self.epoch = 0  # newest seen
         self._opened = opened
+        self._windowed = windowed
+        self._window_start = window_start
         self._accounts: dict[int, _Account] = {}
         self._landed_tokens = 0
         self._next_tokens: tuple[int, ...] = ()
@@ -91,9 +95,18 @@ class Ledger:
         segment, layers = frame.segment, frame.segment.layers
         if layers.stop > len(copy.receiver_heads) or segment.end_token > self._opened.max_tokens:
             raise TransferError(f"handoff {self.handoff}: segment {frame.number} lies outside of the opening")
-        carried = [layer for layer in layers if layer in account.reach]
-        reached = {account.reach[layer] for layer in carried}
-        if frame.number != len(account.checksums) or reached != {segment.first_token}:
+        if segment.window_start != self._window_start:
+            raise TransferError(
+                f"handoff {self.handoff}: segment {frame.number} ships windows from position {segment.window_start}, "
+                f"not from {self._window_start}"
+            )
+        carried = {layer: segment.first_token for layer in layers if layer in account.reach}
+        for layer in carried.keys() & self._windowed if self._windowed else ():
+            carried[layer] = segment.first_window_token
+            if not segment.num_window_tokens:
+                del carried[layer]
+        is_next = all(account.reach[layer] == first for layer, first in carried.items())
+        if frame.number != len(account.checksums) or not (carried and is_next):
             raise ChecksumMismatch(f"handoff {self.handoff}: data is missing before segment {frame.number}")
         account.checksums.append(frame.checksum)
         account.reach.update(dict.fromkeys(carried, segment.end_token))
@@ -135,7 +148,9 @@ class Ledger:
             if self.state is LedgerState.OPEN:
                 self._next_tokens, self._features = (), b""
         if copy.sender not in self._accounts:
-            self._accounts[copy.sender] = _Account(dict.fromkeys(copy.layers, self._opened.first_token))
+            first, window_first = self._opened.first_token, max(self._opened.first_token, self._window_start)
+            reach = {layer: window_first if layer in self._windowed else first for layer in copy.layers}
+            self._accounts[copy.sender] = _Account(reach)
         return self._accounts[copy.sender]
 
     def _confirm(self, commit: CommitFrame) -> Landing | None:

@@ -20,6 +20,7 @@ from typing import Generic, TypeVar
 from core.types.errors import TransferError
 from core.types.handoff import Handoff, HandoffKey
 from engine.kv.block_manager import BlockManager
+from engine.kv.window_manager import HeldParts, WindowManager
 from kvtransfer.protocol.rank_transfer import Shipment
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ class OutgoingTransfer(Generic[T]):
     handoff: Handoff
     ranks: set[int]  # own ranks still sending
     blocks: list[int]
+    state_slots: list[int]  # one, if the model has recurrent layers
+    parts: HeldParts = field(default_factory=HeldParts)  # of the blocks that it reads in layers with a window
     state: OutgoingTransferState = OutgoingTransferState.SENDING
     error: TransferError | None = None
     done: list[Shipment] = field(default_factory=list)
@@ -88,22 +91,44 @@ class OutgoingTransfers(Generic[T]):
         """
         return key in self._under_way or key in self._ended
 
-    def begin(self, handoff: Handoff, blocks: Sequence[int], *, ranks: Iterable[int], owner: T) -> OutgoingTransfer[T]:
-        """Register a transfer of `blocks` by `ranks`, which takes its own references.
+    def begin(
+        self,
+        handoff: Handoff,
+        blocks: Sequence[int],
+        *,
+        state_slots: Sequence[int] = (),
+        ranks: Iterable[int],
+        owner: T,
+    ) -> OutgoingTransfer[T]:
+        """Register a transfer of `blocks` and `state_slots` by `ranks`, which takes its own references.
 
-        The caller holds the blocks during this call. The handoff's key must be new.
+        The caller holds them during this call. The handoff's key must be new.
         """
-        outgoing = OutgoingTransfer(owner, handoff, set(ranks), [])
+        outgoing = OutgoingTransfer(owner, handoff, set(ranks), [], [])
         assert not self.knows(outgoing.key), f"{outgoing.key} is under way, or was"
         self._under_way[outgoing.key] = outgoing
-        self.grow(outgoing, blocks)
+        if windows := self._blocks.windows:
+            outgoing.parts.reserve(parts_of_handoff(handoff, windows), windows)
+            # The block of CacheShape.window_start.
+            outgoing.parts.first = max(
+                handoff.first_token // windows.block_size, windows.first_seen(handoff.num_tokens)
+            )
+        self.grow(outgoing, blocks, state_slots=state_slots)
         return outgoing
 
-    def grow(self, outgoing: OutgoingTransfer[T], blocks: Sequence[int]) -> None:
-        """Replace the block table (from position 0 on) by `blocks`, a longer one, and reference the new blocks."""
+    def grow(self, outgoing: OutgoingTransfer[T], blocks: Sequence[int], *, state_slots: Sequence[int] = ()) -> None:
+        """Replace the block table (from position 0 on) by `blocks`, a longer one, and reference the new blocks.
+
+        state_slots: the state slot, once it is known which one the sequence ends in.
+        """
         new = blocks[len(outgoing.blocks) :]
-        self._blocks.share(new)
+        self._blocks.share([*new, *state_slots])
         outgoing.blocks += new
+        if windows := self._blocks.windows:
+            # A sequence that was received itself has blocks behind these, with parts for the room it arrived with.
+            end = -(-outgoing.handoff.max_tokens // windows.block_size)
+            outgoing.parts.keep(blocks[:end], windows)
+        outgoing.state_slots += state_slots
 
     def abort(self, outgoing: OutgoingTransfer[T], error: TransferError) -> None:
         """Abort sending. The transfer is over when every rank has reported; the first error wins."""
@@ -127,10 +152,18 @@ class OutgoingTransfers(Generic[T]):
             self._ended[outgoing.key] = None
             if len(self._ended) > _MAX_ENDED:
                 self._ended.popitem(last=False)
-            self._blocks.free(outgoing.blocks)
+            if self._blocks.windows:
+                outgoing.parts.release(self._blocks.windows)
+            self._blocks.free(outgoing.blocks + outgoing.state_slots)
         return outgoing
 
     def take_aborts(self) -> list[HandoffKey]:
         """Return and clear the keys of the transfers that the ranks must abort."""
         aborts, self._aborts = self._aborts, []
         return aborts
+
+
+def parts_of_handoff(handoff: Handoff, windows: WindowManager) -> int:
+    """Return the most parts that a transfer of this handoff holds, to be reserved when it begins."""
+    num_more = -(-(handoff.max_tokens - handoff.num_tokens) // windows.block_size)
+    return windows.num_for(handoff.num_tokens) + num_more

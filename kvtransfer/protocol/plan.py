@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,8 @@ class HeadCopy:
     """Heads that one sending rank copies to one receiving rank.
 
     `sender_heads` and `receiver_heads` have the heads of each layer, as indices within each rank's own heads. They are
-    empty for a layer of which this pair copies nothing.
+    empty for a layer of which this pair copies nothing. Parts of states follow the layers with KV, with their units
+    for heads; see KVLayout.num_units.
     """
 
     sender: int
@@ -49,11 +51,11 @@ def plan_heads(*, sender: KVLayout, receiver: KVLayout) -> list[HeadCopy]:
     # By the number of KV heads of a layer.
     runs = {
         count: dict(_runs(count, num_senders=sender.tensor_parallel, num_receivers=receiver.tensor_parallel))
-        for count in dict.fromkeys(receiver.kv_heads)
+        for count in dict.fromkeys(receiver.num_units)
     }
     copies = []
     for pair in dict.fromkeys(pair for of_count in runs.values() for pair in of_count):
-        heads = [runs[count].get(pair, _NONE) for count in receiver.kv_heads]
+        heads = [runs[count].get(pair, _NONE) for count in receiver.num_units]
         sender_heads, receiver_heads = zip(*heads, strict=True)
         copies.append(
             HeadCopy(sender=pair[0], receiver=pair[1], sender_heads=sender_heads, receiver_heads=receiver_heads)
@@ -65,9 +67,10 @@ def head_counts(layout: KVLayout) -> list[tuple[int, ...]]:
     """Return the number of heads of each layer, for every copy to or from a rank of `layout`, in ascending order.
 
     Considers peers of every tensor-parallel degree that divides the KV heads of all layers or is a multiple of them, up
-    to the most KV heads of a layer. A higher degree copies single heads, which are included.
+    to the first multiple of all. A higher degree copies single heads, which are included.
     """
-    peers = (degree for degree in range(1, max(layout.kv_heads) + 1) if can_share(layout, degree))
+    most = min(MAX_RANKS, math.lcm(*layout.kv_heads))
+    peers = (degree for degree in range(1, most + 1) if can_share(layout, degree))
     counts = set()
     for degree in peers:
         peer = replace(layout, tensor_parallel=degree)
@@ -77,8 +80,13 @@ def head_counts(layout: KVLayout) -> list[tuple[int, ...]]:
 
 
 def can_share(layout: KVLayout, num_ranks: int) -> bool:
-    """Return whether `num_ranks` ranks can split each layer's KV heads, or replicate each of its heads evenly."""
+    """Return whether `num_ranks` ranks can split each layer's KV heads, or replicate each of its heads evenly.
+
+    RecurrentShape.can_share must be true of each recurrent layer.
+    """
     if not 1 <= num_ranks <= MAX_RANKS:
+        return False
+    if not all(shape.can_share(num_ranks) for shape in layout.recurrent_layers):
         return False
     return all(count % num_ranks == 0 or num_ranks % count == 0 for count in {*layout.kv_heads})
 

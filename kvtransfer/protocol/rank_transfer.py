@@ -96,8 +96,8 @@ class LinkTransfer:
         return self.is_ended and not self._is_reading
 
     def send(self, segment: Segment) -> None:
-        """Queue a segment, unless this link carries no heads of its layers."""
-        if self.copy.carries(segment):
+        """Queue a segment, unless this link carries nothing of it."""
+        if self.transfer.has_rows(segment, self.copy):
             self.num_put += 1
             self._carrier.put(self, segment)
 
@@ -167,14 +167,22 @@ class RankTransfer:
         blocks: Sequence[int],
         *,
         layout: KVLayout,
+        state_slot: int | None = None,
         begun_at: float = 0.0,
         group_rows: int = 1 << 16,
+        group_states: int = 1,
     ) -> None:
-        """begun_at: start time in seconds on the caller's clock."""
+        """state_slot: the sequence's. begun_at: start time in seconds on the caller's clock.
+
+        group_rows: see the class. group_states: parts of states per segment; see KVLayout.state_parts.
+        """
         self.handoff = handoff
         self.blocks = tuple(blocks)
+        self.state_slot = state_slot
+        self._group_states = group_states
         self.link_transfers: list[LinkTransfer] = []
         self._layout = layout
+        self._window_start = layout.cache.window_start(handoff.num_tokens, held=handoff.first_token)
         self._begun_at = begun_at
         self._group_rows = group_rows
         self._group: Segment | None = None  # layers added and not yet queued
@@ -218,17 +226,37 @@ class RankTransfer:
                 num_layers=1,
                 first_token=first_token,
                 num_tokens=num_tokens,
+                window_start=self._window_start,
             )
         self._group = group
         if num_tokens * group.num_layers >= self._group_rows or group.layers.stop == self._layout.num_layers:
             self._flush()
 
-    def commit(self, num_tokens: int, next_tokens: Sequence[int] = (), *, features: bytes = b"") -> None:
-        """Commit the transfer of positions up to num_tokens; nothing may follow.
+    def has_rows(self, segment: Segment, copy: HeadCopy) -> bool:
+        """Return whether a link copies anything of a segment: positions before a window are not shipped."""
+        if segment.num_window_tokens or not self._layout.windows:
+            return copy.carries(segment)
+        return any(copy.sender_heads[layer] for layer in segment.layers if not self._layout.is_windowed(layer))
 
-        Rank 0 adds the next tokens and the draft-head features of the last position.
+    def commit(self, num_tokens: int, next_tokens: Sequence[int] = (), *, features: bytes = b"") -> None:
+        """Send the state after the last position, and commit the transfer of positions up to num_tokens.
+
+        Nothing may follow. Rank 0 adds the next tokens and the draft-head features of the last position.
         """
         self._flush()
+        first, layout = self.handoff.first_token, self._layout
+        for layer in range(layout.num_layers, layout.num_transferred, self._group_states):
+            num_layers = min(self._group_states, layout.num_transferred - layer)
+            # The ledger counts positions per layer, so a state stands for all of them.
+            segment = Segment(
+                first_layer=layer,
+                num_layers=num_layers,
+                first_token=first,
+                num_tokens=num_tokens - first,
+                window_start=self._window_start,
+            )
+            for link_transfer in self.link_transfers:
+                link_transfer.send(segment)
         for link_transfer in self.link_transfers:
             link_transfer.commit(Ending(num_tokens, tuple(next_tokens), features))
 

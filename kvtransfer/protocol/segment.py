@@ -12,12 +12,16 @@ _MIN_BYTES_PER_S = 256 << 10
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Contiguous ranges of layers and positions."""
+    """Contiguous ranges of layers and positions.
+
+    Layers with a window, if their blocks are freed, have only the positions from `window_start` on.
+    """
 
     first_layer: int
     num_layers: int
     first_token: int
     num_tokens: int
+    window_start: int = 0  # the same for all segments of a handoff; see CacheShape.window_start
 
     @property
     def layers(self) -> range:
@@ -26,6 +30,16 @@ class Segment:
     @property
     def end_token(self) -> int:
         return self.first_token + self.num_tokens
+
+    @property
+    def first_window_token(self) -> int:
+        """First position of layers with a window."""
+        return max(self.first_token, self.window_start)
+
+    @property
+    def num_window_tokens(self) -> int:
+        """Number of positions of layers with a window."""
+        return max(0, self.end_token - self.first_window_token)
 
 
 def combine_checksums(checksums: Iterable[int]) -> int:

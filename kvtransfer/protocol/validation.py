@@ -35,8 +35,8 @@ def check_handoff(handoff: Handoff, layout: KVLayout) -> None:
     check(0 <= handoff.ttl_s <= _MAX_SECONDS, "handoff.ttl_s", f"must be 0 to {_MAX_SECONDS:.0f} seconds")
 
 
-def check_opening(opening: Opening, layout: KVLayout, *, num_blocks: int) -> None:
-    """Check an opening against this rank's pool of `num_blocks` blocks."""
+def check_opening(opening: Opening, layout: KVLayout, *, num_blocks: int, num_states: int = 0) -> None:
+    """Check an opening against this rank's pool of `num_blocks` blocks and `num_states` state slots."""
     check_name(opening.handoff, "handoff")
     check_name(opening.sender, "sender", may_be_empty=True)
     _check_span(opening.first_token, opening.num_tokens, opening.max_tokens, layout, "opening")
@@ -44,6 +44,10 @@ def check_opening(opening: Opening, layout: KVLayout, *, num_blocks: int) -> Non
     check(num_needed <= len(opening.block_ids) <= num_blocks, "block_ids", f"must be {num_needed} to {num_blocks}")
     check_blocks(opening.block_ids, num_blocks=num_blocks)
     check(len(set(opening.block_ids)) == len(opening.block_ids), "block_ids", "must be distinct")
+    slots, num_needed = opening.state_slots, int(bool(layout.recurrent_layers))
+    check(len(slots) == num_needed, "state_slots", f"must be {num_needed} for this model")
+    end = num_blocks + num_states
+    check(all(num_blocks <= slot < end for slot in slots), "state_slots", f"must be in [{num_blocks}, {end})")
 
 
 def check_blocks(blocks: Iterable[int], *, num_blocks: int) -> None:
@@ -62,7 +66,8 @@ def check_segment(frame: SegmentFrame, layout: KVLayout, *, copy: HeadCopy, num_
     segment, max_positions = frame.segment, num_blocks * layout.block_size
     check_name(frame.handoff, "segment.handoff")
     check(segment.num_layers >= 1, "segment.num_layers", "must be 1 or more")
-    check(segment.layers.stop <= layout.num_layers, "segment.num_layers", f"the model has {layout.num_layers} layers")
+    end = layout.num_layers if segment.first_layer < layout.num_layers else layout.num_transferred
+    check(segment.layers.stop <= end, "segment.num_layers", f"the model has {end} layers of this kind")
     check(copy.carries(segment), "segment.first_layer", "must be of a layer that this rank sends heads of")
     check(segment.num_tokens >= 1, "segment.num_tokens", "must be 1 or more")
     check(segment.end_token <= max_positions, "segment.num_tokens", f"the pool holds {max_positions} positions")

@@ -3,10 +3,13 @@
 A segment is a run of layers and token positions of one sequence. Its payload, for L layers, T tokens and K heads of
 each layer:
 
-    codes   L x (T, 2, K, D)   fp8, int8 or int4 (D / 2 bytes), or the pool's dtype if the wire is raw
+    codes   L x (T, 2, K, D)   fp8, int8 or int4 (D / 2 bytes), or the pool's dtype if the wire is raw; layers
+                               with a window may have fewer tokens, see Segment
     scales  L x (T, 2, K)      bf16, int4: with zeros; none for 16- and 32-bit codes
     rows    (N, F) bytes       draft-head features of the N positions that fill their blocks; sent with the last layer,
                                complete from every rank that sends heads of it
+
+The payload of recurrent layers has views of each part of a state: see StatePool.views.
 
 2 stands for keys, then values. A quantized pool ships its codes unchanged: nothing is quantized twice. Plain layers
 (engine/kv/layout.py) ship the pool's dtype, without scales. With latent attention there is one side, K is 1, and a row
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from core.types.errors import TransferError
+from engine.batch.rows import Ints
 from engine.cpu.library import open_copies
 from engine.kernels.checksum import launch_word_sum
 from engine.kernels.kv_wire import pack_kv, unpack_kv
@@ -63,33 +67,76 @@ class Codec:
 
     def num_bytes(self, segment: Segment, heads: Sequence[range]) -> int:
         """Return the size of the segment's payload in bytes."""
+        if self.is_of_states(segment):
+            first = self._layout.num_layers
+            return sum(self._layout.unit_bytes(i - first) * len(heads[i]) for i in segment.layers)
         rows = self._rows
-        row_bytes = sum(len(heads[i]) * (rows[i].code_bytes + rows[i].scale_bytes) for i in segment.layers)
-        return segment.num_tokens * self._layout.num_sides * row_bytes + self._num_feature_bytes(segment)
+        row_bytes = sum(
+            self._num_tokens(segment, i) * len(heads[i]) * (rows[i].code_bytes + rows[i].scale_bytes)
+            for i in segment.layers
+        )
+        return self._layout.num_sides * row_bytes + self._num_feature_bytes(segment)
 
     def max_row_bytes(self) -> int:
         """Return the most bytes that one position of one layer has on the wire, with all heads of a rank."""
         each = zip(self._layout.heads, self._rows, strict=True)
         return self._layout.num_sides * max(heads.num_heads * (row.code_bytes + row.scale_bytes) for heads, row in each)
 
-    def pack(self, pool: KVPool, segment: Segment, heads: Sequence[range], slots_T: Tensor, payload: Tensor) -> None:
-        """Fill `payload` (uint8, num_bytes) with the KV at `slots_T` (int64, one per token of the segment)."""
+    def is_of_states(self, segment: Segment) -> bool:
+        """Return True for a segment of recurrent layers. No segment has both kinds of layers."""
+        return segment.first_layer >= self._layout.num_layers
+
+    def pack_states(self, pool: KVPool, segment: Segment, units: Sequence[range], slot: int, payload: Tensor) -> None:
+        """Fill `payload` with the states in a slot, by its index in the pool. units: of each layer, as in HeadCopy."""
+        for part_bytes, part in self._state_parts(pool, segment, units, slot, payload):
+            part_bytes.copy_(part.contiguous().view(torch.uint8).flatten())
+
+    def unpack_states(self, payload: Tensor, pool: KVPool, segment: Segment, units: Sequence[range], slot: int) -> None:
+        """Write the states in `payload` to a slot of the pool."""
+        for part_bytes, part in self._state_parts(pool, segment, units, slot, payload):
+            part.copy_(part_bytes.clone().view(part.dtype).view(part.shape))
+
+    def pack(
+        self,
+        pool: KVPool,
+        segment: Segment,
+        heads: Sequence[range],
+        slots_T: Tensor,
+        payload: Tensor,
+        *,
+        window_slots_T: Tensor | None = None,
+    ) -> None:
+        """Fill `payload` (uint8, num_bytes) with the KV at `slots_T` (int64, one per token of the segment).
+
+        window_slots_T: slots of the segment's positions in layers with a window; see window_slots_of.
+        """
         for layer, chosen, codes_T2KD, scales_T2K in self._views(payload, segment, heads):
             codes, scales = pool.layer(layer)
-            pack_kv(codes, slots_T, chosen, codes_T2KD, scales_T2K if scales is None else None)
+            of_layer_T = self._slots_in(layer, slots_T, window_slots_T)
+            pack_kv(codes, of_layer_T, chosen, codes_T2KD, scales_T2K if scales is None else None)
             if scales is not None and scales_T2K is not None:
-                pack_kv(scales.unsqueeze(-1), slots_T, chosen, scales_T2K.unsqueeze(-1), None)
+                pack_kv(scales.unsqueeze(-1), of_layer_T, chosen, scales_T2K.unsqueeze(-1), None)
         if num_bytes := self._num_feature_bytes(segment):
             features_NF = pool.features.index_select(0, self._full_blocks(segment, slots_T))
             payload[-num_bytes:].copy_(features_NF.flatten())
 
-    def unpack(self, payload: Tensor, pool: KVPool, segment: Segment, heads: Sequence[range], slots_T: Tensor) -> None:
-        """Write the payload's KV at `slots_T` of the pool."""
+    def unpack(
+        self,
+        payload: Tensor,
+        pool: KVPool,
+        segment: Segment,
+        heads: Sequence[range],
+        slots_T: Tensor,
+        *,
+        window_slots_T: Tensor | None = None,
+    ) -> None:
+        """Write the payload's KV at `slots_T` of the pool. window_slots_T: see `pack`."""
         for layer, chosen, codes_T2KD, scales_T2K in self._views(payload, segment, heads):
             codes, scales = pool.layer(layer)
-            unpack_kv(codes_T2KD, scales_T2K if scales is None else None, codes, slots_T, chosen)
+            of_layer_T = self._slots_in(layer, slots_T, window_slots_T)
+            unpack_kv(codes_T2KD, scales_T2K if scales is None else None, codes, of_layer_T, chosen)
             if scales is not None and scales_T2K is not None:
-                unpack_kv(scales_T2K.unsqueeze(-1), None, scales.unsqueeze(-1), slots_T, chosen)
+                unpack_kv(scales_T2K.unsqueeze(-1), None, scales.unsqueeze(-1), of_layer_T, chosen)
         if num_bytes := self._num_feature_bytes(segment):
             features_NF = payload[-num_bytes:].view(-1, self._layout.feature_bytes)
             pool.features.index_copy_(0, self._full_blocks(segment, slots_T), features_NF)
@@ -108,17 +155,38 @@ class Codec:
             segment = Segment(first_layer=0, num_layers=layout.num_layers, first_token=0, num_tokens=num_tokens)
             heads, slots_T = [range(count) for count in counts], slots_of(pool, [0], 0, num_tokens)
             payload = torch.empty(self.num_bytes(segment, heads), dtype=torch.uint8, device=device)
-            self.pack(pool, segment, heads, slots_T, payload)
+            self.pack(pool, segment, heads, slots_T, payload, window_slots_T=slots_T)
             launch_word_sum(payload)
-            self.unpack(payload, pool, segment, heads, slots_T)
+            self.unpack(payload, pool, segment, heads, slots_T, window_slots_T=slots_T)
+
+    def _num_tokens(self, segment: Segment, layer: int) -> int:
+        return segment.num_window_tokens if self._layout.is_windowed(layer) else segment.num_tokens
+
+    def _slots_in(self, layer: int, slots_T: Tensor, window_slots_T: Tensor | None) -> Tensor:
+        if not self._layout.is_windowed(layer):
+            return slots_T
+        assert window_slots_T is not None, "the slots in layers with a window are missing"
+        return window_slots_T
 
     def _num_feature_bytes(self, segment: Segment) -> int:
         layout = self._layout
-        if not layout.feature_bytes or segment.layers.stop < layout.num_layers:
+        if not layout.feature_bytes or segment.layers.stop != layout.num_layers:
             return 0
         return (
             segment.end_token // layout.block_size - segment.first_token // layout.block_size
         ) * layout.feature_bytes
+
+    def _state_parts(
+        self, pool: KVPool, segment: Segment, units: Sequence[range], slot: int, payload: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the bytes of each view of a state in the payload, and the view in the pool."""
+        start = 0
+        for index in segment.layers:
+            layer, part = self._layout.state_parts[index - self._layout.num_layers]
+            for view in pool.states[layer].views(slot, part, units[index]):
+                num_bytes = view.numel() * view.itemsize
+                yield payload[start : start + num_bytes], view
+                start += num_bytes
 
     def _full_blocks(self, segment: Segment, slots_T: Tensor) -> Tensor:
         """Return the (N,) int64 ids of blocks whose last position is in the segment."""
@@ -132,16 +200,16 @@ class Codec:
 
         The last is None if the codes have no scales.
         """
-        layers = [layer for layer in segment.layers if heads[layer]]
+        layers = [layer for layer in segment.layers if heads[layer] and self._num_tokens(segment, layer)]
         rows = [self._rows[layer] for layer in layers]
-        sides = segment.num_tokens * self._layout.num_sides
-        counts = [sides * len(heads[layer]) for layer in layers]
+        num_sides = self._layout.num_sides
+        counts = [self._num_tokens(segment, layer) * num_sides * len(heads[layer]) for layer in layers]
         sizes = [count * row.code_bytes for count, row in zip(counts, rows, strict=True)]
         sizes += [count * row.scale_bytes for count, row in zip(counts, rows, strict=True)]
         parts = torch.split(payload[: sum(sizes)], sizes)
         codes, scales = parts[: len(layers)], parts[len(layers) :]
         for layer, row, of_layer, of_rows in zip(layers, rows, codes, scales, strict=True):
-            chosen, shape = heads[layer], (segment.num_tokens, self._layout.num_sides, len(heads[layer]))
+            chosen, shape = heads[layer], (self._num_tokens(segment, layer), num_sides, len(heads[layer]))
             scales_T2K = of_rows.view(row.scale_dtype).view(shape) if row.scale_dtype else None
             yield layer, slice(chosen.start, chosen.stop), of_layer.view(row.dtype).view(*shape, row.dim), scales_T2K
 
@@ -168,6 +236,20 @@ def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: 
     and `unpack`, whose kernels do not check slots. Raises TransferError if the table is too short or has blocks outside
     the pool.
     """
+    return streams.upload_indices(_slots(pool, blocks, first_token, num_tokens), pool.device)
+
+
+def window_slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Tensor | None:
+    """Return the slots in layers with a window, with the checks of `slots_of`; None if no layer frees blocks.
+
+    Blocks without a part have part 0.
+    """
+    if pool.window_of is None:
+        return None
+    return streams.upload_indices(pool.window_slots(_slots(pool, blocks, first_token, num_tokens)), pool.device)
+
+
+def _slots(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: int) -> Ints:
     size = pool.layout.block_size
     first_block, end_block = first_token // size, -(-(first_token + num_tokens) // size)
     blocks_B = np.array(blocks[first_block:end_block], dtype=np.int64)
@@ -176,4 +258,5 @@ def slots_of(pool: KVPool, blocks: Sequence[int], first_token: int, num_tokens: 
         raise TransferError(f"positions [{first_token}, {end_token}) are outside the pool of {pool.num_blocks} blocks")
     slots_BS = blocks_B[:, None] * size + np.arange(size)
     offset = first_token - first_block * size
-    return streams.upload_indices(slots_BS.ravel()[offset : offset + num_tokens], pool.device)
+    slots_T: Ints = slots_BS.ravel()[offset : offset + num_tokens]
+    return slots_T

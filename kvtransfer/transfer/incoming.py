@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -13,7 +14,8 @@ from kvtransfer.links.device_stream import StreamEvent
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Landing, Ledger
 from kvtransfer.protocol.plan import HeadCopy
-from kvtransfer.transfer.codec import Codec, slots_of
+from kvtransfer.protocol.segment import Segment
+from kvtransfer.transfer.codec import Codec, slots_of, window_slots_of
 
 
 class Incoming:
@@ -28,11 +30,21 @@ class Incoming:
         self.handoff = opened.handoff
         self.end_token = opened.max_tokens
         self._first_token = opened.first_token
-        self._ledger = Ledger(opened)
+        layout = pool.layout
+        self._window_start = layout.cache.window_start(opened.num_tokens, held=opened.first_token)
+        windowed = frozenset(layer for layer in range(layout.num_layers) if layout.is_windowed(layer))
+        self._ledger = Ledger(opened, windowed=windowed, window_start=self._window_start)
         self._pool = pool
         self._codec = codec
         assert opened.first_token % pool.layout.block_size == 0, "a handoff begins at a block"
         self._slots_T = slots_of(pool, opened.block_ids, 0, opened.max_tokens - opened.first_token)
+        self._window_slots_T = None
+        if windowed and opened.max_tokens > self._window_start:
+            first_block = (self._window_start - opened.first_token) // layout.block_size
+            pool.check_parts(opened.block_ids[first_block:])
+            window_span = self._window_start - opened.first_token, opened.max_tokens - self._window_start
+            self._window_slots_T = window_slots_of(pool, opened.block_ids, *window_span)
+        self._state_index = pool.state_index(opened.state_slots[0]) if opened.state_slots else None
         self._opened = StreamEvent(pool.device)  # earlier uses of the blocks
         self._written: dict[int, StreamEvent] = {}  # last write per sending rank; each link has its own stream
         self._lock = threading.Lock()
@@ -48,11 +60,21 @@ class Incoming:
         with self._lock:
             self._ledger.admit(frame.epoch, sender=sender)
             if self._ledger.accept(frame, copy=copy):
-                start = frame.segment.first_token - self._first_token
-                slots_T = self._slots_T[start : start + frame.segment.num_tokens]
                 self._opened.hold_up()
-                self._codec.unpack(payload, self._pool, frame.segment, copy.receiver_heads, slots_T)
+                self._unpack(payload, frame.segment, copy.receiver_heads)
                 self._written[copy.sender] = StreamEvent(self._pool.device)
+
+    def _unpack(self, payload: Tensor, segment: Segment, heads: Sequence[range]) -> None:
+        if self._codec.is_of_states(segment):
+            assert self._state_index is not None, "the opening has no state slot"
+            self._codec.unpack_states(payload, self._pool, segment, heads, self._state_index)
+            return
+        start = segment.first_token - self._first_token
+        slots_T, window_slots_T = self._slots_T[start : start + segment.num_tokens], self._window_slots_T
+        if window_slots_T is not None:
+            start = segment.first_window_token - self._window_start
+            window_slots_T = window_slots_T[start : start + segment.num_window_tokens]
+        self._codec.unpack(payload, self._pool, segment, heads, slots_T, window_slots_T=window_slots_T)
 
     def commit(self, frame: CommitFrame, *, sender: str, copy: HeadCopy, num_sources: int) -> Landing | None:
         """Mark one sending rank as complete.

@@ -31,7 +31,7 @@ from kvtransfer.links.link import MEET_TIMEOUT_S, Link
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
 from kvtransfer.protocol.rank_transfer import Ending, LinkTransfer, RankTransfer
 from kvtransfer.protocol.segment import Segment, operation_timeout
-from kvtransfer.transfer.codec import slots_of
+from kvtransfer.transfer.codec import slots_of, window_slots_of
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.reconnection import Reconnection
 from kvtransfer.transfer.rendezvous import remote_store
@@ -79,8 +79,9 @@ class OutgoingLink:
         self._frames: asyncio.Queue[pb.SenderFrame] = asyncio.Queue()
         self._lock = threading.Lock()
         self._link_transfers: dict[HandoffKey, LinkTransfer] = {}
-        self._last_place: tuple[tuple[int, ...], int, int] = ((), 0, 0)
-        self._last_slots_T = torch.empty(0, dtype=torch.int64, device=config.pool.device)
+        # Handoff, block table, and range of positions of the last segment.
+        self._last_place: tuple[HandoffKey, tuple[int, ...], int, int] = (("", 0), (), 0, 0)
+        self._last_slots: tuple[Tensor, Tensor | None] = torch.empty(0, dtype=torch.int64), None
         self._failure: TransferError | None = None
         self._link: Link | None = None
         self._stream: asyncio.Task[None] | None = None  # used on the event loop only
@@ -294,20 +295,32 @@ class OutgoingLink:
             if not link_transfer.start_reading():
                 return None
         try:
-            heads, slots_T = link_transfer.copy.sender_heads, self._slots(link_transfer, segment)
-            self._config.codec.pack(self._config.pool, segment, heads, slots_T, payload)
+            heads, codec, pool = link_transfer.copy.sender_heads, self._config.codec, self._config.pool
+            if codec.is_of_states(segment):
+                codec.pack_states(pool, segment, heads, pool.state_index(link_transfer.transfer.state_slot), payload)
+            else:
+                slots_T, window_slots_T = self._slots(link_transfer, segment)
+                codec.pack(pool, segment, heads, slots_T, payload, window_slots_T=window_slots_T)
             return checksum(payload)  # synchronizes with the device, so the pool is no longer read
         finally:
             with self._lock:
                 link_transfer.stop_reading()
             self._changed(link_transfer)
 
-    def _slots(self, link_transfer: LinkTransfer, segment: Segment) -> Tensor:
-        """Return the pool slots of a segment. Cached, because consecutive segments differ mostly in layers only."""
-        place = (link_transfer.transfer.blocks, segment.first_token, segment.num_tokens)
+    def _slots(self, link_transfer: LinkTransfer, segment: Segment) -> tuple[Tensor, Tensor | None]:
+        """Return the pool slots of a segment, and those in layers with a window.
+
+        Cached, because consecutive segments differ mostly in layers only. Each transfer computes its own, because the
+        parts of its blocks may differ from those of an earlier transfer.
+        """
+        blocks, pool = link_transfer.transfer.blocks, self._config.pool
+        place = (link_transfer.key, blocks, segment.first_token, segment.num_tokens)
         if place != self._last_place:
-            self._last_place, self._last_slots_T = place, slots_of(self._config.pool, *place)
-        return self._last_slots_T
+            window_span = segment.first_window_token, segment.num_window_tokens
+            window_slots_T = window_slots_of(pool, blocks, *window_span) if segment.num_window_tokens else None
+            self._last_place = place
+            self._last_slots = slots_of(pool, blocks, segment.first_token, segment.num_tokens), window_slots_T
+        return self._last_slots
 
     def _commit(self, link_transfer: LinkTransfer, ending: Ending) -> None:
         with self._lock:

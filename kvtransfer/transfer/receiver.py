@@ -52,7 +52,8 @@ class Receiver:
 
     def checked(self, opening: Opening) -> Opening:
         """Return `opening` if it fits this rank's pool. Raises RequestError."""
-        check_opening(opening, self.config.pool.layout, num_blocks=self.config.pool.num_blocks)
+        pool = self.config.pool
+        check_opening(opening, pool.layout, num_blocks=pool.num_blocks, num_states=pool.num_states)
         return opening
 
     def open(self, opening: Opening) -> None:

@@ -46,19 +46,33 @@ class Sender:
         self._on_shipped = on_shipped
         group_bytes = group_bytes or _GROUP_BYTES[config.pool.device.type]
         self._group_rows = max(1, group_bytes // config.codec.max_row_bytes())
+        layout = config.pool.layout
+        most_bytes = max((layout.state_bytes_of(layer) for layer in range(len(layout.recurrent_layers))), default=1)
+        self._group_states = max(1, group_bytes // most_bytes)
         self._transfers: dict[HandoffKey, RankTransfer] = {}
         self._links: dict[tuple[ProcessName, str], OutgoingLink] = {}  # by receiver and address
         self._reconnections: defaultdict[str, Reconnection] = defaultdict(Reconnection)  # by address
         self._epochs = itertools.count(1)
 
-    def begin(self, handoff: Handoff, blocks: Sequence[int]) -> RankTransfer | None:
-        """Start shipping a sequence with block table `blocks`. Returns None if this rank sends no heads."""
+    def begin(self, handoff: Handoff, blocks: Sequence[int], state_slot: int | None = None) -> RankTransfer | None:
+        """Start shipping a sequence with block table `blocks`. Returns None if this rank sends no heads.
+
+        state_slot: the sequence's, if the model has recurrent layers.
+        """
         layout = self.config.pool.layout
         copies = plan_heads(sender=layout, receiver=replace(layout, tensor_parallel=len(handoff.ranks)))
         mine = [copy for copy in copies if copy.sender == self.config.rank]
         if not mine:
             return None
-        transfer = RankTransfer(handoff, blocks, layout=layout, begun_at=time.monotonic(), group_rows=self._group_rows)
+        transfer = RankTransfer(
+            handoff,
+            blocks,
+            layout=layout,
+            state_slot=state_slot,
+            begun_at=time.monotonic(),
+            group_rows=self._group_rows,
+            group_states=self._group_states,
+        )
         self._transfers[transfer.key] = transfer
         links = [self._link_to(handoff, copy.receiver) for copy in mine]
         transfer.link_transfers = [LinkTransfer(transfer, copy, link) for copy, link in zip(mine, links, strict=True)]

@@ -7,7 +7,7 @@ lower tier are loaded first. Serving a fetch computes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from core.types.errors import HandoffExpired, TransferError
@@ -15,10 +15,11 @@ from core.types.failpoint import Failpoint, FailpointStage, unobserved
 from core.types.handoff import Handoff, HandoffKey
 from engine.kv.block_manager import BlockManager
 from engine.kv.layout import KVLayout
+from engine.kv.window_manager import HeldParts
 from engine.scheduler.step_commands import BeginOrder
-from engine.tiers.table import Load
+from engine.tiers.load import Load
 from engine.tiers.tiers import Tiers
-from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
+from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers, parts_of_handoff
 from kvtransfer.protocol.plan import sending_ranks
 from kvtransfer.protocol.rank_transfer import Shipment
 
@@ -47,6 +48,8 @@ class Loading:
     listener: ServedFetchListener
     blocks: list[int]
     num_cached: int  # leading blocks already on the device
+    state_slots: list[int]  # slot that a state is loaded to, if the model has recurrent layers
+    parts: HeldParts = field(default_factory=HeldParts)  # of the blocks that the query behind the prefix sees
 
     @property
     def id(self) -> str:
@@ -95,7 +98,9 @@ class ServedFetches:
         loaded_range = slice(loading.num_cached, loading.num_cached + load.num_loaded)
         for block, prefix_hash in zip(loading.blocks[loaded_range], loading.hashes[loaded_range], strict=True):
             self._blocks.fill_block(block, prefix_hash)
-        self._blocks.free(loading.blocks)
+        if self._blocks.states and load.is_usable:
+            self._blocks.states.fill_slot(loading.state_slots.pop(), loading.hashes[-1])
+        self._free(loading)
         self._ship(loading.handoff, loading.hashes, loading.listener)
         return True
 
@@ -109,26 +114,53 @@ class ServedFetches:
 
     def _load(self, handoff: Handoff, hashes: list[bytes], listener: ServedFetchListener) -> bool:
         """Start loading blocks from a lower tier. Returns False if there are none, or no room for them."""
-        if len(hashes) <= self._blocks.match(hashes):
+        states, windows = self._blocks.states, self._blocks.windows
+        if states or windows:
+            # Up to the last block that a sequence can continue behind, with checkpoints from any tier.
+            hashes = hashes[: self._tiers.table.offer(hashes, compute_block_s=0.0)]
+        if windows and (
+            len(hashes) * self._layout.block_size != handoff.num_tokens  # see PrefixFetches.begin
+            or windows.num_for(handoff.num_tokens) > windows.num_unreserved
+        ):
             return False
-        if (allocated := self._blocks.allocate(hashes, len(hashes))) is None:
+        if len(hashes) <= self._blocks.match_reusable(hashes) or (states and not states.num_available):
+            return False
+        to_load = self._blocks.places_without_part(hashes) if windows else None
+        if (allocated := self._blocks.allocate(hashes, len(hashes), to_load=to_load)) is None:
             return False
         blocks, num_cached = allocated
-        loading = Loading(handoff, hashes, listener, blocks, num_cached)
-        if not self._tiers.begin(loading, hashes[num_cached:], blocks[num_cached:]):
-            self._blocks.free(blocks)
+        loading = Loading(handoff, hashes, listener, blocks, num_cached, [states.take()] if states else [])
+        if windows:
+            loading.parts.reserve(windows.num_for(handoff.num_tokens), windows)
+            loading.parts.attach(blocks, windows.seen_from(len(blocks)), windows)
+        state = (hashes[-1], loading.state_slots[0]) if states else None
+        if not self._tiers.begin(loading, hashes[num_cached:], blocks[num_cached:], state=state):
+            self._free(loading)
             return False
         self._loading[listener] = loading
         return True
 
     def _stop_loading(self, loading: Loading) -> None:
         del self._loading[loading.listener]
-        pending_blocks = self._tiers.cancel(loading)
-        self._blocks.free([block for block in loading.blocks if block not in pending_blocks])
+        pending = self._tiers.cancel(loading)
+        loading.blocks, loading.state_slots = (
+            [block for block in held if block not in pending] for held in (loading.blocks, loading.state_slots)
+        )
+        loading.parts.leave_out(pending)
+        self._free(loading)
+
+    def _free(self, loading: Loading) -> None:
+        if self._blocks.windows:
+            loading.parts.release(self._blocks.windows)
+        self._blocks.free(loading.blocks + loading.state_slots)
 
     def _ship(self, handoff: Handoff, hashes: Sequence[bytes], listener: ServedFetchListener) -> None:
         size = self._layout.block_size
-        num_blocks = min(self._blocks.match(hashes), handoff.max_tokens // size)
+        num_blocks = self._blocks.match_reusable(hashes[: handoff.max_tokens // size])
+        if windows := self._blocks.windows:
+            # See PrefixFetches.begin.
+            has_room = parts_of_handoff(handoff, windows) <= windows.num_unreserved
+            num_blocks = num_blocks if has_room and num_blocks * size == handoff.num_tokens else 0
         num_tokens = num_blocks * size
         listener.granted(max(num_tokens, handoff.first_token))
         if num_tokens <= handoff.first_token:
@@ -136,12 +168,13 @@ class ServedFetches:
         allocated = self._blocks.allocate(hashes[:num_blocks], num_blocks)
         assert allocated, "cached blocks need no free blocks"
         blocks, _ = allocated
+        state_slots = [self._blocks.states.hold(hashes[num_blocks - 1])] if self._blocks.states else []
         ranks = sending_ranks(self._layout, num_receivers=len(handoff.ranks))
-        outgoing = self._outgoing_transfers.begin(handoff, blocks, ranks=ranks, owner=listener)
-        self._blocks.free(blocks)  # the outgoing transfer references them
+        outgoing = self._outgoing_transfers.begin(handoff, blocks, state_slots=state_slots, ranks=ranks, owner=listener)
+        self._blocks.free(blocks + state_slots)  # the outgoing transfer references them
         self._listeners[listener] = outgoing
         self._hashes[outgoing.key] = list(hashes[:num_blocks])
-        self._orders.append(BeginOrder(handoff, blocks, num_tokens))
+        self._orders.append(BeginOrder(handoff, blocks, num_tokens, *state_slots))
         self._failpoint(FailpointStage.SERVING_FETCH, handoff.id)
 
     def cancel(self, listener: ServedFetchListener) -> None:

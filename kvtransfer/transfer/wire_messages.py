@@ -30,6 +30,7 @@ def frame_to_proto(frame: SegmentFrame | CommitFrame) -> pb.SenderFrame:
         num_layers=frame.segment.num_layers,
         first_token=frame.segment.first_token,
         num_tokens=frame.segment.num_tokens,
+        window_start=frame.segment.window_start,
         num_bytes=frame.num_bytes,
         checksum=frame.checksum,
     )
@@ -47,6 +48,7 @@ def frame_from_proto(message: pb.SenderFrame) -> SegmentFrame | CommitFrame:
             num_layers=announced.num_layers,
             first_token=announced.first_token,
             num_tokens=announced.num_tokens,
+            window_start=announced.window_start,
         )
         return SegmentFrame(
             handoff=announced.handoff,

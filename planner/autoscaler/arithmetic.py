@@ -5,6 +5,7 @@ It gives the search a starting point and ranks sizes by their spare capacity. Th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import fmean
 
@@ -40,5 +41,9 @@ def _decode_tokens_per_s(setup: FleetSetup, profile: Profile, mean_context: floa
     timing = profile.decode_timing
     row_s = max(timing.token_s + timing.context_s * mean_context, 1e-9)
     rows = min((slo_itl_s - timing.base_s) / row_s, setup.max_running, setup.kv_tokens / mean_context)
+    if (kv := profile.kv).window or kv.state_bytes:
+        size, largest, context = setup.block_size, setup.decode_batch_tokens, math.ceil(mean_context)
+        pool = kv.pool_sizes(setup.kv_tokens, block_size=size, max_batch_tokens=largest)
+        rows = min(rows, pool.max_batch(kv.wire_cache(size), context, max_batch_tokens=largest))
     rows = max(rows, 1.0)
     return rows / (timing.base_s + rows * row_s)

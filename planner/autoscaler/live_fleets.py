@@ -29,7 +29,7 @@ def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaReport
     steps = {role: _mean_timing(role, replicas) for role in Role}
     rates = [replica.link_bytes_per_s for replica in replicas if replica.link_bytes_per_s]
     pools = [replica.num_blocks * replica.block_size for replica in replicas]
-    num_bytes = max(replica.bytes_per_token for replica in replicas)
+    cache = max((replica.cache for replica in replicas), key=lambda cache: cache.token_bytes)
     profile = Profile(
         name="live",
         origin="measured",
@@ -38,10 +38,15 @@ def fleets_of(spec: Spec, rules: AutoscaleSpec, replicas: Sequence[ReplicaReport
         decode_steps=Steps(**_fields(steps[Role.DECODE])),
         drafts=_drafts(replicas),
         kv=KV(
-            bytes_per_token=num_bytes,
-            wire_bytes_per_token=num_bytes,
+            bytes_per_token=cache.token_bytes,
+            wire_bytes_per_token=cache.token_bytes,
             num_layers=_NUM_LAYERS,
             pool_tokens=round(fmean(pools)),
+            window=cache.window,
+            window_wire_bytes_per_token=cache.window_token_bytes,
+            pool_window_tokens=round(fmean(max(0, one.num_window_parts - 1) * one.block_size for one in replicas)),
+            state_bytes=cache.state_bytes,
+            pool_states=round(fmean(replica.num_states for replica in replicas)),
         ),
         link=LinkProfile(latency_s=_LATENCY_S, bytes_per_s=fmean(rates) if rates else _LINK_BYTES_PER_S),
         host_bytes_per_s=_HOST_BYTES_PER_S,

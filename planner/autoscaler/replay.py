@@ -67,7 +67,7 @@ class ScaledReplay:
         self._clock = Clock()
         self._report = Report(slo_ttft_s=fleets.slo_ttft_s, slo_itl_s=fleets.slo_itl_s)
         setup = replace(fleets.setup, num_prefill=begin.prefill, num_decode=begin.decode)
-        hashes = PrefixHashes(setup.block_size, trace[0].tokens_per_id)
+        hashes = PrefixHashes.of_trace(trace, setup.block_size, has_states=fleets.profile.kv.state_bytes > 0)
         self._fleet = Fleet(setup, fleets.profile, hashes, self._clock, self._report)
         self._seen: list[SeenRequest] = []
         self._flights: dict[int, Flight] = {}  # flights that _seen does not record as ended

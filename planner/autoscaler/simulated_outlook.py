@@ -61,6 +61,7 @@ class Fleets:
             decode_batch_tokens=spec.decode.max_batch_tokens,
             max_running=spec.decode.max_running,
             max_local_tokens=spec.router.max_local_prefill,
+            checkpoint_tokens=spec.kv.checkpoint_tokens,
             waits_in_router=True,
         )
         return cls(setup=setup, profile=profile, slo_ttft_s=rules.slo_ttft_ms / 1e3, slo_itl_s=rules.slo_itl_ms / 1e3)

@@ -120,7 +120,7 @@ class DecodeReplica:
     def has_room(self, num_blocks: int) -> bool:
         """Return whether num_blocks fit, as ReplicaLoad.has_room_to_decode. An idle replica always has room."""
         blocks = self.store.blocks
-        taken = max(blocks.num_blocks - blocks.num_available, self._promised_blocks)
+        taken = max(blocks.num_blocks - blocks.num_usable, self._promised_blocks)
         has = self.num_streams < self._max_running and num_blocks <= blocks.num_blocks - taken
         return has or not self._prompts
 
@@ -215,9 +215,9 @@ class DecodeReplica:
                 self._announced.add(flight)
                 self._to_move(flight)
 
-    def missing_tokens(self, flight: Flight) -> int:
-        """Return the number of tokens of an admitted request whose KV is missing here."""
-        return self._prompts[flight].sequence.num_missing
+    def held_tokens(self, flight: Flight) -> int:
+        """Return the number of leading tokens of an admitted request whose KV is here."""
+        return self._prompts[flight].sequence.num_computed
 
     def begin_step(self, admitted: Sequence[Prompt]) -> None:
         for prompt in admitted:
@@ -235,7 +235,8 @@ class DecodeReplica:
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> tuple[()]:
         """Spend the time of one step, or of a series of identical steps."""
-        assert step
+        if step is None:  # only copies
+            return NO_LOGITS
         self.store.publish()
         self._current_step = step
         is_plain = not step.prompts
@@ -299,6 +300,10 @@ class DecodeReplica:
             return 1
         num_steps = min(sequence.request.sampling.max_tokens - sequence.num_generated for sequence in decoding)
         blocks = self.store.blocks
+        if blocks.states:  # a step makes the next checkpoint
+            num_steps = min(num_steps, *(one.checkpoints_at[0] - one.num_computed for one in decoding))
+        if blocks.windows:  # a step attaches the next part
+            num_steps = min(num_steps, *(one.parts.end * self._block_size - one.num_computed for one in decoding))
         needed = [sequence.num_blocks_for(len(sequence.tokens) + num_steps - 1) for sequence in decoding]
         missing = sum(max(0, count - len(s.blocks)) for count, s in zip(needed, decoding, strict=True))
         if missing > blocks.num_available:

@@ -7,14 +7,14 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from core.index.prefix_index import PrefixIndex
+from core.index.prefix_index import NOTHING, Depths
 from core.trace.trace import TraceRequest
+from core.types.handoff import ROOM_TOKENS
 from core.types.request import Role
 from core.types.step_timing import StepTiming
-from engine.scheduler.prompts import ROOM_TOKENS
 from planner.simulator.clock import Action, Clock
 from planner.simulator.cores import Cores
 from planner.simulator.decode_replica import DecodeReplica
@@ -25,7 +25,7 @@ from planner.simulator.prefill_replica import PrefillReplica
 from planner.simulator.prefix_hashes import PrefixHashes
 from planner.simulator.profile import Profile
 from planner.simulator.report import Report
-from planner.simulator.store import Store
+from planner.simulator.store import Indexes, Store
 from router.routing.admission import AdmissionQueue
 from router.routing.chooser import AnswerLength
 from router.routing.fair_queue import QueuedRequest
@@ -57,11 +57,14 @@ class Fleet:
         }
         self._decode_timing = profile.decode_timing_of(setup.decode_width)
         self._cores = Cores(clock, profile.slowdown) if profile.slowdown else None
+        # A simulated host tier keeps whole blocks, so layers with a window keep whole contexts beside it.
+        self._kv = profile.kv.model_copy(update={"window": 0}) if setup.host_tokens else profile.kv
+        self._wire_cache = self._kv.wire_cache(setup.block_size)
+        self._pool_cache = replace(self._wire_cache, token_bytes=self._kv.bytes_per_token)
         self._clock = clock
         self._report = report
         self._policy = make_policy(setup.policy, prefix_fetches=setup.prefix_fetches)
-        self._index = PrefixIndex()  # blocks on devices
-        self._stored = PrefixIndex() if setup.host_tokens else self._index  # blocks in any tier
+        self._indexes = Indexes(cache=self._wire_cache, has_host=setup.host_tokens > 0)
         self._hashes = hashes
         self._next_number = {role: 0 for role in Role}
         self._leaving: dict[str, Action] = {}  # draining replicas, and the action to run when they are empty
@@ -138,7 +141,7 @@ class Fleet:
         now = self._clock.now
         self._busy_until[computes] = max(now, self._busy_until.get(computes, 0.0)) + compute_s
         self._unanswered[computes] = self._unanswered.get(computes, 0) + 1
-        self._index.expect(computes, hashes)
+        self._indexes.expect(computes, hashes, num_tokens=flight.request.num_tokens)
         if option.fetch_from is None and self._profile.request_s:
             self._clock.at(now + self._profile.request_s, lambda: self._submit(flight))
         elif option.fetch_from is None:
@@ -181,10 +184,10 @@ class Fleet:
         names = list(self.prefills) or list(self.decodes)
         for number, request in enumerate(past):
             hashes = self._hashes.of(request)
-            held = self._index.match(hashes)
+            held = self._indexes.device.match(hashes)
             name = max(held, key=lambda name: held[name]) if held else names[number % len(names)]
             store = self._replica(name).store
-            store.blocks.free(store.blocks.restore(hashes) or [])
+            store.blocks.free(store.restore(hashes) or [])
             store.publish()
 
     def place(self, request: TraceRequest, num_generated: int) -> None:
@@ -202,7 +205,7 @@ class Fleet:
             ReplicaUse(
                 queue_s=max(0.0, self._busy_until.get(name, 0.0) - self._clock.now),
                 num_streams=replica.num_streams,
-                kv_share=1 - replica.store.blocks.num_available / replica.store.blocks.num_blocks,
+                kv_share=1 - replica.store.blocks.num_usable / replica.store.blocks.num_blocks,
             )
             for name, replica in replicas.items()
         ]
@@ -216,8 +219,7 @@ class Fleet:
                 self._clock.at(self._clock.now, functools.partial(self._gone, name, then))
 
     def _gone(self, name: str, then: Action) -> None:
-        self._index.drop(name)
-        self._stored.drop(name)
+        self._indexes.drop(name)
         then()
 
     def _done_with(self, *names: str) -> None:
@@ -254,7 +256,7 @@ class Fleet:
             return
         source, link = flight.option.decode, self._profile.link
         num_tokens = flight.request.num_tokens + self.decodes[source].num_generated(flight)
-        num_bytes = num_tokens * self._profile.kv.wire_bytes_per_token
+        num_bytes = self._wire_cache.shipped_bytes(num_tokens)
         self._report.shipped_bytes += num_bytes
         copied = self._pass(source, "out", num_bytes, link.bytes_per_s) + link.latency_s
         self._clock.at(copied, lambda: self._copied(flight, source))
@@ -285,12 +287,10 @@ class Fleet:
     ) -> tuple[Option, float]:
         demand = RoutingRequest(
             num_tokens=request.num_tokens,
-            block_size=self._setup.block_size,
-            bytes_per_token=self._profile.kv.wire_bytes_per_token,
+            cache=self._wire_cache,
             max_local_tokens=self._setup.max_local_tokens,
         )
-        cached = self._index.match(hashes)
-        stored = self._stored.match(hashes) if self._stored is not self._index else cached
+        cached, stored = self._indexes.depths(hashes, {*self.prefills, *self.decodes})
         prefills = [self._view(name, self.prefills[name], cached, stored) for name in prefill_names]
         decodes = [self._view(name, self.decodes[name], cached, stored) for name in decode_names]
         option = self._policy.options(demand, prefills, decodes)[0]
@@ -299,19 +299,24 @@ class Fleet:
         return option, view.compute_s(demand, max(view.cached_tokens, option.fetch_tokens))
 
     def _view(
-        self, name: str, replica: PrefillReplica | DecodeReplica, cached: dict[str, int], stored: dict[str, int]
+        self,
+        name: str,
+        replica: PrefillReplica | DecodeReplica,
+        cached: Mapping[str, Depths],
+        stored: Mapping[str, Depths],
     ) -> CandidateReplica:
-        setup, blocks = self._setup, replica.store.blocks
-        cached_tokens = cached.get(name, 0) * setup.block_size
+        setup, blocks, held = self._setup, replica.store.blocks, cached.get(name, NOTHING)
+        cached_tokens = held.device * setup.block_size
         is_prefill = name in self.prefills
         return CandidateReplica(
             replica=name,
             cached_tokens=cached_tokens,
-            stored_tokens=max(cached_tokens, stored.get(name, 0) * setup.block_size),
+            stored_tokens=max(cached_tokens, stored.get(name, NOTHING).device * setup.block_size),
+            held_tokens=held.blocks * setup.block_size,
             queue_s=max(0.0, self._busy_until.get(name, 0.0) - self._clock.now),
             num_streams=replica.num_streams,
             num_blocks=blocks.num_blocks,
-            available_blocks=blocks.num_available,
+            available_blocks=blocks.num_usable,
             timing=self._prompt_timing(is_prefill=is_prefill),
             max_batch_tokens=setup.prefill_batch_tokens if is_prefill else setup.decode_batch_tokens,
             link_bytes_per_s=self._profile.link.bytes_per_s,
@@ -329,22 +334,23 @@ class Fleet:
 
     def _fetch(self, flight: Flight, source: str, target: str) -> None:
         """Fetch the prefix to the replica that computes the prompt, then submit the request."""
-        setup, kv = self._setup, self._profile.kv
-        depth = flight.option.fetch_tokens // setup.block_size
-        store = self._replica(target).store
-        missing = depth - store.blocks.match(flight.hashes[:depth])
+        size, link = self._setup.block_size, self._profile.link
+        depth = flight.option.fetch_tokens // size
+        hashes, blocks = flight.hashes[:depth], self._replica(target).store.blocks
         if source == target:
-            rate, latency, size = self._profile.host_bytes_per_s, 0.0, kv.bytes_per_token
+            rate, latency = self._profile.host_bytes_per_s, 0.0
+            num_bytes = self._pool_cache.shipped_bytes(depth * size, held=blocks.match(hashes) * size)
         else:
-            rate, latency, size = self._profile.link.bytes_per_s, self._profile.link.latency_s, kv.wire_bytes_per_token
-            self._report.fetched_bytes += missing * setup.block_size * size
-        arrives = self._pass(source, "host" if source == target else "out", missing * setup.block_size * size, rate)
+            rate, latency = link.bytes_per_s, link.latency_s
+            num_bytes = self._wire_cache.shipped_bytes(depth * size, held=blocks.match_reusable(hashes) * size)
+            self._report.fetched_bytes += num_bytes
+        arrives = self._pass(source, "host" if source == target else "out", num_bytes, rate)
         self._clock.at(arrives + latency, lambda: self._fetched(flight, source, target, depth))
 
     def _fetched(self, flight: Flight, source: str, target: str, depth: int) -> None:
         """Store the fetched blocks. Those that the source has evicted since are computed instead."""
         source_store, target_store = self._replica(source).store, self._replica(target).store
-        num_held = (source_store if source != target else target_store).held(flight.hashes[:depth])
+        num_held = (source_store if source != target else target_store).num_fetchable(flight.hashes[:depth])
         flight.restored = target_store.restore(flight.hashes[:num_held]) or []
         if source != target:
             source_store.blocks.spare(flight.hashes[:num_held])
@@ -372,13 +378,14 @@ class Fleet:
         Earlier layers were sent while later ones were computed, so only the last layer, or what the link could not
         carry by now, remains.
         """
-        option, link, kv = flight.option, self._profile.link, self._profile.kv
+        option, link = flight.option, self._profile.link
         assert option.prefill
         flight.first_token_at = flight.last_token_at = self._clock.now
         self._answered(option.prefill, flight)
-        num_bytes = self.decodes[option.decode].missing_tokens(flight) * kv.wire_bytes_per_token
+        held = self.decodes[option.decode].held_tokens(flight)
+        num_bytes = self._wire_cache.shipped_bytes(flight.request.num_tokens, held=held)
         self._report.shipped_bytes += num_bytes
-        hidden = min(flight.compute_s * link.bytes_per_s, num_bytes * (1 - 1 / kv.num_layers))
+        hidden = min(flight.compute_s * link.bytes_per_s, num_bytes * (1 - 1 / self._kv.num_layers))
         landed = self._pass(option.prefill, "out", num_bytes - hidden, link.bytes_per_s) + link.latency_s
         self._clock.at(landed, lambda: self._landed(flight))
 
@@ -389,7 +396,7 @@ class Fleet:
 
     def _answered(self, replica: str, flight: Flight) -> None:
         """Record that a replica has computed a prompt. After its last one, its predicted backlog is reset."""
-        self._index.settle(replica, flight.hashes)
+        self._indexes.settle(replica, flight.hashes, num_tokens=flight.request.num_tokens)
         self._unanswered[replica] -= 1
         if not self._unanswered[replica]:
             self._busy_until[replica] = 0.0
@@ -398,40 +405,44 @@ class Fleet:
     def _replica(self, name: str) -> PrefillReplica | DecodeReplica:
         return self.prefills.get(name) or self.decodes[name]
 
-    def _store(self, name: str) -> Store:
-        setup = self._setup
+    def _store(self, name: str, max_batch_tokens: int) -> Store:
+        setup, size = self._setup, self._setup.block_size
         return Store(
             name,
             self._clock,
-            num_blocks=setup.kv_tokens // setup.block_size,
+            cache=self._pool_cache,
+            sizes=self._kv.pool_sizes(setup.kv_tokens, block_size=size, max_batch_tokens=max_batch_tokens),
+            max_batch_tokens=max_batch_tokens,
+            checkpoint_tokens=setup.checkpoint_tokens,
             num_host_blocks=setup.host_tokens // setup.block_size,
             eviction=setup.eviction,
-            device=self._index,
-            stored=self._stored,
+            indexes=self._indexes,
         )
 
     def _prefill(self, name: str) -> PrefillReplica:
+        store = self._store(name, self._setup.prefill_batch_tokens)
         return PrefillReplica(
-            self._store(name),
+            store,
             self._clock,
             self._timing[Role.PREFILL],
             block_size=self._setup.block_size,
             max_batch_tokens=self._setup.prefill_batch_tokens,
-            max_running=self._setup.max_running,
+            max_running=store.max_running(self._setup.max_running),
             finished=self._prefilled,
             cores=self._cores,
             width=self._setup.prefill_width,
         )
 
     def _decode(self, name: str) -> DecodeReplica:
+        store = self._store(name, self._setup.decode_batch_tokens)
         return DecodeReplica(
-            self._store(name),
+            store,
             self._clock,
             self._timing[Role.DECODE],
             self._decode_timing,
             block_size=self._setup.block_size,
             max_batch_tokens=self._setup.decode_batch_tokens,
-            max_running=self._setup.max_running,
+            max_running=store.max_running(self._setup.max_running),
             admitted=self._admitted,
             reserved=self._copy,
             prefilled=lambda flight: self._answered(name, flight),

@@ -23,4 +23,5 @@ class FleetSetup:
     decode_batch_tokens: int = 2048
     max_running: int = 256
     max_local_tokens: int = 16  # as router.max_local_prefill
+    checkpoint_tokens: int = 128  # as kv.checkpoint_tokens
     waits_in_router: bool = False  # requests queue in the router until replicas have room, as in the live router

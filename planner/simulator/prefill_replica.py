@@ -13,7 +13,7 @@ from engine.scheduler.step_commands import Orders
 from planner.simulator.clock import Clock
 from planner.simulator.cores import Cores
 from planner.simulator.flight import Flight
-from planner.simulator.store import Store
+from planner.simulator.store import Held, Store
 
 NO_LIMIT = 1 << 40
 NO_LOGITS = ()
@@ -58,7 +58,7 @@ class PrefillReplica:
         self._finished = finished
         self._flights: dict[Prompt, Flight] = {}
         self._waiting: dict[Flight, None] = {}  # requests whose KV has not been sent
-        self._held: dict[Flight, list[int]] = {}  # blocks held for their transfer
+        self._held: dict[Flight, Held] = {}  # until their transfer has ended
         self._is_stepping = False
 
     @property
@@ -75,14 +75,14 @@ class PrefillReplica:
     def release(self, flight: Flight) -> None:
         """Free the blocks of a prompt whose KV has been sent."""
         del self._waiting[flight]
-        self.store.blocks.free(self._held.pop(flight))
-        self.store.publish()
+        self.store.release(self._held.pop(flight))
         if not self._is_stepping:
             self._step()
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> tuple[()]:
         """Spend the time of a step."""
-        assert step
+        if step is None:  # only copies
+            return NO_LOGITS
         for prompt, _ in step.prompts:
             flight = self._flights[prompt]
             flight.num_cached = prompt.num_cached
@@ -117,9 +117,8 @@ class PrefillReplica:
     def _end(self, step: ScheduledStep, began_at: float) -> None:
         self.busy_s += self._clock.now - began_at
         for prompt, count in step.prompts:
-            if count == prompt.sequence.num_missing:  # complete: hold its blocks for the transfer
-                blocks = self._held[self._flights[prompt]] = list(prompt.sequence.blocks)
-                self.store.blocks.share(blocks)
+            if count == prompt.sequence.num_missing:  # complete
+                self._held[self._flights[prompt]] = self.store.hold(prompt.sequence)
         result = self._engine.complete(step)
         self.store.publish()
         for prefilled in result.prefilled:

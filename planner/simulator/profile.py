@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from core.model.kv_memory import CacheShape, PoolSizes, least_parts
 from core.types.errors import SpecError
 from core.types.step_timing import StepTiming
 from planner.simulator.drafts import DraftRates
@@ -18,6 +19,7 @@ from planner.simulator.drafts import DraftRates
 DEFAULT = "h100-llama-3.1-8b"
 
 Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0)]
 
@@ -48,6 +50,34 @@ class KV(_Section):
     wire_bytes_per_token: Annotated[int, Field(gt=0)]
     num_layers: Annotated[int, Field(gt=0)]  # a layer's transfer overlaps the compute of the next one
     pool_tokens: Annotated[int, Field(gt=0)]  # default capacity of a replica
+    # Layers with a window that free what no coming query sees; 0: none.
+    window: Count = 0  # tokens
+    window_wire_bytes_per_token: Count = 0  # the part of wire_bytes_per_token in these layers
+    pool_window_tokens: Count = 0  # capacity of these layers beside pool_tokens
+    # Recurrent layers.
+    state_bytes: Count = 0  # of one sequence, all ranks
+    pool_states: Count = 0  # state slots beside pool_tokens
+
+    def wire_cache(self, block_size: int) -> CacheShape:
+        """Return the bytes that a handoff ships."""
+        return CacheShape(
+            block_size=block_size,
+            token_bytes=self.wire_bytes_per_token,
+            window_token_bytes=self.window_wire_bytes_per_token,
+            window=self.window,
+            state_bytes=self.state_bytes,
+        )
+
+    def pool_sizes(self, kv_tokens: int, *, block_size: int, max_batch_tokens: int) -> PoolSizes:
+        """Return the sizes of a pool of `kv_tokens`, with its share of window tokens and states.
+
+        max_batch_tokens: of a step. The pool has parts for the largest step at least, and two states.
+        """
+        num_blocks, scale, num_parts = kv_tokens // block_size, kv_tokens / self.pool_tokens, None
+        if self.window:
+            least = least_parts(window=self.window, block_size=block_size, max_batch_tokens=max_batch_tokens)
+            num_parts = 1 + min(num_blocks, max(least, round(self.pool_window_tokens * scale) // block_size))
+        return PoolSizes(num_blocks, max(2, round(self.pool_states * scale)) if self.state_bytes else 0, num_parts)
 
 
 class LinkProfile(_Section):

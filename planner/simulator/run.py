@@ -31,7 +31,7 @@ def simulate(
     begin = time.perf_counter()
     clock = Clock()
     report = Report(slo_ttft_s=slo_ttft_s, slo_itl_s=slo_itl_s)
-    hashes = PrefixHashes(setup.block_size, trace[0].tokens_per_id)
+    hashes = PrefixHashes.of_trace(trace, setup.block_size, has_states=profile.kv.state_bytes > 0)
     fleet = Fleet(setup, profile, hashes, clock, report)
     was_enabled = gc.isenabled()
     gc.disable()  # the collector would free nothing, but traverse millions of hashes repeatedly

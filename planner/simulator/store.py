@@ -1,17 +1,71 @@
-"""KV blocks of one simulated replica: the device pool, and an optional host tier.
+"""KV blocks of simulated replicas: the device pool and an optional host tier of each, and the router's indexes of them.
 
-Both use the real engine's block manager and eviction. Blocks evicted from the device go to the host; blocks that a
-request finds there are copied back.
+Both tiers use the real engine's allocators and eviction, with its rules for states and windows. Blocks and states
+evicted from the device go to the host; those that a request finds there are copied back. Beside a host, no window is
+freed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 
-from core.index.prefix_index import PrefixIndex
+from core.index.prefix_index import Depths, PrefixIndex
+from core.model.kv_memory import CacheShape, PoolSizes
+from core.types.prefix_hash import checkpoint_hash, expected_hashes
+from engine.kv.block_allocator import BlockAllocator
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
+from engine.kv.window_manager import HeldParts, WindowManager
+from engine.scheduler.sequence import Sequence as TokenSequence
 from planner.simulator.clock import Clock
+
+
+class Indexes:
+    """The router's indexes of blocks on devices, and of blocks in any tier."""
+
+    def __init__(self, *, cache: CacheShape, has_host: bool) -> None:
+        """has_host: replicas have a host tier."""
+        self.device = PrefixIndex()
+        self.stored = PrefixIndex() if has_host else self.device
+        self._cache = cache
+
+    def depths(self, hashes: Sequence[bytes], replicas: Set[str]) -> tuple[Mapping[str, Depths], Mapping[str, Depths]]:
+        """Return how deep each replica can continue a prompt, from its device and from any tier."""
+        indexes = dict.fromkeys((self.device, self.stored))
+        if num_checkpoints := self._cache.num_checkpoints:
+            checkpoints, among = list(map(checkpoint_hash, hashes)), dict.fromkeys(replicas, num_checkpoints)
+            found = [index.depths_to_checkpoints(hashes, checkpoints, among=among) for index in indexes]
+        else:
+            found = [index.depths(hashes) for index in indexes]
+        return found[0], found[-1]
+
+    def expect(self, replica: str, hashes: Sequence[bytes], *, num_tokens: int) -> None:
+        """Treat a prompt's blocks as held by the replica that is to compute it, until `settle`."""
+        self.device.expect(replica, self._expected(hashes, num_tokens))
+
+    def settle(self, replica: str, hashes: Sequence[bytes], *, num_tokens: int) -> None:
+        """Withdraw `expect`."""
+        self.device.settle(replica, self._expected(hashes, num_tokens))
+
+    def drop(self, replica: str) -> None:
+        """Forget all blocks of a replica."""
+        self.device.drop(replica)
+        self.stored.drop(replica)
+
+    def _expected(self, hashes: Sequence[bytes], num_tokens: int) -> Sequence[bytes]:
+        cache = self._cache
+        return expected_hashes(
+            hashes, num_tokens=num_tokens, block_size=cache.block_size, num_checkpoints=cache.num_checkpoints
+        )
+
+
+@dataclass
+class Held:
+    """Blocks and state slot of a computed prompt until they are shipped, with their parts in layers with a window."""
+
+    ids: list[int]
+    parts: HeldParts = field(default_factory=HeldParts)
 
 
 class Store:
@@ -22,58 +76,129 @@ class Store:
         replica: str,
         clock: Clock,
         *,
-        num_blocks: int,
+        cache: CacheShape,
+        sizes: PoolSizes,
+        max_batch_tokens: int,
+        checkpoint_tokens: int,
         num_host_blocks: int,
         eviction: str,
-        device: PrefixIndex,
-        stored: PrefixIndex,
+        indexes: Indexes,
     ) -> None:
-        """device, stored: the router's indexes of blocks on devices, and of blocks in any tier."""
+        """cache: bytes in the pool. max_batch_tokens: of a step. checkpoint_tokens: as kv.checkpoint_tokens."""
         self.replica = replica
-        self.blocks = _manager(num_blocks, eviction, clock)
-        self.host = _manager(num_host_blocks, eviction, clock) if num_host_blocks else None
-        self._device = device
-        self._stored = stored
+        self.blocks = BlockManager(
+            sizes.num_blocks,
+            make_eviction(eviction, num_blocks=sizes.num_blocks, clock=lambda: clock.now),
+            num_states=sizes.num_states,
+            windows=_windows(cache, sizes, max_batch_tokens),
+        )
+        self.host: BlockAllocator | None = None
+        if num_host_blocks:
+            host_eviction = make_eviction(eviction, num_blocks=num_host_blocks, clock=lambda: clock.now)
+            self.host = BlockAllocator(num_host_blocks, host_eviction)
+        self._indexes = indexes
+        self._pieces = range(cache.num_pieces)  # of a state in the host tier
+        self._evicted_states: list[bytes] = []
+        self._checkpoints: set[bytes] = set()  # on the device; as the indexes list them
+        if states := self.blocks.states:
+            states.checkpoint_every(checkpoint_tokens, block_size=cache.block_size)
+            states.on_evict = lambda index, prefix_hash: self._evicted_states.append(prefix_hash)
+
+    def max_running(self, configured: int) -> int:
+        """Return the sequences that the replica runs at once: each needs a state slot if the model has states."""
+        return min(configured, self.blocks.states.num_slots) if self.blocks.states else configured
 
     def publish(self) -> None:
-        """Update the indexes with the changes since the last call, and move evicted blocks to the host."""
-        changes = self.blocks.take_changes()
+        """Update the indexes with the changes since the last call, and move what was evicted to the host."""
+        changes, evicted = self.blocks.take_changes(), self._evicted_states
+        evicted_blocks = [prefix_hash for prefix_hash, is_held in changes.items() if not is_held]
+        checkpoints = {checkpoint_hash(one): is_held for one, is_held in self.blocks.take_checkpoint_changes().items()}
+        for one, is_held in checkpoints.items():
+            (self._checkpoints.add if is_held else self._checkpoints.discard)(one)
+        self._evicted_states = []
+        changes |= checkpoints
         if not changes:
             return
-        removed = [prefix_hash for prefix_hash, is_held in changes.items() if not is_held]
         added = [prefix_hash for prefix_hash, is_held in changes.items() if is_held]
-        self._device.store(self.replica, added)
-        self._device.remove(self.replica, removed)
+        removed = [prefix_hash for prefix_hash, is_held in changes.items() if not is_held]
+        self._indexes.device.store(self.replica, added)
+        self._indexes.device.remove(self.replica, removed)
         if self.host is None:
             return
-        for prefix_hash in removed:
-            if not self.host.match([prefix_hash]):
+        for prefix_hash in (*evicted_blocks, *(piece for one in evicted for piece in self._pieces_of(one))):
+            if prefix_hash not in self.host:
                 self._keep(self.host, prefix_hash)
         lost = [prefix_hash for prefix_hash, is_held in self.host.take_changes().items() if not is_held]
-        self._stored.store(self.replica, added)
-        self._stored.remove(self.replica, [prefix_hash for prefix_hash in lost if not self.blocks.match([prefix_hash])])
+        self._indexes.stored.store(self.replica, added)
+        tiers = (self.blocks, self._checkpoints, self.host)
+        gone = [one for one in (*lost, *removed) if not any(one in tier for tier in tiers)]
+        self._indexes.stored.remove(self.replica, gone)
 
-    def held(self, hashes: Sequence[bytes]) -> int:
-        """Return the number of leading blocks held in either tier."""
+    def num_fetchable(self, hashes: Sequence[bytes]) -> int:
+        """Return how many of these blocks, in either tier, a fetch brings."""
+        if self.blocks.windows:
+            # Such a prefix is shipped whole or not at all; see PrefixFetches.begin.
+            return len(hashes) if self.blocks.match_reusable(hashes) == len(hashes) else 0
         depth = self.blocks.match(hashes)
-        while depth < len(hashes) and (
-            self.blocks.match([hashes[depth]]) or (self.host and self.host.match([hashes[depth]]))
-        ):
+        while depth < len(hashes) and (hashes[depth] in self.blocks or (self.host and hashes[depth] in self.host)):
             depth += 1
+        while self.blocks.states and depth and not self._has_state(hashes[depth - 1]):
+            depth -= 1
         return depth
 
     def restore(self, hashes: Sequence[bytes]) -> list[int] | None:
-        """Hold blocks, whose content has arrived, on the device. Return their ids, or None if there is no room."""
+        """Hold blocks, whose content has arrived, on the device. Return their ids, or None if there is no room.
+
+        The state behind them becomes a checkpoint. The parts that the next query sees stay cached.
+        """
         if self.host:
+            # Mark those in the host as used.
             taken = self.host.allocate(hashes, self.host.match(hashes))
             self.host.free(taken[0] if taken else [])
-        return self.blocks.restore(hashes)
+        blocks = self.blocks.restore(hashes)
+        if blocks and (states := self.blocks.states) and hashes[-1] not in states and states.num_available:
+            states.fill_slot(states.take(), hashes[-1])
+        return blocks
 
-    def _keep(self, host: BlockManager, prefix_hash: bytes) -> None:
+    def hold(self, sequence: TokenSequence) -> Held:
+        """Hold what a handoff of a sequence ships, as the engine's outgoing transfers do."""
+        held = Held([*sequence.blocks, *sequence.state_slots[:1]])
+        self.blocks.share(held.ids)
+        if windows := self.blocks.windows:
+            num_tokens = len(sequence.tokens)
+            held.parts.reserve(windows.num_for(num_tokens), windows)
+            held.parts.hold(sequence.blocks, windows.first_seen(num_tokens), len(sequence.blocks), windows)
+        return held
+
+    def release(self, held: Held) -> None:
+        """Free what was held, and publish the changes."""
+        if self.blocks.windows:
+            held.parts.release(self.blocks.windows)
+        self.blocks.free(held.ids)
+        self.publish()
+
+    def _pieces_of(self, prefix_hash: bytes) -> list[bytes]:
+        return [checkpoint_hash(prefix_hash, piece=piece) for piece in self._pieces]
+
+    def _has_state(self, prefix_hash: bytes) -> bool:
+        """Return True if a tier has the state at the end of this block."""
+        if self.blocks.states and prefix_hash in self.blocks.states:
+            return True
+        return self.host is not None and all(piece in self.host for piece in self._pieces_of(prefix_hash))
+
+    def _keep(self, host: BlockAllocator, prefix_hash: bytes) -> None:
         if taken := host.allocate([], 1):
             host.fill_block(taken[0][0], prefix_hash)
             host.free(taken[0])
 
 
-def _manager(num_blocks: int, eviction: str, clock: Clock) -> BlockManager:
-    return BlockManager(num_blocks, make_eviction(eviction, num_blocks=num_blocks, clock=lambda: clock.now))
+def _windows(cache: CacheShape, sizes: PoolSizes, max_batch_tokens: int) -> WindowManager | None:
+    if sizes.num_window_parts is None:
+        return None
+    return WindowManager(
+        sizes.num_window_parts,
+        num_blocks=sizes.num_blocks,
+        window=cache.window,
+        block_size=cache.block_size,
+        max_batch_tokens=max_batch_tokens,
+    )

@@ -15,14 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from core.index.prefix_index import Depths
+from core.index.prefix_index import NOTHING, Depths
 from core.types.handoff import PrefixSource
 from router.routing.fair_queue import Places
 from router.routing.policy import CandidateReplica, Option, Policy, RoutingRequest
 from router.routing.replica_load import ReplicaLoad, UsualRates, candidate_of
-
-_NOTHING = Depths(0, 0, 0)
 
 Culprit = str | tuple[str, str]  # a replica that failed a request, or a (prefill, decode) pair whose link failed
 NO_CULPRITS: frozenset[Culprit] = frozenset()
@@ -172,22 +171,39 @@ class Chooser:
             return [], []
         request = RoutingRequest(
             num_tokens=need.num_tokens,
-            block_size=decodes[0].member.block_size,
-            bytes_per_token=decodes[0].member.bytes_per_token,
+            cache=decodes[0].member.cache,
             max_local_tokens=self._max_local_tokens,
         )
         usual = UsualRates.of([*prefills, *decodes])
-        prefill_side, decode_side = (
-            [candidate_of(load, depths.get(load.replica, _NOTHING), usual) for load in loads]
-            for loads in (prefills, decodes)
-        )
-        options = self._policy.options(request, prefill_side, decode_side)
+        views = {
+            load.replica: candidate_of(load, depths.get(load.replica, NOTHING), usual) for load in (*prefills, *decodes)
+        }
+        options = self._options(request, prefills, decodes, views)
         if avoid:
             options = [option for option in options if (option.prefill, option.decode) not in avoid]
-            options = options or self._policy.options(request, [], decode_side)
+            options = options or self._options(request, [], decodes, views)
         if not needs_decode:
             options = [replace(option, prefill=option.decode) for option in options]
-        return options, [*prefill_side, *decode_side]
+        return options, list(views.values())
+
+    def _options(
+        self,
+        request: RoutingRequest,
+        prefills: Sequence[ReplicaLoad],
+        decodes: Sequence[ReplicaLoad],
+        views: Mapping[str, CandidateReplica],
+    ) -> Sequence[Option]:
+        """Return the policy's options. Replicas of unlike KV layouts exchange no KV, so each layout is weighed alone.
+
+        Decode replicas without a prefill replica of their layout are used only if all lack one.
+        """
+        groups = [
+            [[views[load.replica] for load in side if load.member.layout == layout] for side in (prefills, decodes)]
+            for layout in dict.fromkeys(load.member.layout for load in decodes)
+        ]
+        groups = [group for group in groups if group[0]] or groups
+        every = [self._policy.options(request, *sides) for sides in groups]
+        return every[0] if len(every) == 1 else sorted(chain(*every), key=lambda option: option.cost_s)
 
     def _decide(
         self,

@@ -75,19 +75,23 @@ class CostPolicy:
             prompts = [_prompt(demand, view, prefix_sources) for view in prefills]
             prompts = heapq.nsmallest(_SHORTLIST, prompts, key=lambda prompt: prompt.cost_s)
             link = max(prompt.view.link_bytes_per_s for prompt in prompts)
-            ends = [
-                _End(view, _uncached(demand, view) * demand.bytes_per_token, _decode_s(demand, view))
-                for view in decodes
-            ]
+            ends = [_end(demand, view) for view in decodes]
             ends = heapq.nsmallest(_SHORTLIST, ends, key=lambda end: end.num_bytes / link + end.decode_s)
             found += [_pair(prompt, end) for prompt in prompts for end in ends]
         streams = {view.replica: view.num_streams for view in (*prefills, *decodes)}
         return sorted(found, key=lambda o: (o.cost_s, streams[o.prefill or o.decode], streams[o.decode]))
 
 
+def _end(demand: RoutingRequest, view: CandidateReplica) -> _End:
+    held = _held(view)
+    num_bytes = demand.cache.shipped_bytes(demand.num_tokens, held=held)
+    return _End(view, num_bytes, _decode_s(demand, view, held=held))
+
+
 def _alone(demand: RoutingRequest, prompt: _Prompt) -> Option:
     view = prompt.view
-    option = _option(prompt, prefill=None, decode=view.replica, decode_s=_decode_s(demand, view))
+    decode_s = _decode_s(demand, view, held=view.cached_tokens)
+    option = _option(prompt, prefill=None, decode=view.replica, decode_s=decode_s)
     option.stall_s = prompt.compute_s * view.num_streams * _STALL
     return option
 
@@ -118,11 +122,11 @@ def _prompt(demand: RoutingRequest, view: CandidateReplica, prefix_sources: Sequ
     keep_s = _KEEP * compute_s
     best = _Prompt(view, view.queue_s + compute_s + keep_s, compute_s, keep_s)
     if view.restore_bytes_per_s and view.stored_tokens > view.cached_tokens:
-        restore_s = (view.stored_tokens - view.cached_tokens) * demand.bytes_per_token / view.restore_bytes_per_s
-        _try_fetch(best, demand, view, restore_s)
+        num_bytes = demand.cache.shipped_bytes(view.stored_tokens, held=_held(view))
+        _try_fetch(best, demand, view, num_bytes / view.restore_bytes_per_s)
     prefix_source = next((source for source in prefix_sources if source is not view), None)
     if prefix_source and prefix_source.stored_tokens > view.stored_tokens:
-        num_bytes = (prefix_source.stored_tokens - view.cached_tokens) * demand.bytes_per_token
+        num_bytes = demand.cache.shipped_bytes(prefix_source.stored_tokens, held=view.cached_tokens)
         _try_fetch(best, demand, prefix_source, _FETCH_LATENCY_S + num_bytes / prefix_source.link_bytes_per_s)
     return best
 
@@ -139,17 +143,25 @@ def _try_fetch(best: _Prompt, demand: RoutingRequest, source: CandidateReplica, 
         best.fetch_from, best.fetch_tokens, best.fetch_s = source.replica, source.stored_tokens, fetch_s
 
 
-def _decode_s(demand: RoutingRequest, view: CandidateReplica) -> float:
-    """Predict the request's decode time on a replica, plus the delay that its steps cause to the other streams."""
+def _decode_s(demand: RoutingRequest, view: CandidateReplica, *, held: int) -> float:
+    """Predict the request's decode time on a replica, plus the delay that its steps cause to the other streams.
+
+    held: tokens whose blocks it need not allocate.
+    """
     slower_s = view.timing.token_s * (1 + view.drafted_per_row) + view.timing.context_s * demand.num_tokens
     step_s = view.timing.base_s + slower_s * (view.num_streams + 1)
     num_steps = _HORIZON / view.tokens_per_row
     decode_s = num_steps * (step_s + slower_s * view.num_streams)
-    missing = -(-(_uncached(demand, view) + 1) // demand.block_size) - view.available_blocks
+    missing = -(-(max(0, demand.num_tokens - held) + 1) // demand.cache.block_size) - view.available_blocks
     if missing > 0:
         # Ending streams free blocks, so each missing block costs a fraction of a stream's remaining time.
         decode_s += missing / view.num_blocks * max(1, view.num_streams) * num_steps * step_s
     return decode_s
+
+
+def _held(view: CandidateReplica) -> int:
+    """Return the tokens that need not be shipped or loaded to a replica: unlike computing, this needs no state."""
+    return view.held_tokens or view.cached_tokens
 
 
 def _uncached(demand: RoutingRequest, view: CandidateReplica) -> int:

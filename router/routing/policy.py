@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from core.model.kv_memory import CacheShape
 from core.types.step_timing import StepTiming
 
 # Not frozen: a decision makes hundreds of these, and a frozen dataclass sets each field by a call.
@@ -26,6 +27,7 @@ class CandidateReplica:
     is_learnt: bool = True  # `timing` comes from the replica's own steps, not from others or defaults
     max_batch_tokens: int  # token limit of a step; longer prompts take several steps
     link_bytes_per_s: float  # rate of outgoing KV
+    held_tokens: int = 0  # prefix tokens on the device, with or without states behind them; 0: as cached_tokens
     restore_bytes_per_s: float = 0.0  # rate from lower tiers to the device; 0: no lower tiers
     tokens_per_row: float = 1.0  # tokens that a step yields per sequence; above 1 with drafts
     drafted_per_row: float = 0.0  # draft tokens that a step computes per sequence
@@ -42,8 +44,7 @@ class RoutingRequest:
     """Request as seen by a policy."""
 
     num_tokens: int
-    block_size: int
-    bytes_per_token: int  # KV bytes on the wire
+    cache: CacheShape  # bytes to ship
     max_local_tokens: int  # maximum number of uncached tokens that a decode replica computes itself
 
 

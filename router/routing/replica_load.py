@@ -127,6 +127,7 @@ def candidate_of(load: ReplicaLoad, held: Depths, usual: UsualRates) -> Candidat
         replica=load.replica,
         cached_tokens=held.device * load.member.block_size,
         stored_tokens=held.disk * load.member.block_size,
+        held_tokens=held.blocks * load.member.block_size if load.member.state_bytes else 0,
         queue_s=load.queued_tokens / tokens_per_s,
         num_streams=load.num_streams,
         num_blocks=load.member.num_blocks,

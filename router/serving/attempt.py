@@ -247,7 +247,7 @@ class Attempt:
 
     def _note_fetch(self, by: Replica) -> None:
         if (prefix_source := self._prefix_source_for(by)) and (num_tokens := self._route.fetched_tokens):
-            self._flows.add("pull", prefix_source.replica, by.id, num_tokens * by.member.bytes_per_token)
+            self._flows.add("pull", prefix_source.replica, by.id, by.member.cache.shipped_bytes(num_tokens))
 
     def _prefix_source_for(self, replica: Replica) -> PrefixSource | None:
         prefix_source = self._pair.prefix_source

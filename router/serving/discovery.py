@@ -16,7 +16,7 @@ from core.process.supervisor import Supervisor
 from core.types.errors import ClusterError
 from router.serving.replicas import NO_DECODE_REPLICA, Replicas
 
-_REFRESH_S = 0.25  # how often membership is read
+_REFRESH_S = 0.25
 _FOLLOW_MS = 500
 _CONTROLLER_S = 2.0  # how often the controller's list is read
 
@@ -60,10 +60,13 @@ class Discovery:
         replicas.availability.missing = "the router has no list of replicas yet"
         self._reach = RedisReach("routing continues with the known replicas")
         self._is_closing = False
+        self._refresh_s = _REFRESH_S
         self._supervisor = tasks or Supervisor()
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
+    def start(self, *, refresh_s: float = _REFRESH_S) -> None:
+        """refresh_s: how often membership is read."""
+        self._refresh_s = refresh_s
         self._tasks = [
             self._supervisor.start("membership", lambda: self._forever(self._refresh)),
             self._supervisor.start("index", lambda: self._forever(self._follow_index)),
@@ -94,7 +97,7 @@ class Discovery:
         for replica in list(self._gone):
             await self._reader.forget(replica)
             self._gone.discard(replica)
-        await asyncio.sleep(_REFRESH_S)
+        await asyncio.sleep(self._refresh_s)
 
     def _take_members(self) -> None:
         """Add the members of both sources, and remove replicas that are dead and in none."""
@@ -134,4 +137,4 @@ class Discovery:
                 self._reach.found(action.__name__)
             except RedisError as error:
                 self._reach.missed(error, action.__name__)
-                await asyncio.sleep(_REFRESH_S)
+                await asyncio.sleep(self._refresh_s)

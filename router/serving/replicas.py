@@ -33,6 +33,8 @@ class Replicas:
         self.on_change: Callable[[], None] = lambda: None  # called after each report of any replica
         self._connect = connect
         self._replicas: dict[str, Replica] = {}
+        # By id, of those that report checkpoints: how many a prefix needs; see CacheShape.
+        self.num_checkpoints: dict[str, int] = {}
         self._changed = asyncio.Event()
         self._next_stream = 1
         self._max_tokens: int | None = None
@@ -74,11 +76,20 @@ class Replicas:
             await self._changed.wait()
 
     def add(self, member: Member) -> None:
+        if other := next((one.id for one in self if one.member.layout != member.layout), None):
+            logger.warning(
+                "replicas exchange no KV: unlike weights, kv settings or kv_basis.safetensors replica=%s other=%s",
+                member.replica,
+                other,
+            )
         self._replicas[member.replica] = Replica(member, self._connect(member), on_change=self._wake, tasks=self._tasks)
+        if num_checkpoints := member.cache.num_checkpoints:
+            self.num_checkpoints[member.replica] = num_checkpoints
         logger.info("replica found replica=%s address=%s", member.replica, member.address)
 
     def remove(self, replica: str) -> None:
         self._replicas.pop(replica).forget()
+        self.num_checkpoints.pop(replica, None)
         logger.info("replica gone replica=%s", replica)
 
     async def close(self) -> None:

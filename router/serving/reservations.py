@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 from core.index.prefix_index import Depths, PrefixIndex
 from core.types.errors import (
@@ -24,7 +24,7 @@ from core.types.errors import (
     TransferError,
 )
 from core.types.handoff import PrefixSource
-from core.types.prefix_hash import block_hashes, root_hash
+from core.types.prefix_hash import block_hashes, checkpoint_hash, expected_hashes, root_hash
 from core.types.request import OFFLINE, Role, SequenceRequest
 from core.types.revisions import Revision
 from router.routing.admission import most_choices
@@ -81,7 +81,7 @@ class PromptReservation:
     """Prompt to be computed by `replica`: tokens in its queue, and blocks that the index expects there."""
 
     def __init__(self, replica: Replica, index: PrefixIndex, hashes: Sequence[bytes], *, num_tokens: int) -> None:
-        """hashes: hashes of the prompt's full blocks. num_tokens: prompt tokens to compute."""
+        """hashes: of the prompt's full blocks, and of the checkpoints that it makes. num_tokens: tokens to compute."""
         self._settle = partial(index.settle, replica.id, hashes)
         self._queued = Reservation(replica, prompt_tokens=num_tokens)
         self._is_over = False
@@ -125,6 +125,11 @@ class Demand:
     request: SequenceRequest
     need: Need
     hashes: list[bytes]
+
+    @cached_property
+    def checkpoints(self) -> list[bytes]:
+        """Hash of the checkpoint at the end of each block."""
+        return [checkpoint_hash(prefix_hash) for prefix_hash in self.hashes]
 
     @property
     def is_offline(self) -> bool:
@@ -395,7 +400,13 @@ class Reservations:
         prefill = self._replica(decision.prefill)
         computes = prefill or decode
         assert computes
-        prompt = PromptReservation(computes, self.replicas.index, demand.hashes, num_tokens=decision.prompt_tokens)
+        expected = expected_hashes(
+            demand.hashes,
+            num_tokens=demand.need.num_tokens,
+            block_size=self._block_size,
+            num_checkpoints=computes.member.cache.num_checkpoints,
+        )
+        prompt = PromptReservation(computes, self.replicas.index, expected, num_tokens=decision.prompt_tokens)
         return Pair(
             prefill=prefill,
             decode=decode,
@@ -432,7 +443,12 @@ class Reservations:
 
     def _depths(self, demand: Demand) -> Mapping[str, Depths]:
         """Return how much of the prompt each replica holds; empty if all of it must be computed anyway."""
-        return {} if demand.request.num_prompt_logprobs is not None else self.replicas.index.depths(demand.hashes)
+        if demand.request.num_prompt_logprobs is not None:
+            return {}
+        index, among = self.replicas.index, self.replicas.num_checkpoints
+        if not among:
+            return index.depths(demand.hashes)
+        return index.depths_to_checkpoints(demand.hashes, demand.checkpoints, among=among)
 
     def _replica(self, name: str | None) -> Replica | None:
         return self.replicas.get(name) if name else None

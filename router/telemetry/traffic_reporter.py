@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import fields
 
+from core.model.kv_memory import AnnouncedPool
 from core.trace.traffic import ReplicaReport, ShownDecision, TrafficAnswer, TrafficReport
 from core.types.errors import ClusterError
 from router.routing.replica_load import ReplicaLoad
@@ -74,10 +76,8 @@ def _report_of(load: ReplicaLoad) -> ReplicaReport:
         num_streams=load.num_streams,
         max_running=member.max_running,
         max_batch_tokens=member.max_batch_tokens,
-        num_blocks=member.num_blocks,
         available_blocks=load.available_blocks,
-        block_size=member.block_size,
-        bytes_per_token=member.bytes_per_token,
         tokens_per_row=load.tokens_per_row,
         drafted_per_row=load.drafted_per_row,
+        **{field.name: getattr(member, field.name) for field in fields(AnnouncedPool)},
     )

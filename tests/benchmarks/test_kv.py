@@ -12,9 +12,10 @@ from benchmarks.app import run
 from benchmarks.kv import run as bench_run
 from core.model import source as model_source
 from tests.engine.tiny_models import random_model, tiny_config
+from tests.support.grids import quick
 
 
-@pytest.mark.parametrize("encrypt", [False, True])
+@pytest.mark.parametrize("encrypt", quick([False, True], [True]))
 def test_json_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, encrypt: bool
 ) -> None:

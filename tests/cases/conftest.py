@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from core.spec.schema import RouterSpec
@@ -19,6 +18,7 @@ from tests.e2e.conftest import checkpoint, reference  # noqa: F401
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.frontend_fixtures import byte_level, byte_level_dir, completions  # noqa: F401
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 
@@ -34,7 +34,7 @@ def serve(completions: MakeCompletions, byte_level: Tokenizer) -> Serve:  # noqa
         make = MakeCompletions(model_dir, tokenizer) if model_dir else completions
         service = make(fake := FakeTokenService(max_context=options.setdefault("max_context", 4096)), **options)
         app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, spec=spec or RouterSpec())
-        async with serve_http(app) as address, httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as http:
+        async with serve_http(app) as address, http_client(base_url="http://{}:{}".format(*address)) as http:
             yield Served(service, fake, tokenizer, http)
         service.close()
 

@@ -20,7 +20,7 @@ from engine.runner.runner import ModelRunner
 from engine.weights.open_checkpoint import open_checkpoint
 from tests.engine.quantized_files import fp8_channels, int8_channels, write_quantised
 from tests.engine.steps import prompts, step
-from tests.engine.tiny_models import random_model, reference_logits, tiny_config
+from tests.engine.tiny_models import NEMOTRON_H, random_model, reference_logits, tiny_config
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
 ATTENTION = "model.layers.0.self_attn"
@@ -50,6 +50,17 @@ def edit(directory: Path, change: Callable[[dict[str, Tensor]], object], **confi
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
     raw = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(raw | config))
+
+
+@pytest.mark.parametrize("given", [None, [0.3, 0.9]])
+def test_time_steps_of_mamba_have_their_own_limits(tmp_path: Path, given: list[float] | None) -> None:
+    """huggingface/transformers#48989, ml-explore/mlx-lm#1026: time_step_min is for training only."""
+    model = written(tmp_path, "nemotron_h", **NEMOTRON_H | {"time_step_min": 0.5})
+    edit(tmp_path, lambda tensors: None, **({"time_step_limit": given} if given else {}))
+    for layer in model.model.layers:
+        if layer.block_type == "linear_attention":
+            layer.mixer.time_step_limit = given or (0.0, float("inf"))
+    check_equal(tmp_path, model)
 
 
 def test_index_decides_between_two_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,6 @@ import asyncio
 from typing import Any
 
 import grpc
-import httpx
 
 from core.rpc import inference_pb2 as pb
 from core.rpc.inference_pb2_grpc import InferenceStub
@@ -17,6 +16,7 @@ from frontend.text.models import Models
 from tests.cases.served import HI, Serve
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 
@@ -28,7 +28,7 @@ async def test_model_has_several_names(completions: MakeCompletions) -> None:
     assert not models.add(other), "a name is taken"
     app = create_app(models, access=Access.anybody(), is_healthy=lambda: True)
     endpoint = await open_grpc_api(models, access=Access.anybody(), host="127.0.0.1", port=0)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
         listed = (await http.get("/v1/models")).json()["data"]
         assert [(one["id"], one["root"], one["parent"]) for one in listed] == [
             (name, "org/tiny", None) for name in ("big", "haiku", "gpt-4o-mini")

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import redis
 
+from core.index import presence as presence_module
 from core.index.presence import Presence
 from core.index.redis_client import connect_redis
 from core.process import processes
@@ -24,6 +25,7 @@ from core.types.tier import Tier
 from tests.cluster.cli.command import ClusterCommand
 from tests.e2e.conftest import Checkpoint
 from tests.support.members import make_member
+from tests.support.plain_http import http_client
 from tests.support.redis_at import Relay, redis_at
 from tests.support.waiting import becomes, told
 
@@ -47,7 +49,7 @@ class _Clients:
     async def run(self, number: int) -> None:
         prompt = [5 + (number + i) % 20 for i in range(40)]
         body = {"model": "tiny", "prompt": prompt, "temperature": 0, "max_tokens": 64, "stream": True}
-        async with httpx.AsyncClient(timeout=60) as client:
+        async with http_client(timeout=60) as client:
             while True:
                 started_at = time.monotonic()
                 try:
@@ -75,7 +77,7 @@ class _Clients:
 
 async def _is_healthy(http: str) -> bool:
     try:
-        async with httpx.AsyncClient() as client:
+        async with http_client() as client:
             return (await client.get(f"{http}/health", timeout=2)).status_code == 200
     except httpx.HTTPError:
         return False
@@ -93,8 +95,9 @@ async def _streaming(http: str) -> AsyncIterator[_Clients]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_lease_follows_the_failover(tmp_path: Path) -> None:
+async def test_a_lease_follows_the_failover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """redis/redis-rs#2115"""
+    monkeypatch.setattr(presence_module, "RENEW_S", 0.1)
     member = make_member()
 
     async def snapshot() -> Mapping[bytes, Tier]:

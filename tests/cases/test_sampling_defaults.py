@@ -22,6 +22,7 @@ from frontend.text.models import Models
 from frontend.text.sampling_defaults import sampling_defaults
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 GENERATION = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05, "repetition_penalty": 1.05,
@@ -55,7 +56,7 @@ async def endpoints(completions: MakeCompletions, tmp_path: Path) -> AsyncIterat
     app = create_app(models, access=Access.anybody(), is_healthy=lambda: True)
     async with (
         serve_http(app) as (host, port),
-        httpx.AsyncClient(base_url=f"http://{host}:{port}") as client,
+        http_client(base_url=f"http://{host}:{port}") as client,
         grpc.aio.insecure_channel(f"127.0.0.1:{api.port}") as channel,
     ):
         yield Endpoints(client, InferenceStub(channel), fake)

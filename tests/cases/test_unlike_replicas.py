@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import Any
 
-import httpx
 import pytest
 
 from core.model import config as model_config
@@ -17,6 +16,7 @@ from tests.e2e.conftest import Checkpoint, Reference, exact_tree, gib_of_blocks
 from tests.engine.steps import prompts
 from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
+from tests.support.plain_http import http_client
 from tests.support.waiting import told
 
 _P, _D = Role.PREFILL, Role.DECODE
@@ -89,7 +89,7 @@ async def test_clients_see_what_the_pool_holds(checkpoint: Checkpoint, redis_url
         identity = cluster.identity(router("router-1"))
         service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
         closing.push_async_callback(service.close)
-        async with httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address), timeout=60) as http:
+        async with http_client(base_url="http://{}:{}".format(*service.http_address), timeout=60) as http:
 
             async def is_ready() -> bool:
                 return (await http.get("/health/ready")).status_code == 200

@@ -10,17 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from core.types.errors import ContextLengthExceeded, HandoffExpired, LogitsNotFinite, TransferError
 from decode_worker.worker import DecodeWorker
 from engine.batch.batch import Batch
+from engine.batch.rows import Row
 from engine.scheduler import jump_forward
 from engine.scheduler.prompts import KVSource
-from tests.engine.steps import prompts
+from engine.spec_decode.speculation import Speculation
+from engine.timing.pace import Pace
+from tests.engine.spec_decode.proposers import FakeProposer
+from tests.engine.steps import VOCAB_SIZE, prompts
+from tests.engine.tiny_models import DELTA_NET
 from tests.worker.answer_listeners import FakeAnswerListener, FakeMoveListener
-from tests.worker.rank_of_one import FakePassage, RankOfOne, shipment
+from tests.worker.rank_of_one import BLOCK_SIZE, FakePassage, RankOfOne, shipment
 from worker import migrations
+from worker.gang_runner import GangRunner
 
 _PROMPT = prompts(20)[0]
 
@@ -36,7 +43,13 @@ def rank(model: RankOfOne) -> RankOfOne:
     return RankOfOne(model.runner)
 
 
-def _worker(rank: RankOfOne, *, handoff_s: float = 60.0, addresses: Sequence[str] = ("here",)) -> DecodeWorker:
+def _worker(
+    rank: RankOfOne,
+    *,
+    handoff_s: float = 60.0,
+    addresses: Sequence[str] = ("here",),
+    speculation: Speculation | None = None,
+) -> DecodeWorker:
     return DecodeWorker(
         rank.parts(),
         rank.receiver,
@@ -44,6 +57,7 @@ def _worker(rank: RankOfOne, *, handoff_s: float = 60.0, addresses: Sequence[str
         addresses=list(addresses),
         handoff_s=handoff_s,
         close_handoff=rank.receiver.close_elsewhere,
+        speculation=speculation,
     )
 
 
@@ -202,6 +216,103 @@ def test_only_a_decoding_choice_can_migrate(rank: RankOfOne) -> None:
     worker.migrate("router-0", 1, rank.handoff(20), moving)
     worker.migrate("router-0", 9, rank.handoff(20), moving)
     assert moving.stayed == ["choice is not decoding on this replica"] * 2 and not rank.sender.passages
+
+
+@pytest.fixture(scope="module")
+def model_with_states(tmp_path_factory: pytest.TempPathFactory) -> RankOfOne:
+    return RankOfOne.of_random_model(tmp_path_factory.mktemp("states"), "qwen3_5", **DELTA_NET)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_migration_ships_the_state_that_the_last_draft_left(
+    model_with_states: RankOfOne, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """Every rejected draft moves the state of a choice to another slot."""
+    monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
+    monkeypatch.setattr(FakePassage, "is_idle", False)  # so that the copy never catches up
+    monkeypatch.setattr(Pace, "timing", None)  # drafting must not depend on the machine's speed
+    rank, listener, moving = RankOfOne(model_with_states.runner), FakeAnswerListener(), FakeMoveListener()
+    wrong = FakeProposer(lambda tokens, max_tokens: [0] * min(3, max_tokens))
+    speculation = Speculation({"wrong": wrong}, max_tokens=3, vocab_size=VOCAB_SIZE, backs_off=False)
+    worker, prompt = _worker(rank, speculation=speculation), rank.prompt(_PROMPT, max_tokens=40)
+    worker.submit(prompt, "router-0", listener)
+    while len(prompt.sequence.tokens) < 23:
+        worker.step()
+    handoff = replace(rank.handoff(21), max_tokens=35)
+    worker.migrate("router-0", 1, handoff, moving)
+    slots = set[int]()
+    while not (passage := rank.sender.passages.get(handoff.key)) or not passage.committed:
+        worker.step()
+        slots.add(prompt.sequence.state_slots[0])
+    assert len(slots) > 1, "the proposer never drafted"
+    assert passage.committed[0] == prompt.sequence.num_computed and [passage.state_slot] == prompt.sequence.state_slots
+    worker.shipped(0, shipment(handoff, TransferError("the link is closed") if fails else None))
+    assert bool(moving.stayed) == fails
+    _run(worker)
+    assert len(prompt.sequence.tokens) == (60 if fails else 36) and worker.is_whole
+
+
+def _answer(rank: RankOfOne, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the tokens of a request that no step runs ahead of."""
+    monkeypatch.setattr(GangRunner, "is_async", False)
+    worker, prompt = _worker(rank), rank.prompt(_PROMPT, max_tokens=40)
+    worker.submit(prompt, "router-0", FakeAnswerListener())
+    _run(worker)
+    return prompt.sequence.tokens
+
+
+def _state_after(rank: RankOfOne, tokens: list[int]) -> list[Tensor]:
+    """Compute a prompt, and return its state in every recurrent layer."""
+    blocks = range(-(-len(tokens) // BLOCK_SIZE))
+    rank.runner.forward(Batch.of([Row(tokens, 0, blocks, num_logits=1, state_index=0)], block_size=BLOCK_SIZE))
+    return [part[0].clone() for layer in rank.runner.pool.states for part in layer.tensors]
+
+
+@pytest.mark.parametrize("runs_ahead_always", [False, True])
+@pytest.mark.parametrize("fails", [False, True])
+def test_migration_ships_the_state_behind_its_last_position_if_steps_run_ahead(
+    model_with_states: RankOfOne, monkeypatch: pytest.MonkeyPatch, fails: bool, runs_ahead_always: bool
+) -> None:
+    """No step runs ahead while a state is about to be shipped. runs_ahead_always: fault."""
+    rank, moving = RankOfOne(model_with_states.runner), FakeMoveListener()
+    expected = _answer(rank, monkeypatch)
+    monkeypatch.setattr(GangRunner, "is_async", True)
+    monkeypatch.setattr(migrations, "is_quicker_to_ship", lambda **_: True)
+    monkeypatch.setattr(FakePassage, "is_idle", False)  # so that the copy never catches up
+    rank = RankOfOne(model_with_states.runner)
+    worker, prompt = _worker(rank), rank.prompt(_PROMPT, max_tokens=40)
+    worker.submit(prompt, "router-0", FakeAnswerListener())
+    sequence = prompt.sequence
+    while len(sequence.tokens) < 23:
+        worker.step()
+    assert sequence.num_missing == 1
+    handoff = replace(rank.handoff(21), max_tokens=35)
+    worker.migrate("router-0", 1, handoff, moving)
+    assert worker.engine.in_step == {sequence}
+    if runs_ahead_always:
+        worker.engine.in_step = _Nothing()
+    while not (passage := rank.sender.passages.get(handoff.key)) or not passage.committed:
+        worker.step()
+    assert passage.committed[0] == sequence.num_computed and not worker.engine.in_step
+    if runs_ahead_always:
+        assert not sequence.state_slots, "the state has run ahead"
+    else:
+        index = worker.engine.blocks.states.index(passage.state_slot)
+        shipped = [part[index].clone() for layer in rank.runner.pool.states for part in layer.tensors]
+    worker.shipped(0, shipment(handoff, TransferError("the link is closed") if fails else None))
+    assert bool(moving.stayed) == fails
+    _run(worker)
+    assert sequence.tokens == (expected if fails else expected[:36]) and worker.is_whole
+    if not runs_ahead_always:
+        for ours, theirs in zip(shipped, _state_after(rank, expected[:35]), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+class _Nothing(set[Any]):
+    """Set that stays empty."""
+
+    def add(self, element: Any) -> None:
+        pass
 
 
 class AlwaysSeven:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate.__main__ import ROOT
+from tests.support.grids import quick
 
 _PAGE = (ROOT / "docs" / "EXTENDING.md").read_text()
 FILES = dict(re.findall(r"`([\w.]+\.(?:py|jsonl))`[^`]*?\n\n```\w+\n(.*?)^```", _PAGE, re.DOTALL | re.MULTILINE))
@@ -19,9 +20,7 @@ _COMMANDS = [
 ]
 
 
-def _marks(command: str) -> list[pytest.MarkDecorator]:
-    """Mark the suites of links and eviction rules as slow: they take half a minute each."""
-    return [pytest.mark.slow] if "--link" in command or ("--eviction my" in command and "pytest" in command) else []
+_QUICK = [line for line in _COMMANDS if "test_my_drafts" in line or ("simulate" in line and "my_policies" in line)]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +50,7 @@ def test_page_holds_all_files() -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("command", [pytest.param(c, marks=_marks(c)) for c in _COMMANDS[1:]])
+@pytest.mark.parametrize("command", quick(_COMMANDS[1:], _QUICK))
 def test_command_of_the_page(command: str, checkout: Path) -> None:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "PYTHONPATH": str(checkout)}

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from core.identity.deployment_secrets import DeploymentSecrets
@@ -19,6 +18,7 @@ from tests.e2e.conftest import Checkpoint
 from tests.e2e.router_process import router_process
 from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
+from tests.support.plain_http import http_client
 from tests.support.waiting import becomes
 
 _TREE: dict[str, Any] = {
@@ -52,7 +52,7 @@ async def test_a_killed_client_resumes_with_the_same_answers(
     checkpoint: Checkpoint, redis_url: str, tmp_path: Path
 ) -> None:
     tree = {**_TREE, "router": {"grpc_port": free_port(), "http_port": free_port()}}
-    lines = [_line(number, max_tokens=20) for number in range(24)]
+    lines = [_line(number, max_tokens=12) for number in range(12)]
     file, out = _write(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     async with local_cluster(checkpoint("llama", max_position_embeddings=256), redis_url, **tree) as cluster:
         identity = cluster.identity(router("router-1"))
@@ -68,7 +68,7 @@ async def test_a_killed_client_resumes_with_the_same_answers(
             assert resumed.code == 0, resumed.err
             answers = _answers(out)
             assert answers.keys() == {line["custom_id"] for line in lines}
-            async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as client:
+            async with http_client(base_url=url, timeout=60, trust_env=False) as client:
                 for line in lines[:3]:
                     answer = (await client.post(line["url"], json=line["body"])).json()
                     assert answers[line["custom_id"]] == answer["choices"][0]["text"]

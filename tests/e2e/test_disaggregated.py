@@ -13,6 +13,7 @@ from core.types.request import SampledToken, Sampling, choice_seed
 from core.types.token_rules import TokenRules
 from tests.e2e.conftest import Checkpoint, Reference, gib_of_blocks
 from tests.engine.steps import prompts
+from tests.support.grids import quick
 from tests.support.local_cluster import local_cluster
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
@@ -32,8 +33,7 @@ def _ids(tokens: list[SampledToken]) -> list[int]:
     return [token.token_id for token in tokens]
 
 
-@pytest.mark.parametrize("d_tp", [1, 2])
-@pytest.mark.parametrize("p_tp", [1, 2])
+@pytest.mark.parametrize(("p_tp", "d_tp"), quick([(1, 1), (1, 2), (2, 1), (2, 2)], [(1, 2), (2, 1)]))
 async def test_greedy_for_any_pair_of_tensor_parallel_sizes(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, p_tp: int, d_tp: int
 ) -> None:

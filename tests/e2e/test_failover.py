@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from itertools import product
 
 import pytest
 
@@ -14,8 +13,10 @@ from core.types.errors import LinkClosed, ReplicaLost
 from core.types.failpoint import FailpointStage
 from core.types.request import Role, SampledToken, Sampling, SequenceRequest, choice_seed
 from core.types.token_rules import TokenRules
+from router.serving import relay
 from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.engine.steps import prompts
+from tests.support.grids import quick
 from tests.support.local_cluster import Answer, LocalCluster, local_cluster
 from tests.support.rank_in_process import Fault
 from tests.support.waiting import WITHIN_S, becomes
@@ -66,17 +67,14 @@ def _check(answers: list[Answer], expected: list[list[SampledToken]]) -> None:
 
 
 _EVENTS = [(Role.PREFILL, event) for event in _PREFILL_EVENTS] + [(Role.DECODE, event) for event in _DECODE_EVENTS]
-_QUICK = ("the prompt is half computed", "it streams")  # subset for frozen processes, which take seconds to detect
+# The default run has the events beside these.
+_SLOW = ("the first token is known", "the request arrives", "its blocks are set aside")
+_CASES = [(role, event, number) for role, event in _EVENTS for number in (signal.SIGKILL, signal.SIGSTOP)]
+# A frozen process takes seconds to detect.
+_QUICK = [one for one in _CASES if one[1] == "it streams" or (one[1] not in _SLOW and one[2] is signal.SIGKILL)]
 
 
-def _cases() -> Iterator[Any]:
-    for role, event in _EVENTS:
-        yield pytest.param(role, event, signal.SIGKILL, id=f"{role}-{event}-killed")
-        marks = () if event in _QUICK else pytest.mark.slow
-        yield pytest.param(role, event, signal.SIGSTOP, id=f"{role}-{event}-stopped", marks=marks)
-
-
-@pytest.mark.parametrize(("role", "event", "number"), list(_cases()))
+@pytest.mark.parametrize(("role", "event", "number"), quick(_CASES, _QUICK))
 async def test_another_replica_goes_on(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, role: Role, event: str, number: signal.Signals
 ) -> None:
@@ -110,10 +108,10 @@ async def test_with_no_prefill_replica_left_the_decode_replica_computes_the_prom
 
 
 async def test_one_death_after_another(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
-    """Four decode replicas die one by one, each a few tokens later; the fifth survives."""
+    """Three decode replicas die one by one, each a few tokens later; the fourth survives."""
     model_dir = checkpoint("llama")
     async with local_cluster(model_dir, redis_url, processes=True, **exact_tree(1, 0)) as cluster:
-        for _ in range(4):
+        for _ in range(3):
             await cluster.add(Role.DECODE, Fault(FailpointStage.COMPUTING, nth=5))
         await cluster.add(Role.DECODE)
         answers = await _ask(cluster)
@@ -124,12 +122,7 @@ async def test_one_death_after_another(checkpoint: Checkpoint, reference: Refere
 
 @pytest.mark.parametrize(
     ("role", "number"),
-    [
-        pytest.param(Role.PREFILL, signal.SIGKILL, id="prefill-killed"),
-        pytest.param(Role.PREFILL, signal.SIGSTOP, id="prefill-stopped", marks=pytest.mark.slow),
-        pytest.param(Role.DECODE, signal.SIGKILL, id="decode-killed"),
-        pytest.param(Role.DECODE, signal.SIGSTOP, id="decode-stopped"),
-    ],
+    quick(product(Role, [signal.SIGKILL, signal.SIGSTOP]), [(role, signal.SIGKILL) for role in Role]),
 )
 async def test_one_rank_of_two_is_enough_to_lose_the_replica(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, role: Role, number: signal.Signals
@@ -144,6 +137,8 @@ async def test_one_rank_of_two_is_enough_to_lose_the_replica(
         await cluster.replicas.changed(timeout_s=10)
         doomed.ranks[1].send(number)
         _check(await running, reference(model_dir, _PROMPTS, _SAMPLINGS))
+        if number is signal.SIGSTOP:
+            doomed.send(signal.SIGKILL)  # the other rank would wait for it before it ends
 
 
 async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, reference: Reference, redis_url: str) -> None:
@@ -171,9 +166,12 @@ async def test_choices_that_have_ended_stay_ended(checkpoint: Checkpoint, refere
         await cluster.idle()
 
 
-async def test_a_request_that_kills_every_replica_is_given_up(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_a_request_that_kills_every_replica_is_given_up(
+    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "_BACKOFF_S", 0.002)  # a tenth: five pauses take 7 s
     async with local_cluster(checkpoint("llama"), redis_url, processes=True, **exact_tree(1, 0)) as cluster:
-        for _ in range(7):
+        for _ in range(6):  # one more than attempts
             await cluster.add(Role.DECODE, _DECODE_EVENTS["the KV has landed"])
         # Each attempt yields the prefill replica's token, but counts as failed. A broken link may be reported first.
         with pytest.raises((ReplicaLost, LinkClosed)):

@@ -14,13 +14,15 @@ from core.types.request import Role, SampledToken, Sampling
 from core.wire.channel import open_channel
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
+from tests.engine.tiny_models import DELTA_NET
 from tests.support.ceiling import Ceiling
+from tests.support.grids import quick
 from tests.support.identities import rank
 from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
 from tests.support.waiting import WITHIN_S
 from worker.gang_runner import GangRunner
 
-_NUM_TOKENS = 400
+_NUM_TOKENS = 160
 _SAMPLINGS = {
     "greedy": Sampling(max_tokens=_NUM_TOKENS, temperature=0.0),
     "seeded": Sampling(
@@ -33,7 +35,7 @@ _SAMPLINGS = {
         presence_penalty=0.2,
         frequency_penalty=0.1,
         stop_token_ids=(3,),
-        min_tokens=350,
+        min_tokens=140,
     ),
 }
 
@@ -58,7 +60,15 @@ def _computed(cluster: LocalCluster) -> int:
     return sum(replica.status.totals.computed_tokens for replica in cluster.replicas)
 
 
-@pytest.mark.parametrize(("tp", "kind", "is_async"), [(2, "greedy", False), (2, "greedy", True), (1, "seeded", False)])
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("tp", "kind", "is_async", "family"),
+    [
+        *quick([(2, "greedy", False, "llama"), (2, "greedy", True, "llama")], ()),
+        (1, "seeded", False, "llama"),
+        (2, "greedy", True, "qwen3_5"),
+    ],
+)
 async def test_running_sequences_migrate_with_unchanged_tokens(
     checkpoint: Checkpoint,
     reference: Reference,
@@ -67,10 +77,12 @@ async def test_running_sequences_migrate_with_unchanged_tokens(
     kind: str,
     tp: int,
     is_async: bool,
+    family: str,
 ) -> None:
-    """This holds with synchronous and with asynchronous steps, as on a GPU."""
+    """This holds with synchronous and with asynchronous steps, as on a GPU, and with recurrent layers."""
     monkeypatch.setattr(GangRunner, "is_async", is_async)
-    model_dir, inputs, sampling = checkpoint("llama"), prompts(20, 33, 48), _SAMPLINGS[kind]
+    model_dir = checkpoint(family, **(DELTA_NET | {"initializer_range": 0.3} if family == "qwen3_5" else {}))
+    inputs, sampling = prompts(20, 33, 48), _SAMPLINGS[kind]
     expected = reference(model_dir, inputs, sampling)
     running_on = Ceiling(40)
     running_on.arm(monkeypatch.setattr)

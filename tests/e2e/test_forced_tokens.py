@@ -22,6 +22,7 @@ from tests.engine.asked import Asked, answers
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.support.ceiling import Ceiling
 from tests.support.character_tokenizer import CHARACTERS, END, save_tokenizer
+from tests.support.grids import quick
 from tests.support.local_cluster import LocalCluster, local_cluster, moved
 from tests.support.rank_in_process import Fault
 from tests.support.waiting import WITHIN_S
@@ -80,7 +81,7 @@ def expected(model_dir: Path) -> list[list[int]]:
     return expected_answers.ids
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", quick([1, 2], [1]))
 async def test_one_pair_of_any_tensor_parallel_size(
     model_dir: Path, redis_url: str, expected: list[list[int]], tp: int
 ) -> None:
@@ -116,7 +117,7 @@ async def test_preemption(model_dir: Path, redis_url: str, expected: list[list[i
         await cluster.until(lambda: cluster.seen(cluster.pools[Role.DECODE][0]).status.totals.preemptions)
 
 
-@pytest.mark.parametrize("num_tokens", [3, 9, 21])
+@pytest.mark.parametrize("num_tokens", quick([3, 9, 21], [9]))
 async def test_migration_within_forced_tokens(
     model_dir: Path, redis_url: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
 ) -> None:

@@ -21,6 +21,7 @@ from frontend.service import RouterService
 from tests.frontend.http.both_doors import BothDoors
 from tests.frontend.http.fuzzed_requests import grpc_requests, json_bodies
 from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.plain_http import http_client
 from tests.support.waiting import becomes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -45,7 +46,7 @@ async def _open(model: Path, redis_url: str) -> AsyncIterator[tuple[LocalCluster
         )
         await becomes(lambda: all(service.health().values()))
         async with (
-            httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address)) as http,
+            http_client(base_url="http://{}:{}".format(*service.http_address)) as http,
             grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
         ):
             yield cluster, http, InferenceStub(channel)

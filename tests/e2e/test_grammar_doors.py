@@ -21,6 +21,7 @@ from core.rpc import inference_pb2_grpc as rpc
 from frontend.service import RouterService
 from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
+from tests.support.sdk_clients import openai_client
 from tests.support.waiting import becomes
 
 _ASKED: dict[str, Any] = {
@@ -61,7 +62,7 @@ class City(BaseModel):
 
 @pytest.mark.timeout(180)
 async def test_answers_follow_the_requested_format_on_both_endpoints(smollm2_dir: Path, redis_url: str) -> None:
-    model = {"served_name": "smollm2", "dtype": "float32"}
+    model = {"served_name": "smollm2"}
     tree = {"model": model, "router": {"grpc_port": free_port(), "http_port": free_port()}}
     async with local_cluster(smollm2_dir, redis_url, **tree) as cluster:
         identity = cluster.identity(router("router-1"))
@@ -69,7 +70,7 @@ async def test_answers_follow_the_requested_format_on_both_endpoints(smollm2_dir
         try:
             await becomes(lambda: all(service.health().values()))
             url = "http://{}:{}/v1".format(*service.http_address)
-            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            async with openai_client(base_url=url, api_key="none") as client:
                 await _check_formats(client)
                 await _check_structured(client)
                 await _check_structural_tags(client)

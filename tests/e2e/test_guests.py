@@ -14,6 +14,7 @@ from router.routing import chooser
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
+from tests.support.grids import quick
 from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster
 from tests.support.rank_in_process import shared_ceiling
 
@@ -76,7 +77,7 @@ async def _begun(cluster: LocalCluster, replica: LocalReplica, number: int, *, m
     await cluster.until(lambda: seen.status.totals.generated_tokens >= before + more)
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("tp", quick([1, 2], [1]))
 async def test_what_a_full_decode_pool_has_no_room_for_is_answered_beside_prompts_and_moves_where_its_replica_leaves(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:

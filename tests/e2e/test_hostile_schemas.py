@@ -21,14 +21,14 @@ from frontend.service import RouterService
 from tests.support.hostile_schemas import hostile_schemas
 from tests.support.identities import router
 from tests.support.local_cluster import beside, local_cluster
+from tests.support.plain_http import http_client
 from tests.support.waiting import WITHIN_S, becomes
 
 _CHAT = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me a tale."}], "temperature": 0}
 _FORM = '"response_format": {"type": "json_schema", "json_schema": {"name": "s", "strict": true, "schema": '
 _SOME = {  # a sample of each kind, for the default run
-    *("half a character", "bytes that are no UTF-8", "60,000 brackets", "2,500 arrays in each other"),
-    *("an object that needs itself", "multiples of a large prime", "1,900 properties", "2 ** 30 ways by allOf"),
-    *("a pattern: stars in a star", "a pattern: 7,000 choices", "16 patterns at once", "a schema from elsewhere"),
+    *("half a character", "16 patterns at once", "1,900 properties", "2 ** 30 ways by allOf"),
+    *("a pattern: 7,000 choices", "a schema from elsewhere"),
 }
 
 
@@ -72,7 +72,7 @@ async def _endpoint(model_dir: Path, redis_url: str) -> AsyncIterator[httpx.Asyn
         try:
             await becomes(lambda: all(service.health().values()))
             url = "http://{}:{}/v1".format(*service.http_address)
-            async with httpx.AsyncClient(base_url=url, timeout=WITHIN_S) as client:
+            async with http_client(base_url=url, timeout=WITHIN_S) as client:
                 yield client
         finally:
             await service.close()

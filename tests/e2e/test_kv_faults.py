@@ -13,7 +13,7 @@ from benchmarks.kv_faults.strikes import STRIKES
 from tests.e2e.conftest import Checkpoint
 
 _LEASE_S = 4.0
-_QUICK = ["unknown", "out-of-range", "consumed", "stale", "expired", "unwritten", "foreign-prefix"]
+_QUICK = ["unknown", "out-of-range", "consumed", "stale", "unwritten", "foreign-prefix"]
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,13 @@ from core.types.request import Sampling
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3
+from tests.support.grids import quick
 from tests.support.local_cluster import local_cluster
 
 _GREEDY = Sampling(max_tokens=24, temperature=0.0)
 
 
-@pytest.mark.parametrize(("p_tp", "d_tp"), [(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("p_tp", "d_tp"), quick([(1, 1), (2, 1), (1, 2), (2, 2), (4, 2)], [(2, 1)]))
 async def test_greedy_for_pairs_of_tensor_parallel_sizes(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, p_tp: int, d_tp: int
 ) -> None:

@@ -27,6 +27,7 @@ from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
+from tests.support.grids import quick
 from tests.support.identities import rank, router
 from tests.support.local_cluster import LocalCluster, local_cluster
 from tests.support.oldest import OldestProcess, check_out
@@ -81,7 +82,7 @@ async def _beside(cluster: LocalCluster, tree: Path, tmp_path: Path) -> AsyncIte
 
 
 @pytest.mark.timeout(180)  # two more processes start and import torch
-@pytest.mark.parametrize("encrypt", [False, True])
+@pytest.mark.parametrize("encrypt", quick([False, True], [True]))
 async def test_workers_of_the_oldest_version_serve_beside_todays(
     checkpoint: Checkpoint,
     reference: Reference,

@@ -20,6 +20,7 @@ from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint
 from tests.support.identities import router
 from tests.support.local_cluster import LocalCluster, beside, local_cluster
+from tests.support.plain_http import http_client
 from tests.support.waiting import becomes, told
 
 _CHROMIUM = shutil.which("chromium")
@@ -63,7 +64,7 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
     await page.wait_for_selector("path.flow", timeout=_WAIT_MS)
 
     # Client-supplied strings are rendered as text everywhere.
-    async with httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address)) as client:
+    async with http_client(base_url="http://{}:{}".format(*service.http_address)) as client:
         body = {"prompt": [5 + i % 20 for i in range(70)], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
         answer = await client.post("/v1/completions", json=body, headers={"x-request-id": _HOSTILE}, timeout=60)
         assert answer.status_code == 200
@@ -108,7 +109,7 @@ async def _look(page: Any, service: RouterService, cluster: LocalCluster) -> Non
 
 async def _picture(page: Any, service: RouterService, path: str) -> None:
     """Take the screenshots for the documentation."""
-    async with httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address)) as client:
+    async with http_client(base_url="http://{}:{}".format(*service.http_address)) as client:
         body = {"prompt": [6 + i % 19 for i in range(90)], "max_tokens": 32, "temperature": 0, "ignore_eos": True}
         await client.post("/v1/completions", json=body, headers={"x-request-id": "chat-42"}, timeout=60)
     await page.locator("#decisions a", has_text="chat-42").first.click()
@@ -131,7 +132,7 @@ async def _load(service: RouterService) -> None:
         body = {"prompt": prompt, "max_tokens": 48, "temperature": 0, "ignore_eos": True}
         await client.post(url, json=body, timeout=60)
 
-    async with httpx.AsyncClient() as client:
+    async with http_client() as client:
         number = 0
         while True:
             await asyncio.gather(*(ask(client, number + i) for i in range(4)))

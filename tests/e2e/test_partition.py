@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 
 from core.types.request import Role, Sampling
+from router.routing.policy import Option
 from tests.e2e.conftest import Checkpoint, Reference
+from tests.e2e.test_pull import FakePolicy
 from tests.engine.steps import prompts
 from tests.support import hosts
+from tests.support.grids import quick
 from tests.support.hosts import Cable
 from tests.support.local_cluster import Answer, LocalCluster, local_cluster
 from tests.support.rank_in_process import shared_ceiling
@@ -45,16 +49,22 @@ def near_redis(cable: Cable, tmp_path: Path) -> Iterator[str]:
         yield url
 
 
-@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("role", quick(Role, [Role.DECODE]))
 async def test_streams_continue_and_the_far_side_returns_empty(
     role: Role, cable: Cable, near_redis: str, checkpoint: Checkpoint, reference: Reference
 ) -> None:
     model_dir = checkpoint("llama")
     expected = reference(model_dir, _PROMPTS, _GREEDY)
-    running_on = shared_ceiling(100)
-    async with local_cluster(model_dir, near_redis, processes=True, **_TREE) as cluster:
+    running_on, policy = shared_ceiling(100), FakePolicy()
+    async with local_cluster(model_dir, near_redis, processes=True, policy=policy, **_TREE) as cluster:
         adding = [cluster.add(each, ceiling=running_on, on=cable.near) for each in Role]
-        far, *_ = await asyncio.gather(cluster.add(role, ceiling=running_on, on=cable.far), *adding)
+        far, *near = await asyncio.gather(cluster.add(role, ceiling=running_on, on=cable.far), *adding)
+        ids = dict(zip(Role, (replica.id for replica in near), strict=True))
+        here, there = (
+            Option(prefill=each[Role.PREFILL], decode=each[Role.DECODE]) for each in (ids, ids | {role: far.id})
+        )
+        # Requests that go on elsewhere are longer.
+        policy.ways = defaultdict(lambda: [here], {len(prompt): [there, here] for prompt in _PROMPTS[:2]})
         requests = [asyncio.create_task(_ask(cluster, prompt)) for prompt in _PROMPTS]
         await becomes(lambda: far.ranks[0].status()["running"])
         cable.cut()

@@ -22,6 +22,7 @@ from frontend.service import RouterService
 from tests.e2e.conftest import Checkpoint
 from tests.support.identities import router
 from tests.support.local_cluster import beside, local_cluster
+from tests.support.plain_http import http_client
 from tests.support.waiting import becomes, told
 
 _FILES = Path(__file__).parents[2] / "deploy" / "monitoring"
@@ -108,7 +109,7 @@ async def _load(services: list[RouterService]) -> None:
         body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
         await client.post(f"{urls[number % 2]}/v1/completions", json=body, timeout=60)
 
-    async with httpx.AsyncClient() as client:
+    async with http_client() as client:
         number = 0
         while True:
             await asyncio.gather(*(ask(client, number + i) for i in range(6)))
@@ -134,7 +135,7 @@ async def _prometheus(tmp_path: Path, admin: str) -> AsyncIterator[Any]:
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, cwd=directory, stdout=log, stderr=log)
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        async with http_client(base_url=f"http://127.0.0.1:{port}") as client:
 
             async def ask(query: str) -> list[float]:
                 answer = await client.get("/api/v1/query", params={"query": query}, timeout=30)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.serving.replicas import Replicas
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
+from tests.support.grids import quick
 from tests.support.local_cluster import Answer, LocalCluster, local_cluster
 from tests.support.rank_in_process import Fault
 from tests.support.waiting import WITHIN_S, becomes
@@ -78,7 +80,7 @@ async def _totals(cluster: LocalCluster, replica: str, *, num_pulls: int) -> Tot
     return totals()
 
 
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", quick([1, 2], [2]))
 async def test_prefix_is_fetched_from_another_prefill_replica(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tp: int
 ) -> None:
@@ -139,14 +141,14 @@ _HOLDER_EVENTS = {
 }
 
 
-def _cases() -> Iterator[Any]:
-    for event in _HOLDER_EVENTS:
-        yield pytest.param(event, signal.SIGKILL, id=f"{event}-killed")
-        marks = () if event == "it ships" else pytest.mark.slow
-        yield pytest.param(event, signal.SIGSTOP, id=f"{event}-stopped", marks=marks)
+# A frozen process takes seconds to detect; test_partition.py has a silent replica.
+_CASES = quick(
+    product(_HOLDER_EVENTS, [signal.SIGKILL, signal.SIGSTOP]),
+    [("it is asked", signal.SIGKILL), ("it ships", signal.SIGKILL)],
+)
 
 
-@pytest.mark.parametrize(("event", "number"), list(_cases()))
+@pytest.mark.parametrize(("event", "number"), _CASES)
 async def test_the_holder_dies_in_a_pull(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, event: str, number: signal.Signals
 ) -> None:

@@ -14,6 +14,7 @@ from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
+from tests.support.grids import quick
 from tests.support.local_cluster import beside, local_cluster
 
 _TREE: dict[str, Any] = {
@@ -45,7 +46,7 @@ def running_on(monkeypatch: pytest.MonkeyPatch) -> Ceiling:
     return ceiling
 
 
-@pytest.mark.parametrize("sampling", [_GREEDY, _SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", quick([_GREEDY, _SAMPLED], [_SAMPLED]), ids=["greedy", "sampled"])
 async def test_crowded_requests_spread_with_unchanged_tokens(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, running_on: Ceiling, sampling: Sampling
 ) -> None:

@@ -22,6 +22,7 @@ from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
+from tests.support.grids import quick
 from tests.support.identities import rank
 from tests.support.local_cluster import Answer, LocalCluster, local_cluster
 from tests.support.waiting import WITHIN_S, becomes
@@ -41,7 +42,7 @@ def _tree(*, tp: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("tp", quick([1, 2], [1]))
 async def test_streams_continue_while_replicas_switch_roles_both_ways(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, monkeypatch: pytest.MonkeyPatch, tp: int
 ) -> None:

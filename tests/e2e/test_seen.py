@@ -6,20 +6,28 @@ import asyncio
 from typing import Any
 
 import httpx
+import pytest
 
 from cluster.cli.top import plain
 from cluster.cli.trace import picture
+from core.index import router_addresses
 from core.process.ports import free_port
 from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.timeline import RequestPhase, critical_path, spans_of
 from frontend.service import RouterService
+from router.telemetry import traffic_reporter
 from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
+from tests.support.plain_http import http_client
 from tests.support.waiting import becomes, told
 
 
-async def test_operators_see_requests_replicas_and_routers(checkpoint: Checkpoint, redis_url: str) -> None:
+async def test_operators_see_requests_replicas_and_routers(
+    checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic_reporter, "_REPORT_S", 0.05)
+    monkeypatch.setattr(router_addresses, "_RENEW_S", 0.05)
     tree: dict[str, Any] = exact_tree(1, 1)
     tree["model"] |= {"served_name": "tiny"}
     async with local_cluster(checkpoint("llama", max_position_embeddings=256), redis_url, **tree) as cluster:
@@ -38,8 +46,8 @@ async def test_operators_see_requests_replicas_and_routers(checkpoint: Checkpoin
 
 
 async def _look(services: list[RouterService]) -> None:
-    endpoints = [httpx.AsyncClient(base_url="http://{}:{}".format(*service.http_address)) for service in services]
-    admins = [httpx.AsyncClient(base_url="http://{}:{}".format(*service.admin_address)) for service in services]
+    endpoints = [http_client(base_url="http://{}:{}".format(*service.http_address)) for service in services]
+    admins = [http_client(base_url="http://{}:{}".format(*service.admin_address)) for service in services]
     body = {"prompt": [5 + i % 20 for i in range(70)], "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     answer = await endpoints[0].post("/v1/completions", json=body, headers={"x-request-id": "r-1"}, timeout=60)
     assert answer.status_code == 200 and "traceparent" not in answer.headers

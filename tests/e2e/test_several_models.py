@@ -22,10 +22,12 @@ from tests.e2e.conftest import Checkpoint, Reference, exact_tree
 from tests.engine.steps import prompts
 from tests.support.identities import router
 from tests.support.local_cluster import LocalCluster, local_cluster
+from tests.support.sdk_clients import openai_client
 from tests.support.waiting import becomes, told
 
-_GREEDY = Sampling(max_tokens=24, temperature=0.0)
-_ASKED = prompts(5, 47, 70)
+_NUM_TOKENS = 10
+_GREEDY = Sampling(max_tokens=_NUM_TOKENS, temperature=0.0)
+_ASKED = prompts(5, 47)
 
 
 def tree_of(model: str, *, name: str = "cluster", **router: Any) -> dict[str, Any]:
@@ -59,7 +61,7 @@ async def test_second_model_joins_serves_fails_and_leaves_while_the_first_stream
         )
         url = "http://{}:{}/v1".format(*service.http_address)
         try:
-            async with AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+            async with openai_client(base_url=url, api_key="none") as client:
                 await becomes(lambda: all(service.health().values()))
                 async with streams(client, expected["first"][1]):
                     beside = tree_of("second", name="beside", endpoints="cluster")
@@ -103,7 +105,7 @@ async def streams(client: AsyncOpenAI, expected: list[int]) -> AsyncIterator[Non
                 model="first",
                 prompt=_ASKED[1],
                 temperature=0,
-                max_tokens=24,
+                max_tokens=_NUM_TOKENS,
                 stream=True,
                 extra_body={"return_token_ids": True},
             )
@@ -124,7 +126,9 @@ async def streams(client: AsyncOpenAI, expected: list[int]) -> AsyncIterator[Non
 
 async def ids_of(client: AsyncOpenAI, model: str, prompt: list[int]) -> list[int]:
     asked = {"return_token_ids": True}
-    answer = await client.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=24, extra_body=asked)
+    answer = await client.completions.create(
+        model=model, prompt=prompt, temperature=0, max_tokens=_NUM_TOKENS, extra_body=asked
+    )
     assert answer.model == model
     ids: list[int] = answer.choices[0].model_dump()["token_ids"]
     return ids
@@ -132,7 +136,7 @@ async def ids_of(client: AsyncOpenAI, model: str, prompt: list[int]) -> list[int
 
 async def ids_by_grpc(port: int, model: str, prompt: list[int]) -> list[int]:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        sampling = pb.SamplingParams(temperature=0, max_tokens=24)
+        sampling = pb.SamplingParams(temperature=0, max_tokens=_NUM_TOKENS)
         asked = pb.GenerateRequest(model=model, token_ids=pb.TokenIds(ids=prompt), sampling=sampling)
         return [
             token_id async for event in rpc.InferenceStub(channel).Generate(asked) for token_id in event.delta.token_ids

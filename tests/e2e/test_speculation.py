@@ -20,6 +20,7 @@ from tests.engine.asked import Asked, answers
 from tests.engine.spec_decode.draft_models.smaller_model import first_layers
 from tests.engine.steps import prompts
 from tests.support.ceiling import Ceiling
+from tests.support.grids import quick
 from tests.support.local_cluster import Answer, LocalCluster, LocalReplica, local_cluster, moved
 from tests.support.rank_in_process import Fault
 from tests.support.waiting import WITHIN_S
@@ -86,7 +87,7 @@ def _num_accepted(cluster: LocalCluster, *replicas: LocalReplica) -> int:
 
 
 @pytest.mark.usefixtures("drafts_always")
-@pytest.mark.parametrize("method", ["ngram", "suffix", "draft", "self", "auto"])
+@pytest.mark.parametrize("method", quick(["ngram", "suffix", "draft", "self", "auto"], ["suffix", "auto"]))
 async def test_on_one_pair(
     model_dir: Path, smaller_dir: str, redis_url: str, expected: list[list[int]], method: str
 ) -> None:
@@ -120,7 +121,7 @@ async def test_two_ranks_of_which_one_follows(
         await cluster.idle()
 
 
-@pytest.mark.parametrize("method", ["suffix", "draft"])
+@pytest.mark.parametrize("method", quick(["suffix", "draft"], ["draft"]))
 async def test_killed_replica(
     model_dir: Path, smaller_dir: str, redis_url: str, expected: list[list[int]], method: str
 ) -> None:
@@ -162,7 +163,9 @@ async def test_preemption(model_dir: Path, redis_url: str, expected: list[list[i
 
 
 @pytest.mark.usefixtures("drafts_always")
-@pytest.mark.parametrize(("method", "num_tokens"), [("suffix", 3), ("suffix", 9), ("suffix", 21), ("draft", 9)])
+@pytest.mark.parametrize(
+    ("method", "num_tokens"), quick([("suffix", 9), ("draft", 9), ("suffix", 3), ("suffix", 21)], [("suffix", 9)])
+)
 async def test_migrating_choice(
     model_dir: Path,
     smaller_dir: str,

@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 import pytest
-from openai import AsyncOpenAI, BadRequestError
+from openai import BadRequestError
 
 from core.identity.deployment_secrets import Purpose
 from core.index.key_channel import KeyPublisher
@@ -23,6 +23,7 @@ from tests.e2e.conftest import Checkpoint
 from tests.frontend.access.keys import IssuedKey, book_of, issue
 from tests.support.identities import router
 from tests.support.local_cluster import LocalReplica, local_cluster
+from tests.support.sdk_clients import openai_client
 from tests.support.waiting import becomes
 
 _PROMPT = [5 + i % 20 for i in range(100)]  # six full blocks
@@ -38,7 +39,7 @@ class Asked:
 
     async def over_http(self, issued: IssuedKey, *, cache_salt: str = "", user: str = "") -> int:
         """Return the reported number of cached prompt tokens."""
-        async with AsyncOpenAI(base_url=f"{self._url}/v1", api_key=issued.secret, max_retries=0) as client:
+        async with openai_client(base_url=f"{self._url}/v1", api_key=issued.secret) as client:
             answer = await client.completions.create(
                 model="tiny", prompt=_PROMPT, max_tokens=2, user=user, extra_body={"cache_salt": cache_salt}
             )
@@ -50,7 +51,7 @@ class Asked:
         return int(self._decode.ranks[0].status()["running"])
 
     async def text(self, issued: IssuedKey, *, n: int, num_tokens: int) -> None:
-        async with AsyncOpenAI(base_url=f"{self._url}/v1", api_key=issued.secret, max_retries=0) as client:
+        async with openai_client(base_url=f"{self._url}/v1", api_key=issued.secret) as client:
             await client.completions.create(
                 model="tiny", prompt=_PROMPT, n=n, max_tokens=num_tokens, extra_body={"ignore_eos": True}
             )

@@ -23,6 +23,7 @@ from tests.e2e.conftest import Checkpoint
 from tests.support.character_tokenizer import save_tokenizer
 from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
+from tests.support.sdk_clients import anthropic_client, openai_client
 from tests.support.waiting import becomes
 
 _TEMPLATE = "{{ messages[0]['content'] }}<think>{# </think> #}"
@@ -67,9 +68,9 @@ async def test_thinking_budget_of_each_client_is_applied(model_dir: Path, redis_
     template.write_text(_TEMPLATE)
     async with _service(model_dir, redis_url, template) as service:
         url = "http://{}:{}".format(*service.http_address)
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+        async with openai_client(base_url=f"{url}/v1", api_key="none", timeout=120) as client:
             thought = await _check_openai(client)
-        async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=120) as client:
+        async with anthropic_client(base_url=url, api_key="none", timeout=120) as client:
             await _check_anthropic(client, thought)
         await _check_grpc(service.grpc_port, thought)
 

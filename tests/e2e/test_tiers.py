@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from router.routing.policy import CandidateReplica, Option, RoutingRequest
 from router.serving.replica import Replica
 from tests.e2e.conftest import Checkpoint, Reference
 from tests.engine.steps import prompts
+from tests.support.grids import quick
 from tests.support.local_cluster import LocalCluster, LocalReplica, local_cluster
 from tests.support.waiting import becomes
 
@@ -61,8 +63,12 @@ async def _stop(cluster: LocalCluster, replica: LocalReplica) -> None:
     await becomes(lambda: cluster.replicas.get(replica.id) is None)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize(("host", "disk"), [(60, 0), (0, 60), (5, 60)])
+@pytest.mark.parametrize(
+    ("tp", "host", "disk"),
+    quick(
+        [(tp, *tiers) for tp in (1, 2) for tiers in ((60, 0), (0, 60), (5, 60))], [(1, 60, 0), (1, 0, 60), (2, 5, 60)]
+    ),
+)
 async def test_evicted_blocks_are_reloaded(
     checkpoint: Checkpoint, reference: Reference, redis_url: str, tmp_path: Path, tp: int, host: int, disk: int
 ) -> None:
@@ -120,8 +126,13 @@ def _flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("harm", [_flip, lambda path: path.write_bytes(path.read_bytes()[:500]), Path.unlink])
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:500])
+
+
+@pytest.mark.parametrize(
+    ("tp", "harm"), quick(product((1, 2), (_flip, _cut, Path.unlink)), [(2, _flip), (1, _cut), (1, Path.unlink)])
+)
 async def test_a_block_that_is_harmed_is_computed_again(
     checkpoint: Checkpoint,
     reference: Reference,

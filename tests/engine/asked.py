@@ -17,6 +17,7 @@ from core.types.thinking_budget import ThinkingBudget
 from core.types.token_rules import TokenRules
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
+from engine.kv.pool import window_manager_of
 from engine.runner.runner import ModelRunner
 from engine.sampling.sampler import sample
 from engine.scheduler.prompts import Prompt
@@ -51,6 +52,7 @@ class AnswerText:
     num_known: int = 0
     num_preemptions: int = 0
     num_accepted: int = 0  # accepted draft tokens
+    num_cached: int = 0  # tokens of prompts found in the cache
     num_device_tokens: int = 0  # tokens computed before the host knew them
 
     @property
@@ -67,7 +69,7 @@ def answers(
     is_async: bool = False,
     speculation: Speculation | Callable[[BlockManager], Speculation] | None = None,
 ) -> AnswerText:
-    outputs, blocks = AnswerText(), BlockManager(num_blocks)
+    outputs, blocks = AnswerText(), blocks_of(runner, num_blocks, max_batch_tokens=config.max_batch_tokens)
     if speculation is not None and not isinstance(speculation, Speculation):
         speculation = speculation(blocks)
     bounded = _Bounded(runner, config.max_batch_tokens)
@@ -85,6 +87,7 @@ def answers(
     while (result := engine.step()).did_work:
         outputs.num_steps += 1
         outputs.num_known += result.num_known
+        outputs.num_cached += sum(prefilled.prompt.num_cached for prefilled in result.prefilled)
         first = [pair for p in result.prefilled for pair in zip(p.sequences, p.tokens, strict=True)]
         for sequence, token in (*first, *result.sampled):
             outputs.tokens.setdefault((sequence.request.id, sequence.choice), []).append(token)
@@ -92,9 +95,17 @@ def answers(
             outputs.failures[sequence.request.id] = type(sequence.failure).__name__
         blocks.check_integrity()
     assert blocks.num_available == num_blocks
+    if windows := blocks.windows:
+        assert (windows.num_available, windows.num_reserved) == (windows.num_parts - 1, 0)
     outputs.num_accepted = num_accepted(speculation) if speculation else 0
     outputs.num_preemptions, outputs.num_device_tokens = engine.decoding.num_preemptions, bounded.num_device_tokens
     return outputs
+
+
+def blocks_of(runner: ModelRunner, num_blocks: int, *, max_batch_tokens: int) -> BlockManager:
+    """Return a block manager for a runner's pool, of which it uses only `num_blocks` blocks."""
+    windows = window_manager_of(runner.pool, max_batch_tokens=max_batch_tokens)
+    return BlockManager(num_blocks, num_states=runner.pool.num_states, windows=windows)
 
 
 class Oracle:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,20 @@ import pytest
 from transformers import PreTrainedModel
 
 from engine.config import EngineConfig
+from engine.kernels.language import is_interpreted
 from engine.runner.runner import ModelRunner
 from tests.engine.gang import StartGang
+from tests.engine.kernels.patched_once import language_patched_once
 from tests.engine.tiny_models import MakeModel, MakeRunner, random_model, tiny_config
 from tests.support.forks import forks
 
 MAX_RANKS = 4
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fast_interpreter() -> Iterator[None]:
+    with language_patched_once() if is_interpreted() else nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -49,17 +59,28 @@ def make_runner() -> MakeRunner:
     return make
 
 
+@pytest.fixture(scope="session")
+def rank_processes() -> Iterator[list[ProcessPoolExecutor]]:
+    """One process per rank, for all gangs of a test session: each imports what gangs need once."""
+    processes = [ProcessPoolExecutor(1, mp_context=forks) for _ in range(MAX_RANKS)]
+    yield processes
+    for process in processes:
+        process.shutdown()
+
+
 @pytest.fixture
-def start_gang(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartGang]:
+def start_gang(rank_processes: list[ProcessPoolExecutor], tmp_path: Path) -> Iterator[StartGang]:
     """start_gang(size, function, ...) runs function(place, prefix, rank, size, ...) in `size` processes."""
-    ranks = [ProcessPoolExecutor(1, mp_context=forks) for _ in range(MAX_RANKS)]
-    gangs = itertools.count()
-    place = tmp_path_factory.mktemp("gangs") / "store"
+    gangs, started = itertools.count(), list[tuple[int, Future[Any]]]()
 
     def start(size: int, function: Callable[..., Any], *arguments: Any) -> list[Future[Any]]:
-        prefix = f"gang-{next(gangs)}"
-        return [ranks[rank].submit(function, place, prefix, rank, size, *arguments) for rank in range(size)]
+        place, prefix = tmp_path / "store of gangs", f"gang-{next(gangs)}"
+        ranks = [rank_processes[i].submit(function, place, prefix, i, size, *arguments) for i in range(size)]
+        started.extend(enumerate(ranks))
+        return ranks
 
     yield start
-    for rank in ranks:
-        rank.shutdown()
+    for rank, result in started:
+        if isinstance(result.exception(), BrokenProcessPool):  # the test has ended the process
+            rank_processes[rank].shutdown()
+            rank_processes[rank] = ProcessPoolExecutor(1, mp_context=forks)

@@ -19,6 +19,7 @@ from engine.config import EngineConfig
 from engine.kernels.moe.expert_router import RoutedTokens
 from engine.model import expert_parallel as expert_parallel_module
 from engine.model.expert_bank import Bank
+from engine.model.norms import ProjectionNorm
 from engine.runner.decode_graphs import Step
 from engine.runner.parallel import TensorParallel
 from engine.runner.runner import ModelRunner
@@ -60,6 +61,18 @@ def logits_in_three_steps(
     prompts = step(runner, sequences, [(i, 5 if i == 0 else 0, len(s) - 1) for i, s in enumerate(sequences)])
     tokens = step(runner, sequences, [(i, len(s) - 1, len(s)) for i, s in enumerate(sequences)])
     return chunk.clone(), prompts.clone(), tokens.clone()
+
+
+def normed_projection(
+    place: Path, prefix: str, rank: int, size: int, rows: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Norm this rank's features of queries and keys. Returns its queries, keys and values."""
+    parallel = join(place, prefix, rank, size)
+    num_q, num_k = len(q_weight), len(k_weight)
+    parts = [x.chunk(size, dim=-1)[rank] for x in torch.split(rows, [num_q, num_k, num_k], dim=-1)]
+    weights = q_weight.chunk(size)[rank], k_weight.chunk(size)[rank]
+    normed = ProjectionNorm(*weights, num_q, num_k, 1.0, 1e-5, parallel)(torch.cat(parts, dim=-1))
+    return tuple(x.clone() for x in torch.split(normed, [part.shape[-1] for part in parts], dim=-1))
 
 
 def replayed_steps(place: Path, prefix: str, rank: int, size: int, directory: Path) -> tuple[list[torch.Tensor], int]:

@@ -28,7 +28,6 @@ from engine.scheduler.step_commands import Orders
 from tests.engine.asked import AMPLE, AnswerText, Asked, answers, check_with_leavers, letters_grammar, one_of_each_kind
 from tests.engine.gang import join
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.worker.rank_of_one import FakeSender
 from worker.gang_runner import GangRunner
 
 # So many stop tokens that answers end at unpredictable places.
@@ -44,7 +43,7 @@ class Leader:
     def __init__(self, gang: GangRunner, *, beats: bool = False) -> None:
         """beats: send orders without rows between all steps, as a replica does that ships and stores blocks."""
         self.gang = gang
-        self.layout = gang.runner.layout
+        self.layout, self.pool = gang.runner.layout, gang.runner.pool
         self._beats = beats
 
     def execute(self, step: ScheduledStep | None, orders: Orders) -> Tensor | None:
@@ -56,7 +55,7 @@ class Leader:
 def _gang(parallel: Any, directory: Path, *, dtype: str = "float32", capture: Any = None, **config: Any) -> GangRunner:
     options = {"block_size": 8, "num_blocks": _NUM_BLOCKS} | config
     runner = ModelRunner(EngineConfig(model_dir=directory, dtype=dtype, **options), parallel, capture=capture)
-    sender: Any = FakeSender()
+    sender: Any = None  # nothing is sent
     return GangRunner(runner, sender, None)
 
 
@@ -84,8 +83,8 @@ def _sequential_request(one: Asked) -> Asked:
 
 
 def answers_with_preemption(
-    place: Path, prefix: str, rank: int, size: int, directory: Path
-) -> list[tuple[AnswerText, AnswerText]] | None:
+    place: Path, prefix: str, rank: int, size: int, directory: Path, max_batch_tokens: int, num_blocks: int
+) -> tuple[AnswerText, AnswerText] | None:
     """Like `answers_of_each_kind`, with preemption, and with rows whose bits do not depend on the batch."""
     gang = _gang(join(place, prefix, rank, size), directory, dtype="bfloat16", deterministic=True)
     if rank:
@@ -95,16 +94,13 @@ def answers_with_preemption(
     asked = [Asked(prompt, replace(sampling, seed=i), num_choices=1 + i % 2) for i, prompt in enumerate(texts)]
     asked[1] = replace(asked[1], sampling=replace(sampling, stop_token_ids=_STOPS))
     asked[2] = replace(asked[2], sampling=replace(sampling, temperature=0.0))
-    found = []
-    for budget, num_blocks in ((9, 20), (64, 24)):
-        limits = SchedulerConfig(max_batch_tokens=budget, max_running=8, max_waiting=9)
-        waits, ahead = (
-            answers(Leader(gang), asked, limits, num_blocks, is_async=runs)  # type: ignore[arg-type]
-            for runs in (False, True)
-        )
-        found.append((waits, ahead))
+    limits = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=8, max_waiting=9)
+    waits, ahead = (
+        answers(Leader(gang), asked, limits, num_blocks, is_async=runs)  # type: ignore[arg-type]
+        for runs in (False, True)
+    )
     gang.execute(None, Orders(stop=True))
-    return found
+    return waits, ahead
 
 
 def answers_by_replays(

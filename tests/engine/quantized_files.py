@@ -159,10 +159,20 @@ def write_quantised(directory: Path, model: PreTrainedModel, kind: str) -> None:
     (directory / "config.json").write_text(json.dumps(config | {"quantization_config": description}))
 
 
-def check_numbers(directory: Path, tensors: dict[str, Tensor], expected: Tensor, config: dict[str, object]) -> None:
-    """Check whole matrices, slices of them, and the memory that they need. expected: all rows of all matrices."""
+def check_numbers(
+    directory: Path,
+    tensors: dict[str, Tensor],
+    expected: Tensor,
+    config: dict[str, object],
+    *,
+    key: str = "quantization_config",
+) -> None:
+    """Check whole matrices, slices of them, and the memory that they need.
+
+    expected: all rows of all matrices. key: of the settings in config.json.
+    """
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
-    (directory / "config.json").write_text(json.dumps({"quantization_config": config}))
+    (directory / "config.json").write_text(json.dumps({key: config}))
     checkpoint, held = open_checkpoint(directory), 0
     names = [name for name in sorted(checkpoint.shapes) if name.endswith(".weight")]
     for name, numbers in zip(names, expected.chunk(len(names)), strict=True):

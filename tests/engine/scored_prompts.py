@@ -24,7 +24,11 @@ class ScoredPrompts:
         config = SchedulerConfig(max_batch_tokens=max_batch_tokens, max_running=8, max_waiting=8)
         self._runner = runner
         self._engine = Engine(
-            runner, sample, BlockManager(runner.pool.num_blocks), config, block_size=runner.layout.block_size
+            runner,
+            sample,
+            BlockManager(runner.pool.num_blocks, num_states=runner.pool.num_states),
+            config,
+            block_size=runner.layout.block_size,
         )
 
     def tell(self, asked: Sequence[tuple[list[int], int | None]], *, n: int = 1) -> list[PromptLogprobs]:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 import torch
 
 from core.types.request import SequenceRequest
+from engine.attention.heads import in_windows
 from engine.batch.batch import Batch
+from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Row
+from engine.model.recurrent_layer import StepStates
 from engine.runner.runner import ModelRunner
 from engine.scheduler.row_updates import LastRows
 from engine.scheduler.sequence import Sequence
@@ -26,10 +30,18 @@ def prompts(*lengths: int, vocab_size: int = VOCAB_SIZE) -> list[list[int]]:
 def step(runner: ModelRunner, sequences: list[list[int]], spans: list[tuple[int, int, int]]) -> torch.Tensor:
     """Run one step over spans (sequence, start, end); sequence i owns blocks 12 i to 12 i + 11."""
     rows = [
-        Row(token_ids=sequences[i][start:end], start=start, blocks=range(12 * i, 12 * i + 12), num_logits=1)
+        Row(sequences[i][start:end], start=start, blocks=range(12 * i, 12 * i + 12), num_logits=1, state_index=i)
         for i, start, end in spans
     ]
     return runner.forward(Batch.of(rows, block_size=runner.layout.block_size))
+
+
+def as_on_gpu(runner: ModelRunner, batch: Batch, **options: Any) -> torch.Tensor:
+    """Return the logits of a step whose batch is on the device, as a GPU computes it. options: of `compute`."""
+    with torch.inference_mode():
+        states = StepStates.of(batch, runner.pool)
+        on_device = DeviceBatch.of(batch, runner.device, windowed=in_windows(batch, runner.pool))
+        return runner._model.compute(on_device, runner.pool, states=states, **options)
 
 
 class DecodeSteps:

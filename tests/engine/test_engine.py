@@ -22,6 +22,7 @@ from engine.batch.batch import Batch, DeviceTokens, KeptRows
 from engine.batch.rows import RowChanges
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
+from engine.kv.state_manager import StateManager
 from engine.sampling.params import Sampled, SamplingRow
 from engine.scheduler import async_steps, jump_forward
 from engine.scheduler.decoding import Decoding
@@ -36,6 +37,9 @@ from engine.spec_decode.draft import Draft
 from engine.spec_decode.proposer import NUM_KINDS, Proposal
 from engine.spec_decode.speculation import Speculation
 from engine.spec_decode.verification import Choose
+from engine.tiers.commands import TierOrders
+from tests.engine.spec_decode.proposers import FakeProposer
+from tests.support.grids import quick
 
 _BLOCK = 4
 _NUM_BLOCKS = 24
@@ -75,14 +79,18 @@ class FakeMask:
 class FakePool:
     """Runner whose logits are the tokens that a row's blocks hold up to its last position."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_states: bool = False) -> None:
+        self.has_states = has_states
         self.tokens: dict[int, int] = {}  # by slot
+        self.states: dict[int, tuple[int, ...]] = {}  # by index of the state slot: all tokens so far
         self._follower = KeptRows(_BLOCK)
 
     def execute(self, step: ScheduledStep | None, orders: Orders, /) -> list[tuple[int, ...]] | None:
         for source, target in orders.copies:
             for i in range(_BLOCK):
                 self.tokens[target * _BLOCK + i] = self.tokens.get(source * _BLOCK + i, -1)
+        for source, target in orders.state_copies:
+            self.states[target] = self.states[source]
         if step is None:
             return None
         batch = step.batch
@@ -91,8 +99,28 @@ class FakePool:
             batch.device_tokens.fill(batch.token_ids)
         for slot, token in zip(batch.slots.tolist(), batch.token_ids.tolist(), strict=True):
             self.tokens[slot] = token
+        if self.has_states:
+            self._advance(batch)
         self._score(step, batch)
         return self._read(batch, batch.logits_rows.tolist())
+
+    def _advance(self, batch: Batch) -> None:
+        """Advance the states. A row's state is the tokens up to its start."""
+        writes, at = dict(batch.state_writes.tolist()), 0
+        read = [self.states.get(slot, ()) for slot in batch.state_indices.tolist()]
+        for row, end in enumerate(batch.context_lens.tolist()):
+            num_tokens, table = int(batch.query_lens[row]), batch.block_tables[row].tolist()
+            start = end - num_tokens
+            state = read[row] if start else ()
+            assert state == tuple(self.tokens[_slot(table, position)] for position in range(start)), (
+                "the slot has another state"
+            )
+            for index in range(at, at + num_tokens):
+                state = (*state, int(batch.token_ids[index]))
+                if index in writes:
+                    self.states[writes[index]] = state
+            self.states[int(batch.state_indices[row])] = state
+            at += num_tokens
 
     def _read(self, batch: Batch, places: list[int]) -> list[tuple[int, ...]]:
         """Return what the pool holds for each token of the step, from position 0 to its own."""
@@ -136,9 +164,12 @@ class FakePool:
             if name != "device_tokens":
                 np.testing.assert_array_equal(getattr(theirs, name), numbers)
 
-    def write(self, blocks: Sequence[int], start: int, token_ids: Sequence[int]) -> None:
-        for position, token in enumerate(token_ids, start):
-            self.tokens[_slot(blocks, position)] = token
+    def write(self, sequence: TokenSequence, end: int, tokens: Sequence[int]) -> None:
+        """Write what a peer ships: KV of the positions up to `end`, and the state after them."""
+        for position in range(sequence.num_computed, end):
+            self.tokens[_slot(sequence.blocks, position)] = tokens[position]
+        if sequence.state_slots:
+            self.states[sequence.state_index] = tuple(tokens[:end])
 
 
 def _slot(blocks: Sequence[int], position: int) -> int:
@@ -155,7 +186,7 @@ def choose(logits: list[tuple[int, ...]], rows: Sequence[SamplingRow], positions
     )
 
 
-def _prompt(
+def make_prompt(
     tokens: Sequence[int],
     *,
     max_tokens: int = 8,
@@ -186,7 +217,7 @@ def test_step_loop_generates_all_tokens_and_frees_blocks() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=5, max_running=4, max_waiting=9)
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
-    prompts = [_prompt(range(9)), _prompt([3] * 14, choices=2)]
+    prompts = [make_prompt(range(9)), make_prompt([3] * 14, choices=2)]
     for prompt in prompts:
         engine.add(prompt)
     sequences: list[TokenSequence] = []
@@ -209,8 +240,8 @@ def test_prompt_without_next_token_fails_alone_and_is_uncached(decodes: bool, is
     config = SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9, decodes=decodes)
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
     good, bad = (
-        _prompt(range(9)),
-        _prompt([*range(20, 28), UNSCORABLE if is_scored else POISON], choices=2, is_scored=is_scored),
+        make_prompt(range(9)),
+        make_prompt([*range(20, 28), UNSCORABLE if is_scored else POISON], choices=2, is_scored=is_scored),
     )
     engine.add(good)
     engine.add(bad)
@@ -231,7 +262,7 @@ def test_sequence_without_next_token_fails_alone() -> None:
         SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9),
         block_size=_BLOCK,
     )
-    for prompt in (_prompt(range(9)), _prompt(range(20, 29))):
+    for prompt in (make_prompt(range(9)), make_prompt(range(20, 29))):
         engine.add(prompt)
     [good], [bad] = (prefilled.sequences for prefilled in engine.step().prefilled)
     bad.tokens[-1] = POISON
@@ -245,9 +276,9 @@ def test_sequence_without_next_token_fails_alone() -> None:
 def test_computing_prompt_counts_as_all_its_choices() -> None:
     config = SchedulerConfig(max_batch_tokens=5, max_running=4, max_waiting=9)
     engine = Engine(FakePool(), choose, BlockManager(_NUM_BLOCKS), config, block_size=_BLOCK)
-    engine.add(_prompt(range(9), choices=3))
+    engine.add(make_prompt(range(9), choices=3))
     engine.step()
-    engine.add(_prompt([3] * 9, choices=2))
+    engine.add(make_prompt([3] * 9, choices=2))
     assert engine.num_running == 3
     most = 0
     while engine.step().did_work:
@@ -259,12 +290,12 @@ def test_preempted_sequence_waits_for_reserved_prompts() -> None:
     config = SchedulerConfig(max_batch_tokens=9, max_running=1, max_waiting=9)
     blocks = BlockManager(_NUM_BLOCKS)
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK)
-    engine.add(_prompt(range(9)))
+    engine.add(make_prompt(range(9)))
     (prefilled,) = engine.step().prefilled
     (paused,) = prefilled.sequences
     engine.pause(paused)  # before a transfer
     paused.release(blocks)
-    received = _prompt([3] * 9, source=KVSource.PREFILL)
+    received = make_prompt([3] * 9, source=KVSource.PREFILL)
     engine.add(received)
     engine.step()
     engine.resume(paused)  # the transfer failed
@@ -279,12 +310,12 @@ def test_forced_tokens_are_in_the_result_of_their_step() -> None:
     pool, blocks = FakePool(), BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=40, max_running=20, max_waiting=20)
     engine = Engine(pool, choose, blocks, config, block_size=_BLOCK, is_async=True)
-    engine.add(_prompt(range(9), max_tokens=30))
+    engine.add(make_prompt(range(9), max_tokens=30))
     tokens = next([kind] * 9 for kind in range(50) if not _depends([kind] * 9 + [_next([kind] * 9, 7)]))
-    masked = _prompt(tokens, source=KVSource.PREFILL, mask=FakeMask(), max_tokens=20)
+    masked = make_prompt(tokens, source=KVSource.PREFILL, mask=FakeMask(), max_tokens=20)
     engine.add(masked)
     _run(engine, 3)
-    pool.write(masked.sequence.blocks, 0, tokens)
+    pool.write(masked.sequence, 9, tokens)
     engine.landed(masked, 9, [_next(tokens, 7)])
     result = engine.step()
     results = [token.token_id for sequence, token in result.sampled if sequence is masked.sequence]
@@ -305,9 +336,9 @@ def test_preemption_spares_tenants_with_fewer_blocks() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     for number in range(5):
-        engine.add(_prompt([number] * 3, max_tokens=60, tenant="greedy"))
+        engine.add(make_prompt([number] * 3, max_tokens=60, tenant="greedy"))
     _run(engine, 2)
-    modest = _prompt([9] * 3, max_tokens=30, tenant="modest")  # the youngest
+    modest = make_prompt([9] * 3, max_tokens=30, tenant="modest")  # the youngest
     engine.add(modest)
     _run(engine, 31)
     assert engine.decoding.num_preemptions > 0, "the test needs a shortage of blocks"
@@ -322,13 +353,13 @@ def test_preemption_spares_tenants_with_fewer_blocks() -> None:
 def test_admission_preempts_the_tenant_with_most_blocks() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
-    greedy = [_prompt([number] * 3, max_tokens=60, tenant="greedy") for number in range(5)]
+    greedy = [make_prompt([number] * 3, max_tokens=60, tenant="greedy") for number in range(5)]
     for prompt in greedy:
         engine.add(prompt)
     while not engine.decoding.preempted:
         engine.step()
-    same = _prompt([8] * 3, max_tokens=4, tenant="greedy")
-    modest = _prompt([9] * 12, max_tokens=4, tenant="modest")
+    same = make_prompt([8] * 3, max_tokens=4, tenant="greedy")
+    modest = make_prompt([9] * 12, max_tokens=4, tenant="modest")
     engine.add(same)
     engine.add(modest)
     _run(engine, 5)
@@ -348,10 +379,10 @@ def test_shared_blocks_do_not_count_as_freed() -> None:
     """Choices share the blocks of their prompt, which only the last one frees."""
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
-    engine.add(_prompt([1] * 60, max_tokens=60, choices=4, tenant="one"))
+    engine.add(make_prompt([1] * 60, max_tokens=60, choices=4, tenant="one"))
     _run(engine, 3)
     before = blocks.num_available
-    other = _prompt([9] * 4 * (before + 3), max_tokens=4, tenant="other")
+    other = make_prompt([9] * 4 * (before + 3), max_tokens=4, tenant="other")
     engine.add(other)
     for _ in range(20):
         num_preempted = engine.decoding.num_preemptions
@@ -366,9 +397,9 @@ def test_offline_prompt_preempts_no_sequence() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     for number in range(5):
-        engine.add(_prompt([number] * 3, max_tokens=12, tenant="greedy"))
+        engine.add(make_prompt([number] * 3, max_tokens=12, tenant="greedy"))
     _run(engine, 8)
-    offline = _prompt([9] * 20, max_tokens=4, tenant="modest", priority=OFFLINE)
+    offline = make_prompt([9] * 20, max_tokens=4, tenant="modest", priority=OFFLINE)
     engine.add(offline)
     while offline in engine.prompts.waiting:
         engine.step()
@@ -380,11 +411,81 @@ def test_no_preemption_if_it_cannot_free_enough() -> None:
     blocks = BlockManager(_NUM_BLOCKS)
     engine = _engine(blocks)
     for number in range(2):
-        engine.add(_prompt([number] * 40, max_tokens=4, tenant="one"))
+        engine.add(make_prompt([number] * 40, max_tokens=4, tenant="one"))
     engine.step()
-    engine.add(_prompt([9] * 60, max_tokens=4, tenant="other"))
+    engine.add(make_prompt([9] * 60, max_tokens=4, tenant="other"))
     engine.step()
     assert engine.decoding.num_preemptions == 0
+
+
+@pytest.mark.parametrize("is_scored", [True, False])
+def test_checkpoint_planned_behind_a_prompt_holds_up_no_other(is_scored: bool) -> None:
+    """A prompt without a block left to save plans the first checkpoint of its answer, while it is still computed."""
+    blocks = BlockManager(_NUM_BLOCKS, num_states=6)
+    config = SchedulerConfig(max_batch_tokens=1, max_running=4, max_waiting=9)
+    engine = Engine(FakePool(has_states=True), choose, blocks, config, block_size=_BLOCK)
+    assert blocks.states
+    blocks.states.interval = 4 * _BLOCK
+    engine.add(make_prompt([3] * 11, is_scored=is_scored))
+    _run(engine, 10)
+    assert engine.prompts.computing
+    engine.add(make_prompt([3] * 30))
+    while engine.step().did_work:
+        pass
+    assert (blocks.num_available, blocks.states.num_available) == (_NUM_BLOCKS, 6)
+
+
+@pytest.mark.parametrize("num_states", [0, 6])
+def test_a_local_decode_makes_room_for_a_prompt_that_cannot_share_its_prefix(num_states: int) -> None:
+    """Without a checkpoint the prompt computes its first 16 tokens into blocks of its own."""
+    blocks = BlockManager(_NUM_BLOCKS, num_states=num_states)
+    config = SchedulerConfig(
+        max_batch_tokens=40, max_running=4, max_waiting=9, decodes=False, max_local_decodes=2, max_local_decode_blocks=6
+    )
+    engine = Engine(FakePool(has_states=num_states > 0), choose, blocks, config, block_size=_BLOCK)
+    local = make_prompt([3] * 20, max_tokens=40, is_local_decode=True)
+    engine.add(local)
+    engine.step()
+    if blocks.states:
+        for prefix_hash in local.sequence.hashes():
+            blocks.states.forget(prefix_hash)
+    prompt = make_prompt([3] * 16 + [5] * 60)
+    engine.add(prompt)
+    results = [engine.step() for _ in range(4)]
+    assert [one.prompt for result in results for one in result.prefilled] == [prompt], "it waits for the whole answer"
+    assert engine.decoding.num_preemptions == bool(num_states) and local.sequence.num_generated < 40
+
+
+@pytest.mark.parametrize("num_drafted", [0, 3, 5])
+def test_an_answer_keeps_its_checkpoints_however_it_is_drafted(num_drafted: int) -> None:
+    """Steps of four or six tokens from position 9 on end at no multiple of 8."""
+    blocks = BlockManager(_NUM_BLOCKS, num_states=9)
+    right = FakeProposer(lambda tokens, most: _continued(tokens, min(num_drafted, most)))
+    engine = Engine(
+        FakePool(has_states=True),
+        choose,
+        blocks,
+        SchedulerConfig(max_batch_tokens=20, max_running=2, max_waiting=9),
+        block_size=_BLOCK,
+        speculation=Speculation({"right": right}, max_tokens=5, vocab_size=UNSCORABLE, backs_off=False),
+    )
+    assert blocks.states
+    blocks.states.interval = 2 * _BLOCK
+    prompt = make_prompt(range(9), max_tokens=25)
+    engine.add(prompt)
+    found = set[int]()
+    while engine.step().did_work:
+        found |= {number * _BLOCK for number, one in enumerate(prompt.sequence.hashes(), 1) if one in blocks.states}
+    kept = sum(prefix_hash in blocks.states for prefix_hash in prompt.sequence.hashes())
+    assert found == {8, 16, 24, 32} and kept == 2, "the last one replaces those of the answer"
+    assert blocks.states.num_available == 9
+
+
+def _continued(tokens: Sequence[int], count: int) -> list[int]:
+    found = list(tokens)
+    for _ in range(count):
+        found.append(_next(found, choice_seed(7, 0)))
+    return found[len(tokens) :]
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -395,10 +496,11 @@ class EngineMachine(RuleBasedStateMachine):
     max_batch_tokens = 7
     max_running = 5
     drafts = False
+    num_states = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.pool = BlockManager(_NUM_BLOCKS), FakePool()
+        self.blocks, self.pool = self.make_blocks()
         limits = {"max_batch_tokens": self.max_batch_tokens, "max_running": self.max_running, "max_waiting": 20}
         config = SchedulerConfig(**limits, decodes=self.decodes)
         self.hostile = HostileProposer()
@@ -410,6 +512,7 @@ class EngineMachine(RuleBasedStateMachine):
             config,
             block_size=_BLOCK,
             connector=self,
+            tier_orders=self.tier_orders,
             is_async=self.is_async,
             speculation=self.speculation if self.drafts else None,
         )
@@ -419,8 +522,17 @@ class EngineMachine(RuleBasedStateMachine):
         self.read_blocks: dict[TokenSequence, list[int]] = {}
         self.num_preempted = 0
 
+    def make_blocks(self) -> tuple[BlockManager, FakePool]:
+        return BlockManager(_NUM_BLOCKS, num_states=self.num_states), FakePool(has_states=self.num_states > 0)
+
     def begin_step(self, admitted: Sequence[Prompt]) -> None:
         pass
+
+    def tier_orders(self) -> list[TierOrders]:
+        return []
+
+    def offer(self, prompt: Prompt) -> None:
+        """Offer a new prompt what lower tiers hold."""
 
     def orders(self, step: ScheduledStep) -> Orders:
         assert step.num_tokens <= max(self.max_batch_tokens, len(step.decoding)), (
@@ -463,8 +575,9 @@ class EngineMachine(RuleBasedStateMachine):
         is_scored &= not fields["fetch_only"]
         fields["tenant"], fields["stops"] = tenant, stops
         fields["mask"] = FakeMask() if is_masked else None
-        prompt = _prompt([kind] * length, max_tokens=max_tokens, choices=choices, is_scored=is_scored, **fields)
+        prompt = make_prompt([kind] * length, max_tokens=max_tokens, choices=choices, is_scored=is_scored, **fields)
         if len(self.prompts) < 20:
+            self.offer(prompt)
             self.engine.add(prompt)
             self.prompts.append(prompt)
 
@@ -495,7 +608,8 @@ class EngineMachine(RuleBasedStateMachine):
         sequence = prompt.sequence
         if comes:
             end = prompt.fetch_end
-            self.pool.write(sequence.blocks, sequence.num_computed, sequence.tokens[sequence.num_computed : end])
+            self._flush_copies()
+            self.pool.write(sequence, end, sequence.tokens)
             self.engine.prompts.fetched(prompt, end - sequence.num_computed)
         else:
             self.engine.prompts.fetch_failed(prompt)
@@ -513,8 +627,27 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             num_tokens = num_known
             next_tokens = [_next(tokens, choice_seed(7, choice)) for choice in prompt.choices]
-        self.pool.write(sequence.blocks, sequence.num_computed, tokens[sequence.num_computed : num_tokens])
+        self._flush_copies()
+        self.pool.write(sequence, num_tokens, tokens)
         self._start(self.engine.landed(prompt, num_tokens, next_tokens))
+
+    def _flush_copies(self) -> None:
+        """Make the copies of states, as a worker does before another replica may write."""
+        if self.blocks.states:
+            self.pool.execute(None, Orders(state_copies=self.blocks.states.take_copies()))
+
+    @invariant()
+    def checkpoints_hold_their_states(self) -> None:
+        if (states := self.blocks.states) is None:
+            return
+        self._flush_copies()
+        for sequence in self._alive():
+            for number, prefix_hash in enumerate(sequence.hashes(), 1):
+                if prefix_hash in states:
+                    slot = states.hold(prefix_hash)
+                    states.free([slot])
+                    found = self.pool.states[states.index(slot)]
+                    assert found == tuple(sequence.tokens[: number * _BLOCK]), "the checkpoint has another state"
 
     @precondition(lambda self: self.prompts)
     @rule(data=st.data())
@@ -533,6 +666,24 @@ class EngineMachine(RuleBasedStateMachine):
             self.paused.append(sequence)
         else:
             self.engine.end(sequence)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def pause_in_step(self, data: st.DataObject) -> None:
+        """Pause a sequence as a migration does, which ships the state behind its last computed position."""
+        sequence = data.draw(st.sampled_from(self.running))
+        self.engine.in_step.add(sequence)
+        self.step()
+        if sequence in self.engine.decoding.running:
+            self.running.remove(sequence)
+            self.paused.append(sequence)
+            self.engine.pause(sequence)
+            if self.blocks.states:
+                state = self.pool.states[sequence.state_index]
+                assert sequence.state_slots and state == tuple(sequence.tokens[: sequence.num_computed]), (
+                    "the paused sequence has another state"
+                )
+        self.engine.in_step.remove(sequence)
 
     @precondition(lambda self: self.paused)
     @rule()
@@ -590,6 +741,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.end(sequence)
         self.blocks.check_integrity()
         assert self.blocks.num_available == _NUM_BLOCKS
+        assert not self.blocks.states or self.blocks.states.num_available == self.num_states
         assert (self.engine.num_running, self.engine.num_waiting) == (0, 0)
 
     def _alive(self) -> list[TokenSequence]:
@@ -650,6 +802,35 @@ class SpeculatingAheadMachine(SpeculatingMachine):
     is_async = True
 
 
+class StatesMachine(SpeculatingMachine):
+    """State machine of a model with recurrent layers, with drafts and few state slots."""
+
+    num_states = 9
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert self.blocks.states
+        self.blocks.states.interval = 2 * _BLOCK
+
+
+class PrefillingStatesMachine(StatesMachine):
+    """State machine of an engine with states that only prefills."""
+
+    decodes = False
+
+
+class SpeculatingStatesAheadMachine(StatesMachine):
+    """State machine of an engine with states, drafts and async scheduling."""
+
+    is_async = True
+
+
+class StatesAheadMachine(SpeculatingStatesAheadMachine):
+    """The same without drafts, so that most steps run ahead."""
+
+    drafts = False
+
+
 class HostileProposer:
     """Proposer whose proposals are right, nearly right, or invalid."""
 
@@ -679,21 +860,24 @@ class HostileProposer:
         assert sequence.num_generated > 0, "finished without a last token"  # a choice may get it before it gets blocks
 
 
-_SETTINGS = settings(
-    max_examples=60,
+SETTINGS = settings(
+    max_examples=settings.default.max_examples // 3,
     stateful_step_count=40,
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
-_SEARCH = settings(_SETTINGS, max_examples=1000, phases=[Phase.generate], derandomize=True)  # any failure is enough
+SEARCH = settings(SETTINGS, max_examples=1000, phases=[Phase.generate], derandomize=True)  # any failure is enough
 
 
 @pytest.mark.parametrize(
     "machine",
-    [EngineMachine, PrefillingMachine, AheadMachine, SpeculatingMachine, SpeculatingAheadMachine],
+    [
+        *(EngineMachine, PrefillingMachine, AheadMachine, SpeculatingMachine, SpeculatingAheadMachine),
+        *(StatesMachine, PrefillingStatesMachine, StatesAheadMachine, SpeculatingStatesAheadMachine),
+    ],
 )
 def test_random_runs_keep_sequences_and_blocks_consistent(machine: type[EngineMachine]) -> None:
-    run_state_machine_as_test(machine, settings=_SETTINGS)
+    run_state_machine_as_test(machine, settings=SETTINGS)
 
 
 def _forget_the_copies(self: FakePool, step: ScheduledStep | None, orders: Orders, /) -> object:
@@ -738,13 +922,18 @@ _execute, _fetched, _computed = FakePool.execute, PromptQueue.fetched, TokenSequ
     [
         (FakePool, "execute", _forget_the_copies),
         (Engine, "end", _keep_the_blocks),
-        (PromptQueue, "fetched", _one_token_more),
-        (Decoding, "make_room", _without_room),
-        (PromptQueue, "remove", _stay_reserved),
-        (TokenSequence, "num_reusable", _reuse_the_scored),
-        (jump_forward, "take_room", lambda sequence, blocks: True),
-        (SamplingRow, "known_token", _the_same_again),
-        (TokenSequence, "computed", _one_position_only),
+        *quick(
+            [
+                (PromptQueue, "fetched", _one_token_more),
+                (Decoding, "make_room", _without_room),
+                (PromptQueue, "remove", _stay_reserved),
+                (TokenSequence, "num_reusable", _reuse_the_scored),
+                (jump_forward, "take_room", lambda sequence, blocks: True),
+                (SamplingRow, "known_token", _the_same_again),
+                (TokenSequence, "computed", _one_position_only),
+            ],
+            (),
+        ),
     ],
 )
 def test_state_machine_finds_planted_faults(
@@ -752,7 +941,54 @@ def test_state_machine_finds_planted_faults(
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises((AssertionError, LookupError, ExceptionGroup)):
-        run_state_machine_as_test(EngineMachine, settings=_SEARCH)
+        run_state_machine_as_test(EngineMachine, settings=SEARCH)
+
+
+def _one_position_late(self: TokenSequence, num_tokens: int, states: StateManager) -> list[tuple[int, int]]:
+    return [
+        (min(offset + 1, num_tokens - 1), slot) for offset, slot in _take_checkpoint_slots(self, num_tokens, states)
+    ]
+
+
+def _all_accepted(self: Draft, sequence: TokenSequence, blocks: BlockManager, *, num_right: int) -> None:
+    _give_back(self, sequence, blocks, num_right=len(self.tokens))
+
+
+def _in_reverse(self: TokenSequence, slots: list[int], states: StateManager) -> None:
+    slots.reverse()
+    _keep_passed(self, slots, states)
+
+
+_take_checkpoint_slots, _give_back, _keep_passed = (
+    TokenSequence.take_checkpoint_slots,
+    Draft.give_back,
+    TokenSequence.keep_passed,
+)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (FakePool, "execute", _forget_the_copies),
+        (TokenSequence, "take_checkpoint_slots", _one_position_late),
+        *quick(
+            [
+                (Draft, "give_back", _all_accepted),
+                (TokenSequence, "keep_passed", _in_reverse),
+                (StateManager, "match", lambda self, hashes: len(hashes)),
+                (StateManager, "take_copies", lambda self: self._copies[::-1]),
+                (StateManager, "free", lambda self, slots: None),
+            ],
+            (),
+        ),
+    ],
+)
+def test_state_machine_finds_planted_faults_of_states(
+    owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises((AssertionError, LookupError, ExceptionGroup)):
+        run_state_machine_as_test(StatesMachine, settings=SEARCH)
 
 
 def _always(step: ScheduledStep, running: Collection[TokenSequence]) -> bool:
@@ -784,11 +1020,16 @@ _fed_tokens, _complete = async_steps.device_tokens_of, Engine.complete
     ("owner", "name", "fault"),
     [
         (engine_module, "may_be_followed", _always),
-        (engine_module, "device_tokens_of", _in_another_order),
-        (Engine, "complete", _keep_finished_rows),
-        (SamplingRow, "position", property(lambda self: len(self.tokens))),
-        (TokenSequence, "computed", _all_that_was_computed),
-        (TokenSequence, "num_in_flight", property(lambda self: 0)),
+        *quick(
+            [
+                (TokenSequence, "num_in_flight", property(lambda self: 0)),
+                (engine_module, "device_tokens_of", _in_another_order),
+                (Engine, "complete", _keep_finished_rows),
+                (SamplingRow, "position", property(lambda self: len(self.tokens))),
+                (TokenSequence, "computed", _all_that_was_computed),
+            ],
+            (),
+        ),
     ],
 )
 def test_state_machine_finds_faults_of_async_scheduling(
@@ -796,7 +1037,56 @@ def test_state_machine_finds_faults_of_async_scheduling(
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
     with pytest.raises((AssertionError, LookupError, ValueError, ExceptionGroup)):
-        run_state_machine_as_test(AheadMachine, settings=_SEARCH)
+        run_state_machine_as_test(AheadMachine, settings=SEARCH)
+
+
+def _copy_late(self: FakePool, step: ScheduledStep | None, orders: Orders, /) -> object:
+    """Fault: copy states after the step, which has overwritten them."""
+    logits = _execute(self, step, replace(orders, state_copies=[]))
+    for source, target in orders.state_copies:
+        self.states[target] = self.states[source]
+    return logits
+
+
+def _one_step_late(self: TokenSequence, states: StateManager) -> None:
+    """Fault: checkpoint the state before the token in flight, when the step in flight has overwritten it."""
+    num_in_flight, self.sampling_row.num_in_flight = self.num_in_flight, 0
+    _checkpoint_state(self, states)
+    self.sampling_row.num_in_flight = num_in_flight
+
+
+def _keep_the_state(self: Engine[object], sequence: TokenSequence) -> None:
+    self.decoding.remove(sequence)
+    self.prompts.remove_restart(sequence)
+
+
+def _run_ahead_always(self: Engine[object], step: ScheduledStep) -> bool:
+    return async_steps.may_be_followed(step, self.decoding.running) and not self._drafting.awaits(self.decoding.running)
+
+
+_checkpoint_state = TokenSequence.checkpoint_state
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (Engine, "_can_run_ahead", _run_ahead_always),
+        *quick(
+            [
+                (FakePool, "execute", _copy_late),
+                (TokenSequence, "checkpoint_state", _one_step_late),
+                (Engine, "pause", _keep_the_state),
+            ],
+            (),
+        ),
+    ],
+)
+def test_state_machine_finds_faults_of_async_scheduling_with_states(
+    owner: object, name: str, fault: Callable[..., object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises((AssertionError, LookupError, ValueError, ExceptionGroup)):
+        run_state_machine_as_test(StatesAheadMachine, settings=SEARCH)
 
 
 def test_failed_sequence_discards_its_row_of_the_step_in_flight() -> None:
@@ -810,7 +1100,7 @@ def test_failed_sequence_discards_its_row_of_the_step_in_flight() -> None:
 
     config = SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9)
     engine = Engine(pool, choose_but_one, blocks, config, block_size=_BLOCK, is_async=True)
-    for prompt in (_prompt(range(9), max_tokens=20), _prompt(range(20, 29), max_tokens=20)):
+    for prompt in (make_prompt(range(9), max_tokens=20), make_prompt(range(20, 29), max_tokens=20)):
         engine.add(prompt)
     [good], [bad] = (prefilled.sequences for prefilled in engine.step().prefilled)
     while not (result := engine.step()).failed:
@@ -834,7 +1124,7 @@ def test_dropped_row_is_recomputed_at_its_position(is_faulty: bool, monkeypatch:
     blocks = BlockManager(_NUM_BLOCKS)
     config = SchedulerConfig(max_batch_tokens=20, max_running=8, max_waiting=9)
     engine = Engine(FakePool(), choose, blocks, config, block_size=_BLOCK, is_async=True)
-    engine.add(_prompt(range(9), max_tokens=9))
+    engine.add(make_prompt(range(9), max_tokens=9))
     _run(engine, 2)
     (sequence,) = engine.decoding.running
     engine.pause(sequence)  # while a step with it is in flight
@@ -887,7 +1177,7 @@ def _with_every_temper() -> None:
         machine.hostile.temper = temper
         for kind in range(2):
             mask = FakeMask() if kind else None
-            prompt = _prompt([kind] * (length + kind), max_tokens=max_tokens, choices=2, mask=mask)
+            prompt = make_prompt([kind] * (length + kind), max_tokens=max_tokens, choices=2, mask=mask)
             machine.engine.add(prompt)
             machine.prompts.append(prompt)
         while machine.prompts or machine.running:
@@ -911,7 +1201,7 @@ def test_any_drafts_keep_sequences_and_blocks_consistent() -> None:
         (engine_module, "verify", _all_are_booked),
         (SamplingRow, "behind", _one_position_early),
         (SamplingRow, "is_sequential", lambda self, num_drafted: False),
-        (Draft, "give_back", lambda self, sequence, blocks: None),
+        (Draft, "give_back", lambda self, sequence, blocks, num_right: None),
         (speculation_module, "take_room", _without_asking),
     ],
 )

@@ -11,14 +11,18 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    DeepseekV32Config,
     Gemma2Config,
     Gemma3TextConfig,
     Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     GraniteConfig,
     GraniteMoeConfig,
+    GraniteMoeHybridConfig,
+    Lfm2Config,
     Llama4TextConfig,
     LlamaConfig,
     MiniMaxM2Config,
@@ -27,14 +31,18 @@ from transformers import (
     Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Olmo2Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -51,6 +59,8 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig,
     "deepseek_v2": DeepseekV2Config,
     "deepseek_v3": DeepseekV3Config,
+    "deepseek_v32": DeepseekV32Config,
+    "glm_moe_dsa": GlmMoeDsaConfig,
     "gemma2": Gemma2Config,
     "gemma3": Gemma3TextConfig,
     "gemma4": Gemma4TextConfig,
@@ -66,6 +76,12 @@ CONFIGS = {
     "smollm3": SmolLM3Config,
     "granite": GraniteConfig,
     "granite_moe": GraniteMoeConfig,
+    "granite_hybrid": GraniteMoeHybridConfig,
+    "lfm2": Lfm2Config,
+    "nemotron_h": NemotronHConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5": Qwen3_5TextConfig,
+    "qwen3_5_moe": Qwen3_5MoeTextConfig,
 }
 LATENT = {"kv_lora_rank": 24, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10}
 LATENT |= {
@@ -76,6 +92,11 @@ ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_siz
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 DEEPSEEK_V2 = {"q_lora_rank": None, "n_shared_experts": 2, "topk_method": "greedy"} | LATENT | ROUTED
 DEEPSEEK_V3 = {"q_lora_rank": 20, "n_shared_experts": 1} | LATENT | ROUTED | GROUPS
+# Enough index heads that few scores are equal, because relu makes zeros.
+INDEXED = {"index_n_heads": 12, "index_head_dim": 14, "index_topk": 7}
+DEEPSEEK_V32 = DEEPSEEK_V3 | INDEXED
+GLM_MOE_DSA = DEEPSEEK_V3 | INDEXED | {"n_group": 1, "topk_group": 1, "index_topk": 16, "num_hidden_layers": 5}
+GLM_MOE_DSA |= {"indexer_types": ["full", "shared", "full", "shared", "shared"]}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 QUERY_SCALING = {"llama_4_scaling_beta": 0.1, "mscale": 1.0, "mscale_all_dim": 1.0}
 GEMMA = {"sliding_window": 9, "query_pre_attn_scalar": 20}
@@ -140,6 +161,51 @@ LLAMA4 = {
     "attention_chunk_size": 16,
     "floor_scale": 8,
 }
+DELTA_NET = {
+    "initializer_range": 0.05,  # with larger weights, transformers is 3e-4 off its own results in fp64
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 12,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+}
+DELTA_NET_MOE = DELTA_NET | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 36,
+}
+LFM2 = {"num_hidden_layers": 4, "full_attn_idxs": [1, 3], "block_multiple_of": 4, "head_dim": ...}
+NEMOTRON_H = {
+    "time_step_min": 1e-9,  # transformers clamps to it, instead of to time_step_limit
+    "layers_block_type": [{"M": "linear_attention", "*": "full_attention", "-": "mlp"}[kind] for kind in "M-M*M-"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 12,
+    "n_groups": 4,
+    "ssm_state_size": 20,
+    "conv_kernel": 4,
+}
+NEMOTRON_H_MOE = NEMOTRON_H | {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe", "mlp", "linear_attention"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "moe_shared_expert_intermediate_size": 28,
+}
+GRANITE_HYBRID = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,  # four ranks share them
+    "mamba_d_state": 10,
+    "shared_intermediate_size": 36,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 20,
+}
 TINY = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 48,
@@ -175,7 +241,7 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
     for name, parameter in [*model.named_parameters(), *model.named_buffers()]:
         if "norm" in name or name.endswith((".scale", "per_expert_scale", "layer_scalar")):
             torch.nn.init.normal_(parameter, mean=around if "norm" in name else 1.0, std=0.3)
-        elif name.endswith(("bias", "sinks")):
+        elif name.endswith(("bias", "sinks", ".D")):
             torch.nn.init.normal_(parameter, std=0.3)
         elif parameter.dim() == 3 or name.endswith(("gate.weight", "router.weight")):  # experts and their routers
             torch.nn.init.normal_(parameter, std=0.3)

@@ -14,6 +14,7 @@ import pytest
 from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.types.errors import DeployError, ModelUnavailable, UnknownModel
+from frontend import attached_deployments as attached_module
 from frontend.attached_deployments import AttachedDeployment, AttachedDeployments, AttachedIdentity
 from frontend.served_model import ServedModel
 from frontend.text.models import Models
@@ -23,6 +24,11 @@ from tests.support.fake_token_service import FakeTokenService
 from tests.support.identities import in_clear, router
 from tests.support.tiny_service import MakeCompletions
 from tests.support.waiting import becomes
+
+
+@pytest.fixture(autouse=True)
+def short_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attached_module, "_REFRESH_S", 0.05)
 
 
 @dataclass

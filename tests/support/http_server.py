@@ -10,6 +10,7 @@ from starlette.types import ASGIApp
 
 from frontend.http.connections import HTTP_ENDPOINT, HttpLimits
 from frontend.http.http_listener import HttpListener
+from tests.support import quick_uvicorn  # noqa: F401
 
 
 @asynccontextmanager

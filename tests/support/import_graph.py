@@ -10,7 +10,7 @@ import ast
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -40,17 +40,14 @@ def modules() -> dict[str, Path]:
     return found
 
 
-@functools.cache
 def imports() -> dict[str, set[str]]:
     """Return the modules that each module imports."""
-    return {name: {to for to in _imported(path) if to != name} for name, path in modules().items()}
+    return {name: {to for to in imported if to != name} for name, (imported, _) in _read().items()}
 
 
-@functools.cache
 def named_in_strings() -> dict[str, set[str]]:
     """Return the modules that each module names as "a.b:name" in a string, to be imported later by name."""
-    found = {name: set(_named(path)) for name, path in modules().items()}
-    return {name: named for name, named in found.items() if named}
+    return {name: named for name, (_, named) in _read().items() if named}
 
 
 def cycles(graph: Mapping[str, set[str]]) -> list[tuple[str, ...]]:
@@ -103,8 +100,18 @@ def picture() -> str:
     return "\n".join(lines)
 
 
-def _imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+@functools.cache
+def _read() -> dict[str, tuple[set[str], set[str]]]:
+    """Return what each module imports, and what it names in strings. The trees are not kept: they are large."""
+    found = {}
+    for name, path in modules().items():
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        found[name] = set(_imported(nodes)), set(_named(nodes))
+    return found
+
+
+def _imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 candidates = [alias.name for alias in names]
@@ -122,8 +129,8 @@ def _imported(path: Path) -> Iterator[str]:
                 yield module
 
 
-def _named(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+def _named(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    for node in nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from (name for name in _NAMED.findall(node.value) if name in modules())
 

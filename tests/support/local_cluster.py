@@ -50,6 +50,7 @@ from tests.support.rank_in_process import RANKS_LOG, Fault, RankInProcess
 from tests.support.waiting import WITHIN_S, becomes
 
 _MAKERS = {Role.PREFILL: prefill_worker.actor.make_rank, Role.DECODE: decode_worker.actor.make_rank}
+_REFRESH_S = 0.02  # routers would read the membership less often, and each start of a replica waits for that
 
 
 @dataclass
@@ -266,7 +267,7 @@ async def second_router(
         key=cluster.credentials.key(Purpose.MEMBERS),
         find_members=find_members if has_controller else None,
     )
-    discovery.start()
+    discovery.start(refresh_s=_REFRESH_S)
     try:
         yield replicas
     finally:
@@ -323,8 +324,12 @@ async def local_cluster(
     is_alone: bool = True,
     **tree: Any,
 ) -> AsyncIterator[LocalCluster]:
-    """Deploy the spec `tree` with the model in `model_dir`. policy: overrides the spec's. is_alone: flush Redis."""
+    """Deploy the spec `tree` with the model in `model_dir`. policy: overrides the spec's. is_alone: flush Redis.
+
+    A pool without a size has 0.1 GiB: clearing the default of 1 GiB takes two seconds per rank.
+    """
     tree.setdefault("model", {}).update(source=str(model_dir))
+    tree |= {role.value: {"kv_memory_gib": 0.1} | tree.get(role.value, {}) for role in Role}
     spec = parse_spec(tree)
     if is_alone:
         redis.Redis.from_url(redis_url).flushall()
@@ -348,7 +353,7 @@ async def local_cluster(
         metrics=Metrics(),
     )
     cluster = LocalCluster(launch, authority, router, fingerprint, replicas, core, processes, host)
-    discovery.start()
+    discovery.start(refresh_s=_REFRESH_S)
     try:
         starting = [cluster.add(role) for role in Role for _ in range(spec.pool(role).replicas)]
         if processes:

@@ -14,6 +14,8 @@ from frontend.http.app import create_app
 from frontend.text.completion import Completions
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
+from tests.support.sdk_clients import openai_client
 from tests.support.tiny_service import MakeCompletions
 
 USER = [{"role": "user", "content": "hi"}]
@@ -36,7 +38,7 @@ class OpenAIEndpoint:
 async def open_openai_endpoint(completions: MakeCompletions) -> AsyncIterator[OpenAIEndpoint]:
     service = completions(FakeTokenService())
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: endpoint.is_healthy)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
-        async with openai.AsyncOpenAI(base_url=f"http://{host}:{port}/v1", api_key="none", max_retries=0) as client:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
+        async with openai_client(base_url=f"http://{host}:{port}/v1", api_key="none") as client:
             endpoint = OpenAIEndpoint(service, http, client)
             yield endpoint

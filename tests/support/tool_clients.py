@@ -7,8 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import anthropic
-import openai
+from tests.support.sdk_clients import anthropic_client, openai_client
 
 SCHEMA = {
     "type": "object",
@@ -29,31 +28,32 @@ class Said:
     turns: list[Any]  # the answer as it came, and a result for each call, for the next request
 
 
+@dataclass(frozen=True)
+class _Options:
+    choice: str = "auto"
+    streams: bool = False
+    is_parallel: bool = True
+    is_strict: bool = False
+    max_tokens: int = 64
+
+
 Ask = Callable[..., Awaitable[Said]]
 _TIMEOUT_S = 120
 
 
-async def ask_chat(
-    url: str,
-    turns: Sequence[Any] = (),
-    *,
-    choice: str = "auto",
-    streams: bool = False,
-    is_parallel: bool = True,
-    is_strict: bool = False,
-    max_tokens: int = 64,
-) -> Said:
+async def _ask_chat(url: str, turns: Sequence[Any], options: _Options) -> Said:
+    choice = options.choice
     fields: dict[str, Any] = {
         "model": "tiny",
         "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}, *turns],
-        "tools": [{"type": "function", "function": {**_FUNCTION, "strict": is_strict}}],
+        "tools": [{"type": "function", "function": {**_FUNCTION, "strict": options.is_strict}}],
         "tool_choice": {"type": "function", "function": {"name": choice}} if choice == "weather" else choice,
-        "parallel_tool_calls": is_parallel,
+        "parallel_tool_calls": options.is_parallel,
         "temperature": 0,
-        "max_tokens": max_tokens,
+        "max_tokens": options.max_tokens,
     }
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_TIMEOUT_S) as client:
-        if streams:
+    async with openai_client(base_url=f"{url}/v1", api_key="none", timeout=_TIMEOUT_S) as client:
+        if options.streams:
             async with client.chat.completions.stream(**fields) as stream:
                 answer: Any = await stream.get_final_completion()
         else:
@@ -68,22 +68,14 @@ async def ask_chat(
     return Said(one.message.content or "", calls, one.finish_reason, [*turns, message, *results])
 
 
-async def ask_messages(
-    url: str,
-    turns: Sequence[Any] = (),
-    *,
-    choice: str = "auto",
-    streams: bool = False,
-    is_parallel: bool = True,
-    is_strict: bool = False,
-    max_tokens: int = 64,
-) -> Said:
+async def _ask_messages(url: str, turns: Sequence[Any], options: _Options) -> Said:
+    choice = options.choice
     kind: dict[str, Any] = {"type": {"required": "any", "weather": "tool"}.get(choice, choice)}
     if choice == "weather":
         kind["name"] = choice
     if choice != "none":
-        kind["disable_parallel_tool_use"] = not is_parallel
-    tool = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA, "strict": is_strict}
+        kind["disable_parallel_tool_use"] = not options.is_parallel
+    tool = {"name": "weather", "description": "Of a city.", "input_schema": SCHEMA, "strict": options.is_strict}
     fields: dict[str, Any] = {
         "model": "tiny",
         "system": "Be brief.",
@@ -91,10 +83,10 @@ async def ask_messages(
         "tools": [tool],
         "tool_choice": kind,
         "extra_body": {"temperature": 0},
-        "max_tokens": max_tokens,
+        "max_tokens": options.max_tokens,
     }
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=_TIMEOUT_S) as client:
-        if streams:
+    async with anthropic_client(base_url=url, api_key="none", timeout=_TIMEOUT_S) as client:
+        if options.streams:
             async with client.messages.stream(**fields) as stream:
                 answer: Any = await stream.get_final_message()
         else:
@@ -109,28 +101,20 @@ async def ask_messages(
     return Said(text, [(one["name"], one["input"]) for one in said], answer.stop_reason, more)
 
 
-async def ask_responses(
-    url: str,
-    turns: Sequence[Any] = (),
-    *,
-    choice: str = "auto",
-    streams: bool = False,
-    is_parallel: bool = True,
-    is_strict: bool = False,
-    max_tokens: int = 64,
-) -> Said:
+async def _ask_responses(url: str, turns: Sequence[Any], options: _Options) -> Said:
+    choice = options.choice
     fields: dict[str, Any] = {
         "model": "tiny",
         "instructions": "Be brief.",
         "input": [{"role": "user", "content": "hi"}, *turns],
-        "tools": [{"type": "function", **_FUNCTION, "strict": is_strict}],
+        "tools": [{"type": "function", **_FUNCTION, "strict": options.is_strict}],
         "tool_choice": {"type": "function", "name": choice} if choice == "weather" else choice,
-        "parallel_tool_calls": is_parallel,
+        "parallel_tool_calls": options.is_parallel,
         "temperature": 0,
-        "max_output_tokens": max_tokens,
+        "max_output_tokens": options.max_tokens,
     }
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=_TIMEOUT_S) as client:
-        if streams:
+    async with openai_client(base_url=f"{url}/v1", api_key="none", timeout=_TIMEOUT_S) as client:
+        if options.streams:
             events: list[Any] = [event async for event in await client.responses.create(**fields, stream=True)]
             answer = events[-1].response
             deltas = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
@@ -146,4 +130,9 @@ async def ask_responses(
     return Said(answer.output_text, [(one.name, json.loads(one.arguments)) for one in said], answer.status, more)
 
 
-ASKS: dict[str, Ask] = {"chat": ask_chat, "messages": ask_messages, "responses": ask_responses}
+def _ask(api: Callable[[str, Sequence[Any], _Options], Awaitable[Said]]) -> Ask:
+    """ask(url, turns, choice="weather", streams=True, ...) for one API."""
+    return lambda url, turns=(), **options: api(url, turns, _Options(**options))
+
+
+ASKS = {"chat": _ask(_ask_chat), "messages": _ask(_ask_messages), "responses": _ask(_ask_responses)}

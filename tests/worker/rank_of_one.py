@@ -35,8 +35,8 @@ class FakePassage:
 
     is_idle = True
 
-    def __init__(self, handoff: Handoff, blocks: Sequence[int], num_layers: int) -> None:
-        self.handoff, self.blocks = handoff, tuple(blocks)
+    def __init__(self, handoff: Handoff, blocks: Sequence[int], state_slot: int | None, num_layers: int) -> None:
+        self.handoff, self.blocks, self.state_slot = handoff, tuple(blocks), state_slot
         self._num_layers = num_layers
         self.spans: list[tuple[int, int, int]] = []  # layer and positions [start, end)
         self.committed: tuple[int, list[int]] | None = None
@@ -63,8 +63,8 @@ class FakeSender:
         self.passages: dict[HandoffKey, FakePassage] = {}
         self.config = SimpleNamespace(failpoint=unobserved)
 
-    def begin(self, handoff: Handoff, blocks: Sequence[int]) -> FakePassage:
-        return self.passages.setdefault(handoff.key, FakePassage(handoff, blocks, self._num_layers))
+    def begin(self, handoff: Handoff, blocks: Sequence[int], state_slot: int | None = None) -> FakePassage:
+        return self.passages.setdefault(handoff.key, FakePassage(handoff, blocks, state_slot, self._num_layers))
 
     def find(self, key: HandoffKey) -> FakePassage | None:
         return self.passages.get(key)
@@ -101,13 +101,15 @@ class RankOfOne:
     """Components of a worker on one rank."""
 
     runner: ModelRunner
-    blocks: BlockManager = field(default_factory=lambda: BlockManager(NUM_BLOCKS))
     sender: FakeSender = field(default_factory=FakeSender)
     receiver: FakeReceivingEnd = field(default_factory=FakeReceivingEnd)
 
+    def __post_init__(self) -> None:
+        self.blocks = BlockManager(NUM_BLOCKS, num_states=self.runner.pool.num_states)
+
     @classmethod
-    def of_random_model(cls, directory: Path) -> RankOfOne:
-        random_model(tiny_config("llama")).save_pretrained(directory)
+    def of_random_model(cls, directory: Path, family: str = "llama", **changes: Any) -> RankOfOne:
+        random_model(tiny_config(family, **changes)).save_pretrained(directory)
         config = EngineConfig(model_dir=directory, dtype="float32", block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS)
         return cls(ModelRunner(config))
 
@@ -165,9 +167,11 @@ class RankOfOne:
 
     @property
     def num_held(self) -> int:
-        """Return the number of blocks that are referenced or quarantined."""
+        """Return the number of blocks and state slots that are referenced or quarantined."""
         self.blocks.check_integrity()
-        return self.blocks.num_blocks - self.blocks.num_free - self.blocks.num_cached
+        states = self.blocks.states
+        held_states = states.num_slots - states.num_available if states else 0
+        return self.blocks.num_blocks - self.blocks.num_free - self.blocks.num_cached + held_states
 
 
 def shipment(handoff: Handoff, error: Any = None) -> Shipment:

@@ -16,6 +16,7 @@ from core.process.background import BackgroundThread
 from core.types.errors import ReplicaFailed
 from core.types.handoff import Handoff
 from core.types.request import SequenceRequest
+from core.types.tier import Tier
 from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.rows import Row, RowChanges
 from engine.kv.layout import KVLayout
@@ -25,6 +26,7 @@ from engine.scheduler.sequence import Sequence
 from engine.scheduler.step import ScheduledStep
 from engine.scheduler.step_commands import BeginOrder, CommitOrder, DeviceTokenOrder, DraftOrder, Orders, ShipOrder
 from engine.spec_decode.heads.head_row import HeadRow
+from engine.tiers.commands import LoadOrder, LoadSource, Save, TierOrders
 from tests.worker.rank_of_one import FakeSender
 from worker.gang_runner import GangRunner
 from worker.step_message import encode_step
@@ -50,7 +52,7 @@ class FakeGangRank:
         self.is_by_layer: list[bool] = []  # per batch: computed layer by layer, without a CUDA graph
         self.parallel = self.pool = self
         self.layout = _LAYOUT
-        self.num_blocks = 12
+        self.num_blocks, self.num_states = 12, 0
         self.config = SimpleNamespace(vocab_size=100, max_context=64)
         self._broadcasts = broadcasts
 
@@ -74,8 +76,8 @@ class FakeGangRank:
     def settle(self) -> None:
         pass
 
-    def copy_block(self, source: int, target: int) -> None:
-        self.did.append((source, target))
+    def copy(self, orders: Orders) -> None:
+        self.did += orders.copies + orders.state_copies
 
     def forward(self, batch: Batch, on_layer: Callable[[int], None] | None = None, on_logits: object = None) -> str:
         self.did.append(batch.token_ids.tolist())
@@ -140,6 +142,19 @@ def test_ranks_execute_the_same_orders_in_the_same_steps() -> None:
     assert [sender.passages[prompt.key].committed for sender in senders] == [(6, [16]), (6, [])]
 
 
+def test_loads_start_after_the_copies_of_a_step() -> None:
+    """A load may overwrite a state slot that a copy reads or writes, and runs on a thread of its own."""
+    rank = FakeGangRank(deque())
+    rank.size = 1
+    tiers = SimpleNamespace(
+        carry_out=lambda orders: rank.did.extend(orders.saves), start_loads=lambda orders: rank.did.extend(orders.loads)
+    )
+    leader = GangRunner(rank, FakeSender(), tiers)  # type: ignore[arg-type]
+    save, load = Save(Tier.HOST, 12, 0, b"evicted"), LoadOrder(1, [LoadSource(Tier.HOST, 1, b"loaded", 12)])
+    leader.execute(None, Orders(tiers=[TierOrders(saves=[save], loads=[load])], state_copies=[(0, 1)]))
+    assert rank.did == [save, (0, 1), load]
+
+
 def test_rank_with_a_failed_transfer_computes_as_the_others_do() -> None:
     """Links fail one by one, so ranks may differ in their transfers.
 
@@ -151,7 +166,7 @@ def test_rank_with_a_failed_transfer_computes_as_the_others_do() -> None:
     leader.execute(_step([10, 11, 12, 13, 14, 15]), Orders(begins=[BeginOrder(prompt, [3, 4], 0)], rows=[prompt.key]))
     leader.execute(_step([10, 11]), Orders())
     leader.execute(None, Orders(stop=True))
-    follower.sender.begin = lambda handoff, blocks: None  # type: ignore[method-assign]
+    follower.sender.begin = lambda handoff, blocks, state_slot=None: None  # type: ignore[method-assign]
     follower.follow()
     assert ours.is_by_layer == theirs.is_by_layer == [True, False]
 

@@ -14,9 +14,12 @@ from prometheus_client.parser import text_string_to_metric_families
 import worker.metrics
 from core.rpc.worker_pb2 import Drafted, Status, StepTiming, Totals
 from core.types.errors import DeployError
+from engine.kv.block_manager import BlockManager
+from engine.kv.window_manager import WindowManager
 from router.telemetry.metrics import Metrics
 from tests.support.waiting import WITHIN_S, until
 from worker.metrics import MetricsServer, metrics_registry
+from worker.worker import add_slots
 
 _LABELS = {"deployment": "c", "model": "m", "replica": "decode-0", "role": "decode"}
 
@@ -27,7 +30,7 @@ class Served:
         self.server = MetricsServer(metrics_registry(lambda: self.status, _LABELS), host="127.0.0.1")
 
     def scrape(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
-        answer = httpx.get(f"http://{self.server.address}/metrics", timeout=WITHIN_S)
+        answer = httpx.get(f"http://{self.server.address}/metrics", verify=False, timeout=WITHIN_S)
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
         families = text_string_to_metric_families(answer.text)
         return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
@@ -50,6 +53,10 @@ def test_a_scrape_reads_the_latest_status(served: Served) -> None:
         blocks_total=10,
         blocks_free=4,
         blocks_cached=5,
+        states=8,
+        checkpoints=2,
+        window_parts=7,
+        window_parts_cached=6,
         totals=Totals(transfer_bytes=1 << 40, drafted=[Drafted(method="suffix", tokens=[9, 4], accepted=[7, 3])]),
     )
     found = served.scrape()
@@ -57,6 +64,8 @@ def test_a_scrape_reads_the_latest_status(served: Served) -> None:
     assert found["xpyd_replica_draining", labels] == 1
     assert found["xpyd_step_base_seconds", labels] == 0.5
     assert [found[f"xpyd_kv_blocks{kind}", labels] for kind in ("", "_free", "_cached")] == [10, 4, 5]
+    assert [found[f"xpyd_kv_{kind}", labels] for kind in ("states", "checkpoints")] == [8, 2]
+    assert [found[f"xpyd_kv_window_parts{kind}", labels] for kind in ("", "_cached")] == [7, 6]
     assert found["xpyd_kv_transfer_bytes_total", labels] == 1 << 40
     drafts = [
         found[f"xpyd_speculation_{kind}_tokens_total", labels | {("method", "suffix"), ("position", position)}]
@@ -64,6 +73,28 @@ def test_a_scrape_reads_the_latest_status(served: Served) -> None:
         for position in "01"
     ]
     assert drafts == [9, 4, 7, 3]
+
+
+def test_status_counts_states_and_parts() -> None:
+    status = Status()
+    add_slots(status, BlockManager(8))
+    assert status == Status()
+    with_states = BlockManager(8, num_states=3)
+    assert with_states.states
+    with_states.states.checkpoint(with_states.states.take(), b"prefix")
+    add_slots(status, with_states)
+    assert status == Status(states=3, checkpoints=1)
+    status = Status()
+    with_windows = BlockManager(8, windows=WindowManager(7, num_blocks=8, window=4, block_size=4, max_batch_tokens=4))
+    kept = with_windows.allocate([], 1)
+    assert kept and with_windows.windows
+    with_windows.windows.attach(kept[0])
+    with_windows.fill_block(kept[0][0], b"prefix")
+    add_slots(status, with_windows)
+    assert status == Status(window_parts=6)
+    with_windows.windows.drop(kept[0])
+    add_slots(status, with_windows)
+    assert status == Status(window_parts=6, window_parts_cached=1)
 
 
 def test_a_silent_client_blocks_no_scrape_and_is_disconnected(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +129,7 @@ def test_an_ipv6_address_is_announced_in_brackets() -> None:
         except OSError:
             pytest.skip("no IPv6 on this machine")
     server = MetricsServer(metrics_registry(Status, _LABELS), host="::1")
-    assert httpx.get(f"http://{server.address}/metrics", timeout=WITHIN_S).status_code == 200
+    assert httpx.get(f"http://{server.address}/metrics", verify=False, timeout=WITHIN_S).status_code == 200
     server.close()
 
 

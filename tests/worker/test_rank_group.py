@@ -46,8 +46,8 @@ class FakeRank:
     def settle(self) -> None:
         pass
 
-    def copy_block(self, source: int, target: int) -> None:
-        self.did.append((source, target))
+    def copy(self, orders: Orders) -> None:
+        self.did += orders.copies + orders.state_copies
 
     def checked(self, opening: Opening) -> Opening:
         return opening

@@ -32,8 +32,9 @@ _handoffs = st.builds(
     first_token=_numbers,
     ttl_s=st.floats(0, 1e6),
 )
-_begins = st.builds(BeginOrder, _handoffs, st.lists(_numbers), _numbers)
-_ships = st.builds(ShipOrder, _keys, st.lists(_numbers), _numbers, _numbers)
+_states = st.none() | _numbers
+_begins = st.builds(BeginOrder, _handoffs, st.lists(_numbers), _numbers, _states)
+_ships = st.builds(ShipOrder, _keys, st.lists(_numbers), _numbers, _numbers, _states)
 _commits = st.builds(CommitOrder, _keys, _numbers, st.lists(_numbers))
 _loads = st.builds(LoadOrder, _numbers, st.lists(st.builds(LoadSource, _tiers, _numbers, _hashes, _numbers)))
 _tier_orders = st.builds(

@@ -17,6 +17,7 @@ from core.trace.trace import read_trace
 from core.types.errors import SpecError
 
 if TYPE_CHECKING:
+    from core.model.kv_memory import KVArithmetic
     from core.spec.schema import Spec
     from planner.simulator.candidate import Candidate
     from planner.simulator.plan import CapacityPlan
@@ -216,6 +217,7 @@ def _memory(source: str) -> dict[str, Any]:
     from core.model.draft_source import heads_source
     from core.model.gguf_table import TABLE, read_table
     from core.model.kv_memory import KVArithmetic
+    from core.spec.kv_windows import why_windows_stay, window_arithmetic
     from core.spec.loader import load_spec
     from core.types.request import Role
     from core.types.role_switch import largest_step
@@ -226,6 +228,7 @@ def _memory(source: str) -> dict[str, Any]:
     check_ranks(spec, config)
     drafts = heads_source(spec)
     heads = load_heads(drafts.heads, drafts.directory, config) if drafts and drafts.heads else None
+    limit = min(config.max_context, spec.model.max_context or config.max_context)
     pools = {}
     for role in Role:
         pool = spec.pool(role)
@@ -243,20 +246,28 @@ def _memory(source: str) -> dict[str, Any]:
                 activations=spec.model.dtype,
                 unquantized_layers=config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers),
                 max_running=largest_step(spec, role)[1],
+                windows=window_arithmetic(
+                    spec, config, block_size=spec.kv.block_size, max_batch_tokens=largest_step(spec, role)[0]
+                ),
             )
             for dtype in dict.fromkeys((own, spec.model.dtype, "fp8_e4m3", "int8", "int4"))
             if config.can_keep_kv(dtype)
         }
         kv = by_dtype[own]
-        limit = min(config.max_context, spec.model.max_context or config.max_context)
         contexts = [*(context for context in _CONTEXTS if context < limit), limit]
         pools[role.value] = {
             "bytes_per_token": kv.bytes_per_token,
-            "blocks_per_replica": kv.num_blocks,
-            "tokens_per_replica": kv.num_blocks * spec.kv.block_size,
-            "tokens_by_pool_dtype": {name: one.num_blocks * spec.kv.block_size for name, one in by_dtype.items()},
+            "blocks_per_replica": kv.sizes.num_blocks,
+            "tokens_per_replica": kv.sizes.num_blocks * spec.kv.block_size,
+            "tokens_by_pool_dtype": {name: one.sizes.num_blocks * spec.kv.block_size for name, one in by_dtype.items()},
             "max_batch": {str(context): kv.max_batch(context) for context in contexts},
+            **_slots(kv),
+            "tier_places": {
+                name: int(gib * 2**30) // kv.cache.place_bytes if kv.cache.place_bytes else 0
+                for name, gib in (("host", pool.kv_host_gib), ("disk", pool.kv_disk_gib))
+            },
         }
+    why_whole = why_windows_stay(spec, config) if any(config.kv_windows) else None
     count = config.num_parameters
     weights = {spec.model.dtype: count * _ITEM_BYTES[spec.model.dtype], "int8": count}
     if (directory / TABLE).exists():
@@ -270,7 +281,21 @@ def _memory(source: str) -> dict[str, Any]:
         "weight_bytes": weights,
         # MTP heads are stored in the model's own files.
         "heads_bytes": _stored_bytes(heads.directory) if heads and heads.kind != "mtp" else 0,
+        "why_windows_stay": why_whole,
         "pools": pools,
+    }
+
+
+def _slots(kv: KVArithmetic) -> dict[str, int]:
+    """Return what a replica keeps beside blocks: states of recurrent layers, or parts of layers with a window."""
+    cache, sizes = kv.cache, kv.sizes
+    return {
+        "states_per_replica": sizes.num_states,
+        "state_bytes": cache.state_bytes * kv.tensor_parallel,
+        "window": cache.window,
+        "window_bytes_per_token": cache.window_token_bytes * kv.tensor_parallel,
+        "window_parts_per_replica": (sizes.num_window_parts or 1) - 1,
+        "places_beside_a_block": cache.num_pieces,
     }
 
 
@@ -330,14 +355,37 @@ def _memory_table(report: dict[str, Any]) -> str:
     ]
     if report["heads_bytes"]:
         lines.append(f"draft heads: {report['heads_bytes'] / 2**20:,.0f} MiB as stored, on each replica")
+    if report["why_windows_stay"]:
+        lines.append(f"layers with a window keep KV for whole contexts: {report['why_windows_stay']}")
     for role, pool in report["pools"].items():
         lines.append(
             f"{role}: {pool['bytes_per_token']:,} bytes per token, {pool['blocks_per_replica']:,} blocks"
             f" = {pool['tokens_per_replica']:,} tokens per replica"
         )
         by_dtype = ", ".join(f"{tokens:,} in {name}" for name, tokens in pool["tokens_by_pool_dtype"].items())
-        lines.append(f"  by kv.pool_dtype: {by_dtype}")
+        lines += [f"  by kv.pool_dtype: {by_dtype}", *_slot_lines(pool)]
         rows = [["  CONTEXT", "SEQUENCES AT A TIME"]]
         rows += [[f"  {int(context):,}", f"{batch:,}"] for context, batch in pool["max_batch"].items()]
         lines.append(columns(rows))
     return "\n".join(lines)
+
+
+def _slot_lines(pool: dict[str, Any]) -> list[str]:
+    lines, beside = [], ""
+    if pool["state_bytes"]:
+        beside = "a checkpoint"
+        lines.append(
+            f"  states: {pool['states_per_replica']:,} of {pool['state_bytes']:,} bytes; each running sequence"
+            " takes one, the others are checkpoints of cached prefixes"
+        )
+    if pool["window"]:
+        beside = "its part with a window"
+        lines.append(
+            f"  windows: {pool['window_bytes_per_token']:,} of the bytes per token are freed {pool['window']:,}"
+            f" tokens back; {pool['window_parts_per_replica']:,} blocks at a time have them"
+        )
+    if any(pool["tier_places"].values()):
+        places = " and ".join(f"{count:,} on {name}" for name, count in pool["tier_places"].items() if count)
+        more = f", {beside} {pool['places_beside_a_block']:,}" if beside else ""
+        lines.append(f"  lower tiers: {places}; a block takes one{more}")
+    return lines

@@ -188,12 +188,22 @@ async def _first_token_s(http: str, access: EndpointAccess) -> float:
 def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_memory_gib: float) -> dict[str, int]:
     from core.model import config as model_config
     from core.model.kv_memory import KVArithmetic
+    from core.spec.kv_windows import window_arithmetic
+    from core.spec.schema import Spec
 
-    config = model_config.load(model_dir)
+    config, spec = model_config.load(model_dir), Spec()
+    windows = window_arithmetic(spec, config, block_size=1, max_batch_tokens=spec.prefill.max_batch_tokens)
 
     def of(kind: str) -> KVArithmetic:
         return KVArithmetic(
-            config=config, dtype=kind, block_size=1, tensor_parallel=1, memory_bytes=kv_memory_gib * 2**30
+            config=config,
+            dtype=kind,
+            block_size=1,
+            tensor_parallel=1,
+            memory_bytes=kv_memory_gib * 2**30,
+            activations=dtype,
+            max_running=spec.decode.max_running,
+            windows=windows,
         )
 
     pool = of(dtype if pool_dtype == "auto" else pool_dtype)
@@ -202,7 +212,12 @@ def _kv(model_dir: Path, *, dtype: str, pool_dtype: str, wire_dtype: str, kv_mem
         "bytes_per_token": pool.bytes_per_token,
         "wire_bytes_per_token": wire.bytes_per_token,
         "num_layers": config.num_layers,
-        "pool_tokens": pool.num_blocks,
+        "pool_tokens": pool.sizes.num_blocks,
+        "window": wire.cache.window,
+        "window_wire_bytes_per_token": wire.cache.window_token_bytes,
+        "pool_window_tokens": (pool.sizes.num_window_parts or 1) - 1,
+        "state_bytes": wire.cache.state_bytes,
+        "pool_states": pool.sizes.num_states,
     }
 
 

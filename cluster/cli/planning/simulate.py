@@ -163,6 +163,7 @@ def pools_of(spec: Spec) -> dict[str, Any]:
         "decode_batch_tokens": spec.decode.max_batch_tokens,
         "max_running": spec.decode.max_running,
         "max_local_tokens": spec.router.max_local_prefill,
+        "checkpoint_tokens": spec.kv.checkpoint_tokens,
     }
 
 

@@ -1,6 +1,9 @@
-"""DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash and Mistral Small 4: latent attention, and experts beside a shared one."""
+"""DeepSeek-V2 to V3.2, Kimi-K2, GLM-4.7-Flash, GLM-5 and Mistral Small 4: latent attention, shared experts."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from core.model.families.family import (
     Family,
@@ -8,13 +11,35 @@ from core.model.families.family import (
     common,
     count_experts,
     stacked_experts,
+    with_default_rope,
     with_rope,
     with_sparse,
 )
 from core.model.families.llama import with_query_scaling
 from core.model.settings import Settings
-from core.model.shape import ExpertsConfig, LatentConfig
+from core.model.shape import ExpertsConfig, IndexConfig, LatentConfig
 from core.types.errors import SpecError
+
+_V3 = {
+    "max_position_embeddings": 4096,
+    "q_lora_rank": 1536,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+}
+_MISTRAL4_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 128.0,
+    "original_max_position_embeddings": 8192,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def _deepseek_v2(settings: Settings) -> Fields:
@@ -34,7 +59,56 @@ def _deepseek_v3(settings: Settings) -> Fields:
     return with_experts(settings, fields, scores="sigmoid", normalizes=settings.switch("norm_topk_prob", True))
 
 
+def _deepseek_v32(settings: Settings) -> Fields:
+    return _with_indexers(settings, _deepseek_v3(settings), is_interleaved=False, shares=())
+
+
+def _glm_moe_dsa(settings: Settings) -> Fields:
+    fields = _deepseek_v3(settings)
+    # transformers rotates adjacent pairs, whatever the file has.
+    if not settings.switch("indexer_rope_interleave", True):
+        raise SpecError("indexer_rope_interleave false is not supported for GLM-5; supported: true")
+    shares = _sharing_layers(settings, fields["num_layers"])
+    return _with_indexers(settings, fields, is_interleaved=True, shares=shares)
+
+
+def _with_indexers(settings: Settings, fields: Fields, *, is_interleaved: bool, shares: Sequence[int]) -> Fields:
+    """Add the indexer of sparse attention. shares: layers without one. Raises SpecError."""
+    latent: LatentConfig = fields["latent"]
+    index = IndexConfig(
+        num_heads=settings.count("index_n_heads"),
+        head_dim=settings.count("index_head_dim", least=latent.rope_dim),
+        top_k=settings.count("index_topk"),
+        is_interleaved=is_interleaved,
+    )
+    if latent.query_dim is None:
+        raise SpecError("q_lora_rank is missing: index queries are projections of the short queries")
+    layers = tuple(replace(layer, has_indexer=i not in shares) for i, layer in enumerate(fields["layers"]))
+    return fields | {"latent": replace(latent, index=index), "layers": layers}
+
+
+def _sharing_layers(settings: Settings, num_layers: int) -> list[int]:
+    """Return the layers that attend to the positions of an earlier layer. Raises SpecError.
+
+    `indexer_types` decides, then `index_topk_pattern`, then `index_topk_freq`, as in transformers.
+    """
+    if isinstance(pattern := settings.get("index_topk_pattern"), str):
+        names = {"F": "full", "S": "shared"}
+        settings = settings.replaced(index_topk_pattern=[names.get(letter, letter) for letter in pattern])
+    interval = max(1, settings.count("index_topk_freq", 1, least=0))
+    offset = settings.count("index_skip_topk_offset", 2, least=0)
+    found = [settings.per_layer(key, num_layers, ("full", "shared")) for key in ("indexer_types", "index_topk_pattern")]
+    kinds = found[0] or found[1]
+    shares = [i for i in range(num_layers) if (kinds[i] == "shared" if kinds else max(0, i - offset + 1) % interval)]
+    if 0 in shares:
+        raise SpecError("layer 0 shares the positions of an earlier layer, and must have an indexer")
+    return shares
+
+
 def _mistral4(settings: Settings) -> Fields:
+    if (num_groups := settings.get("n_group", 1)) != 1:
+        raise SpecError(f"n_group {num_groups!r:.60} is not supported for Mistral 4; supported: 1")
+    settings = with_default_rope(settings, _MISTRAL4_ROPE)
     fields = _with_latents(settings, is_interleaved=settings.switch("rope_interleave", True))
     fields = with_experts(settings, fields, scores="softmax", normalizes=settings.switch("norm_topk_prob", True))
     return with_query_scaling(settings, fields)
@@ -101,20 +175,48 @@ def _groups(settings: Settings, counts: Fields, *, best: int) -> Fields:
 
 
 FAMILIES = (
-    Family(architectures=("DeepseekV2ForCausalLM",), model_types=("deepseek_v2",), read=_deepseek_v2),
+    Family(
+        architectures=("DeepseekV2ForCausalLM",),
+        model_types=("deepseek_v2",),
+        read=_deepseek_v2,
+        defaults={"max_position_embeddings": 2048, "q_lora_rank": 1536, "n_routed_experts": 64, "n_shared_experts": 2},
+    ),
     Family(
         architectures=("DeepseekV3ForCausalLM",),
         model_types=("deepseek_v3", "kimi_k2"),
         read=_deepseek_v3,
-        defaults={"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4, "n_routed_experts": 256}
-        | {"n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 1536},
+        defaults=_V3,
     ),
     Family(
         architectures=("Glm4MoeLiteForCausalLM",),
         model_types=("glm4_moe_lite",),
         read=_deepseek_v3,
         defaults={"first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "rms_norm_eps": 1e-5}
-        | {"n_routed_experts": 64, "n_shared_experts": 1, "q_lora_rank": 768},
+        | {"n_routed_experts": 64, "n_shared_experts": 1, "q_lora_rank": 768}
+        | {"num_experts_per_tok": 4, "max_position_embeddings": 202752},
     ),
-    Family(architectures=("Mistral4ForCausalLM",), model_types=("mistral4",), read=_mistral4, stored=stacked_experts()),
+    Family(
+        architectures=("DeepseekV32ForCausalLM",),
+        model_types=("deepseek_v32",),
+        read=_deepseek_v32,
+        defaults=_V3
+        | {"max_position_embeddings": 163840, "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64},
+    ),
+    Family(
+        architectures=("GlmMoeDsaForCausalLM",),
+        model_types=("glm_moe_dsa",),
+        read=_glm_moe_dsa,
+        defaults={"routed_scaling_factor": 2.5, "n_routed_experts": 256, "rms_norm_eps": 1e-5}
+        | {"n_shared_experts": 1, "first_k_dense_replace": 3, "q_lora_rank": 2048}
+        | {"num_experts_per_tok": 8, "max_position_embeddings": 202752}
+        | {"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 32},
+    ),
+    Family(
+        architectures=("Mistral4ForCausalLM",),
+        model_types=("mistral4",),
+        read=_mistral4,
+        defaults={"max_position_embeddings": 1048576, "q_lora_rank": 1024}
+        | {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4},
+        stored=stacked_experts(),
+    ),
 )

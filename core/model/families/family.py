@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from core.model.recurrent import RecurrentShape
 from core.model.rope import context_of, read_rope
 from core.model.settings import Settings
 from core.model.shape import Activation, LayerConfig, RopeConfig
@@ -20,7 +21,9 @@ _MOST_LAYERS = 4096
 _MOST_HEADS = _MOST_HEAD_DIM = 1 << 16
 _MOST_DIGITS = 6  # of the index of a layer
 _MOST_EXPERTS = 4096
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+# Older names of kinds of layers.
+_OLDER = {"attention": FULL, "mamba": LINEAR}
 
 # Arguments of ModelConfig.
 Fields = dict[str, Any]
@@ -50,9 +53,11 @@ class Stored:
     # halves: parts of equal size. qkv: heads of queries, keys and values. pairs: rows of two parts alternate. rotary:
     # one part, in whose heads the features of a rotary pair are adjacent.
     split: Literal["halves", "qkv", "pairs", "rotary"] = "halves"
-    # Matrices of all experts in one tensor (E, O, I), or (E, I, O) if transposed.
+    # Matrices of all experts in one tensor: (E, I, O) if transposed or if only that fits their sizes, else (E, O, I).
     has_experts: bool = False
     is_transposed: bool = False
+    # Models that the rule is for: those with experts (sparse), those without (dense), or both.
+    of: Literal["sparse", "dense", "both"] = "both"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,6 +150,18 @@ def with_rope(
     return fields | {"ropes": (rope,), "max_context": context_of(rope)}
 
 
+def with_recurrent_layers(fields: Fields, is_recurrent: Sequence[bool], shape: RecurrentShape) -> Fields:
+    """Replace attention by recurrent layers of one shape. is_recurrent: by layer."""
+    layers = zip(fields["layers"], is_recurrent, strict=True)
+    return fields | {"layers": tuple(replace(layer, recurrent=shape if chosen else None) for layer, chosen in layers)}
+
+
+def with_default_rope(settings: Settings, parameters: Mapping[str, Any]) -> Settings:
+    """Return the settings with these rotary ones if they have none."""
+    has_own = settings.object("rope_parameters") or settings.object("rope_scaling")
+    return settings if has_own else settings.replaced(rope_parameters=dict(parameters))
+
+
 def with_ropes(fields: Fields, ropes: Mapping[str, RopeConfig], kinds: Sequence[str]) -> Fields:
     """Add a rotation for each kind of layer. kinds: of each layer."""
     order = list(ropes)
@@ -159,10 +176,17 @@ def activation(settings: Settings, key: str, default: str) -> Activation:
 
 
 def layer_kinds(
-    settings: Settings, num_layers: int, default: Callable[[int], str], kinds: Sequence[str] = (FULL, SLIDING)
+    settings: Settings,
+    num_layers: int,
+    default: Callable[[int], str],
+    kinds: Sequence[str] = (FULL, SLIDING),
+    *,
+    key: str = "layer_types",
 ) -> list[str]:
-    """Return the kind of each layer: `layer_types`, or the default of its index. Raises SpecError for others."""
-    return settings.per_layer("layer_types", num_layers, kinds) or [default(index) for index in range(num_layers)]
+    """Return the kind of each layer: the setting's, or the default of its index. Raises SpecError for others."""
+    older = {name: kind for name, kind in _OLDER.items() if kind in kinds}
+    listed = settings.per_layer(key, num_layers, (*kinds, *older)) or [default(index) for index in range(num_layers)]
+    return [older.get(kind, kind) for kind in listed]
 
 
 def with_windows(settings: Settings, fields: Fields, kinds: Sequence[str]) -> Fields:

@@ -47,7 +47,8 @@ def gemma_fields(settings: Settings, *, adds_one: bool) -> Fields:
 
 
 def _gemma2(settings: Settings) -> Fields:
-    fields = with_rope(settings, gemma_fields(settings, adds_one=True)) | _scores(settings)
+    fields = with_rope(settings, gemma_fields(settings, adds_one=True)) | _score_scale(settings)
+    fields["score_soft_cap"] = settings.optional_real("attn_logit_softcapping")
     kinds = layer_kinds(
         settings, fields["num_layers"], lambda index: "full_attention" if index % 2 else "sliding_attention"
     )
@@ -55,7 +56,8 @@ def _gemma2(settings: Settings) -> Fields:
 
 
 def _gemma3(settings: Settings) -> Fields:
-    fields = gemma_fields(settings, adds_one=True) | _scores(settings) | {"qk_norm": "head"}
+    fields = gemma_fields(settings, adds_one=True) | _score_scale(settings) | {"qk_norm": "head"}
+    settings.get("attn_logit_softcapping")  # Gemma 2's, which transformers ignores
     pattern = settings.count("sliding_window_pattern", 6)
     kinds = layer_kinds(
         settings,
@@ -75,11 +77,8 @@ def _gemma3(settings: Settings) -> Fields:
     return fields | {"max_context": fields["max_position"]}
 
 
-def _scores(settings: Settings) -> Fields:
-    return {
-        "score_scale": settings.real("query_pre_attn_scalar", 256) ** -0.5,
-        "score_soft_cap": settings.optional_real("attn_logit_softcapping"),
-    }
+def _score_scale(settings: Settings) -> Fields:
+    return {"score_scale": settings.real("query_pre_attn_scalar", 256) ** -0.5}
 
 
 FAMILIES = (

@@ -62,6 +62,7 @@ def _gemma4(settings: Settings) -> Fields:
         "per_layer_dim": settings.count("hidden_size_per_layer_input", 256, least=0),
         "per_layer_vocab_size": settings.count("vocab_size_per_layer_input", 262144, least=0),
     }
+    settings.get("num_experts")  # files of dense models may have it
     if settings.switch("enable_moe_block"):
         fields["experts"] = ExpertsConfig(
             **count_experts(settings, "num_experts", "top_k_experts"),
@@ -85,7 +86,7 @@ def _with_layers(settings: Settings, fields: Fields, kinds: list[str]) -> Fields
     for index, kind in enumerate(kinds):
         if kind == "full_attention":
             layers[index] = replace(layers[index], values_are_keys=is_shared)
-            if not settings.object("per_layer_config"):
+            if "per_layer_config" not in settings:
                 heads = num_global or layers[index].num_kv_heads
                 layers[index] = replace(
                     layers[index], head_dim=settings.count("global_head_dim", 512), num_kv_heads=heads

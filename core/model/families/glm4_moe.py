@@ -19,6 +19,8 @@ FAMILIES = (
         architectures=("Glm4MoeForCausalLM",),
         model_types=("glm4_moe", "glm4v_moe_text"),
         read=_glm4_moe,
-        defaults={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5},
+        defaults={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5}
+        | {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+        | {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8},
     ),
 )

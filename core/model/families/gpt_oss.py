@@ -10,6 +10,7 @@ from core.model.families.family import (
     count_experts,
     layer_kinds,
     stacked_experts,
+    with_default_rope,
     with_rope,
     with_sparse,
     with_windows,
@@ -27,8 +28,7 @@ _ROPE = {
 
 
 def _gpt_oss(settings: Settings) -> Fields:
-    if not settings.object("rope_parameters") and not settings.object("rope_scaling"):
-        settings = settings.replaced(rope_parameters=_ROPE)
+    settings = with_default_rope(settings, _ROPE)
     fields = with_rope(settings, common(settings))
     alternate = layer_kinds(
         settings, fields["num_layers"], lambda index: "full_attention" if index % 2 else "sliding_attention"
@@ -60,6 +60,8 @@ FAMILIES = (
             "attention_bias": True,
             "rms_norm_eps": 1e-5,
             "rope_theta": 150000.0,
+            "max_position_embeddings": 131072,
+            "num_experts_per_tok": 4,
         },
         stored=(
             Stored(pattern=r"mlp\.router", name="mlp.gate"),

@@ -11,12 +11,24 @@ from core.model.families.family import (
     Fields,
     common,
     layer_kinds,
+    with_default_rope,
     with_optional_windows,
     with_rope,
     with_windows,
 )
 from core.model.settings import Settings
 from core.model.shape import QueryScaling
+
+_QWEN = {"sliding_window": 4096, "max_position_embeddings": 32768}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 
 
 def _llama(settings: Settings) -> Fields:
@@ -30,6 +42,7 @@ def _mistral(settings: Settings) -> Fields:
 
 
 def _ministral3(settings: Settings) -> Fields:
+    settings = with_default_rope(settings, _MINISTRAL3_ROPE)
     fields = _mistral(settings)
     return with_query_scaling(settings, fields)
 
@@ -64,29 +77,34 @@ def _qwen3(settings: Settings) -> Fields:
 
 
 FAMILIES = (
-    Family(architectures=("LlamaForCausalLM",), model_types=("llama",), read=_llama),
+    Family(
+        architectures=("LlamaForCausalLM",),
+        model_types=("llama",),
+        read=_llama,
+        defaults={"max_position_embeddings": 2048},
+    ),
     Family(
         architectures=("MistralForCausalLM",),
         model_types=("mistral",),
         read=_mistral,
-        defaults={"sliding_window": 4096},
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8, "max_position_embeddings": 131072},
     ),
     Family(
         architectures=("Ministral3ForCausalLM",),
         model_types=("ministral3",),
         read=_ministral3,
-        defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        defaults={"head_dim": 128, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144},
     ),
     Family(
         architectures=("Qwen2ForCausalLM",),
         model_types=("qwen2",),
         read=_qwen2,
-        defaults={"sliding_window": 4096},
+        defaults=_QWEN,
     ),
     Family(
         architectures=("Qwen3ForCausalLM",),
         model_types=("qwen3", "qwen3_vl_text"),
         read=_qwen3,
-        defaults={"sliding_window": 4096},
+        defaults=_QWEN,
     ),
 )

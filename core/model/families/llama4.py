@@ -73,6 +73,8 @@ FAMILIES = (
             "vocab_size": 202048,
             "hidden_size": 5120,
             "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_local_experts": 16,
             "num_attention_heads": 40,
             "num_key_value_heads": 8,
             "max_position_embeddings": 131072,

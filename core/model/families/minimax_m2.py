@@ -31,7 +31,8 @@ FAMILIES = (
         architectures=("MiniMaxM2ForCausalLM",),
         model_types=("minimax_m2",),
         read=_minimax_m2,
-        defaults={"head_dim": 128, "rope_theta": 5e6, "num_key_value_heads": 8},
+        defaults={"head_dim": 128, "rope_theta": 5e6, "num_key_value_heads": 8}
+        | {"num_local_experts": 256, "num_experts_per_tok": 8, "max_position_embeddings": 196608},
         stored=(
             *MIXTRAL_EXPERTS,
             Stored(pattern=r"block_sparse_moe\.e_score_correction_bias", name="mlp.gate.e_score_correction_bias"),

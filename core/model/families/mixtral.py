@@ -46,15 +46,16 @@ def _qwen2_moe(settings: Settings) -> Fields:
     fields |= {"has_qkv_bias": fields["has_qkv_bias"] or settings.switch("qkv_bias", True)}
     num_layers, first = fields["num_layers"], settings.count("max_window_layers", 28, least=0)
     kinds = layer_kinds(settings, num_layers, lambda index: SLIDING if index % 2 == 0 and index < first else FULL)
-    return _with_experts(settings, with_optional_windows(settings, fields, kinds))
+    return with_qwen_experts(settings, with_optional_windows(settings, fields, kinds))
 
 
 def _qwen3_moe(settings: Settings) -> Fields:
     fields = with_rope(settings, common(settings)) | {"qk_norm": "head"}
-    return _with_experts(settings, with_optional_windows(settings, fields, [SLIDING] * fields["num_layers"]))
+    return with_qwen_experts(settings, with_optional_windows(settings, fields, [SLIDING] * fields["num_layers"]))
 
 
-def _with_experts(settings: Settings, fields: Fields) -> Fields:
+def with_qwen_experts(settings: Settings, fields: Fields) -> Fields:
+    """Add the experts of Qwen's models."""
     step, dense = settings.count("decoder_sparse_step", 1), settings.indices("mlp_only_layers") or ()
     shared = "shared_expert_intermediate_size"
     fields["experts"] = ExpertsConfig(
@@ -72,14 +73,23 @@ FAMILIES = (
         architectures=("MixtralForCausalLM",),
         model_types=("mixtral",),
         read=_mixtral,
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8},
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "num_key_value_heads": 8}
+        | {"num_local_experts": 8, "num_experts_per_tok": 2, "max_position_embeddings": 131072},
         stored=MIXTRAL_EXPERTS,
     ),
-    Family(architectures=("Qwen2MoeForCausalLM",), model_types=("qwen2_moe",), read=_qwen2_moe),
+    Family(
+        architectures=("Qwen2MoeForCausalLM",),
+        model_types=("qwen2_moe",),
+        read=_qwen2_moe,
+        defaults={"num_experts": 60, "num_experts_per_tok": 4, "max_position_embeddings": 32768}
+        | {"intermediate_size": 5632, "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
+    ),
     Family(
         architectures=("Qwen3MoeForCausalLM",),
         model_types=("qwen3_moe", "qwen3_vl_moe_text"),
         read=_qwen3_moe,
-        stored=stacked_experts(is_transposed=True),
+        defaults={"num_experts_per_tok": 8, "max_position_embeddings": 32768, "num_key_value_heads": 4}
+        | {"intermediate_size": 6144, "moe_intermediate_size": 768},
+        stored=stacked_experts(),
     ),
 )

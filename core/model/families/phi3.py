@@ -16,7 +16,7 @@ FAMILIES = (
         architectures=("Phi3ForCausalLM",),
         model_types=("phi3",),
         read=_phi3,
-        defaults={"rms_norm_eps": 1e-5},
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         stored=(
             Stored(
                 pattern=r"self_attn\.qkv_proj",

@@ -17,7 +17,8 @@ from engine.kernels.attention.store_latents import reference_store_latents, stor
 from engine.kernels.language import cdiv, jit, power_of_2, tl
 from engine.kernels.quant.row_quantization import as_bytes
 
-# T tokens, H query heads, B blocks, S block_size, C latent_dim, P rope_dim, D = C + P, F = P / 2, N nope_dim, Q = N + P
+# T tokens, H query heads, B blocks, S block_size, C latent_dim, P rope_dim, X numbers of an index key, D = C + P (rows:
+# + X), F = P / 2, N nope_dim, Q = N + P
 
 # Tokens per program.
 _FEW, _MANY = 16, 64
@@ -72,7 +73,8 @@ def reference_absorb_queries(
     *,
     is_interleaved: bool,
 ) -> Tensor:
-    out_THD, latent_dim = q_THQ.new_empty(*q_THQ.shape[:2], row_TD.shape[1]), key_HNC.shape[2]
+    latent_dim, rope_dim = key_HNC.shape[2], 2 * cos_T1F.shape[-1]
+    out_THD = q_THQ.new_empty(*q_THQ.shape[:2], latent_dim + rope_dim)
     reference_store_latents(
         q_THQ,
         row_TD,
@@ -134,6 +136,7 @@ def launch_absorb_queries(
         N=nope_dim,
         C=latent_dim,
         F=rope_dim // 2,
+        X=row_TD.shape[1] - latent_dim - rope_dim,
         WIDTH=codes.shape[-1],
         EXACT_WIDTH=exact.shape[-1],
         PARTS=parts,
@@ -171,6 +174,7 @@ def _absorb_queries(
     N: tl.constexpr,
     C: tl.constexpr,
     F: tl.constexpr,
+    X: tl.constexpr,
     WIDTH: tl.constexpr,
     EXACT_WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
@@ -188,7 +192,7 @@ def _absorb_queries(
     if program < num_tokens:
         store_row(
             rows, norm, cos, sin, codes, exact, scales, slots, program.to(tl.int64), row_stride, eps,
-            C, F, WIDTH, EXACT_WIDTH, BLOCK_ROW, BLOCK_F, IS_INTERLEAVED, HAS_SCALES,
+            C, F, X, WIDTH, EXACT_WIDTH, BLOCK_ROW, BLOCK_F, IS_INTERLEAVED, HAS_SCALES,
         )  # fmt: skip
     else:
         place = program - num_tokens

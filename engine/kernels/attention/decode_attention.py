@@ -262,11 +262,17 @@ def _attend_part(
             queries = rotate_queries(queries.to(tl.float32), D).to(queries.dtype)
         # Number of keys that each query sees.
         sees = context - num_queries + 1 + query
+        # Blocks before the first key that any of them sees may be another sequence's; see KVPool.window_of.
+        lowest = context * 0
+        if WINDOW > 0:
+            lowest = context - num_queries - (WINDOW - 1)
+        elif CHUNK > 0:
+            lowest = (context - num_queries) // CHUNK * CHUNK
         table = tables + row.to(tl.int64) * table_stride
         at = (((program + row).to(tl.int64) * Q + query) * K + head) * G + of_head
         if HAS_SCALES:
             even, odd, largest, total = _attend_codes(
-                queries, codes, pairs, scales, table, head, first, end, sees, scale,
+                queries, codes, pairs, scales, table, head, first, end, lowest, sees, scale,
                 Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW, CHUNK, CAP, IS_INT4, NATIVE,
             )  # fmt: skip
             if IS_INT4:
@@ -279,7 +285,7 @@ def _attend_part(
                 tl.store(target + 1, odd, mask=mask_e)
         else:
             out, largest, total = _attend_numbers(
-                queries, codes, table, head, first, end, sees, scale,
+                queries, codes, table, head, first, end, lowest, sees, scale,
                 Q, K, S, D, BLOCK_M, BLOCK_D, BLOCK_N, WINDOW, CHUNK, CAP,
             )  # fmt: skip
             if taken > 0:
@@ -299,6 +305,7 @@ def _attend_numbers(
     head: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
+    lowest: tl.tensor,
     sees: tl.tensor,
     scale: tl.tensor,
     Q: tl.constexpr,
@@ -312,8 +319,9 @@ def _attend_numbers(
     CHUNK: tl.constexpr,
     CAP: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Attend to keys [first, end) of a row in q's dtype. Returns out (M, D), largest (M), total (M); see
-    online_softmax.py.
+    """Attend to keys [first, end) of a row in q's dtype, from `lowest` on if there is a window.
+
+    Returns out (M, D), largest (M), total (M); see online_softmax.py.
     """
     out = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     largest = tl.full([BLOCK_M], -float("inf"), tl.float32)
@@ -322,6 +330,8 @@ def _attend_numbers(
     for n in range(first, end, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         is_key, is_d = key < end, d < D
+        if WINDOW + CHUNK > 0:
+            is_key = is_key & (key >= lowest)
         cell, slot = places_of(n, S, BLOCK_N)
         block = tl.load(table + cell, mask=is_key, other=0).to(tl.int64) * (2 * K * S * D)
         within = (head * S + slot) * D
@@ -351,6 +361,7 @@ def _attend_codes(
     head: tl.tensor,
     first: tl.tensor,
     end: tl.tensor,
+    lowest: tl.tensor,
     sees: tl.tensor,
     scale: tl.tensor,
     Q: tl.constexpr,
@@ -366,8 +377,10 @@ def _attend_codes(
     IS_INT4: tl.constexpr,
     NATIVE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Attend to quantized keys [first, end) of a row. Returns even features of out (M, D / 2), odd ones, largest (M),
-    total (M). int4: all features (M, D) in place of the even ones.
+    """Attend to quantized keys, as _attend_numbers does.
+
+    Returns even features of out (M, D / 2), odd ones, largest (M), total (M). int4: all features (M, D) in place of the
+    even ones.
     """
     dtype: tl.constexpr = tl.float32 if q.dtype == tl.float32 else tl.float16
     q, power = _fit(q, dtype)
@@ -384,6 +397,8 @@ def _attend_codes(
     for n in range(first, end, BLOCK_N):
         key = n + tl.arange(0, BLOCK_N)
         is_key = key < end
+        if WINDOW + CHUNK > 0:
+            is_key = is_key & (key >= lowest)
         cell, slot = places_of(n, S, BLOCK_N)
         block = tl.load(table + cell, mask=is_key, other=0).to(tl.int64) * (2 * K * S)
         within = head * S + slot
@@ -400,6 +415,8 @@ def _attend_codes(
         else:
             k_scale = _scales_of(scales, table, head * S, n, end, K, S, BLOCK_N)
             v_scale = _scales_of(scales, table, (head + K) * S, n, end, K, S, BLOCK_N)
+            if WINDOW + CHUNK > 0:
+                v_scale = tl.where(is_key, v_scale, 0.0)
             k = tl.load(
                 codes + (block * D)[None, :] + (within[None, :] * D + d[:, None]),
                 mask=is_key[None, :] & (d < D)[:, None],

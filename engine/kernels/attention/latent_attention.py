@@ -43,9 +43,9 @@ def latent_decode_attention(
     """Return the attention output (R, H, W) of absorbed queries, absorbed part first.
 
     q: (R, H, D) bf16, fp16 or fp32, each the last position of its row. codes, scales: a layer of a latent pool, 8
-    bits with scales or of q's dtype. value: contiguous, of q's dtype; weighted sums of latents are rounded to it before
-    the expansion. tables: (R, B) int32 block ids; contexts: (R,) int32 keys of each row; rows without keys get zeros.
-    splits: Splits of these contexts.
+    bits with scales or of q's dtype; index keys at the end of its rows are ignored. value: contiguous, of q's dtype;
+    weighted sums of latents are rounded to it before the expansion. tables: (R, B) int32 block ids; contexts: (R,)
+    int32 keys of each row; rows without keys get zeros. splits: Splits of these contexts.
     """
     attend = launch_latent_decode_attention if q_RHD.is_cuda else reference_latent_decode_attention
     return attend(
@@ -91,9 +91,9 @@ def reference_latent_decode_attention(
             rows_B11SD = codes_B11SD[blocks].float()
         else:
             codes = as_bytes(codes_B11SD)[blocks].view(codes_B11SD.dtype)
-            exact = codes.shape[-1] - q_RHD.shape[-1]
+            exact = (codes.shape[-1] - latent_dim) // 2
             rows_B11SD = dequantize_rows(codes, scales_B11S[blocks], torch.float32, exact=exact)
-        rows_LD = rows_B11SD.flatten(0, 3)[:context]
+        rows_LD = rows_B11SD.flatten(0, 3)[:context, : q_RHD.shape[-1]]
         weights_HL = (q_RHD[row].float() @ rows_LD.T * scale).softmax(dim=-1)
         latents_RHC[row] = weights_HL @ rows_LD[:, :latent_dim]
     return torch.einsum("rhc,hwc->rhw", latents_RHC, value_HWC)
@@ -143,6 +143,7 @@ def launch_latent_decode_attention(
         P=rope_dim,
         WIDTH=codes.shape[-1] // (2 if has_scales else 1),
         EXACT_WIDTH=exact.shape[-1],
+        EXACT_FIRST=latent_dim // 2 if has_scales else latent_dim,
         BLOCK_H=block_h,
         BLOCK_N=32 if is_small else 64,
         SHARED_N=KEYS,
@@ -181,6 +182,7 @@ def _attend_latents(
     P: tl.constexpr,
     WIDTH: tl.constexpr,
     EXACT_WIDTH: tl.constexpr,
+    EXACT_FIRST: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SHARED_N: tl.constexpr,
@@ -241,7 +243,7 @@ def _attend_latents(
                 row_scale = tl.load(scales + (block + slot), mask=is_key, other=0.0).to(tl.float32)
                 scores *= row_scale[None, :]
             rope = tl.load(
-                exact + (block * EXACT_WIDTH)[:, None] + (slot[:, None] * EXACT_WIDTH + (EXACT_WIDTH - P) + p[None, :]),
+                exact + (block * EXACT_WIDTH)[:, None] + (slot[:, None] * EXACT_WIDTH + EXACT_FIRST + p[None, :]),
                 mask=is_key[:, None] & (p < P)[None, :],
                 other=0.0,
             ).to(q_rope.dtype)

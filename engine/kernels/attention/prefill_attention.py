@@ -274,12 +274,14 @@ def _attend_tile(
         queries, q_odd = tl.split(tl.reshape(queries, [BLOCK_M, BLOCK_D // 2, 2]))
     result = tl.zeros([BLOCK_M, BLOCK_D // STEP], tl.float32)
     odd = result
-    for n in range(first, plain, BLOCK_N):
-        result, odd, largest, total = attend_block(
-            result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
-            K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, CHUNK, CAP, HAS_SCALES, STEP, IS_INT8, IS_INT4, NATIVE,
-            IN_PAIRS, False,
-        )  # fmt: skip
+    # A window's loop would be compiled although it has no iterations.
+    if WINDOW == 0:
+        for n in range(first, plain, BLOCK_N):
+            result, odd, largest, total = attend_block(
+                result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,
+                K, S, D // STEP, BLOCK_N, BLOCK_D // STEP, WINDOW, CHUNK, CAP, HAS_SCALES, STEP, IS_INT8, IS_INT4,
+                NATIVE, IN_PAIRS, False,
+            )  # fmt: skip
     for n in range(plain, end, BLOCK_N):
         result, odd, largest, total = attend_block(
             result, odd, largest, total, queries, q_odd, position, n, end, numbers, scales, table, kv_head, scale,

@@ -32,6 +32,7 @@ def launch_rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
     (num_tokens, num_heads, dim), half = x_THD.shape, cos_T1F.shape[-1]
     assert x_THD.stride(-1) == 1
     out_THD = torch.empty(x_THD.shape, dtype=x_THD.dtype, device=x_THD.device)
+    block_h = power_of_2(num_heads)
     _rotate[(num_tokens,)](
         x_THD,
         cos_T1F.contiguous(),
@@ -42,9 +43,11 @@ def launch_rotate(x_THD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
         H=num_heads,
         D=dim,
         F=half,
-        BLOCK_H=power_of_2(num_heads),
+        BLOCK_H=block_h,
         BLOCK_F=power_of_2(half or 1),
         BLOCK_R=power_of_2(dim - 2 * half or 1),
+        # A token's heads are in registers.
+        num_warps=max(1, min(16, block_h * power_of_2(dim) // 1024)),
     )
     return out_THD
 

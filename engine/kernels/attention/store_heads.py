@@ -104,7 +104,7 @@ def launch_store_heads(
         BLOCK_D=block_d,
         HAS_SCALES=scales_B2KS is not None,
         IS_INT4=codes_B2KSD.dtype == INT4,
-        num_warps=max(1, min(4, power_of_2(group) * block_d // 512)),
+        num_warps=max(1, min(8, power_of_2(group) * block_d // 512)),
     )
     return q_THD
 
@@ -180,11 +180,9 @@ def _turned(
     F: features [0, 2 F) rotate.
     """
     d = tl.arange(0, BLOCK_D)
-    x = tl.load(rows + d[None, :], mask=mask, other=0.0)
-    dtype: tl.constexpr = x.dtype
-    if F == 0 and weight is None:
-        return x
-    x = x.to(tl.float32)
+    numbers = tl.load(rows + d[None, :], mask=mask, other=0.0)
+    dtype: tl.constexpr = numbers.dtype
+    x = numbers.to(tl.float32)
     # Index of each number's partner in its rotary pair.
     other = tl.where(d < F, d + F, d - F)
     if 2 * F < D:
@@ -197,9 +195,10 @@ def _turned(
         x = _weighed(x * scale, tl.load(weight + d, mask=d < D, other=0.0), dtype)
         if F > 0:
             y = _weighed(y * scale, tl.load(weight + other, mask=d < D, other=0.0), dtype)
-    if F == 0:
-        return x.to(dtype)
-    return (x * c[None, :] + y * s[None, :]).to(dtype)
+    # Triton also compiles what follows a return.
+    if F > 0:
+        x = x * c[None, :] + y * s[None, :]
+    return x.to(dtype)
 
 
 @jit

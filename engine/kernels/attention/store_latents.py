@@ -1,9 +1,9 @@
 """Fused kernel from a latent layer's projections to its queries, with each token's row stored in the pool.
 
-    row = (norm(latent), rotate(key))      q_h = (nope_h, rotate(rope_h))
+    row = (norm(latent), rotate(key), index key)      q_h = (nope_h, rotate(rope_h))
 
-8-bit pools quantize the latent but not the rotated key. Interleaved rotary pairs are moved half a head apart, in
-queries and keys alike, so that products are unaffected.
+8-bit pools quantize the latent only. Models without sparse attention have no index key. Interleaved rotary pairs are
+moved half a head apart, in queries and keys alike, so that products are unaffected.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from engine.kernels.language import cdiv, jit, power_of_2, tl
 from engine.kernels.quant.row_quantization import as_bytes, quantize_row
 from engine.kernels.rms_norm import normed, reference_rms_norm
 
-# T tokens, H query heads, B blocks, S block_size, C latent_dim, P rope_dim, D = C + P, F = P / 2, Q numbers of a query,
-# of which the last P are rotated
+# T tokens, H query heads, B blocks, S block_size, C latent_dim, P rope_dim, F = P / 2, X numbers of an index key,
+# D = C + P + X, Q numbers of a query, of which the last P are rotated
 
 _HEADS_AT_ONCE = 8
 
@@ -40,8 +40,9 @@ def store_latents(
     """Store rows at `slots_T` (int32 or int64, block id * S + offset; a negative slot stores nothing).
 
     Writes the last N numbers of each query, rotated part included, to `out`; N is P or Q.
-    q, row: dense in their last dimension, row with the latent first. cos, sin: (T, 1, F). codes, scales: a layer of a
-    latent pool; see engine/kv/layout.py. out: dense in N; may be a view, but not of q.
+    q, row: dense in their last dimension, row with the latent first; an index key is stored as it is. cos, sin:
+    (T, 1, F). codes, scales: a layer of a latent pool; see engine/kv/layout.py. out: dense in N; may be a view, but not
+    of q.
     """
     store = launch_store_latents if q_THQ.is_cuda else reference_store_latents
     store(
@@ -82,9 +83,10 @@ def reference_store_latents(
 
     out_THN[..., -rope_dim:] = turned(q_THQ[..., -rope_dim:])
     out_THN[..., :-rope_dim] = q_THQ[..., -out_THN.shape[-1] : -rope_dim]
-    latent_TC, key_TP = row_TD.tensor_split((-rope_dim,), dim=-1)
+    latent_dim = len(norm_C)
+    latent_TC, key_TP, index_TX = row_TD.tensor_split((latent_dim, latent_dim + rope_dim), dim=-1)
     latent_TC = reference_rms_norm(latent_TC, norm_C, eps)
-    kept_TD = torch.cat((latent_TC, turned(key_TP.unsqueeze(1)).squeeze(1)), dim=-1)
+    kept_TD = torch.cat((latent_TC, turned(key_TP.unsqueeze(1)).squeeze(1), index_TX), dim=-1)
     is_stored_T = slots_T >= 0
     write_rows(codes_B11SD, scales_B11S, slots_T[is_stored_T], kept_TD[is_stored_T, None, None])
 
@@ -105,7 +107,8 @@ def launch_store_latents(
 ) -> None:
     (num_tokens, num_heads, query_dim), rope_dim = q_THQ.shape, 2 * cos_T1F.shape[-1]
     assert q_THQ.stride(-1) == row_TD.stride(-1) == out_THN.stride(-1) == 1 and codes_B11SD.is_contiguous()
-    has_scales, latent_dim = scales_B11S is not None, row_TD.shape[1] - rope_dim
+    has_scales, latent_dim = scales_B11S is not None, len(norm_C)
+    index_dim = row_TD.shape[1] - latent_dim - rope_dim
     codes = as_bytes(codes_B11SD)
     # View in which rotated keys are bf16 numbers.
     exact = codes_B11SD.view(torch.bfloat16) if has_scales else codes_B11SD
@@ -131,6 +134,7 @@ def launch_store_latents(
         N=num_copied,
         C=latent_dim,
         F=rope_dim // 2,
+        X=index_dim,
         WIDTH=codes.shape[-1],
         EXACT_WIDTH=exact.shape[-1],
         BLOCK_H=_HEADS_AT_ONCE,
@@ -165,6 +169,7 @@ def _store_latents(
     N: tl.constexpr,
     C: tl.constexpr,
     F: tl.constexpr,
+    X: tl.constexpr,
     WIDTH: tl.constexpr,
     EXACT_WIDTH: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -179,7 +184,7 @@ def _store_latents(
     if tl.program_id(1) == 0:
         store_row(
             rows, norm, cos, sin, codes, exact, scales, slots, token, row_stride, eps,
-            C, F, WIDTH, EXACT_WIDTH, BLOCK_C, BLOCK_F, IS_INTERLEAVED, HAS_SCALES,
+            C, F, X, WIDTH, EXACT_WIDTH, BLOCK_C, BLOCK_F, IS_INTERLEAVED, HAS_SCALES,
         )  # fmt: skip
     else:
         h = (tl.program_id(1) - 1) * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -208,6 +213,7 @@ def store_row(
     eps: tl.tensor,
     C: tl.constexpr,
     F: tl.constexpr,
+    X: tl.constexpr,
     WIDTH: tl.constexpr,
     EXACT_WIDTH: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -229,9 +235,14 @@ def store_row(
             tl.store(scales + slot + one[:, None], scale.to(tl.bfloat16))
         else:
             tl.store(codes + slot * WIDTH + c, latent.to(codes.dtype.element_ty), mask=c < C)
-        key = exact + slot * EXACT_WIDTH + (EXACT_WIDTH - 2 * F) + one[:, None]
+        key = exact + slot * EXACT_WIDTH + (EXACT_WIDTH - 2 * F - X) + one[:, None]
         turn, tilt, is_f = _angles(cos, sin, token, F, BLOCK_F)
         turn_rows(row + C + one[:, None], key, is_f, turn, tilt, F, BLOCK_F, IS_INTERLEAVED)
+        for begin in range(0, X, 2 * BLOCK_F):
+            n = begin + tl.arange(0, 2 * BLOCK_F)
+            index = tl.load(row + C + 2 * F + n, mask=n < X, other=0.0)
+            target = exact + slot * EXACT_WIDTH + (EXACT_WIDTH - X) + n
+            tl.store(target, index.to(exact.dtype.element_ty), mask=n < X)
 
 
 @jit

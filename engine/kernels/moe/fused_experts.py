@@ -1,8 +1,8 @@
-"""Fused MoE: the gated MLPs of all experts at once. Computes each chosen expert's output for each token.
+"""Fused MoE: the MLPs of all experts at once. Computes each chosen expert's output for each token.
 
     out[t, c] = down_x activation(w gate_x x_t + b, w up_x x_t + b') + b"        x = chosen[t, c], w = weights[t, c]
 
-The activation is one of gated_mul.py, biases b are gpt-oss's, and input weights w Llama 4's.
+The activation is one of gated_mul.py, without gates for relu2, biases b are gpt-oss's, and input weights w Llama 4's.
 
 Choices are sorted by expert and padded to tiles of M rows, so that a program multiplies rows of one expert with a part
 of its weights (a grouped product). Two kernels: gate and up with the activation; then down. Programs are launched for
@@ -71,8 +71,9 @@ def fused_experts(
 ) -> Tensor:
     """Return the unweighted output of every chosen expert: (T, C, E) of x's dtype, accumulated in fp32.
 
-    x: (T, E) bf16, fp16 or fp32. gate_up: (X, 2 I, E), gate rows first. down: (X, E, I). chosen: (T, C) int64, each
-    below X. tiles: these choices sorted, if available. input_weights: fp32, contiguous; not with biases.
+    x: (T, E) bf16, fp16 or fp32. gate_up: (X, 2 I, E), gate rows first, or (X, I, E) without gates. down: (X, E, I).
+    chosen: (T, C) int64, each below X. tiles: these choices sorted, if available. input_weights: fp32, contiguous; not
+    with biases.
     """
     compute = launch_fused_experts if x_TE.is_cuda else reference_fused_experts
     assert biases is None or input_weights_TC is None
@@ -232,21 +233,24 @@ def _gate_up(
     k = tl.arange(0, BLOCK_K)
     # Rows and outputs past the last duplicate the last one and are not stored, so that loads need no mask.
     row = x + (tl.minimum(choice, num_choices - 1) // C)[:, None] * K + k[None, :]
-    gate_row = weights + (expert * 2 * F + tl.minimum(o, F - 1))[None, :] * K + k[:, None]
+    N: tl.constexpr = 1 if KIND == "relu2" else 2
+    up_row = weights + ((expert * N + N - 1) * F + tl.minimum(o, F - 1))[None, :] * K + k[:, None]
     gate = tl.zeros([M, BLOCK_O], tl.float32)
     up = tl.zeros([M, BLOCK_O], tl.float32)
     for start in range(0, K, BLOCK_K):
         a = _part(row, start, k[None, :], K, BLOCK_K)
-        gate = tl.dot(a, _part(gate_row, start, k[:, None], K, BLOCK_K), gate, input_precision="ieee")
-        up = tl.dot(a, _part(gate_row + F * K, start, k[:, None], K, BLOCK_K), up, input_precision="ieee")
+        if N == 2:
+            gate = tl.dot(a, _part(up_row - F * K, start, k[:, None], K, BLOCK_K), gate, input_precision="ieee")
+        up = tl.dot(a, _part(up_row, start, k[:, None], K, BLOCK_K), up, input_precision="ieee")
     # As gated_mul: applied to products rounded to the model's dtype.
     if input_weights is not None:
         weight = tl.load(input_weights + choice, mask=is_row, other=0.0)[:, None]
         gate, up = gate * weight, up * weight
     if biases is not None:
-        bias = biases + expert * 2 * F + tl.minimum(o, F - 1)
-        gate += tl.load(bias).to(tl.float32)[None, :]
-        up += tl.load(bias + F).to(tl.float32)[None, :]
+        bias = biases + (expert * N + N - 1) * F + tl.minimum(o, F - 1)
+        if N == 2:
+            gate += tl.load(bias - F).to(tl.float32)[None, :]
+        up += tl.load(bias).to(tl.float32)[None, :]
     gate = gate.to(out.dtype.element_ty).to(tl.float32)
     up = up.to(out.dtype.element_ty).to(tl.float32)
     result = gated(gate, up, ALPHA, LIMIT, KIND)

@@ -32,8 +32,8 @@ def coded_experts(
 ) -> Tensor:
     """Return the unweighted output of every chosen expert: (T, C, E) of x's dtype.
 
-    gate_up: X experts, (2 I, E) each, gate rows first. down: (E, I) each. chosen: (T, C) int64, each below X. tiles:
-    these choices sorted, if available. Others: see fused_experts.
+    gate_up: X experts, (2 I, E) each, gate rows first, or (I, E) without gates. down: (E, I) each. chosen: (T, C)
+    int64, each below X. tiles: these choices sorted, if available. Others: see fused_experts.
     """
     compute = launch_coded_experts if x_TE.is_cuda else reference_coded_experts
     assert biases is None or input_weights_TC is None

@@ -58,6 +58,7 @@ class DraftModel:
 
         Raises SpecError.
         """
+        model_config.load(config.model_dir).check_drafts("speculation.model")
         layout = config.layout()
         num_blocks = max(1, min(_kv_bytes(config) // layout.block_bytes, -(-num_tokens // layout.block_size)))
         runner = ModelRunner(replace(config, num_blocks=num_blocks))
@@ -124,7 +125,11 @@ class OwnLayers:
     """
 
     def __init__(self, runner: ModelRunner, blocks: BlockManager, *, before_writing: Callable[[], None]) -> None:
-        """blocks: of the pool. before_writing: called before free blocks are written to; saves what they hold."""
+        """blocks: of the pool. before_writing: called before free blocks are written to; saves what they hold.
+
+        Raises SpecError for models with states.
+        """
+        runner.config.check_drafts("speculation.method")
         num_layers = runner.config.num_layers
         first = (num_layers - num_layers // 3) // 2
         self._forward = runner.without(range(first, first + num_layers // 3))
@@ -143,8 +148,11 @@ class OwnLayers:
 
     def propose(self, sequences: Seq[Sequence], max_tokens: int) -> list[Proposal]:
         rows = [_OwnRow(one, beyond) for one in sequences if (beyond := self._beyond(one, max_tokens)) is not None]
+        lent = self.attach_parts(rows, max_tokens) if self._blocks.windows else []
         self._before_writing()
         _draft(rows, max_tokens, self._forward, self._sampler, block_size=self._block_size)
+        if self._blocks.windows:
+            self._blocks.windows.drop(lent)
         for row in rows:
             self._blocks.free(row.beyond)
         return _proposals(rows, sequences)
@@ -166,6 +174,28 @@ class OwnLayers:
         beyond: list[int] = []
         missing = sequence.num_blocks_for(num_tokens) - len(sequence.blocks)
         return beyond if self._blocks.extend(beyond, max(0, missing)) else None
+
+    def attach_parts(self, rows: list[_OwnRow], max_tokens: int) -> list[int]:
+        """Attach parts for the positions to draft. Returns the blocks whose parts the caller drops after the draft.
+
+        Rows for which there are no parts are removed: reservations do not cover blocks behind the last token's.
+        """
+        windows, lent = self._blocks.windows, list[int]()
+        assert windows
+        for row in rows:
+            sequence, size = row.sequence, len(row.sequence.tokens)
+            sequence.parts.advance(windows.first_seen(size - 1), windows)
+            sequence.parts.extend(sequence.blocks, sequence.num_blocks_for(size), windows)
+        for row in rows.copy():
+            sequence, size = row.sequence, len(row.sequence.tokens)
+            behind = row.blocks[sequence.parts.end : sequence.num_blocks_for(size + max_tokens - 1)]
+            if len(behind) <= windows.num_available:
+                windows.attach(behind)
+                lent += behind
+            else:
+                rows.remove(row)
+                self._blocks.free(row.beyond)
+        return lent
 
 
 class _DraftingRow(Protocol):
@@ -242,11 +272,11 @@ class _OwnRow:
         self.sequence = sequence
         self.beyond = beyond
         self.draft = RowDraft()
-        self._blocks = [*sequence.blocks, *beyond]
+        self.blocks = [*sequence.blocks, *beyond]
 
     def row(self) -> Row:
         start = len(self.sequence.tokens) - 1 + len(self.draft.tokens)
-        return Row([(self.draft.tokens or self.sequence.tokens)[-1]], start, self._blocks, num_logits=1)
+        return Row([(self.draft.tokens or self.sequence.tokens)[-1]], start, self.blocks, num_logits=1)
 
     def take(self, token: DraftToken | None) -> None:
         self.draft.take(token)

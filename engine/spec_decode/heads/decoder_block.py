@@ -96,10 +96,12 @@ class DecoderBlock:
 
 
 def heads_of(kernels: Kernels | None, batch: Batch, pool: KVPool, angles: Angles) -> Heads:
-    """Return the attention backend of a draft step."""
+    """Return the attention backend of a draft step. Draft layers keep every block, and have spare ones."""
     if pool.device.type == "cuda":
         return KernelHeads(DeviceBatch.of(batch, pool.device), pool, angles)
-    return TorchHeads(batch, pool, angles) if kernels is None else CompiledHeads(kernels, batch, pool, angles)
+    if kernels is None:
+        return TorchHeads(batch, pool, angles)
+    return CompiledHeads(kernels, batch, pool, angles, has_windows=False)
 
 
 def expected_tensors(shape: ModelConfig, prefix: str, *, entry_size: int) -> Mapping[str, Shape]:

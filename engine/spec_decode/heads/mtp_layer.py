@@ -1,8 +1,11 @@
-"""Multi-token prediction layer of DeepSeek-V3 and GLM-4.5 to 4.7. DeepSeek-V3, arXiv:2412.19437, section 2.2.
+"""Multi-token prediction layer of DeepSeek-V3 and V3.2, GLM-4.5 to 5, Qwen3-Next, Qwen3.5 and Nemotron 3.
+
+DeepSeek-V3, arXiv:2412.19437, section 2.2:
 
     f(t)   the model's last hidden state of position t, normed, as its head reads it
     entry  of token t: enorm(embedding of token t) and hnorm(f(t - 1)), side by side, through eh_proj
-    layer  one more layer of the model; the logits of token t + 1 are the model's head of shared_head.norm(x)
+    layer  one more layer of the model, of Nemotron one with attention and one with experts; the logits of token t + 1
+           are the model's head of shared_head.norm(x)
     next   that norm of its own x, in the place of f
 
 The paper leaves open whether f is normed; it is in Megatron, SGLang and TensorRT-LLM. Embedding and head are the
@@ -26,9 +29,11 @@ from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Ints
 from engine.kv.pool import KVPool
 from engine.layers.residual import Residual
-from engine.model import decoder_layer, latent_layer
+from engine.model import layer_kinds
 from engine.model.decoder_layer import DecoderLayer
 from engine.model.latent_layer import LatentLayer
+from engine.model.layer_kinds import MLPLayer
+from engine.model.norms import read_norm
 from engine.runner import streams
 from engine.spec_decode.heads.decoder_block import heads_of
 from engine.spec_decode.heads.deferred_kv import Entries
@@ -40,7 +45,7 @@ from engine.weights.checkpoint import Shape, check_tensors
 
 
 class MtpLayer:
-    """DraftLayer of DeepSeek-V3 and GLM."""
+    """DraftLayer that is one more layer of the model."""
 
     known_D: Tensor | None = None
 
@@ -48,19 +53,22 @@ class MtpLayer:
         """Read the layer from the model's own checkpoint. Raises SpecError if it does not fit config.json."""
         reader, shape, index = room.reader, config.shape, model.num_layers
         assert shape is not None
-        prefix, eps = f"model.layers.{index}", shape.rms_norm_eps
+        prefix = f"model.layers.{index}"
         copies = frozenset({f"{prefix}.embed_tokens.weight", f"{prefix}.shared_head.head.weight"})
-        check_tensors(reader.checkpoint, _expected(shape, index), optional=copies, prefix=f"{prefix}.")
+        prefixes = tuple(f"model.layers.{i}." for i in range(index, shape.num_layers))
+        check_tensors(reader.checkpoint, _expected(shape, index), optional=copies, prefix=prefixes)
         self._model = room.model
+        self._is_rotated = shape.layers[index].rope is not None
         self._is_interleaved = shape.ropes[0].is_interleaved
         self._scale = shape.attention_scale(index)
-        self._embedding_norm = reader.norm(f"{prefix}.enorm", eps)
-        self._feature_norm = reader.norm(f"{prefix}.hnorm", eps)
+        self._embedding_norm = read_norm(reader, shape, f"{prefix}.enorm")
+        self._feature_norm = read_norm(reader, shape, f"{prefix}.hnorm")
         self._join = reader.linear({f"{prefix}.eh_proj": (0, shape.hidden_size)})
         self._latent_layer = LatentLayer.read(reader, shape, index) if shape.latent else None
         self._decoder_layer = None if shape.latent else DecoderLayer.read(reader, shape, index)
+        self._mlp_layer = MLPLayer.read(reader, shape, index + 1) if shape.num_layers > index + 1 else None
         self._kernels = reader.kernels
-        self._norm = reader.norm(f"{prefix}.shared_head.norm", eps)
+        self._norm = read_norm(reader, shape, f"{prefix}.shared_head.norm")
         self._rotary = Rotary(shape.ropes[0], reader.device)
 
     def attach(self, pool: KVPool) -> None:
@@ -85,8 +93,11 @@ class MtpLayer:
             latent_heads = self._latent_heads(batch, Rotation(*angles, self._is_interleaved))
             self._latent_layer.finish(x, self._latent_layer.store(x, latent_heads), latent_heads)
         elif self._decoder_layer:
-            heads = heads_of(self._kernels, batch, self._pool, [angles])
+            num_rotations = self._decoder_layer.attention.rope + 1
+            heads = heads_of(self._kernels, batch, self._pool, [angles] * num_rotations)
             self._decoder_layer.finish(x, self._decoder_layer.store(x, heads), heads)
+        if self._mlp_layer:
+            self._mlp_layer(x)
         return self._norm(x.total())
 
     def logits(self, feature_RE: Tensor) -> Tensor:
@@ -98,7 +109,8 @@ class MtpLayer:
         return self._join(torch.cat((embedded_TE, self._feature_norm(before_TE)), dim=-1))
 
     def _angles(self, positions_N: Ints, x_NE: Tensor) -> tuple[Tensor, Tensor]:
-        return self._rotary(streams.upload_indices(positions_N, x_NE.device), x_NE.dtype)
+        cos_N1F, sin_N1F = self._rotary(streams.upload_indices(positions_N, x_NE.device), x_NE.dtype)
+        return (cos_N1F, sin_N1F) if self._is_rotated else (cos_N1F[..., :0], sin_N1F[..., :0])
 
     def _latent_heads(self, batch: Batch, rotation: Rotation) -> LatentHeads:
         pool = self._pool
@@ -109,10 +121,8 @@ class MtpLayer:
 
 def _expected(shape: ModelConfig, index: int) -> Mapping[str, Shape]:
     prefix, hidden = f"model.layers.{index}", shape.hidden_size
-    layer = latent_layer if shape.latent else decoder_layer
-    return {
-        **{f"{prefix}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")},
-        f"{prefix}.eh_proj.weight": (hidden, 2 * hidden),
-        **layer.expected_tensors(shape, index),
-        **decoder_layer.mlp_module(shape, index).expected_tensors(shape, index),
-    }
+    tensors: dict[str, Shape] = {f"{prefix}.eh_proj.weight": (hidden, 2 * hidden)}
+    tensors |= {f"{prefix}.{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+    for layer in range(index, shape.num_layers):
+        tensors |= layer_kinds.expected_tensors(shape, layer)
+    return tensors

@@ -11,6 +11,7 @@ from benchmarks.app import run
 from benchmarks.engine import bench
 from core.model import source as model_source
 from tests.engine.tiny_models import MakeModel
+from tests.support.grids import quick
 
 
 def test_json_output(
@@ -41,7 +42,7 @@ def test_json_output(
     assert result["bandwidth_gb_s"] > 0 and result["threads"] >= 1
 
 
-@pytest.mark.parametrize("has_kernels", [True, False])
+@pytest.mark.parametrize("has_kernels", quick([True, False], [False]))
 def test_missing_kernels_are_reported(
     has_kernels: bool, tiny_model: MakeModel, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

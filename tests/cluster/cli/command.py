@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
+
+from cluster.cli.app import run
 
 _ROOT = Path(__file__).parents[3]
 # A suite started in the background by a shell ignores SIGINT, and so would the commands it starts.
@@ -20,6 +25,18 @@ class Outcome:
     code: int
     out: str
     err: str
+
+
+@dataclass(frozen=True)
+class CommandInProcess:
+    """The real command in the test's process, which saves the start of an interpreter."""
+
+    capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch
+
+    def run(self, *arguments: str, stdin: str = "") -> Outcome:
+        self.monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        return Outcome(run(list(arguments)), *self.capsys.readouterr())
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import ray
 
 from core.process import processes
 from core.process.ports import free_port
-from tests.cluster.cli.command import ClusterCommand
+from tests.cluster.cli.command import ClusterCommand, CommandInProcess
 from tests.support.waiting import until
 
 
@@ -75,23 +75,31 @@ def left_of(cluster: ClusterCommand) -> list[int]:
         ),
     ],
 )
-def test_user_error_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], error: str) -> None:
-    cluster = ClusterCommand(tmp_path)
+def test_user_error_is_one_line_and_exit_code_2(
+    tmp_path: Path,
+    arguments: list[str],
+    error: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CLUSTER_STATE_DIR", str(tmp_path))
     may_choose = arguments[:1] == ["deploy"] and "--grpc-port" not in arguments  # the default ports may be in use
-    outcome = cluster.run(*arguments, *(ports() if may_choose else []))
+    outcome = CommandInProcess(capsys, monkeypatch).run(*arguments, *(ports() if may_choose else []))
     assert outcome.code == 2 and outcome.out == ""
     assert error in outcome.err and outcome.err.startswith("cluster: ") and outcome.err.count("\n") == 1
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left <= {"commands.jsonl"} and left_of(cluster) == []
+    assert {path.name for path in tmp_path.iterdir()} <= {"commands.jsonl"}
 
 
 def test_nothing_deployed(tmp_path: Path) -> None:
     cluster = ClusterCommand(tmp_path)
-    assert cluster.run("status").code == 3
     status = cluster.run("status", "--json")
     assert (status.code, status.out) == (3, "")
     down = cluster.run("down")
     assert (down.code, down.out) == (0, "nothing is deployed: nothing to take down\n")
+    refused = cluster.run("deploy", "1P1D", *ports(), "--set", "decode.labels.pool=x")
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err.startswith("cluster: decode: no node has the labels pool=x")
+    assert {path.name for path in tmp_path.iterdir()} <= {"commands.jsonl"} and left_of(cluster) == []
 
 
 @pytest.mark.timeout(400)
@@ -113,10 +121,21 @@ def test_deployment_lifecycle(cluster: ClusterCommand) -> None:
     assert replica["blocks"] == {"total": 100, "free": 90, "cached": 10}
     assert replica["ranks"][0]["device"] == "cpu" and replica["ranks"][0]["pid"] in left_of(cluster)
 
-    again = cluster.run("deploy", "1P1D", "--name", "a", *ports(), is_fake=True)
-    assert again.code == 2 and again.err.startswith("cluster: a is deployed already; `cluster scale` resizes it")
     scaled = cluster.run("scale", "decode=2")
     assert (scaled.code, scaled.out.startswith("scaled decode 1 -> 2 in ")) == (0, True)
+
+    down = cluster.run("down")
+    assert (down.code, down.out.startswith("a and the Ray that was started for it is down after ")) == (0, True)
+    assert left_of(cluster) == []
+    assert cluster.run("status").code == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_replicas_are_drained_and_switched(cluster: ClusterCommand) -> None:
+    assert cluster.run("deploy", "1P2D", "--name", "a", *ports(), is_fake=True).code == 0
+    again = cluster.run("deploy", "1P1D", "--name", "a", *ports(), is_fake=True)
+    assert again.code == 2 and again.err.startswith("cluster: a is deployed already; `cluster scale` resizes it")
     drained = cluster.run("drain", "decode-0")
     assert drained.out.startswith("decode-0 has left, decode-2 replaced it after ")
     assert cluster.run("logs", "decode-0", "-n", "1").out == "loading with 1 ranks\n"
@@ -126,11 +145,6 @@ def test_deployment_lifecycle(cluster: ClusterCommand) -> None:
     scaled = cluster.run("scale", "prefill=1", "decode=2")
     assert scaled.out.startswith("scaled prefill 2 -> 1, decode 1 -> 2 in ")
     assert scaled.out.endswith(" s; prefill-1 became decode-3\n")
-
-    down = cluster.run("down")
-    assert (down.code, down.out.startswith("a and the Ray that was started for it is down after ")) == (0, True)
-    assert left_of(cluster) == []
-    assert cluster.run("status").code == 3
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ import pytest
 from cluster.cli.app import run
 from cluster.launch import state
 from cluster.launch.state import State
-from tests.cluster.cli.command import ClusterCommand
+from tests.cluster.cli.command import ClusterCommand, CommandInProcess
 from tests.cluster.cli.fake_inference import FakeInference, serving
 
 
@@ -30,11 +30,11 @@ def inference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeI
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> ClusterCommand:
-    return ClusterCommand(tmp_path)
+def cluster(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> CommandInProcess:
+    return CommandInProcess(capsys, monkeypatch)
 
 
-def test_answer_is_printed_as_text(inference: FakeInference, cluster: ClusterCommand) -> None:
+def test_answer_is_printed_as_text(inference: FakeInference, cluster: CommandInProcess) -> None:
     outcome = cluster.run("generate", "Grüße an alle")
     assert (outcome.code, outcome.out, outcome.err) == (0, "Grüße an alle\n", "")
     [request] = inference.requests
@@ -43,7 +43,7 @@ def test_answer_is_printed_as_text(inference: FakeInference, cluster: ClusterCom
     assert not request.sampling.HasField("temperature") and not request.sampling.HasField("seed")
 
 
-def test_options_reach_the_router(inference: FakeInference, cluster: ClusterCommand) -> None:
+def test_options_reach_the_router(inference: FakeInference, cluster: CommandInProcess) -> None:
     options = "--max-tokens 5 --temperature 0 --top-p 0.5 --top-k 3 --seed 9 --stop a --stop b --system S".split()
     assert cluster.run("generate", "hi", "--chat", *options).code == 0
     [request] = inference.requests
@@ -54,7 +54,7 @@ def test_options_reach_the_router(inference: FakeInference, cluster: ClusterComm
     assert sampling.HasField("temperature")
 
 
-def test_json_output(inference: FakeInference, cluster: ClusterCommand) -> None:
+def test_json_output(inference: FakeInference, cluster: CommandInProcess) -> None:
     outcome = cluster.run("generate", "-", "--json", stdin="one two three")
     assert json.loads(outcome.out) == {
         "text": "one two three",
@@ -81,19 +81,21 @@ def test_json_output(inference: FakeInference, cluster: ClusterCommand) -> None:
     ],
 )
 def test_rejection_is_one_line(
-    inference: FakeInference, cluster: ClusterCommand, prompt: str, code: int, error: str
+    inference: FakeInference, cluster: CommandInProcess, prompt: str, code: int, error: str
 ) -> None:
     outcome = cluster.run("generate", prompt)
     assert (outcome.code, outcome.out, outcome.err) == (code, "", error)
 
 
-def test_unreachable_router_is_one_line(cluster: ClusterCommand) -> None:
+def test_unreachable_router_is_one_line(cluster: CommandInProcess) -> None:
     outcome = cluster.run("generate", "hi", "--endpoint", "127.0.0.1:9")
     assert (outcome.code, outcome.err) == (1, "cluster: no router answers at 127.0.0.1:9; see `cluster status`\n")
 
 
-def test_chat_sends_the_history(inference: FakeInference, cluster: ClusterCommand) -> None:
-    outcome = cluster.run("chat", "--system", "S", stdin="first\n\nsecond one\n/new\nthird\n/quit\nnever\n")
+def test_chat_sends_the_history(inference: FakeInference, tmp_path: Path) -> None:
+    outcome = ClusterCommand(tmp_path).run(
+        "chat", "--system", "S", stdin="first\n\nsecond one\n/new\nthird\n/quit\nnever\n"
+    )
     assert (outcome.code, outcome.out, outcome.err) == (0, "first\nsecond one\nthird\n", "")
     histories = [[(m.role, m.content) for m in request.chat.messages] for request in inference.requests]
     system, first = ("system", "S"), ("user", "first")
@@ -105,7 +107,7 @@ def test_chat_sends_the_history(inference: FakeInference, cluster: ClusterComman
 
 
 def test_api_key_from_environment_or_operator_file(
-    inference: FakeInference, cluster: ClusterCommand, monkeypatch: pytest.MonkeyPatch
+    inference: FakeInference, cluster: CommandInProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cluster.run("generate", "hi").code == 0
     state.save(replace(state.find("a"), needs_keys=True))

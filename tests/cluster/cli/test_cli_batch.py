@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cluster.cli import batch
 from cluster.cli.app import run
 from core.process.ports import free_port
 from core.types.errors import CapacityError, ReplicaLost
@@ -157,8 +158,12 @@ async def test_resume_sends_only_unanswered_requests(server: Server, tmp_path: P
 
 
 async def test_full_or_failing_server_is_retried(
-    make_completions: MakeCompletions, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make_completions: MakeCompletions,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(batch, "_FIRST_WAIT_S", 0.02)
     fake = FakeRejections(refusals=iter([CapacityError("no room"), ReplicaLost("it left"), CapacityError("no room")]))
     file = write_lines(tmp_path / "in.jsonl", line("a"))
     async with serving(make_completions, fake) as server:

@@ -19,6 +19,11 @@ from core.types.errors import DeployError, RankUnreachable
 from core.types.launch import Launch
 
 
+@pytest.fixture(autouse=True)
+def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption, "_TRY_AGAIN_S", 0.02)
+
+
 async def test_adoption_retries_until_ray_lists_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: list[list[str] | Exception] = [RpcError("the control store is away"), ["decode-3"], []]
     removed: list[str] = []

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import redis
 
+from cluster.control import key_registry
 from cluster.control.key_registry import KeyKeeper
 from cluster.ray import internals
 from core.identity.deployment_secrets import DeploymentSecrets
@@ -29,6 +30,7 @@ async def keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.setattr(internals, "put", lambda key, value, *, namespace: stored.update({key: value}))
     monkeypatch.setattr(internals, "get", lambda key, *, namespace: stored.get(key))
     monkeypatch.setattr(internals, "delete", lambda key, *, namespace: stored.pop(key, None))
+    monkeypatch.setattr(key_registry, "_PUBLISH_S", 0.05)
     credentials, made = DeploymentSecrets.new(index_url=""), list[KeyKeeper]()
 
     def keeper(index_url: str) -> KeyKeeper:

@@ -91,10 +91,10 @@ async def test_start_timeout_is_explained(monkeypatch: pytest.MonkeyPatch, stage
         return gangs[-1]
 
     monkeypatch.setattr(replica_lifecycle, "Gang", make)
-    desired = make_desired({"timeouts": {"start_s": 1.0}})
+    desired = make_desired({"timeouts": {"start_s": 0.1}})
     with pytest.raises(ReplicaFailed) as failure:
         await ReplicaLifecycle("prefill-0", desired).live()
-    assert str(failure.value) == f"not ready 1 s after placement (timeouts.start_s){at}"
+    assert str(failure.value) == f"not ready 0.1 s after placement (timeouts.start_s){at}"
     assert failure.value.will_repeat
     assert [gang.is_removed for gang in gangs] == [True]
 

@@ -100,6 +100,13 @@ def test_host_without_fitting_pool_is_not_checked_for_it(tmp_path: Path) -> None
     assert not [one for one in examine(parse_spec(tree), [replace(_NODE, total={})]).findings if "error" in one]
 
 
+@pytest.mark.parametrize("file", ["config.json", "params.json"])
+def test_settings_of_either_format_are_enough(file: str, tmp_path: Path) -> None:
+    (tmp_path / file).touch()
+    findings = _findings({"model": {"source": str(tmp_path)}})
+    assert not [one for one in findings if "cannot be read" in one]
+
+
 def test_first_error_stops_and_all_are_shown(tmp_path: Path) -> None:
     tree = {"model": {"source": str(tmp_path / "no")}, "prefill": {"kv_disk_gib": 1_000_000}}
     shown: list[str] = []

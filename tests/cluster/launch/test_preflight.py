@@ -63,6 +63,55 @@ def test_kv_must_fit_the_model(tmp_path: Path, kv: dict[str, Any], error: str | 
         check_model(spec, print)
 
 
+@pytest.mark.parametrize(
+    ("tree", "error"),
+    [
+        ({"speculation": {"method": "ngram"}, "decode": {"tensor_parallel": 2}}, None),
+        (
+            {"decode": {"tensor_parallel": 6}},
+            r"decode\.tensor_parallel: 6 does not fit .* and recurrent layers of 16 heads",
+        ),
+    ],
+)
+def test_ranks_must_fit_the_states(tmp_path: Path, tree: dict[str, Any], error: str | None) -> None:
+    write(tmp_path, architectures=["Qwen3_5ForCausalLM"], layer_types=["linear_attention", "full_attention"] * 30)
+    write_no_weights(tmp_path)
+    (tmp_path / "tokenizer.json").touch()
+    spec = parse_spec({"model": {"source": str(tmp_path)}} | tree)
+    with pytest.raises(SpecError, match=error) if error else nullcontext():
+        check_model(spec, print)
+
+
+_STATES = {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "tree", "error"),
+    [
+        (_STATES, {"prefill": {"kv_host_gib": 1}}, None),
+        (_STATES, {"decode": {"kv_disk_gib": 1, "kv_disk_path": "/kv"}}, None),
+        (_STATES, {"speculation": {"method": "self"}}, r"^speculation\.method: Lfm2ForCausalLM has states, and can"),
+        (
+            {},
+            {"speculation": {"method": "draft", "model": "draft"}},
+            r"^speculation\.model: Lfm2ForCausalLM has states",
+        ),
+        (_STATES, {"speculation": {"method": "suffix"}}, None),
+    ],
+)
+def test_states_allow_lower_tiers_but_no_drafts_of_their_own(
+    model: dict[str, Any], tree: dict[str, Any], error: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, changes in (("model", model), ("draft", _STATES)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name, **changes)
+        write_no_weights(tmp_path / name)
+        (tmp_path / name / "tokenizer.json").touch()
+    with pytest.raises(SpecError, match=error) if error else nullcontext():
+        check_model(parse_spec({"model": {"source": "model"}, **tree}), print)
+
+
 def test_chat_template_must_exist_and_be_valid(tmp_path: Path) -> None:
     write(tmp_path, architectures=["LlamaForCausalLM"])
     write_no_weights(tmp_path)

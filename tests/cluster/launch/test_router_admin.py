@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from cluster.launch import router_admin
 from cluster.launch.router_admin import AdminAnswer, ask_at, ask_here, await_seen, seen_by
 from cluster.launch.state import State
 from core.types.errors import DeployError
@@ -75,7 +76,9 @@ async def test_foreign_answers_are_ignored() -> None:
     assert seen_by(found) == {"prefill": 1, "decode": 1}
 
 
-async def test_endless_answer_times_out() -> None:
+async def test_endless_answer_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_admin, "_ANSWER_S", 0.3)
+
     async def drip(writer: asyncio.StreamWriter) -> None:
         while not writer.is_closing():
             writer.write(b"x" if begun else b"HTTP/1.1 200 OK\r\n\r\n")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
@@ -120,7 +120,6 @@ _SPECS = st.fixed_dictionaries(
 
 
 @given(old=_SPECS, named=_SPECS, is_whole=st.booleans())
-@settings(max_examples=100, deadline=None)
 def test_named_values_are_applied_for_any_key_names(old: dict[str, Any], named: dict[str, Any], is_whole: bool) -> None:
     """Label names may contain dots, like those of Ray and Kubernetes."""
     before = parse_spec(old)

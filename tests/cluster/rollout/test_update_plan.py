@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.rollout.update_plan import ReplicaCount, RoleView, is_at_end, next_step, surge_of
@@ -107,7 +107,6 @@ class _World:
 _SIZES = st.integers(1, 5)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     sizes=st.fixed_dictionaries({role: st.tuples(_SIZES, _SIZES) for role in Role}),
     spare=st.fixed_dictionaries({role: st.integers(0, 4) for role in Role}),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from core.index import membership, presence
 from core.index.membership import Membership
 from core.index.presence import Presence
 from core.index.redis_client import connect_redis
@@ -17,6 +18,12 @@ from tests.support.redis_at import redis_at
 from tests.support.waiting import WITHIN_S, told
 
 _KEY = bytes(32)
+
+
+@pytest.fixture(autouse=True)
+def short_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "LEASE_S", 0.3)
+    monkeypatch.setattr(presence, "RENEW_S", 0.1)
 
 
 async def test_leave_is_final_even_if_a_cancellation_is_swallowed(redis_url: str) -> None:
@@ -32,11 +39,11 @@ async def test_leave_is_final_even_if_a_cancellation_is_swallowed(redis_url: str
 
     redis = connect_redis(redis_url)
     await redis.flushall()
-    presence = Presence(redis, name="c", key=_KEY, member=make_member(), snapshot=snapshot)
-    task = asyncio.create_task(presence.run())
+    present = Presence(redis, name="c", key=_KEY, member=make_member(), snapshot=snapshot)
+    task = asyncio.create_task(present.run())
     await started.wait()
     task.cancel()
-    await presence.leave()
+    await present.leave()
     async with asyncio.timeout(WITHIN_S):
         await asyncio.gather(task, return_exceptions=True)
     assert asyncio.all_tasks() == {asyncio.current_task()}, "tasks are still running"
@@ -63,8 +70,8 @@ async def test_lease_and_blocks_that_redis_lost_are_written_again(loss: str, tmp
 
     with redis_at("127.0.0.1", tmp_path) as url:
         redis = connect_redis(url)
-        presence = Presence(connect_redis(url), name="c", key=_KEY, member=member, snapshot=snapshot)
-        task = asyncio.create_task(presence.run())
+        present = Presence(connect_redis(url), name="c", key=_KEY, member=member, snapshot=snapshot)
+        task = asyncio.create_task(present.run())
         await told(is_complete)
         match loss:
             case "everything":
@@ -74,16 +81,16 @@ async def test_lease_and_blocks_that_redis_lost_are_written_again(loss: str, tmp
             case "a refused change":
                 await redis.config_set("maxmemory", "1")
                 held[new] = Tier.DEVICE
-                presence.publish({new: Tier.DEVICE})
+                present.publish({new: Tier.DEVICE})
                 await told(is_refused)
                 await redis.config_set("maxmemory", "0")
             case "an event":  # routers would never learn of this change
                 await redis.delete("c:events")
                 await redis.set("c:events", "foreign")
                 held[new] = Tier.DEVICE
-                presence.publish({new: Tier.DEVICE})
+                present.publish({new: Tier.DEVICE})
         await told(is_complete)
-        await presence.leave()
+        await present.leave()
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await redis.aclose()

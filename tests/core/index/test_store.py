@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from core.index.prefix_index import Depths, PrefixIndex
 from core.index.store import IndexReader, IndexWriter
+from core.types.prefix_hash import checkpoint_hash, expected_hashes
 from core.types.tier import Tier
 
 _HASHES = [bytes([i]) * 16 for i in range(40)]
@@ -48,6 +49,39 @@ def _depths(held: dict[bytes, Tier], prefix: list[bytes]) -> Depths:
         return next((i for i, h in enumerate(prefix) if held.get(h, lowest + 1) > lowest), len(prefix))
 
     return Depths(*(leading(tier) for tier in Tier))
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(_HASHES[:8]), st.booleans()), max_size=60))
+def test_a_prefix_ends_behind_the_last_checkpoints(changes: list[tuple[str, bytes, bool]]) -> None:
+    index, prefix = PrefixIndex(), _HASHES[:8]
+    blocks, checkpoints = set[tuple[str, bytes]](), set[tuple[str, bytes]]()
+    for replica, prefix_hash, is_checkpoint in changes:
+        index.store(replica, [checkpoint_hash(prefix_hash) if is_checkpoint else prefix_hash])
+        (checkpoints if is_checkpoint else blocks).add((replica, prefix_hash))
+    expected = dict[str, Depths]()
+    for replica in "abc":
+        num_held = next((i for i, block in enumerate(prefix) if (replica, block) not in blocks), len(prefix))
+        needed = {"a": 1, "b": 2, "c": 0}[replica]
+        runs = {i + 1: prefix[max(0, i + 1 - needed) : i + 1] for i in range(num_held)}
+        ends = [end for end, run in runs.items() if all((replica, one) in checkpoints for one in run)]
+        depth = num_held if replica == "c" else max(ends, default=0)
+        if num_held:
+            expected[replica] = Depths(depth, depth, depth, blocks=0 if replica == "c" else num_held)
+    ends = [checkpoint_hash(prefix_hash) for prefix_hash in prefix]
+    assert index.depths_to_checkpoints(prefix, ends, among={"a": 1, "b": 2}) == expected, "c reports no checkpoints"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_needed", "kept"),
+    [(15, 1, []), (16, 1, []), (17, 1, [0]), (32, 1, [0]), (33, 1, [1]), (33, 0, []), (49, 2, [1, 2]), (33, 5, [0, 1])],
+)
+def test_a_computed_prompt_has_checkpoints_before_its_last_token(
+    num_tokens: int, num_needed: int, kept: list[int]
+) -> None:
+    blocks = _HASHES[: num_tokens // 16]
+    checkpoints = [checkpoint_hash(block) for block in blocks]
+    sizes = {"num_tokens": num_tokens, "block_size": 16, "num_checkpoints": num_needed}
+    assert expected_hashes(blocks, **sizes) == [*blocks, *(checkpoints[place] for place in kept)]
 
 
 @given(st.integers(1, 60))

@@ -151,6 +151,19 @@ def test_layers_of_kv_in_the_models_dtype(tmp_path: Path) -> None:
             config.layers_at("kv.unquantized_layers", [index])
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["Lfm2ForCausalLM"], "layer_types": ["conv"] * 2},
+        {"architectures": ["Lfm2ForCausalLM"], "full_attn_idxs": [2]},
+        {"architectures": ["Qwen3_5ForCausalLM"]},  # of every four layers, the last has attention
+    ],
+)
+def test_a_model_without_attention_is_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="no layer has attention; at least one must"):
+        model_config.load(write(tmp_path, **changes))
+
+
 def test_tensor_parallel_sizes(tmp_path: Path) -> None:
     config = model_config.load(write(tmp_path))  # 12 query heads, 4 kv heads
     assert config.tensor_parallel_choices() == [1, 2, 4, 12]

@@ -33,7 +33,10 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "Qwen3MoeForCausalLM": _QWEN,
     "DeepseekV2ForCausalLM": _ROUTED | _LATENT | {"topk_method": "group_limited_greedy"},
     "DeepseekV3ForCausalLM": _ROUTED | _LATENT,
+    "DeepseekV32ForCausalLM": _ROUTED | _LATENT,
+    "GlmMoeDsaForCausalLM": _ROUTED | _LATENT,
     "Glm4MoeForCausalLM": _ROUTED,
+    "Mistral4ForCausalLM": _ROUTED | _LATENT | {"n_group": 1, "topk_group": 1},
     "Gemma2ForCausalLM": {},
     "Gemma3ForCausalLM": {},
     "Gemma4ForCausalLM": _GEMMA4,
@@ -41,6 +44,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "GptOssForCausalLM": _LOCAL,
     "MiniMaxM2ForCausalLM": _LOCAL,
     "Llama4ForCausalLM": {"num_local_experts": 6},
+    "NemotronHForCausalLM": {"hybrid_override_pattern": "M-*E", "n_routed_experts": 8},
 }
 _LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 
@@ -61,6 +65,17 @@ def test_a_family_reads_these_settings(architecture: str) -> None:
         ("DeepseekV3", {"n_group": 8}, "groups need one size, at least 2 experts each"),
         ("DeepseekV3", {"topk_group": 1}, "do not fit 8 n_routed_experts and 3 num_experts_per_tok"),
         ("DeepseekV2", {"topk_group": 5}, "topk_group is 5, and must be a whole number from 1 to 4"),
+        ("DeepseekV32", {"q_lora_rank": None}, "q_lora_rank is missing"),
+        ("DeepseekV32", {"index_head_dim": 7}, "index_head_dim is 7, and must be a whole number from 8"),
+        ("DeepseekV32", {"index_topk": 0}, "index_topk is 0, and must be a whole number from 1"),
+        ("DeepseekV32", {"index_topk_freq": 4}, "index_topk_freq 4 is not supported for DeepseekV32ForCausalLM"),
+        ("DeepseekV3", {"index_topk": 2048}, "index_topk 2048 is not supported for DeepseekV3ForCausalLM"),
+        ("GlmMoeDsa", {"indexer_rope_interleave": False}, "indexer_rope_interleave false is not supported"),
+        ("GlmMoeDsa", {"index_topk_pattern": "FXFF"}, "index_topk_pattern X of layer 1 is not supported"),
+        ("GlmMoeDsa", {"indexer_types": ["full"]}, "indexer_types must be a list of 4 values"),
+        ("GlmMoeDsa", {"index_topk_pattern": "SFFF"}, "layer 0 shares the positions of an earlier layer"),
+        # transformers ranks its groups as those of sigmoid scores.
+        ("Mistral4", {"n_group": 2}, "n_group 2 is not supported for Mistral 4"),
         ("Glm4Moe", {"mlp_layer_types": ["dense", "Sparse"] * 2}, "mlp_layer_types Sparse of layer 1 is not supported"),
         ("Glm4Moe", {"partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01 of head_dim 16 rotates 0 features"),
         ("DeepseekV3", {"scoring_func": "softmax"}, "scoring_func softmax is not supported; supported: sigmoid"),
@@ -100,6 +115,14 @@ def test_a_family_reads_these_settings(architecture: str) -> None:
             {"rope_scaling": _LONGROPE | {"original_max_position_embeddings": 1}},
             "rope type longrope has original_max_position_embeddings 1.0, and must have at least 2",
         ),
+        ("NemotronH", {"hybrid_override_pattern": "M-*e"}, "hybrid_override_pattern 'M-*e'; one must give the kind"),
+        ("NemotronH", {"hybrid_override_pattern": "M-E"}, "no layer has attention; at least one must have it"),
+        ("NemotronH", {"layers_block_type": ["mlp", "rwkv"]}, "layers_block_type rwkv of layer 1 is not supported"),
+        ("NemotronH", {"time_step_limit": [0.1, 0.0]}, "time_step_limit is [0.1, 0.0], and must be two numbers from 0"),
+        ("NemotronH", {"time_step_limit": [0.1, "1"]}, "time_step_limit is [0.1, '1'], and must be two numbers from 0"),
+        ("NemotronH", {"mlp_hidden_act": "silu"}, "mlp_hidden_act silu is not supported; supported: relu2"),
+        ("NemotronH", {"mlp_bias": True}, "mlp_bias true is not supported beside experts"),
+        ("NemotronH", {"n_groups": 3}, "mamba_num_heads 128 is not a multiple of n_groups 3"),
         ("Phi3", {"rope_scaling": _LONGROPE | {"long_factor": [10**400] * 8}}, "rope_scaling.long_factor must be"),
     ],
 )
@@ -110,6 +133,12 @@ def test_a_setting_that_cannot_be_computed_is_named(family: str, changes: dict[s
         parse(raw, Path("config.json"))
     assert complaint in str(caught.value) and "\n" not in str(caught.value)
     assert str(caught.value).startswith("config.json: ")
+
+
+def test_a_null_switch_is_false_as_in_transformers() -> None:
+    raw = {"architectures": ["DeepseekV3ForCausalLM"], **_SIZES, **_FAMILIES["DeepseekV3ForCausalLM"]}
+    found = [parse(raw | given, Path("config.json")) for given in ({}, {"norm_topk_prob": None})]
+    assert [model.experts and model.experts.normalizes_weights for model in found] == [True, False]
 
 
 def test_each_family_reads_its_own_activation() -> None:

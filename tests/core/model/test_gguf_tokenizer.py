@@ -243,7 +243,7 @@ def naive_sentence_piece(text: str, metadata: dict[str, Any]) -> list[int]:
     return [i for p in parts for i in ([ids[p]] if p in ids else [ids[f"<0x{byte:02X}>"] for byte in p.encode()])]
 
 
-@settings(max_examples=300)
+@settings(max_examples=2 * settings().max_examples)
 @given(text=st.text(alphabet="abn c日é🙂", max_size=20))
 def test_sentence_piece_merges_follow_the_scores(text: str) -> None:
     metadata = sentence_piece_metadata()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,27 @@ _FLAT: dict[str, tuple[str, dict[str, Any]]] = {
         | {"model_type": "glm4_moe_lite", "num_key_value_heads": 32, "topk_method": "noaux_tc", "rope_theta": 1000000}
         | {"partial_rotary_factor": 1.0, "routed_scaling_factor": 1.8, "num_nextn_predict_layers": 1},
     ),
+    "nemotron h": (
+        "NemotronHForCausalLM",
+        {"model_type": "nemotron_h", "eos_token_id": 2, "conv_kernel": 4, "expand": 2, "hidden_size": 4096}
+        | {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", "head_dim": 128}
+        | {"intermediate_size": 21504, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_num_heads": 128}
+        | {"max_position_embeddings": 8192, "mlp_hidden_act": "relu2", "n_groups": 8, "num_attention_heads": 32}
+        | {"num_hidden_layers": 52, "num_key_value_heads": 8, "ssm_state_size": 128, "time_step_limit": [0.0, inf]}
+        | {"use_bias": False, "use_conv_bias": True, "mamba_proj_bias": False, "vocab_size": 131072}
+        | {"time_step_min": 0.001, "time_step_max": 0.1, "rescale_prenorm_residual": True, "residual_in_fp32": False},
+    ),
+    "nemotron 3 nano": (
+        "NemotronHForCausalLM",
+        {"model_type": "nemotron_h", "eos_token_id": 2, "conv_kernel": 4, "expand": 2, "hidden_size": 2688}
+        | {"hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", "head_dim": 128}
+        | {"intermediate_size": 1856, "layer_norm_epsilon": 1e-05, "mamba_head_dim": 64, "mamba_num_heads": 64}
+        | {"max_position_embeddings": 262144, "mlp_hidden_act": "relu2", "n_groups": 8, "num_attention_heads": 32}
+        | {"num_hidden_layers": 52, "num_key_value_heads": 2, "ssm_state_size": 128, "time_step_limit": [0.0, inf]}
+        | {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 1856}
+        | {"moe_shared_expert_intermediate_size": 3712, "n_group": 1, "topk_group": 1, "norm_topk_prob": True}
+        | {"routed_scaling_factor": 2.5, "partial_rotary_factor": 1.0, "rope_theta": 10000, "vocab_size": 131072},
+    ),
     "qwen 3": (
         "Qwen3ForCausalLM",
         _SIZES
@@ -129,6 +151,37 @@ _FLAT: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5}
         | {"num_nextn_predict_layers": 1}
         | {"rope_scaling": _YARN | {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "deepseek v3.2": (
+        "DeepseekV32ForCausalLM",
+        _SIZES
+        | _ROUTED
+        | _LATENT
+        | {"model_type": "deepseek_v32", "num_key_value_heads": 32, "n_group": 8, "topk_group": 4, "rope_theta": 10000}
+        | {"index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048, "num_nextn_predict_layers": 1}
+        | {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "routed_scaling_factor": 2.5}
+        | {"rope_scaling": _YARN | {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}},
+    ),
+    "glm 5": (
+        "GlmMoeDsaForCausalLM",
+        _SIZES
+        | _ROUTED
+        | _LATENT
+        | {"model_type": "glm_moe_dsa", "num_key_value_heads": 32, "qk_nope_head_dim": 192, "v_head_dim": 256}
+        | {"index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048, "indexer_rope_interleave": True}
+        | {"rope_parameters": {"rope_theta": 1000000, "rope_type": "default"}, "num_nextn_predict_layers": 1},
+    ),
+    "glm 5, one indexer for four layers": (
+        "GlmMoeDsaForCausalLM",
+        _SIZES | _ROUTED | _LATENT | {"model_type": "glm_moe_dsa", "index_topk_freq": 4, "index_skip_topk_offset": 3},
+    ),
+    "glm 5, pattern": (
+        "GlmMoeDsaForCausalLM",
+        _SIZES | _ROUTED | _LATENT | {"model_type": "glm_moe_dsa", "index_topk_pattern": "FSSF" * 3},
+    ),
+    "sparse attention, defaults": (
+        "DeepseekV32ForCausalLM",
+        _SIZES | _LATENT | {"model_type": "deepseek_v32", "moe_intermediate_size": 1408},
     ),
 }
 _NESTED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -220,3 +273,9 @@ def test_a_published_config_of_a_text_part(name: str) -> None:
     ours = parse({"architectures": [architecture], **whole, "text_config": text}, Path("ours"))
     common = {name: whole[name] for name in ("tie_word_embeddings", "eos_token_id") if name in whole}
     assert _without_mtp(ours) == _as_transformers_reads(text | common)
+
+
+def test_parameters_of_nemotron_3_nano() -> None:
+    """NVIDIA's report counts 31.6 billion parameters, the embeddings included."""
+    architecture, raw = _FLAT["nemotron 3 nano"]
+    assert round(parse({"architectures": [architecture], **raw}, Path("ours")).num_parameters / 1e9, 1) == 31.6

@@ -18,7 +18,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import save, save_file
 from tokenizers import Tokenizer
 
 from core.model import config as model_config
@@ -309,7 +309,7 @@ class FakeHubHandler(BaseHTTPRequestHandler):
 def hub(model_dir: Path) -> Iterator[FakeHub]:
     files = {path.name: path.read_bytes() for path in model_dir.iterdir()}
     with FakeHub(files | {"README.md": b"#", "pytorch_model.bin": b"no", "original/model.safetensors": b"no"}) as hub:
-        thread = threading.Thread(target=hub.serve_forever)
+        thread = threading.Thread(target=hub.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield hub
         hub.shutdown()
@@ -336,6 +336,25 @@ def test_a_repository_of_consolidated_weights(hub: FakeHub) -> None:
     hub.files["consolidated.safetensors"] = hub.files.pop("model.safetensors")
     stdout, stderr = from_hub(hub, "hf:org/name")
     assert (Path(stdout) / "consolidated.safetensors").exists(), stderr
+
+
+@pytest.mark.parametrize("is_supported", [True, False])
+def test_a_repository_in_mistrals_own_format(is_supported: bool, hub: FakeHub) -> None:
+    sizes = {"dim": 8, "n_layers": 1, "n_heads": 2, "n_kv_heads": 1, "head_dim": 4, "hidden_dim": 4, "vocab_size": 10}
+    params = sizes | {"norm_eps": 1e-5, "rope_theta": 1e6, "qk_norm": not is_supported}
+    file_of = {"x": "consolidated-00001-of-00001.safetensors"}
+    hub.files = {
+        "params.json": json.dumps(params).encode(),
+        "tekken.json": b"{}",
+        "consolidated.safetensors.index.json": json.dumps({"weight_map": file_of}).encode(),
+        file_of["x"]: save({"x": np.zeros(1)}),
+    }
+    stdout, stderr = from_hub(hub, "hf:org/name")
+    if is_supported:
+        assert {path.name for path in Path(stdout).iterdir()} == hub.files.keys(), stderr
+    else:
+        assert "qk_norm True is not supported" in stderr
+        assert not any(file_of["x"] in path for path in hub.requests), "before its weights are downloaded"
 
 
 def test_a_repository_of_gguf_files(hub: FakeHub, model_file: Path) -> None:

@@ -69,6 +69,19 @@ def test_stale_index_beside_a_whole_file(tmp_path: Path) -> None:
     assert [path.name for path in files.paths] == ["model.safetensors"] and _SET[0] in files.note
 
 
+@pytest.mark.parametrize("present", [["model.safetensors"], [*_SET]], ids=["whole", "parts"])
+def test_weights_in_mistrals_own_format_beside_the_models(present: list[str], tmp_path: Path) -> None:
+    """The hub's repositories have both, each with its index."""
+    own = {"x": "consolidated-00001-of-00001.safetensors"}
+    fill(tmp_path, *present, own["x"], index=own, index_name="consolidated.safetensors.index.json")
+    assert [path.name for path in weight_files(tmp_path).paths] == present
+    for name in present:
+        (tmp_path / name).unlink()
+    (tmp_path / "params.json").touch()
+    files = weight_files(tmp_path)
+    assert [path.name for path in files.paths] == [own["x"]] and not files.note
+
+
 def test_wrong_file_in_the_index(tmp_path: Path) -> None:
     """Files that the index names may hold each other's tensors."""
     fill(tmp_path, "a.safetensors", "b.safetensors", index={"a": "b.safetensors", "b": "a.safetensors"})

@@ -16,5 +16,10 @@ def test_commands_are_answered_in_order_until_the_process_exits() -> None:
         assert (process.answer(), process.answer()) == (41, 42)
         with pytest.raises(ReplicaLost, match="has exited"):
             process.ask("leave")
+        with pytest.raises(ReplicaLost, match="has exited"):
+            while True:  # the first commands may still fit into a buffer
+                process.tell("add", number=1)
+        with pytest.raises(ReplicaLost, match="has exited"):
+            process.answer()
     finally:
         process.close()

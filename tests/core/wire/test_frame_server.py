@@ -9,6 +9,7 @@ import struct
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -289,8 +290,11 @@ _MALFORMED = {
 
 
 @on_both_loops
-@pytest.mark.parametrize("what", _MALFORMED)
-@pytest.mark.parametrize("tls", [False, True], ids=["clear", "tls"])
+@pytest.mark.parametrize(
+    ("tls", "what"),
+    # With TLS, the first would be the start of a record; the server waits for its end as in the next test.
+    [case for case in product([False, True], _MALFORMED) if case != (True, "too long")],
+)
 async def test_a_malformed_peer_is_dropped_and_disturbs_no_other(what: str, tls: bool) -> None:
     authority, hub = Authority.create(DEPLOYMENT), FrameHub()
     callee, caller = (proven(authority, name) if tls else in_clear(name) for name in (_CALLEE, _CALLER))

@@ -67,7 +67,7 @@ _READERS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("kind", _KINDS, ids=lambda kind: kind.DESCRIPTOR.name)
-@settings(max_examples=20)
+@settings(max_examples=settings().max_examples // 4)
 @given(st.data())
 def test_unknown_message_fields_are_ignored_at_every_level(kind: type[Message], data: st.DataObject) -> None:
     sent = data.draw(_filled(kind.DESCRIPTOR))

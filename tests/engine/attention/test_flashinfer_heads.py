@@ -21,6 +21,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
 from tests.engine.attention.fake_flashinfer import FakeFlashInfer
+from tests.engine.steps import as_on_gpu
 from tests.engine.tiny_models import MakeModel, MakeRunner
 
 CPU = torch.device("cpu")
@@ -73,9 +74,7 @@ def test_whole_model_equals_torch(tiny_model: MakeModel, make_runner: MakeRunner
     batch, library = Batch.of(rows, block_size=SIZE), FakeFlashInfer()
     runner, pool = runners[0], runners[0].pool
     flashinfer = FlashInfer(library, pool, num_q_heads=4, dtype=torch.float32)
-    with torch.inference_mode():
-        on_device = DeviceBatch.of(batch, CPU)
-        found = runner._model.compute(on_device, pool, others=partial(flashinfer.heads, batch))
+    found = as_on_gpu(runner, batch, others=partial(flashinfer.heads, batch))
     torch.testing.assert_close(found, runners[1].forward(batch), atol=1e-4, rtol=1e-4)
     assert library.num_runs == pool.layout.num_layers
 

@@ -8,18 +8,19 @@ import torch
 from engine.batch.batch import Batch
 from engine.batch.rows import Row
 from tests.engine.steps import prompts
-from tests.engine.tiny_models import MakeModel, MakeRunner
+from tests.engine.tiny_models import DEEPSEEK_V32, MakeModel, MakeRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("model", ["llama", "mistral", "deepseek_v3"])
+@pytest.mark.parametrize("model", ["llama", "mistral", "deepseek_v3", "deepseek_v32"])
 def test_nan_after_the_last_key_is_ignored(
     model: str, dtype: str, tiny_model: MakeModel, make_runner: MakeRunner
 ) -> None:
     """NaN left by a failed request or a peer. Covers prompts, decode rows and rows of different lengths."""
-    runner = make_runner(tiny_model(model)[0], dtype=dtype, num_blocks=12)
+    changes = DEEPSEEK_V32 if model == "deepseek_v32" else {}
+    runner = make_runner(tiny_model(model, **changes)[0], dtype=dtype, num_blocks=12)
     long, short = prompts(29, 9)
     steps = [
         [Row(long[:20], 0, [0, 1, 2, 3], num_logits=1), Row(short[:5], 0, [4, 5], num_logits=1)],

@@ -7,7 +7,9 @@ from itertools import product
 import pytest
 import torch
 
+from core.model.shape import IndexConfig
 from engine.attention import triton_latent_heads
+from engine.attention.chosen_positions import IndexedTokens
 from engine.attention.latent_heads import Expansion, Rotation, TorchLatentHeads
 from engine.attention.triton_latent_heads import KernelLatentHeads, slice_size
 from engine.batch.batch import Batch
@@ -17,6 +19,7 @@ from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 from tests.engine.kernels.launched import launch_kernels
+from tests.support.grids import pairs, quick
 
 CPU = torch.device("cpu")
 LATENT, ROPE, NOPE, VALUE, HEADS = 24, 8, 12, 10, 3
@@ -24,6 +27,11 @@ LATENT, ROPE, NOPE, VALUE, HEADS = 24, 8, 12, 10, 3
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def latent_layout(dtype: str, *, num_layers: int, index_dim: int = 0) -> KVLayout:
+    sizes = {"num_layers": num_layers, "num_kv_heads": 1, "head_dim": LATENT + ROPE + index_dim, "block_size": 4}
+    return KVLayout(model="m", dtype=dtype, num_sides=1, exact_dim=ROPE + index_dim, **sizes)
 
 
 def naive(q_THD: torch.Tensor, pool: KVPool, rows: list[Row], expansion: Expansion, scale: float) -> torch.Tensor:
@@ -41,21 +49,14 @@ def naive(q_THD: torch.Tensor, pool: KVPool, rows: list[Row], expansion: Expansi
     return out
 
 
-@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
-@pytest.mark.parametrize(("by", "most_keys"), [("torch", 0), *product(["references", "kernels"], [1000, 10])], ids=str)
+@pytest.mark.parametrize(
+    ("by", "most_keys", "dtype"),
+    pairs([("torch", 0), *product(["references", "kernels"], [1000, 10])], ["float32", "fp8_e4m3", "int8"]),
+)
 def test_mixed_rows_equal_naive_attention(by: str, most_keys: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """most_keys: keys expanded at a time; small values force several slices per row."""
     monkeypatch.setattr(triton_latent_heads, "EXPANDED_BYTES", most_keys * HEADS * (NOPE + VALUE) * 4)
-    layout = KVLayout(
-        model="m",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=LATENT + ROPE,
-        block_size=4,
-        dtype=dtype,
-        num_sides=1,
-        exact_dim=ROPE,
-    )
+    layout = latent_layout(dtype, num_layers=1)
     pool = KVPool(layout, num_blocks=40, device=CPU)
     pool.write_latents(0, torch.arange(160), random(160, LATENT + ROPE))
     order = iter(torch.randperm(40, generator=torch.Generator().manual_seed(1)).tolist())
@@ -84,21 +85,17 @@ def test_mixed_rows_equal_naive_attention(by: str, most_keys: int, dtype: str, m
     torch.testing.assert_close(got, naive(q, pool, rows, expansion, 0.3), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("is_interleaved", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "fp8_e4m3", "int8"])
+@pytest.mark.parametrize(
+    ("dtype", "is_interleaved", "index_dim"),
+    quick(
+        product(["float32", "fp8_e4m3", "int8"], [False, True], [0, 21]),
+        [("float32", True, 0), ("int8", False, 21), ("float32", False, 21)],
+    ),
+)
 def test_kernels_store_the_same_rows_as_torch(
-    dtype: str, is_interleaved: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: str, is_interleaved: bool, index_dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = KVLayout(
-        model="m",
-        num_layers=2,
-        num_kv_heads=1,
-        head_dim=LATENT + ROPE,
-        block_size=4,
-        dtype=dtype,
-        num_sides=1,
-        exact_dim=ROPE,
-    )
+    layout = latent_layout(dtype, num_layers=2, index_dim=index_dim)
     row = Row(token_ids=range(9), start=2, blocks=[5, 1, 3], num_logits=1)
     batch = Batch.of([row], block_size=4)
     q, latent, key = random(9, HEADS, NOPE + ROPE), random(9, LATENT, seed=1), random(9, ROPE, seed=2)
@@ -109,27 +106,23 @@ def test_kernels_store_the_same_rows_as_torch(
     rotation = Rotation(*quarter, is_interleaved=is_interleaved)
     kept = torch.cat((latent, key.bfloat16().float()), dim=-1)
     pools = [KVPool(layout, num_blocks=6, device=CPU) for _ in range(2)]
-    expected = TorchLatentHeads(batch, pools[0], rotation, scale=1.0).store(1, q, kept, norm=norm, expansion=expansion)
+    indexed = unchosen(9, index_dim)
+    plain = TorchLatentHeads(batch, pools[0], rotation, scale=1.0)
+    expected = plain.store(1, q, kept, norm=norm, expansion=expansion, indexed=indexed)
     launch_kernels(monkeypatch)
     heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], rotation, scale=1.0)
-    torch.testing.assert_close(heads.store(1, q, kept, norm=norm, expansion=expansion), expected)
+    torch.testing.assert_close(heads.store(1, q, kept, norm=norm, expansion=expansion, indexed=indexed), expected)
     check_kept_alike(pools)
 
 
+@pytest.mark.parametrize("index_dim", [0, 21])
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("by", ["references", "kernels"])
-def test_step_of_single_queries_equals_naive_attention(by: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_of_single_queries_equals_naive_attention(
+    by: str, dtype: str, index_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """From store to attend without gathering. Queries and rows are views of wider products, as in a layer."""
-    layout = KVLayout(
-        model="m",
-        num_layers=1,
-        num_kv_heads=1,
-        head_dim=LATENT + ROPE,
-        block_size=4,
-        dtype=dtype,
-        num_sides=1,
-        exact_dim=ROPE,
-    )
+    layout = latent_layout(dtype, num_layers=1, index_dim=index_dim)
     rows = [Row(token_ids=[1], start=n, blocks=blocks, num_logits=1) for n, blocks in ((0, [3]), (6, [7, 2]), (3, [5]))]
     batch = Batch.of(rows, block_size=4)
     fused = random(3, HEADS * (NOPE + ROPE) + LATENT + ROPE, seed=5)
@@ -140,16 +133,26 @@ def test_step_of_single_queries_equals_naive_attention(by: str, dtype: str, monk
     rotation = Rotation(angles.cos(), angles.sin(), is_interleaved=True)
     pools = [KVPool(layout, num_blocks=8, device=CPU) for _ in range(2)]
     for pool in pools:
-        pool.write_latents(0, torch.arange(32), random(32, LATENT + ROPE, seed=6))
+        pool.write_latents(0, torch.arange(32), random(32, LATENT + ROPE + index_dim, seed=6))
     plain = TorchLatentHeads(batch, pools[0], rotation, scale=0.3)
-    expected = plain.attend(0, plain.store(0, q, kept, norm=norm, expansion=expansion), expansion)
+    indexed = unchosen(3, index_dim)
+    expected = plain.attend(0, plain.store(0, q, kept, norm=norm, expansion=expansion, indexed=indexed), expansion)
     if by == "kernels":
         launch_kernels(monkeypatch)
     heads = KernelLatentHeads(DeviceBatch.of(batch, CPU), pools[1], rotation, scale=0.3)
-    got = heads.attend(0, heads.store(0, q, kept, norm=norm, expansion=expansion), expansion)
+    got = heads.attend(0, heads.store(0, q, kept, norm=norm, expansion=expansion, indexed=indexed), expansion)
     bound = 1e-5 if dtype == "float32" else 2e-2
     torch.testing.assert_close(got, expected, atol=bound, rtol=bound)
     check_kept_alike(pools)
+
+
+def unchosen(num_tokens: int, index_dim: int) -> IndexedTokens | None:
+    """Return an indexer's outputs for contexts that are too short for a choice."""
+    if not index_dim:
+        return None
+    index = IndexConfig(num_heads=2, head_dim=index_dim, top_k=100, is_interleaved=True)
+    keys, weights = random(num_tokens, index_dim, seed=8).bfloat16().float(), torch.ones(num_tokens, 2)
+    return IndexedTokens(index, random(num_tokens, 2, index_dim), keys, weights)
 
 
 def check_kept_alike(pools: list[KVPool]) -> None:

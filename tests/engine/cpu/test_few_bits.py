@@ -34,7 +34,7 @@ from tests.engine.tiny_models import MakeModel, MakeRunner, random_model, refere
 
 CPU = torch.device("cpu")
 # Every tile size, one row more than fits, and blocks of rows.
-ROW_COUNTS = (*range(1, 10), 14, 97, 100)
+ROW_COUNTS = (*range(1, 10), 14, 25, 96, 97, 100, 519)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -48,11 +48,13 @@ def packed(kernels: Kernels, *weights: QuantizedWeight) -> PackedMatrix:
 
 
 def as_kept(x_TI: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Quantize rows as the kernels do: 8 bits with one scale per run; with 8-bit floats they stay in bf16."""
+    """Quantize rows as the kernels do: 8 bits with one scale per run, 13 with levels; bf16 with 8-bit floats."""
     form = format_of(weight)
     assert form is not None
     if form.name in (FormatName.FP8, FormatName.MXFP8):
         return x_TI.double()
+    if form.name is FormatName.LEVELS:
+        return _rounded(x_TI, min(form.group, 64), most=4095)
     run = 16 if form.name in (FormatName.Q6_K, FormatName.NVFP4) else 32
     if (order_C := form.order_C) is not None:
         kept_TC = _rounded(F.pad(x_TI.float(), (0, 1))[:, order_C.long()], run)
@@ -60,9 +62,9 @@ def as_kept(x_TI: Tensor, weight: QuantizedWeight) -> Tensor:
     return _rounded(x_TI, run)
 
 
-def _rounded(x_TI: Tensor, run: int) -> Tensor:
+def _rounded(x_TI: Tensor, run: int, most: int = 127) -> Tensor:
     runs = x_TI.float().unflatten(1, (-1, run))
-    scales = runs.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    scales = runs.abs().amax(-1, keepdim=True).clamp_min(1e-30) / most
     codes = (runs.double() * (1 / scales).double()).round()
     return (codes * scales).flatten(1)
 
@@ -127,7 +129,7 @@ def test_torch_multiplies_dequantized_weights(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_row_does_not_depend_on_other_rows(kernels: Kernels, name: str) -> None:
-    matrix, x_TI = packed(kernels, random_weight(name, 40, 512)), random(120, 512, seed=1).bfloat16()
+    matrix, x_TI = packed(kernels, random_weight(name, 250, 768)), random(530, 768, seed=1).bfloat16()
     whole = matrix.multiply(x_TI)
     for count in ROW_COUNTS:
         torch.testing.assert_close(matrix.multiply(x_TI[9 : 9 + count]), whole[9 : 9 + count], atol=0, rtol=0)

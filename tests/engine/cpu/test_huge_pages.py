@@ -12,7 +12,8 @@ from torch import Tensor
 from engine.cpu.huge_pages import HugePages, populate
 
 
-def test_copies_are_equal_and_line_aligned() -> None:
+def test_copies_are_equal_and_line_aligned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.cpu.huge_pages._CHUNK", 32 << 20)
     memory = HugePages()
     given = [
         torch.full((count, 3), count % 100, dtype=dtype)

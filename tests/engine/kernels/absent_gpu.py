@@ -1,8 +1,8 @@
 """Fake GPU whose tensors have shapes but no data, and on which launches only compile kernels.
 
 Must be imported before the engine, in a process of its own, because Triton decides at import whether to interpret
-kernels. Operations raise if they mix host and device tensors, read a value from the device, depend on a value for a
-shape, or upload host data synchronously.
+kernels. Operations raise if they mix host and device tensors, read a value from the device, or depend on a value for a
+shape. Between them, Recording also forbids copies.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ import triton  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.driver import driver  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
@@ -58,6 +59,7 @@ _COUNTED = {
 _ADDRESS = 1 << 32
 _TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"
 _aten = torch.ops.aten
+_LAUNCH_NOTHING = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "device"}
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,11 @@ class Launch:
 
 
 @contextmanager
-def absent_gpu(capability: tuple[int, int]) -> Iterator[list[Launch]]:
-    """Make "cuda" tensors belong to the absent device. Yields the list of compiled launches, one per compilation."""
+def absent_gpu(capability: tuple[int, int], *, disassembles: bool = True) -> Iterator[list[Launch]]:
+    """Make "cuda" tensors belong to the absent device. Yields the list of compiled launches, one per compilation.
+
+    disassembles: describe the machine code, too, which takes half a second per kernel.
+    """
     compiled: set[str] = set()
     launches: list[Launch] = []
     run = JITFunction.run
@@ -94,7 +99,7 @@ def absent_gpu(capability: tuple[int, int]) -> Iterator[list[Launch]]:
             kernel = run(self, *map(_described, arguments), grid=grid, warmup=True, **named)
             if kernel.hash not in compiled:
                 compiled.add(kernel.hash)
-                launches.append(_launch(self.__name__, grid, kernel))
+                launches.append(_launch(self.__name__, grid, kernel, disassembles))
 
     torch.cuda.get_device_capability = lambda device=None: capability
     properties = SimpleNamespace(
@@ -108,6 +113,35 @@ def absent_gpu(capability: tuple[int, int]) -> Iterator[list[Launch]]:
             yield launches
     finally:
         JITFunction.run = run
+
+
+class Recording(TorchDispatchMode):
+    """Stand-in for graph capture: operations raise if they read or write a host tensor.
+
+    Appends the names of operations that launch a kernel to `launched`.
+    """
+
+    def __init__(self, launched: list[str]) -> None:
+        super().__init__()
+        self._launched = launched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        for x in (*_tensors(args), *_tensors(result)):
+            # A number on the host becomes an argument of the kernel.
+            assert x.is_cuda or x.dim() == 0, f"a recorded step uses a host tensor of shape {tuple(x.shape)} in {name}"
+        assert name != "lift_fresh", "a recorded step makes a tensor of host data"
+        if not func.is_view and name not in _LAUNCH_NOTHING:
+            self._launched.append(name)
+        return result
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (list, tuple)):
+        for value in values:
+            yield from _tensors(value)
 
 
 class _Driver:
@@ -159,14 +193,18 @@ def _described(value: Any) -> Any:
     return _Pointer(value.dtype, _ADDRESS + value.storage_offset() * value.dtype.itemsize)
 
 
-def _launch(name: str, grid: tuple[int, ...], kernel: Any) -> Launch:
+def _launch(name: str, grid: tuple[int, ...], kernel: Any, disassembles: bool) -> Launch:
+    used, code = "REG:0 STACK:0", ""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        used, code = (
-            subprocess.run([_TOOLS / "cuobjdump", what, file.name], check=True, capture_output=True, text=True).stdout
-            for what in ("-res-usage", "-sass")
-        )
+        if disassembles:
+            used, code = (
+                subprocess.run(
+                    [_TOOLS / "cuobjdump", what, file.name], check=True, capture_output=True, text=True
+                ).stdout
+                for what in ("-res-usage", "-sass")
+            )
     registers, stack = (int(re.search(rf"\b{what}:(\d+)", used)[1]) for what in ("REG", "STACK"))
     metadata = kernel.metadata
     return Launch(
@@ -220,9 +258,12 @@ def _get(x: Tensor, index: Any) -> Tensor:
     return _aten.index.Tensor(view, tensors) if tensors else view
 
 
-def _set(x: Tensor, index: Any, value: Tensor) -> None:
+def _set(x: Tensor, index: Any, value: Tensor | float) -> None:
     view, tensors = _cut(x, index)
-    if tensors:
+    if not isinstance(value, Tensor):
+        assert not tensors
+        view.fill_(value)
+    elif tensors:
         _aten.index_put_(view, tensors, value)
     else:
         _copy(view, value)
@@ -230,6 +271,7 @@ def _set(x: Tensor, index: Any, value: Tensor) -> None:
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     assert torch.broadcast_shapes(target.shape, source.shape) == target.shape
+    assert source.device == target.device, f"a copy from {source.device} to {target.device}"
     return target
 
 

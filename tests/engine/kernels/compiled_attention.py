@@ -1,6 +1,6 @@
 """Program: compiles the attention kernels for an absent GPU and prints the launches as JSON.
 
-python -m tests.engine.kernels.compiled_attention 9.0 bf16 fp8 int8 latents/128/fp8
+python -m tests.engine.kernels.compiled_attention 9.0 bf16 fp8/gemma2 stores/int8/gemma4 latents/128/fp8 sparse/64/bf16
 """
 
 from __future__ import annotations
@@ -20,14 +20,19 @@ from torch import Tensor
 
 from engine.attention.triton_heads import MOST_GATHERED_DIM
 from engine.kernels.attention.attention_rule import AttentionRule
+from engine.kernels.attention.best_positions import launch_best_slots
 from engine.kernels.attention.decode_attention import launch_decode_attention, resident_programs
 from engine.kernels.attention.dense_prefill import Carry, Slice, WHOLE, launch_dense_prefill_attention
 from engine.kernels.attention.gather_rows import launch_gather_rows
+from engine.kernels.attention.index_scores import RESIDENT, TILE_QUERIES, launch_index_scores
 from engine.kernels.attention.latent_attention import launch_latent_decode_attention, splits_of_latents
+from engine.kernels.attention.kv_write import launch_write_kv
 from engine.kernels.attention.prefill_attention import launch_prefill_attention
 from engine.kernels.attention.kv_splits import Splits
 from engine.kernels.attention.query_groups import QueryGroups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
+from engine.kernels.attention.rotary import launch_rotate
+from engine.kernels.attention.store_heads import HeadNorms, launch_store_heads
 from engine.kernels.quant.row_quantization import INT4
 # ruff: isort: on
 
@@ -55,6 +60,8 @@ HEADS = {
     "gemma4": Heads(32, 4, 512),
 }
 _S = 16
+# DeepSeek-V3.2
+_INDEX, _TOP_K = 128, 2048
 # DeepSeek-V2-Lite
 _LATENT, _ROPE, _VALUE, _LATENT_HEADS = 512, 64, 128, 16
 _ROWS, _CONTEXT, _QUERIES = 64, 8192, 2048
@@ -65,12 +72,15 @@ def main() -> None:
     capability = tuple(int(number) for number in sys.argv[1].split("."))
     for kind in sys.argv[2:]:
         with absent_gpu(capability) as launches:
-            if kind.startswith("latents/"):
-                num_heads, pool = kind.split("/")[1:]
-                attend_latents(_DTYPES[pool], int(num_heads))
-            else:
-                pool, _, family = kind.partition("/")
-                attend(_DTYPES[pool], HEADS[family or "llama"])
+            match kind.split("/"):
+                case ["latents", num_heads, pool]:
+                    attend_latents(_DTYPES[pool], int(num_heads))
+                case ["sparse", num_heads, pool]:
+                    choose_positions(_DTYPES[pool], int(num_heads))
+                case ["stores", pool, family]:
+                    store(_DTYPES[pool], HEADS[family])
+                case [pool, *family]:
+                    attend(_DTYPES[pool], HEADS[family[0] if family else "llama"])
         print(json.dumps({"case": kind, "launches": [asdict(launch) for launch in launches]}), flush=True)
 
 
@@ -81,9 +91,7 @@ def attend(pool_dtype: torch.dtype, heads: Heads) -> None:
     contexts = ints(_ROWS)
     tables = ints(_ROWS, _CONTEXT // _S)
     is_wide = pool_dtype == torch.bfloat16
-    is_int4 = pool_dtype == INT4
-    codes = torch.empty(4096, 2, num_kv, _S, dim // 2 if is_int4 else dim, dtype=pool_dtype, device=DEVICE)
-    scales = None if is_wide else ints(4096, 2, num_kv, _S) if is_int4 else numbers(4096, 2, num_kv, _S)
+    codes, scales = pool_layer(pool_dtype, heads)
     q = numbers(_QUERIES, num_q, dim)
     rule = AttentionRule(scale=0.1, **changes)
     rows = {"tables_RB": tables, "contexts_R": contexts, "rule": rule}
@@ -131,17 +139,81 @@ def attend(pool_dtype: torch.dtype, heads: Heads) -> None:
                 part,
                 rule,
             )
-    if not is_int4:
+    if pool_dtype != INT4:
         attend_latents(pool_dtype, _LATENT_HEADS)
 
 
+def store(pool_dtype: torch.dtype, heads: Heads) -> None:
+    """Store heads that are rotated as a whole, in part and not at all, with norms and without."""
+    num_q, num_kv, dim, _ = heads
+    pool, slots = pool_layer(pool_dtype, heads), ints(_ROWS)
+    projected = numbers(_ROWS, num_q + 2 * num_kv, dim)
+    weight = numbers(dim)
+    for rotated, norms in (
+        (dim, HeadNorms()),
+        (dim, HeadNorms(weight, weight, weight, 1e-6)),
+        (dim // 2, HeadNorms(weight, weight, None, 1e-6)),
+        (0, HeadNorms()),
+    ):
+        angles = numbers(_ROWS, 1, rotated // 2), numbers(_ROWS, 1, rotated // 2)
+        launch_store_heads(projected, *angles, *pool, slots, norms)
+        # Layers that read another one's keys, and layers that are only kept.
+        q, k, v = projected.tensor_split((num_q, num_q + num_kv), dim=1)
+        launch_rotate(q, *angles)
+        launch_rotate(k, *angles)
+    launch_write_kv(*pool, slots, k, v)
+
+
+def pool_layer(pool_dtype: torch.dtype, heads: Heads) -> tuple[Tensor, Tensor | None]:
+    """Return a layer's codes (B, 2, K, S, D) and scales (B, 2, K, S)."""
+    is_int4, shape = pool_dtype == INT4, (4096, 2, heads.num_kv, _S)
+    codes = torch.empty(*shape, heads.dim // 2 if is_int4 else heads.dim, dtype=pool_dtype, device=DEVICE)
+    if pool_dtype == torch.bfloat16:
+        return codes, None
+    return codes, ints(*shape) if is_int4 else numbers(*shape)
+
+
+def latent_layer(pool_dtype: torch.dtype, size: int, *, exact: int = _ROPE) -> tuple[Tensor, Tensor | None]:
+    """Return a layer's codes (B, 1, 1, size, D) and scales, with `exact` numbers in bf16 after the latents."""
+    is_wide, shape = pool_dtype == torch.bfloat16, (4096, 1, 1, size)
+    codes = torch.empty(*shape, _LATENT + (exact if is_wide else 2 * exact), dtype=pool_dtype, device=DEVICE)
+    return codes, None if is_wide else numbers(*shape)
+
+
+def choose_positions(pool_dtype: torch.dtype, num_heads: int) -> None:
+    """Score the keys of decoding rows and of a prompt, choose positions, and attend to them."""
+    layer, q = latent_layer(pool_dtype, _S, exact=_ROPE + _INDEX), numbers(_ROWS, num_heads, _INDEX)
+    for tile in (1, TILE_QUERIES):
+        num_tiles = _ROWS // tile
+        contexts, tables = ints(num_tiles), ints(num_tiles, _CONTEXT // _S)
+        launch_index_scores(
+            q,
+            numbers(_ROWS, num_heads).float(),
+            *layer,
+            tile=tile,
+            tables_RB=tables,
+            contexts_R=contexts,
+            splits=Splits.of(contexts, num_heads=1, longest=_CONTEXT, resident=RESIDENT),
+            scores_QL=numbers(_ROWS, _CONTEXT).float(),
+        )
+    scores = numbers(_ROWS, _CONTEXT).float()
+    launch_best_slots(scores, ints(_ROWS), ints(_ROWS, _CONTEXT // _S), tile=1, block_size=_S, top_k=_TOP_K)
+    launch_latent_decode_attention(
+        numbers(_ROWS, _LATENT_HEADS, _LATENT + _ROPE),
+        *latent_layer(pool_dtype, 1, exact=_ROPE + _INDEX),
+        numbers(_LATENT_HEADS, _VALUE, _LATENT),
+        scale=0.1,
+        tables_RB=ints(_ROWS, _TOP_K),
+        contexts_R=ints(_ROWS),
+        splits=splits_of_latents(ints(_ROWS), num_heads=_LATENT_HEADS, longest=_TOP_K),
+    )
+
+
 def attend_latents(pool_dtype: torch.dtype, num_heads: int) -> None:
-    is_wide, contexts = pool_dtype == torch.bfloat16, ints(_ROWS)
-    width = _LATENT + (_ROPE if is_wide else 2 * _ROPE)
+    contexts = ints(_ROWS)
     launch_latent_decode_attention(
         numbers(_ROWS, num_heads, _LATENT + _ROPE),
-        torch.empty(4096, 1, 1, _S, width, dtype=pool_dtype, device=DEVICE),
-        None if is_wide else numbers(4096, 1, 1, _S),
+        *latent_layer(pool_dtype, _S),
         numbers(num_heads, _VALUE, _LATENT),
         scale=0.1,
         tables_RB=ints(_ROWS, _CONTEXT // _S),

@@ -44,7 +44,7 @@ def main() -> None:
             dtype=dtype,
             tensor_parallel=int(degree),
         )
-        with absent_gpu(capability) as launches:
+        with absent_gpu(capability, disassembles=False) as launches:
             codec, pool = codec_for(layout, wire_dtype), KVPool(layout, num_blocks=8, device=DEVICE)
             codec.warm_up(DEVICE)
             warm = len(launches)

@@ -29,6 +29,7 @@ from engine.config import EngineConfig
 from engine.spec_decode.heads import open_heads
 from engine.spec_decode.heads.head_row import HeadLogits, HeadRow
 from engine.runner.runner import ModelRunner
+from engine.scheduler.step_commands import Orders
 from engine.weights.open_checkpoint import open_checkpoint
 from tests.engine.spec_decode.heads.eagle1_files import write_eagle1
 from tests.engine.spec_decode.heads.head_files import write_eagle, write_medusa
@@ -37,11 +38,13 @@ from tests.engine.tiny_models import random_model, tiny_config
 # ruff: isort: on
 
 BLOCK_SIZE, MAX_ROWS = 16, 8
+_LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "head_dim": 16}
 _WRITERS: dict[str, Callable[[Path], object]] = {
     "medusa": write_medusa,
     "eagle": write_eagle,
     "eagle1": write_eagle1,
-    "mtp": lambda directory: write_mtp(directory, kv_lora_rank=32, qk_rope_head_dim=16, head_dim=16),
+    "mtp": lambda directory: write_mtp(directory, **_LATENT),
+    "mtp/deepseek_v32": lambda directory: write_mtp(directory, family="deepseek_v32", **_LATENT, index_head_dim=32),
 }
 
 
@@ -57,12 +60,12 @@ def main() -> None:
             heads_dir, model_dir = Path(directory) / "heads", Path(directory) / "model"
             heads_dir.mkdir()
             _WRITERS[kind](heads_dir)
-            if kind == "mtp":
+            if kind.startswith("mtp"):
                 model_dir = heads_dir
             else:
                 random_model(tiny_config("llama")).save_pretrained(model_dir)
             with absent_gpu(capability) as launches:
-                take_steps(model_dir, "eagle" if kind == "eagle1" else kind, heads_dir, launches)
+                take_steps(model_dir, "eagle" if kind == "eagle1" else kind.split("/")[0], heads_dir, launches)
         print(json.dumps({"case": kind, "launches": [asdict(launch) for launch in launches]}), flush=True)
 
 
@@ -97,7 +100,7 @@ def take_steps(model_dir: Path, kind: Any, heads_dir: Path, launches: list[Launc
     device_tokens = DeviceTokens(token_ids=chosen, sources=np.arange(2), places=np.arange(2))
     runner.forward(replace(batch((41, 1), (32, 1)), device_tokens=device_tokens))
     runner.forward(batch((42, 4), (33, 2)))
-    runner.copy_block(1, 5)
+    runner.copy(Orders(copies=[(1, 5)]))
 
     def choose(logits: HeadLogits, rows: Sequence[int], place: int) -> list[int]:
         assert logits.values_RD.is_cuda and (logits.ids_D is None or logits.ids_D.is_cuda)

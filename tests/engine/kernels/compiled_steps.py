@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 # ruff: isort: off
-from tests.engine.kernels.absent_gpu import DEVICE, Launch, absent_gpu
+from tests.engine.kernels.absent_gpu import DEVICE, Launch, Recording, absent_gpu
 
 import numpy as np
 import torch
@@ -81,6 +81,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
     },
+    # 80B-A3B
+    "qwen3_next": {
+        **COMMON,
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "intermediate_size": 5120,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
     # Lite
     "deepseek_v2": {
         **COMMON,
@@ -109,6 +134,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "scoring_func": "softmax",
         "routed_scaling_factor": 1.0,
     },
+}
+# One of eight ranks.
+CONFIGS["deepseek_v32"] = CONFIGS["deepseek_v2"] | {
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "model_type": "deepseek_v32",
+    "q_lora_rank": 1536,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+    "index_topk": 2048,
 }
 
 
@@ -200,9 +238,9 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
         max_running=MAX_RUNNING,
         recorded_rows=MAX_RUNNING,
     )
-    kv_gib = (NUM_BLOCKS + 0.5) * config.layout().block_bytes / GIB
+    layout = config.layout()
+    kv_gib = ((NUM_BLOCKS + 0.5) * layout.block_bytes + 2 * MAX_RUNNING * layout.state_bytes) / GIB
     replaying = ModelRunner(replace(config, kv_memory_gib=kv_gib), capture=call_again, gauge=AbsentGauge())
-    layout = replaying.layout
     assert replaying.pool.num_blocks == NUM_BLOCKS
     assert replaying._recorded is not None, replaying._model.hindrance
     replaying.warm_up(2048)
@@ -241,7 +279,8 @@ def take_steps(model_dir: Path, pool_dtype: str, launches: list[Launch]) -> None
 
 def call_again(step: Callable[[], None]) -> Callable[[], None]:
     """Stand-in for graph capture, in which nothing may be copied from host memory."""
-    step()
+    with Recording([]):
+        step()
     return step
 
 
@@ -291,7 +330,7 @@ def ship(replica: ModelRunner, wire_dtype: str, launches: list[Launch]) -> None:
     for first_head, num_tokens in ((0, 51), (0, 64), (num_heads // 2, 51)):
         segment = Segment(
             first_layer=0,
-            num_layers=2,
+            num_layers=min(2, layout.num_layers),
             first_token=7,
             num_tokens=num_tokens,
         )

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from engine.attention import chosen_slots
 from engine.attention import triton_heads as heads
 from engine.attention import triton_latent_heads as latent_heads
 from engine.kernels import gated_mul
 from engine.kernels.attention.absorb_queries import launch_absorb_queries
+from engine.kernels.attention.best_positions import launch_best_slots
 from engine.kernels.attention.decode_attention import launch_decode_attention
 from engine.kernels.attention.dense_prefill import launch_dense_prefill_attention
 from engine.kernels.attention.gather_rows import launch_gather_rows
+from engine.kernels.attention.index_scores import launch_index_scores
 from engine.kernels.attention.kv_splits import Splits, share_out
 from engine.kernels.attention.latent_attention import launch_latent_decode_attention
 from engine.kernels.attention.prefill_attention import launch_prefill_attention
@@ -25,9 +28,12 @@ from engine.kernels.moe.expert_router import launch_route
 from engine.kernels.moe.expert_tiles import launch_sort_into_tiles
 from engine.kernels.moe.fused_experts import launch_fused_experts
 from engine.kernels.moe.top_k import launch_choose_experts
+from engine.kernels.recurrent.causal_conv import launch_causal_conv
+from engine.kernels.recurrent.gated_norm import launch_gated_rms_norm
+from engine.kernels.recurrent.linear_recurrence import launch_linear_recurrence
 from engine.kernels.rms_norm import launch_add_rms_norm, launch_rms_norm
 from engine.layers import layers
-from engine.model import expert_bank, routing
+from engine.model import expert_bank, recurrent_ops, routing
 
 
 def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,6 +45,9 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (latent_heads, "latent_decode_attention", launch_latent_decode_attention),
         (latent_heads, "absorb_queries", launch_absorb_queries),
         (latent_heads, "store_latents", launch_store_latents),
+        (chosen_slots, "latent_decode_attention", launch_latent_decode_attention),
+        (chosen_slots, "index_scores", launch_index_scores),
+        (chosen_slots, "best_slots", launch_best_slots),
         (expert_bank, "fused_experts", launch_fused_experts),
         (fused_experts, "sort_into_tiles", launch_sort_into_tiles),
         (routing, "choose_experts", launch_choose_experts),
@@ -49,6 +58,9 @@ def launch_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (layers, "rms_norm", launch_rms_norm),
         (layers, "add_rms_norm", launch_add_rms_norm),
         (gated_mul, "gated_mul", launch_gated_mul),
+        (recurrent_ops, "causal_conv", launch_causal_conv),
+        (recurrent_ops, "linear_recurrence", launch_linear_recurrence),
+        (recurrent_ops, "gated_rms_norm", launch_gated_rms_norm),
     ):
         monkeypatch.setattr(module, name, launch)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -30,6 +30,7 @@ from engine.kernels.attention.prefill_attention import launch_prefill_attention,
 from engine.kernels.attention.query_groups import QueryGroups, cut_query_groups, most_queries
 from engine.kernels.attention.query_tiles import QueryTiles
 from tests.engine.kernels.pools import DEVICE, DTYPES, QUANTIZED, random, random_pool
+from tests.support.grids import pairs, quick
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
@@ -61,6 +62,9 @@ CASES = [
     (1, 1, 512, 16, {"chunk": 70}, "int4", torch.float16),
     *((32, 8, 128, 16, {}, kind, torch.bfloat16) for kind in (None, *QUANTIZED) if torch.bfloat16 in DTYPES),
 ]
+# Each format, each part of a rule, and each kind of shape; for query groups of one query, and of several.
+SINGLES = [CASES[i] for i in (0, 5, 6, 10, 11)]
+GROUPS = [CASES[i] for i in (2, 3, 7, 12)]
 
 
 def rule_of(changes: dict, num_heads: int, dim: int) -> AttentionRule:
@@ -110,7 +114,11 @@ def tables_for(contexts: list[int], block_size: int) -> torch.Tensor:
     return tables.to(DEVICE)
 
 
-@pytest.mark.parametrize(("case", "num_programs"), [*product(CASES, [1, 3]), (CASES[0], 20)], ids=str)
+@pytest.mark.parametrize(
+    ("case", "num_programs"),
+    quick([*product(CASES, [1, 3]), (CASES[0], 20)], [*zip(SINGLES, cycle([3, 1])), (CASES[0], 20)]),
+    ids=str,
+)
 def test_decode_equals_reference(case: tuple, num_programs: int) -> None:
     num_heads, num_kv_heads, dim, block_size, changes, kind, dtype = case
     rule = rule_of(changes, num_heads, dim)
@@ -137,7 +145,11 @@ def test_decode_equals_reference(case: tuple, num_programs: int) -> None:
     assert (outs[0][[1, 3, 4, 5, 7]] == 7.0).all(), "tokens of other rows were written"
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case[0] < 16 * case[1]], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=() if case in GROUPS else pytest.mark.slow) for case in CASES if case[0] < 16 * case[1]],
+    ids=str,
+)
 def test_query_groups_equal_reference(case: tuple) -> None:
     """Rows of 1, 11 and 3 queries, cut by head count, beside a padding group.
 
@@ -182,7 +194,10 @@ def test_query_groups_equal_reference(case: tuple) -> None:
 
 @pytest.mark.parametrize(
     ("most", "changes"),
-    [(1, {"window": 70}), (3, {"window": 70}), (8, {"window": 70}), (8, {"window": 7}), (8, {"chunk": 192})],
+    quick(
+        [(1, {"window": 70}), (3, {"window": 70}), (8, {"window": 70}), (8, {"window": 7}), (8, {"chunk": 192})],
+        [(3, {"window": 70}), (8, {"chunk": 192})],
+    ),
 )
 def test_keys_start_at_the_first_query_of_a_group(most: int, changes: dict) -> None:
     """The first query sees a single key of a block, or none of another group's. A group may span two chunks."""
@@ -304,14 +319,26 @@ FEW_PAIRS = [
     (2, 1, 16, 16, {"chunk": 64, "has_sinks": True}, "int8", torch.float16),
     (2, 1, 80, 8, {}, "fp8", torch.float32),
 ]
+# Blocks that are not a power of two.
+WIDE_BLOCKS = (2, 1, 32, 48, {"has_sinks": True, "scale": 0.3}, "fp8", torch.float16)
 PREFILLS = [
     (case, num_splits, codes_at_once)
-    for case, num_splits in [*product([*CASES, *FEW_PAIRS], [1]), *product([*CASES[1:5], CASES[12], CASES[17]], [3])]
+    for case, num_splits in [
+        *product([*CASES, *FEW_PAIRS, WIDE_BLOCKS], [1]),
+        *product([*CASES[1:5], CASES[12], CASES[17]], [3]),
+    ]
     for codes_at_once in ((1, 2) if case[5] else (1,))
 ]
 
 
-@pytest.mark.parametrize(("case", "num_splits", "codes_at_once"), PREFILLS, ids=str)
+PREFILLS_BY_DEFAULT = [
+    *((case, 1, 2 if case[5] else 1) for case in [*(CASES[i] for i in (0, 3, 6, 11, 15)), *FEW_PAIRS]),
+    (WIDE_BLOCKS, 1, 2),
+    *((CASES[i], 3, at_once) for i, at_once in ((2, 2), (12, 1))),
+]
+
+
+@pytest.mark.parametrize(("case", "num_splits", "codes_at_once"), quick(PREFILLS, PREFILLS_BY_DEFAULT), ids=str)
 def test_prefill_equals_reference(case: tuple, num_splits: int, codes_at_once: int) -> None:
     num_heads, num_kv_heads, dim, block_size, changes, kind, dtype = case
     rule = rule_of(changes, num_heads, dim)
@@ -355,11 +382,14 @@ def test_gather_rows_equals_reference(kind: str | None, block_size: int, dim: in
 
 # NumPy warns about keys that are masked after the product.
 @pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("size", [1 << 30, 64])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "dim", "shared", "changes"),
-    [(4, 2, 64, 0, {"has_sinks": True}), (3, 3, 32, 16, {}), (2, 1, 24, 0, {"soft_cap": 5.0})],
+    ("num_heads", "num_kv_heads", "dim", "shared", "changes", "dtype", "size"),
+    pairs(
+        [(4, 2, 64, 0, {"has_sinks": True}), (3, 3, 32, 16, {}), (2, 1, 24, 0, {"soft_cap": 5.0})],
+        DTYPES,
+        [1 << 30, 64],
+    ),
+    ids=str,
 )
 def test_sliced_dense_prefill_equals_reference(
     num_heads: int, num_kv_heads: int, dim: int, shared: int, changes: dict, dtype: torch.dtype, size: int

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.grids import quick
+
 triton = pytest.importorskip("triton")
 
 _ROOT = Path(__file__).parents[3]
 # Per program, from the CUDA programming guide's table of compute capabilities.
-_SHARED_KIB = {"9.0": 227, "8.0": 163}
+_SHARED_KIB = {"9.0": 227, "8.0": 163, "10.0": 227}
 # A few spilled registers outside of loops are acceptable.
 _STACK_BYTES = 80
 _PRODUCTS = {"9.0": "wgmma.mma_async", "8.0": "mma.sync"}
@@ -52,7 +54,7 @@ def check(capability: str, *cases: str, program: str = "compiled_steps") -> None
 
 
 _KINDS = ("bf16", "fp8", "int8", "int4")
-_HEADS = ("medusa", "eagle1", "mtp")
+_HEADS = ("eagle", "medusa", "eagle1", "mtp", "mtp/deepseek_v32")
 # Minimum resident warps per multiprocessor, for kernels that wait for memory or products; limited by its 65536
 # registers and shared memory. A prompt tile fills half of an A100's.
 _WARPS = {"_attend_part": 8, "_attend_tile": 8, "_attend_latents": 8, "_gather_rows": 32}
@@ -86,7 +88,18 @@ _OF_FAMILIES = {
     "fp8/gemma2": {"9.0": (711, 1027), "8.0": (1251, 995), "10.0": (696, 1144)},
     "bf16/gemma4": {"9.0": (695, 704), "8.0": (607, 611), "10.0": (669, 681)},
     "int8/gemma4": {"9.0": (1486, 919), "8.0": (1734, 902), "10.0": (1443, 914)},
+    "fp8/gemma4": {"9.0": (1130, 1045)},
+    "int4/gemma4": {"9.0": (1850, 1305)},
+    "fp8/gpt_oss": {"9.0": (765, 914)},
+    "int4/gpt_oss": {"9.0": (1226, 1095)},
+    "bf16/llama4": {"9.0": (370, 658), "8.0": (352, 932)},
+    "fp8/llama4": {"9.0": (1181, 1154)},
+    "bf16/gemma3": {"9.0": (364, 589)},
+    "fp8/gemma3": {"9.0": (687, 944)},
+    "int4/gemma3": {"9.0": (1076, 998), "8.0": (1076, 1022)},
 }
+# Minimum resident warps of kernels that only move numbers; a multiprocessor runs 64.
+_STORING_WARPS = {"_store_heads": 24, "_rotate": 24, "_write_kv": 12}
 # Triton 3.6 needs up to 1.31 times as many.
 _MORE = 1.1 if triton.__version__ == "3.9.0" else 1.35
 
@@ -131,24 +144,69 @@ def check_loops(capability: str, *cases: str) -> None:
     assert not set(cases) & set(_KINDS) or {"_attend_latents", "_gather_rows"} <= seen
 
 
-@pytest.mark.timeout(300)
-def test_attention_loops_over_8_bit_pools() -> None:
-    check_loops("9.0", "fp8")
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("capability", ["9.0", "8.0", "10.0"])
-def test_attention_loops_on_other_devices(capability: str) -> None:
+def test_attention_loops(capability: str) -> None:
     check_loops(capability, *_KINDS)
 
 
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    quick([(case, at) for case, budgets in _OF_FAMILIES.items() for at in budgets], [("fp8/gpt_oss", "9.0")]),
+)
+def test_attention_loops_of_other_heads(case: str, capability: str) -> None:
+    """Narrow heads with sinks, wide ones with soft caps, windows and chunks."""
+    check_loops(capability, case)
+
+
+# Instructions of the loop that scores a block of keys for a decoding row, and for a query of a prompt; and of the loops
+# of the choice among 2048 scores.
+_OF_SCORES = {"9.0": (433, 337), "8.0": (596, 483), "10.0": (341, 280)}
+_OF_CHOICE = (1090, 150)
+# Of _attend_latents with blocks of one position.
+_OF_CHOSEN = {"bf16": {"9.0": 578, "8.0": 523, "10.0": 557}, "fp8": {"9.0": 1221, "8.0": 1173, "10.0": 1209}}
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("capability", ["9.0", "8.0", "10.0"])
-def test_attention_loops_of_other_heads(capability: str) -> None:
-    """Narrow heads with sinks, and wide ones with soft caps."""
-    check_loops(capability, *_OF_FAMILIES)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("capability", _OF_SCORES)
+@pytest.mark.parametrize("pool", _OF_CHOSEN)
+def test_sparse_attention(pool: str, capability: str) -> None:
+    """Index scores, the choice of positions, and attention to them."""
+    loops: dict[str, list[int]] = {}
+    for launch in launches(capability, f"sparse/64/{pool}", program="compiled_attention"):
+        name = launch["name"]
+        place = f"{name}{launch['grid']} of {pool} on {capability}"
+        assert launch["stack_bytes"] <= (8 if name == "_latent_values" else 0), f"{place} spills"
+        assert resident_warps(launch, capability) >= {"_choose_slots": 24, "_share_out": 4}.get(name, 8), place
+        found = [loop for loop in launch["loops"] if loop["products"] or name == "_choose_slots"]
+        loops.setdefault(name, []).extend(loop["instructions"] for loop in found)
+        assert not any(loop["conversions"] or loop["byte_loads"] or loop["serialized"] > 3 for loop in found), place
+    for name, budgets in (
+        ("_score_keys", _OF_SCORES[capability]),
+        ("_choose_slots", _OF_CHOICE),
+        ("_attend_latents", (_OF_CHOSEN[pool][capability],)),
+    ):
+        assert len(loops[name]) == len(budgets)
+        for count, budget in zip(sorted(loops[name], reverse=True), budgets, strict=True):
+            assert count <= _MORE * budget, f"{name} of {pool} on {capability}: a loop of {count} instructions"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("capability", _PRODUCTS)
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4", "gemma2", "gemma4"])
+@pytest.mark.parametrize("pool", _KINDS)
+def test_store_kernels(pool: str, family: str, capability: str) -> None:
+    """Heads of 64 to 512 features, rotated as a whole, in part and not at all."""
+    found = launches(capability, f"stores/{pool}/{family}", program="compiled_attention")
+    assert {launch["name"] for launch in found} == set(_STORING_WARPS)
+    for launch in found:
+        place = f"{launch['name']}{launch['grid']} of {pool}/{family} on {capability}"
+        assert launch["stack_bytes"] <= 8, f"{place} spills {launch['stack_bytes']} bytes per thread"
+        assert resident_warps(launch, capability) >= _STORING_WARPS[launch["name"]], place
 
 
 # Spilled registers of a step, bytes per thread, and instructions of a step, with the pinned Triton.
@@ -174,8 +232,9 @@ def test_latent_attention_of_128_heads_does_not_regress(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_steps_fit_the_gpu() -> None:
-    check("9.0", "qwen3_moe/int8")
+@pytest.mark.parametrize("case", ["qwen3_moe/int8", "qwen3_next/auto", "deepseek_v32/fp8_e4m3"])
+def test_steps_fit_the_gpu(case: str) -> None:
+    check("9.0", case)
 
 
 # Not for latent attention.
@@ -183,7 +242,7 @@ _INT4 = {"llama": ("int4",), "qwen3_moe": ("int4",)}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", _SHARED_KIB)
+@pytest.mark.parametrize("capability", _PRODUCTS)
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v2"])
 def test_every_pool_dtype_fits_every_gpu(family: str, capability: str) -> None:
     check(
@@ -191,19 +250,27 @@ def test_every_pool_dtype_fits_every_gpu(family: str, capability: str) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["eagle", *(pytest.param(kind, marks=pytest.mark.slow) for kind in _HEADS)])
+@pytest.mark.parametrize("kind", _HEADS)
 def test_draft_heads_fit_the_gpu(kind: str) -> None:
     check("9.0", kind, program="compiled_heads")
 
 
-_HANDOFFS = ("bfloat16/raw/1", "bfloat16/int8/2", "bfloat16/int4/2", "fp8_e4m3/raw/1", "int8/raw/4", "int4/raw/1")
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("capability", _PRODUCTS)
+@pytest.mark.parametrize("case", ["qwen3_next", "nemotron_h"])
+def test_recurrent_layers_fit_the_gpu(capability: str, case: str) -> None:
+    check(capability, case, program="compiled_recurrent")
+
+
+_HANDOFFS = ("bfloat16/fp8_e4m3/1", "bfloat16/raw/1", "bfloat16/int8/2", "bfloat16/int4/2")
+_HANDOFFS += ("fp8_e4m3/raw/1", "int8/raw/4", "int4/raw/1")
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "case", ["bfloat16/fp8_e4m3/1", *(pytest.param(case, marks=pytest.mark.slow) for case in _HANDOFFS)]
-)
+@pytest.mark.parametrize("case", quick(_HANDOFFS, _HANDOFFS[:1]))
 def test_handoffs_compile_nothing_after_warm_up(case: str) -> None:
     (found,) = results("9.0", case, program="compiled_handoffs")
     assert len(found["runs"]) > 2, "ranks must exchange subsets of this rank's heads"

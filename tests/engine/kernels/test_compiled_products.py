@@ -62,7 +62,7 @@ def launches(form: str, capability: str) -> list[dict[str, Any]]:
     return found
 
 
-def check(form: str, capability: str = "9.0") -> None:
+def check(form: str, capability: str) -> None:
     found = launches(form, capability)
     assert len(found) >= 4
     for launch in found:
@@ -111,12 +111,6 @@ def test_products_in_flight_are_detected() -> None:
     turn = "$L1:\nwgmma.mma_async;\nwgmma.commit_group.sync.aligned;\n{}@%p1 bra $L1;\nwgmma.wait_group 0;\n"
     assert turns_with_products_under_way(turn.format("")) == 1
     assert turns_with_products_under_way(turn.format("wgmma.wait_group.sync.aligned 0;\n")) == 0
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("form", ["fp8", "NVFP4"])
-def test_product_fits_the_gpu(form: str) -> None:
-    check(form)
 
 
 @pytest.mark.slow

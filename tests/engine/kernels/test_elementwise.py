@@ -65,6 +65,8 @@ def test_rotate_equals_torch(shape: tuple[int, int, int, int], dtype: torch.dtyp
         ((5, 192), torch.bfloat16, "gelu_pytorch_tanh"),
         ((1, 2), torch.bfloat16, "swigluoai"),
         ((2, 3000), torch.float32, "swigluoai"),
+        ((1, 3), torch.bfloat16, "relu2"),
+        ((2, 1500), torch.float32, "relu2"),
     ],
     ids=str,
 )
@@ -80,3 +82,4 @@ def test_gated_mul_keeps_nan() -> None:
     x = torch.tensor([[torch.nan, 1.0, 1.0, torch.nan]], device=DEVICE)
     for activation in (SILU, GatedActivation("swigluoai", limit=2.0)):
         assert launch_gated_mul(x, activation).isnan().all()
+    assert torch.equal(launch_gated_mul(x, GatedActivation("relu2")).isnan(), x.isnan())

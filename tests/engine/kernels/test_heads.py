@@ -23,6 +23,7 @@ from engine.kv.pool import KVPool
 from engine.layers.layers import RMSNorm
 from tests.engine.kernels.launched import launch_kernels
 from tests.engine.kernels.pools import DEVICE, random
+from tests.support.grids import quick
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
@@ -36,16 +37,22 @@ LAYERS = [
 ]
 
 
+STORED = [
+    *((layer, dtype) for layer in (0, 3) for dtype in ("float32", "int4")),
+    *((layer, dtype) for layer in (1, 2) for dtype in ("fp8_e4m3", "int8")),
+]
+# Whether kernels are launched and keys gathered, and queries per group.
+STEPS = [(False, False, 1), (True, False, 1), (True, True, 1), (True, False, 4)]
+# Other formats and layers are launched in test_attention.py.
+LAUNCHED = [(1, "fp8_e4m3", *STEPS[2]), (2, "int8", *STEPS[3])]
+
+
 @pytest.mark.parametrize(
-    ("layer", "dtype"),
-    [
-        *((layer, dtype) for layer in (0, 3) for dtype in ("float32", "int4")),
-        *((layer, dtype) for layer in (1, 2) for dtype in ("fp8_e4m3", "int8")),
-    ],
-)
-@pytest.mark.parametrize(
-    ("is_launched", "is_gathered", "most_queries"),
-    [(False, False, 1), (True, False, 1), (True, True, 1), (True, False, 4)],
+    ("layer", "dtype", "is_launched", "is_gathered", "most_queries"),
+    quick(
+        [(*stored, *how) for stored, how in product(STORED, STEPS)],
+        [*((*stored, *STEPS[0]) for stored in STORED), *LAUNCHED],
+    ),
 )
 def test_mixed_step_equals_torch(
     layer: int,

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from engine.batch.batch import Batch
-from engine.batch.device_batch import DeviceBatch
 from engine.batch.rows import Row
 from engine.config import EngineConfig
 from engine.model import experts
@@ -22,8 +21,16 @@ from engine.runner.runner import ModelRunner
 from tests.engine.kernels.launched import launch_kernels
 from tests.engine.kernels.pools import DEVICE
 from tests.engine.model.test_models import FAMILIES as EVERY_FAMILY
-from tests.engine.steps import prompts
-from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel, reference_logits
+from tests.engine.steps import as_on_gpu, prompts
+from tests.engine.tiny_models import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    NEMOTRON_H_MOE,
+    MakeModel,
+    reference_logits,
+)
+from tests.support.grids import quick
 
 pytestmark = pytest.mark.skipif(DEVICE.type == "cuda", reason="test_whole_models.py covers GPUs")
 
@@ -34,11 +41,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2_moe": QWEN2_MOE | {"shared_expert_intermediate_size": 48},
     "deepseek_v2": DEEPSEEK_V2,
     "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v32": DEEPSEEK_V32,
+    "nemotron_h": NEMOTRON_H_MOE | {"moe_shared_expert_intermediate_size": 40},
 }
 BLOCK_SIZE, BLOCKS_OF_ROW = 8, 5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", quick(FAMILIES, ("deepseek_v3",)))
 def test_tokens_equal_transformers(family: str, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
     directory, model = tiny_model(family, **FAMILIES[family], num_hidden_layers=2)
     runner = with_all_kernels(directory, monkeypatch)
@@ -54,7 +63,11 @@ def test_tokens_equal_transformers(family: str, tiny_model: MakeModel, monkeypat
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", "gemma4", "gemma4, experts", "gpt_oss", "minimax_m2", "llama4", "mistral4"]
+    "family",
+    [
+        *("gemma2", "gemma4", "gemma4, experts", "gpt_oss", "minimax_m2", "llama4", "mistral4"),
+        *("deepseek_v32", "deepseek_v32, yarn, wide choice", "glm_moe_dsa", "nemotron_h, latents"),
+    ],
 )
 def test_the_kernels_references_equal_transformers(family: str, tiny_model: MakeModel) -> None:
     """Steps of a GPU on a CPU: everything but the kernels themselves."""
@@ -73,6 +86,7 @@ def with_all_kernels(directory: Path, monkeypatch: pytest.MonkeyPatch) -> ModelR
         return ExpertStack(
             torch.stack([expert.gate_up.matrix.weight_OI for expert in of]),
             torch.stack([expert.down.weight_OI for expert in of]),
+            activation=of[0].activation,
         )
 
     monkeypatch.setattr(ExpertStack, "of", stack)
@@ -91,12 +105,11 @@ def logits_of(runner: ModelRunner, sequences: list[list[int]], spans: list[tuple
             start=start,
             blocks=list(range(i * BLOCKS_OF_ROW, (i + 1) * BLOCKS_OF_ROW)),
             num_logits=1,
+            state_index=i,
         )
         for i, (sequence, (start, end)) in enumerate(zip(sequences, spans, strict=True))
     ]
-    batch = DeviceBatch.of(Batch.of(rows, block_size=BLOCK_SIZE), runner.device)
-    with torch.inference_mode():
-        return runner._model.compute(batch, runner.pool)
+    return as_on_gpu(runner, Batch.of(rows, block_size=BLOCK_SIZE))
 
 
 def check(computed: torch.Tensor, expected: list[torch.Tensor]) -> None:

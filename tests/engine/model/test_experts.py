@@ -14,8 +14,10 @@ from tests.engine.tiny_models import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     GEMMA4_MOE,
+    GLM_MOE_DSA,
     GPT_OSS,
     LLAMA4,
+    NEMOTRON_H_MOE,
     MakeModel,
     MakeRunner,
     reference_logits,
@@ -39,6 +41,7 @@ QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size"
         (4, "gpt_oss", GPT_OSS, True),
         (2, "llama4", LLAMA4, True),  # weighs the experts' inputs
         (2, "gemma4", GEMMA4_MOE, True),
+        *((2, "nemotron_h", NEMOTRON_H_MOE | {"moe_latent_size": 36}, spreads) for spreads in (False, True)),
     ],
 )
 def test_logits_do_not_depend_on_expert_placement(
@@ -110,6 +113,10 @@ def test_invalid_expert_parallelism_is_rejected(tiny_model: MakeModel) -> None:
         load(sparse).check_expert_parallel(2, redundant=6)
     # The difference is the routers' parameters.
     assert load(sparse).num_parameters == sum(p.numel() for p in model.parameters()) - 3 * 5 * 48
-    for family, changes in (("deepseek_v2", DEEPSEEK_V2), ("deepseek_v3", DEEPSEEK_V3)):
+    for family, changes, num_sparse in (
+        ("deepseek_v2", DEEPSEEK_V2, 2),
+        ("deepseek_v3", DEEPSEEK_V3, 2),
+        ("glm_moe_dsa", GLM_MOE_DSA, 4),
+    ):
         directory, model = tiny_model(family, **changes)
-        assert load(directory).num_parameters == sum(p.numel() for p in model.parameters()) - 2 * 8 * 48
+        assert load(directory).num_parameters == sum(p.numel() for p in model.parameters()) - num_sparse * 8 * 48

@@ -21,17 +21,25 @@ from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
+    DELTA_NET,
+    DELTA_NET_MOE,
     GEMMA,
     GEMMA3_ROPES,
     GEMMA4,
     GEMMA4_MOE,
     GLM4_MOE,
     GLM4_MOE_LITE,
+    GLM_MOE_DSA,
     GPT_OSS,
+    GRANITE_HYBRID,
     GROUPS,
+    LFM2,
     LLAMA4,
     MINIMAX_M2,
     MISTRAL4,
+    NEMOTRON_H,
+    NEMOTRON_H_MOE,
     PHI3,
     QUERY_SCALING,
     YARN,
@@ -39,6 +47,7 @@ from tests.engine.tiny_models import (
     MakeRunner,
     reference_logits,
 )
+from tests.support.grids import quick
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -123,19 +132,48 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, tied, biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True, "head_dim": 24}),
     "gemma2": ("gemma2", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("gemma3", GEMMA | {"num_hidden_layers": 7, "rope_parameters": GEMMA3_ROPES}),
+    # Only Gemma 2 caps the scores of attention.
+    "gemma3, soft caps": ("gemma3", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
     "gemma4": ("gemma4", GEMMA4),
     "gemma4, experts": ("gemma4", GEMMA4_MOE),
+    # transformers saves an empty `per_layer_config`.
+    "gemma4, equal heads, unused experts": ("gemma4", GEMMA4_MOE | {"global_head_dim": 16, "enable_moe_block": False}),
     "phi3": ("phi3", {"head_dim": ..., "partial_rotary_factor": 0.5}),
     "phi3, sliding window": ("phi3", {"head_dim": ..., "sliding_window": 9}),
     "gpt_oss": ("gpt_oss", GPT_OSS),
     "glm4_moe": ("glm4_moe", GLM4_MOE),
     "glm4_moe_lite": ("glm4_moe_lite", GLM4_MOE_LITE),
+    "deepseek_v32": ("deepseek_v32", DEEPSEEK_V32),
+    "deepseek_v32, yarn, wide choice": (
+        "deepseek_v32",
+        DEEPSEEK_V32 | {"rope_parameters": YARN | DEEPSEEK_YARN, "index_topk": 16},
+    ),
+    "glm_moe_dsa": ("glm_moe_dsa", GLM_MOE_DSA),
+    "glm_moe_dsa, all layers choose": ("glm_moe_dsa", GLM_MOE_DSA | {"indexer_types": None, "index_topk": 37}),
+    "glm_moe_dsa, every third layer chooses": (
+        "glm_moe_dsa",
+        GLM_MOE_DSA | {"indexer_types": None, "index_topk_freq": 3, "index_topk": 7},
+    ),
     "minimax_m2": ("minimax_m2", MINIMAX_M2),
     "ministral3": ("ministral3", {"rope_parameters": YARN | QUERY_SCALING}),
     "mistral4": ("mistral4", MISTRAL4),
     "llama4": ("llama4", LLAMA4),
     "granite": ("granite", GRANITE),
     "granite_moe": ("granite_moe", GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
+    "granite_hybrid": ("granite_hybrid", GRANITE | GRANITE_HYBRID),
+    "granite_hybrid, dense, rope": (
+        "granite_hybrid",
+        GRANITE | GRANITE_HYBRID | {"num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "lfm2": ("lfm2", LFM2),
+    "lfm2, biases": ("lfm2", {"full_attn_idxs": [1], "conv_bias": True, "conv_L_cache": 4, "head_dim": ...}),
+    "nemotron_h": ("nemotron_h", NEMOTRON_H),
+    "nemotron_h, biases": ("nemotron_h", NEMOTRON_H | {"use_bias": True, "mlp_bias": True, "use_conv_bias": False}),
+    "nemotron_h, experts": ("nemotron_h", NEMOTRON_H_MOE | GROUPS),
+    "nemotron_h, latents": ("nemotron_h", NEMOTRON_H_MOE | {"moe_latent_size": 36}),
+    "qwen3_next": ("qwen3_next", DELTA_NET_MOE),
+    "qwen3_5": ("qwen3_5", DELTA_NET),
+    "qwen3_5_moe": ("qwen3_5_moe", DELTA_NET_MOE),
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "smollm3, sliding window": (
@@ -166,6 +204,8 @@ HALVES: dict[str, dict[str, Any]] = {
     "minimax_m2": _ALL_OF_SIX,
     "llama4": _ALL_OF_SIX,
     "glm4_moe": {"num_experts_per_tok": 8},
+    "nemotron_h": {},
+    "nemotron_h, latents": {"num_experts_per_tok": 8},
 }
 
 
@@ -241,8 +281,13 @@ def test_rope_settings_of_older_transformers(tiny_model: MakeModel, make_runner:
     torch.testing.assert_close(logits[0], reference_logits(model, tokens)[-1], atol=2e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, "bfloat16") for name in HALVES),
+        *quick([(name, "float16") for name in HALVES], [("llama", "float16"), ("gemma2", "float16")]),
+    ],
+)
 def test_half_precision_stays_within_its_noise(
     name: str, dtype: str, tiny_model: MakeModel, make_runner: MakeRunner
 ) -> None:
@@ -344,6 +389,20 @@ def test_error_names_wrong_tensors(tiny_model: MakeModel, make_runner: MakeRunne
         make_runner(tmp_path)
     for part in ("missing: model.layers.1.mlp.up_proj.weight", "not expected: model.extra", "(7,), not (48,)"):
         assert part in str(caught.value)
+
+
+def test_multi_token_prediction_layers_are_not_read(
+    tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path
+) -> None:
+    """The files of Qwen3-Next and Qwen3.5 have them, under a prefix of their own."""
+    directory, _ = tiny_model("qwen3_5", **DELTA_NET)
+    shutil.copytree(directory, tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors |= {"mtp.fc.weight": torch.ones(48, 96), "mtp.layers.0.mlp.up_proj.weight": torch.ones(80, 48)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tokens,) = prompts(20)
+    alone = step(make_runner(directory), [tokens], [(0, 0, 20)])
+    torch.testing.assert_close(step(make_runner(tmp_path), [tokens], [(0, 0, 20)]), alone)
 
 
 def test_a_head_under_another_prefix_is_not_taken_for_a_tied_one(

@@ -131,6 +131,7 @@ def test_written_checkpoint_has_every_tensor(kind: str, family: str, tiny_model:
     before, after = open_checkpoint(directory), load_all(tmp_path / "q")
     config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     left_out = config.get("ignore", config.get("modules_to_not_convert"))
+    assert len({file.stat().st_mode for file in (tmp_path / "q").iterdir()}) == 1, "one umask for all files"
     for name in before.shapes:
         stem, exact = name.removesuffix(".weight"), before.read(name)
         is_matrix = exact.dim() == 2 and ".layers." in name
@@ -150,7 +151,9 @@ def test_written_checkpoint_has_every_tensor(kind: str, family: str, tiny_model:
         assert all(len(values) == 3 and len(set(values)) == 1 for values in scales.values()), "fused: one global scale"
 
 
-MOE_SIZES = {"qwen2_moe": SIZES | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}}
+MOE_SIZES = {
+    "qwen2_moe": SIZES | {"num_experts": 4, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+}
 
 
 def load_all(directory: Path) -> dict[str, Tensor]:
@@ -172,6 +175,20 @@ def test_impossible_settings_are_refused(
     with pytest.raises(SpecError, match=message):
         quantize_checkpoint(tiny_model("llama")[0], tmp_path / "q", kind, group=group)
     assert not list(tmp_path.iterdir())
+
+
+def test_default_group_divides_all_inputs(tiny_model: MakeModel, tmp_path: Path) -> None:
+    directory, _ = tiny_model("llama", hidden_size=64, intermediate_size=128)
+    lines: list[str] = []
+    quantize_checkpoint(directory, tmp_path / "q", "int4", say=lines.append)
+    assert re.search("has 64 inputs, which int4's groups of 128 do not divide: using groups of 64", lines[0])
+    assert lines[-1] == f"layer {len(lines) - 1} of {len(lines) - 1} quantized"
+    widths = {part.shape[1] for name, part in load_all(tmp_path / "q").items() if name.endswith(".weight_scale")}
+    assert widths == {1, 2}
+    config = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"]["group_0"]["weights"]["group_size"] == 64
+    with pytest.raises(SpecError, match="64 inputs, which int4's groups of 128 do not divide; use --group 64"):
+        quantize_checkpoint(directory, tmp_path / "again", "int4", group=128)
 
 
 def test_nothing_is_overwritten_or_quantized_twice(tiny_model: MakeModel, tmp_path: Path) -> None:
@@ -203,6 +220,18 @@ def test_interrupted_run_leaves_no_directory(
     with pytest.raises(expected[0], match=expected[1]):
         quantize_checkpoint(tiny_model("llama")[0], tmp_path / "q", "int8")
     assert not list(tmp_path.iterdir())
+
+
+def test_files_of_another_run_are_not_deleted(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """It may begin to write while this one calibrates."""
+
+    def calibrate() -> dict[str, Tensor]:
+        (tmp_path / "q.unfinished").mkdir()
+        return {}
+
+    with pytest.raises(SpecError, match=r"q: cannot be written: .*exists"):
+        quantize_checkpoint(tiny_model("llama")[0], tmp_path / "q", "int8", calibrate=calibrate)
+    assert (tmp_path / "q.unfinished").is_dir()
 
 
 def test_full_disk_is_refused_before_writing(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,123 +15,55 @@ from hypothesis import strategies as st
 from engine.batch.batch import Batch, DeviceTokens
 from engine.batch.device_batch import DeviceBatch, upload
 from engine.batch.rows import Row
-from engine.config import EngineConfig
-from engine.kv.pool import KVPool
+from engine.model.recurrent_layer import StepStates
 from engine.runner import decode_graphs, graph_replay
 from engine.runner.decode_graphs import Step, graph_sizes
 from engine.runner.runner import ModelRunner
 from tests.engine.counted_replays import FakeReplays
 from tests.engine.kernels.launched import launch_kernels
-from tests.engine.steps import VOCAB_SIZE, DecodeSteps
-from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, MakeModel
+from tests.engine.runner.conftest import MakePair
+from tests.engine.runner.decode_batches import (
+    BLOCK_SIZE,
+    MAX_CONTEXT,
+    MAX_ROWS,
+    NUM_BLOCKS,
+    batch_of,
+    check_equal,
+    decode_batch,
+    fill,
+    states_of,
+)
+from tests.engine.steps import DecodeSteps
+from tests.engine.tiny_models import DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, DELTA_NET, LFM2, NEMOTRON_H
+from tests.support.grids import quick
 
-BLOCK_SIZE = 8
-NUM_BLOCKS = 150
-MAX_CONTEXT = 128  # of the tiny models
-MAX_ROWS = 9
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 LATENT = DEEPSEEK_V3 | {"first_k_dense_replace": 3}  # no layer has experts
-
-MakePair = Callable[..., tuple[ModelRunner, ModelRunner]]
-
-
-@pytest.fixture(scope="module")
-def make_pair(tiny_model: MakeModel) -> MakePair:
-    """make_pair(capture, "llama", pool_dtype="fp8_e4m3", …) -> a runner that replays, and one that does not."""
-
-    def make(
-        capture: Any,
-        family: str,
-        *,
-        dtype: str = "float32",
-        pool_dtype: str = "auto",
-        device: str = "cpu",
-        **changes: Any,
-    ) -> tuple[ModelRunner, ModelRunner]:
-        directory, _ = tiny_model(family, **changes)
-        config = EngineConfig(
-            model_dir=directory,
-            dtype=dtype,
-            pool_dtype=pool_dtype,
-            block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
-            device=str(device),
-        )
-        replaying = ModelRunner(replace(config, recorded_rows=MAX_ROWS), capture=capture)
-        return replaying, ModelRunner(config)
-
-    return make
+# Rows choose positions from 38 on.
+SPARSE = DEEPSEEK_V32 | {"first_k_dense_replace": 3, "index_topk": 37}
+# Small enough for the interpreter.
+SMALL_DELTA_NET = DELTA_NET | {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+SMALL_DELTA_NET |= {"linear_num_key_heads": 1, "linear_num_value_heads": 2}
+RECURRENT = {"qwen3_5": DELTA_NET, "nemotron_h": NEMOTRON_H, "lfm2": LFM2}
 
 
 @pytest.fixture(
     scope="module",
-    params=["llama", "qwen3 fp8_e4m3", "qwen3 int8", "qwen3 int4", "mistral window", "deepseek_v3 latent"],
+    params=[
+        *("llama", "qwen3 fp8_e4m3", "qwen3 int8", "qwen3 int4", "mistral window", "deepseek_v3 latent"),
+        *("qwen3_5 recurrent", "nemotron_h recurrent", "lfm2 recurrent", "deepseek_v32 sparse"),
+    ],
 )
 def pair(request: pytest.FixtureRequest, make_pair: MakePair) -> tuple[ModelRunner, ModelRunner]:
     family, _, kind = request.param.partition(" ")
     pool_dtype = kind if kind in ("fp8_e4m3", "int8", "int4") else "auto"
-    changes = {"window": {"sliding_window": 9}, "latent": LATENT}.get(kind, {})
+    changes: dict[str, Any] = {"window": {"sliding_window": 9}, "latent": LATENT, "sparse": SPARSE}.get(kind, {})
+    changes = RECURRENT.get(family, changes)
     return make_pair(FakeReplays(), family, pool_dtype=pool_dtype, **changes)
 
 
-def decode_batch(contexts: list[int], seed: int) -> Batch:
-    """Return a batch of one query per row, at the end of its context, over blocks in random order."""
-    return batch_of([(context, 1, 1) for context in contexts], seed)
-
-
-def batch_of(rows: list[tuple[int, int, int]], seed: int) -> Batch:
-    """Return a batch. Per row: context at the end, number of tokens computed, and how many of the last of these have
-    logits."""
-    generator = np.random.default_rng(seed)
-    blocks = iter(generator.permutation(NUM_BLOCKS).tolist())
-    return Batch.of(
-        [
-            Row(
-                token_ids=generator.integers(0, VOCAB_SIZE, num_tokens).tolist(),
-                start=context - num_tokens,
-                blocks=[next(blocks) for _ in range(-(-context // BLOCK_SIZE))],
-                num_logits=num_logits,
-            )
-            for context, num_tokens, num_logits in rows
-        ],
-        block_size=BLOCK_SIZE,
-    )
-
-
-def fill(pool: KVPool, seed: int) -> None:
-    """Fill the pool as earlier steps would."""
-    every = torch.arange(pool.num_blocks * BLOCK_SIZE, device=pool.device)
-    layout = pool.layout
-    shape = (layout.num_sides, len(every), *layout.heads[0])
-    kv = torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(pool.device)
-    for layer in range(layout.num_layers):
-        if layout.num_sides == 1:
-            pool.write_latents(layer, every, kv[0, :, 0])
-        else:
-            pool.write(layer, every, *kv)
-
-
-def contents(pool: KVPool) -> torch.Tensor:
-    """(layers, 2, K, slots, D) fp32."""
-    every = torch.arange(pool.num_blocks, device=pool.device)
-    return torch.stack([pool.read(layer, every, torch.float32) for layer in range(pool.layout.num_layers)])
-
-
-def check_equal(pair: tuple[ModelRunner, ModelRunner], batch: Batch, *, tolerance: float = 1e-4) -> None:
-    """Check that both runners return equal logits, write equal KV, and write only to the batch's slots."""
-    if pair[0].pool.scales:
-        tolerance = max(tolerance, 0.13)  # a value between two codes of e4m3 may become either: an eighth apart
-    before = contents(pair[0].pool)
-    logits = [runner.forward(batch).clone() for runner in pair]
-    torch.testing.assert_close(*logits, atol=tolerance, rtol=tolerance)
-    after = [contents(runner.pool) for runner in pair]
-    torch.testing.assert_close(*after, atol=tolerance, rtol=tolerance)
-    is_other = torch.ones(before.shape[3], dtype=torch.bool)
-    is_other[batch.slots] = False
-    assert torch.equal(after[0][..., is_other, :], before[..., is_other, :])
-
-
-@settings(max_examples=15)
+@settings(max_examples=settings.default.max_examples // 6)
 @given(
     steps=st.lists(st.lists(st.integers(1, MAX_CONTEXT), min_size=1, max_size=MAX_ROWS), min_size=1, max_size=3),
     seed=st.integers(0, 1000),
@@ -158,7 +89,7 @@ def rows_of_several(draw: st.DrawFn) -> list[tuple[int, int, int]]:
     return rows
 
 
-@settings(max_examples=20)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(steps=st.lists(rows_of_several(), min_size=1, max_size=3), seed=st.integers(0, 1000))
 def test_rows_of_several_tokens_are_replayed_in_query_groups(
     pair: tuple[ModelRunner, ModelRunner], steps: list[list[tuple[int, int, int]]], seed: int
@@ -171,20 +102,23 @@ def test_rows_of_several_tokens_are_replayed_in_query_groups(
 
 def test_small_batch_does_not_read_state_of_a_big_one(pair: tuple[ModelRunner, ModelRunner]) -> None:
     replaying, _ = pair
-    fill(replaying.pool, 1)
     big, small = decode_batch([40] * 8, seed=1), decode_batch([17, 9, 30], seed=2)
+    fill(replaying.pool, 1)
     expected = replaying.forward(small).clone()
     replaying.forward(big)
+    fill(replaying.pool, 1)  # of recurrent layers, the first step has changed what it read
     # Poison what only the big batch uses: reading it gives NaN, and writing it makes it finite.
     used = {block for row, n in zip(small.block_tables, (3, 2, 4), strict=True) for block in row[:n].tolist()}
     others = [block for block in big.block_tables.ravel().tolist() if block not in used]
     poisoned = replaying.pool.scales or replaying.pool.codes
     # The scales of int4 are two numbers.
     poisoned = [part.view(torch.bfloat16) if part.dtype == torch.int32 else part for part in poisoned]
-    for part in poisoned:
-        part[others] = torch.nan
+    unused = [slot for slot in range(replaying.pool.num_states) if slot not in small.state_indices]
+    places = [*((part, others) for part in poisoned), *((part, unused) for part in states_of(replaying.pool))]
+    for part, of_others in places:
+        part[of_others] = torch.nan
     torch.testing.assert_close(replaying.forward(small), expected)
-    assert all(part[others].isnan().all() for part in poisoned)
+    assert all(part[of_others].isnan().all() for part, of_others in places)
 
 
 def growing(contexts: list[int], seed: int) -> DecodeSteps:
@@ -230,7 +164,8 @@ def test_only_new_block_table_cells_are_uploaded(make_pair: MakePair, monkeypatc
     )
 
 
-def test_recorded_step_reads_no_host_memory(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_recorded_step_reads_no_host_memory(family: str, make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The uploaded host memory is overwritten before the replay; it has been copied to the static inputs."""
     uploaded: list[torch.Tensor] = []
 
@@ -252,7 +187,7 @@ def test_recorded_step_reads_no_host_memory(make_pair: MakePair, monkeypatch: py
         return replay
 
     monkeypatch.setattr(decode_graphs, "upload", spy)
-    pair = make_pair(capture, "llama")
+    pair = make_pair(capture, family, **RECURRENT.get(family, {}))
     for runner in pair:
         fill(runner.pool, 5)
     check_equal(pair, decode_batch([20, 3, 128], seed=5))
@@ -286,6 +221,16 @@ def test_which_steps_are_replayed(make_pair: MakePair) -> None:
     assert not is_replayed(batch(row(MAX_CONTEXT, MAX_CONTEXT + 1))), "too long a table"
 
 
+def test_rows_that_choose_positions_are_replayed(make_pair: MakePair) -> None:
+    """Beside rows that see too few to choose."""
+    capture = FakeReplays()
+    pair = make_pair(capture, "deepseek_v32", **SPARSE)
+    for runner in pair:
+        fill(runner.pool, 4)
+    check_equal(pair, decode_batch([9, MAX_CONTEXT, 37, 38], seed=1))
+    assert capture.num_replays == 1
+
+
 def test_batch_that_rereads_too_much_kv_is_not_replayed(make_pair: MakePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Twelve tokens after 50 are two query groups, the first of which reads 58 positions; one group reads its own
     once."""
@@ -317,7 +262,11 @@ def test_scored_prompt_is_not_replayed(make_pair: MakePair) -> None:
 
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
-    [("deepseek_v2", DEEPSEEK_V2, "experts"), ("mixtral", {}, "experts")],  # on a CPU experts are called one by one
+    [
+        # On a CPU experts are called one by one.
+        ("deepseek_v2", DEEPSEEK_V2, "experts"),
+        ("mixtral", {}, "experts"),
+    ],
 )
 def test_unrecordable_model_logs_the_reason(
     family: str, changes: dict[str, Any], reason: str, make_pair: MakePair, caplog: pytest.LogCaptureFixture
@@ -347,22 +296,35 @@ def test_one_upload_keeps_shapes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes"), [("qwen3", {}), ("mistral", {"sliding_window": 9}), ("deepseek_v3", LATENT)]
+    ("family", "changes"),
+    [
+        ("qwen3", {}),
+        *quick([("mistral", {"sliding_window": 9})], ()),
+        *quick([("deepseek_v3", LATENT), ("deepseek_v32", SPARSE)], ()),
+        *quick([("qwen3_5", SMALL_DELTA_NET)], ()),
+        ("lfm2", LFM2 | {"num_hidden_layers": 2, "full_attn_idxs": [1]}),
+        *quick([("nemotron_h", NEMOTRON_H)], ()),
+    ],
 )
 def test_kernels_launched_in_the_interpreter(
     family: str, changes: dict[str, Any], make_pair: MakePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Run prompts and replayed steps of a whole model with the kernels of a GPU."""
-    replaying, plain = make_pair(FakeReplays(), family, **changes)
-    for runner in (replaying, plain):
-        fill(runner.pool, 3)
+    layers = {} if family in RECURRENT else {"num_hidden_layers": 1}
+    replaying, plain = make_pair(FakeReplays(), family, **changes, **layers)
     launch_kernels(monkeypatch)
-    prompt = Row(token_ids=[5, 9, 2] * 6, start=4, blocks=[140, 141, 142], num_logits=1)
-    mixed = Batch.of([prompt, Row(token_ids=[3], start=11, blocks=[143, 144], num_logits=1)], block_size=BLOCK_SIZE)
+    prompt = Row(token_ids=[5, 9, 2] * 6, start=4, blocks=[140, 141, 142], num_logits=1, state_index=30)
+    single = Row(token_ids=[3], start=11, blocks=[143, 144], num_logits=1, state_index=31)
+    mixed = Batch.of([prompt, single], block_size=BLOCK_SIZE)
     for most_queries in {1, replaying._model.most_queries}:
+        for runner in (replaying, plain):
+            fill(runner.pool, 3)
         with torch.inference_mode():
-            on_device = DeviceBatch.of(mixed, replaying.device, most_queries=most_queries)
-            computed = replaying._model.compute(on_device, replaying.pool)
+            on_device, states = (
+                DeviceBatch.of(mixed, replaying.device, most_queries=most_queries),
+                StepStates.of(mixed, replaying.pool),
+            )
+            computed = replaying._model.compute(on_device, replaying.pool, states=states)
         torch.testing.assert_close(computed, plain.forward(mixed), atol=1e-4, rtol=1e-4)
     check_equal((replaying, plain), decode_batch([12, 40, 7], seed=4))
     # Drafts, one of them in two query groups. In another, the sliding window of the first query begins a block of keys
@@ -399,10 +361,12 @@ def test_device_tokens_equal_chosen_tokens(
         ("qwen3", {"head_dim": 64}, "bfloat16"),
         ("qwen3_moe", {}, "float32"),  # less rounding, so that no token chooses other experts
         ("deepseek_v3", DEEPSEEK_V3, "float32"),
+        ("deepseek_v32", SPARSE, "float32"),
+        *((family, changes, "float32") for family, changes in RECURRENT.items()),
     ],
 )
 def test_cuda_graphs(family: str, changes: dict[str, Any], dtype: str, pool_dtype: str, make_pair: MakePair) -> None:
-    if pool_dtype == "int4" and family == "deepseek_v3":
+    if pool_dtype == "int4" and family.startswith("deepseek"):
         pytest.skip("latents are not stored in int4")
     pair = make_pair(None, family, dtype=dtype, pool_dtype=pool_dtype, device="cuda", **changes)
     assert pair[0]._recorded is not None

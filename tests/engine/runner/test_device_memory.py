@@ -177,7 +177,7 @@ def test_memory_of_heads_is_reserved(
         activations="float32",
         max_running=9,
     )
-    assert plan.num_blocks == 10 and plan.block_bytes_per_rank == block
+    assert plan.sizes.num_blocks == 10 and plan.cache.block_bytes == block
 
 
 def test_model_without_room_for_kv_is_rejected(tiny_model: MakeModel) -> None:

@@ -18,9 +18,11 @@ from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     GEMMA4,
     GEMMA4_MOE,
     GLM4_MOE,
+    GLM_MOE_DSA,
     GPT_OSS,
     LLAMA4,
     MINIMAX_M2,
@@ -43,6 +45,8 @@ TIMEOUT_S = 40.0
         (4, "llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
         (2, "deepseek_v2", DEEPSEEK_V2 | {"attention_bias": True}),
         (4, "deepseek_v3", DEEPSEEK_V3),
+        (2, "deepseek_v32", DEEPSEEK_V32),
+        (4, "glm_moe_dsa", GLM_MOE_DSA | {"index_topk": 8}),
         (2, "minimax_m2", MINIMAX_M2),  # norms over the heads of all ranks
         (4, "minimax_m2", MINIMAX_M2),
         (2, "gpt_oss", GPT_OSS),  # a sink per query head; experts with biases

@@ -69,7 +69,7 @@ def _rows(sampling: Sampling, num_rows: int) -> dict[int, Penalties]:
 
 
 @pytest.mark.skipif(load_kernels() is None, reason="no C++ compiler")
-@settings(max_examples=600)
+@settings(max_examples=4 * settings().max_examples)
 @given(
     st.builds(
         Sampling,

@@ -101,7 +101,7 @@ samplings = st.builds(
 histories = st.lists(st.integers(0, V - 1), max_size=12)
 
 
-@settings(max_examples=300)
+@settings(max_examples=2 * settings().max_examples)
 @given(sampling=samplings, prompt=histories, output=histories, seed=st.integers(0, 2**63 - 1))
 def test_the_draw_is_the_inverse_of_the_naive_distribution(
     sampling: Sampling, prompt: list[int], output: list[int], seed: int
@@ -115,7 +115,6 @@ def test_the_draw_is_the_inverse_of_the_naive_distribution(
     assert below - 1e-5 <= u <= below + p[token] + 1e-5
 
 
-@settings(max_examples=100)
 @given(
     sampling=samplings, others=st.lists(samplings, max_size=4), greedy=st.integers(0, 2), seed=st.integers(0, 2**63 - 1)
 )

@@ -17,7 +17,7 @@ from engine.engine import SchedulerConfig
 from engine.runner.runner import ModelRunner
 from tests.engine.asked import Asked, answers, thinking
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.engine.tiny_models import MakeModel, MakeRunner
+from tests.engine.tiny_models import DELTA_NET, MakeModel, MakeRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -93,11 +93,17 @@ def test_requests_that_read_tokens_disable_async_steps(asks: dict[str, Any], run
 @pytest.mark.gpu
 @pytest.mark.parametrize("recorded_rows", [0, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(("family", "changes"), [("llama", {}), ("qwen3_5", DELTA_NET)])
 def test_async_answers_on_a_gpu(
-    temperature: float, recorded_rows: int, tiny_model: MakeModel, make_runner: MakeRunner
+    family: str,
+    changes: dict[str, Any],
+    temperature: float,
+    recorded_rows: int,
+    tiny_model: MakeModel,
+    make_runner: MakeRunner,
 ) -> None:
     """With and without graphs; answers end at different and unpredictable steps."""
-    runner = make_runner(tiny_model("llama")[0], device="cuda", recorded_rows=recorded_rows)
+    runner = make_runner(tiny_model(family, **changes)[0], device="cuda", recorded_rows=recorded_rows)
     asked = [
         Asked(prompt, Sampling(temperature=temperature, top_p=0.9, seed=i, max_tokens=9 + 5 * i, stop_token_ids=stops))
         for i, (prompt, stops) in enumerate(zip(prompts(9, 20, 30, 4, 17), (_STOPS, (), (), _STOPS, ()), strict=True))

@@ -9,7 +9,7 @@ import pytest
 from core.types.request import Sampling, SequenceRequest
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.scheduler.prompts import KVSource, Prompt
+from engine.scheduler.prompts import KVSource, Prompt, PromptQueue, allocate
 from engine.scheduler.sequence import Sequence
 from tests.engine.fake_model import FakeConnector, FakeModel, choose_zero
 
@@ -70,6 +70,23 @@ def test_other_prompts_are_computed_during_a_fetch(queue: Queue, blocks: BlockMa
     assert queue.run() == ([], [first, second]), "the fetched prompt must keep its place in the queue"
     assert (queue.engine.num_running, blocks.match(_sequence(_SHARED).hashes())) == (0, 10)
     blocks.check_integrity()
+
+
+def test_a_state_that_is_cached_before_admission_is_not_loaded() -> None:
+    blocks = BlockManager(32, num_states=3)
+    prompts, computed = PromptQueue(blocks, max_waiting=1), _sequence(_SHARED)
+    states = blocks.states
+    assert states
+    prompt = _prompt(_SHARED, offered=36)
+    prompt.is_loaded = True
+    prompts.add(prompt)
+    assert allocate(computed, blocks)
+    computed.computed(36, blocks)
+    computed.checkpoint_fetched(states)
+    computed.release(blocks)
+    states.take_copies()
+    assert prompts.admit(prompt) and prompts.computing == [prompt]
+    assert prompt.num_cached == 36 and states.take_copies() == [(1, prompt.sequence.state_index)]
 
 
 def test_prompts_with_a_common_prefix_wait_for_its_fetch(queue: Queue, blocks: BlockManager) -> None:

@@ -71,7 +71,7 @@ class Replica:
             self.num_tokens += len(chosen)
             row.num_computed = len(row.tokens) - 1
             if draft:
-                draft.give_back(row, self.blocks)
+                draft.give_back(row, self.blocks, num_right=0)
                 self.speculation.verified(draft, chosen)
             row.release(self.blocks)
         for proposer in self._computing:
@@ -252,7 +252,7 @@ def test_unprofitable_proposer_rests_with_trials_early_in_answers() -> None:
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_resting_proposer_wakes_when_it_becomes_right(num_rows: int, num_tokens: int) -> None:
     """Although it has no state of the tokens that it has missed."""
-    for others in range(0, 200, 37):
+    for others in range(0, 200, 74):
         clock, is_right = FakeClock(), [False]
 
         def guess(tokens: Seq[int], most: int, is_right: list[bool] = is_right) -> list[int]:

@@ -61,7 +61,7 @@ class Replica:
             row.tokens += chosen
             row.num_computed = len(row.tokens) - 1
             if draft:
-                draft.give_back(row, self.blocks)
+                draft.give_back(row, self.blocks, num_right=0)
                 self._speculation.verified(draft, chosen)
             row.release(self.blocks)
         return drafts
@@ -277,7 +277,7 @@ def test_rejected_blocks_are_freed_and_others_kept() -> None:
     drafts = _speculation(right=FakeProposer(_right)).draft([sequence], lambda: FREE, max_tokens=64, blocks=blocks)
     assert len(drafts[sequence].tokens) == 8 and len(sequence.blocks) == 2  # of 8 tokens each
     sequence.num_computed = 8
-    drafts[sequence].give_back(sequence, blocks)
+    drafts[sequence].give_back(sequence, blocks, num_right=0)
     assert len(sequence.blocks) == 1 and blocks.num_available == 1
     more, _ = blocks.allocate([], 1) or ([], 0)
     assert not _speculation(right=FakeProposer(_right)).draft([sequence], lambda: FREE, max_tokens=64, blocks=blocks)

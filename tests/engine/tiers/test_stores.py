@@ -50,7 +50,7 @@ def _disk(directory: Path, stamp: Stamp = _STAMP, **changes: Any) -> DiskStore:
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStore]:
     if request.param == "host":
         made: BlockStore = HostStore(
-            num_places=_NUM_PLACES, block_bytes=_LAYOUT.block_bytes, device=torch.device("cpu")
+            num_places=_NUM_PLACES, place_bytes=_LAYOUT.place_bytes, device=torch.device("cpu")
         )
     else:
         made = _disk(tmp_path)

@@ -56,7 +56,7 @@ class Rank:
     def __init__(self, device: FakeStreams) -> None:
         self.device = device
         self.pool = KVPool(LAYOUT, num_blocks=NUM_BLOCKS, device=CPU)
-        host = HostStore(num_places=NUM_PLACES, block_bytes=LAYOUT.block_bytes, device=CPU)
+        host = HostStore(num_places=NUM_PLACES, place_bytes=LAYOUT.place_bytes, device=CPU)
         self.loaded: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
         disk: Any = FakeDisk()
         self.tiers = RankTiers(self.pool, host=host, disk=None, on_loaded=self.loaded.put)
@@ -92,7 +92,7 @@ class Rank:
             if number not in self.loading:
                 self.loading[number] = block, place
                 source = LoadSource(Tier.HOST, place, bytes([place]), block)
-                self.tiers.carry_out(TierOrders(loads=[LoadOrder(number, [source])]))
+                self.tiers.start_loads(TierOrders(loads=[LoadOrder(number, [source])]))
 
     def attend(self) -> None:
         """Read all blocks that were ordered to be loaded."""
@@ -264,7 +264,7 @@ def test_gpu_blocks_round_trip() -> None:
     gpu, every = torch.device("cuda"), list(range(NUM_BLOCKS))
     layout = KVLayout(model="m", num_layers=8, num_kv_heads=8, head_dim=128, block_size=16, dtype="bfloat16")
     pool = KVPool(layout, num_blocks=2 * NUM_BLOCKS, device=gpu)
-    host = HostStore(num_places=NUM_PLACES, block_bytes=layout.block_bytes, device=gpu)
+    host = HostStore(num_places=NUM_PLACES, place_bytes=layout.place_bytes, device=gpu)
     loaded: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
     tiers = RankTiers(pool, host=host, disk=None, on_loaded=loaded.put)
     other = [block + NUM_BLOCKS for block in every]
@@ -277,7 +277,7 @@ def test_gpu_blocks_round_trip() -> None:
         pool.copy_in(torch.zeros_like(content), every)
         pool.copy_in(torch.zeros_like(content), other)
         sources = [LoadSource(Tier.HOST, block, bytes([block]), block + NUM_BLOCKS) for block in every]
-        tiers.carry_out(TierOrders(loads=[LoadOrder(seed, sources)]))
+        tiers.start_loads(TierOrders(loads=[LoadOrder(seed, sources)]))
         assert loaded.get(timeout=END_S).num_blocks == NUM_BLOCKS
         assert torch.equal(pool.copy_out(other), content)
     tiers.close()

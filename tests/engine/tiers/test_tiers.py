@@ -5,7 +5,9 @@ from __future__ import annotations
 import queue
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,23 +15,47 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from core.types.prefix_hash import block_hashes, root_hash
+import engine.tiers.sources
+import engine.tiers.table
+from core.index.prefix_index import Depths, PrefixIndex
+from core.model.recurrent import DeltaNetShape
+from core.types.prefix_hash import block_hashes, checkpoint_hash, root_hash
 from core.types.tier import Tier
+from engine.kv.block_allocator import BlockAllocator
 from engine.kv.block_manager import BlockManager
 from engine.kv.eviction import make_eviction
 from engine.kv.layout import KVLayout
-from engine.kv.pool import KVPool
+from engine.kv.pool import KVPool, window_manager_of
+from engine.kv.window_manager import HeldParts
 from engine.tiers.block_file import Stamp
 from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, TierOrders
 from engine.tiers.disk_store import DiskStore
 from engine.tiers.host_store import HostStore
+from engine.tiers.load import Load, worth_loading
 from engine.tiers.rank_tiers import RankTiers
-from engine.tiers.table import Load, TierTable, worth_loading
+from engine.tiers.sources import Sources, Target
+from engine.tiers.table import TierTable
 
 _CPU = torch.device("cpu")
 _LAYOUT = KVLayout(
     model="m", num_layers=2, num_kv_heads=2, head_dim=4, block_size=1, dtype="float32", tensor_parallel=2
 )
+DELTA_NET = DeltaNetShape(
+    hidden_size=8,
+    num_key_heads=2,
+    num_value_heads=2,
+    key_dim=4,
+    value_dim=8,
+    conv_width=4,
+    norm_eps=1e-6,
+    is_fused=False,
+)
+# Of each rank: matrices of 128 bytes and inputs of a convolution of 96, in pieces of 64 bytes.
+_WITH_STATES = replace(_LAYOUT, recurrent_layers=(DELTA_NET,))
+_NUM_STATES = 3
+# The first layer sees three positions. Of each rank: parts of 48 bytes, in pieces of 32, as long as the other layer.
+_WITH_WINDOWS = replace(_LAYOUT, head_dim=(6, 4), windows=(3, 0))
+_NUM_PARTS = 6
 _ROOT = root_hash("m")
 _NUM_BLOCKS = 6
 _WAIT_S = 10.0
@@ -43,15 +69,26 @@ def _content(prefix_hash: bytes, rank: int) -> Tensor:
 
 
 class _Rank:
-    def __init__(self, rank: int, places: dict[Tier, int], directory: Path, answers: queue.SimpleQueue) -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        rank: int,
+        places: dict[Tier, int],
+        directory: Path,
+        answers: queue.SimpleQueue,
+    ) -> None:
         self.rank = rank
-        self.pool = KVPool(_LAYOUT, num_blocks=_NUM_BLOCKS, device=_CPU)
+        num_parts = _NUM_PARTS if layout.windows else None
+        self.pool = KVPool(
+            layout, num_blocks=num_blocks, num_states=_NUM_STATES, num_window_parts=num_parts, device=_CPU
+        )
         host = self.disk = None
         if count := places.get(Tier.HOST):
-            host = HostStore(num_places=count, block_bytes=_LAYOUT.block_bytes, device=_CPU)
+            host = HostStore(num_places=count, place_bytes=layout.place_bytes, device=_CPU)
         if count := places.get(Tier.DISK):
             directory.mkdir(exist_ok=True)
-            self.disk = DiskStore(directory, Stamp(_LAYOUT, rank, bytes(32)), num_places=count)
+            self.disk = DiskStore(directory, Stamp(layout, rank, bytes(32)), num_places=count)
             assert self.disk.wait_until_written(timeout_s=_WAIT_S)
         self.tiers = RankTiers(
             self.pool, host=host, disk=self.disk, on_loaded=lambda loaded: answers.put((rank, loaded))
@@ -61,14 +98,28 @@ class _Rank:
 class _Replica:
     """Two ranks, and a record of each block's expected content."""
 
+    layout = _LAYOUT
+    num_blocks = _NUM_BLOCKS
+    num_states = 0
+
     def __init__(self, directory: Path, *, host: int, disk: int, eviction: str = "lru") -> None:
         self.directory = directory
         places = {tier: count for tier, count in ((Tier.HOST, host), (Tier.DISK, disk)) if count}
         self.answers: queue.SimpleQueue[tuple[int, LoadResult]] = queue.SimpleQueue()
-        self.ranks = [_Rank(rank, places, directory / str(rank), self.answers) for rank in range(2)]
-        self.blocks = BlockManager(_NUM_BLOCKS, make_eviction(eviction, num_blocks=_NUM_BLOCKS))
-        lower = {tier: BlockManager(count) for tier, count in self.ranks[0].tiers.num_places.items()}
-        self.table: TierTable[str] = TierTable(self.blocks, lower, num_ranks=2, block_bytes=_LAYOUT.block_bytes)
+        self.ranks = [
+            _Rank(self.layout, self.num_blocks, rank, places, directory / str(rank), self.answers) for rank in range(2)
+        ]
+        policy = make_eviction(eviction, num_blocks=self.num_blocks)
+        windows = window_manager_of(self.ranks[0].pool, max_batch_tokens=1)
+        self.blocks = BlockManager(self.num_blocks, policy, num_states=self.num_states, windows=windows)
+        lower = {tier: BlockAllocator(count) for tier, count in self.ranks[0].tiers.num_places.items()}
+        self.table: TierTable[str] = TierTable(
+            self.blocks,
+            lower,
+            num_ranks=2,
+            place_bytes=self.layout.place_bytes,
+            num_pieces=self.layout.num_pieces,
+        )
         # Tiers according to a follower of `take_changes`.
         self.known: dict[bytes, Tier] = {}
         if found := self.ranks[0].tiers.take_found():
@@ -129,6 +180,7 @@ class _Replica:
         for orders in self.table.take_orders():
             for rank in self.ranks:
                 rank.tiers.carry_out(orders)
+                rank.tiers.start_loads(orders)
 
     def check(self, hashes: list[bytes], blocks: list[int]) -> None:
         for rank in self.ranks:
@@ -161,6 +213,225 @@ class _Replica:
             rank.tiers.close()
 
 
+class _ReplicaWithStates(_Replica):
+    """A replica whose prompts also need the state at the end of their cached blocks."""
+
+    layout = _WITH_STATES
+    num_states = _NUM_STATES
+
+    def begin(
+        self, prompt: list[int], *, may_load: bool = True
+    ) -> tuple[list[bytes], list[int], int, Load[str] | None]:
+        states = self.blocks.states
+        assert states
+        hashes = block_hashes(_ROOT, prompt, block_size=1)
+        num_computed = self.blocks.match_reusable(hashes)
+        end = self.table.offer(hashes, compute_block_s=0.0) if may_load else 0
+        assert end == 0 or end > num_computed
+        taken = self.blocks.allocate(hashes[: end or num_computed], len(prompt))
+        assert taken
+        blocks, num_cached = taken
+        self.slot = states.take(hashes[num_computed - 1] if num_computed and not end else None)
+        self.num_known = end or num_computed  # blocks before the state
+        self.carry_out()
+        if not end:
+            self.check_state(hashes)
+            return hashes, [*blocks, self.slot], num_cached, None
+        state = hashes[end - 1], self.slot
+        load = self.table.begin("it", hashes[num_cached:end], blocks[num_cached:], expires_at=0.0, state=state)
+        self.carry_out()
+        if not load:  # taking the blocks has evicted others from the tiers
+            self.blocks.free([*blocks, self.slot])
+            return self.begin(prompt, may_load=False)
+        return hashes, [*blocks, self.slot], num_cached, load
+
+    def serve(self, prompt: list[int]) -> tuple[int, int]:
+        """Return the number of blocks before the state that was used, and of those that were loaded."""
+        states = self.blocks.states
+        assert states
+        hashes, [*blocks, slot], num_cached, load = self.begin(prompt)
+        num_here = num_cached
+        if load:
+            ended = self.finish(load)
+            assert ended
+            self.check(hashes[:num_cached], blocks)
+            if ended.is_usable:
+                num_here = self.num_known
+                self.check_state(hashes)
+            else:
+                self.num_known = num_here = 0
+        self.check(hashes[:num_here], blocks)
+        for rank in self.ranks:
+            for prefix_hash, block in zip(hashes[num_here:], blocks[num_here:], strict=True):
+                if prefix_hash not in self.blocks or self.blocks.block_of(prefix_hash) != block:
+                    rank.pool.copy_in(_content(prefix_hash, rank.rank), [block])
+            _state(rank, states.index(slot)).copy_(_state_content(hashes[-1], rank))
+        for prefix_hash, block in zip(hashes, blocks, strict=True):
+            self.blocks.fill_block(block, prefix_hash)
+        states.checkpoint(slot, hashes[-1])
+        self.blocks.free([*blocks, slot])
+        self.note()  # the copy is made with the next orders
+        return self.num_known, load.num_loaded if load else 0
+
+    def carry_out(self) -> None:
+        super().carry_out()
+        assert self.blocks.states
+        for source, target in self.blocks.states.take_copies():
+            for rank in self.ranks:
+                rank.pool.copy_state(source, target)
+
+    def check_state(self, hashes: list[bytes]) -> None:
+        assert self.blocks.states
+        if self.num_known:
+            for rank in self.ranks:
+                expected = _state_content(hashes[self.num_known - 1], rank)
+                assert torch.equal(_state(rank, self.blocks.states.index(self.slot)), expected)
+
+    def give_up(self, prompt: list[int]) -> None:
+        _, [*blocks, slot], _, load = self.begin(prompt)
+        if load:
+            self.table.give_up(load)
+            self.blocks.free([block for block in blocks if block not in load.blocks])
+            self.table.check_integrity()
+            assert self.finish(load) is None
+        else:
+            self.blocks.free([*blocks, slot])
+        self.note()
+
+
+class _ReplicaWithWindows(_Replica):
+    """A replica whose prompts also need the parts of the last blocks of their prefixes."""
+
+    layout = _WITH_WINDOWS
+    num_blocks = 10
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        super().__init__(directory, **options)
+        self.index, self.listed = PrefixIndex(), set[bytes]()
+        assert self.blocks.windows
+        self.windows = self.blocks.windows
+
+    def begin(
+        self, prompt: list[int], *, may_load: bool = True
+    ) -> tuple[list[bytes], list[int], int, Load[str] | None]:
+        hashes = block_hashes(_ROOT, prompt, block_size=1)
+        num_computed = self.blocks.match_reusable(hashes)
+        end = self.table.offer(hashes, compute_block_s=0.0) if may_load else 0
+        assert end == 0 or end > num_computed
+        reusable = hashes[: end or num_computed]
+        to_load = self.blocks.places_without_part(reusable) if end else None
+        taken = self.blocks.allocate(reusable, len(prompt), to_load=to_load)
+        assert taken
+        blocks, num_cached = taken
+        self.parts, self.num_known = HeldParts(), end or num_computed
+        self.parts.reserve(self.windows.num_for(len(prompt)), self.windows)
+        self.parts.attach(blocks, self.windows.seen_from(self.num_known), self.windows)
+        self.carry_out()
+        if not end:
+            return hashes, blocks, num_cached, None
+        load = self.table.begin("it", hashes[num_cached:end], blocks[num_cached:], expires_at=0.0)
+        self.carry_out()
+        if not load:  # taking the blocks has evicted others from the tiers
+            self.free(blocks)
+            return self.begin(prompt, may_load=False)
+        return hashes, blocks, num_cached, load
+
+    def serve(self, prompt: list[int]) -> tuple[int, int]:
+        """Return the number of blocks that the prompt continued from, and of those that were loaded."""
+        hashes, blocks, _, load = self.begin(prompt)
+        if load and not (ended := self.finish(load)).num_loaded:  # type: ignore[union-attr]
+            assert not ended.is_usable  # type: ignore[union-attr]
+            self.free(blocks)
+            self.note()
+            hashes, blocks, _, load = self.begin(prompt, may_load=False)
+        self.check(hashes[: self.num_known], blocks)
+        self.check_parts(hashes, blocks, self.windows.seen_from(self.num_known))
+        for place in range(len(prompt)):
+            if place >= self.num_known:
+                self.parts.advance(self.windows.first_seen(place), self.windows)
+                self.parts.extend(blocks, place + 1, self.windows)
+                self.carry_out()
+                for rank in self.ranks:
+                    rank.pool.copy_in(_content(hashes[place], rank.rank)[:, : self.layout.place_bytes], [blocks[place]])
+                    rank.pool.copy_in(self.pieces(hashes[place], rank.rank), self.piece_ids(blocks[place]))
+            self.blocks.fill_block(blocks[place], hashes[place])
+        self.free(blocks)
+        self.note()
+        return self.num_known, load.num_loaded if load else 0
+
+    def give_up(self, prompt: list[int]) -> None:
+        _, blocks, _, load = self.begin(prompt)
+        if load:
+            self.table.give_up(load)
+            self.parts.leave_out(load.blocks)
+            self.free([block for block in blocks if block not in load.blocks])
+            self.table.check_integrity()
+            assert self.finish(load) is None
+        else:
+            self.free(blocks)
+        self.note()
+        assert self.windows.num_held == self.windows.num_reserved == 0
+
+    def free(self, blocks: list[int]) -> None:
+        self.parts.release(self.windows)
+        self.blocks.free(blocks)
+
+    def carry_out(self) -> None:
+        every = self.table.take_orders()
+        for rank in self.ranks:
+            for orders in every:
+                rank.tiers.carry_out(orders)
+        changes = self.windows.take_changes()
+        for rank in self.ranks:
+            rank.pool.attach(changes)
+            for orders in every:
+                rank.tiers.start_loads(orders)
+
+    def check(self, hashes: list[bytes], blocks: list[int]) -> None:
+        for rank in self.ranks:
+            for prefix_hash, block in zip(hashes, blocks, strict=False):
+                expected = _content(prefix_hash, rank.rank)[:, : self.layout.place_bytes]
+                assert torch.equal(rank.pool.copy_out([block]), expected)
+
+    def check_parts(self, hashes: list[bytes], blocks: list[int], places: range) -> None:
+        for rank in self.ranks:
+            for place in places:
+                found = rank.pool.copy_out(self.piece_ids(blocks[place]))
+                assert torch.equal(found, self.pieces(hashes[place], rank.rank))
+
+    def piece_ids(self, block: int) -> list[int]:
+        part = self.windows.part_of(block)
+        assert part
+        return [self.num_blocks + part * self.layout.num_pieces + i for i in range(self.layout.num_pieces)]
+
+    def pieces(self, prefix_hash: bytes, rank: int) -> Tensor:
+        content_2N = torch.cat([_content(prefix_hash, rank + seed)[:, :32] for seed in (17, 19)])
+        content_2N[1, 16:] = 0
+        return content_2N
+
+    def note(self) -> None:
+        super().note()
+        self.index.remove("r", self.listed - self.known.keys())
+        self.listed = {*self.known}
+        for prefix_hash, tier in self.known.items():
+            self.index.store("r", [prefix_hash], tier)
+        for prompt in _PROMPTS:
+            hashes = block_hashes(_ROOT, prompt, block_size=1)
+            depths = self.index.depths_to_checkpoints(hashes, [*map(checkpoint_hash, hashes)], among={"r": 2})
+            believed, here = depths.get("r", Depths(0, 0, 0)), self.blocks.match_reusable(hashes)
+            assert believed.device <= here, "a router believes in a hit that cannot be continued"
+            assert believed.disk <= max(here, self.table.offer(hashes, compute_block_s=0.0))
+
+
+def _state(rank: _Rank, slot: int) -> Tensor:
+    return rank.pool.states[0].bytes_NB[slot]
+
+
+def _state_content(prefix_hash: bytes, rank: _Rank) -> Tensor:
+    generator = torch.Generator().manual_seed(int.from_bytes(prefix_hash[:6], "little") + 7 + rank.rank)
+    return torch.randint(0, 256, _state(rank, 0).shape, dtype=torch.uint8, generator=generator)
+
+
 _steps = st.lists(
     st.tuples(st.sampled_from(["serve", "serve", "serve", "idle", "give_up", "harm"]), st.sampled_from(_PROMPTS)),
     max_size=25,
@@ -173,17 +444,34 @@ def test_matched_blocks_have_their_own_content(
     steps: list[tuple[str, list[int]]], host: int, disk: int, eviction: str
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
-        replica = _Replica(Path(directory), host=host, disk=disk, eviction=eviction)
-        for name, prompt in steps:
-            if name == "serve":
-                replica.serve(prompt)
-            elif name == "give_up":
-                replica.give_up(prompt)
-            elif name == "idle":
-                replica.idle()
-            elif disk:
-                replica.harm(len(prompt) % 2, lambda path: path.write_bytes(b"no block"))  # type: ignore[arg-type, return-value]
-        replica.close()
+        _play(_Replica(Path(directory), host=host, disk=disk, eviction=eviction), steps, has_disk=disk > 0)
+
+
+@settings(max_examples=60)
+@given(_steps, st.integers(0, 12), st.integers(0, 20))
+def test_states_are_those_of_the_blocks_before(steps: list[tuple[str, list[int]]], host: int, disk: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        _play(_ReplicaWithStates(Path(directory), host=host, disk=disk), steps, has_disk=disk > 0)
+
+
+@settings(max_examples=25)
+@given(_steps, st.integers(0, 14), st.integers(0, 24))
+def test_parts_are_those_of_their_blocks(steps: list[tuple[str, list[int]]], host: int, disk: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        _play(_ReplicaWithWindows(Path(directory), host=host, disk=disk), steps, has_disk=disk > 0)
+
+
+def _play(replica: _Replica, steps: list[tuple[str, list[int]]], *, has_disk: bool) -> None:
+    for name, prompt in steps:
+        if name == "serve":
+            replica.serve(prompt)
+        elif name == "give_up":
+            replica.give_up(prompt)
+        elif name == "idle":
+            replica.idle()
+        elif has_disk:
+            replica.harm(len(prompt) % 2, lambda path: path.write_bytes(b"no block"))  # type: ignore[arg-type, return-value]
+    replica.close()
 
 
 @pytest.fixture
@@ -203,6 +491,163 @@ def test_evicted_blocks_load_from_host_and_disk(make: Callable[..., _Replica]) -
     replica.close()
 
 
+def test_evicted_states_load_from_host_and_disk(tmp_path: Path) -> None:
+    replica = _ReplicaWithStates(tmp_path, host=14, disk=40)
+    assert replica.layout.num_pieces == 4
+    first, *others = _PROMPTS[0], _PROMPTS[5], _PROMPTS[4], [31, 32, 33, 34, 35, 36]
+    assert replica.serve(first) == (0, 0)
+    for other in others:
+        assert replica.serve(other) == (0, 0)
+    assert replica.serve(first) == (6, 6)
+    replica.close()
+
+
+@pytest.mark.parametrize(("host", "disk"), [(60, 0), (12, 60), (0, 60)])
+def test_evicted_parts_load_from_host_and_disk(tmp_path: Path, host: int, disk: int) -> None:
+    """First only parts are evicted, so that blocks are copied on the device, then blocks, too."""
+    replica = _ReplicaWithWindows(tmp_path, host=host, disk=disk)
+    assert (replica.layout.num_pieces, replica.layout.cache.num_checkpoints) == (2, 2)
+    first = _PROMPTS[0]
+    assert replica.serve(first) == (0, 0)
+    replica.serve(_PROMPTS[4])
+    replica.settle()
+    hashes = block_hashes(_ROOT, first, block_size=1)
+    assert (replica.blocks.match(hashes), replica.blocks.match_reusable(hashes)) == (6, 0)
+    assert replica.serve(first) == (6, 2)
+    for other in (_PROMPTS[5], [31, 32, 33, 34, 35, 36]):
+        assert replica.serve(other)[1] == 0
+        replica.settle()
+    assert replica.serve(first) == (6, 6)
+    replica.close()
+
+
+def _swapped(self: Sources, prefix_hash: bytes, pieces: list[Any], index: int) -> list[Target]:
+    first, *others = _targets_of(self, prefix_hash, pieces, index)
+    return [Target(*first[:3], others[0].block), Target(*others[0][:3], first.block)]
+
+
+def _one_part_off(self: Sources, prefix_hash: bytes, pieces: list[Any], index: int) -> list[Target]:
+    return _targets_of(self, prefix_hash, pieces, index % (_NUM_PARTS - 1) + 1)
+
+
+def _late(self: RankTiers, orders: TierOrders) -> None:
+    """Carry out saves after the steps that follow them."""
+    late = self.__dict__.setdefault("late", [])
+    late.append(orders)
+    if len(late) > 3:
+        _carry_out(self, late.pop(0))
+
+
+_targets_of, _carry_out = Sources.targets_of, RankTiers.carry_out
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [(Sources, "targets_of", _swapped), (Sources, "targets_of", _one_part_off), (RankTiers, "carry_out", _late)],
+)
+def test_parts_with_other_content_are_noticed(
+    owner: object, name: str, fault: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    replica = _ReplicaWithWindows(tmp_path, host=60, disk=0)
+    with pytest.raises(AssertionError):
+        for prompt in [_PROMPTS[0], _PROMPTS[4], _PROMPTS[0], _PROMPTS[5], [31, 32, 33, 34, 35, 36], _PROMPTS[0]]:
+            replica.serve(prompt)
+    replica.close()
+
+
+def _table_with_checkpoint() -> tuple[TierTable[str], BlockManager, list[bytes]]:
+    """Return a table whose host tier has three blocks and the checkpoint after them, in two pieces."""
+    device, host = BlockManager(_NUM_BLOCKS, num_states=1), BlockAllocator(8)
+    table: TierTable[str] = TierTable(device, {Tier.HOST: host}, num_ranks=1, place_bytes=1, num_pieces=2)
+    hashes = block_hashes(_ROOT, [1, 2, 3], block_size=1)
+    pieces = [checkpoint_hash(hashes[-1], piece=i) for i in range(2)]
+    host.adopt(dict(enumerate([*hashes, *pieces])))
+    return table, device, hashes
+
+
+def _begin(table: TierTable[str], device: BlockManager, hashes: list[bytes]) -> Load[str] | None:
+    taken = device.allocate([], len(hashes))
+    assert taken and device.states
+    return table.begin("it", hashes, taken[0], expires_at=0.0, state=(hashes[-1], device.states.take()))
+
+
+@pytest.mark.parametrize("num_read", range(6))
+def test_a_state_is_used_only_if_all_of_it_was_loaded(num_read: int) -> None:
+    table, device, hashes = _table_with_checkpoint()
+    load = _begin(table, device, hashes)
+    assert load and len(load.order.sources) == 5
+    assert table.loaded(0, LoadResult(load.order.id, num_read, {}, {})) is load
+    assert (load.is_usable, load.num_loaded) == ((True, 3) if num_read == 5 else (False, 0))
+
+
+@pytest.mark.parametrize("missing", range(5))
+def test_a_prefix_without_its_state_is_not_loaded(missing: int) -> None:
+    table, device, hashes = _table_with_checkpoint()
+    assert table.offer(hashes, compute_block_s=0.0) == 3
+    table.lost(Tier.HOST, [*hashes, *(checkpoint_hash(hashes[-1], piece=i) for i in range(2))][missing])
+    assert table.offer(hashes, compute_block_s=0.0) == 0
+    assert _begin(table, device, hashes) is None
+
+
+@pytest.mark.parametrize("num_pieces", [0, 2])
+def test_slow_loads_are_measured_again_after_sixteen_others(num_pieces: int) -> None:
+    """For a model without checkpoints, and for one with them."""
+    device, host = BlockManager(_NUM_BLOCKS, num_states=min(1, num_pieces)), BlockAllocator(8)
+    table: TierTable[str] = TierTable(device, {Tier.HOST: host}, num_ranks=1, place_bytes=1, num_pieces=num_pieces)
+    hashes = block_hashes(_ROOT, [1, 2, 3], block_size=1)
+    host.adopt(dict(enumerate([*hashes, *(checkpoint_hash(hashes[-1], piece=i) for i in range(num_pieces))])))
+    taken = device.allocate([], len(hashes))
+    assert taken
+    state = (hashes[-1], device.states.take()) if device.states else None
+    load = table.begin("it", hashes, taken[0], expires_at=0.0, state=state)
+    assert load
+    num_read = len(load.order.sources)
+    table.loaded(0, LoadResult(load.order.id, num_read, {Tier.HOST: num_read}, {Tier.HOST: float(num_read)}))
+    offered = [table.offer(hashes, compute_block_s=1e-3) for _ in range(34)]
+    assert offered == [*[0] * 16, 3, *[0] * 16, 3]
+    assert table.offer(hashes, compute_block_s=1e3) == 3
+
+
+def test_blocks_without_a_checkpoint_cost_one_hash_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states of large models have hundreds of pieces."""
+    device, host = BlockManager(_NUM_BLOCKS, num_states=1), BlockAllocator(50)
+    table: TierTable[str] = TierTable(device, {Tier.HOST: host}, num_ranks=1, place_bytes=1, num_pieces=200)
+    hashes, made = block_hashes(_ROOT, list(range(50)), block_size=1), list[bytes]()
+
+    def counted(prefix_hash: bytes, *, piece: int = 0) -> bytes:
+        made.append(prefix_hash)
+        return checkpoint_hash(prefix_hash, piece=piece)
+
+    for module in (engine.tiers.table, engine.tiers.sources):
+        monkeypatch.setattr(module, "checkpoint_hash", counted)
+    host.adopt(dict(enumerate(hashes)))
+    assert device.states and table.offer(hashes, compute_block_s=0.0) == 0 and len(made) == 50
+    device.states.fill_slot(device.states.take(), hashes[0])
+    assert table.take_changes()[checkpoint_hash(hashes[0])] is Tier.DEVICE and len(made) == 51, "no disk to save it to"
+
+
+def test_a_checkpoint_is_not_saved_before_its_copy_is_made() -> None:
+    device, host, disk = BlockManager(_NUM_BLOCKS, num_states=2), BlockAllocator(8), BlockAllocator(8)
+    lower = {Tier.HOST: host, Tier.DISK: disk}
+    table: TierTable[str] = TierTable(device, lower, num_ranks=1, place_bytes=1, num_pieces=2)
+    states = device.states
+    assert states
+    slot = states.take()
+    states.checkpoint(slot, b"first")
+    table.take_changes()
+    table.save_ahead(8)
+    states.take()  # evicts the checkpoint
+    assert table.take_orders() == []
+    states.free([states.first + 1])
+    states.take_copies()
+    states.checkpoint(slot, b"second")
+    states.take_copies()
+    states.take()
+    [orders] = table.take_orders()
+    assert [save.block for save in orders.saves] == [_NUM_BLOCKS + 2, _NUM_BLOCKS + 3], "pieces of the second slot"
+
+
 def test_later_process_serves_blocks_from_disk(make: Callable[..., _Replica]) -> None:
     replica = make(host=0, disk=20)
     replica.serve(_PROMPTS[0])
@@ -214,6 +659,19 @@ def test_later_process_serves_blocks_from_disk(make: Callable[..., _Replica]) ->
     replica.note()
     assert set(replica.known.values()) == {Tier.DISK}
     assert replica.serve(_PROMPTS[0]) == (0, 6)
+    replica.close()
+
+
+def test_later_process_serves_parts_from_disk(tmp_path: Path) -> None:
+    replica = _ReplicaWithWindows(tmp_path, host=0, disk=40)
+    replica.serve(_PROMPTS[0])
+    while replica.table.has_unsaved:
+        replica.idle()
+    replica.settle()
+    replica.close()
+    replica = _ReplicaWithWindows(tmp_path, host=0, disk=40)
+    replica.note()
+    assert replica.serve(_PROMPTS[0]) == (6, 6)
     replica.close()
 
 
@@ -248,7 +706,7 @@ def test_loading_that_takes_longer_than_computing_is_not_done(
 def test_a_load_that_fails_is_answered_and_the_next_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
     answers: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
     pool = KVPool(_LAYOUT, num_blocks=_NUM_BLOCKS, device=_CPU)
-    host = HostStore(num_places=1, block_bytes=_LAYOUT.block_bytes, device=_CPU)
+    host = HostStore(num_places=1, place_bytes=_LAYOUT.place_bytes, device=_CPU)
     tiers = RankTiers(pool, host=host, disk=None, on_loaded=answers.put)
     saved, source = Save(Tier.HOST, 0, 0, b"hash"), LoadSource(Tier.HOST, 0, b"hash", 1)
     copy_in = pool.copy_in
@@ -259,7 +717,8 @@ def test_a_load_that_fails_is_answered_and_the_next_one_too(monkeypatch: pytest.
 
     monkeypatch.setattr(pool, "copy_in", out_of_memory)
     try:
-        tiers.carry_out(TierOrders(saves=[saved], loads=[LoadOrder(1, [source]), LoadOrder(2, [source])]))
+        tiers.carry_out(TierOrders(saves=[saved]))
+        tiers.start_loads(TierOrders(loads=[LoadOrder(1, [source]), LoadOrder(2, [source])]))
         results = [answers.get(timeout=_WAIT_S) for _ in range(2)]
     finally:
         tiers.close()

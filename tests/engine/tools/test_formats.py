@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +15,15 @@ from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
 
 from cluster.cli.app import app
+from core.process.child_process import ChildProcess
 from core.types.errors import SpecError
 from engine.quantization.write import quantize_checkpoint
+from engine.tools import formats
 from engine.tools.formats import Combination, FormatCost, make_directory, measure, write_report
+from engine.tools.stepper import Stepper
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, reference_logits
+from tests.support.grids import quick
 
 WINDOWS = {"window": 20, "stride": 8, "max_windows": 4, "seconds": 0.01, "threads": 1}
 
@@ -29,8 +34,26 @@ def write_tokenizer(directory: Path) -> None:
     words.save(str(directory / "tokenizer.json"))
 
 
-def test_combinations_are_compared_with_the_first(tiny_model: MakeModel, tmp_path: Path) -> None:
+class _InThisProcess:
+    """A stepper in the process of the test: imports in another one take seconds."""
+
+    def __init__(self, module: str, options: str, *, answer_s: float) -> None:
+        self._stepper = Stepper(**json.loads(options))
+
+    def ask(self, order: str, **arguments: Any) -> Any:
+        return getattr(self._stepper, order)(**arguments)
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("first_maker", quick([_InThisProcess, ChildProcess], [_InThisProcess]))
+def test_combinations_are_compared_with_the_first(
+    first_maker: Any, tiny_model: MakeModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Windows of 20 tokens with 8 scored; an 8-bit pool, wire or weights change the perplexity a little."""
+    makers = iter([first_maker, *5 * [_InThisProcess]])  # the command starts a process for each
+    monkeypatch.setattr(formats, "ChildProcess", lambda *arguments, **options: next(makers)(*arguments, **options))
     directory, model = tiny_model("llama")
     write_tokenizer(directory)
     (ids,) = prompts(60)
@@ -39,6 +62,9 @@ def test_combinations_are_compared_with_the_first(tiny_model: MakeModel, tmp_pat
     base = Combination(weights="bf16", kv="bf16", wire="raw", model_dir=directory, held="widen")
     others = [
         Combination(weights="bf16", kv="int8", wire="raw", model_dir=directory, pool_dtype="int8"),
+        Combination(
+            weights="bf16", kv="int8:0", wire="raw", model_dir=directory, pool_dtype="int8", unquantized_layers=(0,)
+        ),
         Combination(weights="bf16", kv="bf16", wire="fp8", model_dir=directory, wire_dtype="fp8_e4m3"),
         Combination(weights="fp8", kv="bf16", wire="raw", model_dir=tmp_path / "fp8"),
     ]
@@ -50,7 +76,8 @@ def test_combinations_are_compared_with_the_first(tiny_model: MakeModel, tmp_pat
     assert first.perplexity == pytest.approx(float(torch.stack(losses).mean().exp()), rel=1e-4)
     assert (first.difference, first.error) == (0, 0)
     assert all(0 < abs(cost.difference) < 0.05 for cost in rest)
-    assert rest[0].kv_bytes_per_token < first.kv_bytes_per_token == rest[1].kv_bytes_per_token
+    assert rest[0].kv_bytes_per_token < rest[1].kv_bytes_per_token < first.kv_bytes_per_token
+    assert first.kv_bytes_per_token == rest[2].kv_bytes_per_token
     with pytest.raises(SpecError, match="has 60 tokens, fewer than one window of 100"):
         measure([base], text, dtype="float32", **WINDOWS | {"window": 100, "stride": 50})
 
@@ -76,12 +103,17 @@ def test_report_marks_what_nothing_beats(tmp_path: Path) -> None:
         assert (tmp_path / "report" / "formats.png").read_bytes().startswith(b"\x89PNG") and not note
     else:
         assert "pip install 'xpyd[plot]'" in note
+    (tmp_path / "full" / "formats.json").mkdir(parents=True)
+    with pytest.raises(SpecError, match="full: cannot be written"):
+        write_report(costs, tmp_path / "full", {})
 
 
 @pytest.mark.parametrize(
     ("option", "value", "named"),
     [
         ("--kv", "x", "--kv: unknown format 'x'"),
+        ("--kv", "int4:x", "a layer of 'int4:x' is not a number"),
+        ("--kv", "bf16,int4:0:-4", "--kv: layer -4 is out of range [-3, 3)"),
         ("--wire", "raw,", "--wire: unknown format ''"),
         ("--weights", "x", "--weights: unknown format 'x'; choose from bf16, stored"),
         ("--weights", "int4:x", "the group of 'int4:x' is not a number"),
@@ -93,6 +125,7 @@ def test_faults_are_named_before_the_measurement(
     option: str, value: str, named: str, tiny_model: MakeModel, tmp_path: Path
 ) -> None:
     directory, _ = tiny_model("llama")
+    write_tokenizer(directory)
     command = ["eval", "formats", "--model", str(directory), "-o", str(tmp_path), option, value]
     result = CliRunner().invoke(app, command)
     assert result.exit_code != 0 and named in str(result.exception)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from core.model.gguf_import import import_gguf
+from core.model.weight_formats import check_method
 from core.types.errors import SpecError
 from engine.config import EngineConfig
 from engine.kernels.quant.quantized_matmul import launch_coded_product
@@ -24,7 +25,8 @@ from engine.layers.shards import ShardReader
 from engine.runner.parallel import TensorParallel
 from engine.runner.runner import ModelRunner
 from engine.weights.checkpoint import Checkpoint
-from engine.weights.formats import activations_of
+from engine.weights.formats import FORMATS as TABLE_OF_FORMATS
+from engine.weights.formats import activations_of, kind_of
 from engine.weights.open_checkpoint import open_checkpoint
 from engine.weights.quantized_weight import QuantizedWeight
 from tests.engine import quantized_files
@@ -32,6 +34,7 @@ from tests.engine.gguf_files import write_model
 from tests.engine.quantized_files import FORMATS, awq, check_numbers, fp8_blocks, gptq, write_quantised
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import random_model, reference_logits, tiny_config
+from tests.support.grids import quick
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
 CPU = torch.device("cpu")
@@ -62,6 +65,21 @@ def test_numbers_equal_the_formats_own_library(path: Path, tmp_path: Path) -> No
     check_numbers(tmp_path, tensors, tensors.pop("numbers"), config)
 
 
+@pytest.mark.parametrize("known", [{"weight_scale_method": "row"}, {"checkpoint_format": "float8_e4m3fn"}])
+def test_gptqmodels_fp8_divides_by_its_scales_by_default(known: dict[str, str], tmp_path: Path) -> None:
+    """GPTQModel 7.7 loads its own files without `weight_scale_semantics` as inverse."""
+    tensors = load_file(Path(__file__).parent / "formats" / "gptqmodel_fp8.safetensors")
+    check_numbers(tmp_path, tensors, tensors.pop("numbers"), {"quant_method": "fp8", **known})
+
+
+def test_early_name_of_the_settings(tmp_path: Path) -> None:
+    path = Path(__file__).parent / "formats" / "int4_pack.safetensors"
+    with safe_open(path, framework="pt") as file:
+        config = json.loads(file.metadata()["quantization_config"])
+    tensors = load_file(path)
+    check_numbers(tmp_path, tensors, tensors.pop("numbers"), config, key="compression_config")
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
@@ -75,6 +93,15 @@ def test_numbers_equal_the_formats_own_library(path: Path, tmp_path: Path) -> No
 )
 def test_only_formats_that_quantize_all_inputs_say_so(config: dict[str, Any], expected: torch.dtype | None) -> None:
     assert activations_of(config) is expected
+
+
+def _with_nested_blocks_of(size: int) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        name = "w.weight.quant_state.bitsandbytes__nf4"
+        state = json.loads(bytes(tensors[name].tolist())) | {"nested_blocksize": size}
+        tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+    return change
 
 
 def _without_scale_columns(tensors: dict[str, torch.Tensor]) -> None:
@@ -100,9 +127,13 @@ def _without_scale_columns(tensors: dict[str, torch.Tensor]) -> None:
         ("int4_pack", lambda t: t.update({"w.weight_packed": t["w.weight_packed"][0]}), "has 1 dimensions, expected 2"),
         ("int4_pack", lambda t: t.update({"w.weight_packed": t["w.weight_packed"][:0]}), "weight_packed is empty"),
         ("awq_gemm", lambda t: t.update({"w.scales": t["w.scales"].flatten()}), "scales has 1 dimensions, expected 2"),
+        # Three and eight bits instead of four.
+        ("awq_gemm", lambda t: t.update({"w.qweight": t["w.qweight"][:, :6]}), "qweight: codes of 3 bits"),
+        ("awq_gemm", lambda t: t.update({"w.qweight": t["w.qweight"].repeat(1, 2)}), "qweight: codes of 8 bits"),
         ("awq_marlin", lambda t: t.update({"w.qweight": t["w.qweight"][:, :-1]}), "qweight of shape .* marlin"),
         ("awq_gemv_fast", lambda t: t["w.qzeros"].fill_(float("nan")), "not a finite number"),
         ("nvfp4", lambda t: t["w.weight_global_scale"].fill_(1e-40), "not a finite number"),
+        ("fp8_channels", lambda t: t["w.weight"].view(torch.uint8)[-1].fill_(0xFF), "w.weight has a code that is not"),
         ("modelopt_w4a16_awq", lambda t: t.update({"w.pre_quant_scale": torch.ones(95)}), "is not 96 numbers"),
         ("mxfp4_experts", lambda t: t.update({"experts.w_scales": t["experts.w_scales"][:1]}), "has 1 experts"),
         ("bnb_int8", lambda t: t.update({"w.SCB": t["w.SCB"][0].clone()}), "do not fit 64 outputs"),
@@ -110,6 +141,7 @@ def _without_scale_columns(tensors: dict[str, torch.Tensor]) -> None:
         ("bnb_nf4", lambda t: t["w.weight.quant_map"].fill_(float("nan")), "not a finite number"),
         ("bnb_nf4", lambda t: t.update({"w.weight": t["w.weight"][:-1]}), "does not hold 64 x 96 codes"),
         ("bnb_nf4_nested", lambda t: t.pop("w.weight.nested_absmax"), "nested_absmax is missing"),
+        ("bnb_nf4_nested", _with_nested_blocks_of(1 << 70), "does not hold the shape and blocksize"),
     ],
 )  # fmt: skip
 def test_contradictory_tensors_are_rejected(
@@ -126,6 +158,36 @@ def test_contradictory_tensors_are_rejected(
     with pytest.raises(SpecError, match=message):
         checkpoint = open_checkpoint(tmp_path)
         checkpoint.read(next(name for name in checkpoint.shapes if name.endswith(".weight")))
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({"global_quant_config": {"weight": {"dtype": "fp4", "scale_format": "e8m0"}}}, ""),
+        ({"layer_quant_config": {"*.mlp.*": {"weight": {"dtype": "fp8_e4m3"}}, "*.self_attn.*": {}}}, ""),
+        ({"global_quant_config": {"weight": {"dtype": "fp4", "scale_format": "float32"}}}, "weight fp4 float32 is not"),
+        ({"layer_type_quant_config": {"Linear": {"weight": {"dtype": "fp6_e3m2"}}}}, "weight fp6_e3m2 is not"),
+        (
+            {"global_quant_config": {"weight": [{"dtype": "fp8_e4m3"}, {"dtype": "int4"}]}},
+            "weight in two stages",
+        ),
+        ({"layer_quant_config": "none"}, "layer_quant_config is 'none', and must hold objects"),
+        ({"global_quant_config": ["fp4"]}, "global_quant_config is .*, and must hold objects"),
+    ],
+)
+def test_quark_is_read_in_the_types_of_its_table(layers: dict[str, Any], message: str) -> None:
+    config = {"quant_method": "quark", **layers}
+    if not message:
+        return check_method(config)
+    with pytest.raises(SpecError, match=message):
+        check_method(config)
+
+
+@pytest.mark.parametrize(("method", "key"), [("awq", "version"), ("gptq", "checkpoint_format")])
+def test_layout_may_be_in_capitals(method: str, key: str) -> None:
+    config = {"quant_method": method, key: {"awq": "GEMM", "gptq": "GPTQ_V2"}[method]}
+    check_method(config)
+    assert kind_of(config) in {row.kind for row in TABLE_OF_FORMATS}
 
 
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
@@ -155,6 +217,37 @@ def test_odd_settings_are_rejected(config: object, message: str, tmp_path: Path)
     }
     with pytest.raises(SpecError, match=message):
         write_matrix(tmp_path, parts, config).read("w.weight")
+
+
+@pytest.mark.parametrize(
+    ("stem", "settings", "message"),
+    [
+        # AutoAWQ pads 4 groups of 32 inputs to 32; one group, or 32 of 4 inputs, would be padded to other numbers.
+        ("awq_gemv", {"group_size": -1}, "w.scales: scales of shape .* do not fit 64 outputs and 128 inputs"),
+        ("awq_gemv", {"group_size": None}, "w.scales: scales of shape .* do not fit 64 outputs and 128 inputs"),
+        # Zero points of an unnamed version would be a guess.
+        ("gptqmodel_4", {"quant_method": "fp8"}, r"w.qweight \(I32\) with w.scales \(F16\) is in no supported format"),
+        # The other version stores zero points less one.
+        ("gptqmodel_4_v2", {"sym": True}, "w.qzeros, read in the layout gptq_v2, has zero points other than 8, but"),
+    ],
+)
+def test_settings_that_contradict_the_tensors_are_rejected(
+    stem: str, settings: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    path = Path(__file__).parent / "formats" / f"{stem}.safetensors"
+    with safe_open(path, framework="pt") as file:
+        config = json.loads(file.metadata()["quantization_config"])
+    (tmp_path / "model.safetensors").write_bytes(path.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config | settings}))
+    with pytest.raises(SpecError, match=message):
+        open_checkpoint(tmp_path).read("w.weight")
+
+
+def test_inverse_scales_may_be_powers_of_two(tmp_path: Path) -> None:
+    parts = {"weight": torch.ones(4, 8).to(torch.float8_e4m3fn)}
+    parts["weight_scale_inv"] = torch.full((4,), 4.0).to(torch.float8_e8m0fnu)
+    checkpoint = write_matrix(tmp_path, parts, {"quant_method": "fp8", "weight_scale_method": "row"})
+    assert torch.equal(checkpoint.read("w.weight"), torch.full((4, 8), 0.25))
 
 
 @pytest.mark.parametrize("num_inputs", [8, 16, 24])
@@ -257,7 +350,9 @@ def write_matrix(directory: Path, parts: dict[str, torch.Tensor], description: o
     return open_checkpoint(directory)
 
 
-@pytest.mark.parametrize("kind", ["fp8 blocks", "fp8 tensor", "int8 channels", "awq", "gptq"])
+@pytest.mark.parametrize(
+    "kind", quick(["fp8 blocks", "fp8 tensor", "int8 channels", "awq", "gptq"], ["fp8 tensor", "gptq"])
+)
 def test_low_bit_model_on_gpu_kernels(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole model with GPU-format matrices, by its kernels in the interpreter; its steps are captured."""
     pytest.importorskip("triton")

@@ -44,6 +44,7 @@ from tests.engine.quantized_files import (
 from tests.engine.steps import prompts, step
 from tests.engine.tiny_models import (
     DEEPSEEK_V3,
+    DEEPSEEK_V32,
     GEMMA,
     GEMMA3_ROPES,
     GEMMA4_MOE,
@@ -106,6 +107,13 @@ CASES = {
         (("", "language_model."),),
         {"architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25"},
         is_inside=True,
+    ),
+    # Published files differ in which matrices of the indexer are quantized.
+    "DeepSeek-V3.2 FP8": Published(
+        "deepseek_v32", fp8_blocks, FP8_BLOCKS, DEEPSEEK_V32, r".*(_[ab]_proj|o_proj)\.weight"
+    ),
+    "DeepSeek-V3.2 FP8, indexer too": Published(
+        "deepseek_v32", fp8_blocks, FP8_BLOCKS, DEEPSEEK_V32, r".*(_[ab]_proj|o_proj|wq_b|wk)\.weight"
     ),
     "Phi-3 FP8 channels": Published("phi3", fp8_channels, CHANNELS, PHI3),
     "Phi-3 FP8 tensor": Published("phi3", fp8_tensor, {"quant_method": "fp8"}, PHI3),

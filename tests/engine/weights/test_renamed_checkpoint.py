@@ -27,6 +27,7 @@ _SIZES: dict[str, Any] = {
 }
 _GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2}
 _LLAMA4 = {"architectures": ["Llama4ForCausalLM"], "num_local_experts": 3}
+_QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 3, "num_experts_per_tok": 2}
 _PHI3 = {"architectures": ["Phi3ForCausalLM"]}
 _LLAMA = {"architectures": ["LlamaForCausalLM"]}
 _LAYER = "model.layers.0."
@@ -94,6 +95,20 @@ def test_coded_numbers_without_a_quantization_are_refused(
     write(tmp_path, _GPT_OSS, {name: torch.zeros(3, 8, 8).to(dtype)})
     with pytest.raises(SpecError, match=f"has dtype {kind}, and config.json has no quantization_config"):
         open_model(tmp_path, model_config.load(tmp_path))
+
+
+@pytest.mark.parametrize(("size", "is_transposed"), [(3, False), (3, True), (4, False)])
+def test_stacked_experts_are_read_in_either_layout(size: int, is_transposed: bool, tmp_path: Path) -> None:
+    """Published files of Qwen3-VL-MoE are transposed, those that transformers 5 saves are not. Square matrices count as
+    not transposed, as in transformers."""
+    gate_up, down = torch.rand(3, 2 * size, 8), torch.rand(3, 8, size)
+    stored = {f"{_EXPERTS}gate_up_proj": gate_up, f"{_EXPERTS}down_proj": down}
+    if is_transposed:
+        stored = {name: weight.transpose(1, 2).contiguous() for name, weight in stored.items()}
+    write(tmp_path, _QWEN3_MOE | {"moe_intermediate_size": size}, stored)
+    checkpoint = open_model(tmp_path, model_config.load(tmp_path))
+    for name, expected in (("gate", gate_up[1, :size]), ("up", gate_up[1, size:]), ("down", down[1])):
+        assert torch.equal(checkpoint.read(f"{_EXPERTS}1.{name}_proj.weight"), expected), name
 
 
 def test_layers_past_the_last_keep_the_shape_of_the_last(tmp_path: Path) -> None:

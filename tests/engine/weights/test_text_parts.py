@@ -33,6 +33,8 @@ _CASES: dict[str, tuple[str, str, tuple[str, str], tuple[str, ...]]] = {
     "Llama4ForConditionalGeneration": ("llama4", "llama4_text", _OUTER, ("vision_model", "multi_modal_projector")),
     "Qwen3VLForConditionalGeneration": ("qwen3", "qwen3_vl_text", _INNER, ("model.visual",)),
     "Qwen3VLMoeForConditionalGeneration": ("qwen3_moe", "qwen3_vl_moe_text", _INNER, ("model.visual",)),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "qwen3_5_text", _INNER, ("model.visual",)),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", "qwen3_5_moe_text", _INNER, ("model.visual",)),
     "KimiK25ForConditionalGeneration": ("deepseek_v3", "kimi_k2", _OUTER, ("vision_tower", "mm_projector")),
     "Glm4vMoeForConditionalGeneration": ("glm4_moe", "glm4v_moe_text", _INNER, ("model.visual",)),
 }

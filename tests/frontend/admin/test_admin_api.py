@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any
 
-import httpx
 import pytest
 from pydantic import BaseModel, ConfigDict, StringConstraints, TypeAdapter
 
@@ -20,6 +19,7 @@ from frontend.admin.admin_api import create_admin_app, open_admin_listener
 from frontend.admin.ui_page import UiPage
 from tests.support.http_server import serve_http
 from tests.support.members import make_member
+from tests.support.plain_http import http_client
 
 
 def app(
@@ -47,7 +47,7 @@ def app(
 
 async def test_reports_what_clients_do_not_see() -> None:
     listener = await open_admin_listener(app(), host="127.0.0.1", ports=[0])
-    async with httpx.AsyncClient(base_url="http://{}:{}".format(*listener.address)) as http:
+    async with http_client(base_url="http://{}:{}".format(*listener.address)) as http:
         health = (await http.get("/health")).json()
         assert health == {
             "deployment": "d",
@@ -76,7 +76,7 @@ async def test_targets_list_routers_and_workers_for_prometheus() -> None:
     members = [make_member("decode-0"), make_member("prefill-1")]
     members[0] = replace(members[0], metrics_address="10.0.0.7:4000")
     known = {"router-1": "127.0.0.1:9100", "router-2": "10.0.0.2:9100"}
-    async with serve_http(app(members=members, routers=known)) as address, httpx.AsyncClient() as http:
+    async with serve_http(app(members=members, routers=known)) as address, http_client() as http:
         answer = await http.get("http://{}:{}/targets".format(*address), headers={"host": "prometheus.example"})
     assert answer.headers["content-type"] == "application/json"
     groups = TypeAdapter(list[Targets]).validate_json(answer.content)
@@ -92,7 +92,7 @@ async def test_targets_list_routers_and_workers_for_prometheus() -> None:
 )
 async def test_rebound_host_name_is_rejected(path: str) -> None:
     page = UiPage(lambda has_history: {}, host="127.0.0.1")
-    async with serve_http(app(page=page)) as (host, port), httpx.AsyncClient() as http:
+    async with serve_http(app(page=page)) as (host, port), http_client() as http:
         for name in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", f"localhost.evil:{port}", ""):
             answer = await http.get(f"http://{host}:{port}{path}", headers={"host": name})
             assert answer.status_code == 421, name

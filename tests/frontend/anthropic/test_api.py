@@ -25,6 +25,8 @@ from frontend.text.tokenizer import Tokenizer
 from tests.frontend.access.keys import access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
+from tests.support.sdk_clients import anthropic_client
 from tests.support.tiny_service import MakeCompletions
 
 _HERMES = (Path(__file__).parent.parent / "chat" / "templates" / "hermes_tools.jinja").read_text()
@@ -76,9 +78,9 @@ async def _endpoint(
     fake = FakeTokenService(max_context=4096)
     service = completions(fake, chat_template=template, max_context=4096, has_grammars=has_grammars)
     app = create_app(service, access=access or Access.anybody(), is_healthy=lambda: True, **options)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
         base_url = f"http://{host}:{port}"
-        async with anthropic.AsyncAnthropic(base_url=base_url, api_key=key, max_retries=0) as client:
+        async with anthropic_client(base_url=base_url, api_key=key) as client:
             yield MessagesEndpoint(fake, tokenizer, client, http)
     service.close()
 

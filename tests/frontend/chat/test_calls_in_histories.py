@@ -94,7 +94,7 @@ def test_end_of_the_prompt_shows_where_thinking_begins(name: str, thinks: bool, 
     assert OutputFormat(*_TEMPLATES[name]).start(Chat(messages=(_USER,)), prompt) == start
 
 
-@settings(max_examples=40, database=None)
+@settings(max_examples=settings().max_examples // 4, database=None)
 @given(calls=_calls)
 @pytest.mark.parametrize("name", _TEMPLATES)
 def test_calls_are_rendered_as_the_model_writes_them(name: str, calls: list[tuple[str, dict[str, Any]]]) -> None:

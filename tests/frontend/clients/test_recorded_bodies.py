@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from frontend.access.access import Access
 from frontend.http.app import create_app
 from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
+from tests.support.grids import quick
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 _HERE = Path(__file__).parent
@@ -23,8 +25,14 @@ _WITH_TOOLS = [name for name in _TEMPLATES if name.endswith("_tools") or name ==
 _THINKS = {"hermes_tools", "mistral_tools"}  # here as models that think, by their own tags
 
 
-@pytest.mark.parametrize("client", _CLIENTS)
-@pytest.mark.parametrize("name", _WITH_TOOLS)
+@pytest.mark.parametrize(
+    ("name", "client"),
+    # By default each client with one template, and each template with one client.
+    quick(
+        product(_WITH_TOOLS, _CLIENTS),
+        [*zip(_WITH_TOOLS, cycle(_CLIENTS)), *(("hermes_tools", client) for client in _CLIENTS)],
+    ),
+)
 async def test_every_turn_is_answered(
     completions: MakeCompletions, byte_level: Tokenizer, client: str, name: str
 ) -> None:
@@ -35,7 +43,7 @@ async def test_every_turn_is_answered(
     service = completions(fake, chat_template=template, max_context=16384, has_grammars=True)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     ignored = set[str]()
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
         for body in recorded["turns"]:
             answer = await http.post(recorded["path"], json=body)
             assert answer.status_code == 200, answer.text
@@ -177,7 +185,7 @@ async def test_odd_turn_does_not_end_the_session(
     service = completions(fake, chat_template=_TEMPLATES["hermes_tools"], max_context=4096)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     limit = {"max_output_tokens": 1} if path == "/v1/responses" else {"max_tokens": 1}
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
         answer = await http.post(path, json=body | limit)
     service.close()
     assert answer.status_code == 200, answer.text

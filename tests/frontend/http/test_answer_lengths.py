@@ -6,10 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anthropic
 import grpc
 import httpx
-import openai
 import pytest
 
 from core.rpc import inference_pb2 as pb
@@ -21,6 +19,8 @@ from frontend.http.app import create_app
 from tests.frontend.access.keys import access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
+from tests.support.sdk_clients import anthropic_client, openai_client
 from tests.support.tiny_service import MakeCompletions
 
 _HI: Any = [{"role": "user", "content": "hi"}]
@@ -43,7 +43,7 @@ async def _served(
     fake = FakeTokenService(script=lambda *_: [40], max_context=_CONTEXT)
     service = completions(fake, **{"max_context": _CONTEXT} | options)
     app = create_app(service, access=access or Access.anybody(), is_healthy=lambda: True, spec=spec or RouterSpec())
-    async with serve_http(app) as address, httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as http:
+    async with serve_http(app) as address, http_client(base_url="http://{}:{}".format(*address)) as http:
         yield http, fake
     service.close()
 
@@ -140,9 +140,9 @@ async def test_grpc_names_what_a_replica_holds(completions: MakeCompletions) -> 
 
 async def test_official_clients_get_clamped_answers(completions: MakeCompletions) -> None:
     async with _served(completions) as (http, _):
-        async with anthropic.AsyncAnthropic(base_url=str(http.base_url), api_key="none", max_retries=0) as agent:
+        async with anthropic_client(base_url=str(http.base_url), api_key="none") as agent:
             async with agent.messages.stream(model="tiny", messages=_HI, max_tokens=32_000) as stream:
                 assert (await stream.get_final_message()).stop_reason == "max_tokens"
-        async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+        async with openai_client(base_url=f"{http.base_url}/v1", api_key="none") as client:
             response = await client.responses.create(model="tiny", input="hi", max_output_tokens=32_000)
             assert response.status == "incomplete"

@@ -28,6 +28,7 @@ from tests.frontend.access.keys import IssuedKey, access_with, issue
 from tests.frontend.http.raw_http2 import RawHttp2
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 _BODY = {"prompt": "abc", "max_tokens": 1}
@@ -39,7 +40,7 @@ _REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 @asynccontextmanager
 async def http_endpoint(service: Completions, access: Access) -> AsyncIterator[httpx.AsyncClient]:
     app = create_app(service, access=access, is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
         yield client
     service.close()
 

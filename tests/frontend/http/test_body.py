@@ -18,6 +18,7 @@ from frontend.text.tokenizer import Tokenizer
 from tests.frontend.access.keys import IssuedKey, access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 _MANY = MAX_REQUEST_BYTES // 3 - 100
@@ -67,7 +68,7 @@ async def test_ten_megabytes_are_rejected_by_field(
 ) -> None:
     service = completions(FakeTokenService())
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
         answer = await client.post(path, content=body, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), error
@@ -112,7 +113,7 @@ async def _completed(completions: MakeCompletions, body: str) -> tuple[httpx.Res
     fake = FakeTokenService()
     service = completions(fake)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
         answer = await client.post("completions", content=body.encode())
     service.close()
     return answer, fake.started[0].token_ids if fake.started else ()
@@ -130,7 +131,7 @@ async def test_parsing_a_large_body_does_not_block_streams(completions: MakeComp
 
     holding = [asyncio.ensure_future(service.threads.run("", hold)) for _ in range(3)]
     await asyncio.to_thread(held.wait, 30)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
         large = json.dumps({"prompt": "abc", "max_tokens": 1, "stop": ["x" * 1000] * 16, "metadata": "x" * 30_000})
         asking = asyncio.create_task(client.post("completions", content=large))
         small = {"prompt": "abc", "max_tokens": 50, "stream": True}
@@ -150,7 +151,7 @@ async def test_excess_large_bodies_are_rejected_for_now(completions: MakeComplet
     go_on = threading.Event()
     holding = [asyncio.ensure_future(service.threads.run("", go_on.wait, 30)) for _ in range(64)]
     await asyncio.sleep(0)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
         large = {"prompt": "abc", "max_tokens": 1, "metadata": "x" * 30_000}
         answer = await client.post("completions", json=large)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")

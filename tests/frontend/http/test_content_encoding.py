@@ -20,6 +20,7 @@ from frontend.http.content_encoding import decoded
 from frontend.text.completion_request import MAX_REQUEST_BYTES
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 if sys.version_info >= (3, 14):
@@ -73,7 +74,7 @@ _BOMB = b" " * (MAX_REQUEST_BYTES + 1)
 async def client(completions: MakeCompletions) -> AsyncIterator[httpx.AsyncClient]:
     service = completions(FakeTokenService())
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    async with serve_http(app) as address, httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
+    async with serve_http(app) as address, http_client(base_url="http://{}:{}".format(*address)) as client:
         yield client
     service.close()
 

@@ -23,10 +23,13 @@ from tests.frontend.http.both_doors import BothDoors
 from tests.frontend.http.fuzzed_requests import anthropic_bodies, grpc_requests, json_bodies, responses_bodies
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
-_FEW = settings(max_examples=40, database=None, suppress_health_check=list(HealthCheck))
-_MANY = settings(_FEW, max_examples=3_400)
+# 40 by default, thousands with the slow profile.
+_SOME = settings(
+    max_examples=settings().max_examples ** 2 // 40, database=None, suppress_health_check=list(HealthCheck)
+)
 _TEXT = json_bodies(TextBody.model_fields, input_field="prompt")
 _CHAT = json_bodies(ChatBody.model_fields, input_field="messages")
 _TURNS = anthropic_bodies(MessagesBody.model_fields)
@@ -38,7 +41,7 @@ async def _open(completions: MakeCompletions) -> AsyncIterator[tuple[httpx.Async
     service = completions(FakeTokenService(max_context=32), max_context=32, max_choices=64)
     endpoint = await open_grpc_api(service, access=Access.anybody(), host="127.0.0.1", port=0)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel:
             yield http, InferenceStub(channel)
     await endpoint.close(grace_s=0)
@@ -61,20 +64,20 @@ _GRPC_KILLER = pb.GenerateRequest(
 )
 
 
-@_FEW
+@_SOME
 @given(_TEXT)
 @example(_KILLER)
 def test_text_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/completions", body)
 
 
-@_FEW
+@_SOME
 @given(_CHAT)
 def test_chat_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/chat/completions", body)
 
 
-@_FEW
+@_SOME
 @given(_TURNS)
 @example(
     {
@@ -86,54 +89,14 @@ def test_anthropic_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/messages", body)
 
 
-@_FEW
+@_SOME
 @given(_ITEMS)
 def test_responses_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
     endpoints.post("/v1/responses", body)
 
 
-@_FEW
+@_SOME
 @given(grpc_requests())
 @example(_GRPC_KILLER)
 def test_grpc_messages(endpoints: BothDoors, request_: pb.GenerateRequest) -> None:
-    endpoints.generate(request_)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@_MANY
-@given(_TEXT)
-def test_thousands_of_text_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
-    endpoints.post("/v1/completions", body)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@_MANY
-@given(_CHAT)
-def test_thousands_of_chat_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
-    endpoints.post("/v1/chat/completions", body)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@_MANY
-@given(_TURNS)
-def test_thousands_of_anthropic_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
-    endpoints.post("/v1/messages", body)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@_MANY
-@given(_ITEMS)
-def test_thousands_of_responses_bodies(endpoints: BothDoors, body: dict[str, str]) -> None:
-    endpoints.post("/v1/responses", body)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@_MANY
-@given(grpc_requests())
-def test_thousands_of_grpc_messages(endpoints: BothDoors, request_: pb.GenerateRequest) -> None:
     endpoints.generate(request_)

@@ -20,6 +20,7 @@ from frontend.openai.types import ChatBody
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.openai_door import USER, OpenAIEndpoint
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -63,7 +64,7 @@ async def test_repeated_prompts_are_limited(
     service = completions(FakeTokenService(), max_context=2**15)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     more = {"return_token_ids": True} if "messages" in body else {}
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
 
         async def ask(**fields: Any) -> httpx.Response:
             return await client.post(

@@ -12,7 +12,6 @@ import tracemalloc
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 from starlette.types import Message
@@ -23,6 +22,8 @@ from frontend.text.completion_request import MAX_REQUEST_BYTES
 from tests.support.event_loops import on_both_loops
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
+from tests.support.sdk_clients import openai_client
 from tests.support.tiny_service import MakeCompletions
 
 BODIES = [{"prompt": "abc", "stream": True}, {"prompt": "abc"}, {"prompt": ["abc", "def"], "stream": True}]
@@ -219,7 +220,7 @@ async def test_disconnect_during_the_upload(address: tuple[str, int], fake: Fake
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     await writer.drain()
     writer.close()
-    async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
+    async with http_client(base_url="http://{}:{}".format(*address)) as client:
         assert (await client.get("/health")).status_code == 200
     assert not fake.started
 
@@ -310,7 +311,7 @@ async def fifty_megabytes() -> AsyncIterator[bytes]:
 @pytest.mark.parametrize("is_announced", [True, False])
 async def test_fifty_megabyte_body(address: tuple[str, int], fake: FakeTokenService, is_announced: bool) -> None:
     headers = {"content-length": "50000000"} if is_announced else {"transfer-encoding": "chunked"}
-    async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
+    async with http_client(base_url="http://{}:{}".format(*address)) as client:
         tracemalloc.start()
         started_s = time.monotonic()
         answer = await client.post("/v1/completions", content=fifty_megabytes(), headers=headers)
@@ -328,7 +329,7 @@ async def test_fifty_megabyte_body(address: tuple[str, int], fake: FakeTokenServ
 async def test_fifty_megabyte_body_from_the_openai_client(address: tuple[str, int]) -> None:
     import openai
 
-    async with openai.AsyncOpenAI(base_url="http://{}:{}/v1".format(*address), api_key="x", max_retries=0) as client:
+    async with openai_client(base_url="http://{}:{}/v1".format(*address), api_key="x") as client:
         with pytest.raises(openai.APIStatusError) as caught:
             await client.completions.create(model="tiny", prompt="x" * 50_000_000)
     assert caught.value.status_code == 413
@@ -355,7 +356,7 @@ async def test_expect_100_continue_is_rejected_without_the_body(address: tuple[s
 
 async def test_large_body_within_the_limit_is_accepted(address: tuple[str, int]) -> None:
     body = json.dumps({"prompt": "abc", "max_tokens": 1}) + " " * (MAX_REQUEST_BYTES - 100)
-    async with httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as client:
+    async with http_client(base_url="http://{}:{}".format(*address)) as client:
         answer = await client.post("/v1/completions", content=body)
     assert answer.json()["choices"][0]["text"] == "a"
 

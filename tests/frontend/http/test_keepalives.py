@@ -8,9 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-import anthropic
 import httpx
-import openai
 import pytest
 
 from core.spec.schema import RouterSpec
@@ -21,6 +19,8 @@ from frontend.http.event_stream import COMMENT, EventStream
 from frontend.openai.errors import OpenAIErrors
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
+from tests.support.sdk_clients import anthropic_client, openai_client
 from tests.support.tiny_service import MakeCompletions
 
 _HI: Any = [{"role": "user", "content": "hi"}]
@@ -42,7 +42,7 @@ async def _served(
     service = completions(fake)
     spec = RouterSpec(keepalive_s=keepalive_s)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True, spec=spec)
-    async with serve_http(app) as address, httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as http:
+    async with serve_http(app) as address, http_client(base_url="http://{}:{}".format(*address)) as http:
         yield http
     service.close()
 
@@ -111,7 +111,7 @@ async def test_official_clients_pass_over_keepalives(completions: MakeCompletion
     """Each call returns with the headers, which a keep-alive brings: no token arrives before `go_on`."""
     fake = FakeTokenService(hang_after=0)
     async with _served(completions, fake) as http:
-        async with openai.AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+        async with openai_client(base_url=f"{http.base_url}/v1", api_key="none") as client:
             stream = await client.chat.completions.create(model="tiny", messages=_HI, max_tokens=4, stream=True)
             fake.go_on.set()
             assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
@@ -121,7 +121,7 @@ async def test_official_clients_pass_over_keepalives(completions: MakeCompletion
                 kinds = [event.type async for event in responses]
             assert kinds[0] == "response.created"
         fake.go_on.clear()
-        async with anthropic.AsyncAnthropic(base_url=str(http.base_url), api_key="none", max_retries=0) as agent:
+        async with anthropic_client(base_url=str(http.base_url), api_key="none") as agent:
             async with agent.messages.stream(model="tiny", messages=_HI, max_tokens=4) as messages:
                 fake.go_on.set()
                 assert await messages.get_final_text()

@@ -28,6 +28,8 @@ from frontend.http.app import create_app
 from tests.frontend.access.keys import IssuedKey, access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
+from tests.support.sdk_clients import openai_client
 from tests.support.tiny_service import MakeCompletions
 
 
@@ -42,7 +44,7 @@ class Endpoints:
     @asynccontextmanager
     async def openai(self, issued: IssuedKey | str, **more: Any) -> AsyncIterator[openai.AsyncOpenAI]:
         secret = issued if isinstance(issued, str) else issued.secret
-        async with openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=secret, max_retries=0, **more) as client:
+        async with openai_client(base_url=f"{self.url}/v1", api_key=secret, **more) as client:
             yield client
 
     def generate(self, issued: IssuedKey | None, **fields: Any) -> Any:
@@ -60,7 +62,7 @@ async def both(
     try:
         async with (
             serve_http(create_app(service, access=access, is_healthy=lambda: True)) as (host, port),
-            httpx.AsyncClient(base_url=f"http://{host}:{port}") as http,
+            http_client(base_url=f"http://{host}:{port}") as http,
             grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel,
         ):
             yield Endpoints(fake, http, InferenceStub(channel), channel, f"http://{host}:{port}")
@@ -298,7 +300,7 @@ async def test_cors_preflight_needs_no_key(
         "access-control-request-method": "POST",
         "access-control-request-headers": "authorization,x-stainless-os",
     }
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
         for origin, allowed in ((page, True), ("https://elsewhere.example.com", False)):
             asked = await http.options("/v1/completions", headers={"origin": origin, **beforehand})
             assert asked.is_success is allowed

@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import grpc
-import openai
 import pytest
 
 from core.rpc import inference_pb2 as pb
@@ -22,6 +21,7 @@ from frontend.http.connections import GRPC_ENDPOINT
 from tests.support.event_loops import on_both_loops
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.sdk_clients import openai_client
 from tests.support.tiny_service import MakeCompletions
 from tests.support.waiting import becomes
 
@@ -65,7 +65,7 @@ async def test_http_request_is_served_beside_idle_connections(completions: MakeC
 
 async def _ask(address: tuple[str, int]) -> str:
     url = "http://{}:{}/v1".format(*address)
-    async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+    async with openai_client(base_url=url, api_key="none") as client:
         answer = await client.completions.create(model="tiny", prompt="abc", max_tokens=4)
     return answer.choices[0].text
 

@@ -19,6 +19,7 @@ from frontend.admin.ui_page import UiPage
 from frontend.http.app import create_app
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -52,7 +53,7 @@ async def listeners(completions: MakeCompletions) -> AsyncIterator[dict[str, Lis
             address = await stack.enter_async_context(serve_http(one))
             url = "http://{}:{}".format(*address)
             paths = [route.path for route in one.routes if isinstance(route, APIRoute) and "GET" in route.methods]
-            clients[name] = Listener(await stack.enter_async_context(httpx.AsyncClient(base_url=url)), paths)
+            clients[name] = Listener(await stack.enter_async_context(http_client(base_url=url)), paths)
         yield clients
     service.close()
 

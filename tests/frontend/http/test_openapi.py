@@ -6,7 +6,6 @@ import re
 from html.parser import HTMLParser
 from typing import Any
 
-import httpx
 import pytest
 from fastapi import FastAPI
 from jsonschema import Draft202012Validator
@@ -22,6 +21,7 @@ from tests.frontend.access.keys import access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.openai_door import USER, OpenAIEndpoint
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 _TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -115,7 +115,7 @@ async def test_document_and_page_are_served(endpoint: OpenAIEndpoint, document: 
 async def test_document_needs_a_key_if_keys_are_required(completions: MakeCompletions) -> None:
     known = issue("acme")
     app = _app(completions, access_with(known))
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
         for one in ENDPOINTS:
             answer = await http.request(one.method, one.path.replace("{", "").replace("}", ""))
             assert (answer.status_code == 401) == one.needs_key, one.path

@@ -22,6 +22,8 @@ from frontend.text.models import Models
 from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
+from tests.support.sdk_clients import openai_client
 from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -65,8 +67,8 @@ async def endpoints(completions: MakeCompletions, byte_level: Tokenizer) -> Asyn
     async with serve_http(app) as (host, port):
         url = f"http://{host}:{port}"
         async with (
-            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-            httpx.AsyncClient(base_url=url) as http,
+            openai_client(base_url=f"{url}/v1", api_key="none") as client,
+            http_client(base_url=url) as http,
             grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel,
         ):
             yield Endpoints(models, served, client, http, InferenceStub(channel))

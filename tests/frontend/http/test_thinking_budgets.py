@@ -20,6 +20,7 @@ from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.openai_door import USER
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 _THINKS = "{{ '<|im_start|>assistant\\n<think>\\n' }}{# </think> #}"
@@ -66,7 +67,7 @@ async def _endpoints(
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
     async with (
         serve_http(app) as (host, port),
-        httpx.AsyncClient(base_url=f"http://{host}:{port}") as http,
+        http_client(base_url=f"http://{host}:{port}") as http,
         grpc.aio.insecure_channel(f"127.0.0.1:{endpoint.port}") as channel,
     ):
         yield Endpoints(fake, http, InferenceStub(channel))

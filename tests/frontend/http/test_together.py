@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 
 from core.rpc import inference_pb2 as pb
@@ -16,6 +15,7 @@ from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 _ASKED = {"prompt": "abc", "max_tokens": 7, "logprobs": 1, "return_token_ids": True}
@@ -25,7 +25,7 @@ async def _chunks(completions: MakeCompletions, *, together: int, **more: Any) -
     """Return the pieces of the one choice, without the final one."""
     app = create_app(completions(FakeTokenService(together=together)), access=Access.anybody(), is_healthy=lambda: True)
     body = _ASKED | {"stream": True, "stream_options": {"include_usage": True}} | more
-    async with serve_http(app) as address, httpx.AsyncClient(base_url="http://{}:{}".format(*address)) as http:
+    async with serve_http(app) as address, http_client(base_url="http://{}:{}".format(*address)) as http:
         answer = await http.post("/v1/completions", json=body)
     *events, done, rest = answer.text.split("\n\n")
     assert (done, rest) == ("data: [DONE]", "")

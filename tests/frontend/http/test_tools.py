@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import grpc
-import httpx
 import openai
 import pytest
 from google.rpc.error_details_pb2 import BadRequest
@@ -27,6 +26,7 @@ from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.openai_door import USER, OpenAIEndpoint, open_openai_endpoint
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 _TEMPLATES = Path(__file__).parent.parent / "chat" / "templates"
@@ -308,7 +308,7 @@ async def test_unknown_fields_are_rejected_with_their_path(completions: MakeComp
     app = create_app(
         service, access=Access.anybody(), is_healthy=lambda: True, spec=RouterSpec(unknown_fields="refuse")
     )
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
         for unknown, param in (
             ({"mood": 1}, "mood"),
             ({"response_format": {"type": "text", "a": 1}}, "response_format.a"),

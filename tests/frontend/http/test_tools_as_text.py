@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from core.types.constraints import GrammarKind
@@ -20,6 +19,7 @@ from frontend.text.completion import Completions
 from frontend.text.tokenizer import Tokenizer
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 from tests.support.tiny_tokenizers import CHATML
 from tests.support.tool_clients import ASKS, SCHEMA, Ask
@@ -140,7 +140,7 @@ async def test_format_set_by_the_operator(serve: Serve, byte_level: Tokenizer) -
     tool = {"type": "function", "function": {"name": "weather", "description": "Of a city.", "parameters": SCHEMA}}
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "max_tokens": 64}
     template = CHATML + "{{ tools }}<tool_call>"
-    async with serve(template) as served, httpx.AsyncClient(base_url=served.url) as http:
+    async with serve(template) as served, http_client(base_url=served.url) as http:
         served.say(f"[{_CALL}]")
         for parser, error in (
             ("generic", ""),
@@ -153,7 +153,7 @@ async def test_format_set_by_the_operator(serve: Serve, byte_level: Tokenizer) -
             else:
                 assert answer.json()["choices"][0]["message"]["tool_calls"] and _TOOLS in served.prompt
                 assert served.prompt.endswith("None<tool_call>"), "the template does not show the tools as well"
-    async with serve() as served, httpx.AsyncClient(base_url=served.url) as http:
+    async with serve() as served, http_client(base_url=served.url) as http:
         served.service.prompts.output_format = OutputFormat.of(CHATML, tool_parser="hermes")
         answer = await http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 400 and "model.tool_parser to generic" in answer.json()["error"]["message"]
@@ -165,7 +165,7 @@ async def test_tools_with_a_response_format(serve: Serve) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "plan", "schema": plan}}
     tool = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "response_format": form}
-    async with serve() as served, httpx.AsyncClient(base_url=served.url) as http:
+    async with serve() as served, http_client(base_url=served.url) as http:
         for text, is_call in ((f"[{_CALL}]", True), (f'{{"plan": [{_CALL}]}}', False)):
             served.say(text)
             answer = await http.post("/v1/chat/completions", json={**body, "max_tokens": 100})

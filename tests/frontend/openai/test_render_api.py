@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import httpx
 import pytest
 
 from frontend.access.access import Access
@@ -13,6 +12,7 @@ from tests.frontend.access.keys import access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.openai_door import USER, OpenAIEndpoint
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -74,7 +74,7 @@ async def test_rejects_the_same_requests_as_generation(
 async def test_key_is_required_and_tokens_are_not_charged(completions: MakeCompletions) -> None:
     service, known = completions(FakeTokenService()), issue("acme", tpm=1000, rpm=10)
     app = create_app(service, access=access_with(known), is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
         for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": USER})):
             assert (await http.post(f"/v1/{path}/render", json=body)).status_code == 401
             answer = await http.post(f"/v1/{path}/render", json=body, headers={"authorization": known.header})
@@ -86,7 +86,7 @@ async def test_key_is_required_and_tokens_are_not_charged(completions: MakeCompl
 async def test_repeated_prompts_are_limited(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService(), max_context=2**15)
     app = create_app(service, access=Access.anybody(), is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
         for number, status in ((90, 200), (110, 400)):
             body = {"prompt": ["x" * 9000] * number, "max_tokens": 1}
             answer = await http.post("/v1/completions/render", json=body, timeout=60)

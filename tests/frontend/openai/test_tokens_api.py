@@ -6,7 +6,6 @@ from importlib.metadata import version
 from typing import Any
 
 import grpc
-import httpx
 import pytest
 
 from core.rpc import inference_pb2 as pb
@@ -19,6 +18,7 @@ from tests.frontend.access.keys import access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.openai_door import USER, OpenAIEndpoint
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -89,7 +89,7 @@ async def test_version(endpoint: OpenAIEndpoint) -> None:
 async def test_key_is_required(completions: MakeCompletions) -> None:
     service = completions(FakeTokenService())
     app = create_app(service, access=access_with(issue("known")), is_healthy=lambda: True)
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as http:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as http:
         assert (await http.post("/tokenize", json={"prompt": "a"})).status_code == 401
         assert (await http.post("/detokenize", json={"tokens": [1]})).status_code == 401
         assert (await http.get("/version")).status_code == 401

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import openai
 import pytest
 from openai.types.responses import Response
@@ -32,6 +31,8 @@ from frontend.text.tokenizer import Tokenizer
 from tests.frontend.access.keys import access_with, issue
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
+from tests.support.sdk_clients import openai_client
 from tests.support.tiny_service import MakeCompletions
 
 _HERMES = (Path(__file__).parent.parent / "chat" / "templates" / "hermes_tools.jinja").read_text()
@@ -61,7 +62,7 @@ class Served:
     def __init__(self, fake: FakeTokenService, tokenizer: Tokenizer, address: str) -> None:
         self.fake = fake
         self.tokenizer = tokenizer
-        self.http = httpx.AsyncClient(base_url=address)
+        self.http = http_client(base_url=address)
         self.address = address
         self.place = (url := urlsplit(address)).hostname, url.port
         self.clients: list[openai.AsyncOpenAI] = []
@@ -69,7 +70,7 @@ class Served:
         self.responses = self.client.responses
 
     def client_of(self, key: str) -> openai.AsyncOpenAI:
-        self.clients.append(openai.AsyncOpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0))
+        self.clients.append(openai_client(base_url=f"{self.address}/v1", api_key=key))
         return self.clients[-1]
 
     async def close(self) -> None:

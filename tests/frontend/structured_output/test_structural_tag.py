@@ -272,7 +272,12 @@ _ANYTHING = st.recursive(
 )
 
 
-@settings(max_examples=300, database=None, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=2 * settings().max_examples,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(form=_ANYTHING)
 def test_any_input_compiles_or_is_rejected(form: Any, compiler: GrammarCompiler) -> None:
     try:

@@ -31,6 +31,7 @@ from frontend.text.completion_request import CompletionRequest
 from frontend.text.events import Delta, Finished
 from frontend.text.tokenizer import Tokenizer
 from tests.frontend.parsers.recorded import RECORDED, TOOLS
+from tests.support.grids import quick
 
 _TOOLS = tuple({"type": "function", "function": {"name": name, "parameters": of}} for name, of in TOOLS.items())
 _FORCED = {"forced_call": "now", "forced_calls": ""}
@@ -65,7 +66,16 @@ _CHOICES: dict[str, dict[str, Any]] = {
     "one": {"tools": _TOOLS, "is_parallel": False},
     "none": {},
 }
-_KINDS = list(product(_THOUGHTS, ("end", "length", "stop"), _CHOICES))
+_ENDINGS = ("end", "length", "stop")
+# Thirds of all kinds of ending; each has every pair of thoughts, ending and choice.
+_THIRDS = [
+    [
+        (thoughts, ending, choice)
+        for (a, thoughts), (b, ending), (c, choice) in product(*map(enumerate, (_THOUGHTS, _ENDINGS, _CHOICES)))
+        if (a + b + c) % 3 == third
+    ]
+    for third in range(3)
+]
 
 Said = tuple[str, str, list[tuple[str, str]]]  # thinking, text, and calls
 
@@ -250,12 +260,30 @@ def _check(case: _Case, events: Sequence[Delta | Finished]) -> None:
     assert is_complete or not whole[2] or finished.reason is FinishReason.LENGTH or case.format in _FORCED
 
 
-@pytest.mark.parametrize("number", range(len(_RAW)), ids=[f"{format}-{at}" for at, (format, _) in enumerate(_RAW)])
-def test_answers_agree(number: int, byte_level: Tokenizer) -> None:
-    """A recorded answer is cut at every character, in turns by each kind of ending; uncut, it ends in every kind."""
+_PARTS = list(product(range(len(_RAW)), range(3)))
+# The shorter half of each format's answers: the time grows with the square of the length.
+_SHORT = {
+    number
+    for format in {format for format, _ in _RAW}
+    for of in [sorted((len(raw), n) for n, (name, raw) in enumerate(_RAW) if name == format)]
+    for _, number in of[: (len(of) + 1) // 2]
+}
+
+
+@pytest.mark.parametrize(
+    ("number", "third"),
+    quick(_PARTS, {(number, number % 3) for number in _SHORT}),
+    ids=[f"{_RAW[number][0]}-{number}-{third}" for number, third in _PARTS],
+)
+def test_answers_agree(number: int, third: int, byte_level: Tokenizer) -> None:
+    """A third of the kinds of ending, and of the places to cut a recorded answer.
+
+    Cut, it ends in turns in each of the kinds; uncut, in all of them.
+    """
     format, raw = _RAW[number]
-    for at in range(len(raw) + 1):
-        for kind in _KINDS if at == len(raw) else [_KINDS[(at + 5 * number) % len(_KINDS)]]:
+    kinds = _THIRDS[third]
+    for at in (*range(third, len(raw), 3), len(raw)):
+        for kind in kinds if at == len(raw) else [kinds[(at // 3 + 5 * number) % len(kinds)]]:
             if format in _FORCED and kind[0] in ("never closed", "never opened"):
                 continue  # the grammar excludes them
             case = _Case(format, *kind, raw[:at], byte_level)

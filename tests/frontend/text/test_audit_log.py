@@ -8,7 +8,6 @@ import os
 import stat
 from pathlib import Path
 
-import httpx
 import pytest
 
 from core.spec.schema import RouterSpec
@@ -19,6 +18,7 @@ from frontend.text.audit_log import RequestAuditLog
 from frontend.text.completion_request import CompletionRequest
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 _SECRET = "my-secret-text"
@@ -41,7 +41,7 @@ async def test_served_rejected_and_unreadable_requests_are_recorded(
         {"prompt": _SECRET, "temperature": -1},
         {"prompt": _SECRET, _SECRET: 1},
     ]
-    async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}/v1/") as client:
+    async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}/v1/") as client:
         for number, body in enumerate(bodies):
             await client.post("completions", json=body, headers={"x-request-id": f"r{number}"})
     served, rejected, unreadable = _lines(path)

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import FileStore, PrefixStore, Store
+from torch.distributed import FileStore, HashStore, PrefixStore, Store
 
 from core.types.errors import LinkClosed
 from kvtransfer.links.backends import LINKS, make_link
@@ -23,11 +24,13 @@ from kvtransfer.links.encryption import Cipher, encrypted_size, pieces
 from kvtransfer.links.handshake import Handshake
 from kvtransfer.links.link import Link, LinkEnd, LinkGuard
 from tests.support.forks import forks
+from tests.support.grids import quick
 
 _TIMEOUT_S = 1.0
-_SHORT_S = 0.2  # deadlines that are known to expire
+_SHORT_S = 0.2  # deadlines that are known to expire; a FileStore waits whole seconds
 _SECRET = bytes(range(32))
 _ENCRYPTED = "tcp, encrypted"
+_WAYS = quick(product(("tcp", _ENCRYPTED), (True, False)), [("tcp", True), (_ENCRYPTED, False)])  # and whether we send
 _NEEDS = {
     "nccl": pytest.mark.gpu,
     "nixl": pytest.mark.skipif(find_spec("nixl") is None, reason="nixl is not installed"),
@@ -158,7 +161,7 @@ def test_a_frozen_peer_fails_a_receive_at_the_deadline(backend: str, tmp_path: P
         peer.kill(signal.SIGSTOP)
         started = time.monotonic()
         with pytest.raises(LinkClosed):
-            peer.link.recv(torch.empty(1 << 20, dtype=torch.uint8, device=peer.link.device)).wait(timeout_s=_TIMEOUT_S)
+            peer.link.recv(torch.empty(1 << 20, dtype=torch.uint8, device=peer.link.device)).wait(timeout_s=_SHORT_S)
         assert time.monotonic() - started < 10 * _TIMEOUT_S
 
 
@@ -171,8 +174,7 @@ def test_a_closed_link_refuses_and_closing_twice_is_fine(backend: str, tmp_path:
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("kind", ["tcp", _ENCRYPTED])
-@pytest.mark.parametrize("we_send", [True, False])
+@pytest.mark.parametrize(("kind", "we_send"), _WAYS)
 def test_closing_a_tcp_link_wakes_a_waiting_operation(kind: str, we_send: bool, tmp_path: Path) -> None:
     """Closing ends a wait long before its deadline."""
     with _peer(kind, tmp_path, we_send=we_send) as peer, ThreadPoolExecutor(1) as pool:
@@ -186,8 +188,7 @@ def test_closing_a_tcp_link_wakes_a_waiting_operation(kind: str, we_send: bool, 
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("kind", ["tcp", _ENCRYPTED])
-@pytest.mark.parametrize("we_send", [True, False])
+@pytest.mark.parametrize(("kind", "we_send"), _WAYS)
 def test_tcp_peer_death_is_detected_at_once(kind: str, we_send: bool, tmp_path: Path) -> None:
     with _peer(kind, tmp_path, we_send=we_send) as peer:
         payload = _payload(peer.link, 64 << 20)
@@ -369,25 +370,25 @@ def test_what_travels_encrypted_is_not_what_was_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
-def test_missing_peer_is_reported_at_the_deadline(backend: str, is_sender: bool, tmp_path: Path) -> None:
-    link = _make(backend, FileStore(str(tmp_path / "store")), is_sender=is_sender, timeout_s=_TIMEOUT_S)
+def test_missing_peer_is_reported_at_the_deadline(backend: str, is_sender: bool) -> None:
+    link = _make(backend, HashStore(), is_sender=is_sender, timeout_s=_SHORT_S)
     with pytest.raises(LinkClosed):
         link.meet()
     with pytest.raises(LinkClosed):
-        link.send(_payload(link, 1)).wait(timeout_s=_TIMEOUT_S)
+        link.send(_payload(link, 1)).wait(timeout_s=_SHORT_S)
     link.close()
 
 
 @pytest.mark.parametrize("is_sender", [True, False])
-def test_link_may_be_closed_before_and_during_meet(backend: str, is_sender: bool, tmp_path: Path) -> None:
+def test_link_may_be_closed_before_and_during_meet(backend: str, is_sender: bool) -> None:
     """The owner can close it at any time, and it ends by its deadline."""
     with ThreadPoolExecutor(1) as pool:
-        link = _make(backend, FileStore(str(tmp_path / "1")), is_sender=is_sender, timeout_s=_SHORT_S)
+        link = _make(backend, HashStore(), is_sender=is_sender, timeout_s=_SHORT_S)
         rendezvous = pool.submit(link.meet)
         link.close()
         with pytest.raises(LinkClosed):
             rendezvous.result(10 * _TIMEOUT_S)
-        early = _make(backend, FileStore(str(tmp_path / "2")), is_sender=is_sender, timeout_s=_SHORT_S)
+        early = _make(backend, HashStore(), is_sender=is_sender, timeout_s=_SHORT_S)
         early.close()
         with pytest.raises(LinkClosed):
             pool.submit(early.meet).result(10 * _TIMEOUT_S)

@@ -23,7 +23,7 @@ from tests.support.waiting import until
 
 FakeNccls = Callable[..., FakeNccl]
 _CPU = torch.device("cpu")
-_SHORT_S, _LONG_S = 0.3, 600.0
+_SHORT_S, _LONG_S = 0.1, 600.0
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -61,7 +61,7 @@ def _link(store: Path, fake: FakeNccl, *, is_sender: bool, timeout_s: float = _L
         timeout_s=timeout_s,
         guard=LinkGuard(bytes(32)),
     )
-    return NcclLink(end, nccl=fake)
+    return NcclLink(end, nccl=fake, abort_s=_SHORT_S)
 
 
 def _pair(store: Path, sending: FakeNccl, receiving: FakeNccl) -> tuple[NcclLink, NcclLink]:

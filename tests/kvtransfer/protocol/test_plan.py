@@ -3,7 +3,7 @@
 from itertools import product
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.kv.layout import KVLayout
@@ -56,6 +56,7 @@ def test_every_receiver_head_is_copied_once_from_a_rank_that_holds_it(pair: tupl
 
 
 @given(pairs())
+@example((_layout(1, 2, 3), _layout(6, 2, 3)))  # more ranks than heads, and two heads in some copies
 def test_head_counts_cover_every_plan(pair: tuple[KVLayout, KVLayout]) -> None:
     counts = [head_counts(layout) for layout in pair]
     for copy in plan_heads(sender=pair[0], receiver=pair[1]):

@@ -130,8 +130,8 @@ async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> No
     written: queue.SimpleQueue[None] = queue.SimpleQueue()
     unpack = codec.Codec.unpack
 
-    def unpacked(self: codec.Codec, *arguments: Any) -> None:
-        unpack(self, *arguments)
+    def unpacked(self: codec.Codec, *arguments: Any, **windows: Any) -> None:
+        unpack(self, *arguments, **windows)
         written.put(None)
 
     patch.setattr(codec.Codec, "unpack", unpacked)
@@ -261,9 +261,9 @@ def mark_before_the_blocks_are_written(patch: pytest.MonkeyPatch, device: FakeSt
     before = [device.mark()]
     unpack = codec.Codec.unpack
 
-    def unpacked(self: codec.Codec, *arguments: Any) -> None:
+    def unpacked(self: codec.Codec, *arguments: Any, **windows: Any) -> None:
         before[0] = device.mark()
-        unpack(self, *arguments)
+        unpack(self, *arguments, **windows)
 
     class StreamEvent(device_stream.StreamEvent):
         def wait(self) -> None:

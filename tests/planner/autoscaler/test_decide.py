@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from core.spec.schema import AutoscaleSpec, PoolBounds
@@ -48,7 +48,6 @@ def _run(
 
 
 @given(st.lists(st.none() | st.builds(FakeOutlook, _LOADS, _LOADS), max_size=60), st.integers(1, 3), st.integers(1, 2))
-@settings(max_examples=60, deadline=None)
 def test_sizes_stay_within_limits_under_any_load(
     loads: list[FakeOutlook | None], prefill_devices: int, decode_devices: int
 ) -> None:
@@ -58,7 +57,6 @@ def test_sizes_stay_within_limits_under_any_load(
 
 
 @given(_LOADS, _LOADS, st.integers(1, 15), st.integers(1, 15))
-@settings(max_examples=100, deadline=None)
 def test_constant_load_converges_without_oscillation(prefill: float, decode: float, x: int, y: int) -> None:
     autoscaler = _autoscaler()
     found = _run(autoscaler, [FakeOutlook(prefill, decode)] * 120, PoolSizes(x, y))
@@ -68,7 +66,6 @@ def test_constant_load_converges_without_oscillation(prefill: float, decode: flo
 
 
 @given(_LOADS, _LOADS, st.floats(1.0, 3.0))
-@settings(max_examples=100, deadline=None)
 def test_more_load_never_converges_to_fewer_devices(prefill: float, decode: float, more: float) -> None:
     def rest(times: float) -> PoolSizes:
         autoscaler = _autoscaler()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from core.trace.traffic import ReplicaReport
 from core.types.errors import ClusterError
 from core.types.request import Role
 from core.types.step_timing import StepTiming
-from planner.autoscaler.live_fleets import saturation_of
+from planner.autoscaler.live_fleets import fleets_of, saturation_of
 from planner.autoscaler.live_prediction import predict_load
 from tests.support.replica_reports import replica_report
 
@@ -42,6 +43,15 @@ def test_prediction_uses_the_rates_of_the_replicas() -> None:
 def test_decode_only_deployment_is_simulated_as_colocated() -> None:
     found = predict_load(_spec(0, 1), _ONE_EACH[1:], _LOAD, slo_ttft_s=None, slo_itl_s=None)
     assert found["completed"] == 40 and found["transfer_bytes"] == 0
+
+
+def test_simulated_pools_are_those_that_the_replicas_report() -> None:
+    cache: dict[str, Any] = {"window": 512, "window_bytes_per_token": 800, "num_window_parts": 301}
+    cache |= {"state_bytes": 5000, "num_states": 12}
+    reports = [replica_report(one.replica, one.role, timing=_TIMING, **cache) for one in _ONE_EACH]
+    kv = fleets_of(_spec(1, 1), AutoscaleSpec(), reports).profile.kv
+    sizes = kv.pool_sizes(kv.pool_tokens, block_size=16, max_batch_tokens=2048)
+    assert sizes == (1000, 12, 301) and kv.wire_cache(16) == reports[0].cache
 
 
 @pytest.mark.parametrize("replicas", [[], [replace(one, timing=None) for one in _ONE_EACH]])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -13,7 +13,10 @@ from cluster.cli.app import run
 from core.model.kv_memory import KVArithmetic
 from core.model.shape import ModelConfig
 from core.spec.loader import load_spec
+from engine.config import EngineConfig, pool_sizes
 from planner.simulator.profile import load_profile
+from tests.core.model.test_config import write_no_weights
+from tests.engine import tiny_models
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +107,9 @@ def test_kv_arithmetic() -> None:
     """Llama 3.1 8B: 32 layers, 8 KV heads of 128. Codes have a bf16 scale per token and head, int4 a zero too."""
 
     def kv(dtype: str, ranks: int, num_unquantized: int = 0) -> KVArithmetic:
-        of_llama = SimpleNamespace(kv_layers=((8, 128),) * 32, kv_sides=2, kv_exact_dim=0)
+        of_llama = SimpleNamespace(
+            kv_layers=((8, 128),) * 32, kv_sides=2, recurrent_layers=(), kv_exact_dim=lambda dim: 0
+        )
         config = cast(ModelConfig, of_llama)
         return KVArithmetic(
             config=config,
@@ -120,7 +125,53 @@ def test_kv_arithmetic() -> None:
     assert kv("int4", 1).bytes_per_token == 32 * 2 * 8 * 68
     assert kv("int4", 1, 2).bytes_per_token == 30 * 2 * 8 * 68 + 2 * 2 * 8 * 256
     assert kv("bfloat16", 16).bytes_per_token == 2 * 131_072  # each head is stored twice
-    assert kv("bfloat16", 1).num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
+    assert kv("bfloat16", 1).sizes.num_blocks == 128 and kv("bfloat16", 1).max_batch(1000) == 8
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "beside"),
+    [("gemma2", tiny_models.GEMMA, "its part with a window"), ("lfm2", tiny_models.LFM2, "a checkpoint")],
+    ids=["windows", "states"],
+)
+def test_plan_memory_is_that_of_a_replica(
+    family: str, changes: dict[str, Any], beside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_models.tiny_config(family, **changes).save_pretrained(tmp_path)
+    write_no_weights(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    pool: dict[str, Any] = {"kv_memory_gib": 0.001, "kv_host_gib": 0.01, "max_batch_tokens": 16, "max_running": 3}
+    spec = {"model": {"source": str(tmp_path)}, "kv": {"block_size": 8}, "prefill": pool, "decode": pool}
+    (tmp_path / "spec.yaml").write_text(json.dumps(spec))
+    assert run(["plan", "--memory", "--spec", str(tmp_path / "spec.yaml"), "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["pools"]["decode"]
+    config = EngineConfig(
+        model_dir=tmp_path, block_size=8, max_batch_tokens=16, max_running=3, frees_windows=family == "gemma2"
+    )
+    layout = config.layout()
+    sizes = pool_sizes(layout, config, gib=0.001)
+    assert (planned["blocks_per_replica"], planned["bytes_per_token"]) == (sizes.num_blocks, layout.cache.token_bytes)
+    assert planned["max_batch"]["128"] == sizes.max_batch(layout.cache, 128, max_batch_tokens=16) > 0
+    assert (planned["states_per_replica"], planned["state_bytes"]) == (sizes.num_states, layout.state_bytes)
+    assert planned["window_parts_per_replica"] == (sizes.num_window_parts or 1) - 1
+    assert planned["window_bytes_per_token"] == layout.cache.window_token_bytes
+    assert planned["tier_places"] == {"host": int(0.01 * 2**30) // layout.place_bytes, "disk": 0}
+    assert planned["places_beside_a_block"] == layout.num_pieces
+    assert run(["plan", "--memory", "--spec", str(tmp_path / "spec.yaml")]) == 0
+    printed = capsys.readouterr().out
+    assert f"  {'windows' if layout.window else 'states'}: " in printed and f"a block takes one, {beside} " in printed
+
+
+def test_plan_memory_says_why_windows_free_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_models.tiny_config("gemma2", **tiny_models.GEMMA).save_pretrained(tmp_path)
+    write_no_weights(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    spec = {"model": {"source": str(tmp_path), "max_context": 16}, "kv": {"block_size": 8}}
+    window = tiny_models.GEMMA["sliding_window"] * 2
+    config = json.loads((tmp_path / "config.json").read_text()) | {"sliding_window": window}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "spec.yaml").write_text(json.dumps(spec))
+    assert run(["plan", "--memory", "--spec", str(tmp_path / "spec.yaml")]) == 0
+    assert f"not longer than the window of {window}" in capsys.readouterr().out
 
 
 def test_plan_memory_lists_formats(capsys: pytest.CaptureFixture[str]) -> None:

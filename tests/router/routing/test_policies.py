@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from core.model.kv_memory import CacheShape
 from core.types.step_timing import StepTiming
 from router.routing.plain_policies import POLICIES, make_policy
 from router.routing.policy import CandidateReplica, RoutingRequest
 
-_DEMAND = RoutingRequest(num_tokens=4096, block_size=64, bytes_per_token=1000, max_local_tokens=16)
+_DEMAND = RoutingRequest(num_tokens=4096, cache=CacheShape(block_size=64, token_bytes=1000), max_local_tokens=16)
 _IDLE = CandidateReplica(
     replica="",
     cached_tokens=0,
@@ -150,3 +151,22 @@ def test_drafts_reduce_the_predicted_number_of_steps() -> None:
         ([replace(drafting, replica="d-0", drafted_per_row=30.0), drafting], "d-1"),
     ):
         assert make_policy("cost").options(_DEMAND, _views("p"), decodes)[0].decode == best
+
+
+def test_blocks_behind_the_last_checkpoint_are_not_shipped_again() -> None:
+    """They cannot be computed upon, but a prefill replica need not ship them."""
+    states = replace(_DEMAND, cache=CacheShape(block_size=64, token_bytes=1000, state_bytes=50_000))
+    near, far = (replace(view, held_tokens=held) for view, held in zip(_views("d", 2), (4032, 0), strict=True))
+    options = make_policy("cost").options(states, _views("p", 1), [far, near])
+    assert options[0].decode == near.replica and all(option.prefill for option in options)
+    assert [round(option.transfer_s * 1e9) for option in options] == [64 * 1000 + 50_000, 4096 * 1000 + 50_000]
+
+
+def test_only_windows_of_a_prefix_are_shipped() -> None:
+    windows = CacheShape(block_size=64, token_bytes=1000, window_token_bytes=900, window=512)
+    demand, holder = replace(_DEMAND, cache=windows), _holding(_IDLE, 4032)
+    prefills = [replace(_IDLE, replica="p-0"), replace(holder, replica="p-1", queue_s=5.0)]
+    best = make_policy("cost", prefix_fetches=True).options(demand, prefills, _views("d", 1))[0]
+    # From the first blocks that the queries at 4096 and 4032 see.
+    assert round(best.transfer_s * 1e9) == 4096 * 100 + (4096 - 3584) * 900
+    assert (best.fetch_from, round((best.fetch_s - 0.002) * 1e9)) == ("p-1", 4032 * 100 + (4032 - 3520) * 900)

@@ -121,7 +121,15 @@ class World:
 
     # Events
 
-    def add(self, role: Role, *, max_tokens: int = MAX_CONTEXT, announced: int | None = None) -> FakeWorker:
+    def add(
+        self,
+        role: Role,
+        *,
+        max_tokens: int = MAX_CONTEXT,
+        announced: int | None = None,
+        has_states: bool = False,
+        layout: str = "",
+    ) -> FakeWorker:
         """max_tokens: of a sequence. announced: the same in its member record, if different."""
         name = f"{role}-{self._num_made}"
         self._num_made += 1
@@ -133,7 +141,7 @@ class World:
             role=role,
             address=name,
             frames_address=name,
-            layout="",
+            layout=layout,
             num_blocks=1000 if max_tokens == MAX_CONTEXT else max_tokens // _BLOCK,
             block_size=_BLOCK,
             bytes_per_token=1,
@@ -141,6 +149,7 @@ class World:
             max_running=6,
             local_decode_share=self.local_decode_share if role is Role.PREFILL else 0.0,
             answers_overflow=self.answers_overflow,
+            state_bytes=int(has_states),
         )
         self.replicas.add(member)
         return worker

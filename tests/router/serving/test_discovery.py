@@ -17,6 +17,7 @@ from core.index.redis_client import connect_redis
 from core.index.store import IndexWriter
 from core.rpc import worker_pb2 as pb
 from core.types.tier import Tier
+from router.serving import discovery
 from router.serving.discovery import Discovery
 from router.serving.replicas import Replicas
 from tests.support.members import make_member
@@ -143,7 +144,10 @@ async def test_dead_replica_stays_known_while_it_has_a_lease(redis_url: str) -> 
 
 
 @pytest.mark.parametrize("is_in_redis", [False, True])
-async def test_controllers_latest_list_counts(redis_url: str, is_in_redis: bool) -> None:
+async def test_controllers_latest_list_counts(
+    redis_url: str, is_in_redis: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "_CONTROLLER_S", 0.2)
     listed = [signed_record(make_member(), _KEY), b"forged"]
     async with _opened(redis_url, listed=listed) as router:
         if is_in_redis:

@@ -133,10 +133,6 @@ def test_the_model_is_available_while_prefill_replicas_answer() -> None:
         prefill = world.add(Role.PREFILL)
         await until(lambda: world.replicas.usable(Role.PREFILL))
         assert world.core.replicas.availability.look() is None
-        await pass_time(2 * QUEUE_S)
-        [client] = _ask(world, 1)
-        await until(lambda: client.is_over)
-        assert client.error is None
         prefill.drain()
         await until(lambda: world.core.replicas.availability.look() is not None)
 

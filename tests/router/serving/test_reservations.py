@@ -42,6 +42,16 @@ def test_a_request_older_than_every_decode_replica_reserves_like_others() -> Non
     scenarios.play(play, 0)
 
 
+def test_prefixes_end_at_checkpoints_on_replicas_with_states_only() -> None:
+    async def play(world: World) -> None:
+        mixed = [world.add(Role.PREFILL, has_states=has_states).name for has_states in (True, False, True)]
+        assert world.replicas.num_checkpoints == {mixed[0]: 1, mixed[2]: 1}
+        world.remove(mixed[0])
+        assert world.replicas.num_checkpoints == {mixed[2]: 1}
+
+    scenarios.play(play, 0)
+
+
 def test_an_oversized_request_fails_when_the_first_replica_joins() -> None:
     async def play(world: World) -> None:
         request = SequenceRequest(id="r", token_ids=(1,) * MAX_CONTEXT, num_prompt_tokens=MAX_CONTEXT)

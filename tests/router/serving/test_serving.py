@@ -12,7 +12,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -170,18 +170,3 @@ def test_every_choice_gets_its_tokens_despite_faults() -> None:
 @pytest.mark.slow
 def test_every_choice_gets_its_tokens_despite_faults_for_long() -> None:
     run_state_machine_as_test(Serving, settings=settings(SETTINGS, max_examples=3000, stateful_step_count=80))
-
-
-def look_for_a_fault(max_examples: int) -> None:
-    """Run the state machine and raise the first failure. The examples are the same in each run."""
-    run_state_machine_as_test(
-        Serving,
-        settings=settings(
-            SETTINGS,
-            max_examples=max_examples,
-            stateful_step_count=40,
-            phases=[Phase.generate],
-            derandomize=True,
-            database=None,
-        ),
-    )

@@ -62,6 +62,33 @@ def test_the_replicas_that_hold_a_request_serve_it(case: str) -> None:
         scenarios.play(play, seed)
 
 
+@pytest.mark.parametrize(
+    ("layouts", "prefill", "decode"),
+    [
+        # A file of calibrated bases is missing on some hosts: only replicas of one layout exchange KV.
+        ([(_PREFILL, "a"), (_PREFILL, "b"), (_DECODE, "b")], 1, 2),
+        ([(_PREFILL, "a"), (_DECODE, "b"), (_DECODE, "a")], 0, 2),
+        ([(_PREFILL, "a"), (_DECODE, "b")], None, 1),
+    ],
+)
+def test_pairs_have_one_kv_layout(
+    layouts: list[tuple[Role, str]], prefill: int | None, decode: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warnings: list[tuple[object, ...]] = []
+    monkeypatch.setattr("router.serving.replicas.logger.warning", lambda *told: warnings.append(told))
+
+    async def play(world: World) -> None:
+        workers = [world.add(role, layout=layout) for role, layout in layouts]
+        await until(lambda: all(replica.is_usable for replica in world.replicas))
+        client = world.ask(num_tokens=100, n=1, max_tokens=9)
+        await until(lambda: client.is_over)
+        assert _route(client) == ("" if prefill is None else workers[prefill].name, workers[decode].name, 1)
+
+    for seed in range(4):
+        scenarios.play(play, seed)
+    assert len(warnings) >= 4
+
+
 def test_a_prefill_replica_decodes_what_no_decode_replica_holds() -> None:
     async def play(world: World) -> None:
         prefill, _ = await _deployed(world, (_PREFILL, MAX_CONTEXT), (_DECODE, _SMALL), share=0.5)

@@ -26,11 +26,13 @@ from frontend.access.access import Access
 from frontend.grpc.api import open_grpc_api
 from frontend.http.app import create_app
 from router.serving.grpc_worker import GrpcWorker
+from router.telemetry import tracing as tracing_module
 from router.telemetry.tracing import Tracing
 from tests.support.fake_token_service import FakeTokenService
 from tests.support.http_server import serve_http
 from tests.support.identities import in_clear
 from tests.support.members import make_member
+from tests.support.plain_http import http_client
 from tests.support.tiny_service import MakeCompletions
 
 _TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -57,7 +59,7 @@ class _Traced:
     @asynccontextmanager
     async def http(self) -> AsyncIterator[httpx.AsyncClient]:
         app = create_app(self.completions, access=Access.anybody(), is_healthy=lambda: True)
-        async with serve_http(app) as (host, port), httpx.AsyncClient(base_url=f"http://{host}:{port}") as client:
+        async with serve_http(app) as (host, port), http_client(base_url=f"http://{host}:{port}") as client:
             yield client
 
 
@@ -207,8 +209,9 @@ async def test_calls_to_replicas_carry_the_traceparent() -> None:
 
 
 async def test_a_collector_that_is_away_delays_no_request(
-    completions: MakeCompletions, caplog: pytest.LogCaptureFixture
+    completions: MakeCompletions, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(tracing_module, "_EXPORT_TIMEOUT_S", 0.2)
     reason = "no exporter here: pip install opentelemetry-exporter-otlp-proto-http"
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http.trace_exporter", reason=reason)
     spec = TracingSpec(otlp_endpoint=f"http://127.0.0.1:{free_port()}", ratio=1.0)

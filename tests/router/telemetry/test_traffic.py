@@ -77,6 +77,5 @@ def test_the_record_is_bounded_and_counts_unreported_losses() -> None:
 
 def test_long_prompts_respect_the_bound_on_ids() -> None:
     record = TrafficRecord(_KEY)
-    for _ in range(45):
-        _arrive(record, 64 * 50_000)
+    _arrive(record, 64 * 50_000, num_choices=45)
     assert record.num_requests == 40

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -15,6 +17,7 @@ from engine.kernels.attention.query_tiles import QueryTiles
 from engine.kernels.attention.store_latents import launch_store_latents
 from engine.kernels.quant.row_quantization import dequantize_rows, quantize_rows
 from tests.engine.kernels.pools import DEVICE, DTYPES, EIGHT_BITS, random
+from tests.support.grids import quick
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
@@ -22,11 +25,22 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BLOCKS, BLOCK_SIZE = 24, 8
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["wide", *EIGHT_BITS])
 @pytest.mark.parametrize(
-    ("latent_dim", "rope_dim", "num_heads", "num_programs"),
-    [(24, 8, 3, 1), (64, 16, 20, 1), (48, 16, 4, 3), (24, 8, 2, 20)],
+    ("latent_dim", "rope_dim", "num_heads", "num_programs", "kind", "dtype"),
+    quick(
+        [
+            (*shape, kind, dtype)
+            for shape, kind, dtype in product(
+                [(24, 8, 3, 1), (64, 16, 20, 1), (48, 16, 4, 3), (24, 8, 2, 20)], ["wide", *EIGHT_BITS], DTYPES
+            )
+        ],
+        [
+            *((24, 8, 3, 1, "fp8", torch.float16), (64, 16, 20, 1, "fp8", torch.float32)),
+            *((48, 16, 4, 3, "int8", torch.float32), (48, 16, 4, 3, "wide", torch.float16)),
+            *((24, 8, 2, 20, "int8", torch.float16), (24, 8, 2, 20, "wide", torch.float32)),
+        ],
+    ),
+    ids=str,
 )
 def test_decode_rows_of_any_length(
     latent_dim: int, rope_dim: int, num_heads: int, num_programs: int, kind: str, dtype: torch.dtype
@@ -62,7 +76,7 @@ def test_decode_rows_of_any_length(
 # NumPy warns about keys that are masked after the product.
 @pytest.mark.filterwarnings("ignore:invalid value")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("nope", "rope", "value"), [(12, 8, 10), (32, 16, 16), (64, 32, 64)])
+@pytest.mark.parametrize(("nope", "rope", "value"), quick([(12, 8, 10), (32, 16, 16), (64, 32, 64)], [(12, 8, 10)]))
 def test_prompts_equal_reference(nope: int, rope: int, value: int, dtype: torch.dtype) -> None:
     # A whole prompt of two tiles, and chunks after a prefix.
     contexts, lengths = [135, 70, 3], [135, 40, 2]
@@ -108,9 +122,14 @@ def test_negative_slot_writes_nothing(kind: str) -> None:
     assert torch.equal(pool.view(torch.uint8), before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["wide", *EIGHT_BITS])
-@pytest.mark.parametrize("num_tokens", [3, 70])
+@pytest.mark.parametrize(
+    ("num_tokens", "kind", "dtype"),
+    quick(
+        product([3, 70], ["wide", *EIGHT_BITS], DTYPES),
+        [(3, "wide", torch.float32), (3, "int8", torch.float16), (70, "fp8", torch.float32)],
+    ),
+    ids=str,
+)
 def test_absorb_queries_equals_reference(num_tokens: int, kind: str, dtype: torch.dtype) -> None:
     """More latent numbers and tokens than one program handles; queries and rows are views of a wider product."""
     num_heads, nope, rope, latent = 3, 12, 16, 136

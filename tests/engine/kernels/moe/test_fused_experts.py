@@ -23,8 +23,11 @@ def choices(num_tokens: int, num_experts: int, per_token: int, *, seed: int = 3)
     return scores.topk(per_token, dim=-1).indices.to(DEVICE)
 
 
-def weights(num_experts: int, hidden: int, features: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    gate_up = random(num_experts, 2 * features, hidden, dtype=dtype, seed=1) / hidden**0.5
+def weights(
+    num_experts: int, hidden: int, features: int, dtype: torch.dtype, *, num_inputs: int = 2
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """num_inputs: matrices of inputs per expert, 1 without gates."""
+    gate_up = random(num_experts, num_inputs * features, hidden, dtype=dtype, seed=1) / hidden**0.5
     return gate_up, random(num_experts, hidden, features, dtype=dtype, seed=2) / features**0.5
 
 
@@ -47,17 +50,20 @@ CLAMPED = GatedActivation("swigluoai", alpha=1.702, limit=1.5)
         (40, 3, 2, 64, 72, "gelu"),
         (40, 3, 2, 64, 72, "clamped"),
         (7, 16, 1, 33, 65, "input weights"),
+        (5, 6, 3, 48, 24, "relu2"),
+        (40, 3, 2, 33, 72, "relu2"),
     ],
 )
 def test_fused_experts_equal_separate_experts(
     num_tokens: int, num_experts: int, per_token: int, hidden: int, features: int, kind: str, dtype: torch.dtype
 ) -> None:
     x, chosen = random(num_tokens, hidden, dtype=dtype), choices(num_tokens, num_experts, per_token)
-    gate_up, down = weights(num_experts, hidden, features, dtype)
+    gate_up, down = weights(num_experts, hidden, features, dtype, num_inputs=1 if kind == "relu2" else 2)
     more: dict[str, Any] = {
         "silu": {},
         "gelu": {"activation": GatedActivation("gelu_pytorch_tanh")},
         "clamped": {"activation": CLAMPED, "biases": biases(num_experts, hidden, features, dtype)},
+        "relu2": {"activation": GatedActivation("relu2")},
         "input weights": {"input_weights_TC": random(num_tokens, per_token, seed=7)},
     }[kind]
     expected = reference_fused_experts(x, gate_up, down, chosen, **more)

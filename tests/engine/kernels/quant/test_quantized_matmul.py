@@ -33,6 +33,7 @@ from engine.weights.quantized_weight import E2M1_LEVELS, GGMLWeight, GroupedWeig
 from tests.engine.kernels.moe.test_fused_experts import biases, choices
 from tests.engine.kernels.pools import DEVICE, DTYPES, random
 from tests.engine.kernels.read_bytes import count_reads
+from tests.support.grids import quick
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 
@@ -82,6 +83,22 @@ GROUPED = {
     "nf4 in any order": Grouped(None, 32, levels=NF4, in_order=False),
 }
 FORMATS = [*OF_GGUF, *GROUPED]
+# One of each kind of code, scale, zero and order.
+_VARIED = (
+    "Q4_0",
+    "Q5_1",
+    "Q4_K",
+    "Q6_K",
+    "fp8 blocks",
+    "mxfp8",
+    "int8 groups",
+    "int8 channels with zeros",
+    "nvfp4",
+    "nf4",
+)
+_VARIED += ("int4 channels", "groups of 16", "broken zeros", "groups in any order")
+# One of each kind of code.
+_FEW = ("Q4_K", "fp8 blocks", "int8 groups", "nvfp4", "nf4", "broken zeros")
 # Relative to the norm.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -142,7 +159,7 @@ def test_dequantized_numbers_equal_the_format(name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [DTYPES[-1]] if DEVICE.type == "cuda" else [torch.float32], ids=str)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", quick(FORMATS, _VARIED))
 def test_products_equal_those_of_the_numbers(name: str, dtype: torch.dtype) -> None:
     """One row, rows that do not fill a tile, and more than one tile; with and without split inputs."""
     weight = random_weight(name, *shape_of(name, 70, 416))
@@ -155,7 +172,7 @@ def test_products_equal_those_of_the_numbers(name: str, dtype: torch.dtype) -> N
         assert (got - expected).norm() < TOLERANCE[dtype] * expected.norm()
 
 
-@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "fp8 channels", "groups of 128"])
+@pytest.mark.parametrize("name", quick(["Q4_K", "Q6_K", "fp8 channels", "groups of 128"], ["Q4_K", "fp8 channels"]))
 def test_many_rows_equal_dequantized_product(name: str) -> None:
     weight = random_weight(name, 130, 256)
     panels, _ = panels_and_order(weight)
@@ -180,6 +197,7 @@ def test_products_with_a100_tiles(name: str, num_rows: int, splits: int | None) 
     assert (got - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
 
 
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in cast:RuntimeWarning")  # of the first tile
 def test_row_tiles_have_separate_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A shared counter would corrupt the first tile's result."""
     monkeypatch.setattr(quantized_matmul, "has_tile_copies", lambda device: False)
@@ -191,7 +209,7 @@ def test_row_tiles_have_separate_counters(monkeypatch: pytest.MonkeyPatch) -> No
     assert (got - expected).norm() < TOLERANCE[torch.float16] * expected.norm()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", quick(FORMATS, _FEW))
 def test_dequantized_numbers_are_rounded_once(name: str) -> None:
     panels, _ = panels_and_order(random_weight(name, *shape_of(name, 150, 416)))
     dtype = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16
@@ -252,18 +270,15 @@ def test_prompts_are_multiplied_in_fp8_if_measured_and_asked_for(tmp_path: Path)
             torch.testing.assert_close(got.float(), product + bias + residual, atol=5e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize(("num_tokens", "num_experts", "per_token"), [(1, 3, 2), (40, 2, 1)])
 @pytest.mark.parametrize(
     ("name", "hidden", "features"),
     [
-        ("fp8 blocks", 256, 128),
         ("fp8 channels", 80, 48),
-        ("nvfp4", 96, 64),
         ("mxfp4", 96, 64),
-        ("nf4", 128, 64),
-        ("Q6_K", 256, 256),
+        *quick([("fp8 blocks", 256, 128), ("nvfp4", 96, 64), ("nf4", 128, 64), ("Q6_K", 256, 256)], ()),
     ],
 )
-@pytest.mark.parametrize(("num_tokens", "num_experts", "per_token"), [(1, 3, 2), (40, 2, 1)])
 def test_coded_experts_equal_dequantized_experts(
     name: str, hidden: int, features: int, num_tokens: int, num_experts: int, per_token: int
 ) -> None:
@@ -287,7 +302,7 @@ def test_coded_experts_equal_dequantized_experts(
 
 @pytest.mark.parametrize(
     ("gate_up_name", "down_name", "is_a100"),
-    [("fp8 channels", "mxfp4", False), ("int4 in groups of 32", "groups of 128", True)],
+    quick([("fp8 channels", "mxfp4", False), ("int4 in groups of 32", "groups of 128", True)], ()),
 )
 def test_both_expert_matrices_share_the_tiles(
     gate_up_name: str, down_name: str, is_a100: bool, monkeypatch: pytest.MonkeyPatch
@@ -305,7 +320,7 @@ def test_both_expert_matrices_share_the_tiles(
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="loads are counted in the interpreter only")
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", quick(FORMATS, _FEW))
 def test_bytes_read_are_close_to_bytes_stored(name: str) -> None:
     """Counts the loads of every program of a product: at most 1.1 times the file's bytes for any number of rows."""
     weight = random_weight(name, 128, 512)

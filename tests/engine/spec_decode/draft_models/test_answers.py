@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from core.grammar.compiler import CompiledGrammar
+from core.types.errors import SpecError
 from core.types.request import Sampling
+from engine.config import EngineConfig
 from engine.cpu.library import open_kernels
 from engine.engine import SchedulerConfig
 from engine.kv.block_manager import BlockManager
@@ -31,7 +33,7 @@ from tests.engine.asked import (
 )
 from tests.engine.spec_decode.draft_models.smaller_model import first_layers
 from tests.engine.steps import VOCAB_SIZE, prompts
-from tests.engine.tiny_models import MakeModel, MakeRunner
+from tests.engine.tiny_models import DELTA_NET, MakeModel, MakeRunner
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -86,6 +88,15 @@ def test_model_drafts_do_not_change_answers(
     compare(found, expected)
     assert found.num_accepted > 5
     assert bool(found.num_preemptions) == (num_blocks == 48)
+
+
+def test_models_with_states_draft_nothing(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
+    """Neither for themselves, whose drafts would advance a sequence's state, nor for others."""
+    directory = tiny_model("qwen3_5", **DELTA_NET)[0]
+    with pytest.raises(SpecError, match=r"^speculation\.method: Qwen3_5ForCausalLM has states"):
+        OwnLayers(make_runner(directory), BlockManager(8), before_writing=lambda: None)
+    with pytest.raises(SpecError, match=r"^speculation\.model: Qwen3_5ForCausalLM has states"):
+        DraftModel.open(EngineConfig(model_dir=directory), vocab_size=VOCAB_SIZE, num_tokens=64)
 
 
 def test_same_model_is_right_at_any_temperature(runner: ModelRunner, model_dir: Path, make_runner: MakeRunner) -> None:

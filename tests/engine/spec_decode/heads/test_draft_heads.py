@@ -41,10 +41,13 @@ from tests.engine.spec_decode.heads.head_files import (
 from tests.engine.spec_decode.heads.mtp_files import write_mtp
 from tests.engine.steps import VOCAB_SIZE, prompts
 from tests.engine.tiny_models import MakeModel, MakeRunner
+from tests.support.grids import quick
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 _NUM_TOKENS = 4
+_MTP_FAMILIES = {"": "deepseek_v3", "V3.2": "deepseek_v32", "GLM": "glm4_moe", "Qwen": "qwen3_5"}
+_MTP_FAMILIES |= {"Nemotron": "nemotron_h"}
 _SMALL = SchedulerConfig(max_batch_tokens=48, max_running=24, max_waiting=32)
 
 Reference = Callable[[list[int], Choice], list[int]]
@@ -58,7 +61,9 @@ class Case:
         self.runner, self.reference, self.every = runner, reference, every
 
 
-@pytest.fixture(params=["medusa", "eagle", "eagle1", "mtp", "mtp of GLM"])
+@pytest.fixture(
+    params=["medusa", "eagle", "eagle1", "mtp", "mtp of V3.2", "mtp of GLM", "mtp of Qwen", "mtp of Nemotron"]
+)
 def case(request: pytest.FixtureRequest, tiny_model: MakeModel, make_runner: MakeRunner, tmp_path: Path) -> Case:
     return _case(request.param, tiny_model, make_runner, tmp_path)
 
@@ -66,7 +71,7 @@ def case(request: pytest.FixtureRequest, tiny_model: MakeModel, make_runner: Mak
 def _case(kind: str, tiny_model: MakeModel, make_runner: MakeRunner, directory: Path, **config: Any) -> Case:
     if kind.startswith("mtp"):
         kind, _, family = kind.partition(" of ")
-        model_dir, reference = directory, _mtp(directory, family="glm4_moe" if family else "deepseek_v3")
+        model_dir, reference = directory, _mtp(directory, family=_MTP_FAMILIES[family])
     else:
         model_dir, model = tiny_model("llama")
         reference = {"medusa": _medusa, "eagle": _eagle, "eagle1": _eagle1}[kind](model, directory)
@@ -177,9 +182,14 @@ def asked() -> list[Asked]:
 @pytest.mark.parametrize(
     ("case", "num_blocks"),
     [
-        *((kind, count) for kind in ("medusa", "eagle") for count in (512, 30)),
-        *(pytest.param(kind, 512, marks=pytest.mark.slow) for kind in ("eagle1", "mtp")),
-        *((kind, 30) for kind in ("eagle1", "mtp")),
+        *((kind, 30) for kind in ("medusa", "eagle", "eagle1", "mtp")),
+        *quick(
+            [
+                *((kind, 512) for kind in ("medusa", "eagle", "eagle1", "mtp")),
+                *((kind, 30) for kind in ("mtp of Qwen", "mtp of V3.2", "mtp of Nemotron")),
+            ],
+            (),
+        ),
     ],
     indirect=["case"],
 )
@@ -205,7 +215,9 @@ def test_deferred_entries_are_written_before_drafting(case: Case, asked: list[As
     assert checked.num_checked > 10 and not checked.num_empty
 
 
-@pytest.mark.parametrize(("case", "num_blocks"), [("eagle", 512), ("eagle", 30), ("mtp", 30)], indirect=["case"])
+@pytest.mark.parametrize(
+    ("case", "num_blocks"), [("eagle", 30), *quick([("eagle", 512), ("mtp", 30)], ())], indirect=["case"]
+)
 def test_resting_heads_draft_correctly_or_not_at_all(case: Case, asked: list[Asked], num_blocks: int) -> None:
     """Whatever was passed over, and whatever the blocks' previous owners were."""
     checked = RestingChecked(case)

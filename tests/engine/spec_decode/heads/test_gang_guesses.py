@@ -17,10 +17,16 @@ from tests.engine.tiny_models import MakeModel
 _WITHIN_S = 60.0
 
 
-@pytest.fixture(params=["eagle", "mtp", pytest.param("medusa", marks=pytest.mark.slow)])
+_SLOW = ("medusa", "mtp of deepseek_v32", "mtp of nemotron_h")
+
+
+@pytest.fixture(params=["eagle", "mtp", *(pytest.param(kind, marks=pytest.mark.slow) for kind in _SLOW)])
 def kind(request: pytest.FixtureRequest, tmp_path: Path) -> HeadsKind:
-    kind: HeadsKind = request.param
-    {"medusa": write_medusa, "eagle": write_eagle, "mtp": write_mtp}[kind](tmp_path)
+    kind, _, family = request.param.partition(" of ")
+    if family:
+        write_mtp(tmp_path, family=family)
+    else:
+        {"medusa": write_medusa, "eagle": write_eagle, "mtp": write_mtp}[kind](tmp_path)
     return kind
 
 

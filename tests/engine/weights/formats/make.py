@@ -148,6 +148,15 @@ def gptqmodel(bits: int, form: str) -> Written:
     return Written(under_w(tensors), numbers, description)
 
 
+def gptqmodel_fp8() -> Written:
+    """Write FP8 whose stored scales divide."""
+    kinds = importlib.import_module("gptqmodel.nn_modules.qlinear.fp8")
+    codes, scales = kinds.quantize_fp8_weight(linear().weight.data, weight_scale_method="row")
+    numbers = kinds.dequantize_fp8(codes, scale_inv=scales, axis=0, target_dtype=torch.float32)
+    config = {"quant_method": "fp8", "weight_scale_method": "row", "weight_scale_semantics": "inverse"}
+    return Written(under_w({"weight": codes, "weight_scale_inv": scales}), numbers, config)
+
+
 def auto_round(packing: str, bits: int) -> Written:
     name = "qlinear_torch_zp" if packing == "auto_round:auto_gptq" else "qlinear_torch"
     linear_of = importlib.import_module(f"auto_round_extension.torch.{name}").QuantLinear
@@ -287,6 +296,7 @@ MAKERS: dict[str, Callable[[], Written]] = {
     **{f"gptq_{bits}": partial(gptq, bits) for bits in (2, 3, 4, 8)},
     "gptqmodel_4_v2": partial(gptqmodel, 4, "gptq_v2"),
     **{f"gptqmodel_{bits}": partial(gptqmodel, bits, "gptq") for bits in (3, 4)},
+    "gptqmodel_fp8": gptqmodel_fp8,
     "auto_round": partial(auto_round, "auto_round:auto_gptq", 4),
     "auto_round_5": partial(auto_round, "auto_round", 5),
     **{f"int{bits}_pack": partial(compressed, "pack-quantized", num_bits=bits, group_size=GROUP) for bits in (2, 4, 7)},

@@ -1,0 +1,59 @@
+"""Operations of recurrent layers: dispatch to the CPU kernels or to engine.kernels.recurrent."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.cpu import recurrent as cpu
+from engine.cpu.library import Kernels
+from engine.kernels.recurrent.causal_conv import causal_conv
+from engine.kernels.recurrent.gated_norm import gated_rms_norm
+from engine.kernels.recurrent.linear_recurrence import LinearRecurrence, linear_recurrence
+from engine.kernels.recurrent.state_slots import LayerStates, StateSlots
+
+# T tokens, C channels, W width of the convolution, H heads, G groups, D features of a group
+
+
+@dataclass(frozen=True)
+class RecurrentOps:
+    """Operations of recurrent layers. kernels: CPU kernels; None: Triton on a GPU, else torch."""
+
+    kernels: Kernels | None
+
+    def conv(
+        self,
+        x_TC: Tensor,
+        weight_WC: Tensor,
+        bias_C: Tensor | None,
+        states: LayerStates,
+        slots: StateSlots,
+        *,
+        activates: bool,
+    ) -> Tensor:
+        """See engine.kernels.recurrent.causal_conv."""
+        if self.kernels is not None and cpu.can_convolve(weight_WC):
+            return cpu.causal_conv(self.kernels, x_TC, weight_WC, bias_C, states.conv_NLC, slots, activates=activates)
+        return causal_conv(x_TC, weight_WC, bias_C, states.conv_NLC, slots, activates=activates)
+
+    def recur(
+        self,
+        rows_TC: Tensor,
+        dt_TH: Tensor,
+        beta_TH: Tensor | None,
+        recurrence: LinearRecurrence,
+        states: LayerStates,
+        slots: StateSlots,
+    ) -> Tensor:
+        """See engine.kernels.recurrent.linear_recurrence."""
+        inputs = rows_TC, dt_TH, beta_TH, recurrence, states.matrix_NHKV, slots
+        if self.kernels is not None and cpu.can_recur(recurrence):
+            return cpu.linear_recurrence(self.kernels, *inputs)
+        return linear_recurrence(*inputs)
+
+    def norm(self, x_TGD: Tensor, z_TGD: Tensor, weight_GD: Tensor, eps: float, *, gates_first: bool) -> Tensor:
+        """See engine.kernels.recurrent.gated_norm."""
+        if self.kernels is not None:
+            return cpu.gated_rms_norm(self.kernels, x_TGD, z_TGD, weight_GD, eps, gates_first=gates_first)
+        return gated_rms_norm(x_TGD, z_TGD, weight_GD, eps, gates_first=gates_first)

@@ -1,0 +1,117 @@
+"""Every family behind the HTTP endpoint of a disaggregated deployment, compared with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from core.process.ports import free_port
+from frontend.service import RouterService
+from tests.e2e.conftest import Checkpoint, exact_tree
+from tests.engine.model.test_models import FAMILIES
+from tests.engine.steps import prompts
+from tests.engine.tiny_models import random_model, reference_logits, tiny_config
+from tests.support.identities import router
+from tests.support.local_cluster import local_cluster
+from tests.support.plain_http import http_client
+from tests.support.sdk_clients import openai_client
+from tests.support.waiting import becomes
+
+_WITHIN = 1e-3
+_NUM_TOP = 5
+_NUM_NEW = 8
+# A token, windows of 9 and 11 tokens ± 1, a block of 16, and parts of 32 tokens that a prefill step computes.
+_PROMPTS = prompts(1, 8, 9, 10, 11, 12, 15, 16, 17, 33, 70)
+_LONGER = _PROMPTS[-1] + _PROMPTS[-2]
+# Those that differ most run with the other tests.
+_QUICK = ("gemma4", "gpt_oss", "deepseek_v3")
+
+
+def _cases() -> Iterator[Any]:
+    for family in FAMILIES:
+        for ranks in (1, 2):
+            marks = () if family in _QUICK and ranks == 1 else pytest.mark.slow
+            yield pytest.param(family, ranks, id=f"{family}-{ranks}".replace(", ", "_"), marks=marks)
+
+
+@pytest.mark.parametrize(("family", "ranks"), list(_cases()))
+async def test_logprobs_and_greedy_tokens_equal_transformers(
+    family: str, ranks: int, checkpoint: Checkpoint, redis_url: str
+) -> None:
+    """ranks: of the prefill replica."""
+    architecture, changes = FAMILIES[family]
+    model = random_model(tiny_config(architecture, **changes))
+    tree = exact_tree(1, 1)
+    tree["prefill"]["tensor_parallel"] = ranks
+    async with _served(checkpoint(architecture, **changes), redis_url, tree) as url:
+        async with http_client(base_url=url, timeout=60) as http:
+            # All prompts of one batch, then a prompt whose first blocks are cached, with and without its scores.
+            for asked, echo in ((_PROMPTS, True), ([_LONGER], True), ([_LONGER], False)):
+                body = _body(asked, echo=echo)
+                answer = (await http.post("/v1/completions", json=body)).raise_for_status().json()
+                for prompt, choice in zip(asked, answer["choices"], strict=True):
+                    _check(model, prompt, choice["logprobs"], echo=echo)
+        async with openai_client(base_url=f"{url}/v1", api_key="none") as client:
+            _check(model, _LONGER, await _streamed(client, _LONGER), echo=True)
+
+
+def _body(asked: list[list[int]], *, echo: bool) -> dict[str, Any]:
+    sampling = {"temperature": 0, "max_tokens": _NUM_NEW, "ignore_eos": True}
+    return {"model": "tiny", "prompt": asked, "echo": echo, "logprobs": _NUM_TOP, **sampling}
+
+
+async def _streamed(client: openai.AsyncOpenAI, prompt: list[int]) -> dict[str, list[Any]]:
+    """Return the log-probabilities of all chunks of a streamed completion."""
+    columns: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
+    body = _body([prompt], echo=True)
+    extra = {"ignore_eos": body.pop("ignore_eos")}
+    async for chunk in await client.completions.create(**body, stream=True, extra_body=extra):
+        for choice in chunk.choices:
+            for name, column in columns.items():
+                column += getattr(choice.logprobs, name) if choice.logprobs else []
+    return columns
+
+
+def _check(model: PreTrainedModel, prompt: list[int], logprobs: dict[str, list[Any]], *, echo: bool) -> None:
+    """Compare each token's log-probabilities, and that the answer's tokens are the likeliest."""
+    told = [_id(token) for token in logprobs["tokens"]]
+    ids = told if echo else prompt + told
+    assert ids[: len(prompt)] == prompt and len(ids) == len(prompt) + _NUM_NEW
+    expected = reference_logits(model, ids)[:-1].log_softmax(-1)
+    assert ids[len(prompt) :] == expected[len(prompt) - 1 :].argmax(-1).tolist()
+    if echo:
+        assert logprobs["token_logprobs"][0] is logprobs["top_logprobs"][0] is None
+    first = max(1, len(ids) - len(told))
+    own, top = (logprobs[name][first - len(ids) :] for name in ("token_logprobs", "top_logprobs"))
+    for token_id, logprob, likeliest, row in zip(ids[first:], own, top, expected[first - 1 :], strict=True):
+        found = {_id(token): value for token, value in likeliest.items()} | {token_id: logprob}
+        assert len(found) in (_NUM_TOP, _NUM_TOP + 1)
+        torch.testing.assert_close(torch.tensor(list(found.values())), row[list(found)], atol=_WITHIN, rtol=0)
+        assert sorted(found.values())[-_NUM_TOP] >= row.topk(_NUM_TOP).values[-1] - _WITHIN
+
+
+def _id(token: str) -> int:
+    return int(token.strip("<>"))
+
+
+@asynccontextmanager
+async def _served(model_dir: Path, redis_url: str, tree: dict[str, Any]) -> AsyncIterator[str]:
+    """Yield the URL of a deployment's HTTP endpoint."""
+    tree["model"] |= {"served_name": "tiny"}
+    tree["router"] |= {"grpc_port": free_port(), "http_port": free_port()}
+    async with local_cluster(model_dir, redis_url, **tree) as cluster:
+        identity = cluster.identity(router("router-1"))
+        service = await RouterService.open(cluster.spec, credentials=cluster.credentials, identity=identity)
+        try:
+            await becomes(lambda: all(service.health().values()))
+            yield "http://{}:{}".format(*service.http_address)
+        finally:
+            await service.close()
+        await cluster.idle()
