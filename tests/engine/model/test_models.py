@@ -328,9 +328,11 @@ def test_quantized_pool_is_close_and_independent_of_chunking(
     runner = make_runner(directory, pool_dtype=pool_dtype)
     for start in range(0, 40, 5):
         in_chunks = step(runner, [tokens], [(0, start, start + 5)])
-    torch.testing.assert_close(in_chunks, whole, atol=2e-4, rtol=1e-4)
     exact = reference_logits(model, tokens)[-1]
-    assert 0 < (whole[0] - exact).abs().mean() < most * exact.std()
+    error = (whole[0] - exact).abs().mean()
+    assert 0 < error < most * exact.std()
+    # Not equal: products of unlike numbers of rows differ in their last bits, which may change a code by one.
+    assert (in_chunks - whole).abs().mean() < 0.1 * error
 
 
 def test_layers_of_a_quantized_pool_in_the_models_dtype(tiny_model: MakeModel, make_runner: MakeRunner) -> None:
