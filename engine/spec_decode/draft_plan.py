@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from itertools import accumulate, chain, repeat
 
 from engine.spec_decode.step_cost import ProposalCost, StepCost
 
 _MIN_DRAFT_GAIN = 1.01  # planning takes time, too
 _MIN_CALL_GAIN = 1.02  # costs and rates are estimates, and the flattering ones are chosen
-_MAX_ROUNDS = 4
 
 
 def plan_drafts(chances: Seq[Seq[float]], num_rows: int, cost: StepCost, max_tokens: int) -> list[int]:
@@ -53,53 +51,52 @@ class Call:
     method: str
     depth: int  # tokens for each row
     rows: Seq[int]
+    catch_up: Seq[tuple[int, int]] = ()  # further rows that only compute this many of their missing tokens
+    is_trial: bool = False
 
 
 def plan_call(known: Seq[Seq[float]], offers: Seq[CallOffer], cost: StepCost, max_tokens: int) -> Call | None:
     """Return the call that gives most tokens per second; None if the known proposals are as good.
 
-    known: chances of the proposals at hand. max_tokens: draft tokens of all rows. At a given rate each row decides for
-    itself; the rate rises until no better call is found (Dinkelbach 1967).
+    known: chances of the proposals at hand. max_tokens: draft tokens of all rows.
     """
-    lengths = plan_drafts(known, len(known), cost, max_tokens)
-    expected = sum(sum(row[:length]) for row, length in zip(known, lengths, strict=True))
-    rate = _MIN_CALL_GAIN * (len(known) + expected) / cost.step(sum(lengths))
-    best: Call | None = None
-    for _ in range(_MAX_ROUNDS):
-        found = [_best_call(known, offer, cost, rate, max_tokens) for offer in offers]
-        call, call_rate = max(found, key=lambda one: one[1], default=(None, 0.0))
-        if call is None or call_rate <= rate:
-            break
-        best, rate = call, call_rate
+    rate = _MIN_CALL_GAIN * _rate(known, cost, max_tokens, call_s=0.0)
+    best, best_rate = None, rate
+    for offer in offers:
+        if call := _most_gain(known, offer, cost, rate, max_tokens):
+            called = {row: offer.chances[row][: call.depth] for row in call.rows}
+            num_computed = sum(offer.missing[row] + call.depth - 1 for row in call.rows)
+            after = [called.get(row, chances) for row, chances in enumerate(known)]
+            call_rate = _rate(after, cost, max_tokens, call_s=offer.cost.seconds(call.depth, num_computed))
+            if call_rate > best_rate:
+                best, best_rate = call, call_rate
     return best
 
 
-def _best_call(
-    known: Seq[Seq[float]], offer: CallOffer, cost: StepCost, rate: float, max_tokens: int
-) -> tuple[Call | None, float]:
-    """Return the call with the largest gain at this rate, and the rate that it gives."""
-    price = rate * cost.token * cost.factor(1)  # of a draft token, in tokens
-    own = offer.cost
-    gains: list[list[tuple[float, int]]] = [[] for _ in range(max(map(len, offer.chances), default=0))]
-    for row, chances in enumerate(offer.chances):
-        if chances:
-            gain = -sum(max(chance - price, 0.0) for chance in known[row])
-            gain -= rate * own.token_s * (offer.missing[row] - 1)
-            for chance, found in zip(chain(chances, repeat(0.0)), gains, strict=False):
-                gain += max(chance - price, 0.0) - rate * own.token_s
-                if gain > 0:
-                    found.append((gain, row))
-    totals = [
-        sum(gain for gain, _ in found) - rate * (own.call_s + own.depth_s * depth)
-        for depth, found in enumerate(gains, 1)
+def _rate(chances: Seq[Seq[float]], cost: StepCost, max_tokens: int, *, call_s: float) -> float:
+    """Return the tokens per second with the best drafts of these."""
+    lengths = plan_drafts(chances, len(chances), cost, max_tokens)
+    expected = sum(sum(row[:length]) for row, length in zip(chances, lengths, strict=True))
+    return (len(chances) + expected) / (cost.step(sum(lengths)) + call_s)
+
+
+def _most_gain(known: Seq[Seq[float]], offer: CallOffer, cost: StepCost, rate: float, max_tokens: int) -> Call | None:
+    """Return the call that gains most where a second costs `rate` tokens. Each row then decides for itself."""
+    price, own = rate * cost.token * cost.factor(1), offer.cost  # price: of a draft token, in tokens
+    best, best_gain = None, 0.0
+    gains = [
+        -sum(max(chance - price, 0.0) for chance in known[row]) - rate * own.token_s * (missing - 1)
+        for row, missing in enumerate(offer.missing)
     ]
-    if not totals or max(totals) <= 0:
-        return None, 0.0
-    depth = 1 + max(range(len(totals)), key=totals.__getitem__)
-    rows = sorted(row for _, row in sorted(gains[depth - 1], reverse=True)[: -(-max_tokens // depth)])
-    called = set(rows)
-    every = (offer.chances[row][:depth] if row in called else chances for row, chances in enumerate(known))
-    drafted = sorted((chance for chances in every for chance in chances if chance > price), reverse=True)[:max_tokens]
-    call_s = own.seconds(depth, sum(offer.missing[row] + depth - 1 for row in rows))
-    tokens = accumulate(drafted, initial=float(len(known)))
-    return Call(offer.method, depth, rows), max(count / (cost.step(i) + call_s) for i, count in enumerate(tokens))
+    for depth in range(1, max(map(len, offer.chances), default=0) + 1):
+        found: list[tuple[float, int]] = []
+        for row, chances in enumerate(offer.chances):
+            gains[row] += max(chances[depth - 1] - price, 0.0) if depth <= len(chances) else 0.0
+            gains[row] -= rate * own.token_s
+            if chances and gains[row] > 0:
+                found.append((gains[row], row))
+        found = sorted(found, reverse=True)[: -(-max_tokens // depth)]
+        gain = sum(each for each, _ in found) - rate * (own.call_s + own.depth_s * depth)
+        if gain > best_gain:
+            best, best_gain = Call(offer.method, depth, sorted(row for _, row in found)), gain
+    return best

@@ -51,7 +51,7 @@ class Speculation:
         self._models = models
         self._max_tokens = max_tokens
         self._backs_off = backs_off
-        self._tracker = AcceptanceTracker(every, models, max_tokens=max_tokens, vocab_size=vocab_size)
+        self._tracker = AcceptanceTracker(every, max_tokens=max_tokens, vocab_size=vocab_size)
         self._scheduler = DraftScheduler(models, self._tracker, clock=clock)
 
     @classmethod
@@ -92,22 +92,19 @@ class Speculation:
         max_tokens: of all drafts together. cost_of: called only if a row is looked up.
         """
         if not (looked_up := self._look_up(rows)):
-            self._skip_step()
+            self._scheduler.end_step()
             return {}
         cost = cost_of()
-        self._scheduler.budget.earn(cost.plain)
         limits = [self._limit(row) for row in looked_up]
         best = [self._tracker.best(row) for row in looked_up]
         chances = _chances(best, limits)
         if planned := self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
-            self._scheduler.carry_out(planned, looked_up)
+            self._scheduler.carry_out(planned, looked_up, cost)
             best = [self._tracker.best(row) for row in looked_up]
             chances = _chances(best, limits)
         self._scheduler.end_step()
         lengths = plan_drafts(chances, len(rows), cost, max_tokens)
         self._scheduler.note_lengths(zip(looked_up, lengths, strict=True))
-        if not any(lengths):
-            lengths = self._scheduler.trial_draft(chances, cost, max_tokens)
         drafts: dict[Sequence, Draft] = {}
         for row, length, proposal in zip(looked_up, lengths, best, strict=True):
             if proposal and length:
@@ -124,7 +121,7 @@ class Speculation:
     def would_draft(self, rows: Seq[Sequence], cost_of: Callable[[], StepCost], *, max_tokens: int) -> bool:
         """Return whether draft() would draft or call a model for the rows as they are. Calls no model."""
         if not (looked_up := self._look_up(rows)):
-            self._skip_step()
+            self._scheduler.end_step()
             return False
         cost = cost_of()
         limits = [self._limit(row) for row in looked_up]
@@ -133,7 +130,6 @@ class Speculation:
         self._scheduler.note_lengths(zip(looked_up, lengths, strict=True))
         if any(lengths) or self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
             return True
-        self._scheduler.budget.earn(cost.plain)
         self._scheduler.end_step()
         return False
 
@@ -180,10 +176,6 @@ class Speculation:
                 for row, proposal in zip(missing, proposer.propose(missing, self._max_tokens), strict=True):
                     self._tracker.note(method, row, proposal)
         return current
-
-    def _skip_step(self) -> None:
-        self._scheduler.budget.earn_uncosted()
-        self._scheduler.end_step()
 
 
 def _chances(best: Seq[RatedProposal | None], limits: Seq[int]) -> list[Seq[float]]:

@@ -13,13 +13,11 @@ from engine.timing.least_squares import non_negative
 _BUCKET = 16  # tokens; matrix products take rows in tiles of this size
 _NUM_BUCKETS = 8  # larger steps count as the last bucket
 _NEW = 0.05  # weight of the newest step
-_PRIOR = 4.0  # steps; weight of the mean of all buckets in each bucket
-_KEEP = 1 - 1 / 512  # weight of a bucket's past at each other step, so that an expensive bucket is tried again
+_FORGET = 1 / 512  # of a cost in each other step, so that expensive drafts are tried again
 SAMPLE_EVERY = 4  # steps without drafts; one of them stands for all, because the comparison itself takes time
 
 _KEEP_PROPOSAL = 0.97  # weight of the past at each new proposal
 _MAX_SURPRISE = 2.0  # times the expected seconds; the rest is noise of the machine
-_FIRST_SOLVES, _SOLVE_EVERY = 16, 4  # proposals
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,26 +50,21 @@ class LearnedDraftCost:
     """Ratio of measured to expected step time, with and without drafts. Owned by the step thread."""
 
     def __init__(self) -> None:
-        self._plain = 1.0
-        self._drafting = 1.0
-        self._steps = [0.0] * _NUM_BUCKETS  # steps with drafts, by bucket
-        self._ratios = [0.0] * _NUM_BUCKETS  # their ratios, summed
+        self._plain = self._drafting = 1.0
+        self._relative = [1.0] * _NUM_BUCKETS  # to the mean of steps with drafts, by bucket of step tokens
 
     def observe(self, num_tokens: int, ratio: float, *, has_drafts: bool) -> None:
         """Count one step: ratio is its measured time over the expected time."""
         ratio = min(2.0, max(0.5, ratio))
-        bucket = _bucket(num_tokens, _NUM_BUCKETS) if has_drafts else -1
-        others = _KEEP if has_drafts else _KEEP**SAMPLE_EVERY
-        for i in range(_NUM_BUCKETS):
-            keep = 1 - _NEW if i == bucket else others
-            self._steps[i] *= keep
-            self._ratios[i] *= keep
+        forget = _FORGET if has_drafts else _FORGET * SAMPLE_EVERY
         if has_drafts:
             self._drafting += _NEW * (ratio - self._drafting)
-            self._steps[bucket] += 1
-            self._ratios[bucket] += ratio
         else:
             self._plain += _NEW * (ratio - self._plain)
+            self._drafting += forget * (self._plain - self._drafting)
+        bucket = _bucket(num_tokens, _NUM_BUCKETS) if has_drafts else -1
+        for i, mean in enumerate(self._relative):
+            self._relative[i] += _NEW * (ratio / self._drafting - mean) if i == bucket else forget * (1.0 - mean)
 
     def factors(self) -> tuple[float, ...]:
         """Return, by bucket of step tokens, the time with drafts over the time of an equal step without.
@@ -79,10 +72,8 @@ class LearnedDraftCost:
         The mean over all steps is never below 1: planning and verification take time, and noise must not make drafts
         look free.
         """
-        each = zip(self._steps, self._ratios, strict=True)
-        known = ((_PRIOR * self._drafting + ratios) / (_PRIOR + steps) for steps, ratios in each)
-        scale = max(self._plain, self._drafting) / self._drafting / self._plain
-        return tuple(ratio * scale for ratio in known)
+        scale = max(1.0, self._drafting / self._plain)
+        return tuple(mean * scale for mean in self._relative)
 
 
 def factor_of(factors: Seq[float], num_tokens: int) -> float:
@@ -120,12 +111,10 @@ class LearnedProposalCost:
 
     def observe(self, depth: int, num_tokens: int, seconds: float) -> None:
         """Count one call. depth: 0 if it only caught up."""
-        expected = seconds
-        if self.cost:
-            expected = self.cost.seconds(depth, num_tokens) or seconds
-            if self._num_seen > 8:
-                seconds = min(seconds, _MAX_SURPRISE * expected)
-            expected = max(expected, seconds / _MAX_SURPRISE)
+        expected = (self.cost and self.cost.seconds(depth, num_tokens)) or seconds
+        if self._num_seen > 8:
+            seconds = min(seconds, _MAX_SURPRISE * expected)
+        expected = max(expected, seconds / _MAX_SURPRISE)
         if expected <= 0:
             return
         features = 1.0 / expected, depth / expected, num_tokens / expected
@@ -134,5 +123,5 @@ class LearnedProposalCost:
             self._sums[i] = [_KEEP_PROPOSAL * total + one * other for total, other in kept]
             self._targets[i] = _KEEP_PROPOSAL * self._targets[i] + one * seconds / expected
         self._num_seen += 1
-        if self._num_seen <= _FIRST_SOLVES or self._num_seen % _SOLVE_EVERY == 0:
+        if self._num_seen <= 16 or self._num_seen % 4 == 0:  # solving takes time, too
             self.cost = ProposalCost(*non_negative(np.array(self._sums), np.array(self._targets)))

@@ -9,7 +9,7 @@ from tests.engine.spec_decode.proposers import sequence_of
 
 
 def _tracker(*methods: str) -> AcceptanceTracker:
-    return AcceptanceTracker(methods, (), max_tokens=8, vocab_size=50)
+    return AcceptanceTracker(methods, max_tokens=8, vocab_size=50)
 
 
 def _best(tracker: AcceptanceTracker, sequence: Sequence) -> RatedProposal:
@@ -42,11 +42,11 @@ def test_proposal_is_cut_before_invalid_token() -> None:
 def test_acceptance_rate_follows_outcomes() -> None:
     acceptance = AcceptanceRate()
     for _ in range(300):
-        acceptance.observe([3, 4], 1, 2)  # the first is right, the second is not
-        acceptance.observe([5], 1, 1)
+        acceptance.observe([3, 4], 1)  # the first is right, the second is not
+        acceptance.observe([5], 1)
     assert acceptance.rates[3] > 0.95 and acceptance.rates[5] > 0.95 and acceptance.rates[4] < 0.05
     for _ in range(600):
-        acceptance.observe([3], 0, 1)
+        acceptance.observe([3], 0)
     assert acceptance.rates[3] < 0.15, "old outcomes must be forgotten"
 
 

@@ -13,15 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.spec_decode.draft_plan import CallOffer, plan_call, plan_drafts
-from engine.spec_decode.draft_scheduler import ExplorationBudget
 from engine.spec_decode.step_cost import ProposalCost, StepCost
 from tests.engine.spec_decode.proposers import FakeClock, FakeModelProposer, FakeProposer
 from tests.engine.spec_decode.test_draft_scheduler import Replica
 
 _STEPS = 2000
-_SHARE = 0.005
 
-_costs = st.floats(0.0, 20.0)
 _chances = st.lists(st.floats(0.0, 1.0), max_size=6).map(lambda each: list(accumulate(each, mul)))
 _step_costs = st.builds(
     StepCost, plain=st.floats(0.5, 50.0), token=st.floats(0.0, 5.0), factors=st.tuples(st.floats(1.0, 1.5))
@@ -89,30 +86,6 @@ def test_a_change_of_the_text_is_noticed_within_a_few_steps(num_wrong: int, num_
     chance[0] = 1.0
     replica.steps(200, cost)
     assert replica.steps(20, cost) > 2.0
-
-
-@given(
-    steps=st.lists(st.tuples(st.floats(1e-3, 10.0), st.lists(_costs, max_size=3)), max_size=60),
-    surprise=st.floats(0.0, 3.0),
-)
-def test_trials_stay_within_budget(steps: list[tuple[float, list[float]]], surprise: float) -> None:
-    """Trials are made in each step if the budget allows; each takes longer than expected. Unit: steps."""
-    budget, spent = ExplorationBudget(), 0.0
-    assert not budget.can_pay(1e-9), "the cost of a step is not known yet"
-    for number, (step, wanted) in enumerate(steps, 1):
-        budget.earn(step)
-        for cost in wanted:
-            if budget.can_pay(cost):
-                budget.pay(cost * (1 + surprise))
-                spent += cost * (1 + surprise) / step
-                assert spent <= 1 + _SHARE * number + cost * surprise / step + 1e-6
-
-
-def test_budget_is_capped() -> None:
-    budget = ExplorationBudget()
-    for _ in range(100_000):
-        budget.earn(2.0)
-    assert budget.can_pay(128.0) and not budget.can_pay(129.0)
 
 
 def _guesses(chance: float, seed: int) -> Callable[[Seq[int], int], list[int]]:

@@ -93,12 +93,12 @@ def test_undrafted_proposals_teach() -> None:
     assert drafted[3:] == [8] * 5, "drafts must resume with the next look-up"
 
 
-def test_only_rare_trials_when_drafts_do_not_pay() -> None:
+def test_next_to_nothing_is_drafted_when_drafts_do_not_pay() -> None:
     speculation = _speculation(sometimes=FakeProposer(lambda tokens, most: _right(tokens, most)[:1] + [49] * 7))
     replica = Replica(speculation, num_rows=4)
     dear = StepCost(plain=4.0, token=2.0)
     drafted = [sum(len(draft.tokens) for draft in replica.step(dear).values()) for _ in range(640)]
-    assert 0 < sum(count > 0 for count in drafted) <= 10 and max(drafted) <= 3
+    assert sum(count > 0 for count in drafted) <= 10 and max(drafted) <= 4
 
 
 @pytest.mark.parametrize("has_model", [False, True])

@@ -29,8 +29,11 @@ def test_plain_steps_update_factors() -> None:
     assert factor_of(cost.factors(), 4) == 1.0
     for _ in range(200):
         cost.observe(4, 0.5, has_drafts=False)
-        cost.factors()
-    assert factor_of(cost.factors(), 4) > 1.9
+        cost.observe(4, 1.0, has_drafts=True)
+    assert factor_of(cost.factors(), 4) > 1.8
+    for _ in range(1000):
+        cost.observe(4, 0.5, has_drafts=False)
+    assert factor_of(cost.factors(), 4) < 1.1, "expensive drafts must be tried again"
 
 
 @pytest.mark.parametrize("seed", range(4))

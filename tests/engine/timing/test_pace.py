@@ -55,7 +55,7 @@ def test_pace_learns_overhead_of_drafts(clock: Clock) -> None:
         for count in (1, 2, 3, 4):
             _step(pace, clock, 0.10 + 0.01 * count, *[1] * count)
             _step(pace, clock, 0.05 + 0.005 * count, count, has_drafts=True)
-    assert pace.draft_factors == pytest.approx([1.0] * 8, abs=0.02), "drafts must never look free"
+    assert pace.draft_factors == pytest.approx([1.0] * 8, abs=0.05), "drafts must never look free"
 
 
 def test_pace_learns_jump_of_draft_cost(clock: Clock) -> None:
