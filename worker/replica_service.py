@@ -6,13 +6,18 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import grpc
+from grpc import aio
+
+from core.identity.credentials import Identity
 from core.identity.deployment_secrets import Purpose
+from core.identity.process_name import ProcessName
 from core.index.membership import Member, signed_record
 from core.index.presence import Presence
 from core.index.redis_client import connect_redis
@@ -24,6 +29,7 @@ from core.types.network import is_loopback
 from core.types.rank_api import RankStatus
 from core.types.tier import Tier
 from core.types.validation import check
+from core.wire.channel import open_channel
 from core.wire.frames import STATUS_S, FrameHub
 from core.wire.messages import handoff_from_proto, sequence_from_proto
 from engine.kv.block_manager import BlockManager
@@ -40,7 +46,6 @@ from worker.fetch_client import PrefixSourceChannels
 from worker.grammars import Grammars
 from worker.metrics import MetricsServer, metrics_registry
 from worker.rank_group import OtherRanks
-from worker.rank_liveness import watch_ranks
 from worker.rank_setup import RankSetup
 from worker.request_validation import check_request
 from worker.step_loop import Command, StepLoop
@@ -50,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 _LOOK_S = 0.01
 _VITAL = "presence"  # the replica ends if this task keeps failing
+_RECONNECT_S = 1.0
 _IDLE_S = 0.5  # interval of an idle engine's heartbeats to its other ranks
 
 
@@ -318,3 +324,36 @@ class ReplicaService:
         answer: asyncio.Future[Mapping[bytes, Tier]] = asyncio.get_running_loop().create_future()
         self.post(lambda: self._host.post(answer.set_result, self.worker.held()))
         return await answer
+
+
+async def watch_ranks(addresses: Collection[str], identity: Identity) -> None:
+    """Watch until a rank is unreachable, then raise ReplicaLost. Returns at once if there are no addresses.
+
+    addresses: ranks 1 and up. identity: rank 0's.
+    """
+    if not addresses:
+        return
+    async with asyncio.TaskGroup() as group:
+        for rank, address in enumerate(addresses, start=1):
+            group.create_task(_watch(address, identity.rank(identity.name.replica, rank), identity))
+
+
+async def _watch(address: str, peer: ProcessName, identity: Identity) -> None:
+    """Watch one rank. Keepalive detects a frozen rank; a broken connection is reopened with the current certificate."""
+    while True:
+        tls_credentials = identity.tls_credentials
+        async with open_channel(address, peer=peer, identity=identity) as channel:
+            while identity.tls_credentials is tls_credentials:
+                try:
+                    async with asyncio.timeout(_RECONNECT_S):
+                        await channel.channel_ready()
+                except TimeoutError:
+                    raise ReplicaLost(f"rank at {address} does not answer") from None
+                await _until_broken(channel)
+
+
+async def _until_broken(channel: aio.Channel) -> None:
+    state = grpc.ChannelConnectivity.READY
+    while state is grpc.ChannelConnectivity.READY:
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from functools import cache
 from hashlib import blake2b
 from typing import Any
 
@@ -29,8 +31,9 @@ from torch import Tensor
 
 from core.types.request import TokenLogprob
 from engine.batch.device_batch import upload
-from engine.batch.download import download
 from engine.kernels.sample import DRAW_BITS, NO_LOGIT_IS_FINITE, NOT_FINITE, NUM_NUMBERS, TILING, Tiling, launch_choice
+from engine.runner import streams
+from engine.runner.streams import DeviceStream
 from engine.sampling.greedy import likeliest, penalise
 from engine.sampling.logprobs import logprobs_of, row_sums
 from engine.sampling.params import Chosen, Sampled, SamplingRow
@@ -245,3 +248,36 @@ def _place(
     host = torch.tensor(values, dtype=dtype)
     # The argument `pin_memory=True` is rejected by torch for arrays.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def download(tensors: Seq[Tensor]) -> Callable[[], list[NDArray[Any]]]:
+    """Start copying tensors to the host on the copy stream, after the work queued so far.
+
+    Returns a function that waits for the copies. Work queued later neither waits for them nor delays them. All tensors
+    must be on one device; CPU tensors are not copied.
+    """
+    device = tensors[0].device
+    device_streams = streams.streams_of(device)
+    if device_streams.is_at_once:
+        return lambda: [tensor.numpy() for tensor in tensors]
+    tensors = [tensor.contiguous() for tensor in tensors]
+    computed = device_streams.mark()
+    with copy_stream(device).entered():
+        computed.hold_up()
+        hosts = [device_streams.page_locked(tensor.numel(), tensor.dtype).view(tensor.shape) for tensor in tensors]
+        for host, tensor in zip(hosts, tensors, strict=True):
+            device_streams.copy(host, tensor)
+        copied = device_streams.mark()
+
+    def wait() -> list[NDArray[Any]]:
+        copied.wait()
+        # Refer to the tensors so that their memory is not reused during the copy.
+        assert len(tensors) == len(hosts)
+        return [host.numpy() for host in hosts]
+
+    return wait
+
+
+@cache
+def copy_stream(device: torch.device) -> DeviceStream:
+    return streams.streams_of(device).device_stream()

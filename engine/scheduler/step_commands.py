@@ -1,4 +1,4 @@
-"""Commands that rank 0 sends to every rank of its replica with a step. Encoded by `worker.step_message`."""
+"""Commands that rank 0 sends to every rank of its replica with a step. Encoded by `worker.gang_runner`."""
 
 from __future__ import annotations
 

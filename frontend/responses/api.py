@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -10,15 +11,14 @@ from typing import ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from core.types.errors import RequestError, UnsupportedField
 from frontend.access.request_context import RequestContext
 from frontend.http.connections import HTTP_ENDPOINT
 from frontend.http.event_stream import whole_answer
-from frontend.http.held_answer import HeldAnswer
 from frontend.http.json_response import JSON, json_answer, to_json
 from frontend.http.open_requests import Opener
-from frontend.http.pagination import is_newest_first, page_size
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts, client_of, tenant_of
 from frontend.openai.fields import also_ignored
 from frontend.openai.forms import ChatForm
@@ -164,3 +164,48 @@ def _page(turn: StoredTurn, query: Mapping[str, str]) -> JSON:
         "last_id": ids[-1],
         "has_more": end < len(ordered),
     }
+
+
+def page_size(query: Mapping[str, str], *, default: int, most: int) -> int:
+    """Return the `limit` parameter. Raises RequestError."""
+    limit = query.get("limit", str(default))
+    if not (limit.isdecimal() and len(limit) < 6 and 1 <= int(limit) <= most):
+        raise RequestError(f"limit: must be from 1 to {most}", param="limit")
+    return int(limit)
+
+
+def is_newest_first(query: Mapping[str, str]) -> bool:
+    """Return whether `order` is desc, the default. Raises RequestError."""
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise RequestError("order: must be asc or desc", param="order")
+    return order == "desc"
+
+
+_PART_BYTES = 64 * 1024  # after each part the event loop runs other tasks, and a slow client is awaited
+
+
+class HeldAnswer(Response):
+    """JSON response, sent in parts. A client that takes too long to read it is disconnected."""
+
+    def __init__(self, written: bytes, headers: Mapping[str, str], held: ExitStack, *, within_s: float) -> None:
+        """held: closed at the end, whatever the outcome."""
+        super().__init__(written, media_type="application/json", headers=dict(headers))
+        self._held = held
+        self._within_s = within_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._held:
+            try:
+                async with asyncio.timeout(self._within_s):
+                    await self._send_all(send)
+            except TimeoutError:
+                return  # the response is incomplete, so the server closes the connection
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        for begin in range(0, len(self.body), _PART_BYTES):
+            part = self.body[begin : begin + _PART_BYTES]
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

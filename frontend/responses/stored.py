@@ -16,9 +16,8 @@ from core.index.redis_client import RedisReach, connect_redis
 from core.types.errors import CapacityError, StoreUnavailable, UnknownResponse
 from frontend.responses.byte_budget import ByteBudget
 from frontend.responses.large_transfers import LargeTransfers
-from frontend.responses.memory_store import MemoryResponses
 from frontend.responses.redis_store import RedisResponses
-from frontend.responses.store import SMALL_BYTES, ResponseStore, StoreBounds
+from frontend.responses.store import SMALL_BYTES, MemoryResponses, ResponseStore, StoreBounds
 
 T = TypeVar("T")
 

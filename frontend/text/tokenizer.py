@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Any
+
+import tokenizers
 
 from core.model.config import token_ids
 from core.model.json_file import read_object
 from core.model.tokenizer_file import open_tokenizer, special_tokens
-from frontend.text.token_bytes import TokenBytes
+from core.model.tokenizer_formats import BYTE_OF
+from core.types.errors import SpecError
 
 # Tokenize on the calling thread, which is already one of TextThreads, not on the library's own pool.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -100,3 +107,64 @@ class Tokenizer:
         if listed is None:
             listed = read_object(model_dir / "config.json", missing_ok=True).get("eos_token_id")
         return frozenset(token_ids(listed)) | frozenset(self._ids_of("eos_token"))
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass
+class TokenBytes:
+    """Lazily filled table of token bytes. Filling is idempotent, so threads may share it."""
+
+    tokenizer: tokenizers.Tokenizer
+    is_byte_level: bool = False
+    has_byte_fallback: bool = False
+    replacements: list[tuple[str, str]] = field(default_factory=list)
+    _table: dict[int, bytes] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, tokenizer: tokenizers.Tokenizer) -> TokenBytes:
+        """Read the tokenizer's decoder. Raises SpecError if its tokens have no bytes of their own."""
+        if tokenizer.decoder is None:
+            raise SpecError("tokenizer.json has no decoder, so tokens cannot be converted to text")
+        table = cls(tokenizer)
+        for step in _steps(json.loads(tokenizer.decoder.__getstate__())):
+            table._add(step)
+        return table
+
+    def of_id(self, token_id: int) -> bytes:
+        found = self._table.get(token_id)
+        if found is None:
+            token = self.tokenizer.id_to_token(token_id)
+            found = self._table[token_id] = b"" if token is None else self._of_token(token)
+        return found
+
+    def _add(self, step: dict[str, Any]) -> None:
+        match step:
+            case {"type": "ByteLevel"}:
+                self.is_byte_level = True
+            case {"type": "ByteFallback"}:
+                self.has_byte_fallback = True
+            case {"type": "Replace", "pattern": {"String": pattern}, "content": content}:
+                self.replacements.append((pattern, content))
+            case {"type": "Metaspace", "replacement": pattern}:
+                self.replacements.append((pattern, " "))
+            case {"type": "Fuse"} | {"type": "Strip", "content": " ", "start": 0 | 1, "stop": 0}:
+                pass  # joins tokens, or strips the very first space
+            case _:
+                raise SpecError(f"tokenizer.json: unsupported decoder step {step}; use ByteLevel or ByteFallback")
+
+    def _of_token(self, token: str) -> bytes:
+        if self.has_byte_fallback and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        for pattern, content in self.replacements:
+            token = token.replace(pattern, content)
+        if self.is_byte_level and all(character in BYTE_OF for character in token):
+            return bytes(BYTE_OF[character] for character in token)
+        return token.encode()  # in a byte-level vocabulary this is an added token, stored as plain text
+
+
+def _steps(decoder: dict[str, Any]) -> list[dict[str, Any]]:
+    if decoder["type"] != "Sequence":
+        return [decoder]
+    return [step for part in decoder["decoders"] for step in _steps(part)]

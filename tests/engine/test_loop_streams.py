@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from core.types.request import Sampling
-from engine.batch import download
 from engine.batch.batch import DeviceTokens
 from engine.config import EngineConfig
 from engine.cpu import library
@@ -49,7 +48,7 @@ def races(
         copies = device.device_stream()
         patch.setattr(streams, "streams_of", device.streams_of)
         patch.setattr(library, "load_kernels", lambda: None)
-        patch.setattr(download, "copy_stream", lambda device: copies)
+        patch.setattr(sampler, "copy_stream", lambda device: copies)
         patch.setattr(sampler, "choose_by_torch", likeliest)
         patch.setattr(DeviceTokens, "fill", lambda device_tokens, token_ids_T: None)  # the host does not know them
         mutate(patch, device, copies)

@@ -28,8 +28,7 @@ from engine.scheduler.step_commands import BeginOrder, CommitOrder, DeviceTokenO
 from engine.spec_decode.heads.head_row import HeadRow
 from engine.tiers.commands import LoadOrder, LoadSource, Save, TierOrders
 from tests.worker.rank_of_one import FakeSender
-from worker.gang_runner import GangRunner
-from worker.step_message import encode_step
+from worker.gang_runner import GangRunner, encode_step
 
 _NUM_LAYERS = 2
 _LAYOUT = KVLayout(model="m", num_layers=_NUM_LAYERS, num_kv_heads=2, head_dim=4, block_size=4, dtype="float32")

@@ -14,7 +14,7 @@ from core.types.tier import Tier
 from engine.batch.rows import Row, RowChanges
 from engine.scheduler.step_commands import BeginOrder, CommitOrder, DeviceTokenOrder, DraftOrder, Orders, ShipOrder
 from engine.tiers.commands import LoadOrder, LoadSource, Save, Spill, TierOrders
-from worker.step_message import decode_step, encode_step
+from worker.gang_runner import decode_step, encode_step
 
 _numbers = st.integers(0, 2**40)
 _keys = st.tuples(st.text(), _numbers)

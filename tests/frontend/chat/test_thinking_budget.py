@@ -16,7 +16,7 @@ from core.types.errors import UnsupportedField
 from core.types.request import SampledToken
 from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
-from frontend.chat.thinking_budget import thinking_budget
+from frontend.chat.thinking import thinking_budget
 from frontend.parsers.thinking import TAGS, THINK, Tags
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.special_tokens import SpecialTokens

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from core.types.request import SampledToken
-from frontend.openai.chunks import ChoiceChunks
+from frontend.openai.answer import ChoiceChunks
 from frontend.openai.forms import ChatForm, Form, TextForm
 from frontend.text.events import Delta
 from frontend.text.tokenizer import Tokenizer

@@ -22,7 +22,7 @@ from core.types.constraints import ANY_OBJECT, GrammarKind
 from core.types.errors import ReplicaLost
 from frontend.access.access import Access
 from frontend.http.app import create_app
-from frontend.http.held_answer import HeldAnswer
+from frontend.responses.api import HeldAnswer
 from frontend.responses.store import MAX_VALUE_BYTES, StoreBounds
 from frontend.responses.stored import StoredResponses
 from frontend.responses.turn import StoredTurn

@@ -16,9 +16,15 @@ from core.index.redis_client import connect_redis
 from core.process.ports import free_port
 from core.types.errors import CapacityError, StoreUnavailable, UnknownResponse
 from frontend.responses.large_transfers import LargeTransfers
-from frontend.responses.memory_store import MemoryResponses
 from frontend.responses.redis_store import RedisResponses
-from frontend.responses.store import ENTRY_BYTES, MAX_VALUE_BYTES, SMALL_BYTES, ResponseStore, StoreBounds
+from frontend.responses.store import (
+    ENTRY_BYTES,
+    MAX_VALUE_BYTES,
+    SMALL_BYTES,
+    MemoryResponses,
+    ResponseStore,
+    StoreBounds,
+)
 from frontend.responses.stored import StoredResponses
 from tests.support.redis_at import redis_at
 from tests.support.waiting import becomes

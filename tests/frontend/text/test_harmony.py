@@ -18,9 +18,8 @@ from core.types.errors import RequestError
 from core.types.request import FinishReason, SampledToken
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.effort import thinking_variables
 from frontend.chat.output_format import OutputFormat
-from frontend.chat.thinking_budget import thinking_budget
+from frontend.chat.thinking import thinking_budget, thinking_variables
 from frontend.openai.messages import FunctionAsTool, ToolGiven
 from frontend.openai.tool_choice import forced_grammar
 from frontend.structured_output.constrained_answer import bound_answer

@@ -1,13 +1,18 @@
-"""Template variables that turn thinking on or off and set its effort, from a client's fields."""
+"""Thinking of an answer: template variables that turn it on or off and set its effort, and its budget."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from core.types.errors import UnsupportedField
+from core.types.thinking_budget import ThinkingBudget
 from frontend.chat.chat import Chat
 from frontend.chat.chat_template import EFFORT, EFFORTS, ChatTemplate
 from frontend.chat.output_format import OutputFormat
+from frontend.structured_output.constrained_answer import may_think
+from frontend.text.completion_request import CompletionRequest
+from frontend.text.tokenizer import Tokenizer
 
 _USUAL = "medium"
 
@@ -46,3 +51,29 @@ def _nearest(effort: str, known: Mapping[str, str]) -> str:
     """Return the known effort that is nearest to the one asked for; the greater of two."""
     place = EFFORTS.index(effort) if effort in EFFORTS else EFFORTS.index(_USUAL)
     return min(known, key=lambda one: (abs(EFFORTS.index(one) - place), -EFFORTS.index(one)))
+
+
+def thinking_budget(
+    request: CompletionRequest, output_format: OutputFormat, tokenizer: Tokenizer, prompt: str
+) -> ThinkingBudget | None:
+    """Return the budget; None if the request sets none or leaves no room for thinking. prompt: its last characters
+    suffice. Raises UnsupportedField if the model does not think."""
+    num_tokens, field, tags = request.thinking_token_budget, request.thinking_field, output_format.tags
+    if num_tokens is None:
+        return None
+    chat, grammar = request.prompt, request.grammar
+    if tags is None and isinstance(chat, Chat) and chat.thinks is not None:
+        return None  # the field that turns thinking on has no effect with this model, so neither has its budget
+    if tags is None:
+        text = f"{field}: not supported; this model does not think (the operator can set model.reasoning_parser)"
+        raise UnsupportedField(text, param=field)
+    start = output_format.start(chat if isinstance(chat, Chat) else None, prompt)
+    if not (may_think(grammar, start) if isinstance(chat, Chat) else grammar is None):
+        return None
+    return ThinkingBudget(
+        num_tokens=num_tokens,
+        is_open=start == "inside",
+        opening=tags.opening,
+        closing=tags.closing,
+        closing_ids=tuple(tokenizer.encode(tags.closing, add_special_tokens=False)),
+    )
