@@ -2,8 +2,9 @@
 
     python -m benchmarks.engine.cpu_products
 
-Prints the CPU milliseconds per product by rows and format, the best of interleaved tries. With few rows, copies of the
-matrix alternate, so that no cache holds the next one. `torch` multiplies the matrix in bf16 (F.linear).
+Prints the CPU milliseconds per product by rows and format, the best of interleaved tries, each in the way that the engine
+takes on this machine (vectors, AMX or torch). With few rows, copies of the matrix alternate, so that no cache holds the
+next one. `torch` multiplies the matrix in bf16 (F.linear).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from engine.cpu.autotune import MeasuredWays
 from engine.cpu.library import load_kernels
 from engine.layers.layers import Matrix, TorchMatrix
 from engine.layers.packed_matrix import PackedMatrix
 from engine.weights.quantized_weight import E2M1_LEVELS, GroupedWeight
 
 _SIZE = 4096
-_ROWS = (1, 8, 32, 512)
+_ROWS = (1, 8, 32, 64, 512)
 _TRIES = 24
 # Bytes of the copies of one matrix that alternate.
 _BYTES = 100 << 20
@@ -55,6 +57,9 @@ def _packed() -> dict[str, list[PackedMatrix]]:
         coded = PackedMatrix.few_bits(kernels, [weight])
         assert coded is not None
         first[name] = coded
+    measured = MeasuredWays.of_this_machine(kernels.version)
+    for matrix in first.values():
+        matrix.measure(measured)
     return {
         name: [matrix, *(_copy(matrix) for _ in range(_BYTES // matrix.num_bytes))] for name, matrix in first.items()
     }
@@ -64,7 +69,9 @@ def _copy(matrix: PackedMatrix) -> PackedMatrix:
     parts = [
         replace(part, tensors={name: each.clone() for name, each in part.tensors.items()}) for part in matrix._parts
     ]
-    return PackedMatrix(matrix._kernels, matrix.num_inputs, *parts)
+    copy = PackedMatrix(matrix._kernels, matrix.num_inputs, *parts)
+    copy.tile_rows, copy.torch_rows = matrix.tile_rows, matrix.torch_rows
+    return copy
 
 
 def _weights() -> dict[str, GroupedWeight]:

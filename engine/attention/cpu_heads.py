@@ -156,6 +156,7 @@ class StepRows:
         slots, query_lens, context_lens = (array.ctypes.data for array in self._arrays)
         self.step = Step(
             tokens=batch.num_tokens,
+            undrafted=batch.num_tokens - batch.num_drafted,
             sequences=len(batch.query_lens),
             table_width=self._tables.strides[0] // self._tables.itemsize,
             slots=slots,
@@ -188,6 +189,7 @@ class StepRows:
         tables, query_lens, context_lens = (array.ctypes.data for array in self._logits_arrays)
         step = Step(
             tokens=len(batch.logits_rows),
+            undrafted=len(with_logits),
             sequences=len(with_logits),
             table_width=batch.block_tables.shape[1],
             tables=tables,

@@ -73,6 +73,11 @@ class Batch:
         return len(self.token_ids)
 
     @property
+    def num_drafted(self) -> int:
+        """Number of draft tokens. Only drafted rows need the logits of several positions."""
+        return int(np.maximum(self.num_logits - 1, 0).sum())
+
+    @property
     def wants_all_logits(self) -> bool:
         """True if the logits of every token are needed."""
         return len(self.logits_rows) == len(self.token_ids)

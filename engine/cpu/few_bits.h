@@ -13,7 +13,7 @@
 // identical results.
 //
 // Where AMX is faster, a panel is dequantized to bf16 and rows are not quantized: scales per run would cost more than
-// integer tiles save.
+// integer tiles save. Drafts do not count as rows there, because they must not change an answer.
 #pragma once
 #include "formats.h"
 #include "matrix.h"
@@ -396,8 +396,8 @@ inline void multiply_copied(const Format& format, const ProductCall& p, const Ro
     }
 }
 
-template <class Format> int64_t few_bits_scratch_bytes(const Format&, const ProductCall& p, int64_t num_rows) {
-    return is_by_tiles<Bf16>(p, num_rows) ? Rows<Bf16>(p, num_rows).bytes() : RowsOf<Format>(p, num_rows).bytes();
+template <class Format> int64_t few_bits_scratch_bytes(const Format&, const ProductCall& p, const Step& step) {
+    return is_by_tiles<Bf16>(p, step.undrafted) ? Rows<Bf16>(p, step.tokens).bytes() : RowsOf<Format>(p, step.tokens).bytes();
 }
 
 // Dequantizes a part of a group: the numbers of its four inputs. scale: includes the outputs' factors.
@@ -468,7 +468,7 @@ template <class Format> void multiply_widened(const Format& format, const Produc
 
 template <class Format> void multiply_few_bits(const Format& format, const ProductCall& p, const Step& step, Worker& me) {
 #if HAS_TILES
-    if (is_by_tiles<Bf16>(p, step.tokens)) return multiply_widened(format, p, step, me);
+    if (is_by_tiles<Bf16>(p, step.undrafted)) return multiply_widened(format, p, step, me);
 #endif
     const int64_t panels = round_up(p.outputs, LANES) / LANES, panel_bytes = few_bits_panel_bytes(format, p.inputs);
     const auto rows = prepared_rows<RowsOf<Format>>(p, step.tokens, panel_bytes, me);

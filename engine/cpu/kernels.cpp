@@ -46,7 +46,7 @@ int64_t scratch_bytes(const Kind* call, const Step& step) {
         case MULTIPLY_INT8: return Rows<Int8>(as<ProductCall>(call), step.tokens).bytes();
         case MULTIPLY_FEW_BITS:
             return with_format(as<ProductCall>(call), [&](const auto& format) {
-                return few_bits_scratch_bytes(format, as<ProductCall>(call), step.tokens);
+                return few_bits_scratch_bytes(format, as<ProductCall>(call), step);
             });
         default: return 0;
     }

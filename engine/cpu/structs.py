@@ -15,6 +15,7 @@ class Step(ctypes.Structure):
 
     _fields_ = (
         ("tokens", c_int64),
+        ("undrafted", c_int64),
         ("sequences", c_int64),
         ("table_width", c_int64),
         ("slots", c_void_p),

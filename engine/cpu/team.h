@@ -24,7 +24,9 @@ struct Angles {
 
 // Arguments of a step, the same for every layer.
 struct Step {
-    int64_t tokens, sequences, table_width;
+    int64_t tokens;
+    int64_t undrafted;  // tokens without drafts, which must not change the order of sums
+    int64_t sequences, table_width;
     const int64_t* slots;                      // (tokens)
     const Angles* angles;                      // by kind of rotation
     const int64_t *tables;                     // (sequences, table_width)

@@ -31,10 +31,10 @@ _NOTHING, _NORM = 0, 1
 _ACTIVATIONS = {"silu": 2, "gelu": 3, "gelu_pytorch_tanh": 4, "swigluoai": 5, "relu2": 6}
 
 NEVER = 1 << 62
-# Rows per prompt step that are measured, in descending order until the kernels win.
-_ROWS_OF_PROMPTS = (2048, 512, 128)
 # Rows that fill AMX tiles; decode steps reach this too.
 _FULL_TILES = 32
+# Rows that are measured, in descending order until the kernels win.
+_ROWS = (2048, 512, 128, 64, _FULL_TILES)
 # Smaller matrices are not measured: the overhead of a Python call exceeds any gain.
 _LEAST_WEIGHTS = 1 << 17
 # Maximum relative error of AMX products; different bf16 rounding orders differ by less.
@@ -88,7 +88,7 @@ class PackedMatrix:
         has_tiles = self._has_tiles(some, tiled)
         kind, form = self._parts[0].kind, self._parts[0].form
         name = f"{form.name.name} in {form.group}" if kind is Kind.MULTIPLY_FEW_BITS else kind.name
-        for num_rows in _ROWS_OF_PROMPTS if kind is Kind.MULTIPLY_FEW_BITS else (*_ROWS_OF_PROMPTS, _FULL_TILES):
+        for num_rows in _ROWS:
             x_TI = torch.ones(num_rows, self.num_inputs, dtype=torch.bfloat16)
             ways = {KERNELS: partial(some.multiply, x_TI), TORCH: partial(some.multiply_by_torch, x_TI)}
             if has_tiles:
@@ -237,7 +237,7 @@ class PackedMatrix:
         x_TI = x_TI.contiguous()
         out_TO = torch.empty(len(x_TI), self.num_outputs, dtype=torch.bfloat16)
         calls = self.calls(x_TI, out_TO, bias_O=bias_O, before=before, residual_TO=residual_TO)
-        Program(self._kernels, list(calls)).run(Step(tokens=len(x_TI)))
+        Program(self._kernels, list(calls)).run(Step(tokens=len(x_TI), undrafted=len(x_TI)))
         return out_TO
 
     def multiply_by_torch(

@@ -209,12 +209,12 @@ class CompiledHead:
         self._places = [call.out - nowhere.data_ptr() for call in self._calls]
         self._program = Program(kernels, self._calls)
 
-    def __call__(self, x_RE: Tensor) -> Tensor:
+    def __call__(self, x_RE: Tensor, num_drafted: int = 0) -> Tensor:
         """Return the logits (R, V) in fp32, rounded to bf16 like the other backends. x_RE: contiguous bf16."""
         logits_RV = torch.empty(len(x_RE), self._packed.num_outputs, dtype=torch.float32)
         for call, place in zip(self._calls, self._places, strict=True):
             call.x, call.out = x_RE.data_ptr(), logits_RV.data_ptr() + place
-        self._program.run(Step(tokens=len(x_RE)))
+        self._program.run(Step(tokens=len(x_RE), undrafted=len(x_RE) - num_drafted))
         return logits_RV
 
     def is_quickest(self, num_rows: int) -> bool:

@@ -206,7 +206,7 @@ class Transformer:
                 step_rows = StepRows(batch, angles, states.slots if states else None, in_windows(batch, pool))
                 compute = partial(compiled, x_TE, step_rows, on_layer, aux_hidden_states)
                 if not is_scored:
-                    return self.logits(compute(is_whole=False))
+                    return self.logits(compute(is_whole=False), num_drafted=batch.num_drafted)
                 x_TE = compute(is_whole=True)
             else:
                 rows = self._kernels, batch, pool, angles
@@ -225,7 +225,7 @@ class Transformer:
             self._score(x_TE[torch.from_numpy(batch.scored_rows).to(device)], on_logits)
         if not batch.wants_all_logits:
             x_TE = x_TE[torch.from_numpy(batch.logits_rows).to(device)]
-        return self.logits(x_TE)
+        return self.logits(x_TE, num_drafted=batch.num_drafted)
 
     def compute(
         self,
@@ -287,10 +287,13 @@ class Transformer:
         """Apply the final norm to the last layer's output: (R, E)."""
         return self._norm(x_RE)
 
-    def logits(self, x_RE: Tensor) -> Tensor:
-        """Compute logits from the last layer's output before the norm: (R, V) in fp32, on every rank."""
+    def logits(self, x_RE: Tensor, *, num_drafted: int = 0) -> Tensor:
+        """Compute logits from the last layer's output before the norm: (R, V) in fp32, on every rank.
+
+        num_drafted: number of rows that are draft tokens.
+        """
         if self._compiled_head and self._compiled_head.is_quickest(len(x_RE)):
-            return self._capped(self._compiled_head(x_RE.contiguous()))
+            return self._capped(self._compiled_head(x_RE.contiguous(), num_drafted))
         return self._capped(self._parallel.all_gather(self._head(x_RE, before=self._norm), self._config.vocab_size))
 
     def head(self, x_RE: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ class CompiledEagle:
         """Return the fused features (N, E), valid until the next call."""
         num_tokens = len(hidden_NW)
         self._hidden_CW[:num_tokens] = hidden_NW
-        self._fuse.run(Step(tokens=num_tokens))
+        self._fuse.run(Step(tokens=num_tokens, undrafted=num_tokens))
         return self._fused_CE[:num_tokens]
 
     def put(self, embedded_NE: Tensor, before_NE: Tensor, slots_N: Ints, cos_N1F: Tensor, sin_N1F: Tensor) -> None:
@@ -111,7 +111,7 @@ class CompiledEagle:
         num_tokens = len(embedded_NE)
         self._embedded_CE[:num_tokens], self._x_CE[:num_tokens] = embedded_NE, before_NE
         slots_N, angles = np.ascontiguousarray(slots_N), StepAngles([(cos_N1F, sin_N1F)])
-        self._put.run(Step(tokens=num_tokens, slots=slots_N.ctypes.data, angles=angles.address))
+        self._put.run(Step(tokens=num_tokens, undrafted=num_tokens, slots=slots_N.ctypes.data, angles=angles.address))
 
     def draft(self, step: Step, embedded_RE: Tensor, before_RE: Tensor) -> tuple[Tensor, Tensor]:
         """Draft behind one entry of each row. Returns the next features (R, E) and their logits (R, D), both bf16.

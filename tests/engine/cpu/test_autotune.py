@@ -129,12 +129,12 @@ def test_matrix_measures_from_many_rows_down(kernels: Kernels, tmp_path: Path) -
     class FromRows128(MeasuredWays):
         def quickest(self, workload: str, ways: Ways) -> str:
             requested.append(workload)
-            return KERNELS if "32 rows" in workload else TORCH
+            return KERNELS if "64 rows" in workload else TORCH
 
     matrix = PackedMatrix.bf16(kernels, random(512, 512))
     matrix.measure(FromRows128(tmp_path))
     assert matrix.torch_rows == 128
-    assert requested == [f"MULTIPLY_BF16 512 x 512, {rows} rows" for rows in (2048, 512, 128, 32)]
+    assert requested == [f"MULTIPLY_BF16 512 x 512, {rows} rows" for rows in (2048, 512, 128, 64)]
     small = PackedMatrix.bf16(kernels, random(64, 64))
     small.measure(TorchWins(tmp_path))
     assert small.torch_rows == NEVER

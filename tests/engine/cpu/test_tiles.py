@@ -159,7 +159,7 @@ def test_amx_is_used_if_faster(tiled_kernels: Emulated, tmp_path: Path) -> None:
     assert matrix.tile_rows == 0 and matrix.torch_rows == NEVER
 
 
-@pytest.mark.parametrize(("loses_at", "tile_rows"), [("32 rows", 128), ("128 rows", 512), ("2048 rows", NEVER)])
+@pytest.mark.parametrize(("loses_at", "tile_rows"), [("32 rows", 64), ("128 rows", 512), ("2048 rows", NEVER)])
 def test_amx_is_used_from_the_measured_row_count(
     tiled_kernels: Emulated, tmp_path: Path, loses_at: str, tile_rows: int
 ) -> None:
@@ -188,6 +188,22 @@ def test_deterministic_low_bit_products_do_not_use_amx(tiled_kernels: Emulated) 
     coded.fix()
     x_TI = random(40, 768, seed=1)
     assert torch.equal(coded.multiply(x_TI)[:1], coded.multiply(x_TI[:1]))
+
+
+def test_drafts_do_not_make_low_bit_products_use_amx(tiled_kernels: Emulated) -> None:
+    """Otherwise a draft would change the order of sums, and with it an answer."""
+    drafted = Row([1] * 5, 10, [0, 1, 2], num_logits=5)
+    batch = Batch.of([drafted, drafted, Row([1] * 6, 0, [3], num_logits=1)], block_size=8)
+    assert (batch.num_tokens, batch.num_drafted) == (16, 8)
+    coded = PackedMatrix.few_bits(tiled_kernels, [random_weight("Q4_0", 88, 768)])
+    assert coded is not None
+    x_TI = random(batch.num_tokens, 768, seed=1)
+    expected_TO, coded.tile_rows = coded.multiply(x_TI), 9
+    out_TO = torch.empty_like(expected_TO)
+    program = Program(tiled_kernels, list(coded.calls(x_TI, out_TO, bias_O=None, before=None, residual_TO=None)))
+    for undrafted, is_tiled in ((batch.num_tokens - batch.num_drafted, False), (9, True)):
+        program.run(Step(tokens=batch.num_tokens, undrafted=undrafted))
+        assert tiled_kernels.have_been_used() == is_tiled == (not torch.equal(out_TO, expected_TO))
 
 
 def test_amx_is_disabled_if_its_products_are_wrong(
