@@ -43,7 +43,7 @@ class Renewal:
         assert self.identity.tls_credentials
         certificate, obtained_at = self.identity.tls_credentials.certificate, time.time()
         while not self._stopped.wait(min(self._retry_s, certificate.life_s * _AT)):
-            if -_RETRY_S < time.time() - obtained_at < certificate.life_s * _AT:
+            if -self._retry_s < time.time() - obtained_at < certificate.life_s * _AT:
                 continue
             try:
                 tls_credentials = self._obtain()
