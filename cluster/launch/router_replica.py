@@ -19,7 +19,7 @@ from cluster.control.attached_list import AttachedList
 from cluster.ray.certificates import open_identity, open_tls_credentials
 from cluster.ray.controller_call import ask_controller
 from core.identity.process_name import ProcessName
-from core.process.gc_tuning import spare_the_old
+from core.process.interpreter import spare_the_old
 from core.process.log import redirect_output
 from core.types.errors import DeployError, ReplicaFailed
 from core.types.launch import Launch

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from cluster.ray.controller_call import ask_controller
+from core.identity.authority import KeyPair
 from core.identity.credentials import Certificate, Identity, TlsCredentials
-from core.identity.key_pair import KeyPair
 from core.identity.process_name import ProcessName
 from core.identity.renewal import Renewal
 

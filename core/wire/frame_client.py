@@ -13,8 +13,7 @@ from core.rpc import worker_pb2 as pb
 from core.types.errors import ReplicaLost
 from core.types.network import split_address
 from core.wire.channel import MAX_MESSAGE_BYTES, PING_EVERY_S
-from core.wire.message_stream import BadMessage, MessageStream
-from core.wire.tls_contexts import client_context
+from core.wire.message_stream import BadMessage, MessageStream, client_context
 
 _CONNECT_S = 20.0  # TLS included
 

@@ -24,9 +24,8 @@ from core.rpc import worker_pb2 as pb
 from core.types.errors import CapacityError, ClusterError, RequestError
 from core.types.request import SampledToken
 from core.types.validation import check_name
-from core.wire.message_stream import BadMessage, MessageStream
+from core.wire.message_stream import BadMessage, MessageStream, server_context
 from core.wire.messages import stream_token_to_proto
-from core.wire.tls_contexts import server_context
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Conversion of requests and tokens between dataclasses and protobuf messages."""
+"""Conversion of requests and tokens between dataclasses and protobuf messages, and the check of a replica's status."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ from core.wire.proto_fields import from_message, to_message
 
 _MOST_STEPS, _MOST_DRAFTED = 256, 64  # steps between two reports of a tally; tokens of a draft
 _MOST_FLOOR = 1000.0  # above 1 if no draft pays off
+# Measurements in a status, on which the router bases its costs.
+_MEASURED = (
+    "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "host_bytes_per_s", "disk_bytes_per_s",
+    "tokens_per_row", "drafted_per_row",
+)  # fmt: skip
+_ADDED_UP = ("transfer_seconds", "pull_seconds")
+_SMALLEST, _LARGEST = 1e-12, 1e18  # of any measurement: seconds, and things per second
 
 
 def sequence_to_proto(request: SequenceRequest) -> pb.Sequence:
@@ -157,3 +164,27 @@ def spent_to_proto(spent: PromptSpent) -> pb.Spent:
 
 def timing_from_proto(timing: pb.StepTiming) -> StepTiming:
     return from_message(StepTiming, timing)
+
+
+def make_plausible(status: pb.Status) -> bool:
+    """Clear implausible metrics of a status in place: NaN, infinite and negative ones. They then count as not measured.
+
+    Returns False if there were any.
+    """
+    bad = [name for name in _MEASURED if not _is_plausible(getattr(status, name))]
+    for name in bad:
+        status.ClearField(name)
+    timing, totals = status.timing, status.totals
+    is_good = not bad
+    if not all(map(_is_plausible, (timing.base_s, timing.token_s, timing.pair_s, timing.context_s))):
+        status.ClearField("timing")
+        is_good = False
+    for name in _ADDED_UP:
+        if not 0 <= getattr(totals, name) < math.inf:
+            totals.ClearField(name)
+            is_good = False
+    return is_good
+
+
+def _is_plausible(number: float) -> bool:
+    return number == 0 or _SMALLEST <= number <= _LARGEST
