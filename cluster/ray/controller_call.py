@@ -1,30 +1,32 @@
-"""Calls to a deployment's controller from processes started by Ray."""
+"""TLS credentials for processes started by Ray, issued and renewed by the deployment's controller."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import ray
-from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-
-from cluster.control.desired_state import CONTROLLER, namespace
-from core.types.errors import ClusterError, DeployError
-
-# Longer than a controller needs to restart.
-_ASK_S = 60.0
+from cluster.ray.controller_call import ask_controller
+from core.identity.authority import KeyPair
+from core.identity.credentials import Certificate, Identity, TlsCredentials
+from core.identity.process_name import ProcessName
+from core.identity.renewal import Renewal
 
 
-def ask_controller(deployment: str, method: str, *args: Any) -> Any:
-    """Call a controller method and block.
+def open_identity(name: ProcessName, *, tls: str) -> Identity:
+    """Return this process's identity, renewed until it ends.
 
-    Raises the controller's own ClusterError, or DeployError for anything else.
+    `tls` is the spec's setting. Blocks. Raises ClusterError.
     """
-    try:
-        controller: Any = ray.get_actor(CONTROLLER, namespace=namespace(deployment))
-        return ray.get(getattr(controller, method).remote(*args), timeout=_ASK_S)
-    except RayTaskError as error:
-        if isinstance(error.cause, ClusterError):
-            raise error.cause from None
-        raise DeployError(f"{deployment}'s controller: {method}: {error.cause}") from error
-    except (RayError, GetTimeoutError, ValueError) as error:
-        raise DeployError(f"{deployment}'s controller: {method}: {' '.join(str(error).split())}") from error
+    return open_tls_credentials(name, tls=tls).identity
+
+
+def open_tls_credentials(name: ProcessName, *, tls: str) -> Renewal:
+    """Like open_identity(), but return the renewal, so that a process that changes its name can stop it."""
+    identity = Identity(name, None if tls == "off" else _obtain(name))
+    renewal = Renewal(identity, lambda: _obtain(name))
+    renewal.start()
+    return renewal
+
+
+def _obtain(name: ProcessName) -> TlsCredentials:
+    """Request a certificate. The private key is created here and stays in this process."""
+    keys = KeyPair()
+    certificate: Certificate = ask_controller(name.deployment, "certify", name, keys.request)
+    return keys.tls_credentials(certificate)
