@@ -1,8 +1,8 @@
-"""Types of the controller's status, as `cluster status --json` prints it."""
+"""Types of the controller's status, as `cluster status --json` prints it, and the interface that shows it."""
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from core.types.rank_api import Blocks
 
@@ -86,3 +86,13 @@ class ControllerReport(TypedDict):
     spec: dict[str, Any]
     pools: Pools
     revision: NotRequired[RevisionReport]
+
+
+class Reporter(Protocol):
+    """Receiver of progress from deploy() and from waits for pools."""
+
+    def say(self, line: str) -> None: ...
+
+    def show(self, pools: Pools) -> None:
+        """Show the state of every replica. Called a few times a second."""
+        ...

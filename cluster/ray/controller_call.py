@@ -1,12 +1,37 @@
-"""TLS credentials for processes started by Ray, issued and renewed by the deployment's controller."""
+"""Calls to a deployment's controller from processes started by Ray, such as for their TLS credentials."""
 
 from __future__ import annotations
 
-from cluster.ray.controller_call import ask_controller
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
+from cluster.control.desired_state import CONTROLLER, namespace
 from core.identity.authority import KeyPair
 from core.identity.credentials import Certificate, Identity, TlsCredentials
 from core.identity.process_name import ProcessName
 from core.identity.renewal import Renewal
+from core.types.errors import ClusterError, DeployError
+
+# Longer than a controller needs to restart.
+_ASK_S = 60.0
+
+
+def ask_controller(deployment: str, method: str, *args: Any) -> Any:
+    """Call a controller method and block.
+
+    Raises the controller's own ClusterError, or DeployError for anything else.
+    """
+    try:
+        controller: Any = ray.get_actor(CONTROLLER, namespace=namespace(deployment))
+        return ray.get(getattr(controller, method).remote(*args), timeout=_ASK_S)
+    except RayTaskError as error:
+        if isinstance(error.cause, ClusterError):
+            raise error.cause from None
+        raise DeployError(f"{deployment}'s controller: {method}: {error.cause}") from error
+    except (RayError, GetTimeoutError, ValueError) as error:
+        raise DeployError(f"{deployment}'s controller: {method}: {' '.join(str(error).split())}") from error
 
 
 def open_identity(name: ProcessName, *, tls: str) -> Identity:

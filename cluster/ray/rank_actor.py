@@ -12,7 +12,7 @@ import threading
 import time
 from typing import cast
 
-from cluster.ray.certificates import open_tls_credentials
+from cluster.ray.controller_call import open_tls_credentials
 from core.identity.process_name import ProcessName
 from core.identity.renewal import Renewal
 from core.process.interpreter import collect_the_new, spare_the_old, take_short_turns
