@@ -27,7 +27,7 @@ class ReplicaReport(TypedDict):
     # Revision that it was started from.
     revision: NotRequired[int]
     # Id before its role switch; empty if it never switched.
-    was: NotRequired[str]
+    was: str
 
 
 class FailureReport(TypedDict):
@@ -85,7 +85,7 @@ class ControllerReport(TypedDict):
     # Current spec, including scaling since it was applied.
     spec: dict[str, Any]
     pools: Pools
-    revision: NotRequired[RevisionReport]
+    revision: RevisionReport
 
 
 class Reporter(Protocol):

@@ -18,7 +18,9 @@ from core.types.errors import SpecError
 
 if TYPE_CHECKING:
     from core.model.kv_memory import KVArithmetic
+    from core.model.shape import ModelConfig
     from core.spec.schema import Spec
+    from core.types.request import Role
     from planner.simulator.candidate import Candidate
     from planner.simulator.plan import CapacityPlan
 
@@ -216,7 +218,6 @@ def _memory(source: str) -> dict[str, Any]:
     from core.model.draft_heads import load_heads
     from core.model.draft_source import heads_source
     from core.model.gguf_table import TABLE, read_table
-    from core.model.kv_memory import KVArithmetic
     from core.spec.kv_windows import why_windows_stay, window_arithmetic
     from core.spec.loader import load_spec
     from core.types.request import Role
@@ -236,15 +237,14 @@ def _memory(source: str) -> dict[str, Any]:
             raise SpecError(f"{role}.kv_memory_gib: must be set; free GPU memory is unknown here")
         own = spec.model.dtype if spec.kv.pool_dtype == "auto" else spec.kv.pool_dtype
         by_dtype = {
-            dtype: KVArithmetic(
-                config=config,
-                dtype=dtype,
-                block_size=spec.kv.block_size,
-                tensor_parallel=pool.tensor_parallel,
+            dtype: _arithmetic(
+                spec,
+                config,
+                role,
+                dtype,
                 memory_bytes=(pool.kv_memory_gib or 1.0) * 2**30,
                 heads=heads,
                 activations=spec.model.dtype,
-                unquantized_layers=config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers),
                 max_running=largest_step(spec, role)[1],
                 windows=window_arithmetic(
                     spec, config, block_size=spec.kv.block_size, max_batch_tokens=largest_step(spec, role)[0]
@@ -286,6 +286,20 @@ def _memory(source: str) -> dict[str, Any]:
     }
 
 
+def _arithmetic(spec: Spec, config: ModelConfig, role: Role, dtype: str, **more: Any) -> KVArithmetic:
+    """Return the KV memory of a role's replicas with a pool of `dtype`. more: further arguments of KVArithmetic."""
+    from core.model.kv_memory import KVArithmetic
+
+    return KVArithmetic(
+        config=config,
+        dtype=dtype,
+        block_size=spec.kv.block_size,
+        tensor_parallel=spec.pool(role).tensor_parallel,
+        unquantized_layers=config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers),
+        **more,
+    )
+
+
 def _slots(kv: KVArithmetic) -> dict[str, int]:
     """Return what a replica keeps beside blocks: states of recurrent layers, or parts of layers with a window."""
     cache, sizes = kv.cache, kv.sizes
@@ -305,8 +319,9 @@ def _formats(source: str, profile: str | None, memory_gib: float, batch: int, co
     from cluster.cli.planning.formats import WEIGHT_BITS, format_plan, formats_table
     from core.model import config as model_config
     from core.model import source as model_source
-    from core.model.kv_memory import QUANTIZED, KVArithmetic
+    from core.model.kv_memory import QUANTIZED
     from core.spec.loader import load_spec
+    from core.types.request import Role
 
     spec = load_spec(source)
     config = model_config.load(model_source.resolve(spec.model.source))
@@ -315,20 +330,12 @@ def _formats(source: str, profile: str | None, memory_gib: float, batch: int, co
     for kv, dtype in ({"bf16": "bfloat16"} | QUANTIZED).items():
         if not config.can_keep_kv(dtype):
             continue
-        pool = KVArithmetic(
-            config=config,
-            dtype=dtype,
-            block_size=spec.kv.block_size,
-            tensor_parallel=ranks,
-            memory_bytes=0,
-            unquantized_layers=config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers),
-        )
         plans += [
             format_plan(
                 config,
                 weights,
                 kv,
-                pool,
+                _arithmetic(spec, config, Role.DECODE, dtype, memory_bytes=0),
                 simulator.profile,
                 memory_bytes=memory_gib * 2**30 * ranks,
                 batch=batch,
