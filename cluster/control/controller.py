@@ -21,6 +21,7 @@ from cluster.control.desired_state import CONTROLLER, Desired, Parts
 from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_registry import KeyKeeper
 from cluster.control.placement import check_room
+from cluster.control.pool import RolePools, pool_of
 from cluster.control.replica import replica_id, role_of
 from cluster.control.replica_lifecycle import adopt_all
 from cluster.control.report import ControllerReport
@@ -30,7 +31,6 @@ from cluster.control.traffic_log import TrafficLog
 from cluster.ray import authority_store
 from cluster.ray.node_logs import RouterLogs, read_rank
 from cluster.rollout.revision_reporter import RevisionReporter
-from cluster.rollout.role_pools import RolePools, pool_of
 from cluster.rollout.update import UpdateOptions
 from cluster.rollout.updater import Updater
 from core.identity.credentials import Certificate
@@ -160,7 +160,7 @@ class Controller:
     async def members(self) -> list[bytes]:
         """Return the signed records of all serving replicas, for routers that do not find them in Redis."""
         await self._has_adopted.wait()
-        return [member for pools in self._pools.values() for member in pools.members]
+        return [member for pools in self._pools.values() for member in pools.records]
 
     async def switch(self, replica: str) -> str:
         """Turn a serving replica into one of the other pool, with its processes, weights and cached blocks.
