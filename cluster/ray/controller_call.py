@@ -9,9 +9,8 @@ from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
 from cluster.control.desired_state import CONTROLLER, namespace
 from core.identity.authority import KeyPair
-from core.identity.credentials import Certificate, Identity, TlsCredentials
+from core.identity.credentials import Certificate, Identity, Renewal, TlsCredentials
 from core.identity.process_name import ProcessName
-from core.identity.renewal import Renewal
 from core.types.errors import ClusterError, DeployError
 
 # Longer than a controller needs to restart.

@@ -13,8 +13,8 @@ import time
 from typing import cast
 
 from cluster.ray.controller_call import open_tls_credentials
+from core.identity.credentials import Renewal
 from core.identity.process_name import ProcessName
-from core.identity.renewal import Renewal
 from core.process.interpreter import collect_the_new, spare_the_old, take_short_turns
 from core.process.log import LogPart, log_path, read_log, redirect_output
 from core.types.launch import Launch
