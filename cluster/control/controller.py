@@ -346,7 +346,7 @@ class Controller:
 
 
 def remove_remains(name: str) -> None:
-    """Remove all replicas of a deployment and all its entries in Ray's store. Raises RayError."""
+    """Remove all replicas of a deployment and all its entries in Ray's store. Raises RayError, DeployError."""
     for replica in find_replicas(name):
         remove_leftovers(replica, name)
     for store in (key_registry, scaling_history, desired_store, authority_store):

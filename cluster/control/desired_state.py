@@ -152,7 +152,7 @@ def load(name: str) -> Desired | None:
 
 
 def stored(name: str) -> bytes | None:
-    """Return the stored bytes, for callers that only compare them. Raises RayError."""
+    """Return the stored bytes, for callers that only compare them. Raises DeployError."""
     return _entry(name).get()
 
 

@@ -343,7 +343,7 @@ def _remove_from_ray(state: State, *, force: bool) -> NameLock | None:
     try:
         driver.connect(state.ray_address, state.name)
         lock = name_lock.find(state.name)
-    except (DeployError, RayError):
+    except DeployError:
         if not force:
             raise
         return None
