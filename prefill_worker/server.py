@@ -13,8 +13,7 @@ from core.types.errors import ClusterError, ReplicaLost
 from core.types.handoff import Handoff
 from core.types.request import SampledToken
 from core.wire.call_errors import abort_with
-from core.wire.messages import spent_to_proto, tokens_to_proto
-from core.wire.prompt_logprob_messages import prompt_logprobs_to_proto
+from core.wire.messages import prompt_logprobs_to_proto, spent_to_proto, tokens_to_proto
 from core.wire.thread_events import CallEvents
 from engine.scheduler.prompts import Prompt
 from kvtransfer.protocol.rank_transfer import Shipment

@@ -40,7 +40,7 @@ _KNOWN = {
     ("benchmarks/test_kv.py", "bench_run._NUM_TRIES"),
     # Interval or time limit: no option for operators, but tests shorten it.
     ("cluster/cli/test_cli_batch.py", "batch._FIRST_WAIT_S"),
-    ("cluster/control/test_adoption.py", "adoption._TRY_AGAIN_S"),
+    ("cluster/control/test_adoption.py", "replica_lifecycle._TRY_AGAIN_S"),
     ("cluster/control/test_key_registry.py", "key_registry._PUBLISH_S"),
     ("cluster/launch/test_router_admin.py", "router_admin._ANSWER_S"),
     ("router/serving/test_discovery.py", "discovery._CONTROLLER_S"),

@@ -13,8 +13,7 @@ from core.rpc import worker_pb2_grpc as rpc
 from core.types.errors import ClusterError, ReplicaLost
 from core.types.handoff import Handoff
 from core.wire.call_errors import abort_with, rejects
-from core.wire.messages import handoff_to_proto, spent_to_proto
-from core.wire.prompt_logprob_messages import prompt_logprobs_to_proto
+from core.wire.messages import handoff_to_proto, prompt_logprobs_to_proto, spent_to_proto
 from core.wire.thread_events import CallEvents
 from engine.scheduler.prompts import KVSource, Prompt
 from kvtransfer.protocol.frames import Opening

@@ -17,9 +17,8 @@ from core.rpc import worker_pb2_grpc as rpc
 from core.types.errors import ClusterError, ReplicaLost
 from core.types.handoff import PrefixSource
 from core.wire.call_errors import error_of
-from core.wire.channel import open_lasting_channel
+from core.wire.channel import LastingChannel, open_lasting_channel
 from core.wire.messages import handoff_to_proto
-from core.wire.renewing_channel import LastingChannel
 from kvtransfer.protocol.fetches import Fetch
 from worker.rank_group import OtherRanks
 

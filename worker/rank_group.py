@@ -13,7 +13,7 @@ from grpc import aio
 from torch.distributed.distributed_c10d import Store
 
 from core.identity.credentials import Identity
-from core.identity.rendezvous_key import GANG
+from core.identity.rules import GANG
 from core.rpc import transfer_pb2 as pb
 from core.rpc import transfer_pb2_grpc as rpc
 from core.types.errors import ReplicaLost

@@ -102,10 +102,7 @@ class Site:
     async def is_updating(self) -> bool:
         """Return whether an update is running; True if the controller does not answer."""
         status = await self.status()
-        if status is None:
-            return True
-        revision = status.get("revision")
-        return revision is not None and revision["update"] is not None
+        return status is None or status["revision"]["update"] is not None
 
     def named(self, part: str) -> list[Target]:
         """Return the processes of the controller, the router or the index actor, by Ray's process titles."""

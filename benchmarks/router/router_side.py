@@ -14,7 +14,7 @@ from core.identity.credentials import Identity
 from core.identity.process_name import ProcessName
 from core.index.membership import Member
 from core.process.child_process import obey
-from core.process.gc_tuning import spare_the_old
+from core.process.interpreter import spare_the_old
 from core.spec.schema import TracingSpec
 from core.types.request import Role
 from core.wire.rank_server import RankHost

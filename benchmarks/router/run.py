@@ -20,7 +20,7 @@ from benchmarks.router.clients import TimedStream, open_grpc, open_http
 from benchmarks.router.router_side import MAX_RUNNING
 from cluster.bench.endpoints import Endpoint, open_endpoint
 from core.process.child_process import ChildProcess
-from core.process.gc_tuning import spare_the_old
+from core.process.interpreter import spare_the_old
 from core.wire.client_access import EndpointAccess
 
 ENDPOINTS = ("http", "grpc")

@@ -18,8 +18,7 @@ import sys
 import tempfile
 
 from cluster.bench.endpoints import open_endpoint
-from cluster.bench.measured import summary
-from cluster.bench.replay import Answered, replay
+from cluster.bench.replay import Answered, replay, summary
 from cluster.cli.console import columns
 from core.process.ports import free_port
 from core.trace.trace import TraceRequest, poisson

@@ -1,16 +1,23 @@
-"""Open-loop load on a deployment: requests are sent at their trace times, and every token is timed."""
+"""Open-loop load on a deployment: requests are sent at their trace times, every token is timed; and its summary."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from cluster.bench.endpoints import Endpoint, ReportedUsage
-from core.trace.prompts import TracePrompts
+from core.trace.statistics import spread
 from core.trace.trace import TraceRequest
 from core.types.errors import RequestFailed
+
+# Token ids below this exist in every model; 100^8 different blocks of eight tokens.
+_VOCABULARY = 100
 
 
 @dataclass
@@ -88,3 +95,59 @@ async def replay(
         for answered, token_ids in zip(found, prompts, strict=True):
             group.create_task(one(answered, token_ids))
     return found
+
+
+def summary(answers: Sequence[Answered], *, slo_ttft_s: float | None, slo_itl_s: float | None) -> dict[str, Any]:
+    """Return plain values with the fields of the simulator's report.
+
+    Times are in milliseconds, rates per second from the first arrival to the last token.
+
+    Goodput counts the requests within both limits, using each request's own mean ITL.
+    """
+    done = [answer for answer in answers if answer.usage]
+    gaps = [gap for answer in done for gap in answer.gaps]
+    duration_s = max((answer.last_token_at for answer in done), default=0.0)
+    per_s = 1 / duration_s if duration_s else 0.0
+    prompt_tokens = sum(answer.usage.prompt_tokens for answer in done if answer.usage)
+    cached_tokens = sum(answer.usage.cached_tokens for answer in done if answer.usage)
+    output_tokens = sum(answer.num_output for answer in done)
+    good = sum(
+        (slo_ttft_s is None or answer.ttft_s <= slo_ttft_s) and (slo_itl_s is None or answer.mean_itl_s <= slo_itl_s)
+        for answer in done
+    )
+    return {
+        "completed": len(done),
+        "failed": len(answers) - len(done),
+        "errors": dict(Counter(answer.error for answer in answers if answer.error).most_common(5)),
+        "duration_s": duration_s,
+        "reuse_share": cached_tokens / max(1, prompt_tokens),
+        "prompt_tokens": prompt_tokens,
+        "output_tokens": output_tokens,
+        "output_tokens_per_s": output_tokens * per_s,
+        "ttft_ms": spread([answer.ttft_s * 1e3 for answer in done]),
+        "itl_ms": spread([seconds * 1e3 for seconds, _ in gaps], [count for _, count in gaps]),
+        "e2e_ms": spread([answer.e2e_s * 1e3 for answer in done]),
+        "goodput_rps": good * per_s,
+        "good_share": good / max(1, len(answers)),
+    }
+
+
+class TracePrompts:
+    """Generator of token ids for a trace's requests: equal ids give equal tokens, different ids different ones.
+
+    Another `seed` gives other prompts, which miss every cache.
+    """
+
+    def __init__(self, *, seed: int) -> None:
+        self._seed = seed
+
+    def of(self, request: TraceRequest) -> list[int]:
+        size = request.tokens_per_id
+        ids = request.ids
+        if ids is None:  # unique ids; those of a trace are not negative
+            first = -(request.number + 1) << 16
+            ids = tuple(range(first, first + -(-request.num_tokens // size)))
+        tokens: list[int] = []
+        for id in ids:
+            tokens += np.random.default_rng((self._seed, abs(id), id < 0)).integers(0, _VOCABULARY, size).tolist()
+        return tokens[: request.num_tokens]

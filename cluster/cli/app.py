@@ -22,7 +22,6 @@ from cluster.cli import (
     bench,
     capture,
     deploy,
-    explain,
     generate,
     keys,
     operate,
@@ -32,8 +31,7 @@ from cluster.cli import (
     trace,
     update,
 )
-from cluster.cli.connection import ADDRESS
-from cluster.cli.over_ssh import run_over_ssh
+from cluster.cli.connection import ADDRESS, run_over_ssh
 from cluster.cli.planning import autoscale, plan, profile, simulate
 from core.process.processes import ENDINGS
 from core.types.errors import ClusterError, Interrupted
@@ -55,7 +53,7 @@ for command in (
     generate.generate,
     generate.chat,
     batch.batch,
-    explain.explain,
+    trace.explain,
     trace.trace,
     top.top,
     bench.bench,

@@ -92,8 +92,7 @@ def _measure(
     import asyncio
 
     from cluster.bench.endpoints import open_endpoint
-    from cluster.bench.measured import summary
-    from cluster.bench.replay import Answered, replay
+    from cluster.bench.replay import Answered, replay, summary
 
     async def run() -> list[Answered]:
         with _progress(len(load)) as advance:

@@ -16,7 +16,7 @@ _BAR_WIDTH = 20
 
 
 class ConsoleReporter:
-    """Reporter on the console. Implements cluster.launch.reporter.Reporter."""
+    """Reporter on the console. Implements cluster.control.report.Reporter."""
 
     def __init__(self, live: Live | None, *, is_new: bool) -> None:
         self._live = live

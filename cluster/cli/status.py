@@ -57,10 +57,8 @@ def _seen_without_ray(state: State) -> list[str]:
     return [*lines, f"gRPC {state.grpc} · OpenAI {openai_urls(state.http)}"] if lines else ["no router answers"]
 
 
-def update_lines(revision: RevisionReport | None) -> list[str]:
+def _update_lines(revision: RevisionReport) -> list[str]:
     """Describe the running update, or the outcome of the last one."""
-    if revision is None:
-        return []
     if update := revision["update"]:
         why = f" ({update['reason']})" if update["reason"] else ""
         share = f"{update['share']:.0%} of the requests go to it"
@@ -87,7 +85,7 @@ def as_text(report: DeploymentReport) -> str:
             notes.append(pool["failures"][-1]["text"])
         if pool["has_given_up"]:
             notes.append("replicas failed to start too often; run `cluster scale` to retry")
-    notes += update_lines(report.get("revision"))
+    notes += _update_lines(report["revision"])
     if report["tls"] == "off":
         notes.append(TLS_IS_OFF)
     state = "ready" if report["ready"] else "degraded" if report["serving"] else "not ready"

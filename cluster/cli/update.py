@@ -14,8 +14,7 @@ from cluster.cli.deploy import Name, WaitForNodes
 from core.types.errors import DeployError, SpecError
 
 if TYPE_CHECKING:
-    from cluster.control.report import ControllerReport
-    from cluster.launch.reporter import Reporter
+    from cluster.control.report import ControllerReport, Reporter
     from cluster.rollout.spec_diff import SpecChange
     from core.spec.schema import Spec
     from core.types.request import Role

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import logging
 
-from ray.exceptions import RayError
-
 from cluster.control import desired_state
 from cluster.ray import name_lock
-from core.types.errors import ClusterError, DeployError
+from core.types.errors import ClusterError
 from core.types.launch import Launch
 
 logger = logging.getLogger(__name__)
@@ -29,10 +27,7 @@ class AttachedList:
 
         Raises DeployError if Ray's store does not answer.
         """
-        try:
-            stored = {name: desired_state.stored(name) for name in name_lock.claimed() if name != self._endpoints}
-        except (RayError, OSError) as error:
-            raise DeployError(f"Ray's key-value store does not answer: {' '.join(str(error).split())}") from error
+        stored = {name: desired_state.stored(name) for name in name_lock.claimed() if name != self._endpoints}
         self._parsed = {name: self._parse(name, text) for name, text in stored.items() if text}
         return [launch for _, launch in self._parsed.values() if launch]
 

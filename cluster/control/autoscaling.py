@@ -14,11 +14,10 @@ from ray.exceptions import RayError
 
 from cluster.control import scaling_history
 from cluster.control.desired_state import Desired
-from cluster.control.placement import live_nodes
+from cluster.control.placement import live_nodes, run_on
+from cluster.control.pool import RolePools
 from cluster.control.scaling_history import ScalingHistory
 from cluster.control.traffic_log import TrafficLog
-from cluster.ray.node_task import run_on
-from cluster.rollout.role_pools import RolePools
 from core.trace.traffic import ShownDecision
 from core.types.errors import ClusterError
 from core.types.request import Role

@@ -14,24 +14,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.control import current_capture
 from cluster.control import desired_state as desired_store
-from cluster.control.adoption import adopt_all
+from cluster.control import key_registry, scaling_history
 from cluster.control.autoscaling import AutoscaleReport, Autoscaling
-from cluster.control.capacity import check_room
-from cluster.control.current_capture import CurrentCapture
 from cluster.control.desired_state import CONTROLLER, Desired, Parts
+from cluster.control.gang import find_replicas, remove_leftovers
 from cluster.control.key_registry import KeyKeeper
+from cluster.control.placement import check_room
+from cluster.control.pool import RolePools, pool_of
 from cluster.control.replica import replica_id, role_of
+from cluster.control.replica_lifecycle import adopt_all
 from cluster.control.report import ControllerReport
 from cluster.control.role_switches import RoleSwitches
-from cluster.control.traffic_capture import CaptureReport
+from cluster.control.traffic_capture import CaptureReport, CurrentCapture, remove_stale_capture
 from cluster.control.traffic_log import TrafficLog
 from cluster.ray import authority_store
-from cluster.ray.cleanup import remove_remains
 from cluster.ray.node_logs import RouterLogs, read_rank
 from cluster.rollout.revision_reporter import RevisionReporter
-from cluster.rollout.role_pools import RolePools, pool_of
 from cluster.rollout.update import UpdateOptions
 from cluster.rollout.updater import Updater
 from core.identity.credentials import Certificate
@@ -65,7 +64,7 @@ class Controller:
         self._desired = desired_store.load(name)
         if self._desired:
             redirect_output(_own_log(self._desired.launch.log_dir), who=ACTOR_NAME)
-            current_capture.remove_stale_capture(self._desired.launch.log_dir)
+            remove_stale_capture(self._desired.launch.log_dir)
         self._keys = KeyKeeper(self._desired.launch) if self._desired else None
         self._changed = asyncio.Event()
         makes = self._desired.makes if self._desired else dict.fromkeys(Role, 1)
@@ -161,7 +160,7 @@ class Controller:
     async def members(self) -> list[bytes]:
         """Return the signed records of all serving replicas, for routers that do not find them in Redis."""
         await self._has_adopted.wait()
-        return [member for pools in self._pools.values() for member in pools.members]
+        return [member for pools in self._pools.values() for member in pools.records]
 
     async def switch(self, replica: str) -> str:
         """Turn a serving replica into one of the other pool, with its processes, weights and cached blocks.
@@ -344,6 +343,14 @@ class Controller:
         if self._desired is None:
             raise DeployError(f"{self._name}: nothing has been deployed yet")
         return self._desired
+
+
+def remove_remains(name: str) -> None:
+    """Remove all replicas of a deployment and all its entries in Ray's store. Raises RayError, DeployError."""
+    for replica in find_replicas(name):
+        remove_leftovers(replica, name)
+    for store in (key_registry, scaling_history, desired_store, authority_store):
+        store.forget(name)
 
 
 def _check_same_model(old: Spec, new: Spec) -> None:

@@ -121,14 +121,14 @@ class Desired:
             ),
             parts=Parts(**known_fields(Parts, tree["parts"])),
             next_number=_by_role(tree["next_number"]),
-            revision=tree.get("revision", 1),
-            last_revision=tree.get("last_revision", 1),
-            makes=_by_role(tree.get("makes", dict.fromkeys(Role, 1))),
-            made=tree.get("made", {}),
-            update=Update.from_tree(update) if (update := tree.get("update")) else None,
-            last_update=tree.get("last_update", ""),
-            table_version=tree.get("table_version", 0),
-            switched=tree.get("switched", {}),
+            revision=tree["revision"],
+            last_revision=tree["last_revision"],
+            makes=_by_role(tree["makes"]),
+            made=tree["made"],
+            update=Update.from_tree(tree["update"]) if tree["update"] else None,
+            last_update=tree["last_update"],
+            table_version=tree["table_version"],
+            switched=tree["switched"],
         )
 
 
@@ -152,7 +152,7 @@ def load(name: str) -> Desired | None:
 
 
 def stored(name: str) -> bytes | None:
-    """Return the stored bytes, for callers that only compare them. Raises RayError."""
+    """Return the stored bytes, for callers that only compare them. Raises DeployError."""
     return _entry(name).get()
 
 

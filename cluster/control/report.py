@@ -1,8 +1,8 @@
-"""Types of the controller's status, as `cluster status --json` prints it."""
+"""Types of the controller's status, as `cluster status --json` prints it, and the interface that shows it."""
 
 from __future__ import annotations
 
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, Protocol, TypedDict
 
 from core.types.rank_api import Blocks
 
@@ -27,7 +27,7 @@ class ReplicaReport(TypedDict):
     # Revision that it was started from.
     revision: NotRequired[int]
     # Id before its role switch; empty if it never switched.
-    was: NotRequired[str]
+    was: str
 
 
 class FailureReport(TypedDict):
@@ -85,4 +85,14 @@ class ControllerReport(TypedDict):
     # Current spec, including scaling since it was applied.
     spec: dict[str, Any]
     pools: Pools
-    revision: NotRequired[RevisionReport]
+    revision: RevisionReport
+
+
+class Reporter(Protocol):
+    """Receiver of progress from deploy() and from waits for pools."""
+
+    def say(self, line: str) -> None: ...
+
+    def show(self, pools: Pools) -> None:
+        """Show the state of every replica. Called a few times a second."""
+        ...

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cluster.control.desired_state import Desired
+from cluster.control.pool import RolePools
 from cluster.control.pool_plan import plan_switches
 from cluster.control.replica import ReplicaState, replica_id, role_of
 from cluster.control.replica_lifecycle import ReplicaLifecycle
-from cluster.rollout.role_pools import RolePools
 from core.types.errors import SpecError
 from core.types.request import Role
 from core.types.role_switch import hindrance, other

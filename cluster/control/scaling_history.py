@@ -9,7 +9,6 @@ from typing import Any
 
 from cluster.control.desired_state import namespace
 from cluster.ray.store import StoreEntry
-from core.types.errors import DeployError
 from core.types.json_records import known_fields
 from planner.autoscaler.decide import AutoscaleState
 from planner.autoscaler.pool_sizes import PoolSizes
@@ -33,13 +32,7 @@ def save(name: str, state: AutoscaleState, decisions: Iterable[ScalingDecision])
 
 def load(name: str) -> ScalingHistory | None:
     """Return the stored history, or None if there is none. Raises DeployError."""
-    from ray.exceptions import RayError
-
-    try:
-        text = _entry(name).get()
-    except RayError as error:
-        raise DeployError(f"Ray's key-value store does not answer: {' '.join(str(error).split())}") from error
-    if not text:
+    if not (text := _entry(name).get()):
         return None
     tree: dict[str, Any] = json.loads(text)
     return ScalingHistory(_read_state(tree["state"]), [ScalingDecision.of(one) for one in tree["decisions"]])

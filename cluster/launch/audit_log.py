@@ -4,15 +4,16 @@ $CLUSTER_STATE_DIR/commands.jsonl."""
 from __future__ import annotations
 
 import getpass
+import json
 import os
 import re
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from cluster.launch import state as states
-from core.process.json_lines import append_line
 from core.types.errors import SpecError
 
 _CHANGES = {"deploy", "down", "scale", "drain", "keys"}
@@ -40,7 +41,7 @@ def note_command(arguments: Sequence[str], *, exit_code: int, seconds: float, er
         "seconds": round(seconds, 1),
     }
     with suppress(SpecError):  # there is no state directory, which the command has reported
-        append_line(states.audit_log_path(), line)
+        _append(states.audit_log_path(), line)
 
 
 def _command(arguments: Sequence[str]) -> str:
@@ -74,3 +75,14 @@ def _without_secrets(arguments: Sequence[str]) -> list[str]:
 
 def _without_password(text: str) -> str:
     return _NAMED.sub(r"\1***", _BEFORE_HOST.sub("***@", text))
+
+
+def _append(path: Path, line: Mapping[str, object]) -> None:
+    """Append the line atomically. Write errors are ignored: a full disk must not block the operator."""
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            os.write(file, (json.dumps(line) + "\n").encode())
+        finally:
+            os.close(file)

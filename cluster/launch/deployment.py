@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from cluster.control.desired_state import Parts
 from cluster.control.placement import Node
+from cluster.control.report import Reporter
 from cluster.launch import attached_endpoints, host_checks, local_ray, operator_key, preflight
 from cluster.launch import state as states
 from cluster.launch.audit_log import user_name
 from cluster.launch.endpoints import LOOPBACK, Endpoints, admin_addresses, keys_of, plan_endpoints
-from cluster.launch.reporter import Reporter
 from cluster.launch.state import Command, State
 from cluster.ray import name_lock
 from cluster.ray.name_lock import NameLock
@@ -343,7 +343,7 @@ def _remove_from_ray(state: State, *, force: bool) -> NameLock | None:
     try:
         driver.connect(state.ray_address, state.name)
         lock = name_lock.find(state.name)
-    except (DeployError, RayError):
+    except DeployError:
         if not force:
             raise
         return None

@@ -17,12 +17,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from cluster.control import controller
-from cluster.control.controller import Controller
+from cluster.control.controller import Controller, remove_remains
 from cluster.control.desired_state import namespace
-from cluster.control.placement import Node, on_the_head
+from cluster.control.placement import Node, on_the_head, run_on
 from cluster.ray import internals
-from cluster.ray.cleanup import remove_remains
-from cluster.ray.node_task import run_on
 from core.index import embedded as embedded_index
 from core.index.embedded import EmbeddedIndex
 from core.index.redis_server import RedisAddress

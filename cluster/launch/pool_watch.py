@@ -6,9 +6,8 @@ import time
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from cluster.control.report import FailureReport, PoolReport, Pools
+from cluster.control.report import FailureReport, PoolReport, Pools, Reporter
 from cluster.launch.driver import ask
-from cluster.launch.reporter import Reporter
 from core.types.errors import ClusterError, DeployError, ReplicaDidNotStart
 
 _POLL_S = 0.25

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import re
 import time
+from typing import Any
 
 import ray
 from ray import serve
@@ -60,9 +61,7 @@ def router_ips(name: str) -> set[str]:
     """Return the addresses of the nodes that run its routers; empty if Serve does not know."""
     if not is_serve_running():
         return set()
-    application = internals.serve_details()["applications"].get(name, {})
-    replicas = [replica for part in application.get("deployments", {}).values() for replica in part["replicas"]]
-    return {replica["node_ip"] for replica in replicas if replica["state"] == "RUNNING"}
+    return {replica["node_ip"] for replica in _replicas(name) if replica["state"] == "RUNNING"}
 
 
 def router_nodes_of(name: str) -> list[Node]:
@@ -81,20 +80,20 @@ def stop_router(name: str, *, owns_serve: bool) -> None:
         return
     if name in serve.status().applications:
         serve.delete(name, _blocking=False)
-        _end_replicas(name)
+        for replica in _replicas(name):
+            # It may have ended by itself.
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(replica["actor_name"], namespace="serve"))
     if owns_serve and is_only_application(name):
         serve.shutdown()
     elif name in serve.status().applications:
         serve.delete(name)
 
 
-def _end_replicas(name: str) -> None:
+def _replicas(name: str) -> list[dict[str, Any]]:
+    """Return Serve's details of the routers of a deployment."""
     application = internals.serve_details()["applications"].get(name, {})
-    for part in application.get("deployments", {}).values():
-        for replica in part["replicas"]:
-            # It has ended by itself.
-            with contextlib.suppress(ValueError):
-                ray.kill(ray.get_actor(replica["actor_name"], namespace="serve"))
+    return [replica for part in application.get("deployments", {}).values() for replica in part["replicas"]]
 
 
 def cause_of(message: str) -> str:

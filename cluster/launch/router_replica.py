@@ -16,10 +16,9 @@ import ray
 from ray import serve
 
 from cluster.control.attached_list import AttachedList
-from cluster.ray.certificates import open_identity, open_tls_credentials
-from cluster.ray.controller_call import ask_controller
+from cluster.ray.controller_call import ask_controller, open_identity, open_tls_credentials
 from core.identity.process_name import ProcessName
-from core.process.gc_tuning import spare_the_old
+from core.process.interpreter import spare_the_old
 from core.process.log import redirect_output
 from core.types.errors import DeployError, ReplicaFailed
 from core.types.launch import Launch

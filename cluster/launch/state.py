@@ -53,7 +53,7 @@ class State:
     local_ray: LocalRay | None
     # Local Ray of the deployment whose endpoints this one uses.
     lent_ray: LocalRay | None = None
-    # Id of its name lock on that Ray; empty: made by a version without locks.
+    # Id of its name lock on that Ray; empty: it holds none.
     claim: str = ""
     # Ray Serve was started for it.
     owns_serve: bool = False
@@ -68,7 +68,7 @@ class State:
     certificate: str | None = None
     # Deployment whose endpoints it uses; empty: its own.
     endpoints: str = ""
-    # Served model name; empty: written by a version without it.
+    # Served model name; empty: unknown, for a partial deployment.
     model: str = ""
     deploying: Command | None  # None once deployed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
-from typing import Any, NotRequired, TypedDict
+from typing import Any, TypedDict
 
 from cluster.control.report import ControllerReport, Pools, RevisionReport
 from cluster.launch import driver
@@ -40,8 +40,7 @@ class DeploymentReport(TypedDict):
     # TLS between its processes: security.tls of the spec.
     tls: str
     pools: Pools
-    # None if the controller's version has no updates.
-    revision: NotRequired[RevisionReport | None]
+    revision: RevisionReport
 
 
 def read_status(state: State, controller: Any) -> DeploymentReport:
@@ -55,7 +54,6 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
     reachable = with_open_endpoints(state)
     endpoints: Endpoints = {"grpc": reachable.grpc, "http": reachable.http, "admin": admin}
     tls: str = report["spec"]["security"]["tls"]
-    revision = report.get("revision")
     return {
         "name": state.name,
         "ready": ready,
@@ -64,7 +62,7 @@ def read_status(state: State, controller: Any) -> DeploymentReport:
         "endpoints": endpoints,
         "tls": tls,
         "pools": pools,
-        "revision": revision,
+        "revision": report["revision"],
     }
 
 

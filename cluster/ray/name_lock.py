@@ -48,18 +48,18 @@ def take(name: str, lock: NameLock) -> None:
 
 
 def find(name: str) -> NameLock | None:
-    """Return the holder, or None. Raises RayError."""
+    """Return the holder, or None. Raises DeployError."""
     stored = _entry(name).get()
     return NameLock(**known_fields(NameLock, json.loads(stored))) if stored else None
 
 
 def claimed() -> list[str]:
-    """Return all locked names. Raises RayError."""
+    """Return all locked names. Raises DeployError."""
     return keys_in(_NAMESPACE)
 
 
 def give_up(name: str) -> None:
-    """Release the lock. Raises RayError."""
+    """Release the lock. Raises DeployError."""
     _entry(name).delete()
 
 

@@ -12,9 +12,8 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from cluster.control.gang import Home
-from cluster.control.placement import live_nodes, router_nodes
+from cluster.control.placement import live_nodes, router_nodes, run_on
 from cluster.control.replica_lifecycle import ReplicaLifecycle
-from cluster.ray.node_task import run_on
 from core.process.log import LogPart, find_logs, log_path, read_log
 from core.types.errors import DeployError, ReplicaFailed
 

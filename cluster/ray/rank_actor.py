@@ -12,12 +12,11 @@ import threading
 import time
 from typing import cast
 
-from cluster.ray.certificates import open_tls_credentials
+from cluster.ray.controller_call import open_tls_credentials
+from core.identity.credentials import Renewal
 from core.identity.process_name import ProcessName
-from core.identity.renewal import Renewal
-from core.process.gc_tuning import collect_the_new, spare_the_old
+from core.process.interpreter import collect_the_new, spare_the_old, take_short_turns
 from core.process.log import LogPart, log_path, read_log, redirect_output
-from core.process.switch_interval import take_short_turns
 from core.types.launch import Launch
 from core.types.rank_api import Binding, Progress, Rank, RankStatus
 

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
 from core.types.errors import DeployError
 
 
 class StoreEntry:
-    """One entry of one deployment. Ray must be connected when a method is called."""
+    """One entry of one deployment. Ray must be connected when a method is called.
+
+    Methods raise DeployError if the store does not answer.
+    """
 
     def __init__(self, key: str, *, namespace: str) -> None:
         """namespace: the deployment's (desired_state.namespace)."""
@@ -14,35 +21,39 @@ class StoreEntry:
         self._namespace = namespace.encode()
 
     def put(self, text: str) -> None:
-        """Store the text. Raises DeployError."""
-        from ray.exceptions import RayError
-
-        from cluster.ray import internals
-
-        try:
-            internals.put(self._key, text.encode(), namespace=self._namespace)
-        except RayError as error:
-            raise DeployError(f"Ray's key-value store does not answer: {' '.join(str(error).split())}") from error
+        """Store the text."""
+        with _answering() as store:
+            store.put(self._key, text.encode(), namespace=self._namespace)
 
     def put_new(self, text: str) -> bool:
-        """Store the text unless an entry exists. Returns whether it was stored. Raises RayError."""
-        from cluster.ray import internals
-
-        return internals.put_new(self._key, text.encode(), namespace=self._namespace)
+        """Store the text unless an entry exists. Returns whether it was stored."""
+        with _answering() as store:
+            return bool(store.put_new(self._key, text.encode(), namespace=self._namespace))
 
     def get(self) -> bytes | None:
-        from cluster.ray import internals
-
-        return internals.get(self._key, namespace=self._namespace)
+        with _answering() as store:
+            found: bytes | None = store.get(self._key, namespace=self._namespace)
+            return found
 
     def delete(self) -> None:
-        from cluster.ray import internals
-
-        internals.delete(self._key, namespace=self._namespace)
+        with _answering() as store:
+            store.delete(self._key, namespace=self._namespace)
 
 
 def keys_in(namespace: str) -> list[str]:
-    """Return the keys of a namespace, sorted. Raises RayError."""
+    """Return the keys of a namespace, sorted. Raises DeployError if the store does not answer."""
+    with _answering() as store:
+        return sorted(key.decode() for key in store.keys(namespace=namespace.encode()))
+
+
+@contextmanager
+def _answering() -> Iterator[ModuleType]:
+    """Yield the functions of Ray's store. Translates Ray's errors into DeployError with one line."""
+    from ray.exceptions import RayError
+
     from cluster.ray import internals
 
-    return sorted(key.decode() for key in internals.keys(namespace=namespace.encode()))
+    try:
+        yield internals
+    except (RayError, OSError) as error:
+        raise DeployError(f"Ray's key-value store does not answer: {' '.join(str(error).split())}") from error

@@ -1,4 +1,4 @@
-"""Replica counts of two revisions at each step of an update. Pure.
+"""Replica counts of two revisions at each step of an update, and bounds on the new one's errors and latency. Pure.
 
     leaving    the revision that is replaced; during a rollback, the new one
     candidate  the revision that replaces it
@@ -14,9 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from core.types.request import Role
+from core.types.revisions import RevisionCounts
 
 # Share of a pool's size that may run in addition while replicas are replaced.
 _SURGE = 0.25
+# Fewer requests are not significant for a comparison of two revisions.
+MIN_REQUESTS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,3 +129,38 @@ def _may_spare_one(view: RoleView, is_candidate_complete: bool) -> bool:
     serving = view.leaving.ready + view.candidate.ready
     needed = min(view.leaving_target, view.candidate_target) - view.surge
     return view.leaving.staying > least and view.leaving.ready - 1 >= least and serving - 1 >= needed
+
+
+def problem_of(
+    old: RevisionCounts | None,
+    new: RevisionCounts | None,
+    *,
+    max_error_increase: float,
+    max_latency_factor: float | None,
+) -> str:
+    """Return why the new revision must be rolled back, in one line, or "" if it may stay.
+
+    Its error rate may exceed the old one's by `max_error_increase` (0.1: ten percentage points); an old revision
+    without requests counts as free of errors. Its mean TTFT and mean ITL may be at most `max_latency_factor` times the
+    old one's; None: latency is not compared. Each bound applies from MIN_REQUESTS requests on.
+    """
+    old, new = old or RevisionCounts(), new or RevisionCounts()
+    if new.attempts >= MIN_REQUESTS and _rate(new) > _rate(old) + max_error_increase:
+        return (
+            f"{new.failed} of {new.attempts} attempts failed on the new revision, "
+            f"{old.failed} of {old.attempts} on the old one"
+        )
+    if max_latency_factor is None or min(old.answered, new.answered) < MIN_REQUESTS:
+        return ""
+    for name, old_sum_s, new_sum_s in (("TTFT", old.ttft_s, new.ttft_s), ("ITL", old.itl_s, new.itl_s)):
+        old_s, new_s = old_sum_s / old.answered, new_sum_s / new.answered
+        if new_s > old_s * max_latency_factor:
+            return (
+                f"mean {name} is {new_s * 1e3:.1f} ms on the new revision and {old_s * 1e3:.1f} ms on the old one, "
+                f"more than {max_latency_factor:g} times as much"
+            )
+    return ""
+
+
+def _rate(counts: RevisionCounts) -> float:
+    return counts.failed / counts.attempts if counts.attempts else 0.0

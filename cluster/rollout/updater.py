@@ -12,18 +12,15 @@ from dataclasses import replace
 
 from ray.exceptions import RayError
 
-from cluster.control.capacity import check_room, share_out
 from cluster.control.desired_state import Desired
-from cluster.control.placement import ResourceDemand, check_fit, live_nodes
-from cluster.control.pool import ReplicaPool
+from cluster.control.placement import ResourceDemand, check_fit, check_room, live_nodes, share_out
+from cluster.control.pool import Goal, ReplicaPool, RolePools
 from cluster.control.replica import ReplicaState
 from cluster.control.report import RevisionReport, UpdateReport
-from cluster.rollout.canary import problem_of
 from cluster.rollout.revision_reporter import RevisionReporter
-from cluster.rollout.role_pools import Goal, RolePools
 from cluster.rollout.spec_diff import SpecChange, changes_of, check_possible, kind_of, tokens_of
 from cluster.rollout.update import Phase, Update, UpdateOptions
-from cluster.rollout.update_plan import ReplicaCount, RoleView, TargetSizes, is_at_end, next_step, surge_of
+from cluster.rollout.update_plan import ReplicaCount, RoleView, TargetSizes, is_at_end, next_step, problem_of, surge_of
 from core.spec.schema import PoolSpec, Spec
 from core.types.errors import DeployError, SpecError
 from core.types.request import Role
@@ -349,7 +346,7 @@ def _by_age(update: Update, targets: TargetSizes) -> tuple[int, int]:
 
 def _tally(pool: ReplicaPool) -> ReplicaCount:
     now, counts = time.monotonic(), dict.fromkeys(("ready", "starting", "pending", "draining"), 0)
-    for life in pool.lives:
+    for life in (member.life for member in pool.members):
         state, since = life.view.state, life.serving_since
         is_seen = life.is_adopted or (since is not None and now - since >= _SEEN_S)
         if state is ReplicaState.DRAINING:

@@ -1,4 +1,4 @@
-"""Certificate authority of a deployment: its own, or an intermediate one that the operator provides."""
+"""Certificate authority of a deployment: its own, or an intermediate one that the operator provides; and key pairs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from core.identity.credentials import Certificate
+from core.identity.credentials import Certificate, TlsCredentials
 from core.identity.process_name import ProcessName
 from core.types.errors import SpecError
 
@@ -130,6 +130,23 @@ class Authority:
             )
         if min(link.not_valid_after_utc for link in self._chain) <= _now():
             _reject("certificate", certificate, "has expired")
+
+
+class KeyPair:
+    """Key pair of one process, on the curve P-256. The key is never written to disk; `request` (PEM) is public."""
+
+    def __init__(self) -> None:
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        # The subject stays empty: the authority takes the name from the caller that it trusts, not from the request.
+        request = x509.CertificateSigningRequestBuilder().subject_name(x509.Name([])).sign(self._key, hashes.SHA256())
+        self.request = request.public_bytes(serialization.Encoding.PEM)
+
+    def tls_credentials(self, certificate: Certificate) -> TlsCredentials:
+        """Combine the key with the certificate issued for `request`."""
+        key = self._key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        return TlsCredentials(certificate=certificate, key=key)
 
 
 _PURPOSES = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])

@@ -22,7 +22,7 @@ from redis import Redis as BlockingRedis
 from redis.asyncio import Redis
 
 from core.identity.signing import signed, verified
-from core.index.redis_client import repaired
+from core.index.redis_client import LeasedRecords
 from core.model.kv_memory import AnnouncedPool
 from core.types.json_records import known_fields
 from core.types.request import Role
@@ -128,7 +128,8 @@ def signed_record(member: Member, key: bytes) -> bytes:
 
 def living_members(redis: BlockingRedis, name: str) -> list[str]:
     """Return the replicas that hold a lease, without checking signatures. Raises redis.RedisError."""
-    replicas = sorted(_text(replica) for replica in redis.smembers(_set_of(name)))
+    names = redis.smembers(_set_of(name))
+    replicas = sorted(one.decode(errors="replace") if isinstance(one, bytes) else one for one in names)
     return [replica for replica in replicas if redis.exists(_record_of(name) + replica)]
 
 
@@ -145,39 +146,22 @@ class Membership:
     ) -> None:
         """key: 32-byte signing key of this deployment. count_rejected: called once per name with an invalid record."""
         self._count_rejected = count_rejected
-        self._redis = redis
         self._key = key
-        self._set = _set_of(name)
-        self._record = _record_of(name)
+        self._records = LeasedRecords(redis, names=_set_of(name), record=_record_of(name), lease_s=LEASE_S)
         self._rejected: OrderedDict[str, None] = OrderedDict()
 
     async def renew(self, member: Member) -> bool:
         """Join, or stay for another LEASE_S. Returns False if Redis had no lease: it may have lost all its data."""
-        name, record = self._record + member.replica, signed_record(member, self._key)
-        async with repaired(self._redis, {name: "string", self._set: "set"}):
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                pipeline.set(name, record, px=int(LEASE_S * 1000), get=True)
-                pipeline.sadd(self._set, member.replica)
-                before, _ = await pipeline.execute()
-        return before is not None
+        return await self._records.renew(member.replica, signed_record(member, self._key))
 
     async def leave(self, replica: str) -> None:
         """End the lease at once."""
-        async with self._redis.pipeline(transaction=False) as pipeline:
-            pipeline.delete(self._record + replica)
-            pipeline.srem(self._set, replica)
-            await pipeline.execute()
+        await self._records.end(replica)
 
     async def members(self) -> list[Member]:
         """Return the members with a valid lease and record. Removes expired names from the set."""
-        replicas = sorted(_text(replica) for replica in await self._redis.smembers(self._set))
-        if not replicas:
-            return []
-        records = await self._redis.mget([self._record + replica for replica in replicas])
-        if expired := [replica for replica, record in zip(replicas, records, strict=True) if record is None]:
-            await self._redis.srem(self._set, *expired)
-        found = [(replica, record) for replica, record in zip(replicas, records, strict=True) if record is not None]
-        return [member for replica, record in found if (member := self._read(replica, record))]
+        records = await self._records.read()
+        return [member for replica, record in records.items() if (member := self._read(replica, record))]
 
     def opened(self, records: Iterable[bytes]) -> list[Member]:
         """Return the members of the valid records. `members` logs invalid ones, if Redis has them too."""
@@ -193,9 +177,9 @@ class Membership:
             raise _Unsigned("it is not signed by this deployment")
         return Member.from_json(text)
 
-    def _read(self, replica: str, record: str | bytes) -> Member | None:
+    def _read(self, replica: str, record: bytes) -> Member | None:
         try:
-            member = self._open(record.encode() if isinstance(record, str) else record)
+            member = self._open(record)
             if member.replica != replica:
                 raise _Unsigned(f"it belongs to {member.replica}")
         except ValueError as error:
@@ -220,7 +204,3 @@ def _set_of(name: str) -> str:
 
 def _record_of(name: str) -> str:
     return f"{name}:member:"
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value

@@ -1,4 +1,4 @@
-"""Async Redis clients that follow a failover, repair of keys with a wrong type, and rate-limited logs of outages."""
+"""Async Redis clients that follow a failover, records with leases, repair of keys, and rate-limited logs of outages."""
 
 from __future__ import annotations
 
@@ -83,6 +83,57 @@ async def repaired(redis: Redis, types: Mapping[str, str]) -> AsyncIterator[None
                 await redis.unlink(*wrong)
                 logger.warning("deleted keys of another type in Redis keys=%s", ",".join(wrong))
         raise
+
+
+class LeasedRecords:
+    """Records that expire unless their writers renew them. Raises redis.RedisError if Redis is unreachable.
+
+    <names>            set of names
+    <record><name>     record of one of them
+    """
+
+    def __init__(self, redis: Redis, *, names: str, record: str, lease_s: float) -> None:
+        self._redis = redis
+        self._names = names
+        self._record = record
+        self._lease_s = lease_s
+
+    async def renew(self, name: str, record: bytes) -> bool:
+        """Write a record for another lease. Returns False if Redis had none: it may have lost all its data."""
+        place = self._record + name
+        async with (
+            repaired(self._redis, {place: "string", self._names: "set"}),
+            self._redis.pipeline(transaction=False) as pipeline,
+        ):
+            pipeline.set(place, record, px=int(self._lease_s * 1e3), get=True)
+            pipeline.sadd(self._names, name)
+            before, _ = await pipeline.execute()
+        return before is not None
+
+    async def end(self, name: str) -> None:
+        """End a lease at once."""
+        async with self._redis.pipeline(transaction=False) as pipeline:
+            pipeline.delete(self._record + name)
+            pipeline.srem(self._names, name)
+            await pipeline.execute()
+
+    async def read(self, *, most: int | None = None) -> dict[str, bytes]:
+        """Return the records with a lease by name, sorted; of the first `most` names. Removes expired names."""
+        names = sorted(_text(name) for name in await self._redis.smembers(self._names))[:most]
+        if not names:
+            return {}
+        found = dict(zip(names, await self._redis.mget([self._record + name for name in names]), strict=True))
+        if expired := [name for name, record in found.items() if record is None]:
+            await self._redis.srem(self._names, *expired)
+        return {
+            name: record.encode() if isinstance(record, str) else record
+            for name, record in found.items()
+            if record is not None
+        }
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
 
 
 def is_about_one_key(error: RedisError) -> bool:

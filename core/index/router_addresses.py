@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 from core.identity.signing import signed, verified
-from core.index.redis_client import RedisReach, repaired
+from core.index.redis_client import LeasedRecords, RedisReach
 
 _LEASE_S, _RENEW_S = 10.0, 3.0
 _MAX_RECORD_BYTES = 1 << 10
@@ -37,7 +37,7 @@ class RouterAddresses:
         self._key = key
         self._router = router
         self._address = address
-        self._set, self._record = f"{name}:routers", f"{name}:router:"
+        self._records = LeasedRecords(redis, names=f"{name}:routers", record=f"{name}:router:", lease_s=_LEASE_S)
         self._reach = RedisReach("the addresses of other routers stay as they are")
 
     async def run(self) -> None:
@@ -57,10 +57,7 @@ class RouterAddresses:
         """Remove the registration at once, if Redis is reachable, and close the connection."""
         self._is_leaving = True
         try:
-            async with self._redis.pipeline(transaction=False) as pipeline:
-                pipeline.delete(self._record + self._router)
-                pipeline.srem(self._set, self._router)
-                await pipeline.execute()
+            await self._records.end(self._router)
         except RedisError as error:
             self._reach.missed(error)
         await self._redis.aclose()
@@ -68,28 +65,14 @@ class RouterAddresses:
     async def renew(self) -> None:
         """Write this router's record, with its lease."""
         text = json.dumps({"router": self._router, "address": self._address}).encode()
-        async with (
-            repaired(self._redis, {self._set: "set"}),
-            self._redis.pipeline(transaction=False) as pipeline,
-        ):
-            pipeline.set(self._record + self._router, signed(text, self._key), px=int(_LEASE_S * 1e3))
-            pipeline.sadd(self._set, self._router)
-            await pipeline.execute()
+        await self._records.renew(self._router, signed(text, self._key))
 
     async def _read(self) -> dict[str, str]:
         """Return the live routers. Ignores records that no process of this deployment has signed."""
-        members = await self._redis.smembers(self._set)
-        names = sorted(name.decode(errors="replace") if isinstance(name, bytes) else name for name in members)
-        if not names:
-            return {}
-        records = await self._redis.mget([self._record + name for name in names[:_MAX_ROUTERS]])
-        known = dict(zip(names, records, strict=False))
-        if gone := [name for name, record in known.items() if record is None]:
-            await self._redis.srem(self._set, *gone)
-        return {name: address for name, record in known.items() if record and (address := self._opened(name, record))}
+        known = await self._records.read(most=_MAX_ROUTERS)
+        return {name: address for name, record in known.items() if (address := self._opened(name, record))}
 
-    def _opened(self, name: str, record: str | bytes) -> str | None:
-        record = record.encode() if isinstance(record, str) else record
+    def _opened(self, name: str, record: bytes) -> str | None:
         text = verified(record, self._key) if len(record) <= _MAX_RECORD_BYTES else None
         fields = json.loads(text) if text else {}
         return str(fields["address"]) if fields.get("router") == name else None

@@ -8,6 +8,10 @@ with a single endpoint do not retry elsewhere and wait longer.
 
 from __future__ import annotations
 
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -16,12 +20,11 @@ from grpc import aio
 from core.identity.credentials import Identity, TlsCredentials
 from core.identity.process_name import ProcessName
 from core.wire.authorization import Guard
-from core.wire.renewing_channel import LastingChannel
-from core.wire.server_credentials import renewable
 
 MAX_MESSAGE_BYTES = 64 << 20  # a 1M-token prompt has 4 MB; KV is not sent over these channels
 PING_EVERY_S = 1.0  # while the peer is silent; it is lost two seconds later
 _ANSWER_WITHIN_S = 2.0
+_GO_ON_S = 0.25  # running handshakes need a microsecond and a time slice; the server's handshakes pause as long
 
 
 def keepalive(*, ping_every_ms: int, answer_within_ms: int) -> list[tuple[str, Any]]:
@@ -127,3 +130,101 @@ def listen(server: aio.Server, address: str, identity: Identity) -> int:
 def _server_side(tls_credentials: TlsCredentials) -> grpc.ServerCertificateConfiguration:
     own = tls_credentials.certificate
     return grpc.ssl_server_certificate_configuration([(tls_credentials.key, own.chain)], own.authorities)
+
+
+def renewable(
+    first: grpc.ServerCertificateConfiguration,
+    newer: Callable[[], grpc.ServerCertificateConfiguration | None],
+    *,
+    asks_clients: bool = False,
+) -> grpc.ServerCredentials:
+    """Return a server's TLS credentials that can be renewed while clients connect.
+
+    newer: called at each handshake, on a gRPC thread; returns None if unchanged. asks_clients: mutual TLS.
+
+    gRPC (1.85) asks for a newer certificate at each handshake, under a lock, and frees the old one at once. A handshake
+    on another thread that has read the old one and uses it without the lock then crashes the process. A new certificate
+    per handshake crashed it after some hundred concurrent handshakes, which any client can start. So a certificate is
+    returned only when there is a new one, after a sleep under gRPC's lock in which running handshakes can finish.
+    """
+
+    def renewed() -> grpc.ServerCertificateConfiguration | None:
+        if found := newer():
+            time.sleep(_GO_ON_S)
+        return found
+
+    return grpc.dynamic_ssl_server_credentials(first, renewed, require_client_authentication=asks_clients)
+
+
+@dataclass(eq=False)
+class _Line:
+    """One gRPC channel and the credentials that it was opened with."""
+
+    channel: aio.Channel
+    tls_credentials: TlsCredentials | None
+    num_calls: int = 0
+
+
+class LastingChannel:
+    """Channel for generated stubs. Calls that start after a renewal use a connection with the new certificate; running
+    calls stay on the old connection, which is closed after the last of them.
+
+    `open` opens a gRPC channel with the current credentials of `identity`. Lives on one event loop.
+    """
+
+    def __init__(self, open: Callable[[], aio.Channel], identity: Identity) -> None:
+        self._open = open
+        self._identity = identity
+        self._line = self._new_line()
+        self._old: set[_Line] = set()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def unary_unary(self, *method: Any, **codec: Any) -> Callable[..., Any]:
+        return self._calls("unary_unary", method, codec)
+
+    def unary_stream(self, *method: Any, **codec: Any) -> Callable[..., Any]:
+        return self._calls("unary_stream", method, codec)
+
+    def stream_stream(self, *method: Any, **codec: Any) -> Callable[..., Any]:
+        return self._calls("stream_stream", method, codec)
+
+    async def close(self) -> None:
+        """Close all connections. Running calls are cancelled."""
+        lines = [self._line, *self._old]
+        await asyncio.gather(*(line.channel.close() for line in lines), *self._closing)
+
+    def _calls(self, kind: str, method: tuple[Any, ...], codec: dict[str, Any]) -> Callable[..., Any]:
+        """Return a callable that starts each call on the connection of that moment."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            line = self._present()
+            running = getattr(line.channel, kind)(*method, **codec)(*args, **kwargs)
+            line.num_calls += 1
+            running.add_done_callback(lambda _: self._ended(line))
+            return running
+
+        return call
+
+    def _present(self) -> _Line:
+        before = self._line
+        if before.tls_credentials is not self._identity.tls_credentials:
+            self._line = self._new_line()
+            self._old.add(before)
+            self._close_unused(before)
+        return self._line
+
+    def _new_line(self) -> _Line:
+        # Read before the channel is opened: after a renewal in between, the channel is only replaced once more.
+        tls_credentials = self._identity.tls_credentials
+        return _Line(self._open(), tls_credentials)
+
+    def _ended(self, line: _Line) -> None:
+        line.num_calls -= 1
+        self._close_unused(line)
+
+    def _close_unused(self, line: _Line) -> None:
+        if line in self._old and not line.num_calls:
+            self._old.remove(line)
+            task = asyncio.ensure_future(line.channel.close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)

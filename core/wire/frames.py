@@ -1,4 +1,4 @@
-"""Worker side of the token frames: the output of its step loop, bundled per router, and the port beside gRPC's.
+"""Token frames: the output of a worker's step loop, bundled per router, on a port beside gRPC's; and a router's end.
 
 A router connects, with mutual TLS if this worker has credentials, and names itself in a FramesRequest. Frames follow
 until either end closes the connection. A rejection is one frame with `error`. As a sign of life the router sends an
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing, suppress
 from typing import Any
 
@@ -21,12 +21,13 @@ from core.identity.credentials import Identity, TlsCredentials
 from core.identity.process_name import ProcessName
 from core.identity.rules import FRAMES_RULE
 from core.rpc import worker_pb2 as pb
-from core.types.errors import CapacityError, ClusterError, RequestError
+from core.types.errors import CapacityError, ClusterError, ReplicaLost, RequestError
+from core.types.network import split_address
 from core.types.request import SampledToken
 from core.types.validation import check_name
-from core.wire.message_stream import BadMessage, MessageStream
+from core.wire.channel import MAX_MESSAGE_BYTES, PING_EVERY_S
+from core.wire.message_stream import BadMessage, MessageStream, client_context, server_context
 from core.wire.messages import stream_token_to_proto
-from core.wire.tls_contexts import server_context
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ HEARTBEAT_S = 1.0
 STATUS_S = 0.05
 MAX_ROUTERS = 1024
 _OPEN_S = 10.0  # for TLS and the request
+_CONNECT_S = 20.0  # of a router, TLS included
 _MAX_REQUEST_BYTES = 4096
 MAX_UNNAMED = 128  # connections before their FramesRequest; beyond, the oldest is dropped
 _DRAIN_S = 20.0  # a router that reads nothing for this long is dropped, so its next frame stays bounded
@@ -305,3 +307,64 @@ def _peer(connection: socket.socket) -> str:
         return str(connection.getpeername())
     except OSError:  # disconnected already
         return "unknown"
+
+
+async def follow_frames(
+    address: str,
+    *,
+    peer: ProcessName,
+    identity: Identity,
+    take: Callable[[pb.Frame], None],
+    connect_s: float = _CONNECT_S,
+) -> None:
+    """Connect to `peer` at `address`, and pass each frame to `take` until the worker closes the stream.
+
+    With TLS the connection is mutual, and the worker's certificate must name `peer`.
+    Raises ReplicaLost if the worker is unreachable, rejects this router or breaks the protocol, and anything that
+    `take` raises.
+    """
+
+    has_begun = False
+
+    def read(message: bytes) -> None:
+        nonlocal has_begun
+        has_begun = True
+        frame = pb.Frame.FromString(message)
+        if frame.error:
+            raise ReplicaLost(f"{peer.replica}: {frame.error}")
+        take(frame)
+
+    stream = MessageStream(read, max_message_bytes=MAX_MESSAGE_BYTES)
+    try:
+        await _connect(stream, address, peer, identity, connect_s)
+        stream.send(pb.FramesRequest(router=identity.name.router).SerializeToString())
+        while not stream.ended.done():
+            await asyncio.wait({stream.ended}, timeout=PING_EVERY_S)
+            stream.send(b"")
+    finally:
+        stream.abort()
+    error = stream.ended.result()
+    if isinstance(error, OSError | BadMessage | DecodeError):
+        raise ReplicaLost(f"{peer.replica}: {error!r} on the token stream from {address}") from error
+    if error:
+        raise error
+    if not has_begun:  # a TLS client that is rejected gets no other information
+        raise ReplicaLost(f"{peer.replica}: {address} closed the token stream at once; see the worker's log")
+
+
+async def _connect(
+    stream: MessageStream, address: str, peer: ProcessName, identity: Identity, connect_s: float
+) -> None:
+    try:
+        host, port = split_address(address)
+        tls = client_context(identity.tls_credentials) if identity.tls_credentials else None
+        async with asyncio.timeout(connect_s):
+            await asyncio.get_running_loop().create_connection(
+                lambda: stream,
+                host,
+                port,
+                ssl=tls,
+                server_hostname=peer.host if tls else None,
+            )
+    except (OSError, ValueError, OverflowError) as error:  # TLS errors are OSErrors; ValueError: malformed address
+        raise ReplicaLost(f"{peer.replica}: no connection to {address}: {error!r}") from error

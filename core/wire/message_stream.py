@@ -1,4 +1,4 @@
-"""Length-prefixed messages over one asyncio connection: the transport of token frames, for either end.
+"""Length-prefixed messages over one asyncio connection, over TCP or TLS: the transport of token frames, for either end.
 
 A message is a four-byte big-endian length and that many bytes. An empty message is a keep-alive.
 """
@@ -6,9 +6,13 @@ A message is a four-byte big-endian length and that many bytes. An empty message
 from __future__ import annotations
 
 import asyncio
+import os
+import ssl
 import struct
 from collections.abc import Callable
 from typing import cast
+
+from core.identity.credentials import TlsCredentials
 
 _LENGTH = struct.Struct(">I")
 _HIGH_WATER_BYTES = 64 << 10  # unsent bytes above which `drained` waits
@@ -114,3 +118,36 @@ class MessageStream(asyncio.Protocol):
     def _hand_over(self, message: bytes) -> None:
         if message and not self.ended.done():
             self._take(message)
+
+
+def client_context(tls_credentials: TlsCredentials) -> ssl.SSLContext:
+    """Return a client context with these credentials that verifies the peer's certificate and host name.
+
+    Raises OSError; ssl.SSLError is a subclass.
+    """
+    return _context(ssl.PROTOCOL_TLS_CLIENT, tls_credentials)
+
+
+def server_context(tls_credentials: TlsCredentials) -> ssl.SSLContext:
+    """Return a server context with these credentials that requires client certificates. Raises OSError."""
+    context = _context(ssl.PROTOCOL_TLS_SERVER, tls_credentials)
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.num_tickets = 0  # no session resumption: each connection presents its certificate
+    return context
+
+
+def _context(protocol: int, tls_credentials: TlsCredentials) -> ssl.SSLContext:
+    own = tls_credentials.certificate
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # trust each authority by itself, intermediates included
+    context.load_verify_locations(cadata=own.authorities.decode())
+    # Python loads a key only from a file. This one is in memory, and no other process can open it.
+    file = os.memfd_create("credentials")
+    try:
+        with open(file, "wb", closefd=False) as written:
+            written.write(tls_credentials.key + b"\n" + own.chain)
+        context.load_cert_chain(f"/proc/self/fd/{file}")
+    finally:
+        os.close(file)
+    return context

@@ -1,22 +1,41 @@
-"""Conversion of requests and tokens between dataclasses and protobuf messages."""
+"""Conversion of requests, tokens and prompt log-probabilities between dataclasses and protobuf messages.
+
+Checks the plausibility of a replica's status and of its prompt log-probabilities.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from core.rpc import worker_pb2 as pb
 from core.types.constraints import Grammar, GrammarKind
-from core.types.errors import RequestError
+from core.types.errors import RequestError, TransferError
 from core.types.handoff import Handoff, PrefixSource
+from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import DraftTally, FinishReason, SampledToken, Sampling, SequenceRequest, TokenLogprob
 from core.types.step_timing import PromptSpent, StepTiming
 from core.types.thinking_budget import ThinkingBudget
 from core.types.token_rules import TokenRules
 from core.wire.proto_fields import from_message, to_message
 
+Number = TypeVar("Number", np.float32, np.int32)
+
+# Numbers of prompt log-probabilities.
+_FLOAT, _INT = np.dtype("<f4"), np.dtype("<i4")
 _MOST_STEPS, _MOST_DRAFTED = 256, 64  # steps between two reports of a tally; tokens of a draft
 _MOST_FLOOR = 1000.0  # above 1 if no draft pays off
+# Measurements in a status, on which the router bases its costs.
+_MEASURED = (
+    "prefill_tokens_per_s", "decode_step_s", "link_bytes_per_s", "host_bytes_per_s", "disk_bytes_per_s",
+    "tokens_per_row", "drafted_per_row",
+)  # fmt: skip
+_ADDED_UP = ("transfer_seconds", "pull_seconds")
+_SMALLEST, _LARGEST = 1e-12, 1e18  # of any measurement: seconds, and things per second
 
 
 def sequence_to_proto(request: SequenceRequest) -> pb.Sequence:
@@ -157,3 +176,69 @@ def spent_to_proto(spent: PromptSpent) -> pb.Spent:
 
 def timing_from_proto(timing: pb.StepTiming) -> StepTiming:
     return from_message(StepTiming, timing)
+
+
+def make_plausible(status: pb.Status) -> bool:
+    """Clear implausible metrics of a status in place: NaN, infinite and negative ones. They then count as not measured.
+
+    Returns False if there were any.
+    """
+    bad = [name for name in _MEASURED if not _is_plausible(getattr(status, name))]
+    for name in bad:
+        status.ClearField(name)
+    timing, totals = status.timing, status.totals
+    is_good = not bad
+    if not all(map(_is_plausible, (timing.base_s, timing.token_s, timing.pair_s, timing.context_s))):
+        status.ClearField("timing")
+        is_good = False
+    for name in _ADDED_UP:
+        if not 0 <= getattr(totals, name) < math.inf:
+            totals.ClearField(name)
+            is_good = False
+    return is_good
+
+
+def _is_plausible(number: float) -> bool:
+    return number == 0 or _SMALLEST <= number <= _LARGEST
+
+
+def prompt_logprobs_to_proto(logprobs: PromptLogprobs) -> Iterator[pb.PromptLogprobs]:
+    """Yield messages in order; none for no tokens."""
+    for part in logprobs.parts():
+        yield pb.PromptLogprobs(
+            logprobs=part.logprobs_P.astype(_FLOAT).tobytes(),
+            ranks=part.ranks_P.astype(_INT).tobytes(),
+            top_ids=part.top_ids_PK.astype(_INT).tobytes(),
+            top_logprobs=part.top_logprobs_PK.astype(_FLOAT).tobytes(),
+        )
+
+
+def prompt_logprobs_from_proto(message: pb.PromptLogprobs, *, num_top: int, vocab_size: int) -> PromptLogprobs:
+    """Parse and validate a message. num_top: requested top tokens. Raises TransferError for impossible values."""
+    num_tokens, num_top = len(message.logprobs) // _FLOAT.itemsize, min(num_top, vocab_size)
+    logprobs = _column(message.logprobs, _FLOAT, num_tokens)
+    ranks = _column(message.ranks, _INT, num_tokens)
+    top_ids = _column(message.top_ids, _INT, num_tokens * num_top)
+    top_logprobs = _column(message.top_logprobs, _FLOAT, num_tokens * num_top)
+    # This form rejects NaN, too.
+    if not ((logprobs <= 0).all() and (top_logprobs <= 0).all()):
+        raise TransferError("invalid log-probabilities of a prompt: above 0, or NaN")
+    if not (_is_within(ranks, 1, vocab_size) and _is_within(top_ids, 0, vocab_size - 1)):
+        raise TransferError(f"invalid tokens or ranks of a prompt: not within the vocabulary of {vocab_size}")
+    shape = num_tokens, num_top
+    return PromptLogprobs(
+        logprobs_P=logprobs,
+        ranks_P=ranks,
+        top_ids_PK=top_ids.reshape(shape),
+        top_logprobs_PK=top_logprobs.reshape(shape),
+    )
+
+
+def _column(packed: bytes, kind: np.dtype[Number], size: int) -> NDArray[Number]:
+    if len(packed) != size * kind.itemsize:
+        raise TransferError(f"invalid log-probabilities of a prompt: {len(packed)} bytes are not {size} numbers")
+    return np.frombuffer(packed, kind)
+
+
+def _is_within(numbers: NDArray[np.int32], lowest: int, highest: int) -> bool:
+    return not numbers.size or bool(numbers.min() >= lowest and numbers.max() <= highest)

@@ -19,6 +19,8 @@ from core.wire.frames import FrameHub, FrameServer
 
 T = TypeVar("T")
 
+_OPEN_S = 30.0  # limit for opening a port
+
 
 class RankHost:
     """Owner of the event loop. The loop never blocks on a device and the step thread never awaits; they communicate by
@@ -34,13 +36,13 @@ class RankHost:
         self._thread = threading.Thread(target=self._run, name="event-loop", daemon=True)
         self._thread.start()
 
-    def serve(self, register: Callable[[aio.Server], None], *, timeout_s: float = 30.0) -> str:
+    def serve(self, register: Callable[[aio.Server], None]) -> str:
         """Open a port and serve the servicers that `register` adds. Returns "host:port"."""
-        return self.call(self._serve(register), timeout_s=timeout_s)
+        return self.call(self._serve(register), timeout_s=_OPEN_S)
 
-    def serve_frames(self, hub: FrameHub, *, timeout_s: float = 30.0) -> str:
+    def serve_frames(self, hub: FrameHub) -> str:
         """Open another port and serve the token frames of `hub` to routers. Returns "host:port"."""
-        return self.call(self._serve_frames(hub), timeout_s=timeout_s)
+        return self.call(self._serve_frames(hub), timeout_s=_OPEN_S)
 
     def call(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float) -> T:
         """Run a coroutine on the event loop and wait for its result. Not callable from the event loop itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from core.identity.keyed_hash import keyed_hash
+from core.identity.signing import keyed_hash
 from core.types.api_key import ApiKey
 from core.types.errors import RequestError
 from core.types.request import OFFLINE

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import grpc
 
 from core.types.errors import DeployError
-from core.wire.server_credentials import renewable
+from core.wire.channel import renewable
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from uuid import uuid4
 
-from core.identity.rendezvous_key import key_of_link
+from core.identity.rules import key_of_link
 from core.rpc import transfer_pb2 as pb
 from core.types.errors import CapacityError, ClusterError, LayoutMismatch
 from core.types.failpoint import FailpointStage

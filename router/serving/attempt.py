@@ -20,8 +20,7 @@ from core.types.handoff import Handoff, PrefixSource
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import SequenceRequest
 from core.types.timeline import RequestPhase, Timeline
-from core.wire.messages import handoff_from_proto, tokens_from_proto
-from core.wire.prompt_logprob_messages import prompt_logprobs_from_proto
+from core.wire.messages import handoff_from_proto, prompt_logprobs_from_proto, tokens_from_proto
 from router.routing.chooser import Culprit
 from router.serving.choices import AttemptTasks, Choices
 from router.serving.decode_streams import DecodeStreams

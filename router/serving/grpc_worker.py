@@ -17,7 +17,7 @@ from core.types.handoff import Handoff, PrefixSource
 from core.types.request import SequenceRequest
 from core.wire.call_errors import error_of
 from core.wire.channel import open_lasting_channel
-from core.wire.frame_client import follow_frames
+from core.wire.frames import follow_frames
 from core.wire.messages import handoff_to_proto, prefix_source_to_proto, sequence_to_proto
 
 Event = TypeVar("Event")

@@ -12,8 +12,7 @@ from core.process.supervisor import Supervisor
 from core.rpc import worker_pb2 as pb
 from core.types.errors import ClusterError, ReplicaLost
 from core.types.request import SampledToken
-from core.wire.messages import timing_from_proto, tokens_from_proto
-from core.wire.status_check import make_plausible
+from core.wire.messages import make_plausible, timing_from_proto, tokens_from_proto
 from router.routing.replica_load import ReplicaLoad
 from router.serving.worker import Worker
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from cluster.rollout.canary import problem_of
 from cluster.rollout.spec_diff import kind_of, tokens_of, updated
+from cluster.rollout.update_plan import problem_of
 from core.spec.schema import Spec
 from core.types.request import Role, Sampling
 from core.types.revisions import Revision, RevisionTable

@@ -39,7 +39,7 @@ _SHOWN = {
     ("cluster/cli/planning/autoscale.py", "time.localtime"),
     # Certificates hold in wall-clock time.
     ("core/identity/authority.py", "datetime.datetime.now"),
-    ("core/identity/renewal.py", "time.time"),
+    ("core/identity/credentials.py", "time.time"),
 }
 
 _GREEDY = Sampling(max_tokens=40, temperature=0.0)

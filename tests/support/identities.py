@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from core.identity.authority import LIFE_S, Authority
+from core.identity.authority import LIFE_S, Authority, KeyPair
 from core.identity.credentials import Identity, TlsCredentials
-from core.identity.key_pair import KeyPair
 from core.identity.process_name import ProcessName
 
 DEPLOYMENT = "cluster"

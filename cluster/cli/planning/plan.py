@@ -12,19 +12,17 @@ import typer
 
 from cluster.cli.deploy import AsJson, Name
 from cluster.cli.planning.draft_options import DraftPass, DraftsOption, draft_lines, lines_table
+from cluster.cli.planning.memory import formats_report, memory_report, memory_table
 from cluster.cli.planning.simulate import HostTokens, ProfileName, Simulator, Speedup, pools_of, running_deployment
 from core.trace.trace import read_trace
 from core.types.errors import SpecError
 
 if TYPE_CHECKING:
-    from core.model.kv_memory import KVArithmetic
     from core.spec.schema import Spec
     from planner.simulator.candidate import Candidate
     from planner.simulator.plan import CapacityPlan
 
 _NO_SPEC = "1P1D"
-_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
-_CONTEXTS = (2048, 8192, 32_768, 131_072)
 
 
 def plan(
@@ -76,11 +74,11 @@ def plan(
     learned.
     """
     if memory:
-        report = _memory(spec or _NO_SPEC)
-        print(json.dumps(report, indent=1) if as_json else _memory_table(report))
+        report = memory_report(spec or _NO_SPEC)
+        print(json.dumps(report, indent=1) if as_json else memory_table(report))
         return
     if formats:
-        print(_formats(spec or _NO_SPEC, profile, memory_gib, batch, context, as_json=as_json))
+        print(formats_report(spec or _NO_SPEC, profile, memory_gib, batch, context, as_json=as_json))
         return
     if speculation:
         simulator = Simulator(profile, drafts, draft_pass_ms)
@@ -207,185 +205,3 @@ def _name(c: Candidate) -> str:
     if c.is_colocated:
         return f"{c.topology} (threads {c.decode_threads}, chunks {c.decode_batch_tokens})"
     return f"{c.topology} (threads {c.prefill_threads} + {c.decode_threads})"
-
-
-def _memory(source: str) -> dict[str, Any]:
-    from cluster.launch.preflight import check_ranks
-    from core.model import config as model_config
-    from core.model import source as model_source
-    from core.model.draft_heads import load_heads
-    from core.model.draft_source import heads_source
-    from core.model.gguf_table import TABLE, read_table
-    from core.model.kv_memory import KVArithmetic
-    from core.spec.kv_windows import why_windows_stay, window_arithmetic
-    from core.spec.loader import load_spec
-    from core.types.request import Role
-    from core.types.role_switch import largest_step
-
-    spec = load_spec(source)
-    directory = model_source.resolve(spec.model.source)
-    config = model_config.load(directory, max_context=spec.model.max_context)
-    check_ranks(spec, config)
-    drafts = heads_source(spec)
-    heads = load_heads(drafts.heads, drafts.directory, config) if drafts and drafts.heads else None
-    limit = min(config.max_context, spec.model.max_context or config.max_context)
-    pools = {}
-    for role in Role:
-        pool = spec.pool(role)
-        if pool.kv_memory_gib is None and pool.resources.gpus:
-            raise SpecError(f"{role}.kv_memory_gib: must be set; free GPU memory is unknown here")
-        own = spec.model.dtype if spec.kv.pool_dtype == "auto" else spec.kv.pool_dtype
-        by_dtype = {
-            dtype: KVArithmetic(
-                config=config,
-                dtype=dtype,
-                block_size=spec.kv.block_size,
-                tensor_parallel=pool.tensor_parallel,
-                memory_bytes=(pool.kv_memory_gib or 1.0) * 2**30,
-                heads=heads,
-                activations=spec.model.dtype,
-                unquantized_layers=config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers),
-                max_running=largest_step(spec, role)[1],
-                windows=window_arithmetic(
-                    spec, config, block_size=spec.kv.block_size, max_batch_tokens=largest_step(spec, role)[0]
-                ),
-            )
-            for dtype in dict.fromkeys((own, spec.model.dtype, "fp8_e4m3", "int8", "int4"))
-            if config.can_keep_kv(dtype)
-        }
-        kv = by_dtype[own]
-        contexts = [*(context for context in _CONTEXTS if context < limit), limit]
-        pools[role.value] = {
-            "bytes_per_token": kv.bytes_per_token,
-            "blocks_per_replica": kv.sizes.num_blocks,
-            "tokens_per_replica": kv.sizes.num_blocks * spec.kv.block_size,
-            "tokens_by_pool_dtype": {name: one.sizes.num_blocks * spec.kv.block_size for name, one in by_dtype.items()},
-            "max_batch": {str(context): kv.max_batch(context) for context in contexts},
-            **_slots(kv),
-            "tier_places": {
-                name: int(gib * 2**30) // kv.cache.place_bytes if kv.cache.place_bytes else 0
-                for name, gib in (("host", pool.kv_host_gib), ("disk", pool.kv_disk_gib))
-            },
-        }
-    why_whole = why_windows_stay(spec, config) if any(config.kv_windows) else None
-    count = config.num_parameters
-    weights = {spec.model.dtype: count * _ITEM_BYTES[spec.model.dtype], "int8": count}
-    if (directory / TABLE).exists():
-        weights["as stored"] = sum(tensor.num_bytes for tensor in read_table(directory))
-    elif model_config.quantization_config(directory):
-        weights["as stored"] = _stored_bytes(directory)
-    return {
-        "model": spec.model.name,
-        "block_size": spec.kv.block_size,
-        "parameters": count,
-        "weight_bytes": weights,
-        # MTP heads are stored in the model's own files.
-        "heads_bytes": _stored_bytes(heads.directory) if heads and heads.kind != "mtp" else 0,
-        "why_windows_stay": why_whole,
-        "pools": pools,
-    }
-
-
-def _slots(kv: KVArithmetic) -> dict[str, int]:
-    """Return what a replica keeps beside blocks: states of recurrent layers, or parts of layers with a window."""
-    cache, sizes = kv.cache, kv.sizes
-    return {
-        "states_per_replica": sizes.num_states,
-        "state_bytes": cache.state_bytes * kv.tensor_parallel,
-        "window": cache.window,
-        "window_bytes_per_token": cache.window_token_bytes * kv.tensor_parallel,
-        "window_parts_per_replica": (sizes.num_window_parts or 1) - 1,
-        "places_beside_a_block": cache.num_pieces,
-    }
-
-
-def _formats(source: str, profile: str | None, memory_gib: float, batch: int, context: int, *, as_json: bool) -> str:
-    """Return the table of formats, or its JSON."""
-    from cluster.cli.console import columns
-    from cluster.cli.planning.formats import WEIGHT_BITS, format_plan, formats_table
-    from core.model import config as model_config
-    from core.model import source as model_source
-    from core.model.kv_memory import QUANTIZED, KVArithmetic
-    from core.spec.loader import load_spec
-
-    spec = load_spec(source)
-    config = model_config.load(model_source.resolve(spec.model.source))
-    simulator, ranks = Simulator(profile, None, 0.0), spec.decode.tensor_parallel
-    plans = []
-    for kv, dtype in ({"bf16": "bfloat16"} | QUANTIZED).items():
-        if not config.can_keep_kv(dtype):
-            continue
-        pool = KVArithmetic(
-            config=config,
-            dtype=dtype,
-            block_size=spec.kv.block_size,
-            tensor_parallel=ranks,
-            memory_bytes=0,
-            unquantized_layers=config.layers_at("kv.unquantized_layers", spec.kv.unquantized_layers),
-        )
-        plans += [
-            format_plan(
-                config,
-                weights,
-                kv,
-                pool,
-                simulator.profile,
-                memory_bytes=memory_gib * 2**30 * ranks,
-                batch=batch,
-                context=context,
-            )
-            for weights in WEIGHT_BITS
-        ]
-    if as_json:
-        return json.dumps([asdict(one) for one in plans], indent=1)
-    return f"{columns(formats_table(plans, batch=batch))}\n{simulator.times_note}"
-
-
-def _stored_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-
-
-def _memory_table(report: dict[str, Any]) -> str:
-    from cluster.cli.console import columns
-
-    sizes = ", ".join(f"{size / 2**30:.2f} GiB in {name}" for name, size in report["weight_bytes"].items())
-    lines = [
-        f"{report['model']}, blocks of {report['block_size']} tokens",
-        f"weights: {report['parameters'] / 1e6:,.0f} million, about {sizes}; each rank has its share",
-    ]
-    if report["heads_bytes"]:
-        lines.append(f"draft heads: {report['heads_bytes'] / 2**20:,.0f} MiB as stored, on each replica")
-    if report["why_windows_stay"]:
-        lines.append(f"layers with a window keep KV for whole contexts: {report['why_windows_stay']}")
-    for role, pool in report["pools"].items():
-        lines.append(
-            f"{role}: {pool['bytes_per_token']:,} bytes per token, {pool['blocks_per_replica']:,} blocks"
-            f" = {pool['tokens_per_replica']:,} tokens per replica"
-        )
-        by_dtype = ", ".join(f"{tokens:,} in {name}" for name, tokens in pool["tokens_by_pool_dtype"].items())
-        lines += [f"  by kv.pool_dtype: {by_dtype}", *_slot_lines(pool)]
-        rows = [["  CONTEXT", "SEQUENCES AT A TIME"]]
-        rows += [[f"  {int(context):,}", f"{batch:,}"] for context, batch in pool["max_batch"].items()]
-        lines.append(columns(rows))
-    return "\n".join(lines)
-
-
-def _slot_lines(pool: dict[str, Any]) -> list[str]:
-    lines, beside = [], ""
-    if pool["state_bytes"]:
-        beside = "a checkpoint"
-        lines.append(
-            f"  states: {pool['states_per_replica']:,} of {pool['state_bytes']:,} bytes; each running sequence"
-            " takes one, the others are checkpoints of cached prefixes"
-        )
-    if pool["window"]:
-        beside = "its part with a window"
-        lines.append(
-            f"  windows: {pool['window_bytes_per_token']:,} of the bytes per token are freed {pool['window']:,}"
-            f" tokens back; {pool['window_parts_per_replica']:,} blocks at a time have them"
-        )
-    if any(pool["tier_places"].values()):
-        places = " and ".join(f"{count:,} on {name}" for name, count in pool["tier_places"].items() if count)
-        more = f", {beside} {pool['places_beside_a_block']:,}" if beside else ""
-        lines.append(f"  lower tiers: {places}; a block takes one{more}")
-    return lines

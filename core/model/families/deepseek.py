@@ -1,4 +1,4 @@
-"""DeepSeek-V2 to V3.2, Kimi-K2, GLM-4.7-Flash, GLM-5 and Mistral Small 4: latent attention, shared experts."""
+"""DeepSeek-V2 to V3.2, Kimi-K2, GLM-4.5 to GLM-5 and Mistral Small 4: latent attention, experts beside shared ones."""
 
 from __future__ import annotations
 
@@ -174,6 +174,14 @@ def _groups(settings: Settings, counts: Fields, *, best: int) -> Fields:
     return {"num_groups": num_groups, "num_groups_per_token": num_groups_per_token}
 
 
+def _glm4_moe(settings: Settings) -> Fields:
+    """Read GLM-4.5, 4.6 and 4.7: these experts beside grouped-query attention."""
+    fields = with_rope(settings, common(settings), can_be_partial=True) | {"has_output_bias": False}
+    if settings.switch("use_qk_norm"):
+        fields["qk_norm"] = "head"
+    return with_experts(settings, fields, scores="sigmoid", normalizes=settings.switch("norm_topk_prob", True))
+
+
 FAMILIES = (
     Family(
         architectures=("DeepseekV2ForCausalLM",),
@@ -218,5 +226,13 @@ FAMILIES = (
         defaults={"max_position_embeddings": 1048576, "q_lora_rank": 1024}
         | {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 4},
         stored=stacked_experts(),
+    ),
+    Family(
+        architectures=("Glm4MoeForCausalLM",),
+        model_types=("glm4_moe", "glm4v_moe_text"),
+        read=_glm4_moe,
+        defaults={"partial_rotary_factor": 0.5, "first_k_dense_replace": 1, "rms_norm_eps": 1e-5}
+        | {"num_key_value_heads": 8, "max_position_embeddings": 131072}
+        | {"n_routed_experts": 128, "n_shared_experts": 1, "num_experts_per_tok": 8},
     ),
 )

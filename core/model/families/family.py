@@ -13,7 +13,7 @@ from typing import Any, Literal
 from core.model.recurrent import RecurrentShape
 from core.model.rope import context_of, read_rope
 from core.model.settings import Settings
-from core.model.shape import Activation, LayerConfig, RopeConfig
+from core.model.shape import Activation, ExpertsConfig, LayerConfig, RopeConfig
 from core.types.errors import SpecError
 
 # Limits far beyond published models: sizes that would only fill memory.
@@ -230,6 +230,17 @@ def count_experts(
     """Read the number of experts, and of those per token, for ExpertsConfig. Raises SpecError."""
     num_experts = settings.count(key, most=_MOST_EXPERTS)
     return {"num_experts": num_experts, "num_per_token": settings.count(per_token, default, most=num_experts)}
+
+
+def with_experts_everywhere(settings: Settings, fields: Fields, **own: Any) -> Fields:
+    """Add experts with normalized weights in every layer. own: further arguments of ExpertsConfig. Raises SpecError."""
+    fields["experts"] = ExpertsConfig(
+        **count_experts(settings, "num_local_experts"),
+        intermediate_size=fields["intermediate_size"],
+        normalizes_weights=True,
+        **own,
+    )
+    return with_sparse(fields, [True] * fields["num_layers"])
 
 
 def with_sparse(fields: Fields, is_sparse: Sequence[bool]) -> Fields:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 from core.model.families.family import (
+    FULL,
+    SLIDING,
     Family,
     Fields,
     activation,
@@ -49,9 +51,7 @@ def gemma_fields(settings: Settings, *, adds_one: bool) -> Fields:
 def _gemma2(settings: Settings) -> Fields:
     fields = with_rope(settings, gemma_fields(settings, adds_one=True)) | _score_scale(settings)
     fields["score_soft_cap"] = settings.optional_real("attn_logit_softcapping")
-    kinds = layer_kinds(
-        settings, fields["num_layers"], lambda index: "full_attention" if index % 2 else "sliding_attention"
-    )
+    kinds = layer_kinds(settings, fields["num_layers"], lambda index: FULL if index % 2 else SLIDING)
     return with_windows(settings, fields, kinds)
 
 
@@ -62,15 +62,15 @@ def _gemma3(settings: Settings) -> Fields:
     kinds = layer_kinds(
         settings,
         fields["num_layers"],
-        lambda index: "sliding_attention" if (index + 1) % pattern else "full_attention",
+        lambda index: SLIDING if (index + 1) % pattern else FULL,
     )
     nested = Settings(settings.object("rope_parameters"))
-    local = {"rope_theta": settings.real("rope_local_base_freq", 10000.0), **nested.object("sliding_attention")}
-    whole = {"rope_theta": settings.real("rope_theta", 1e6), **nested.object("full_attention")}
+    local = {"rope_theta": settings.real("rope_local_base_freq", 10000.0), **nested.object(SLIDING)}
+    whole = {"rope_theta": settings.real("rope_theta", 1e6), **nested.object(FULL)}
     whole |= settings.object("rope_scaling")
     ropes = {
-        "sliding_attention": read_rope(settings, head_dim=fields["head_dim"], parameters=local),
-        "full_attention": read_rope(settings, head_dim=fields["head_dim"], parameters=whole),
+        SLIDING: read_rope(settings, head_dim=fields["head_dim"], parameters=local),
+        FULL: read_rope(settings, head_dim=fields["head_dim"], parameters=whole),
     }
     fields = with_windows(settings, with_ropes(fields, ropes, kinds), kinds)
     # The scaling of full layers is part of max_position_embeddings.

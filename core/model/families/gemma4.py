@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from core.model.families.family import (
+    FULL,
+    SLIDING,
     Family,
     Fields,
     Stored,
@@ -24,18 +26,16 @@ from core.model.shape import ExpertsConfig
 from core.types.errors import SpecError
 
 _ROPES: Mapping[str, Mapping[str, Any]] = {
-    "sliding_attention": {"rope_theta": 10000.0},
-    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+    SLIDING: {"rope_theta": 10000.0},
+    FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
 
 
 def _gemma4(settings: Settings) -> Fields:
     fields = gemma_fields(settings, adds_one=False)
     num_layers = fields["num_layers"]
-    kinds = layer_kinds(
-        settings, num_layers, lambda index: "sliding_attention" if (index + 1) % 6 else "full_attention"
-    )
-    kinds[-1] = "full_attention"
+    kinds = layer_kinds(settings, num_layers, lambda index: SLIDING if (index + 1) % 6 else FULL)
+    kinds[-1] = FULL
     fields = _with_layers(settings, fields, kinds)
     for kind in _ROPES:
         dims = {layer.head_dim for layer, own in zip(fields["layers"], kinds, strict=True) if own == kind}
@@ -84,7 +84,7 @@ def _with_layers(settings: Settings, fields: Fields, kinds: list[str]) -> Fields
     first_shared = num_layers - settings.count("num_kv_shared_layers", 0, least=0)
     is_wide = settings.switch("use_double_wide_mlp")
     for index, kind in enumerate(kinds):
-        if kind == "full_attention":
+        if kind == FULL:
             layers[index] = replace(layers[index], values_are_keys=is_shared)
             if "per_layer_config" not in settings:
                 heads = num_global or layers[index].num_kv_heads

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from core.model.families.family import (
+    FULL,
+    SLIDING,
     Family,
     Fields,
     Stored,
     common,
-    count_experts,
     layer_kinds,
     stacked_experts,
     with_default_rope,
+    with_experts_everywhere,
     with_rope,
-    with_sparse,
     with_windows,
 )
 from core.model.settings import Settings
-from core.model.shape import Activation, ExpertsConfig
+from core.model.shape import Activation
 
 _ROPE = {
     "rope_type": "yarn",
@@ -30,22 +31,13 @@ _ROPE = {
 def _gpt_oss(settings: Settings) -> Fields:
     settings = with_default_rope(settings, _ROPE)
     fields = with_rope(settings, common(settings))
-    alternate = layer_kinds(
-        settings, fields["num_layers"], lambda index: "full_attention" if index % 2 else "sliding_attention"
-    )
+    alternate = layer_kinds(settings, fields["num_layers"], lambda index: FULL if index % 2 else SLIDING)
     fields = with_windows(settings, fields, alternate) | {"has_sinks": True}
     fields["activation"] = Activation(
         "swigluoai", settings.real("swiglu_alpha", 1.702), settings.real("swiglu_limit", 7.0)
     )
-    fields["experts"] = ExpertsConfig(
-        **count_experts(settings, "num_local_experts"),
-        intermediate_size=fields["intermediate_size"],
-        # The softmax over the chosen experts only is that over all, normalized.
-        normalizes_weights=True,
-        has_router_bias=True,
-        has_bias=True,
-    )
-    return with_sparse(fields, [True] * fields["num_layers"])
+    # A softmax over the chosen experts only is one over all experts with normalized weights.
+    return with_experts_everywhere(settings, fields, has_router_bias=True, has_bias=True)
 
 
 FAMILIES = (

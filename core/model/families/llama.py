@@ -1,4 +1,4 @@
-"""Llama 2 and 3, SmolLM2, Mistral, Ministral 3, Qwen2, Qwen2.5 and Qwen3: dense models."""
+"""Dense models: Llama 2 and 3, SmolLM2, SmolLM3, Mistral, Ministral 3, Qwen2 to Qwen3, OLMo-2, Phi-3 and Phi-4-mini."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from core.model.families.family import (
     SLIDING,
     Family,
     Fields,
+    Stored,
     common,
     layer_kinds,
     with_default_rope,
@@ -38,7 +39,7 @@ def _llama(settings: Settings) -> Fields:
 def _mistral(settings: Settings) -> Fields:
     fields = with_rope(settings, common(settings))
     fields |= {"has_qkv_bias": False, "has_output_bias": False}
-    return with_windows(settings, fields, ["sliding_attention"] * fields["num_layers"])
+    return with_windows(settings, fields, [SLIDING] * fields["num_layers"])
 
 
 def _ministral3(settings: Settings) -> Fields:
@@ -76,6 +77,35 @@ def _qwen3(settings: Settings) -> Fields:
     return qwen_windows(settings, fields)
 
 
+def _smollm3(settings: Settings) -> Fields:
+    """Read SmolLM3: no rotation in every fourth layer."""
+    fields = with_rope(settings, common(settings))
+    num_layers, interval = fields["num_layers"], settings.count("no_rope_layer_interval", 4)
+    has_rope = settings.per_layer("no_rope_layers", num_layers, (1, 0))
+    has_rope = has_rope or [(index + 1) % interval != 0 for index in range(num_layers)]
+    kinds = layer_kinds(settings, num_layers, lambda index: FULL if has_rope[index] else SLIDING)
+    layers = with_optional_windows(settings, fields, kinds)["layers"]
+    return fields | {
+        "layers": tuple(replace(layer, rope=0 if has else None) for layer, has in zip(layers, has_rope, strict=True))
+    }
+
+
+def _olmo2(settings: Settings) -> Fields:
+    """Read OLMo-2: norms after attention and MLP instead of before, and on queries and keys of all heads."""
+    return with_rope(settings, common(settings)) | {
+        "qk_norm": "projection",
+        "has_pre_norms": False,
+        "has_post_norms": True,
+        "norms_round_late": True,
+    }
+
+
+def _phi3(settings: Settings) -> Fields:
+    """Read Phi-3 and Phi-4-mini: fused projections, and contexts that are lengthened by LongRoPE."""
+    fields = with_rope(settings, common(settings), can_be_partial=True)
+    return with_windows(settings, fields, [SLIDING] * fields["num_layers"])
+
+
 FAMILIES = (
     Family(
         architectures=("LlamaForCausalLM",),
@@ -106,5 +136,37 @@ FAMILIES = (
         model_types=("qwen3", "qwen3_vl_text"),
         read=_qwen3,
         defaults=_QWEN,
+    ),
+    Family(
+        architectures=("SmolLM3ForCausalLM",),
+        model_types=("smollm3",),
+        read=_smollm3,
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "rope_theta": 2e6,
+            "tie_word_embeddings": True,
+        },
+    ),
+    Family(
+        architectures=("Olmo2ForCausalLM",),
+        model_types=("olmo2",),
+        read=_olmo2,
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+    ),
+    Family(
+        architectures=("Phi3ForCausalLM",),
+        model_types=("phi3",),
+        read=_phi3,
+        defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        stored=(
+            Stored(
+                pattern=r"self_attn\.qkv_proj",
+                name="self_attn.{}",
+                parts=("q_proj", "k_proj", "v_proj"),
+                split="qkv",
+            ),
+            Stored(pattern=r"mlp\.gate_up_proj", name="mlp.{}", parts=("gate_proj", "up_proj")),
+        ),
     ),
 )

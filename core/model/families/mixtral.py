@@ -1,4 +1,4 @@
-"""Mixtral, Qwen2-MoE and Qwen3-MoE: experts with softmax scores."""
+"""Mixtral, Qwen2-MoE and Qwen3-MoE: experts with softmax scores; MiniMax-M2: with sigmoid scores."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from core.model.families.family import (
     count_experts,
     layer_kinds,
     stacked_experts,
+    with_experts_everywhere,
     with_optional_windows,
     with_rope,
     with_sparse,
@@ -32,13 +33,8 @@ MIXTRAL_EXPERTS = (
 def _mixtral(settings: Settings) -> Fields:
     fields = with_rope(settings, common(settings))
     fields |= {"has_qkv_bias": False, "has_output_bias": False}
-    fields["experts"] = ExpertsConfig(
-        **count_experts(settings, "num_local_experts"),
-        intermediate_size=fields["intermediate_size"],
-        normalizes_weights=True,
-    )
     fields = with_windows(settings, fields, [SLIDING] * fields["num_layers"])
-    return with_sparse(fields, [True] * fields["num_layers"])
+    return with_experts_everywhere(settings, fields)
 
 
 def _qwen2_moe(settings: Settings) -> Fields:
@@ -68,6 +64,18 @@ def with_qwen_experts(settings: Settings, fields: Fields) -> Fields:
     return with_sparse(fields, [i not in dense and (i + 1) % step == 0 for i in range(fields["num_layers"])])
 
 
+def _minimax_m2(settings: Settings) -> Fields:
+    """Read MiniMax-M2: norms over whole projections of queries and keys."""
+    # Published files give the rotated features by number.
+    if "rotary_dim" in settings and "partial_rotary_factor" not in settings:
+        share = settings.count("rotary_dim") / settings.count("head_dim")
+        settings = settings.replaced(partial_rotary_factor=share)
+    fields = with_rope(settings, common(settings), can_be_partial=True)
+    settings.choice("scoring_func", ("sigmoid",), "sigmoid")
+    fields["qk_norm"] = "projection" if settings.switch("use_qk_norm", True) else None
+    return with_experts_everywhere(settings, fields, scores="sigmoid", has_correction_bias=True)
+
+
 FAMILIES = (
     Family(
         architectures=("MixtralForCausalLM",),
@@ -91,5 +99,16 @@ FAMILIES = (
         defaults={"num_experts_per_tok": 8, "max_position_embeddings": 32768, "num_key_value_heads": 4}
         | {"intermediate_size": 6144, "moe_intermediate_size": 768},
         stored=stacked_experts(),
+    ),
+    Family(
+        architectures=("MiniMaxM2ForCausalLM",),
+        model_types=("minimax_m2",),
+        read=_minimax_m2,
+        defaults={"head_dim": 128, "rope_theta": 5e6, "num_key_value_heads": 8}
+        | {"num_local_experts": 256, "num_experts_per_tok": 8, "max_position_embeddings": 196608},
+        stored=(
+            *MIXTRAL_EXPERTS,
+            Stored(pattern=r"block_sparse_moe\.e_score_correction_bias", name="mlp.gate.e_score_correction_bias"),
+        ),
     ),
 )

@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 import pytest
 
 from cluster.bench.endpoints import ReportedUsage
-from cluster.bench.measured import summary
-from cluster.bench.replay import Answered, replay
+from cluster.bench.replay import Answered, replay, summary
 from core.trace.statistics import spread
 from core.trace.trace import TraceRequest
 from core.types.errors import RequestFailed

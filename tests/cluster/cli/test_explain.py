@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cluster.cli import explain
+from cluster.cli import trace
 from cluster.cli.app import run
 
 
@@ -22,7 +22,7 @@ def test_required_acceptance_rate_is_shown(
 ) -> None:
     tally = {"steps": 40, "drafts": 6, "unguessed": 5, "drafted": 32, "accepted": 14, "floors": floors}
     attempts: list[dict[str, Any]] = [{"options": [], "replicas": {}, "drafts": tally}]
-    monkeypatch.setattr(explain, "remembered", lambda *_: {"r": attempts})
+    monkeypatch.setattr(trace, "remembered", lambda *_: {"r": attempts})
     assert run(["explain", "r"]) == 0
     out = capsys.readouterr().out
     assert "drafts: 32 tokens, 14 of them accepted (44%), in 6 of 40 steps; no draft found in 5" in out

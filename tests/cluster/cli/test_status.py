@@ -9,12 +9,15 @@ import pytest
 
 from cluster.cli.app import run
 from cluster.cli.status import as_text
+from cluster.control.report import RevisionReport
 from cluster.launch import status as launch_status
 from cluster.launch.local_ray import LocalRay
 from cluster.launch.router_admin import AdminAnswer
 from cluster.launch.state import State
 from cluster.launch.status import DeploymentReport, missing_at_routers
 from core.types.errors import DeployError, NotDeployed
+
+_REVISION: RevisionReport = {"number": 1, "update": None, "last_update": ""}
 
 
 @pytest.mark.parametrize("tls", ["auto", "files", "off"])
@@ -27,6 +30,7 @@ def test_unencrypted_deployment_is_reported(tls: str) -> None:
         "endpoints": {"grpc": "127.0.0.1:50051", "http": "http://127.0.0.1:8000", "admin": []},
         "tls": tls,
         "pools": {},
+        "revision": _REVISION,
     }
     assert ("security.tls is off" in as_text(report)) is (tls == "off")
 
@@ -38,7 +42,7 @@ def test_a_deployment_that_answers_without_all_replicas_is_degraded(
     num_ready: int, http_status: int, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pool = {"desired": 2, "ready": num_ready, "replicas": [], "failures": [], "has_given_up": False}
-    report = {"pools": {"prefill": pool, "decode": pool}, "spec": {"security": {"tls": "auto"}}}
+    report = {"pools": {"prefill": pool, "decode": pool}, "spec": {"security": {"tls": "auto"}}, "revision": _REVISION}
     seen = {"replicas": {"prefill": num_ready, "decode": num_ready}}
     router = AdminAnswer("127.0.0.1:9", http_status, json.dumps(seen).encode())
     state = State(name="a", ray_address="r", local_ray=None, grpc="g:1", http="h:2", admin=("x",), deploying=None)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from ray.exceptions import RpcError
 
-from cluster.control import adoption, controller
+from cluster.control import controller, replica_lifecycle
 from cluster.control.controller import Controller
 from cluster.control.desired_state import Desired
 from cluster.control.replica import ReplicaState, ReplicaStatus, role_of
-from cluster.ray import cleanup, internals
+from cluster.ray import internals
 from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec
 from core.types.errors import DeployError, RankUnreachable
@@ -21,7 +21,7 @@ from core.types.launch import Launch
 
 @pytest.fixture(autouse=True)
 def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption, "_TRY_AGAIN_S", 0.02)
+    monkeypatch.setattr(replica_lifecycle, "_TRY_AGAIN_S", 0.02)
 
 
 async def test_adoption_retries_until_ray_lists_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,9 +36,9 @@ async def test_adoption_retries_until_ray_lists_replicas(monkeypatch: pytest.Mon
 
     for function in ("put", "get", "delete"):
         monkeypatch.setattr(internals, function, lambda *key, namespace: None)
-    for module in (adoption, cleanup):
+    for module in (replica_lifecycle, controller):
         monkeypatch.setattr(module, "find_replicas", find_replicas)
-    monkeypatch.setattr(adoption, "remove_leftovers", lambda replica, name: removed.append(replica))
+    monkeypatch.setattr(replica_lifecycle, "remove_leftovers", lambda replica, name: removed.append(replica))
     starting = Controller.__new__(Controller)
     await starting.__init__("a")  # type: ignore[misc,func-returns-value]
     with pytest.raises(DeployError, match="nothing has been deployed yet"):
@@ -74,10 +74,10 @@ async def test_temporarily_unreachable_replica_is_adopted(monkeypatch: pytest.Mo
         monkeypatch.setattr(internals, function, lambda *key, namespace: None)
     monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
     monkeypatch.setattr(controller.desired_store, "load", lambda name: Desired(launch=launch))
-    monkeypatch.setattr(adoption, "find_replicas", lambda name: ["decode-0"])
-    monkeypatch.setattr(cleanup, "find_replicas", lambda name: [])
-    monkeypatch.setattr(adoption, "remove_leftovers", lambda replica, name: removed.append(replica))
-    monkeypatch.setattr(adoption, "ReplicaLifecycle", Timeline)
+    monkeypatch.setattr(replica_lifecycle, "find_replicas", lambda name: ["decode-0"])
+    monkeypatch.setattr(controller, "find_replicas", lambda name: [])
+    monkeypatch.setattr(replica_lifecycle, "remove_leftovers", lambda replica, name: removed.append(replica))
+    monkeypatch.setattr(replica_lifecycle, "ReplicaLifecycle", Timeline)
     starting = Controller.__new__(Controller)
     await starting.__init__("a")  # type: ignore[misc,func-returns-value]
     pools = (await starting.status())["pools"]
@@ -96,7 +96,7 @@ async def test_capture_file_is_removed_with_its_controller(monkeypatch: pytest.M
         monkeypatch.setattr(internals, function, lambda *key, namespace: None)
     monkeypatch.setattr(controller, "redirect_output", lambda path, who: None)
     monkeypatch.setattr(controller.desired_store, "load", lambda name: Desired(launch=launch))
-    for module in (adoption, cleanup):
+    for module in (replica_lifecycle, controller):
         monkeypatch.setattr(module, "find_replicas", lambda name: [])
     file = tmp_path / "audit_log" / "capture.jsonl"
     file.parent.mkdir()

@@ -15,9 +15,9 @@ import pytest
 from cluster.control import scaling_history
 from cluster.control.autoscaling import Autoscaling
 from cluster.control.desired_state import Desired
+from cluster.control.pool import RolePools
 from cluster.control.scaling_history import ScalingHistory
 from cluster.control.traffic_log import TrafficLog
-from cluster.rollout.role_pools import RolePools
 from cluster.rollout.update import Update
 from core.identity.deployment_secrets import DeploymentSecrets
 from core.spec.loader import parse_spec

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.control.capacity import share_out
-from cluster.control.placement import Node
+from cluster.control.placement import Node, share_out
 from core.spec.loader import parse_spec
 from core.types.request import Role
 

@@ -14,7 +14,7 @@ import ray
 from cluster.control.gang import find_replicas
 from cluster.control.replica import Failure
 from cluster.launch import driver
-from core.identity.key_pair import KeyPair
+from core.identity.authority import KeyPair
 from core.types.errors import DeployError, SpecError
 from tests.cluster.control.conftest import Deployment, ids, is_alive
 from tests.core.identity.authorities import issue_authority

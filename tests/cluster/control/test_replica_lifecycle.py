@@ -14,9 +14,8 @@ import ray
 from cluster.control import gang, replica_lifecycle
 from cluster.control.desired_state import Desired
 from cluster.control.gang import Gang
-from cluster.control.pool import ReplicaPool
+from cluster.control.pool import ReplicaPool, RolePools
 from cluster.control.replica_lifecycle import ReplicaLifecycle
-from cluster.rollout.role_pools import RolePools
 from cluster.rollout.update import Update, UpdateOptions
 from cluster.rollout.updater import Updater
 from core.identity.deployment_secrets import DeploymentSecrets

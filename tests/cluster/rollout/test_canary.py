@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.rollout.canary import MIN_REQUESTS, problem_of
+from cluster.rollout.update_plan import MIN_REQUESTS, problem_of
 from core.types.revisions import RevisionCounts
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.control.desired_state import Desired
-from cluster.rollout.role_pools import RolePools
+from cluster.control.pool import RolePools
 from cluster.rollout.update import Phase, UpdateOptions
 from cluster.rollout.updater import Updater
 from core.identity.deployment_secrets import DeploymentSecrets

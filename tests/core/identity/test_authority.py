@@ -12,9 +12,8 @@ import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import serialization
 
-from core.identity.authority import LIFE_S, Authority
+from core.identity.authority import LIFE_S, Authority, KeyPair
 from core.identity.credentials import Certificate
-from core.identity.key_pair import KeyPair
 from core.types.errors import SpecError
 from tests.core.identity.authorities import IssuedAuthority, issue_authority
 from tests.support.identities import DEPLOYMENT, rank, tls_credentials

@@ -8,10 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from core.identity import renewal as renewal_module
+from core.identity import credentials as credentials_module
 from core.identity.authority import Authority
-from core.identity.credentials import Identity, TlsCredentials
-from core.identity.renewal import Renewal
+from core.identity.credentials import Identity, Renewal, TlsCredentials
 from core.types.errors import DeployError
 from tests.support.identities import DEPLOYMENT, in_clear, rank, tls_credentials
 from tests.support.waiting import WITHIN_S, until
@@ -68,7 +67,7 @@ def test_a_clock_that_is_set_makes_a_renewal_due(hours: int, monkeypatch: pytest
             looks.put(cls.now)
             return cls.now
 
-    monkeypatch.setattr(renewal_module, "time", Clock)
+    monkeypatch.setattr(credentials_module, "time", Clock)
     identity, fresh = Identity(_NAME, _tls_credentials(24 * 3600.0)), _tls_credentials(24 * 3600.0)
     controller = FakeController(fresh)
     renewal = Renewal(identity, controller.obtain, retry_s=0.001)

@@ -1,10 +1,12 @@
-"""Signatures of records."""
+"""Signatures of records, and keyed hashes."""
 
 from __future__ import annotations
 
+from hashlib import blake2b
+
 import pytest
 
-from core.identity.signing import SIGNATURE_BYTES, is_signed, sign, signed, verified
+from core.identity.signing import SIGNATURE_BYTES, is_signed, keyed_hash, sign, signed, verified
 
 _KEY = bytes(range(32))
 
@@ -34,3 +36,18 @@ def test_signed_value_round_trips_only_with_equal_context() -> None:
     assert verified(found, _KEY, b"place", b"1") == b"value"
     assert verified(found, _KEY, b"place", b"2") is None and verified(found, bytes(32), b"place", b"1") is None
     assert verified(found[:-1], _KEY, b"place", b"1") is None and verified(b"", _KEY, b"place", b"1") is None
+
+
+def test_different_inputs_have_different_hashes() -> None:
+    words = [("ab", "c"), ("a", "bc"), ("abc",), ("abc", ""), ("c", "ab"), ()]
+    hashes = {
+        keyed_hash(key, *some, person=person) for some in words for person in (b"a", b"b") for key in (_KEY, b"k")
+    }
+    assert len(hashes) == 4 * len(words)
+
+
+def test_hash_is_stable_across_versions() -> None:
+    """Redis keys and cached files outlive a process."""
+    written = b"\x02\0\0\0ab\x01\0\0\0c"
+    made = blake2b(written, key=_KEY, digest_size=16, person=b"kind").hexdigest()
+    assert keyed_hash(_KEY, "ab", "c", person=b"kind") == made

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from core.trace.prompts import TracePrompts
+from cluster.bench.replay import TracePrompts
 from core.trace.trace import TraceRequest, poisson, read_trace
 from core.types.errors import SpecError
 

@@ -20,8 +20,7 @@ from core.rpc import worker_pb2 as pb
 from core.types.errors import ReplicaLost
 from core.types.request import SampledToken
 from core.wire import frames
-from core.wire.frame_client import follow_frames
-from core.wire.frames import FrameHub, FrameServer
+from core.wire.frames import FrameHub, FrameServer, follow_frames
 from tests.support.event_loops import on_both_loops
 from tests.support.identities import DEPLOYMENT, in_clear, proven, rank, router, tls_credentials
 from tests.support.waiting import becomes
@@ -407,7 +406,7 @@ async def test_a_worker_that_sends_nonsense_is_lost(sent: bytes, why: str) -> No
 async def test_a_router_names_itself_and_sends_keep_alives_until_it_is_cancelled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("core.wire.frame_client.PING_EVERY_S", 0.01)
+    monkeypatch.setattr("core.wire.frames.PING_EVERY_S", 0.01)
     async with _sending(b"") as (address, received):
         following = _follow(address)
         expected = _request() + 3 * _coded(b"")

@@ -19,7 +19,7 @@ from core.rpc import transfer_pb2, worker_pb2
 from core.types.api_key import KeyRegistry, new_key, new_secret
 from core.types.errors import RequestError
 from core.wire import messages
-from core.wire.status_check import make_plausible
+from core.wire.messages import make_plausible
 from kvtransfer.transfer.wire_messages import frame_from_proto, part_from_report
 from tests.support.members import make_member
 

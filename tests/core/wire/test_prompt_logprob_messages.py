@@ -8,7 +8,7 @@ import pytest
 from core.rpc import worker_pb2 as pb
 from core.types.errors import TransferError
 from core.types.prompt_logprobs import PromptLogprobs
-from core.wire.prompt_logprob_messages import prompt_logprobs_from_proto, prompt_logprobs_to_proto
+from core.wire.messages import prompt_logprobs_from_proto, prompt_logprobs_to_proto
 
 _VOCABULARY = 100
 

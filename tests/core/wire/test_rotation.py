@@ -14,8 +14,7 @@ from core.identity.authority import Authority
 from core.identity.credentials import Identity
 from core.rpc import worker_pb2 as pb
 from core.rpc import worker_pb2_grpc as rpc
-from core.wire.channel import listen, make_server, open_channel, open_lasting_channel
-from core.wire.renewing_channel import LastingChannel
+from core.wire.channel import LastingChannel, listen, make_server, open_channel, open_lasting_channel
 from tests.support.identities import DEPLOYMENT, proven, rank, router, tls_credentials
 from tests.support.waiting import becomes
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from core.rpc import worker_pb2 as pb
-from core.wire.status_check import make_plausible
+from core.wire.messages import make_plausible
 
 _NONSENSE = [math.nan, math.inf, -math.inf, -1.0, 1e300, 5e-324]
 

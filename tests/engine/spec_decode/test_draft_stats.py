@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from core.rpc import worker_pb2 as pb
-from core.wire.status_check import make_plausible
+from core.wire.messages import make_plausible
 from engine.spec_decode.draft_stats import RowYield
 
 

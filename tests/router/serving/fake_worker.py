@@ -27,8 +27,7 @@ from core.types.errors import (
 from core.types.handoff import Handoff, PrefixSource
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.request import Role, SampledToken, SequenceRequest, finish_reason
-from core.wire.messages import handoff_to_proto, tokens_to_proto
-from core.wire.prompt_logprob_messages import prompt_logprobs_to_proto
+from core.wire.messages import handoff_to_proto, prompt_logprobs_to_proto, tokens_to_proto
 from tests.router.serving.virtual_time import pass_time
 
 MAX_CONTEXT = 1000

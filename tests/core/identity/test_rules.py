@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.identity.process_name import ProcessName
-from core.identity.rendezvous_key import GANG, is_of_gang, is_of_link, key_of_link
+from core.identity.rules import GANG, is_of_gang, is_of_link, key_of_link
 from tests.support.identities import rank
 
 _SENDER = rank("prefill-1", 1)
