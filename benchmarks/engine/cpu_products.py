@@ -2,9 +2,9 @@
 
     python -m benchmarks.engine.cpu_products
 
-Prints the CPU milliseconds per product by rows and format, the best of interleaved tries, each in the way that the engine
-takes on this machine (vectors, AMX or torch). With few rows, copies of the matrix alternate, so that no cache holds the
-next one. `torch` multiplies the matrix in bf16 (F.linear).
+Prints the CPU milliseconds per product by rows and format, the best of interleaved tries, each in the way that the
+engine takes on this machine (vectors, AMX or torch). With few rows, copies of the matrix alternate, so that no cache
+holds the next one. `torch` multiplies the matrix in bf16 (F.linear).
 """
 
 from __future__ import annotations
