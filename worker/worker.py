@@ -17,7 +17,7 @@ from core.types.tier import Tier
 from core.wire.messages import timing_to_proto
 from engine.engine import Engine, SchedulerConfig
 from engine.kv.block_manager import BlockManager
-from engine.runner.device_event import DeviceEvent
+from engine.runner.streams import DeviceEvent
 from engine.sampling.sampler import sample
 from engine.scheduler.prompts import Prompt
 from engine.scheduler.sequence import Sequence

@@ -266,3 +266,18 @@ def _cudart() -> Any:
 def _runtime() -> ctypes.CDLL:
     """Return the CUDA runtime that torch has loaded."""
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+
+
+class DeviceEvent:
+    """Implements engine.timing.pace.StepEvent on the current CUDA stream."""
+
+    def __init__(self) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record()
+
+    @property
+    def is_past(self) -> bool:
+        return bool(self._event.query())
+
+    def seconds_since(self, earlier: DeviceEvent) -> float:
+        return float(earlier._event.elapsed_time(self._event)) / 1e3
