@@ -18,8 +18,7 @@ from engine.runner.streams import Event
 from engine.tiers.block_copies import BATCH, BlockCopies
 from engine.tiers.commands import LoadOrder, LoadResult, LoadSource, Save, TierOrders
 from engine.tiers.disk_store import DiskStore
-from engine.tiers.host_store import HostStore
-from engine.tiers.store import BlockStore
+from engine.tiers.host_store import BlockStore, HostStore
 
 logger = logging.getLogger(__name__)
 

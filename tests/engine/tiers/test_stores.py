@@ -19,8 +19,7 @@ from engine.kv.layout import KVLayout
 from engine.tiers import disk_store
 from engine.tiers.block_file import Stamp, write_block
 from engine.tiers.disk_store import DiskStore
-from engine.tiers.host_store import HostStore
-from engine.tiers.store import BlockStore
+from engine.tiers.host_store import BlockStore, HostStore
 
 _LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=(2, 1), head_dim=(8, 32), block_size=4, dtype="fp8_e4m3")
 _KEY = bytes(range(32))

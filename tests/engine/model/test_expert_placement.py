@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.runner.expert_placement import busiest, plan_experts
+from engine.model.expert_parallel import busiest, plan_experts
 
 
 @st.composite
