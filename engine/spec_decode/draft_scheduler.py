@@ -47,7 +47,7 @@ class _Model:
     num_trials: int = 0
     steps_since_call: int = 0
     steps_since_gain: int = _REST_AFTER
-    trial_cost: float = _MIN_TRIAL_COST  # of the last trial, in steps
+    trial_cost: float = _MIN_TRIAL_COST  # of a row with nothing to catch up, in steps
     announced: int | None = None
 
     @property
@@ -141,8 +141,8 @@ class DraftScheduler:
         model.steps_since_call = -1
         if call.is_trial:
             model.num_trials += 1
-            model.trial_cost = max(_MIN_TRIAL_COST, (self._spent_s - spent_s) / cost.plain)
-            self._saved -= model.trial_cost
+            model.trial_cost = max(_MIN_TRIAL_COST, model.cost(cost).seconds(1, 1) / cost.plain)
+            self._saved -= max(_MIN_TRIAL_COST, (self._spent_s - spent_s) / cost.plain)
         else:
             model.steps_since_gain = -1
 

@@ -89,14 +89,18 @@ class Speculation:
     ) -> dict[Sequence, Draft]:
         """Return drafts for rows that are about to compute their last token, and allocate blocks for them.
 
-        max_tokens: of all drafts together. cost_of: called only if a row is looked up.
+        max_tokens: of all drafts together. cost_of: called only if there may be a draft.
         """
         if not (looked_up := self._look_up(rows)):
             self._scheduler.end_step()
             return {}
+        best = [self._tracker.best(row) for row in looked_up]
+        if not self._models and not any(best):  # the common case in new text
+            self._scheduler.note_lengths((row, 0) for row in looked_up)
+            self._scheduler.end_step()
+            return {}
         cost = cost_of()
         limits = [self._limit(row) for row in looked_up]
-        best = [self._tracker.best(row) for row in looked_up]
         chances = _chances(best, limits)
         if planned := self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
             self._scheduler.carry_out(planned, looked_up, cost)

@@ -25,7 +25,7 @@ class FakePrices:
 
 
 def _drafting() -> Drafting:
-    speculation = Speculation({"silent": FakeProposer(lambda tokens, most: [])}, max_tokens=8, vocab_size=50)
+    speculation = Speculation({"wrong": FakeProposer(lambda tokens, most: [7])}, max_tokens=8, vocab_size=50)
     return Drafting(speculation, FakePrices(), BlockManager(64), max_batch_tokens=64, max_running=64)
 
 
