@@ -38,8 +38,7 @@ from router.serving.replicas import Replicas
 from router.serving.revision_watch import RevisionWatch
 from router.telemetry.metrics import Metrics
 from router.telemetry.tracing import Tracing
-from router.telemetry.traffic import TrafficRecord
-from router.telemetry.traffic_reporter import TrafficReporter
+from router.telemetry.traffic import TrafficRecord, TrafficReporter
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from core.types.constraints import Grammar, GrammarKind
 from frontend.anthropic.messages import AnthropicMessages, AnthropicToolChoice, AnthropicTools, Texts, chat_messages
 from frontend.chat.chat import Chat
 from frontend.http.open_requests import GenerationBody
+from frontend.openai.constraints import forced_grammar
 from frontend.openai.fields import Ignored, Integer, OpenAIObject, Unsupported
 from frontend.openai.messages import ChatSettings, ThinkingGiven, ToolGiven
-from frontend.openai.tool_choice import forced_grammar
 from frontend.text.completion_request import MAX_STOP_CHARS, MAX_STOPS, MAX_USER_CHARS, CompletionRequest
 
 

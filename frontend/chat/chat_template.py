@@ -17,9 +17,8 @@ from jinja2.exceptions import SecurityError
 from core.types.errors import ClusterError, RequestError, SpecError
 from frontend.chat.call_shape import CallShape
 from frontend.chat.history import ALTERNATING, INSTRUCTIONS, History, Message
-from frontend.chat.template_bounds import MAX_TEXT_CHARS
 from frontend.chat.template_files import DEFAULT, WITH_TOOLS
-from frontend.chat.template_sandbox import environment
+from frontend.chat.template_sandbox import MAX_TEXT_CHARS, environment
 from frontend.chat.tools_as_text import tools_as_text
 
 MAX_TEMPLATE_CHARS = 256 * 1024  # the longest in use are about 20 KiB

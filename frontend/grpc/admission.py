@@ -19,7 +19,7 @@ from grpc_status import rpc_status
 
 from core.types.errors import CapacityError, ClusterError, DeadlineExceeded, RequestError
 from frontend.access.access import Access
-from frontend.grpc.errors import status_of
+from frontend.grpc.messages import status_of
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 _Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]

@@ -23,13 +23,13 @@ from frontend.access.access import Access
 from frontend.access.identity import Client
 from frontend.access.request_context import RequestContext
 from frontend.grpc.admission import KeyInterceptor, authorization_of
-from frontend.grpc.errors import status_of
 from frontend.grpc.health import EndpointHealth
 from frontend.grpc.messages import (
     ResponseBytes,
     detokenize_request_of,
     prompt_logprobs_of,
     request_of,
+    status_of,
     tokenize_request_of,
 )
 from frontend.http.certificates import Certificates

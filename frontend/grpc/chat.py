@@ -8,10 +8,10 @@ from typing import Any
 from core.rpc import inference_pb2 as pb
 from core.types.constraints import Grammar
 from core.types.errors import RequestError
-from frontend.chat.call_arguments import object_of
+from frontend.chat.call_shape import object_of
 from frontend.chat.chat import Chat, opens_answer
+from frontend.openai.constraints import forced_grammar
 from frontend.openai.messages import FUNCTION_NAME, FunctionAsTool, ToolGiven
-from frontend.openai.tool_choice import forced_grammar
 from frontend.text.events import Delta
 
 _TOOL_NAME = re.compile(FUNCTION_NAME)

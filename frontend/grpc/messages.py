@@ -9,9 +9,16 @@ from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc.error_details_pb2 import BadRequest, ErrorInfo, RetryInfo
+from google.rpc.status_pb2 import Status
+
 from core.rpc import inference_pb2 as pb
 from core.types.constraints import ANY_OBJECT, Grammar, GrammarKind
-from core.types.errors import ContextLengthExceeded, RequestError
+from core.types.errors import CapacityError, ClusterError, ContextLengthExceeded, RequestError, outcome_of
 from core.types.prompt_logprobs import PromptLogprobs
 from core.types.token_rules import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS
 from frontend.chat.chat import Chat
@@ -240,3 +247,26 @@ def _trace(summary: Summary) -> pb.Trace:
     route = asdict(summary.route)
     del route["cached_tokens"], route["drafts"]  # part of the usage
     return pb.Trace(ttft_ms=summary.ttft_s * 1e3, itl_ms=summary.itl_s * 1e3, **route)
+
+
+def status_of(error: Exception) -> Status:
+    """Return the status with ErrorInfo (the code as its reason), and BadRequest or RetryInfo where they apply. The
+    message names the field of GenerateRequest. The text of an unexpected exception is withheld."""
+    outcome = outcome_of(error)
+    details: list[Message] = [ErrorInfo(reason=outcome.code.upper(), domain=pb.DESCRIPTOR.package)]
+    message = str(error) if isinstance(error, ClusterError) else "internal error; see the router's log"
+    if isinstance(error, RequestError) and error.param is not None:
+        field, param = field_of(error.param), f"{error.param}:"
+        if message.startswith(param):
+            message = f"{field}:{message.removeprefix(param)}"
+        violation = BadRequest.FieldViolation(field=field, description=message)
+        details.append(BadRequest(field_violations=[violation]))
+    if isinstance(error, CapacityError):
+        delay = Duration()
+        delay.FromMilliseconds(round(error.retry_after_s * 1e3))
+        details.append(RetryInfo(retry_delay=delay))
+    packed = [AnyMessage() for _ in details]
+    for any_message, detail in zip(packed, details, strict=True):
+        any_message.Pack(detail)
+    code = getattr(grpc.StatusCode, outcome.grpc).value[0]
+    return Status(code=code, message=message, details=packed)

@@ -20,12 +20,10 @@ from core.spec.schema import RouterSpec
 from core.types.errors import ClusterError
 from frontend.access.access import Access
 from frontend.admin.health_api import HealthProbes, add_health
-from frontend.anthropic.api import AnthropicApi
-from frontend.anthropic.errors import AnthropicErrors
+from frontend.anthropic.api import AnthropicApi, AnthropicErrors
 from frontend.http.body import BodyReader
 from frontend.http.connections import HTTP_ENDPOINT
-from frontend.http.error_format import ErrorForm
-from frontend.http.errors import answer_to, error_response, handle_errors
+from frontend.http.errors import ErrorForm, answer_to, error_response, handle_errors
 from frontend.http.methods import Methods
 from frontend.http.openapi import OpenapiApi
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts

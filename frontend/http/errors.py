@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Any, Protocol
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -22,7 +23,6 @@ from core.types.errors import (
     UnsupportedEncoding,
 )
 from frontend.http.content_encoding import SUPPORTED
-from frontend.http.error_format import ErrorForm
 
 CLIENT_GONE = 499  # nginx's code for a disconnected client, for access logs
 _BEHIND_V1 = ("chat", "completions", "models", "responses")
@@ -106,3 +106,21 @@ async def _discard(receive: Receive) -> None:
                     return
     except TimeoutError:
         return
+
+
+class ErrorForm(Protocol):
+    """Formats the error of one request, and the keep-alives of its stream."""
+
+    keepalive: bytes  # sent while a stream has nothing else to send
+
+    def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
+        """Return status and body of an error response."""
+        ...
+
+    def http(self, status: int, *, phrase: str, message: str) -> dict[str, Any]:
+        """Return the body for an HTTP-level error. phrase: reason phrase of the status."""
+        ...
+
+    def events(self, error: BaseException) -> bytes:
+        """Return the events that report `error` and end a started stream."""
+        ...

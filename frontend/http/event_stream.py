@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from frontend.http.error_format import ErrorForm
-from frontend.http.errors import CLIENT_GONE, error_response
+from frontend.http.errors import CLIENT_GONE, ErrorForm, error_response
 from frontend.http.json_response import json_answer, to_json
 
 T = TypeVar("T")

@@ -7,17 +7,21 @@ from dataclasses import dataclass
 from html import escape
 from importlib.metadata import version
 from json import dumps
+from typing import Any
 
 from fastapi import FastAPI
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema, models_json_schema
+from pydantic_core import core_schema
 from starlette.responses import Response
 
 from frontend.anthropic.types import CountTokensBody, MessagesBody
 from frontend.http.json_response import JSON, to_json
-from frontend.http.openapi_schemas import PLACE, schemas_of
-from frontend.openai.fields import OpenAIObject
+from frontend.openai.fields import Only, OpenAIObject
 from frontend.openai.tokens_api import PACKAGE, DetokenizeBody, TokenizeBody
 from frontend.openai.types import ChatBody, TextBody
 from frontend.responses.types import ResponsesBody
+from frontend.text.completion_request import RANGES
 from frontend.text.models import Models
 
 
@@ -197,3 +201,49 @@ def _type(schema: JSON) -> str:
             low = schema.get("minimum", schema.get("exclusiveMinimum"))
             return kind if low is None else f"{kind}, {low} to {schema['maximum']}"
     return escape(schema.get("type", ""))
+
+
+PLACE = "#/components/schemas/"
+_DEPENDS = "max_tokens"  # its limits depend on the context and on `echo`
+
+
+def schemas_of(kinds: Sequence[type[BaseModel]]) -> dict[str, JSON]:
+    """Return the schemas of the bodies and of all objects inside them, by name. Takes some 0.2 s."""
+    place = PLACE + "{model}"
+    modes = [(kind, "validation") for kind in kinds]
+    _, found = models_json_schema(modes, ref_template=place, schema_generator=_Generator)  # type: ignore[arg-type]
+    schemas: dict[str, JSON] = found["$defs"]
+    for schema in schemas.values():
+        for name, field in schema.get("properties", {}).items():
+            _bound(name, field)
+            if not field.keys() - {"default"}:
+                field["description"] = "Ignored."
+    return schemas
+
+
+class _Generator(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        return False  # the title would repeat the field's name
+
+    def function_before_schema(self, schema: core_schema.BeforeValidatorFunctionSchema) -> JSON:
+        """Describe a before-validator; all of ours but that of an integer turn a string into a list."""
+        inner = super().function_before_schema(schema)
+        return inner if inner.get("type") == "integer" else {"anyOf": [{"type": "string"}, inner]}
+
+    def function_after_schema(self, schema: core_schema.AfterValidatorFunctionSchema) -> JSON:
+        match schema["function"]["function"]:
+            case Only(neutral=neutral):
+                description = "Not supported: " + (
+                    "accepts only values without effect." if neutral else "accepts only null."
+                )
+                return {"enum": [None, *neutral], "description": description}
+        return super().function_after_schema(schema)
+
+
+def _bound(name: str, field: JSON) -> None:
+    if name not in RANGES or name == _DEPENDS:
+        return
+    low, high, takes_low = RANGES[name]
+    for either in field.get("anyOf", [field]):
+        if either.get("type") in ("integer", "number"):
+            either.update({"minimum" if takes_low else "exclusiveMinimum": low, "maximum": high})

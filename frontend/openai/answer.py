@@ -12,9 +12,8 @@ from typing import Any
 from core.types.request import FinishReason
 from frontend.http.event_stream import DONE, data
 from frontend.http.json_response import JSON, to_json
-from frontend.openai.forms import Form, ending
+from frontend.openai.forms import Form, WholeChoice, ending
 from frontend.openai.prompt_logprobs import PromptScores, prompt_scores
-from frontend.openai.tool_calls import WholeChoice
 from frontend.text.answer_events import UnreadLimit
 from frontend.text.completion import Completion
 from frontend.text.events import Delta, Event, Finished, Summary, TokenUsage

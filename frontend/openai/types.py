@@ -14,10 +14,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator
 from core.types.errors import RequestError, UnsupportedField
 from core.types.token_rules import MAX_BIAS
 from frontend.http.open_requests import GenerationBody
-from frontend.openai.constraints import ResponseFormat, StructuredOutputs, grammar_of
+from frontend.openai.constraints import ResponseFormat, StructuredOutputs, forced_grammar, grammar_of, tool_not_found
 from frontend.openai.fields import EMPTY, Ignored, Integer, Only, OpenAIObject, Unsupported, whole
 from frontend.openai.messages import ChatSettings, Messages, ToolChoice, ToolGiven, ToolNamed, ToolsAllowed
-from frontend.openai.tool_choice import forced_grammar, tool_not_found
 from frontend.text.completion_request import MAX_CHOICES, MAX_LOGPROBS, CompletionRequest
 
 MAX_PROMPTS_TIMES_N = 1024  # choices of one HTTP request

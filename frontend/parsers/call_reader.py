@@ -5,8 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from frontend.parsers.formats import Format
-from frontend.parsers.pieces import Piece
-from frontend.parsers.scanner import Scanner, Tools
+from frontend.parsers.scanner import Piece, Scanner, Tools
 
 _MAX_FED = 4096  # characters; the scanner copies what it has not consumed
 

@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from core.types.errors import RequestError, UnsupportedField
+from core.types.errors import RequestError, UnsupportedField, outcome_of
 from frontend.access.request_context import RequestContext
 from frontend.http.connections import HTTP_ENDPOINT
-from frontend.http.event_stream import whole_answer
+from frontend.http.event_stream import COMMENT, whole_answer
 from frontend.http.json_response import JSON, json_answer, to_json
 from frontend.http.open_requests import Opener
 from frontend.http.request_contexts import Endpoints, HttpRequestContexts, client_of, tenant_of
+from frontend.openai.errors import OpenAIErrors, error_body
 from frontend.openai.fields import also_ignored
 from frontend.openai.forms import ChatForm
 from frontend.responses.answer import ResponseAnswer
-from frontend.responses.errors import ResponsesErrors
 from frontend.responses.store import SMALL_BYTES
 from frontend.responses.stored import StoredResponses
 from frontend.responses.turn import StoredTurn, Turn, id_of
@@ -209,3 +210,46 @@ class HeldAnswer(Response):
             await send({"type": "http.response.body", "body": part, "more_body": True})
             await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+# Fields of a chat and their names in this API. An index after `messages` is dropped: it does not count items.
+_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+_OF_CHAT = re.compile(rf"({'|'.join(_NAMES)})\b[\w.\[\]]*")
+
+
+class ResponsesErrors:
+    """Error format for one request: OpenAI's, with this API's field names. Implements ErrorForm."""
+
+    keepalive = COMMENT
+
+    def __init__(self, answer: ResponseAnswer | None = None) -> None:
+        """answer: the response being streamed, if any."""
+        self._answer = answer
+
+    def whole(self, error: BaseException) -> tuple[int, dict[str, Any]]:
+        return outcome_of(error).http, error_body(_named(error))
+
+    def http(self, status: int, *, phrase: str, message: str) -> dict[str, Any]:
+        return OpenAIErrors().http(status, phrase=phrase, message=message)
+
+    def events(self, error: BaseException) -> bytes:
+        assert self._answer
+        return self._answer.failed(error)
+
+
+def _named(error: BaseException) -> BaseException:
+    """Return the error with this API's field name."""
+    if not isinstance(error, RequestError) or not (found := _OF_CHAT.match(error.param or "")):
+        return error
+    if isinstance(error, UnsupportedField) and error.param in _NAMES:
+        return error  # the client used the chat's name
+    return type(error)(_OF_CHAT.sub(_name, str(error), count=1), param=_NAMES[found[1]])
+
+
+def _name(found: re.Match[str]) -> str:
+    return _NAMES[found[1]]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from typing import TypeVar
 
 from redis.asyncio import Redis
@@ -14,8 +16,7 @@ from redis.exceptions import TimeoutError as RedisTimeout
 
 from core.index.redis_client import RedisReach, connect_redis
 from core.types.errors import CapacityError, StoreUnavailable, UnknownResponse
-from frontend.responses.byte_budget import ByteBudget
-from frontend.responses.large_transfers import LargeTransfers
+from frontend.http.body import ByteBudget
 from frontend.responses.redis_store import RedisResponses
 from frontend.responses.store import SMALL_BYTES, MemoryResponses, ResponseStore, StoreBounds
 
@@ -119,3 +120,38 @@ class StoredResponses:
                 self._reach.found()
                 return answer
         raise StoreUnavailable("the response store is unavailable; retry in a moment")
+
+
+_AT_A_TIME, _OF_TENANT = 4, 2
+_SLOT_WITHIN_S = 5.0
+
+
+class LargeTransfers:
+    """Limit on concurrent transfers of large values to and from Redis, which would delay its smaller replies.
+
+    In all and per tenant. Bound to the event loop of one router.
+    """
+
+    def __init__(self, *, within_s: float = _SLOT_WITHIN_S) -> None:
+        self._within_s = within_s
+        self._all = asyncio.Semaphore(_AT_A_TIME)
+        self._of_tenant: dict[str, asyncio.Semaphore] = {}
+        self._num_there: Counter[str] = Counter()  # transfers waiting or running, by tenant
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Hold a transfer slot for the duration of the block. Raises CapacityError if none becomes free in time."""
+        own = self._of_tenant.setdefault(tenant, asyncio.Semaphore(_OF_TENANT))
+        self._num_there[tenant] += 1
+        try:
+            async with asyncio.timeout(self._within_s) as waiting, own, self._all:
+                waiting.reschedule(None)
+                yield
+        except TimeoutError:
+            if not waiting.expired():
+                raise
+            raise CapacityError("too many large responses are being read; retry", retry_after_s=1.0) from None
+        finally:
+            self._num_there[tenant] -= 1
+            if not self._num_there[tenant]:
+                del self._num_there[tenant], self._of_tenant[tenant]

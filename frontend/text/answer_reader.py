@@ -13,7 +13,7 @@ from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, CallFormat, Format, forced_call, forced_calls, named_id
-from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece, Thought
+from frontend.parsers.scanner import CallArguments, CallBegun, CallBroken, CallEnded, Piece, Thought
 from frontend.parsers.thinking import ThinkingReader
 from frontend.structured_output.constrained_answer import may_think
 

@@ -6,14 +6,28 @@ deployment. Without the key, a prompt can neither be read from them nor be confi
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from hashlib import blake2b
 from time import monotonic
 
-from core.trace.traffic import KEPT_S, TOKENS_PER_HASH, ReplicaReport, SeenRequest, TrafficReport
+from core.model.kv_memory import AnnouncedPool
+from core.trace.traffic import (
+    KEPT_S,
+    TOKENS_PER_HASH,
+    ReplicaReport,
+    SeenRequest,
+    ShownDecision,
+    TrafficAnswer,
+    TrafficReport,
+)
+from core.types.errors import ClusterError
+from router.routing.replica_load import ReplicaLoad
+from router.serving.replica import Replica
 
 _MAX_REQUESTS = 50_000
 _MAX_IDS = 2_000_000  # total over all requests, eight bytes each
@@ -131,3 +145,72 @@ def prefix_ids(key: bytes, salt: str, token_ids: Sequence[int]) -> Sequence[int]
 
 def _ago(seen: SeenRequest, now: float) -> SeenRequest:
     return replace(seen, arrival_s=now - seen.arrival_s)
+
+
+logger = logging.getLogger(__name__)
+
+_REPORT_S = 5.0
+
+
+class TrafficReporter:
+    """Periodic reporter. Lives on its router's event loop. While the controller is away, the record keeps what fits."""
+
+    def __init__(
+        self,
+        record: TrafficRecord,
+        replicas: Iterable[Replica],
+        *,
+        num_waiting: Callable[[], int],
+        answered: Callable[[Sequence[ShownDecision]], None],
+    ) -> None:
+        """num_waiting: returns the number of queued requests. answered: called with the autoscaler's last decisions,
+        newest first."""
+        self._record = record
+        self._replicas = replicas
+        self._num_waiting = num_waiting
+        self._answered = answered
+
+    async def report_forever(self, send: Callable[[TrafficReport], Awaitable[TrafficAnswer]]) -> None:
+        """Send a report every _REPORT_S seconds.
+
+        send: delivers a report; raises ClusterError. A restarted controller (its reply has another `life`) has lost its
+        state, so the next report is complete.
+        """
+        life, is_synced = "", False
+        while True:
+            await asyncio.sleep(_REPORT_S)
+            report = self._report(is_full=not is_synced)
+            try:
+                answer = await send(report)
+            except ClusterError as error:
+                if is_synced:
+                    logger.warning("traffic report failed: %s", error)
+                life, is_synced = "", False
+            else:
+                life, is_synced = answer.life, answer.life == life or not life
+                self._answered(answer.scaling)
+
+    def _report(self, *, is_full: bool) -> TrafficReport:
+        loads = [replica.load() for replica in self._replicas if replica.is_usable]
+        replicas = tuple(map(_report_of, loads))
+        return self._record.report(replicas, num_waiting=self._num_waiting(), is_full=is_full)
+
+
+def _report_of(load: ReplicaLoad) -> ReplicaReport:
+    member = load.member
+    return ReplicaReport(
+        replica=member.replica,
+        role=member.role,
+        timing=load.timing,
+        link_bytes_per_s=load.link_bytes_per_s,
+        prefill_tokens_per_s=load.prefill_tokens_per_s,
+        decode_step_s=load.decode_step_s,
+        queued_tokens=load.queued_tokens,
+        num_streams=load.num_streams,
+        max_running=member.max_running,
+        max_batch_tokens=member.max_batch_tokens,
+        available_blocks=load.available_blocks,
+        tokens_per_row=load.tokens_per_row,
+        drafted_per_row=load.drafted_per_row,
+        **{field.name: getattr(member, field.name) for field in fields(AnnouncedPool)},
+    )

@@ -15,7 +15,7 @@ from core.process.ports import free_port
 from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.timeline import RequestPhase, critical_path, spans_of
 from frontend.service import RouterService
-from router.telemetry import traffic_reporter
+from router.telemetry import traffic
 from tests.e2e.conftest import Checkpoint, exact_tree
 from tests.support.identities import router
 from tests.support.local_cluster import local_cluster
@@ -26,7 +26,7 @@ from tests.support.waiting import becomes, told
 async def test_operators_see_requests_replicas_and_routers(
     checkpoint: Checkpoint, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traffic_reporter, "_REPORT_S", 0.05)
+    monkeypatch.setattr(traffic, "_REPORT_S", 0.05)
     monkeypatch.setattr(router_addresses, "_RENEW_S", 0.05)
     tree: dict[str, Any] = exact_tree(1, 1)
     tree["model"] |= {"served_name": "tiny"}

@@ -17,7 +17,7 @@ from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as rpc
 from core.types.errors import CapacityError, ClusterError, DeployError, ReplicaLost
 from core.wire.client_access import EndpointAccess
-from frontend.grpc.errors import status_of
+from frontend.grpc.messages import status_of
 
 Context = aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
 

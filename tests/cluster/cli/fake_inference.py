@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 from core.rpc import inference_pb2 as pb
 from core.rpc import inference_pb2_grpc as pb_grpc
 from core.types.errors import ReplicaLost
-from frontend.grpc.errors import status_of
+from frontend.grpc.messages import status_of
 
 
 class FakeInference(pb_grpc.InferenceServicer):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from core.types.errors import RequestError
-from frontend.chat.call_arguments import object_of
+from frontend.chat.call_shape import object_of
 from tests.support.growth import growth
 
 

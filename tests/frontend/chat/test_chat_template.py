@@ -11,8 +11,8 @@ import pytest
 
 from core.types.errors import RequestError, SpecError
 from frontend.chat.chat_template import ChatTemplate
-from frontend.chat.template_bounds import MAX_TEXT_CHARS
 from frontend.chat.template_files import find_chat_template
+from frontend.chat.template_sandbox import MAX_TEXT_CHARS
 from tests.support.tiny_tokenizers import CHATML, write_json
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -15,8 +15,8 @@ from core.types.errors import RequestError
 from frontend.anthropic.types import MessagesBody
 from frontend.grpc.messages import request_of
 from frontend.http.open_requests import GenerationBody
+from frontend.openai.constraints import forced_grammar
 from frontend.openai.messages import ToolGiven
-from frontend.openai.tool_choice import forced_grammar
 from frontend.openai.types import ChatBody
 from frontend.responses.types import ResponsesBody
 from frontend.text.completion_request import CompletionRequest

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS, forced_call, forced_calls
-from frontend.parsers.pieces import CallArguments, CallBegun, CallBroken, CallEnded, Piece, Thought
+from frontend.parsers.scanner import CallArguments, CallBegun, CallBroken, CallEnded, Piece, Thought
 from tests.frontend.parsers.recorded import RECORDED, TOOLS, Recorded
 from tests.support.grids import quick
 

@@ -9,7 +9,7 @@ import pytest
 
 from frontend.parsers.call_reader import CallReader
 from frontend.parsers.formats import CALL_FORMATS
-from frontend.parsers.pieces import CallArguments, Piece
+from frontend.parsers.scanner import CallArguments, Piece
 from tests.support.growth import growth
 
 _TOOLS: dict[str, dict[str, object]] = {"f": {"properties": {"a": {"type": "integer"}}}}

@@ -15,7 +15,6 @@ from redis.asyncio import Redis
 from core.index.redis_client import connect_redis
 from core.process.ports import free_port
 from core.types.errors import CapacityError, StoreUnavailable, UnknownResponse
-from frontend.responses.large_transfers import LargeTransfers
 from frontend.responses.redis_store import RedisResponses
 from frontend.responses.store import (
     ENTRY_BYTES,
@@ -25,7 +24,7 @@ from frontend.responses.store import (
     ResponseStore,
     StoreBounds,
 )
-from frontend.responses.stored import StoredResponses
+from frontend.responses.stored import LargeTransfers, StoredResponses
 from tests.support.redis_at import redis_at
 from tests.support.waiting import becomes
 

@@ -19,8 +19,7 @@ from frontend.chat.chat import Chat
 from frontend.chat.output_format import OutputFormat
 from frontend.grpc.messages import ResponseBytes
 from frontend.http.json_response import to_json
-from frontend.openai.forms import ChatForm
-from frontend.openai.tool_calls import WholeChoice
+from frontend.openai.forms import ChatForm, WholeChoice
 from frontend.parsers.formats import CALL_FORMATS
 from frontend.parsers.thinking import THINK
 from frontend.responses.events import ResponseEvents

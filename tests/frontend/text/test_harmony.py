@@ -20,8 +20,8 @@ from frontend.chat.chat import Chat
 from frontend.chat.chat_template import ChatTemplate
 from frontend.chat.output_format import OutputFormat
 from frontend.chat.thinking import thinking_budget, thinking_variables
+from frontend.openai.constraints import forced_grammar
 from frontend.openai.messages import FunctionAsTool, ToolGiven
-from frontend.openai.tool_choice import forced_grammar
 from frontend.structured_output.constrained_answer import bound_answer
 from frontend.structured_output.special_tokens import SpecialTokens
 from frontend.text.answer_reader import AnswerReader

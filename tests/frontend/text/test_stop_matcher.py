@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from frontend.text.stop_matcher import StopMatcher
+from frontend.text.choice_text import StopMatcher
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, str] | None:

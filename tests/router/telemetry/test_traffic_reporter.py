@@ -10,8 +10,7 @@ from core.trace.traffic import ShownDecision, TrafficAnswer, TrafficReport
 from core.types.errors import DeployError
 from router.serving.replicas import Replicas
 from router.serving.worker import Worker
-from router.telemetry.traffic import TrafficRecord
-from router.telemetry.traffic_reporter import TrafficReporter
+from router.telemetry.traffic import TrafficRecord, TrafficReporter
 from tests.router.serving.virtual_time import VirtualTimeLoop
 
 _LIVES = ["a", "a", "", "a", "b", "b"]  # `life` in each reply; empty: the call fails
