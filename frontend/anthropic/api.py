@@ -73,7 +73,7 @@ _TYPES = {
 
 
 class AnthropicErrors:
-    """Error format of one request: {"type": "error", "error": {"type", "message"}, "request_id"}, with its status codes.
+    """Error format of one request: {"type": "error", "error": {"type", "message"}, "request_id"}, with its statuses.
 
     Source: https://docs.claude.com/en/api/errors
     """
