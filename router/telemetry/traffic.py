@@ -153,7 +153,10 @@ _REPORT_S = 5.0
 
 
 class TrafficReporter:
-    """Periodic reporter. Lives on its router's event loop. While the controller is away, the record keeps what fits."""
+    """Periodic reporter of the record to the controller, which replies with its autoscaler's decisions.
+
+    Lives on its router's event loop. While the controller is away, the record keeps what fits.
+    """
 
     def __init__(
         self,
