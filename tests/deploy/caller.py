@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
 from cluster.bench.endpoints import open_endpoint
-from cluster.cli.generate import InferenceClient
+from cluster.cli.inference_client import InferenceClient
 from core.rpc import inference_pb2 as pb
 from core.types.errors import RequestFailed
 from core.wire.client_access import EndpointAccess

@@ -345,10 +345,13 @@ class Loading(EngineMachine):
 
     def _check_served(self, begin: BeginOrder, tokens: list[int]) -> None:
         pool, first = self.pool, begin.handoff.first_token
+        window_start = self.layout.cache.window_start(begin.num_tokens, held=first)
         for position in range(first, begin.num_tokens):
             slot = begin.blocks[position // _BLOCK] * _BLOCK + position % _BLOCK
             assert pool.tokens[slot] == tokens[position], "a served block has another content"
-            if isinstance(pool, FakeWindowPool) and position >= self.layout.window_start(first, begin.num_tokens):
+            if isinstance(pool, FakeWindowPool) and position >= self.layout.cache.window_start(
+                begin.num_tokens, held=first
+            ):
                 assert pool.part_of.get(begin.blocks[position // _BLOCK]), "a served part is gone"
                 assert pool.part_tokens[pool.part_slot(slot)] == tokens[position], "a served part has another content"
         if begin.state_slot is not None:
