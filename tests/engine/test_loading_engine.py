@@ -349,9 +349,7 @@ class Loading(EngineMachine):
         for position in range(first, begin.num_tokens):
             slot = begin.blocks[position // _BLOCK] * _BLOCK + position % _BLOCK
             assert pool.tokens[slot] == tokens[position], "a served block has another content"
-            if isinstance(pool, FakeWindowPool) and position >= self.layout.cache.window_start(
-                begin.num_tokens, held=first
-            ):
+            if isinstance(pool, FakeWindowPool) and position >= window_start:
                 assert pool.part_of.get(begin.blocks[position // _BLOCK]), "a served part is gone"
                 assert pool.part_tokens[pool.part_slot(slot)] == tokens[position], "a served part has another content"
         if begin.state_slot is not None:
