@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -72,10 +73,10 @@ class Batch:
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    @property
+    @cached_property
     def num_drafted(self) -> int:
         """Number of draft tokens. Only drafted rows need the logits of several positions."""
-        return int(np.maximum(self.num_logits - 1, 0).sum())
+        return len(self.logits_rows) - int(np.count_nonzero(self.num_logits))
 
     @property
     def wants_all_logits(self) -> bool:

@@ -45,15 +45,15 @@ class SequenceFactor:
     """Acceptance of one method on one sequence, relative to the rates learned over all sequences."""
 
     def __init__(self) -> None:
-        self._expected = self._right = 1.0
+        self._expected = self._right = 0.0
         self.value = 1.0
 
     def observe(self, expected: float, num_right: int) -> None:
         """Count a proposal: the expected and the real number of right tokens among those judged."""
-        self._expected = (self._expected - 1.0) * _KEEP + expected + 1.0
-        self._right = (self._right - 1.0) * _KEEP + num_right + 1.0
+        self._expected = self._expected * _KEEP + expected
+        self._right = self._right * _KEEP + num_right
         low, high = _BOUNDS
-        self.value = min(high, max(low, self._right / self._expected))
+        self.value = min(high, max(low, (self._right + 1.0) / (self._expected + 1.0)))
 
 
 @dataclass(eq=False, slots=True)

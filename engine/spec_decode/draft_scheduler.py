@@ -119,13 +119,14 @@ class DraftScheduler:
         """
         if max_tokens < 1 or not self.may_call(rows):
             return None
-        offers = {name: self._offer(name, rows, limits, cost) for name in self._models}
+        behind = {name: [model.proposer.num_behind(row) for row in rows] for name, model in self._models.items()}
+        offers = {name: self._offer(name, rows, limits, behind[name], cost) for name in self._models}
         planned = [offer for name, offer in offers.items() if self._is_planned(self._models[name])]
         if call := plan_call(known, planned, cost, max_tokens):
-            return self._in_pieces(call, rows, cost)
+            return self._in_pieces(call, behind[call.method], cost)
         for name in sorted(offers, key=lambda name: -self._models[name].steps_since_call):
-            if trial := self._trial(offers[name], rows, cost):
-                return self._in_pieces(trial, rows, cost)
+            if trial := self._trial(offers[name], behind[name], cost):
+                return self._in_pieces(trial, behind[name], cost)
         return None
 
     def carry_out(self, call: Call, rows: Seq[Sequence], cost: StepCost) -> None:
@@ -175,46 +176,45 @@ class DraftScheduler:
         is_turn = steps % (_PLAN_EVERY_RESTING if model.is_resting else _PLAN_EVERY) == 0
         return is_turn or steps < _PLAN_ALWAYS or model.steps_since_call == 0
 
-    def _offer(self, name: str, rows: Seq[Sequence], limits: Seq[int], cost: StepCost) -> CallOffer:
-        model = self._models[name]
+    def _offer(
+        self, name: str, rows: Seq[Sequence], limits: Seq[int], behind: Seq[int | None], cost: StepCost
+    ) -> CallOffer:
         chances: list[Seq[float]] = []
         missing: list[float] = []
-        for sequence, limit in zip(rows, limits, strict=True):
-            behind = model.proposer.num_behind(sequence)
-            can_propose = behind is not None and limit > 0 and self._tracker.is_missing(name, sequence)
+        for sequence, limit, num_behind in zip(rows, limits, behind, strict=True):
+            can_propose = num_behind is not None and limit > 0 and self._tracker.is_missing(name, sequence)
             expected = self._tracker.expected(name, sequence, limit) if can_propose else ()
             chances.append(expected)
             # Missing tokens before the last ones, mostly a prompt, are spread over the steps still to come.
-            late = max(0, (behind or 0) - _NEAR)
-            missing.append(min(behind or 0, _NEAR) + late / self._steps_left(sequence, expected))
-        return CallOffer(name, model.cost(cost), chances, missing)
+            late = max(0, (num_behind or 0) - _NEAR)
+            missing.append(min(num_behind or 0, _NEAR) + late / self._steps_left(sequence, expected))
+        return CallOffer(name, self._models[name].cost(cost), chances, missing)
 
     def _steps_left(self, sequence: Sequence, expected: Seq[float]) -> float:
         """Estimate from the mean answer; an answer that is longer already is expected to double."""
         left = max(self._mean_answer - sequence.num_generated, float(sequence.num_generated), 1.0)
         return max(1.0, min(left, sequence.ends_at - len(sequence.tokens)) / (1.0 + sum(expected)))
 
-    def _trial(self, offer: CallOffer, rows: Seq[Sequence], cost: StepCost) -> Call | None:
+    def _trial(self, offer: CallOffer, behind: Seq[int | None], cost: StepCost) -> Call | None:
         """Return a call for one of the rows that the time saved for trials allows, a different one each time."""
         model = self._models[offer.method]
         depth = 1 + model.num_trials % 2
         can_try: list[int] = []
-        for row, chances in enumerate(offer.chances):
-            num_tokens = (model.proposer.num_behind(rows[row]) or 0) + depth - 1
+        for row, (chances, num_behind) in enumerate(zip(offer.chances, behind, strict=True)):
+            num_tokens = (num_behind or 0) + depth - 1
             if len(chances) >= depth and offer.cost.seconds(depth, num_tokens) <= self._saved * cost.plain:
                 can_try.append(row)
         if not can_try:
             return None
         return Call(offer.method, depth, [can_try[model.num_trials % len(can_try)]], is_trial=True)
 
-    def _in_pieces(self, call: Call, rows: Seq[Sequence], cost: StepCost) -> Call:
+    def _in_pieces(self, call: Call, behind: Seq[int | None], cost: StepCost) -> Call:
         """Compute no more missing tokens before one step than take as long as a step, shortest rows first."""
-        model = self._models[call.method]
-        token_s = model.cost(cost).token_s
+        token_s = self._models[call.method].cost(cost).token_s
         room = max(_MIN_PIECE, min(_MAX_PIECE, int(cost.plain / token_s) if token_s else _MAX_PIECE))
         catch_up: list[tuple[int, int]] = []
         ready: list[int] = []
-        for num_behind, row in sorted((model.proposer.num_behind(rows[row]) or 0, row) for row in call.rows):
+        for num_behind, row in sorted((behind[row] or 0, row) for row in call.rows):
             if num_behind <= max(_NEAR, room):
                 ready.append(row)
             elif room > 0:

@@ -94,13 +94,9 @@ class Speculation:
         if not (looked_up := self._look_up(rows)):
             self._scheduler.end_step()
             return {}
-        best = [self._tracker.best(row) for row in looked_up]
-        if not self._models and not any(best):  # the common case in new text
-            self._scheduler.note_lengths((row, 0) for row in looked_up)
-            self._scheduler.end_step()
-            return {}
         cost = cost_of()
         limits = [self._limit(row) for row in looked_up]
+        best = [self._tracker.best(row) for row in looked_up]
         chances = _chances(best, limits)
         if planned := self._scheduler.plan(looked_up, limits, chances, cost, max_tokens):
             self._scheduler.carry_out(planned, looked_up, cost)
@@ -168,7 +164,8 @@ class Speculation:
     def _look_up(self, rows: Seq[Sequence]) -> Seq[Sequence]:
         """Propose by look-up for the rows that are due.
 
-        Returns the rows with up-to-date proposals: those, or all rows where a model may be called.
+        Returns the rows with up-to-date proposals: those, or all rows where a model may be called. Empty if there is
+        nothing to draft from, which is the common case in new text.
         """
         due: Seq[Sequence] = ()
         if self._lookups:
@@ -179,6 +176,9 @@ class Speculation:
             if missing := [row for row in due if self._tracker.is_missing(method, row)]:
                 for row, proposal in zip(missing, proposer.propose(missing, self._max_tokens), strict=True):
                     self._tracker.note(method, row, proposal)
+        if not self._models and not any(map(self._tracker.has_any, current)):
+            self._scheduler.note_lengths((row, 0) for row in current)
+            return ()
         return current
 
 
