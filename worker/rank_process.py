@@ -37,8 +37,8 @@ from engine.runner.runner import ModelRunner
 from engine.tiers.rank_tiers import RankTiers
 from engine.tiers.tiers import Tiers
 from kvtransfer.links.backends import backend_for
-from kvtransfer.links.interface import guide_nccl
 from kvtransfer.links.link import LinkGuard
+from kvtransfer.links.nccl_library import guide_nccl
 from kvtransfer.transfer.fetch_servicer import FetchServicer, FetchServing
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.rank_servicer import RankServicer

@@ -1,13 +1,22 @@
-"""Link interface: one-way byte transport between two ranks. Every operation has a deadline."""
+"""Link interface: one-way byte transport between two ranks. Every operation has a deadline.
+
+On a device the host runs many layers ahead. A link that packed on the compute stream would ship a layer only after the
+whole chunk. So each link thread has its own CUDA stream and waits for events of exactly the work that it needs. On a
+CPU work is synchronous and events are no-ops.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import Store
+
+from engine.runner import streams
 
 # Time for the two ends to connect. It may be long, because the gRPC stream detects a dead or frozen peer.
 MEET_TIMEOUT_S = 20.0
@@ -22,6 +31,16 @@ class Operation(Protocol):
         Raises LinkClosed on failure, at the deadline at the latest.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """Operation of a link that waits by itself. wait_for: called with the timeout in seconds."""
+
+    wait_for: Callable[[float], None]
+
+    def wait(self, *, timeout_s: float) -> None:
+        self.wait_for(timeout_s)
 
 
 class Link(Protocol):
@@ -77,3 +96,19 @@ class LinkEnd:
     device: torch.device
     timeout_s: float  # for the two ends to connect
     guard: LinkGuard
+
+
+def stream_event(device: torch.device) -> streams.Event:
+    """Record an event on the calling thread's current stream."""
+    return streams.streams_of(device).mark()
+
+
+@contextmanager
+def own_stream(device: torch.device) -> Iterator[int]:
+    """Run the calling thread's device work on a private stream. Yields the stream's handle."""
+    device_stream = streams.streams_of(device).device_stream()
+    try:
+        with device_stream.entered():
+            yield device_stream.handle
+    finally:
+        device_stream.close()

@@ -27,8 +27,8 @@ from torch import Tensor
 from torch.distributed import PrefixStore
 
 from core.types.errors import LinkClosed, SpecError
-from kvtransfer.links.device_stream import StreamEvent
-from kvtransfer.links.link import LinkEnd, Operation
+from engine.runner.streams import Event
+from kvtransfer.links.link import LinkEnd, Operation, Waiting, stream_event
 
 _POLL_S = 5e-5
 _OFFER = struct.Struct("=QQQI")  # number, address, bytes, device; memory keys follow
@@ -63,7 +63,7 @@ class NixlLink:
         self._agent_lock = threading.Lock()
         self._agent: _Agent | None = None
         self._num_started = self._num_done = 0  # operations
-        self._receives: deque[tuple[int, Tensor, StreamEvent]] = deque()  # reads not started
+        self._receives: deque[tuple[int, Tensor, Event]] = deque()  # reads not started
         self._offers: dict[int, bytes] = {}  # received, not yet read
         self._reads: deque[tuple[Tensor, Any]] = deque()  # in progress
         self._sends: dict[int, Tensor] = {}
@@ -96,7 +96,7 @@ class NixlLink:
         operation.wait(timeout_s=max(0.0, until - time.monotonic()))
 
     def send(self, payload: Tensor) -> Operation:
-        StreamEvent(self.device).wait()  # NIXL ignores CUDA streams, so the payload must be complete
+        stream_event(self.device).wait()  # NIXL ignores CUDA streams, so the payload must be complete
 
         def offer(agent: _Agent, number: int) -> None:
             agent.offer(number, payload)
@@ -105,7 +105,7 @@ class NixlLink:
         return self._start(offer)
 
     def recv(self, payload: Tensor) -> Operation:
-        event = StreamEvent(self.device)  # earlier uses of the payload's memory
+        event = stream_event(self.device)  # earlier uses of the payload's memory
         return self._start(lambda agent, number: self._receives.append((number, payload, event)))
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class NixlLink:
             self._closed.set()
             threading.Thread(target=self._destroy, name="kv-nixl-end").start()
 
-    def wait_for(self, number: int, *, timeout_s: float) -> None:
+    def _wait(self, number: int, timeout_s: float) -> None:
         """Wait until `number` operations have completed. Raises LinkClosed."""
         deadline = time.monotonic() + timeout_s
         while self._using(self._progress) < number:
@@ -125,7 +125,8 @@ class NixlLink:
     def _start(self, start: Callable[[_Agent, int], None]) -> Operation:
         self._using(lambda agent: start(agent, self._num_started))
         self._num_started += 1
-        return _NixlOperation(self, self._num_started)
+        number = self._num_started
+        return Waiting(lambda timeout_s: self._wait(number, timeout_s))
 
     def _using(self, use: Callable[[_Agent], Any]) -> Any:
         """Call `use` with the agent under its lock. Raises LinkClosed."""
@@ -172,15 +173,6 @@ class NixlLink:
         del held
 
 
-class _NixlOperation:
-    def __init__(self, link: NixlLink, number: int) -> None:
-        self._link = link
-        self._number = number
-
-    def wait(self, *, timeout_s: float) -> None:
-        self._link.wait_for(self._number, timeout_s=timeout_s)
-
-
 @dataclass(eq=False)
 class _Registered:
     """Memory registered with NIXL. The reference keeps the storage alive."""
@@ -209,15 +201,13 @@ class _Agent:
 
     @property
     def introduction(self) -> bytes:
-        introduction: bytes = self._agent.get_agent_metadata()
-        return introduction
+        return bytes(self._agent.get_agent_metadata())
 
     def meet(self, introduction: bytes) -> None:
         self._peer = _name(self._agent.add_remote_agent(introduction))
 
     def messages(self) -> list[bytes]:
-        messages: list[bytes] = self._agent.get_new_notifs().get(self._peer, [])
-        return messages
+        return list(self._agent.get_new_notifs().get(self._peer, []))
 
     def offer(self, number: int, payload: Tensor) -> None:
         new = self._register(payload)

@@ -10,7 +10,8 @@ from torch import Tensor
 from core.types.errors import ChecksumMismatch
 from engine.kv.checksum import checksum
 from engine.kv.pool import KVPool
-from kvtransfer.links.device_stream import StreamEvent
+from engine.runner.streams import Event
+from kvtransfer.links.link import stream_event
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
 from kvtransfer.protocol.ledger import Landing, Ledger
 from kvtransfer.protocol.plan import HeadCopy
@@ -45,8 +46,8 @@ class Incoming:
             window_span = self._window_start - opened.first_token, opened.max_tokens - self._window_start
             self._window_slots_T = window_slots_of(pool, opened.block_ids, *window_span)
         self._state_index = pool.state_index(opened.state_slots[0]) if opened.state_slots else None
-        self._opened = StreamEvent(pool.device)  # earlier uses of the blocks
-        self._written: dict[int, StreamEvent] = {}  # last write per sending rank; each link has its own stream
+        self._opened = stream_event(pool.device)  # earlier uses of the blocks
+        self._written: dict[int, Event] = {}  # last write per sending rank; each link has its own stream
         self._lock = threading.Lock()
 
     def write(self, frame: SegmentFrame, payload: Tensor, *, sender: str, copy: HeadCopy) -> None:
@@ -62,7 +63,7 @@ class Incoming:
             if self._ledger.accept(frame, copy=copy):
                 self._opened.hold_up()
                 self._unpack(payload, frame.segment, copy.receiver_heads)
-                self._written[copy.sender] = StreamEvent(self._pool.device)
+                self._written[copy.sender] = stream_event(self._pool.device)
 
     def _unpack(self, payload: Tensor, segment: Segment, heads: Sequence[range]) -> None:
         if self._codec.is_of_states(segment):

@@ -15,8 +15,7 @@ from torch import Tensor
 from core.rpc import transfer_pb2 as pb
 from core.types.errors import LinkClosed, RequestError, TransferError
 from kvtransfer.links.backends import make_link
-from kvtransfer.links.device_stream import own_stream
-from kvtransfer.links.link import MEET_TIMEOUT_S, Link
+from kvtransfer.links.link import MEET_TIMEOUT_S, Link, own_stream
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.plan import HeadCopy

@@ -25,9 +25,9 @@ from core.types.wire_version import WIRE_VERSION
 from core.wire.call_errors import error_of
 from core.wire.channel import open_channel
 from engine.kv.checksum import checksum
+from engine.runner.streams import Event
 from kvtransfer.links.backends import make_link
-from kvtransfer.links.device_stream import StreamEvent, own_stream
-from kvtransfer.links.link import MEET_TIMEOUT_S, Link
+from kvtransfer.links.link import MEET_TIMEOUT_S, Link, own_stream, stream_event
 from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
 from kvtransfer.protocol.rank_transfer import Ending, LinkTransfer, RankTransfer
 from kvtransfer.protocol.segment import Segment, operation_timeout
@@ -45,7 +45,7 @@ _MAX_REASON = 1000  # characters of the peer's error message
 _READ_S = 0.2  # grace period to read an answer that has arrived
 
 # Work item for the link's thread, and the device event that it must wait for.
-_Job = tuple[LinkTransfer, Segment | Ending, StreamEvent]
+_Job = tuple[LinkTransfer, Segment | Ending, Event]
 
 
 class OutgoingLink:
@@ -98,7 +98,7 @@ class OutgoingLink:
             self.abort(link_transfer, self._failure)
 
     def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
-        self._jobs.put((link_transfer, item, StreamEvent(self._config.pool.device)))
+        self._jobs.put((link_transfer, item, stream_event(self._config.pool.device)))
 
     def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
         """Fail this link transfer only. Thread-safe."""

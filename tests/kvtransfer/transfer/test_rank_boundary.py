@@ -14,6 +14,7 @@ import grpc
 import pytest
 import torch
 from grpc import aio
+from torch.distributed import PrefixStore
 
 from core.rpc import transfer_pb2 as pb
 from core.rpc import transfer_pb2_grpc as rpc
@@ -37,7 +38,7 @@ from kvtransfer.transfer.fetch_servicer import FetchServicer, FetchServing
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.rank_servicer import RankServicer
 from kvtransfer.transfer.receiver import Receiver
-from kvtransfer.transfer.rendezvous import Rendezvous
+from kvtransfer.transfer.rendezvous import Rendezvous, local_store
 from kvtransfer.transfer.sender import Sender
 from kvtransfer.transfer.wire_messages import frame_from_proto
 from tests.support.identities import in_clear
@@ -482,6 +483,8 @@ def test_rendezvous_store_is_bounded() -> None:
     assert rendezvous.get("key/9", timeout_s=1) == b"another"
     rendezvous.forget("key/")
     assert len(rendezvous) == 0
+    # The watchdog of an NCCL group asks.
+    assert not PrefixStore("link", local_store(rendezvous, timeout_s=1)).check(["exception_dump"])
 
 
 def test_check_names_the_field() -> None:

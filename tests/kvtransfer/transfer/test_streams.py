@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from grpc import aio
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from core.rpc import transfer_pb2_grpc as rpc
@@ -22,9 +22,9 @@ from engine.cpu import library
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
-from kvtransfer.links import device_stream
+from engine.runner.streams import Event
 from kvtransfer.links.backends import LINKS
-from kvtransfer.links.link import LinkGuard
+from kvtransfer.links.link import LinkGuard, stream_event
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.rank_transfer import Shipment
@@ -223,7 +223,13 @@ plans = st.builds(
 )
 
 
+# Every fault below shows in this plan.
+REVEALING = Plan([(13, "whole"), (16, "written")], chunk=4)
+
+
 @settings(max_examples=8)
+@example(plan=REVEALING)
+@example(plan=replace(REVEALING, sources=2))
 @given(plan=plans)
 def test_link_accesses_are_ordered(plan: Plan) -> None:
     assert races(plan) == []
@@ -232,28 +238,31 @@ def test_link_accesses_are_ordered(plan: Plan) -> None:
 # Faults that the checker must find. Each function injects one.
 
 
-def pack_without_waiting_for_the_layer(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    class StreamEvent(device_stream.StreamEvent):
-        def hold_up(self) -> None:
-            pass
+def event_without(wait: str) -> Callable[[torch.device], Event]:
+    """Return a `stream_event` that omits `hold_up` or `wait`."""
 
-    patch.setattr(outgoing_link, "StreamEvent", StreamEvent)
+    def event(device: torch.device) -> Event:
+        event = stream_event(device)
+        setattr(event, wait, lambda: None)
+        return event
+
+    return event
+
+
+def pack_without_waiting_for_the_layer(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
+    patch.setattr(outgoing_link, "stream_event", event_without("hold_up"))
 
 
 def mark_the_layer_on_another_stream(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    def mark(of: torch.device) -> device_stream.StreamEvent:
+    def mark(of: torch.device) -> Event:
         with device.watched("another"):
-            return device_stream.StreamEvent(of)
+            return stream_event(of)
 
-    patch.setattr(outgoing_link, "StreamEvent", mark)
+    patch.setattr(outgoing_link, "stream_event", mark)
 
 
 def unpack_without_waiting_for_who_had_the_blocks(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    class StreamEvent(device_stream.StreamEvent):
-        def hold_up(self) -> None:
-            pass
-
-    patch.setattr(incoming, "StreamEvent", StreamEvent)
+    patch.setattr(incoming, "stream_event", event_without("hold_up"))
 
 
 def mark_before_the_blocks_are_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
@@ -265,20 +274,17 @@ def mark_before_the_blocks_are_written(patch: pytest.MonkeyPatch, device: FakeSt
         before[0] = device.mark()
         unpack(self, *arguments, **windows)
 
-    class StreamEvent(device_stream.StreamEvent):
-        def wait(self) -> None:
-            before[0].wait()
+    def event(of: torch.device) -> Event:
+        event: Any = stream_event(of)
+        event.wait = lambda: before[0].wait()
+        return event  # type: ignore[no-any-return]
 
     patch.setattr(codec.Codec, "unpack", unpacked)
-    patch.setattr(incoming, "StreamEvent", StreamEvent)
+    patch.setattr(incoming, "stream_event", event)
 
 
 def close_without_waiting_for_the_write(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    class StreamEvent(device_stream.StreamEvent):
-        def wait(self) -> None:
-            pass
-
-    patch.setattr(incoming, "StreamEvent", StreamEvent)
+    patch.setattr(incoming, "stream_event", event_without("wait"))
 
 
 def use_a_staging_buffer_that_is_on_the_wire(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
@@ -352,4 +358,4 @@ MUTATIONS: list[Mutate] = [
 @pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
 def test_a_fault_is_found(mutate: Mutate) -> None:
     sources = 2 if mutate is wait_for_one_of_two_ranks else 1
-    assert races(Plan([(13, "whole"), (16, "written")], chunk=4, sources=sources), mutate)
+    assert races(replace(REVEALING, sources=sources), mutate)
