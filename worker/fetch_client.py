@@ -48,10 +48,10 @@ class PrefixSourceChannels:
 
         `missed` is called with the reason on failure. Cancelling this coroutine ends the call.
         """
-        prefix_source, first_token = fetch.prefix_source, fetch.opening.first_token
+        prefix_source, first_token = fetch.prefix_source, fetch.handoff.first_token
         request = pb.FetchRequest(handoff=handoff_to_proto(fetch.handoff), hashes=b"".join(fetch.hashes))
         try:
-            await others.open(fetch.opening)
+            await others.open(fetch.incoming.opening)
             async with self.to(prefix_source) as channel:
                 async for event in _events(channel, request, prefix_source, timeout_s=fetch.timeout_s):
                     if event.WhichOneof("event") == "granted" and event.granted.num_tokens <= first_token:

@@ -1,4 +1,4 @@
-"""Receiving rank's record of one handoff: accepted segments and commits. Pure: no bytes, no threads.
+"""Receiving rank's records of its handoffs: accepted segments and commits. Pure: no bytes, no threads.
 
              segment, commit                close
     OPEN ──all sources committed──> LANDED ──────> CLOSED
@@ -12,14 +12,20 @@ is written once every rank has landed, and no rank needs to be asked whether it 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Generic, TypeVar
 
 from core.types.errors import ChecksumMismatch, HandoffExpired, TransferError
-from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
+from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame, combine_checksums
 from kvtransfer.protocol.plan import HeadCopy
-from kvtransfer.protocol.segment import combine_checksums
+
+T = TypeVar("T")
+
+# An Open overtaken by its Close arrives within a call's deadline, before thousands of other handoffs close.
+_MAX_CLOSED = 4096
 
 
 class LedgerState(StrEnum):
@@ -35,10 +41,8 @@ class Landing:
     handoff: str
     epoch: int
     num_tokens: int  # positions present now, including those before the handoff
-    # After a prompt: one token per choice. After a migration: the tokens that the receiver does not have yet.
-    next_tokens: tuple[int, ...] = ()
-    # Draft-head features of the last position (engine.spec_decode.heads.features); empty: unknown.
-    features: bytes = b""
+    next_tokens: tuple[int, ...] = ()  # as in CommitFrame
+    features: bytes = b""  # as in CommitFrame
 
 
 @dataclass
@@ -173,3 +177,41 @@ class Ledger:
             next_tokens=self._next_tokens,
             features=self._features,
         )
+
+
+class Register(Generic[T]):
+    """Handoffs open on one rank, by id. Closing is final, even if Open arrives after Close.
+
+    Not thread-safe: the owner locks each call.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[str, T] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the ids of the open handoffs."""
+        return iter(self._open)
+
+    def open(self, handoff: str, entry: T) -> None:
+        """Add `entry` unless the handoff is closed or open already; the first entry holds the received data."""
+        if handoff not in self._closed:
+            self._open.setdefault(handoff, entry)
+
+    def close(self, handoff: str) -> T | None:
+        self._closed[handoff] = None
+        if len(self._closed) > _MAX_CLOSED:
+            self._closed.popitem(last=False)
+        return self._open.pop(handoff, None)
+
+    def get(self, handoff: str) -> T | None:
+        return self._open.get(handoff)
+
+    def find(self, handoff: str) -> T:
+        """Return the open entry. Raises HandoffExpired."""
+        if entry := self._open.get(handoff):
+            return entry
+        raise HandoffExpired(f"handoff {handoff} is not open here")

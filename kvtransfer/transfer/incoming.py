@@ -12,10 +12,9 @@ from engine.kv.checksum import checksum
 from engine.kv.pool import KVPool
 from engine.runner.streams import Event
 from kvtransfer.links.link import stream_event
-from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
+from kvtransfer.protocol.frames import CommitFrame, Opening, Segment, SegmentFrame
 from kvtransfer.protocol.ledger import Landing, Ledger
 from kvtransfer.protocol.plan import HeadCopy
-from kvtransfer.protocol.segment import Segment
 from kvtransfer.transfer.codec import Codec, slots_of, window_slots_of
 
 

@@ -28,12 +28,10 @@ from engine.kv.checksum import checksum
 from engine.runner.streams import Event
 from kvtransfer.links.backends import make_link
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link, own_stream, stream_event
-from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
-from kvtransfer.protocol.rank_transfer import Ending, LinkTransfer, RankTransfer
-from kvtransfer.protocol.segment import Segment, operation_timeout
+from kvtransfer.protocol.frames import CommitFrame, Segment, SegmentFrame, operation_timeout
+from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer
 from kvtransfer.transfer.codec import slots_of, window_slots_of
 from kvtransfer.transfer.link_config import LinkConfig
-from kvtransfer.transfer.reconnection import Reconnection
 from kvtransfer.transfer.rendezvous import remote_store
 from kvtransfer.transfer.staging import StagingRing
 from kvtransfer.transfer.wire_messages import frame_to_proto
@@ -43,9 +41,10 @@ logger = logging.getLogger(__name__)
 
 _MAX_REASON = 1000  # characters of the peer's error message
 _READ_S = 0.2  # grace period to read an answer that has arrived
+_FIRST_DELAY_S, _MAX_DELAY_S = 0.05, 1.0  # before a reconnection
 
 # Work item for the link's thread, and the device event that it must wait for.
-_Job = tuple[LinkTransfer, Segment | Ending, Event]
+_Job = tuple[LinkTransfer, Segment | CommitFrame, Event]
 
 
 class OutgoingLink:
@@ -97,7 +96,7 @@ class OutgoingLink:
         if self._failure:
             self.abort(link_transfer, self._failure)
 
-    def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
+    def put(self, link_transfer: LinkTransfer, item: Segment | CommitFrame) -> None:
         self._jobs.put((link_transfer, item, stream_event(self._config.pool.device)))
 
     def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
@@ -249,7 +248,7 @@ class OutgoingLink:
         link_transfer: LinkTransfer | None = None
         while (job := self._next_job(ring, link_transfer)) is not None:
             link_transfer, item, computed = job
-            if isinstance(item, Ending):
+            if isinstance(item, CommitFrame):
                 self._commit(link_transfer, item)
             else:
                 begin = time.monotonic()
@@ -322,11 +321,11 @@ class OutgoingLink:
             self._last_slots = slots_of(pool, blocks, segment.first_token, segment.num_tokens), window_slots_T
         return self._last_slots
 
-    def _commit(self, link_transfer: LinkTransfer, ending: Ending) -> None:
+    def _commit(self, link_transfer: LinkTransfer, commit: CommitFrame) -> None:
         with self._lock:
             if link_transfer.is_ended:
                 return
-            frame = link_transfer.announce_commit(ending)
+            frame = link_transfer.announce_commit(commit)
         self._config.failpoint(FailpointStage.COMMITTING, frame.handoff)
         self._announce(link_transfer, frame)
         # Most of the bytes may still be in flight.
@@ -337,3 +336,22 @@ class OutgoingLink:
         message = frame_to_proto(frame)
         link_transfer.wire_bytes += message.ByteSize()
         self._loop.call_soon_threadsafe(self._frames.put_nowait, message)
+
+
+class Reconnection:
+    """Exponential backoff before a new link connects to an address. Thread-safe: one link at a time changes it."""
+
+    def __init__(self) -> None:
+        self._num_failures = 0  # in a row
+
+    @property
+    def delay_s(self) -> float:
+        return min(_MAX_DELAY_S, _FIRST_DELAY_S * 2 ** (self._num_failures - 1)) if self._num_failures else 0.0
+
+    def succeeded(self) -> None:
+        """Reset the delay after the peer has accepted the link."""
+        self._num_failures = 0
+
+    def failed(self) -> None:
+        """Increase the delay after a link has ended, accepted or not."""
+        self._num_failures += 1

@@ -1,30 +1,35 @@
-"""Receiver of one rank: incoming links and open handoffs."""
+"""Receiver of one rank: its open handoffs, and its incoming links, each with a gRPC stream and a receiving thread."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import queue
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from uuid import uuid4
 
+from torch import Tensor
+
 from core.identity.rules import key_of_link
 from core.rpc import transfer_pb2 as pb
-from core.types.errors import CapacityError, ClusterError, LayoutMismatch
+from core.types.errors import CapacityError, ClusterError, LayoutMismatch, LinkClosed, RequestError, TransferError
 from core.types.failpoint import FailpointStage
 from core.types.validation import check_name
 from core.types.wire_version import WIRE_VERSION
-from kvtransfer.protocol.frames import Opening
-from kvtransfer.protocol.ledger import Landing
+from kvtransfer.links.backends import make_link
+from kvtransfer.links.link import MEET_TIMEOUT_S, Link, own_stream
+from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame, operation_timeout
+from kvtransfer.protocol.ledger import Landing, Register
 from kvtransfer.protocol.plan import HeadCopy, plan_heads
-from kvtransfer.protocol.register import Register
-from kvtransfer.protocol.validation import check_opening, check_ranks
+from kvtransfer.protocol.validation import check_commit, check_opening, check_ranks, check_segment
 from kvtransfer.transfer.incoming import Incoming
-from kvtransfer.transfer.incoming_link import IncomingLink
 from kvtransfer.transfer.link_config import LinkConfig
-from kvtransfer.transfer.rendezvous import Rendezvous
+from kvtransfer.transfer.rendezvous import Rendezvous, local_store
+from kvtransfer.transfer.staging import StagingRing
+from kvtransfer.transfer.wire_messages import frame_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +37,11 @@ _MAX_OPEN = 65_536  # handoffs
 _MAX_LINKS = 1024  # one thread each
 _MAX_CLOSED = 4096  # closed handoffs whose payloads may still be in flight
 _HELLO_S = 10.0
+_MAX_ANNOUNCED = 4096  # queued frames per direction: a sender announces only what it is about to send
+_MAX_UNWANTED_BYTES = 64 << 20  # a rejected payload must still be received to be discarded
+
+_Frame = SegmentFrame | CommitFrame
+_Announced = tuple[_Frame, Tensor | None]  # a frame, and a segment's payload buffer
 
 
 class Receiver:
@@ -42,13 +52,12 @@ class Receiver:
 
     def __init__(self, config: LinkConfig, *, rendezvous: Rendezvous, on_landed: Callable[[Landing], None]) -> None:
         self.config = config
-        self._codec = config.codec
-        self._rendezvous = rendezvous
+        self.rendezvous = rendezvous
         self._on_landed = on_landed
         self._incoming: Register[Incoming] = Register()
         self._closed_ends: OrderedDict[str, int] = OrderedDict()  # see end_of
         self._lock = threading.Lock()  # guards the two fields above
-        self._threads = threading.BoundedSemaphore(_MAX_LINKS)  # slots for link threads
+        self.threads = threading.BoundedSemaphore(_MAX_LINKS)  # slots for link threads
 
     def checked(self, opening: Opening) -> Opening:
         """Return `opening` if it fits this rank's pool. Raises RequestError."""
@@ -62,7 +71,7 @@ class Receiver:
         Openings from other processes must be `checked` first. Raises TransferError for blocks outside the pool,
         CapacityError if too many handoffs are open.
         """
-        incoming = Incoming(opening, pool=self.config.pool, codec=self._codec)
+        incoming = Incoming(opening, pool=self.config.pool, codec=self.config.codec)
         with self._lock:
             if len(self._incoming) >= _MAX_OPEN:
                 raise CapacityError(f"limit of {_MAX_OPEN} open handoffs reached")
@@ -83,7 +92,7 @@ class Receiver:
     def close_all(self) -> None:
         """Close every open handoff. After return, nothing of any of them is written."""
         with self._lock:
-            handoffs = self._incoming.handoffs
+            handoffs = list(self._incoming)
         for handoff in handoffs:
             self.close(handoff)
 
@@ -114,24 +123,8 @@ class Receiver:
         except ClusterError as error:
             yield pb.ReceiverFrame(rejected=pb.Rejected(reason=str(error)))
             return
-        prefix = key_of_link(first.hello.sender, receiver=self.config.rank, epoch=first.hello.epoch, unique=uuid4().hex)
-        link = IncomingLink(
-            self,
-            self.config,
-            self._rendezvous,
-            prefix=prefix,
-            sender=first.hello.sender.rpartition("/")[0],
-            copy=copy,
-            num_sources=num_sources,
-            ended=self._threads.release,
-        )
-        try:
-            yield pb.ReceiverFrame(welcome=pb.Welcome(prefix=prefix))
-            async for frame in link.converse(frames):
-                yield frame
-        finally:
-            if not link.has_begun:
-                self._threads.release()
+        async for frame in _IncomingLink(self, first.hello, copy=copy, num_sources=num_sources).converse(frames):
+            yield frame
 
     def _admit(self, hello: pb.Hello) -> tuple[HeadCopy, int]:
         """Check a sender and acquire a thread slot for its link.
@@ -152,7 +145,167 @@ class Receiver:
         copies = plan_heads(sender=replace(layout, tensor_parallel=hello.sender_ranks), receiver=layout)
         mine = [copy for copy in copies if copy.receiver == config.rank]
         if copy := next((copy for copy in mine if copy.sender == hello.sender_rank), None):
-            if not self._threads.acquire(blocking=False):
+            if not self.threads.acquire(blocking=False):
                 raise CapacityError(f"limit of {_MAX_LINKS} incoming links reached")
             return copy, len(mine)
         raise LayoutMismatch(f"rank {hello.sender_rank} of {hello.sender_ranks} sends no heads to rank {config.rank}")
+
+
+class _IncomingLink:
+    """Receives each announced payload in order, on its own thread, and acknowledges handoffs.
+
+    Frames are validated before they are queued, and checked against their handoff's opening before a buffer is
+    allocated. An invalid frame closes the link.
+    """
+
+    def __init__(self, receiver: Receiver, hello: pb.Hello, *, copy: HeadCopy, num_sources: int) -> None:
+        """copy: heads that the link carries. num_sources: number of links that send to this rank.
+
+        The caller has acquired a thread slot, which the link releases.
+        """
+        self._receiver = receiver
+        self._config = receiver.config
+        self._prefix = key_of_link(hello.sender, receiver=self._config.rank, epoch=hello.epoch, unique=uuid4().hex)
+        self._sender = hello.sender.rpartition("/")[0]  # replica
+        self._copy = copy
+        self._num_sources = num_sources
+        self._frames: queue.SimpleQueue[_Frame | None] = queue.SimpleQueue()  # None: end
+        self._answers: asyncio.Queue[pb.ReceiverFrame | None] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+        self._link: Link | None = None
+        self._has_ended = False  # the gRPC stream has ended; later link errors are expected
+        self._rejected: tuple[str, int] | None = None  # last rejected handoff, reported once instead of per segment
+
+    async def converse(self, frames: AsyncIterator[pb.SenderFrame]) -> AsyncIterator[pb.ReceiverFrame]:
+        try:
+            threading.Thread(target=self._run, name=f"kv-recv-{self._prefix}", daemon=True).start()
+        except RuntimeError:  # no thread is left on this machine
+            self._receiver.threads.release()
+            raise
+        listener = asyncio.create_task(self._listen(frames))
+        try:
+            yield pb.ReceiverFrame(welcome=pb.Welcome(prefix=self._prefix))
+            while (answer := await self._answers.get()) is not None:
+                yield answer
+        finally:
+            listener.cancel()
+            self._has_ended = True
+            self._frames.put(None)
+            if self._link:
+                self._link.close()
+            self._receiver.rendezvous.forget(self._prefix)
+
+    async def _listen(self, frames: AsyncIterator[pb.SenderFrame]) -> None:
+        try:
+            async for message in frames:
+                self._frames.put(self._checked(message))
+        except (RequestError, LinkClosed) as error:
+            logger.warning("link closed prefix=%s: %s", self._prefix, error)
+        finally:
+            self._answers.put_nowait(None)
+
+    def _checked(self, message: pb.SenderFrame) -> _Frame:
+        """Parse and validate an announcement. Raises RequestError, LinkClosed."""
+        if self._frames.qsize() >= _MAX_ANNOUNCED:
+            raise LinkClosed(f"limit of {_MAX_ANNOUNCED} announced frames without payloads reached")
+        frame, pool = frame_from_proto(message), self._config.pool
+        if isinstance(frame, CommitFrame):
+            check_commit(frame, pool.layout, num_blocks=pool.num_blocks)
+            return frame
+        check_segment(frame, pool.layout, copy=self._copy, num_blocks=pool.num_blocks)
+        # The size follows from the segment; a difference means that the two sides disagree on the layout.
+        num_bytes = self._config.codec.num_bytes(frame.segment, self._copy.receiver_heads)
+        if num_bytes != frame.num_bytes:
+            raise LinkClosed(
+                f"handoff {frame.handoff} segment {frame.number}: announced {frame.num_bytes} bytes, expected "
+                f"{num_bytes} for {frame.segment}"
+            )
+        return frame
+
+    # On the link's thread.
+
+    def _run(self) -> None:
+        store = local_store(self._receiver.rendezvous, timeout_s=MEET_TIMEOUT_S)
+        try:
+            with own_stream(self._config.pool.device):
+                end = self._config.link_end(store, prefix=self._prefix, is_sender=False)
+                self._link = link = make_link(self._config.backend, end)
+                if self._has_ended:  # ended before the link was stored
+                    return
+                link.meet()
+                self._receive(link, StagingRing(link.device, num_buffers=link.num_buffers))
+        except TransferError as error:
+            if not self._has_ended:
+                logger.warning("link failed prefix=%s: %s", self._prefix, error)
+        except Exception:  # thread boundary: the link must close, so that the sender notices
+            logger.exception("link failed prefix=%s", self._prefix)
+        finally:
+            if self._link:
+                self._link.close()
+            self._answer(None)
+            self._receiver.threads.release()
+
+    def _receive(self, link: Link, ring: StagingRing) -> None:
+        """Process frames in the announced order. The next payload arrives while one is written."""
+        begun: deque[_Announced | None] = deque()
+        while True:
+            if not begun:
+                begun.append(self._begin(self._frames.get(), link, ring))
+            self._begin_more(begun, link, ring)
+            if (oldest := begun.popleft()) is None:
+                return
+            frame, payload = oldest
+            if payload is None:
+                self._take(frame, None)
+                continue
+            ring.wait()
+            self._begin_more(begun, link, ring)
+            self._take(frame, payload)
+            ring.release()
+
+    def _begin_more(self, begun: deque[_Announced | None], link: Link, ring: StagingRing) -> None:
+        """Start receiving announced payloads while there are free buffers. Does not block."""
+        while ring.has_room and not self._frames.empty():
+            begun.append(self._begin(self._frames.get(), link, ring))
+
+    def _begin(self, frame: _Frame | None, link: Link, ring: StagingRing) -> _Announced | None:
+        """Start receiving a frame's payload, if it has one. Raises LinkClosed if it is too large to discard."""
+        if frame is None:
+            return None
+        if isinstance(frame, CommitFrame):
+            return frame, None
+        end = self._receiver.end_of(frame.handoff)
+        if frame.segment.end_token > end and frame.num_bytes > _MAX_UNWANTED_BYTES:
+            raise LinkClosed(
+                f"handoff {frame.handoff} segment {frame.number}: exceeds the opening, which ends at {end}"
+            )
+        payload = ring.take(frame.num_bytes)
+        ring.start(link.recv(payload), timeout_s=operation_timeout(self._config.timeout_s, frame.num_bytes))
+        return frame, payload
+
+    def _take(self, frame: _Frame, payload: Tensor | None) -> None:
+        """Write or commit a frame. A rejected handoff does not close the link, which others share."""
+        try:
+            incoming = self._receiver.find(frame.handoff)
+            if isinstance(frame, CommitFrame):
+                landing = incoming.commit(frame, sender=self._sender, copy=self._copy, num_sources=self._num_sources)
+                self._answer(pb.ReceiverFrame(landed=pb.Landed(handoff=frame.handoff, epoch=frame.epoch)))
+                if landing:
+                    self._receiver.landed(landing)
+            else:
+                assert payload is not None
+                incoming.write(frame, payload, sender=self._sender, copy=self._copy)
+        except TransferError as error:
+            if self._rejected != (frame.handoff, frame.epoch):
+                self._rejected = (frame.handoff, frame.epoch)
+                rejected = pb.Rejected(handoff=frame.handoff, epoch=frame.epoch, reason=str(error))
+                self._answer(pb.ReceiverFrame(rejected=rejected))
+
+    def _answer(self, frame: pb.ReceiverFrame | None) -> None:
+        """Queue an answer. Raises LinkClosed if the sender does not read its answers."""
+        if frame and self._answers.qsize() >= _MAX_ANNOUNCED:
+            raise LinkClosed(f"limit of {_MAX_ANNOUNCED} unread answers reached")
+        try:
+            self._loop.call_soon_threadsafe(self._answers.put_nowait, frame)
+        except RuntimeError:
+            pass  # the event loop has ended, and the call with it

@@ -16,8 +16,7 @@ from core.types.handoff import Handoff, HandoffKey
 from kvtransfer.protocol.plan import plan_heads
 from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer, Shipment
 from kvtransfer.transfer.link_config import LinkConfig
-from kvtransfer.transfer.outgoing_link import OutgoingLink
-from kvtransfer.transfer.reconnection import Reconnection
+from kvtransfer.transfer.outgoing_link import OutgoingLink, Reconnection
 
 # Measured in docs/benchmarks/kv_path.md. On a GPU each message costs kernel launches and a wait for its checksum, about
 # 0.2 ms of host time, so messages are larger.

@@ -11,9 +11,8 @@ import itertools
 from collections.abc import Callable
 from functools import partial
 
-from tests.kvtransfer.protocol.pools import NUM_BLOCKS
 from tests.kvtransfer.protocol.receiving_world import Decode
-from tests.kvtransfer.protocol.sending_world import Link, Prefill
+from tests.kvtransfer.protocol.sending_world import NUM_BLOCKS, Link, Prefill
 
 
 class World:
@@ -38,14 +37,14 @@ class World:
             link.frames.clear()
             link.answers.clear()
             link.fail("the receiver is gone")
-        for call in self.decode.puller.calls:
+        for call in self.decode.fetcher.calls:
             call.cancel()
         self.decode = Decode(self, self.decode_tp)
 
     def kill_prefill(self, index: int) -> None:
         dead, self.prefills[index] = self.prefills[index], Prefill(self, self.prefill_tp)
         self.messages = [m for m in self.messages if not _belongs_to(m, dead)]
-        for call in [call for call in self.decode.puller.calls if call.prefix_source is dead]:
+        for call in [call for call in self.decode.fetcher.calls if call.prefix_source is dead]:
             call.fail()
         for link in self.links:
             if link.sender.replica is dead:
@@ -85,7 +84,7 @@ class World:
         self.check()
         for replica in (self.decode, *self.prefills):
             assert replica.blocks.num_available == NUM_BLOCKS, "blocks leaked"
-        assert not len(self.decode.incoming_transfers) and not len(self.decode.puller.prefix_fetches)
+        assert not len(self.decode.incoming_transfers) and not len(self.decode.fetcher.prefix_fetches)
         assert not any(len(rank.register) for rank in self.decode.ranks), "a handoff is open for ever"
         for prefill in self.prefills:
             assert not len(prefill.outgoing_transfers) and not len(prefill.served_fetches)

@@ -4,26 +4,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from core.types.errors import HandoffExpired, LinkClosed, TransferError
 from core.types.handoff import Handoff, HandoffKey
 from engine.kv.block_manager import BlockManager
+from engine.kv.layout import KVLayout
 from engine.tiers.tiers import Tiers
-from kvtransfer.protocol.frames import CommitFrame, SegmentFrame
+from kvtransfer.protocol.frames import CommitFrame, Segment, SegmentFrame
 from kvtransfer.protocol.outgoing_transfers import OutgoingTransfer, OutgoingTransfers
-from kvtransfer.protocol.plan import HeadCopy, plan_heads, sending_ranks
-from kvtransfer.protocol.rank_transfer import Ending, LinkTransfer, RankTransfer, Shipment
-from kvtransfer.protocol.segment import Segment
+from kvtransfer.protocol.plan import HeadCopy, plan_heads
+from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer, Shipment
 from kvtransfer.transfer.serve_fetches import ServedFetches, ServedFetchListener
-from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, layout
-from tests.kvtransfer.protocol.pull_world import content_of, hashes_of
 
 if TYPE_CHECKING:
     from tests.kvtransfer.protocol.protocol_world import World
     from tests.kvtransfer.protocol.receiving_world import ReceivingRank
+
+# Small pools, so that they are nearly always full.
+BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 2, 8, 2
+# Two ranks split the first layer's heads and replicate the second's, so a link may carry one layer only.
+_LAYOUT = KVLayout(
+    model="m", num_layers=NUM_LAYERS, num_kv_heads=(2, 1), head_dim=(4, 8), block_size=BLOCK_SIZE, dtype="float32"
+)
+MAX_BLOCKS = 3  # of a fetched prefix
+
+
+def layout(tp: int) -> KVLayout:
+    return replace(_LAYOUT, tensor_parallel=tp)
+
+
+def hashes_of(prefix: int) -> list[bytes]:
+    return [b"prefix %d block %2d" % (prefix, i) for i in range(MAX_BLOCKS)]
+
+
+def content_of(prefix: int) -> str:
+    return f"prefix {prefix}"
 
 
 @dataclass(eq=False)
@@ -42,14 +60,14 @@ class Link:
 
     def __init__(self, sender: SendingRank, receiver: ReceivingRank) -> None:
         self.sender, self.receiver = sender, receiver
-        self.jobs: deque[tuple[LinkTransfer, Segment | Ending]] = deque()
+        self.jobs: deque[tuple[LinkTransfer, Segment | CommitFrame]] = deque()
         self.reading: tuple[LinkTransfer, Segment] | None = None  # the thread is in a read
         self.frames: deque[SegmentFrame | CommitFrame] = deque()
         self.answers: deque[tuple[HandoffKey, str]] = deque()
         self.link_transfers: dict[HandoffKey, LinkTransfer] = {}
         self.failure: TransferError | None = None
 
-    def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
+    def put(self, link_transfer: LinkTransfer, item: Segment | CommitFrame) -> None:
         self.jobs.append((link_transfer, item))
 
     def abort(self, link_transfer: LinkTransfer, error: TransferError) -> None:
@@ -71,7 +89,7 @@ class Link:
 
     def _start_job(self) -> None:
         link_transfer, item = self.jobs.popleft()
-        if isinstance(item, Ending):
+        if isinstance(item, CommitFrame):
             if not link_transfer.is_ended:
                 self._send(link_transfer.announce_commit(item))
         elif link_transfer.start_reading():
@@ -154,7 +172,7 @@ class SendingRank:
             slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
             self.pool[slot] = (content_of(prefix), position)
 
-    def served_fetch(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
+    def serve_fetch(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
         """Execute the order as worker.gang_runner does."""
         self.begin(Job(handoff, blocks))
         if transfer := self.transfers.get((handoff.id, handoff.epoch)):
@@ -198,13 +216,12 @@ class Prefill:
         self.world, self.tp = world, tp
         self.name = f"prefill-{next(world.ids)}"
         self.blocks = BlockManager(NUM_BLOCKS)
-        self.outgoing_transfers: OutgoingTransfers[Job] = OutgoingTransfers(self.blocks)
+        self.outgoing_transfers: OutgoingTransfers[Job] = OutgoingTransfers(self.blocks, layout(tp))
         no_tiers: Tiers[object] = Tiers(self.blocks, None, layout(tp), eviction="lru", timeout_s=1.0)
         self.served_fetches = ServedFetches(self.blocks, layout(tp), no_tiers)
         self.contents: dict[str, str] = {}  # served fetches: prefix by handoff id
         self.ranks = [SendingRank(self, rank) for rank in range(tp)]
         self.jobs: list[Job] = []
-        self.is_alive = True
 
     def give(self, handoff: Handoff) -> None:
         taken = self.blocks.allocate([], -(-handoff.num_tokens // BLOCK_SIZE))
@@ -215,8 +232,7 @@ class Prefill:
         """Compute one chunk of one prompt, and send pending aborts."""
         start, end = job.num_computed, min(job.num_computed + num_tokens, job.handoff.num_tokens)
         if job.outgoing is None:
-            ranks = sending_ranks(layout(self.tp), num_receivers=len(job.handoff.ranks))
-            job.outgoing = self.outgoing_transfers.begin(job.handoff, job.blocks, ranks=ranks, owner=job)
+            job.outgoing = self.outgoing_transfers.begin(job.handoff, job.blocks, owner=job)
             self._order(lambda rank: rank.begin(job))
         self._order(lambda rank: rank.compute(job, start, end))
         job.num_computed = end
@@ -233,13 +249,13 @@ class Prefill:
                 self.blocks.fill_block(block, prefix_hash)
             self.blocks.free(blocks)
 
-    def served_fetch(self, handoff: Handoff, prefix: int, listener: ServedFetchListener) -> None:
+    def serve_fetch(self, handoff: Handoff, prefix: int, listener: ServedFetchListener) -> None:
         self.contents[handoff.id] = content_of(prefix)
-        self.served_fetches.give(handoff, hashes_of(prefix), listener)
+        self.served_fetches.serve(handoff, hashes_of(prefix), listener)
         for order in self.served_fetches.take_orders():
-            self._order(lambda rank, o=order: rank.served_fetch(handoff, o.blocks, o.num_tokens))
+            self._order(lambda rank, o=order: rank.serve_fetch(handoff, o.blocks, o.num_tokens))
 
-    def ungrant(self, listener: ServedFetchListener) -> None:
+    def end_serving(self, listener: ServedFetchListener) -> None:
         self.served_fetches.cancel(listener)
         self.order_aborts()
 

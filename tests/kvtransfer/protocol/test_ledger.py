@@ -1,4 +1,4 @@
-"""Ledger: acceptance and rejection of frames."""
+"""Ledger: acceptance and rejection of frames. Register of handoffs: any order of Open and Close."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from core.types.errors import ChecksumMismatch, HandoffExpired, TransferError
-from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame
-from kvtransfer.protocol.ledger import Ledger, LedgerState
+from kvtransfer.protocol import ledger as ledger_module
+from kvtransfer.protocol.frames import CommitFrame, Opening, Segment, SegmentFrame, combine_checksums
+from kvtransfer.protocol.ledger import Ledger, LedgerState, Register
 from kvtransfer.protocol.plan import HeadCopy
-from kvtransfer.protocol.segment import Segment, combine_checksums
 
 _OPENING = Opening(handoff="h", num_tokens=6, max_tokens=6, block_ids=(0, 1, 2))
 _COPY = HeadCopy(sender=0, receiver=0, sender_heads=(range(1),) * 2, receiver_heads=(range(1),) * 2)
@@ -103,3 +103,34 @@ def test_layers_with_a_window_begin_later() -> None:
     checksum = combine_checksums([10, 11, 12])
     commit = CommitFrame(handoff="h", epoch=1, num_segments=3, checksum=checksum, num_tokens=6)
     assert ledger.commit(commit, copy=_COPY, num_sources=1)
+
+
+def test_second_open_keeps_the_first_entry() -> None:
+    """The first entry holds the received data, and `close` must wait for its writes."""
+    register: Register[str] = Register()
+    register.open("h", "first")
+    register.open("h", "second")
+    assert register.find("h") == register.get("h") == "first"
+    assert (len(register), register.close("h"), register.close("h")) == (1, "first", None)
+
+
+def test_closed_handoff_cannot_be_reopened() -> None:
+    """This holds even if it was never open, because an Open may be overtaken by its Close."""
+    register: Register[str] = Register()
+    register.open("h", "first")
+    for handoff in ("h", "overtaken"):
+        register.close(handoff)
+        register.open(handoff, "late")
+        with pytest.raises(HandoffExpired):
+            register.find(handoff)
+    assert not len(register)
+
+
+def test_number_of_remembered_closed_handoffs_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger_module, "_MAX_CLOSED", 2)
+    register: Register[str] = Register()
+    for number in range(3):
+        register.close(str(number))
+    for number in range(3):
+        register.open(str(number), "")
+    assert list(register) == ["0"]

@@ -22,9 +22,8 @@ from hypothesis.stateful import (
 )
 
 from tests.kvtransfer.protocol.protocol_world import World
-from tests.kvtransfer.protocol.pull_world import MAX_BLOCKS
 from tests.kvtransfer.protocol.receiving_world import Request
-from tests.kvtransfer.protocol.sending_world import Job, Link, Prefill
+from tests.kvtransfer.protocol.sending_world import MAX_BLOCKS, Job, Link, Prefill
 
 _RANDOM = st.randoms(use_true_random=False)
 
@@ -65,16 +64,16 @@ class Protocol(RuleBasedStateMachine):
         """Fetch a prefix from a source that may hold fewer blocks than reported."""
         prefix_source = self.world.prefills[prefill]
         prefix_source.hold(prefix, num_held)
-        self.world.decode.puller.want(prefix, num_blocks, prefix_source)
+        self.world.decode.fetcher.want(prefix, num_blocks, prefix_source)
 
-    @precondition(lambda self: self.world.decode.puller.wants)
+    @precondition(lambda self: self.world.decode.fetcher.wants)
     @rule(random=_RANDOM, is_late=st.booleans())
-    def end_a_pull(self, random: Random, is_late: bool) -> None:
-        puller = self.world.decode.puller
+    def end_a_fetch(self, random: Random, is_late: bool) -> None:
+        fetcher = self.world.decode.fetcher
         if is_late:
-            puller.expire()
+            fetcher.expire()
         else:
-            puller.end(random.choice(puller.wants))
+            fetcher.end(random.choice(fetcher.wants))
 
     @rule(num_events=st.integers(1, 12), random=_RANDOM)
     def go_on(self, num_events: int, random: Random) -> None:
@@ -147,8 +146,8 @@ class Protocol(RuleBasedStateMachine):
             return
         for request in list(self.world.decode.requests):
             self.world.decode.end(request)
-        for want in list(self.world.decode.puller.wants):
-            self.world.decode.puller.end(want)
+        for want in list(self.world.decode.fetcher.wants):
+            self.world.decode.fetcher.end(want)
         for prefill, job in self._jobs():
             prefill.cancel(job)
         self.world.settle()

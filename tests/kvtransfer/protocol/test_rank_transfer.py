@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from core.types.errors import TransferError
 from core.types.handoff import Handoff
 from engine.kv.layout import KVLayout
-from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.frames import CommitFrame, Opening, Segment
 from kvtransfer.protocol.ledger import Ledger
 from kvtransfer.protocol.plan import plan_heads
-from kvtransfer.protocol.rank_transfer import Ending, LinkTransfer, RankTransfer
-from kvtransfer.protocol.segment import Segment
-from tests.kvtransfer.protocol.pools import layout
+from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer
+from tests.kvtransfer.protocol.sending_world import layout
 from tests.kvtransfer.protocol.test_plan import pairs
 
 _GROUP_ROWS = 10
@@ -36,9 +35,9 @@ class FakeCarrier:
         self._num_sources = num_sources
         self.has_landed = False
 
-    def put(self, link_transfer: LinkTransfer, item: Segment | Ending) -> None:
+    def put(self, link_transfer: LinkTransfer, item: Segment | CommitFrame) -> None:
         copy = link_transfer.copy
-        if isinstance(item, Ending):
+        if isinstance(item, CommitFrame):
             commit = link_transfer.announce_commit(item)
             self.has_landed = self._ledger.commit(commit, copy=copy, num_sources=self._num_sources) is not None
             return

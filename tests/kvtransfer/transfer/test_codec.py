@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.kv.checksum import checksum
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
-from kvtransfer.protocol.segment import Segment, combine_checksums
+from kvtransfer.protocol.frames import Segment, combine_checksums
 from kvtransfer.transfer.codec import codec_for
 
 _SEGMENT = Segment(first_layer=1, num_layers=2, first_token=3, num_tokens=21)

@@ -34,12 +34,12 @@ from kvtransfer.protocol.plan import plan_heads
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.protocol.validation import check_segment
 from kvtransfer.transfer.codec import slots_of
-from kvtransfer.transfer.fetch_servicer import FetchServicer, FetchServing
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.rank_servicer import RankServicer
 from kvtransfer.transfer.receiver import Receiver
 from kvtransfer.transfer.rendezvous import Rendezvous, local_store
 from kvtransfer.transfer.sender import Sender
+from kvtransfer.transfer.serve_fetches import FetchServicer
 from kvtransfer.transfer.wire_messages import frame_from_proto
 from tests.support.identities import in_clear
 from tests.support.identities import rank as named
@@ -457,7 +457,7 @@ async def test_a_report_that_no_rank_of_ours_would_make_is_refused(field: str, r
 async def test_a_prefix_is_not_shipped_along_a_ticket_that_cannot_be(field: str, changes: dict[str, Any]) -> None:
     posted: list[Callable[[], None]] = []
     servicer, server = FetchServicer(), aio.server()
-    servicer.fetch_serving = FetchServing(SimpleNamespace(), _LAYOUT, posted.append)  # type: ignore[arg-type]
+    servicer.served_fetches, servicer.post = SimpleNamespace(layout=_LAYOUT), posted.append  # type: ignore[assignment]
     worker_pb2_grpc.add_PrefixFetchServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

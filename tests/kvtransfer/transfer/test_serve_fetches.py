@@ -8,15 +8,14 @@ from engine.kv.block_manager import BlockManager
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.transfer.serve_fetches import ServedFetches
-from tests.kvtransfer.protocol.pools import BLOCK_SIZE, NUM_BLOCKS, layout
-from tests.kvtransfer.protocol.pull_world import hashes_of
+from tests.kvtransfer.protocol.sending_world import BLOCK_SIZE, NUM_BLOCKS, hashes_of, layout
 
 
 class Listener:
     def __init__(self) -> None:
         self.errors: list[TransferError | None] = []
 
-    def granted(self, num_tokens: int) -> None:
+    def served(self, num_tokens: int) -> None:
         pass
 
     def ended(self, shipment: Shipment | None, error: TransferError | None) -> None:
@@ -46,9 +45,9 @@ def test_a_prefix_is_not_shipped_twice_under_one_handoff() -> None:
     failed = Shipment(handoff="h", epoch=1, wire_bytes=0, seconds=0.0, link_s=0.0, error=LinkClosed("gone"))
 
     first, again = Listener(), Listener()
-    served_fetches.give(handoff, hashes_of(0), first)
+    served_fetches.serve(handoff, hashes_of(0), first)
     served_fetches.shipped(0, failed)
-    served_fetches.give(handoff, hashes_of(0), again)
+    served_fetches.serve(handoff, hashes_of(0), again)
     served_fetches.shipped(0, failed)
     assert [str(error) for error in first.errors] == ["gone"]
     assert [str(error) for error in again.errors] == ["handoff h is a duplicate"]

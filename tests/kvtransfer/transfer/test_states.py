@@ -11,8 +11,8 @@ import torch
 from core.model.recurrent import DeltaNetShape, MambaShape, RecurrentShape, ShortConvShape
 from engine.kv.layout import KVLayout, head_range
 from engine.kv.pool import KVPool
+from kvtransfer.protocol.frames import Segment
 from kvtransfer.protocol.plan import can_share, plan_heads
-from kvtransfer.protocol.segment import Segment
 from kvtransfer.transfer.codec import codec_for
 
 _DELTA_NET = DeltaNetShape(

@@ -19,9 +19,8 @@ from core.wire.channel import listen, make_server
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.links.link import LinkGuard
-from kvtransfer.protocol.frames import Opening
+from kvtransfer.protocol.frames import Opening, Segment
 from kvtransfer.protocol.rank_transfer import Shipment
-from kvtransfer.protocol.segment import Segment
 from kvtransfer.transfer.codec import codec_for, slots_of
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.rank_servicer import RankServicer
