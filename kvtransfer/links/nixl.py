@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from importlib.util import find_spec
@@ -173,14 +172,6 @@ class NixlLink:
         del held
 
 
-@dataclass(eq=False)
-class _Registered:
-    """Memory registered with NIXL. The reference keeps the storage alive."""
-
-    storage: torch.UntypedStorage
-    descriptors: Any
-
-
 class _Agent:
     """A NIXL agent and its registered memory. Its methods raise the exceptions of `_errors`."""
 
@@ -196,7 +187,8 @@ class _Agent:
         self._agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
         self._device = device
         self._memory = "VRAM" if device.type == "cuda" else "DRAM"
-        self._registered: dict[tuple[int, int], _Registered] = {}  # by (address, size), least recently used first
+        # Storage, which the reference keeps alive, and its descriptors; by (address, size), least recently used first.
+        self._registered: dict[tuple[int, int], tuple[torch.UntypedStorage, Any]] = {}
         self._peer = ""
 
     @property
@@ -204,14 +196,15 @@ class _Agent:
         return bytes(self._agent.get_agent_metadata())
 
     def meet(self, introduction: bytes) -> None:
-        self._peer = _name(self._agent.add_remote_agent(introduction))
+        name = self._agent.add_remote_agent(introduction)
+        self._peer = name.decode() if isinstance(name, bytes) else name
 
     def messages(self) -> list[bytes]:
         return list(self._agent.get_new_notifs().get(self._peer, []))
 
     def offer(self, number: int, payload: Tensor) -> None:
         new = self._register(payload)
-        keys = self._agent.get_partial_agent_metadata(new.descriptors, False, ["UCX"]) if new else b""
+        keys = self._agent.get_partial_agent_metadata(new, False, ["UCX"]) if new else b""
         place = _OFFER.pack(number, payload.data_ptr(), payload.numel(), payload.device.index or 0)
         self._agent.send_notif(self._peer, place + keys)
 
@@ -242,25 +235,27 @@ class _Agent:
 
     def end(self) -> None:
         """Deregister memory and destroy the agent, which ends transfers in progress."""
-        for registered in self._registered.values():
+        for _, descriptors in self._registered.values():
             with suppress(*_errors()):
-                self._agent.deregister_memory(registered.descriptors)
+                self._agent.deregister_memory(descriptors)
         del self._agent
         self._registered.clear()
 
-    def _register(self, payload: Tensor) -> _Registered | None:
-        """Register the payload's storage, evicting the least recently used. Returns None if it was registered."""
+    def _register(self, payload: Tensor) -> Any:
+        """Register the payload's storage, evicting the least recently used.
+
+        Returns its descriptors, or None if it was registered.
+        """
         storage = payload.untyped_storage()
         place = storage.data_ptr(), storage.nbytes()
-        registered_before = self._registered.pop(place, None)
-        if registered_before:
-            self._registered[place] = registered_before
+        if known := self._registered.pop(place, None):
+            self._registered[place] = known
             return None
         if len(self._registered) >= _MAX_REGISTERED:
-            oldest = self._registered.pop(next(iter(self._registered)))
-            self._agent.deregister_memory(oldest.descriptors)
-        descriptors = self._agent.register_memory([(*place, payload.device.index or 0, "")], self._memory)
-        new = self._registered[place] = _Registered(storage, descriptors)
+            _, oldest = self._registered.pop(next(iter(self._registered)))
+            self._agent.deregister_memory(oldest)
+        new = self._agent.register_memory([(*place, payload.device.index or 0, "")], self._memory)
+        self._registered[place] = storage, new
         return new
 
 
@@ -273,7 +268,3 @@ def _errors() -> tuple[type[Exception], ...]:
         value for value in vars(_bindings).values() if isinstance(value, type) and issubclass(value, Exception)
     ]
     return RuntimeError, struct.error, *nixl_errors
-
-
-def _name(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -1,10 +1,7 @@
 """Prefix fetches of a replica from other replicas, tracked on rank 0. Pure.
 
-    begin ──> OPEN ──landed──────────────────────────> the owner's blocks hold the fetched prefix
-               └──missed, expired, cancelled──> CLOSED the opened blocks return to the pool after quarantine
-
 A fetch is a handoff: an incoming transfer of at least one block, with room for every block that the source is reported
-to hold. The source's commit carries the actual number.
+to hold. The source's commit carries the actual number. Once it has landed, the owner's blocks hold the prefix.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
-"""Incoming transfers of a replica: the handoffs that it has opened, tracked on rank 0. Pure.
+"""Incoming transfers of a replica: the handoffs that it has opened, tracked on rank 0. Pure. States: docs/HANDOFF.md.
 
-             every rank has landed
-    OPEN ─────────────────────────────────> WHOLE     the owner has the blocks; no more writes
-     │
-     │ cancelled, lease ended, or expired
-     v
-    CLOSING ──every rank has closed it──> CLOSED      the blocks are free
-
-While CLOSING, a peer may still be writing on some rank, so the blocks stay in quarantine.
+Once a transfer is given up, a peer may still be writing on some rank until that rank has closed it. So its blocks stay
+in quarantine meanwhile.
 """
 
 from __future__ import annotations

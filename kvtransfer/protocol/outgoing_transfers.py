@@ -1,9 +1,4 @@
-"""Outgoing transfers of a replica: the handoffs that it is sending, tracked on rank 0. Pure.
-
-    SENDING ──every rank has landed──────────────────> LANDED
-       │ a rank failed, or aborted
-       v
-    FAILING ──every rank has stopped reading──> FAILED
+"""Outgoing transfers of a replica: the handoffs that it is sending, tracked on rank 0. Pure. States: docs/HANDOFF.md.
 
 A transfer holds its own reference to every block that it reads, from begin to end. So the owner of the sequence may
 finish, cancel, preempt or free it at any time.

@@ -1,14 +1,8 @@
-"""Outgoing transfer of one handoff from one rank. Pure: no I/O; links are abstracted as `Carrier`.
+"""Outgoing transfer of one handoff from one rank, and its link transfers, one per link. States: docs/HANDOFF.md.
 
-A rank transfer consists of one link transfer per link:
-
-    SENDING ──commit announced──> COMMITTED ──landed──> LANDED
-       │                              │
-       └─ rejected, aborted, link failed, timeout ──> FAILED
-
-The caller's blocks are read only between `start_reading` and `stop_reading`, while a segment is packed. A link transfer
-that ends meanwhile keeps its rank transfer open until the read ends. So blocks are never freed while a thread reads
-them, and never held because a thread is stuck in the network.
+Pure: no I/O; links are abstracted as `Carrier`. The caller's blocks are read only between `start_reading` and
+`stop_reading`, while a segment is packed. A link transfer that ends meanwhile keeps its rank transfer open until then.
+So blocks are never freed while a thread reads them, and never held because a thread is stuck in the network.
 """
 
 from __future__ import annotations

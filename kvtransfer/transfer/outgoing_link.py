@@ -27,13 +27,12 @@ from core.wire.channel import open_channel
 from engine.kv.checksum import checksum
 from engine.runner.streams import Event
 from kvtransfer.links.backends import make_link
-from kvtransfer.links.link import MEET_TIMEOUT_S, Link, own_stream, stream_event
+from kvtransfer.links.link import MEET_TIMEOUT_S, Link, StagingRing, own_stream, stream_event
 from kvtransfer.protocol.frames import CommitFrame, Segment, SegmentFrame, operation_timeout
 from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer
 from kvtransfer.transfer.codec import slots_of, window_slots_of
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.rendezvous import remote_store
-from kvtransfer.transfer.staging import StagingRing
 from kvtransfer.transfer.wire_messages import frame_to_proto
 
 logger = logging.getLogger(__name__)
@@ -113,13 +112,8 @@ class OutgoingLink:
             self._failure = error
             link_transfers = list(self._link_transfers.values())
         if not isinstance(error, LinkClosed) or link_transfers:
-            logger.warning(
-                "link failed address=%s epoch=%d handoffs=%d: %s",
-                self._address,
-                self._epoch,
-                len(link_transfers),
-                error,
-            )
+            failed = self._address, self._epoch, len(link_transfers), error
+            logger.warning("link failed address=%s epoch=%d handoffs=%d: %s", *failed)
         if self._link:
             self._link.close()
         self._reconnection.failed()
@@ -281,9 +275,8 @@ class OutgoingLink:
         if payload_checksum is None or link_transfer.is_ended:
             ring.put_back()
             return
-        self._announce(
-            link_transfer, link_transfer.announce(segment, num_bytes=payload.numel(), checksum=payload_checksum)
-        )
+        frame = link_transfer.announce(segment, num_bytes=payload.numel(), checksum=payload_checksum)
+        self._announce(link_transfer, frame)
         self._config.failpoint(FailpointStage.SENDING, link_transfer.transfer.handoff.id)
         ring.start(link.send(payload), timeout_s=operation_timeout(self._config.timeout_s, payload.numel()))
         link_transfer.wire_bytes += payload.numel()

@@ -20,7 +20,7 @@ from core.types.failpoint import FailpointStage
 from core.types.validation import check_name
 from core.types.wire_version import WIRE_VERSION
 from kvtransfer.links.backends import make_link
-from kvtransfer.links.link import MEET_TIMEOUT_S, Link, own_stream
+from kvtransfer.links.link import MEET_TIMEOUT_S, Link, StagingRing, own_stream
 from kvtransfer.protocol.frames import CommitFrame, Opening, SegmentFrame, operation_timeout
 from kvtransfer.protocol.ledger import Landing, Register
 from kvtransfer.protocol.plan import HeadCopy, plan_heads
@@ -28,7 +28,6 @@ from kvtransfer.protocol.validation import check_commit, check_opening, check_ra
 from kvtransfer.transfer.incoming import Incoming
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.rendezvous import Rendezvous, local_store
-from kvtransfer.transfer.staging import StagingRing
 from kvtransfer.transfer.wire_messages import frame_from_proto
 
 logger = logging.getLogger(__name__)

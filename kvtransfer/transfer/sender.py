@@ -40,7 +40,6 @@ class Sender:
     ) -> None:
         """group_bytes: size up to which layers are batched into a message; None: the default for the pool's device."""
         self.config = config
-        self.pool = config.pool
         self._loop = loop
         self._on_shipped = on_shipped
         group_bytes = group_bytes or _GROUP_BYTES[config.pool.device.type]

@@ -354,7 +354,7 @@ _HERE = {"127.0.0.1": "lo", "::1": "lo", "172.17.0.1": "docker0", "10.0.0.5": "e
     ],
 )
 def test_interface_with_the_host_address_is_selected(host: str, interface: str | None) -> None:
-    assert interface_for(host, _HERE, configured=None) == interface
+    assert interface_for(host, _HERE) == interface
 
 
 @pytest.mark.parametrize("configured", [None, "ib0", "^docker", ""])

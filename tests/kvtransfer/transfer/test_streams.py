@@ -24,11 +24,11 @@ from engine.kv.pool import KVPool
 from engine.runner import streams
 from engine.runner.streams import Event
 from kvtransfer.links.backends import LINKS
-from kvtransfer.links.link import LinkGuard, stream_event
+from kvtransfer.links.link import LinkGuard, StagingRing, stream_event
 from kvtransfer.protocol.frames import Opening
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.rank_transfer import Shipment
-from kvtransfer.transfer import codec, incoming, outgoing_link, staging
+from kvtransfer.transfer import codec, incoming, outgoing_link
 from kvtransfer.transfer.link_config import LinkConfig
 from kvtransfer.transfer.rank_servicer import RankServicer
 from kvtransfer.transfer.receiver import Receiver
@@ -288,17 +288,17 @@ def close_without_waiting_for_the_write(patch: pytest.MonkeyPatch, device: FakeS
 
 
 def use_a_staging_buffer_that_is_on_the_wire(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    patch.setattr(staging.StagingRing, "make_room", lambda ring: None if ring.has_room else ring.release())
+    patch.setattr(StagingRing, "make_room", lambda ring: None if ring.has_room else ring.release())
 
 
 def hand_out_one_staging_buffer_twice(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
-    start = staging.StagingRing.start
+    start = StagingRing.start
 
-    def started(ring: staging.StagingRing, operation: Any, **options: Any) -> None:
+    def started(ring: StagingRing, operation: Any, **options: Any) -> None:
         start(ring, operation, **options)
         ring.put_back()
 
-    patch.setattr(staging.StagingRing, "start", started)
+    patch.setattr(StagingRing, "start", started)
 
 
 def say_that_it_landed_before_it_is_written(patch: pytest.MonkeyPatch, device: FakeStreams) -> None:
