@@ -18,6 +18,7 @@ from kvtransfer.protocol.ledger import Landing, Ledger, Register
 from kvtransfer.protocol.plan import HeadCopy, plan_heads
 from kvtransfer.protocol.rank_transfer import Shipment
 from tests.kvtransfer.protocol.sending_world import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, hashes_of, layout
+from tests.kvtransfer.replicas import handoff_to
 
 if TYPE_CHECKING:
     from tests.kvtransfer.protocol.protocol_world import World
@@ -112,17 +113,8 @@ class Decode:
         """Create a ticket for the next prefill replica."""
         assert request.incoming
         request.epoch += 1
-        return Handoff(
-            id=request.incoming.id,
-            epoch=request.epoch,
-            replica="d",
-            ranks=tuple(str(rank) for rank in range(self.tp)),
-            layout="",
-            num_tokens=request.num_tokens,
-            max_tokens=request.num_tokens,
-            first_token=0,
-            ttl_s=1.0,
-        )
+        ranks = [str(rank) for rank in range(self.tp)]
+        return handoff_to(ranks, request.num_tokens, id=request.incoming.id, epoch=request.epoch)
 
     def end(self, request: Request) -> None:
         """End the lease."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 import pytest
 from hypothesis import given
@@ -18,6 +18,7 @@ from kvtransfer.protocol.plan import plan_heads
 from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer
 from tests.kvtransfer.protocol.sending_world import layout
 from tests.kvtransfer.protocol.test_plan import pairs
+from tests.kvtransfer.replicas import handoff_to
 
 _GROUP_ROWS = 10
 (_COPY,) = plan_heads(sender=layout(1), receiver=layout(1))
@@ -50,20 +51,6 @@ class FakeCarrier:
         link_transfer.fail(error)
 
 
-def _handoff(first: int, end: int) -> Handoff:
-    return Handoff(
-        id="h",
-        epoch=1,
-        replica="decode-0",
-        ranks=("there",),
-        layout="",
-        num_tokens=end,
-        max_tokens=end,
-        first_token=first,
-        ttl_s=1.0,
-    )
-
-
 @pytest.mark.parametrize(
     ("first", "end", "sizes"),
     [
@@ -74,7 +61,7 @@ def _handoff(first: int, end: int) -> Handoff:
     ],
 )
 def test_payload_size_of_cached_kv_is_independent_of_prompt_length(first: int, end: int, sizes: list[int]) -> None:
-    handoff = _handoff(first, end)
+    handoff = handoff_to(["there"], end, first_token=first)
     transfer, carrier = RankTransfer(handoff, range(15), layout=layout(1), group_rows=_GROUP_ROWS), FakeCarrier(handoff)
     transfer.link_transfers = [LinkTransfer(transfer, _COPY, carrier)]
     transfer.all_layers_ready(0, end)
@@ -92,10 +79,9 @@ def test_every_position_of_every_head_is_sent_once(
     """For unlike layers, unlike tensor parallelism, and any chunks and sizes of payloads."""
     sender, receiver = pair
     copies = plan_heads(sender=sender, receiver=receiver)
-    bounds = [0]
-    for chunk in chunks:
-        bounds.append(bounds[-1] + chunk)
-    handoff = _handoff(first := min(first, bounds[-1]), bounds[-1])
+    bounds = [0, *accumulate(chunks)]
+    first = min(first, bounds[-1])
+    handoff = handoff_to(["there"], bounds[-1], first_token=first)
     sources = Counter(copy.receiver for copy in copies)
     carriers = {rank: FakeCarrier(handoff, num_sources=count) for rank, count in sources.items()}
     for rank in {copy.sender for copy in copies}:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from core.types.errors import LinkClosed, TransferError
-from core.types.handoff import Handoff
 from engine.kv.block_manager import BlockManager
 from engine.tiers.tiers import Tiers
 from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.transfer.serve_fetches import ServedFetches
 from tests.kvtransfer.protocol.sending_world import BLOCK_SIZE, NUM_BLOCKS, hashes_of, layout
+from tests.kvtransfer.replicas import handoff_to
 
 
 class Listener:
@@ -31,17 +31,7 @@ def test_a_prefix_is_not_shipped_twice_under_one_handoff() -> None:
     for block, prefix_hash in zip(held, hashes_of(0), strict=False):
         blocks.fill_block(block, prefix_hash)
     blocks.free(held)
-    handoff = Handoff(
-        id="h",
-        epoch=1,
-        replica="p",
-        ranks=("r",),
-        layout=layout(1).fingerprint,
-        num_tokens=2 * BLOCK_SIZE,
-        max_tokens=2 * BLOCK_SIZE,
-        first_token=0,
-        ttl_s=1.0,
-    )
+    handoff = handoff_to(["r"], 2 * BLOCK_SIZE)
     failed = Shipment(handoff="h", epoch=1, wire_bytes=0, seconds=0.0, link_s=0.0, error=LinkClosed("gone"))
 
     first, again = Listener(), Listener()

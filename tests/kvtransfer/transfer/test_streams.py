@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from grpc import aio
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from core.rpc import transfer_pb2_grpc as rpc
-from core.types.handoff import Handoff
-from core.wire.channel import listen, make_server
 from engine.cpu import library
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from engine.runner import streams
 from engine.runner.streams import Event
 from kvtransfer.links.backends import LINKS
-from kvtransfer.links.link import LinkGuard, StagingRing, stream_event
+from kvtransfer.links.link import StagingRing, stream_event
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.protocol.ledger import Landing
-from kvtransfer.protocol.rank_transfer import Shipment
 from kvtransfer.transfer import codec, incoming, outgoing_link
-from kvtransfer.transfer.link_config import LinkConfig
-from kvtransfer.transfer.rank_servicer import RankServicer
 from kvtransfer.transfer.receiver import Receiver
-from kvtransfer.transfer.sender import Sender
+from tests.kvtransfer.replicas import END_S, Replica, handoff_to, replica
 from tests.kvtransfer.transfer.fake_stream_link import FakeWires
 from tests.support.fake_streams import FakeStreams
-from tests.support.identities import in_clear
-from tests.support.identities import rank as named
 
-CPU = torch.device("cpu")
 LAYOUT = KVLayout(model="m", num_layers=3, num_kv_heads=2, head_dim=8, block_size=4, dtype="float32")
 NUM_BLOCKS = 8
-END_S = 10.0
 HERE, THERE = "prefill computes", "decode computes"
 
 
@@ -59,67 +46,22 @@ class Plan:
 
 
 class Side:
-    """Ranks of a replica, its step stream, and its results."""
+    """A replica, and the stream on which it computes."""
 
-    def __init__(self, stream: str) -> None:
-        self.stream = stream
-        self.receivers: list[Receiver] = []
-        self.senders: list[Sender] = []
-        self.addresses: list[str] = []
-        self.landings: asyncio.Queue[Landing] = asyncio.Queue()
-        self.shipments: asyncio.Queue[Shipment] = asyncio.Queue()
+    def __init__(self, device: FakeStreams, stream: str, ranks: Replica) -> None:
+        self.device, self.stream, self.ranks = device, stream, ranks
 
-    def compute(self, device: FakeStreams, layer: int, slots: list[int]) -> None:
+    def compute(self, layer: int, slots: list[int]) -> None:
         """Write KV as a step does."""
-        with device.watched(self.stream):
-            for sender in self.senders:
-                pool = sender.config.pool
-                numbers = torch.randn(2, len(slots), *pool.layout.heads[layer])
-                pool.write(layer, torch.tensor(slots), *numbers)
+        with self.device.watched(self.stream):
+            for pool in self.ranks.pools:
+                pool.write(layer, torch.tensor(slots), *torch.randn(2, len(slots), *pool.layout.heads[layer]))
 
-    def attend(self, device: FakeStreams, blocks: list[int]) -> None:
-        with device.watched(self.stream):
-            for sender in self.senders:
+    def attend(self, blocks: list[int]) -> None:
+        with self.device.watched(self.stream):
+            for pool in self.ranks.pools:
                 for layer in range(LAYOUT.num_layers):
-                    sender.config.pool.read(layer, torch.tensor(blocks), torch.float32)
-
-
-@asynccontextmanager
-async def replica(name: str, stream: str, ranks: int) -> AsyncIterator[Side]:
-    side, loop, servers = Side(stream), asyncio.get_running_loop(), list[aio.Server]()
-    for rank in range(ranks):
-        identity = in_clear(named(name, rank))
-        config = LinkConfig(
-            rank=rank,
-            identity=identity,
-            pool=KVPool(replace(LAYOUT, tensor_parallel=ranks), num_blocks=NUM_BLOCKS, device=CPU),
-            wire_dtype="raw",
-            backend="fake",
-            host="127.0.0.1",
-            timeout_s=END_S,
-            guard=LinkGuard(bytes(32), False),
-        )
-        servicer = RankServicer()
-        servicer.receiver = Receiver(
-            config,
-            rendezvous=servicer.rendezvous,
-            on_landed=lambda x: loop.call_soon_threadsafe(side.landings.put_nowait, x),
-        )
-        side.receivers.append(servicer.receiver)
-        shipped: Any = lambda x: loop.call_soon_threadsafe(side.shipments.put_nowait, x)  # noqa: E731
-        side.senders.append(Sender(config, loop=loop, on_shipped=shipped, group_bytes=1))
-        server = make_server(identity)
-        rpc.add_RankServicer_to_server(servicer, server)
-        side.addresses.append(f"127.0.0.1:{listen(server, '127.0.0.1:0', identity)}")
-        await server.start()
-        servers.append(server)
-    try:
-        yield side
-    finally:
-        for sender in side.senders:
-            await sender.close()
-        for server in servers:
-            await server.stop(None)
+                    pool.read(layer, torch.tensor(blocks), torch.float32)
 
 
 async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> None:
@@ -135,30 +77,23 @@ async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> No
         written.put(None)
 
     patch.setattr(codec.Codec, "unpack", unpacked)
-    async with replica("prefill-0", HERE, plan.sources) as here, replica("decode-0", THERE, plan.ranks) as there:
+    fake = {"num_blocks": NUM_BLOCKS, "link": "fake", "group_bytes": 1}
+    async with (
+        replica(LAYOUT, plan.sources, **fake) as source_ranks,
+        replica(LAYOUT, plan.ranks, name="decode-0", **fake) as ranks,
+    ):
+        here, there = Side(device, HERE, source_ranks), Side(device, THERE, ranks)
         for number, (num_tokens, end_as) in enumerate(plan.handoffs):
             is_given_up = end_as != "whole"
             num_sent = written.qsize()
             sources, targets = [0, 1, 2, 3], [4, 5, 6, 7]
-            handoff = Handoff(
-                id=f"h{number}",
-                epoch=1,
-                replica="decode-0",
-                ranks=tuple(there.addresses),
-                layout=LAYOUT.fingerprint,
-                num_tokens=num_tokens,
-                max_tokens=num_tokens,
-                first_token=0,
-                ttl_s=END_S,
-            )
+            handoff = handoff_to(ranks.addresses, num_tokens, id=f"h{number}")
             with device.watched(THERE):  # another sequence used these blocks before
                 for layer in range(LAYOUT.num_layers):
-                    there.compute(device, layer, [block * 4 for block in targets])
-                opening = Opening.of(handoff, targets[: -(-num_tokens // 4)])
-                for receiver in there.receivers:
-                    receiver.open(opening)
+                    there.compute(layer, [block * 4 for block in targets])
+                ranks.open(handoff, targets[: -(-num_tokens // 4)])
             with device.watched(HERE):
-                transfers = [transfer for sender in here.senders if (transfer := sender.begin(handoff, sources))]
+                transfers = [one for sender in source_ranks.senders if (one := sender.begin(handoff, sources))]
                 assert len(transfers) == plan.sources
             ends = [*range(plan.chunk, num_tokens, plan.chunk), num_tokens]
             for start, end in zip([0, *ends], ends, strict=False):
@@ -166,32 +101,31 @@ async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> No
                     break
                 num_sent += LAYOUT.num_layers * max(plan.ranks, plan.sources)
                 for layer in range(LAYOUT.num_layers):
-                    here.compute(device, layer, list(range(start, end)))
+                    here.compute(layer, list(range(start, end)))
                     with device.watched(HERE):
                         for transfer in transfers:
                             transfer.layer_ready(layer, start, end)
             async with asyncio.timeout(END_S):
                 while end_as == "written" and num_sent > written.qsize():
                     await asyncio.sleep(0)
-            if is_given_up:
-                with device.watched(HERE):
-                    for transfer in transfers:
+            with device.watched(HERE):
+                for transfer in transfers:
+                    if is_given_up:
                         transfer.abort()
-            else:
-                with device.watched(HERE):
-                    for transfer in transfers:
+                    else:
                         transfer.commit(num_tokens, [1])
-                for _ in there.receivers:
-                    await asyncio.wait_for(there.landings.get(), END_S)
-                there.attend(device, targets)
+            if not is_given_up:
+                for _ in ranks.receivers:
+                    await ranks.landed()
+                there.attend(targets)
             for _ in transfers:
-                shipment = await asyncio.wait_for(here.shipments.get(), END_S)
+                shipment = await source_ranks.shipped()
                 assert is_given_up or shipment.error is None, shipment.error
-            for receiver in there.receivers:
+            for receiver in ranks.receivers:
                 await asyncio.to_thread(receiver.close, handoff.id)
             for layer in range(LAYOUT.num_layers):
-                here.compute(device, layer, list(range(16)))
-                there.compute(device, layer, list(range(16, 32)))
+                here.compute(layer, list(range(16)))
+                there.compute(layer, list(range(16, 32)))
 
 
 Mutate = Callable[[pytest.MonkeyPatch, FakeStreams], None]
