@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -74,21 +74,16 @@ def _open(backend: str, store: Store, *, is_sender: bool) -> Link:
 
 
 def _serve_peer(backend: str, place: str, orders: Connection) -> None:
-    """Run the other end: executes ("send", bytes) and ("recv", size), and returns the received bytes."""
+    """Run the other end: receives payloads of the ordered sizes, and returns their bytes."""
     os.environ["NCCL_HOSTID"] = "the peer's"  # allows two NCCL ranks on one GPU
     store = FileStore(place)
     orders.send("up")
-    is_sender = orders.recv()
-    link = _open(backend, store, is_sender=is_sender)
+    link = _open(backend, store, is_sender=orders.recv())
     orders.send("ready")
     while True:
-        order, value = orders.recv()
-        if order == "send":
-            link.send(torch.frombuffer(bytearray(value), dtype=torch.uint8).to(link.device)).wait(timeout_s=10)
-        else:
-            payload = torch.empty(value, dtype=torch.uint8, device=link.device)
-            link.recv(payload).wait(timeout_s=10)
-            orders.send(bytes(payload.cpu().numpy()))
+        payload = torch.empty(orders.recv(), dtype=torch.uint8, device=link.device)
+        link.recv(payload).wait(timeout_s=10)
+        orders.send(bytes(payload.cpu().numpy()))
 
 
 class Peer:
@@ -128,7 +123,7 @@ def test_payloads_of_any_size_in_flight_together_arrive_in_order(backend: str, t
     with _peer(backend, tmp_path, we_send=True) as peer:
         payloads = [_payload(peer.link, size) for size in (300_000, 1, 7, 65_536, 5_000_001)]
         for payload in payloads:
-            peer.orders.send(("recv", len(payload)))
+            peer.orders.send(len(payload))
         operations = [peer.link.send(payload) for payload in payloads]
         for payload, operation in zip(payloads, operations, strict=True):
             operation.wait(timeout_s=10)
@@ -162,38 +157,30 @@ def test_a_frozen_peer_fails_a_receive_at_the_deadline(backend: str, tmp_path: P
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "closed"])
 @pytest.mark.parametrize(("kind", "we_send"), _WAYS)
-def test_closing_a_tcp_link_wakes_a_waiting_operation(kind: str, we_send: bool, tmp_path: Path) -> None:
-    """Closing ends a wait long before its deadline."""
+def test_tcp_wait_ends_at_once_when_the_peer_dies_or_the_link_closes(
+    kind: str, we_send: bool, is_killed: bool, tmp_path: Path
+) -> None:
     with _peer(kind, tmp_path, we_send=we_send) as peer, ThreadPoolExecutor(1) as pool:
         payload = _payload(peer.link, 64 << 20)  # more than the socket buffers hold
         operation = peer.link.send(payload) if we_send else peer.link.recv(payload)
         waiting = pool.submit(operation.wait, timeout_s=600)
         assert not wait([waiting], timeout=0.2).done
-        peer.link.close()
+        if is_killed:
+            peer.kill(signal.SIGKILL)
+        else:
+            peer.link.close()
         with pytest.raises(LinkClosed):
             waiting.result()
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize(("kind", "we_send"), _WAYS)
-def test_tcp_peer_death_is_detected_at_once(kind: str, we_send: bool, tmp_path: Path) -> None:
-    with _peer(kind, tmp_path, we_send=we_send) as peer:
-        payload = _payload(peer.link, 64 << 20)
-        operation = peer.link.send(payload) if we_send else peer.link.recv(payload)
-        peer.kill(signal.SIGKILL)
-        with pytest.raises(LinkClosed):
-            operation.wait(timeout_s=600)
 
 
 class BothEnds:
     """Both ends of a tcp link in this process, and the address of the receiving one."""
 
-    def __init__(self, pool: ThreadPoolExecutor, directory: Path, *, is_encrypted: bool = False) -> None:
-        self._backend = _ENCRYPTED if is_encrypted else "tcp"
+    def __init__(self, pool: ThreadPoolExecutor, directory: Path) -> None:
         self._store = str(directory / "store")
-        self._pool = pool
-        self.receiving = pool.submit(_open, self._backend, FileStore(self._store), is_sender=False)
+        self.receiving = pool.submit(_open, "tcp", FileStore(self._store), is_sender=False)
         host, port = PrefixStore("link/1", FileStore(self._store)).get("place").decode().split()
         self.place = host, int(port)
 
@@ -203,7 +190,7 @@ class BothEnds:
 
     def let_in(self) -> tuple[Link, Link]:
         """Connect both ends and return the sending and the receiving one."""
-        return _open(self._backend, FileStore(self._store), is_sender=True), self.receiving.result(20)
+        return _open("tcp", FileStore(self._store), is_sender=True), self.receiving.result(20)
 
 
 def _carry(sender: Link, receiver: Link) -> None:
@@ -267,9 +254,17 @@ def test_strangers_who_say_nothing_or_little_hold_nobody_up(tmp_path: Path) -> N
         assert all(_is_turned_away(stranger) for stranger in strangers)
 
 
-@contextmanager
-def _false_receiver(tmp_path: Path) -> Iterator[tuple[socket.socket, Future[Link]]]:
-    """Impersonate the receiver of a sender, knowing its rendezvous but not the secret."""
+@pytest.mark.parametrize(
+    ("nonce", "num_signed", "error"),
+    [
+        (bytes(32), 64, "failed to authenticate for this link"),
+        (bytes(31), 0, "before sending its nonce"),  # its signature could be valid for another link or nonce
+    ],
+)
+def test_a_sender_sends_nothing_to_who_cannot_prove_that_he_is_the_receiver(
+    nonce: bytes, num_signed: int, error: str, tmp_path: Path
+) -> None:
+    """An impostor knows the rendezvous, but not the secret."""
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
         store = str(tmp_path / "store")
         PrefixStore("link/1", FileStore(store)).set("place", f"127.0.0.1 {server.getsockname()[1]}")
@@ -277,26 +272,14 @@ def _false_receiver(tmp_path: Path) -> Iterator[tuple[socket.socket, Future[Link
         connection, _ = server.accept()
         with connection:
             connection.settimeout(10)
-            yield connection, sending
-
-
-def test_a_sender_sends_nothing_to_who_cannot_prove_that_he_is_the_receiver(tmp_path: Path) -> None:
-    with _false_receiver(tmp_path) as (connection, sending):
-        connection.sendall(bytes(32))
-        assert len(connection.recv(1000)) == 64
-        connection.sendall(bytes(32))
-        with pytest.raises(LinkClosed, match="failed to authenticate for this link"):
-            sending.result(20)
-
-
-def test_a_sender_signs_nothing_for_a_nonce_that_is_not_whole(tmp_path: Path) -> None:
-    """Otherwise its signature could be valid for another link or nonce."""
-    with _false_receiver(tmp_path) as (connection, sending):
-        connection.sendall(bytes(31))
-        connection.shutdown(socket.SHUT_WR)
-        assert connection.recv(1000) == b""
-        with pytest.raises(LinkClosed, match="before sending its nonce"):
-            sending.result(20)
+            connection.sendall(nonce)
+            if not num_signed:
+                connection.shutdown(socket.SHUT_WR)
+            assert len(connection.recv(1000)) == num_signed
+            if num_signed:
+                connection.sendall(bytes(32))
+            with pytest.raises(LinkClosed, match=error):
+                sending.result(20)
 
 
 def test_what_travels_encrypted_is_not_what_was_sent() -> None:

@@ -17,7 +17,7 @@ from kvtransfer.protocol.incoming_transfers import IncomingTransfer, IncomingTra
 from kvtransfer.protocol.ledger import Landing, Ledger, Register
 from kvtransfer.protocol.plan import HeadCopy, plan_heads
 from kvtransfer.protocol.rank_transfer import Shipment
-from tests.kvtransfer.protocol.sending_world import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, hashes_of, layout
+from tests.kvtransfer.protocol.sending_world import BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS, hashes_of, layout, slot_of
 from tests.kvtransfer.replicas import handoff_to
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class Request:
 
     blocks: list[int]
     num_tokens: int
-    unopened: set[int]  # ranks on which the handoff is not open yet; until then it is not sent to a peer
     incoming: IncomingTransfer[Request] | None = None
+    is_open: bool = False  # on every rank; until then the handoff is not sent to a peer
     epoch: int = 0
     is_running: bool = False  # its KV is complete
 
@@ -71,11 +71,9 @@ class ReceivingRank:
         owner = self.replica.owner_of(frame.handoff)
         segment = frame.segment
         for position in range(segment.first_token, segment.end_token):
-            block = owner[position // BLOCK_SIZE]
             for layer in segment.layers:
                 for head in copy.receiver_heads[layer]:
-                    place = (layer, head, block * BLOCK_SIZE + position % BLOCK_SIZE)
-                    self.pool[place] = (frame.handoff, frame.epoch, position)
+                    self.pool[layer, head, slot_of(owner, position)] = (frame.handoff, frame.epoch, position)
 
 
 class Decode:
@@ -96,18 +94,21 @@ class Decode:
         taken = self.blocks.allocate([], -(-num_tokens // BLOCK_SIZE))
         if taken is None:
             return
-        request = Request(taken[0], num_tokens, set(range(1, self.tp)))
+        request = Request(taken[0], num_tokens)
         id = f"h{next(self.world.ids)}"
         opening = Opening(handoff=id, num_tokens=num_tokens, max_tokens=num_tokens, block_ids=tuple(request.blocks))
-        self.opened(opening, request)
         request.incoming = self.incoming_transfers.open(opening, owner=request, expires_at=0.0)
-        for rank in request.unopened:
-            self.world.post(partial(self._open_on, rank, opening, request))
         self.requests.append(request)
+        self.open_elsewhere(opening, request, partial(setattr, request, "is_open", True))
 
-    def opened(self, opening: Opening, owner: Request | Want) -> None:
-        """Allow writes of this handoff to the owner's blocks."""
+    def open_elsewhere(self, opening: Opening, owner: Request | Want, then: Callable[[], None]) -> None:
+        """Allow writes of this handoff to the owner's blocks on every rank, and run `then` once each has opened it."""
         self._openings[opening.handoff] = (owner, list(opening.block_ids))
+        unopened = set(range(1, self.tp))
+        for rank in range(1, self.tp):
+            self.world.post(partial(self._open_on, rank, opening, unopened, then))
+        if not unopened:
+            then()
 
     def ticket(self, request: Request) -> Handoff:
         """Create a ticket for the next prefill replica."""
@@ -136,9 +137,7 @@ class Decode:
         """Assert that every position of every head is present, on each rank from one sender."""
         for rank in self.ranks:
             found = [
-                rank.pool.get(
-                    (layer, head, request.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE)
-                )
+                rank.pool.get((layer, head, slot_of(request.blocks, position)))
                 for layer in range(NUM_LAYERS)
                 for head in range(layout(self.tp).heads[layer].num_heads)
                 for position in range(request.num_tokens)
@@ -165,9 +164,11 @@ class Decode:
         self.blocks.free(taken[0])
         return set(taken[0])
 
-    def _open_on(self, rank: int, opening: Opening, request: Request) -> None:
+    def _open_on(self, rank: int, opening: Opening, unopened: set[int], then: Callable[[], None]) -> None:
         self.ranks[rank].open(opening)
-        request.unopened.discard(rank)
+        unopened.discard(rank)
+        if not unopened:
+            then()
 
     def close_elsewhere(self, handoff: str, then: Callable[[], None]) -> None:
         waiting = set(range(1, self.tp))
@@ -189,7 +190,6 @@ class Want:
 
     prefix: int
     blocks: list[int]
-    fetch: Fetch[Want] | None = None
     num_tokens: int = 0  # received
     is_running: bool = False  # received completely; no more writes
 
@@ -199,12 +199,6 @@ class Call:
 
     def __init__(self, fetcher: Fetcher, fetch: Fetch[Want], prefix_source: Prefill) -> None:
         self.fetcher, self.fetch, self.prefix_source = fetcher, fetch, prefix_source
-        self._unopened = set(range(1, fetcher.replica.tp))
-
-    def opened(self, rank: int) -> None:
-        self._unopened.discard(rank)
-        if not self._unopened:
-            self.ask()
 
     def ask(self) -> None:
         if self.prefix_source not in self.fetcher.world.prefills:  # the source has died
@@ -286,16 +280,7 @@ class Fetcher:
 
     def _call(self, fetch: Fetch[Want]) -> Call:
         assert self._prefix_source
-        fetch.owner.fetch = fetch
-        self.replica.opened(fetch.incoming.opening, fetch.owner)
         call = Call(self, fetch, self._prefix_source)
         self.calls.append(call)
-        for rank in range(1, self.replica.tp):
-            self.world.post(partial(self._open_on, rank, fetch.incoming.opening, call))
-        if self.replica.tp == 1:
-            call.ask()
+        self.replica.open_elsewhere(fetch.incoming.opening, fetch.owner, call.ask)
         return call
-
-    def _open_on(self, rank: int, opening: Opening, call: Call) -> None:
-        self.replica.ranks[rank].open(opening)
-        call.opened(rank)

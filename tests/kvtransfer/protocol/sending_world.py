@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -38,6 +38,10 @@ def layout(tp: int) -> KVLayout:
 
 def hashes_of(prefix: int) -> list[bytes]:
     return [b"prefix %d block %2d" % (prefix, i) for i in range(MAX_BLOCKS)]
+
+
+def slot_of(blocks: Sequence[int], position: int) -> int:
+    return blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
 
 
 def content_of(prefix: int) -> str:
@@ -158,8 +162,7 @@ class SendingRank:
 
     def compute(self, job: Job, start: int, end: int) -> None:
         for position in range(start, end):
-            slot = job.blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            self.pool[slot] = (job.handoff.id, position)
+            self.pool[slot_of(job.blocks, position)] = (job.handoff.id, position)
         if transfer := self.transfers.get((job.handoff.id, job.handoff.epoch)):
             for layer in range(NUM_LAYERS):
                 transfer.layer_ready(layer, start, end)
@@ -169,8 +172,7 @@ class SendingRank:
     def fill(self, prefix: int, blocks: list[int], first_block: int) -> None:
         """Write blocks of a prefix into the pool."""
         for position in range(first_block * BLOCK_SIZE, len(blocks) * BLOCK_SIZE):
-            slot = blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
-            self.pool[slot] = (content_of(prefix), position)
+            self.pool[slot_of(blocks, position)] = (content_of(prefix), position)
 
     def serve_fetch(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
         """Execute the order as worker.gang_runner does."""
@@ -187,13 +189,13 @@ class SendingRank:
             transfer.abort()
 
     def check_read(self, transfer: RankTransfer, segment: Segment) -> None:
-        for position in range(segment.first_token, segment.first_token + segment.num_tokens):
+        for position in range(segment.first_token, segment.end_token):
             block = transfer.blocks[position // BLOCK_SIZE]
             self.replica.blocks.share([block])  # fails unless the block is referenced
             self.replica.blocks.free([block])
-            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
             content = self.replica.contents.get(transfer.handoff.id, transfer.handoff.id)
-            assert self.pool.get(slot) == (content, position), "read from a block that was reused"
+            found = self.pool.get(slot_of(transfer.blocks, position))
+            assert found == (content, position), "read from a block that was reused"
 
     def _link_to(self, copy: HeadCopy) -> Link:
         link = self.links.get(copy.receiver)
