@@ -22,7 +22,7 @@ from torch import Tensor
 
 from core.types.errors import LinkClosed
 from kvtransfer.links.connection import Connection, meet
-from kvtransfer.links.link import LinkEnd, Operation
+from kvtransfer.links.link import LinkEnd, Operation, Waiting
 
 _PIECE_BYTES = 256 << 10
 _TAG_BYTES = 16
@@ -45,7 +45,10 @@ class TcpLink:
         # The receiver needs one: the kernel buffers the next payload while this one is written to the pool.
         self.num_buffers = 2 if end.is_sender else 1
         self._end = end
-        self._wire: _Wire | None = None
+        self._cipher: Cipher | None = None
+        self._pusher = ThreadPoolExecutor(1, thread_name_prefix="kv-push")  # starts its thread on first use
+        self._num_pushed = 0  # sends that it got and that were not waited for; used by the link's thread only
+        self._connection: Connection | None = None
         self._is_closed = False
         self._lock = threading.Lock()  # guards the two fields above
 
@@ -53,103 +56,90 @@ class TcpLink:
         if self._is_closed:
             raise LinkClosed("the link is closed")
         connection, key = meet(self._end)
+        self._cipher = Cipher(key) if self._end.guard.is_encrypted else None
         with self._lock:
-            self._wire = _Wire(connection, Cipher(key) if self._end.guard.is_encrypted else None)
+            self._connection = connection
         if self._is_closed:  # closed during the connect
             self.close()
             raise LinkClosed("the link is closed")
 
     def send(self, payload: Tensor) -> Operation:
-        return _Sending(self._met, payload.numpy().data)
+        connection, remaining, encrypted = self._connected, payload.numpy().data, None
+        if self._cipher is None:
+            remaining = self._send_now(connection, remaining)
+        else:
+            encrypted = self._cipher.buffer(len(remaining))
+            remaining = self._send_encrypted(connection, self._cipher, remaining, encrypted)
+        pushed = self._push(connection, remaining) if remaining else None
+        return Waiting(lambda timeout_s: self._wait_sent(connection, pushed, encrypted, timeout_s))
 
     def recv(self, payload: Tensor) -> Operation:
-        return _Receiving(self._met, payload.numpy().data)
+        connection = self._connected
+        return Waiting(lambda timeout_s: self._receive(connection, payload.numpy().data, timeout_s))
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed, wire = True, self._wire
-        if wire:
-            wire.connection.close()
-            wire.pusher.shutdown(wait=False)
+            self._is_closed, connection = True, self._connection
+        if connection:
+            connection.close()
+        self._pusher.shutdown(wait=False)
 
     @property
-    def _met(self) -> _Wire:
-        if self._wire is None:
+    def _connected(self) -> Connection:
+        if self._connection is None:
             raise LinkClosed("the link is not connected")
-        self._wire.connection.check()
-        return self._wire
+        self._connection.check()
+        return self._connection
 
-
-class _Wire:
-    """A connection, and a thread that pushes data that did not fit into the socket buffer, started on first use."""
-
-    def __init__(self, connection: Connection, cipher: Cipher | None) -> None:
-        self.connection = connection
-        self.cipher = cipher
-        self.pusher = ThreadPoolExecutor(1, thread_name_prefix="kv-push")
-        self.num_pushed = 0  # sends that the thread got and that were not waited for; used by the link's thread only
-
-    def send_now(self, remaining: memoryview) -> memoryview:
+    def _send_now(self, connection: Connection, remaining: memoryview) -> memoryview:
         """Send as much as possible without blocking, behind all earlier sends, and return the rest."""
-        return remaining if self.num_pushed else self.connection.move_now(remaining)
+        return remaining if self._num_pushed else connection.move_now(remaining)
 
-    def push(self, remaining: memoryview) -> Future[None]:
-        try:
-            pushed = self.pusher.submit(self.connection.move_all, remaining, timeout_s=None)
-        except RuntimeError as error:  # the executor is shut down
-            raise LinkClosed("the link is closed") from error
-        self.num_pushed += 1
-        return pushed
-
-
-class _Sending:
-    def __init__(self, wire: _Wire, payload: memoryview) -> None:
-        self._wire = wire
-        self._encrypted: memoryview | None = None
-        remaining = wire.send_now(payload) if wire.cipher is None else self._send_encrypted(wire.cipher, payload)
-        self._pushed = wire.push(remaining) if remaining else None
-
-    def wait(self, *, timeout_s: float) -> None:
-        """Wait until the data is in the socket buffer."""
-        if self._pushed:
-            try:
-                self._pushed.result(timeout_s)
-            except TimeoutError as error:
-                self._wire.connection.close()
-                raise LinkClosed(f"tcp: send timed out after {timeout_s:.1f} s") from error
-            self._wire.num_pushed -= 1
-        if self._encrypted and self._wire.cipher:
-            self._wire.cipher.free(self._encrypted)
-
-    def _send_encrypted(self, cipher: Cipher, payload: memoryview) -> memoryview:
+    def _send_encrypted(
+        self, connection: Connection, cipher: Cipher, payload: memoryview, encrypted: memoryview
+    ) -> memoryview:
         """Send each piece as soon as it is encrypted. Returns the bytes that did not fit into the socket buffer."""
-        encrypted = self._encrypted = cipher.buffer(len(payload))
         num_sent = 0
         for num_encrypted in cipher.encrypt(payload, encrypted):
-            num_sent = num_encrypted - len(self._wire.send_now(encrypted[num_sent:num_encrypted]))
+            num_sent = num_encrypted - len(self._send_now(connection, encrypted[num_sent:num_encrypted]))
         return encrypted[num_sent:]
 
+    def _push(self, connection: Connection, remaining: memoryview) -> Future[None]:
+        """Let the pusher send the rest, behind all earlier sends."""
+        try:
+            pushed = self._pusher.submit(connection.move_all, remaining, timeout_s=None)
+        except RuntimeError as error:  # the pusher is shut down
+            raise LinkClosed("the link is closed") from error
+        self._num_pushed += 1
+        return pushed
 
-class _Receiving:
-    def __init__(self, wire: _Wire, payload: memoryview) -> None:
-        self._connection = wire.connection
-        self._cipher = wire.cipher
-        self._payload = payload
+    def _wait_sent(
+        self, connection: Connection, pushed: Future[None] | None, encrypted: memoryview | None, timeout_s: float
+    ) -> None:
+        """Wait until the data is in the socket buffer."""
+        if pushed:
+            try:
+                pushed.result(timeout_s)
+            except TimeoutError as error:
+                connection.close()
+                raise LinkClosed(f"tcp: send timed out after {timeout_s:.1f} s") from error
+            self._num_pushed -= 1
+        if self._cipher and encrypted:
+            self._cipher.free(encrypted)
 
-    def wait(self, *, timeout_s: float) -> None:
+    def _receive(self, connection: Connection, payload: memoryview, timeout_s: float) -> None:
         if self._cipher is None:
-            self._connection.move_all(self._payload, timeout_s=timeout_s)
+            connection.move_all(payload, timeout_s=timeout_s)
             return
         deadline = time.monotonic() + timeout_s
         try:
-            for start, end in _pieces(len(self._payload)):
-                piece = self._payload[start:end]
-                encrypted = self._cipher.buffer(len(piece))
-                self._connection.move_all(encrypted, timeout_s=max(0.0, deadline - time.monotonic()))
-                self._cipher.decrypt(encrypted, piece)
+            for start, end in _pieces(len(payload)):
+                encrypted = self._cipher.buffer(end - start)
+                connection.move_all(encrypted, timeout_s=max(0.0, deadline - time.monotonic()))
+                self._cipher.decrypt(encrypted, payload[start:end])
                 self._cipher.free(encrypted)
         except LinkClosed:
-            self._connection.close()
+            connection.close()
             raise
 
 

@@ -17,6 +17,7 @@ from torch.distributed import FileStore, PrefixStore
 
 from core.types.errors import LinkClosed
 from engine.runner import streams
+from engine.runner.streams import AtOnce
 from kvtransfer.links import nccl as nccl_module
 from kvtransfer.links.link import LinkEnd, LinkGuard, own_stream
 from kvtransfer.links.nccl import NcclLink
@@ -94,16 +95,27 @@ def _payload(num_bytes: int = 1000) -> torch.Tensor:
     return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8)
 
 
-class FakeEvent:
-    """Event of a device that does nothing until the test lets it run."""
+class FakeEvents:
+    """Events of a device that does nothing until the test lets it run. Replaces `stream_event`."""
 
-    is_over = False
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_done, self.was_waited_for, self.may_end = threading.Event(), threading.Event(), threading.Event()
+        self.askers = set[int]()  # threads that asked whether it is over
+        monkeypatch.setattr(nccl_module, "stream_event", self)
 
-    def __init__(self, device: torch.device) -> None: ...
+    def __call__(self, device: torch.device) -> FakeEvents:
+        return self
+
+    @property
+    def is_over(self) -> bool:
+        self.askers.add(threading.get_ident())
+        return self.is_done.is_set()
 
     def hold_up(self) -> None: ...
 
-    def wait(self) -> None: ...
+    def wait(self) -> None:
+        self.was_waited_for.set()
+        self.may_end.wait()
 
 
 @pytest.mark.parametrize("hanging", ["new_id", "begin"])
@@ -124,23 +136,16 @@ def test_meet_returns_after_a_first_transfer_on_the_device(made: Made, monkeypat
 
     This must happen while the ends connect, before any payload is announced.
     """
-    done, queries = threading.Event(), set[int]()
-
-    class DoneWhenSaid(FakeEvent):
-        @property
-        def is_over(self) -> bool:  # type: ignore[override]
-            queries.add(threading.get_ident())
-            return done.is_set()
-
-    monkeypatch.setattr(nccl_module, "stream_event", DoneWhenSaid)
+    events = FakeEvents(monkeypatch)
     sending, receiving = made.fake(), made.fake()
     links = [made.link(fake, is_sender=fake is sending) for fake in (sending, receiving)]
     with ThreadPoolExecutor(2) as pool:
         meetings = [pool.submit(link.meet) for link in links]
-        _until(lambda: len(queries) == 2)
+        _until(lambda: len(events.askers) == 2)
         assert ("send", "kv-nccl") in sending.called and ("recv", "kv-nccl") in receiving.called
         assert not any(rendezvous.done() for rendezvous in meetings)
-        done.set()
+        events.is_done.set()
+        events.may_end.set()
         for rendezvous in meetings:
             rendezvous.result(10)
 
@@ -212,15 +217,8 @@ def test_payload_is_held_until_the_device_is_done(made: Made, is_taken: bool, mo
 
     NCCL may have started it before it reports so.
     """
-    let_go, waited = threading.Event(), threading.Event()
-
-    class WaitedFor(FakeEvent):
-        def wait(self) -> None:
-            waited.set()
-            let_go.wait()
-
     sender, _ = made.pair(fake := made.fake())
-    monkeypatch.setattr(nccl_module, "stream_event", WaitedFor)
+    events = FakeEvents(monkeypatch)
     if not is_taken:
         monkeypatch.setattr(fake, "is_ready", lambda communicator: False)
     payload = _payload()
@@ -228,31 +226,24 @@ def test_payload_is_held_until_the_device_is_done(made: Made, is_taken: bool, mo
     with pytest.raises(LinkClosed):
         sender.send(payload).wait(timeout_s=_SHORT_S)
     del payload
-    assert waited.wait(5) and _nccl_threads()
+    assert events.was_waited_for.wait(5) and _nccl_threads()
     gc.collect()
     assert memory() is not None
-    let_go.set()
+    events.may_end.set()
     _until(lambda: gc.collect() >= 0 and memory() is None)
 
 
 def test_operation_completes_when_the_device_is_done(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     """Enqueueing is not completion: the payload is in use until the device is done."""
-    is_done, was_asked = threading.Event(), threading.Event()
-
-    class DoneWhenSaid(FakeEvent):
-        @property
-        def is_over(self) -> bool:  # type: ignore[override]
-            was_asked.set()
-            return is_done.is_set()
-
     sender, receiver = made.pair()
-    monkeypatch.setattr(nccl_module, "stream_event", DoneWhenSaid)
+    events = FakeEvents(monkeypatch)
+    events.may_end.set()
     with ThreadPoolExecutor(1) as pool:
         operations = receiver.recv(_payload()), sender.send(_payload())
         waits = pool.submit(operations[1].wait, timeout_s=_LONG_S)
-        assert was_asked.wait(5)
+        _until(lambda: events.askers)
         assert not waits.done()
-        is_done.set()
+        events.is_done.set()
         waits.result(5)
         operations[0].wait(timeout_s=5)
 
@@ -261,9 +252,7 @@ def test_operation_waits_for_earlier_uses_of_its_payload(made: Made, monkeypatch
     """The event is recorded in the caller's stream, and the link's stream waits for it before NCCL is called."""
     sending = made.fake()
 
-    class Noted(FakeEvent):
-        is_over = True
-
+    class Noted(AtOnce):
         def __init__(self, device: torch.device) -> None:
             self._made_on = threading.current_thread().name
 
@@ -279,19 +268,12 @@ def test_operation_waits_for_earlier_uses_of_its_payload(made: Made, monkeypatch
 
 
 def test_peer_death_is_detected_while_the_device_waits(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    queries = set[int]()
-
-    class UnderWay(FakeEvent):
-        @property
-        def is_over(self) -> bool:  # type: ignore[override]
-            queries.add(threading.get_ident())
-            return False
-
     sender, receiver = made.pair(None, receiving := made.fake())
-    monkeypatch.setattr(nccl_module, "stream_event", UnderWay)
+    events = FakeEvents(monkeypatch)
+    events.may_end.set()
     incoming = receiver.recv(_payload())
     sender.send(_payload())
-    _until(lambda: len(queries) == 2)  # both are enqueued on the device
+    _until(lambda: len(events.askers) == 2)  # both are enqueued on the device
 
     def gone(communicator: int) -> bool:
         raise NcclError("remote process exited")

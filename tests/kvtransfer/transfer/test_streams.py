@@ -21,8 +21,8 @@ from engine.runner.streams import Event
 from kvtransfer.links.backends import LINKS
 from kvtransfer.links.link import StagingRing, stream_event
 from kvtransfer.protocol.frames import Opening
-from kvtransfer.transfer import codec, incoming, outgoing_link
-from kvtransfer.transfer.receiver import Receiver
+from kvtransfer.transfer import codec, outgoing_link, receiver
+from kvtransfer.transfer.receiver import Incoming, Receiver
 from tests.kvtransfer.replicas import END_S, Replica, handoff_to, replica
 from tests.kvtransfer.transfer.fake_stream_link import FakeWires
 from tests.support.fake_streams import FakeStreams
@@ -121,8 +121,8 @@ async def ship(device: FakeStreams, plan: Plan, patch: pytest.MonkeyPatch) -> No
             for _ in transfers:
                 shipment = await source_ranks.shipped()
                 assert is_given_up or shipment.error is None, shipment.error
-            for receiver in ranks.receivers:
-                await asyncio.to_thread(receiver.close, handoff.id)
+            for rank in ranks.receivers:
+                await asyncio.to_thread(rank.close, handoff.id)
             for layer in range(LAYOUT.num_layers):
                 here.compute(layer, list(range(16)))
                 there.compute(layer, list(range(16, 32)))
@@ -172,14 +172,14 @@ def _faults(device: FakeStreams) -> dict[str, tuple[Any, str, Any]]:
     return {
         "pack without waiting for the layer": (outgoing_link, "stream_event", _event_without("hold_up")),
         "mark the layer on another stream": (outgoing_link, "stream_event", _on_another_stream(device, stream_event)),
-        "unpack without waiting for who had the blocks": (incoming, "stream_event", _event_without("hold_up")),
-        "close without waiting for the write": (incoming, "stream_event", _event_without("wait")),
+        "unpack without waiting for who had the blocks": (receiver, "stream_event", _event_without("hold_up")),
+        "close without waiting for the write": (receiver, "stream_event", _event_without("wait")),
         "use a staging buffer that is on the wire": (StagingRing, "make_room", _make_room_at_once),
         "hand out one staging buffer twice": (StagingRing, "start", _then(StagingRing.start, _put_back)),
         "say that it landed before it is written": (KVPool, "synchronize", lambda pool: None),
-        "upload slots on another stream": (incoming, "slots_of", _on_another_stream(device, codec.slots_of)),
+        "upload slots on another stream": (receiver, "slots_of", _on_another_stream(device, codec.slots_of)),
         "open before who had the blocks is through": (Receiver, "open", _then(Receiver.open, _step_late)),
-        "wait for one of two ranks": (incoming.Incoming, "write", _then(incoming.Incoming.write, _keep_one_mark)),
+        "wait for one of two ranks": (Incoming, "write", _then(Incoming.write, _keep_one_mark)),
     }
 
 
@@ -221,14 +221,14 @@ def _put_back(ring: StagingRing, operation: Any) -> None:
     ring.put_back()
 
 
-def _step_late(receiver: Receiver, opening: Opening) -> None:
+def _step_late(of: Receiver, opening: Opening) -> None:
     """Write to the blocks after the opening, as a step does on a rank that lags behind."""
-    pool, slots = receiver.config.pool, torch.tensor([block * 4 for block in opening.block_ids])
+    pool, slots = of.config.pool, torch.tensor([block * 4 for block in opening.block_ids])
     for layer in range(LAYOUT.num_layers):
         pool.write(layer, slots, *torch.zeros(2, len(slots), *pool.layout.heads[0]))
 
 
-def _keep_one_mark(arriving: incoming.Incoming, *frame: Any) -> None:
+def _keep_one_mark(arriving: Incoming, *frame: Any) -> None:
     """Forget the writes of all sources but the last."""
     with arriving._lock:
         arriving._written = dict([*arriving._written.items()][-1:])
