@@ -21,12 +21,10 @@ from core.types.errors import HandoffExpired, LayoutMismatch, LinkClosed, Reques
 from core.types.failpoint import FailpointStage
 from core.types.handoff import HandoffKey
 from core.types.validation import check_name
-from core.types.wire_version import WIRE_VERSION
 from core.wire.call_errors import error_of
 from core.wire.channel import open_channel
 from engine.kv.checksum import checksum
 from engine.runner.streams import Event
-from kvtransfer.links.backends import make_link
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link, StagingRing, own_stream, stream_event
 from kvtransfer.protocol.frames import CommitFrame, Segment, SegmentFrame, operation_timeout
 from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer
@@ -68,7 +66,6 @@ class OutgoingLink:
         self._config = config
         self._address = address
         self._peer = peer
-        self._name = str(config.identity.name)  # the peer compares it with the certificate
         self._epoch = epoch
         self._loop = loop
         self._reconnection = reconnection
@@ -157,7 +154,9 @@ class OutgoingLink:
                     frame = await anext(aiter(call))
                 if frame.WhichOneof("frame") != "welcome":
                     reason = frame.rejected.reason[:_MAX_REASON]
-                    raise LayoutMismatch(f"{self._address} rejected the link from {self._name}: {reason}")
+                    raise LayoutMismatch(
+                        f"{self._address} rejected the link from {self._config.identity.name}: {reason}"
+                    )
                 check_name(frame.welcome.prefix, "welcome.prefix")
                 self._reconnection.succeeded()
                 threading.Thread(target=self._run, args=(stub, frame.welcome), name="kv-send", daemon=True).start()
@@ -179,19 +178,7 @@ class OutgoingLink:
             self.fail(LinkClosed(f"link to {self._address}: {error!r}"))
 
     async def _outgoing_frames(self) -> AsyncIterator[pb.SenderFrame]:
-        layout = self._config.pool.layout
-        yield pb.SenderFrame(
-            hello=pb.Hello(
-                wire_version=WIRE_VERSION,
-                layout=layout.fingerprint,
-                sender=self._name,
-                epoch=self._epoch,
-                backend=self._config.mode,
-                wire_dtype=self._config.wire_dtype,
-                sender_rank=self._config.rank,
-                sender_ranks=layout.tensor_parallel,
-            )
-        )
+        yield pb.SenderFrame(hello=self._config.hello(self._epoch))
         while True:
             yield await self._frames.get()
 
@@ -222,8 +209,7 @@ class OutgoingLink:
         store = remote_store(stub, self._loop, timeout_s=MEET_TIMEOUT_S)
         try:
             with own_stream(self._config.pool.device):
-                end = self._config.link_end(store, prefix=welcome.prefix, is_sender=True)
-                self._link = link = make_link(self._config.backend, end)
+                self._link = link = self._config.make_link(store, prefix=welcome.prefix, is_sender=True)
                 if self._failure:  # failed before the link was stored
                     return
                 link.meet()

@@ -26,11 +26,9 @@ from core.types.errors import (
 )
 from core.types.failpoint import FailpointStage
 from core.types.validation import check_name
-from core.types.wire_version import WIRE_VERSION
 from engine.kv.checksum import checksum
 from engine.kv.pool import KVPool
 from engine.runner.streams import Event
-from kvtransfer.links.backends import make_link
 from kvtransfer.links.link import MEET_TIMEOUT_S, Link, StagingRing, own_stream, stream_event
 from kvtransfer.protocol.frames import CommitFrame, Opening, Segment, SegmentFrame, operation_timeout
 from kvtransfer.protocol.ledger import Landing, Ledger, Register
@@ -47,6 +45,8 @@ _MAX_OPEN = 65_536  # handoffs
 _MAX_LINKS = 1024  # one thread each
 _MAX_CLOSED = 4096  # closed handoffs whose payloads may still be in flight
 _HELLO_S = 10.0
+# Fields of a link's greeting that must be equal on both sides.
+_AGREED = dict(wire_version="wire version", layout="KV layout", wire_dtype="wire dtype", backend="link backend")
 _MAX_ANNOUNCED = 4096  # queued frames per direction: a sender announces only what it is about to send
 _MAX_UNWANTED_BYTES = 64 << 20  # a rejected payload must still be received to be discarded
 
@@ -143,12 +143,9 @@ class Receiver:
         RequestError, CapacityError and LayoutMismatch, which names the differing parameter but not its value here.
         """
         check_name(hello.sender, "hello.sender")
-        config, layout = self.config, self.config.pool.layout
-        ours = (WIRE_VERSION, layout.fingerprint, config.wire_dtype, config.mode)
-        theirs = (hello.wire_version, hello.layout, hello.wire_dtype, hello.backend)
-        names = ("wire version", "KV layout", "wire dtype", "link backend")
-        for name, our, their in zip(names, ours, theirs, strict=True):
-            if our != their:
+        config, layout, own = self.config, self.config.pool.layout, self.config.hello(epoch=0)
+        for field, name in _AGREED.items():
+            if (our := getattr(own, field)) != (their := getattr(hello, field)):
                 logger.warning("link rejected sender=%s: %s is %.100r, expected %r", hello.sender, name, their, our)
                 raise LayoutMismatch(f"{name} of {hello.sender} differs from this rank's")
         check_ranks(hello.sender_ranks, layout, "hello.sender_ranks")
@@ -314,8 +311,7 @@ class _IncomingLink:
         store = local_store(self._receiver.rendezvous, timeout_s=MEET_TIMEOUT_S)
         try:
             with own_stream(self._config.pool.device):
-                end = self._config.link_end(store, prefix=self._prefix, is_sender=False)
-                self._link = link = make_link(self._config.backend, end)
+                self._link = link = self._config.make_link(store, prefix=self._prefix, is_sender=False)
                 if self._has_ended:  # ended before the link was stored
                     return
                 link.meet()

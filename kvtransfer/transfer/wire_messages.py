@@ -5,13 +5,13 @@ from __future__ import annotations
 from core.rpc import transfer_pb2 as pb
 from core.types.errors import RequestError, TransferError
 from core.types.tier import Tier
-from core.types.validation import check
+from core.types.validation import check, check_name
 from core.wire.proto_fields import from_message, to_message
 from engine.tiers.commands import LoadResult
 from kvtransfer.protocol.frames import CommitFrame, Segment, SegmentFrame
 from kvtransfer.protocol.ledger import Landing
 from kvtransfer.protocol.rank_transfer import Shipment
-from kvtransfer.protocol.validation import check_landing, check_seconds, check_shipment
+from kvtransfer.protocol.validation import MAX_TOKENS, check_seconds
 
 _MAX_REASON = 1000  # characters of another rank's error message
 
@@ -50,16 +50,16 @@ def part_from_report(report: pb.ReportRequest) -> Part:
     """Parse and validate a rank's report. Raises RequestError."""
     match report.WhichOneof("part"):
         case "landed":
-            landing = from_message(Landing, report.landed)
-            check_landing(landing)
-            return landing
+            check_name(report.landed.handoff, "landed.handoff")
+            check(report.landed.num_tokens <= MAX_TOKENS, "landed.num_tokens", f"must be at most {MAX_TOKENS}")
+            return from_message(Landing, report.landed)
         case "loaded":
             return _load_result(report.loaded)
         case "shipped":
+            check_name(report.shipped.handoff, "shipped.handoff")
+            check_seconds([report.shipped.seconds, report.shipped.link_s], "shipped.seconds")
             error = report.shipped.error[:_MAX_REASON]
-            shipment = from_message(Shipment, report.shipped, error=TransferError(error) if error else None)
-            check_shipment(shipment)
-            return shipment
+            return from_message(Shipment, report.shipped, error=TransferError(error) if error else None)
         case _:
             raise RequestError("report: part is missing", param="part")
 

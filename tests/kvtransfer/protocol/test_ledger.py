@@ -14,13 +14,24 @@ from kvtransfer.protocol.plan import HeadCopy
 
 _OPENING = Opening(handoff="h", num_tokens=6, max_tokens=6, block_ids=(0, 1, 2))
 _COPY = HeadCopy(sender=0, receiver=0, sender_heads=(range(1),) * 2, receiver_heads=(range(1),) * 2)
-_SPANS = ((0, 4), (4, 6))  # the two segments of every sender
+
+
+def _frame(
+    start: int, end: int, *, number: int = 0, epoch: int = 1, layers: range = range(2), window_start: int = 0
+) -> SegmentFrame:
+    segment = Segment(
+        first_layer=layers.start,
+        num_layers=len(layers),
+        first_token=start,
+        num_tokens=end - start,
+        window_start=window_start,
+    )
+    return SegmentFrame(handoff="h", epoch=epoch, number=number, segment=segment, num_bytes=1, checksum=10 + number)
 
 
 def _segment(number: int, *, epoch: int) -> SegmentFrame:
-    start, end = _SPANS[number]
-    segment = Segment(first_layer=0, num_layers=2, first_token=start, num_tokens=end - start)
-    return SegmentFrame(handoff="h", epoch=epoch, number=number, segment=segment, num_bytes=1, checksum=10 + number)
+    """Return one of the two segments of every sender."""
+    return _frame(*((0, 4), (4, 6))[number], number=number, epoch=epoch)
 
 
 def _commit(*, epoch: int) -> CommitFrame:
@@ -75,31 +86,20 @@ def test_a_handoff_that_names_its_sender_takes_nothing_from_others() -> None:
     assert ledger.accept(_segment(0, epoch=1), copy=_COPY), "another replica's epoch must not fence it"
 
 
-def _window_segment(start: int, end: int, *, number: int, layers: range, window_start: int = 4) -> SegmentFrame:
-    segment = Segment(
-        first_layer=layers.start,
-        num_layers=len(layers),
-        first_token=start,
-        num_tokens=end - start,
-        window_start=window_start,
-    )
-    return SegmentFrame(handoff="h", epoch=1, number=number, segment=segment, num_bytes=1, checksum=10 + number)
-
-
 def test_layers_with_a_window_begin_later() -> None:
     """Layer 1 has a window; its positions before 4 are not shipped."""
     ledger = Ledger(_OPENING, windowed=frozenset({1}), window_start=4)
     with pytest.raises(TransferError, match="from position 2, not from 4"):
-        ledger.accept(_window_segment(0, 3, number=0, layers=range(2), window_start=2), copy=_COPY)
-    assert ledger.accept(_window_segment(0, 3, number=0, layers=range(2)), copy=_COPY)
+        ledger.accept(_frame(0, 3, window_start=2), copy=_COPY)
+    assert ledger.accept(_frame(0, 3, window_start=4), copy=_COPY)
     with pytest.raises(ChecksumMismatch):
-        ledger.accept(_window_segment(3, 4, number=1, layers=range(1, 2)), copy=_COPY)  # carries nothing
+        ledger.accept(_frame(3, 4, number=1, layers=range(1, 2), window_start=4), copy=_COPY)  # carries nothing
     with pytest.raises(ChecksumMismatch):
-        ledger.accept(_window_segment(5, 6, number=1, layers=range(1, 2)), copy=_COPY)  # position 4 is missing
-    assert ledger.accept(_window_segment(3, 6, number=1, layers=range(1)), copy=_COPY)
+        ledger.accept(_frame(5, 6, number=1, layers=range(1, 2), window_start=4), copy=_COPY)  # position 4 is missing
+    assert ledger.accept(_frame(3, 6, number=1, layers=range(1), window_start=4), copy=_COPY)
     with pytest.raises(ChecksumMismatch, match="before all segments"):
         ledger.commit(_commit(epoch=1), copy=_COPY, num_sources=1)
-    assert ledger.accept(_window_segment(3, 6, number=2, layers=range(1, 2)), copy=_COPY)
+    assert ledger.accept(_frame(3, 6, number=2, layers=range(1, 2), window_start=4), copy=_COPY)
     checksum = combine_checksums([10, 11, 12])
     commit = CommitFrame(handoff="h", epoch=1, num_segments=3, checksum=checksum, num_tokens=6)
     assert ledger.commit(commit, copy=_COPY, num_sources=1)

@@ -12,7 +12,7 @@ from engine.kv.checksum import checksum
 from engine.kv.layout import KVLayout
 from engine.kv.pool import KVPool
 from kvtransfer.protocol.frames import Segment, combine_checksums
-from kvtransfer.transfer.codec import codec_for
+from kvtransfer.transfer.codec import Codec, codec_for
 
 _SEGMENT = Segment(first_layer=1, num_layers=2, first_token=3, num_tokens=21)
 _ALL_LAYERS = Segment(first_layer=0, num_layers=4, first_token=0, num_tokens=32)
@@ -30,8 +30,12 @@ def _last_heads(layout: KVLayout) -> list[range]:
     return [range(1, heads.num_heads) for heads in layout.heads]
 
 
+def _pool(layout: KVLayout) -> KVPool:
+    return KVPool(layout, num_blocks=8, device=torch.device("cpu"))
+
+
 def _filled_pool(layout: KVLayout, slots_T: torch.Tensor) -> KVPool:
-    pool = KVPool(layout, num_blocks=8, device=torch.device("cpu"))
+    pool = _pool(layout)
     generator = torch.Generator().manual_seed(0)
     for layer in range(layout.num_layers):
         k, v = torch.randn(2, len(slots_T), *layout.heads[layer], generator=generator)
@@ -39,16 +43,22 @@ def _filled_pool(layout: KVLayout, slots_T: torch.Tensor) -> KVPool:
     return pool
 
 
+def _ship(
+    codec: Codec, source: KVPool, target: KVPool, segment: Segment, heads: list[range], *slots_T: torch.Tensor
+) -> torch.Tensor:
+    """Pack a segment at the first slots, unpack it at the last ones, and return the payload."""
+    payload = torch.full((codec.num_bytes(segment, heads),), 255, dtype=torch.uint8)
+    codec.pack(source, segment, heads, slots_T[0], payload)
+    codec.unpack(payload, target, segment, heads, slots_T[-1])
+    return payload
+
+
 def _carry(dtype: str, wire: str, shape: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Return KV (2, heads, tokens, D) of each layer of the segment, before and after."""
     layout = _layout(dtype, shape)
-    heads = _last_heads(layout)
     from_slots, to_slots = torch.randperm(128)[:21], torch.randperm(128)[:21]
-    source, target = _filled_pool(layout, from_slots), KVPool(layout, num_blocks=8, device=torch.device("cpu"))
-    codec = codec_for(layout, wire)
-    payload = torch.full((codec.num_bytes(_SEGMENT, heads),), 255, dtype=torch.uint8)
-    codec.pack(source, _SEGMENT, heads, from_slots, payload)
-    codec.unpack(payload, target, _SEGMENT, heads, to_slots)
+    source, target = _filled_pool(layout, from_slots), _pool(layout)
+    _ship(codec_for(layout, wire), source, target, _SEGMENT, _last_heads(layout), from_slots, to_slots)
 
     def read(pool: KVPool, layer: int, slots: torch.Tensor) -> torch.Tensor:
         return pool.read(layer, torch.arange(8), torch.float32)[..., slots, :]
@@ -78,11 +88,8 @@ def test_plain_layers_are_never_quantized(dtype: str, wire: str, shape: str) -> 
     layout = replace(_layout(dtype, shape), plain_layers=(0, 3), plain_dtype="bfloat16")
     slots, segment, heads = torch.arange(32), _ALL_LAYERS, [range(heads.num_heads) for heads in layout.heads]
     exact = _filled_pool(replace(layout, dtype="bfloat16"), slots)
-    source, target = _filled_pool(layout, slots), KVPool(layout, num_blocks=8, device=torch.device("cpu"))
-    codec = codec_for(layout, wire)
-    payload = torch.zeros(codec.num_bytes(segment, heads), dtype=torch.uint8)
-    codec.pack(source, segment, heads, slots, payload)
-    codec.unpack(payload, target, segment, heads, slots)
+    source, target = _filled_pool(layout, slots), _pool(layout)
+    _ship(codec_for(layout, wire), source, target, segment, heads, slots)
     two_blocks = torch.arange(2)
     for layer in range(4):
         wanted, got = (pool.read(layer, two_blocks, torch.float32) for pool in (exact, target))
@@ -129,16 +136,13 @@ def test_latent_rows_keep_their_rotated_key(dtype: str, wire: str, row_bytes: in
         model="m", num_layers=4, num_kv_heads=1, head_dim=80, block_size=16, dtype=dtype, num_sides=1, exact_dim=16
     )
     segment, heads = _SEGMENT, [range(1)] * 4
-    source, target = (KVPool(layout, num_blocks=8, device=torch.device("cpu")) for _ in range(2))
+    source, target = _pool(layout), _pool(layout)
     from_slots, to_slots = torch.randperm(128)[:21], torch.randperm(128)[:21]
     rows = torch.randn(4, 21, 80, generator=torch.Generator().manual_seed(0))
     for layer in segment.layers:
         source.write_latents(layer, from_slots, rows[layer])
-    codec = codec_for(layout, wire)
-    payload = torch.full((codec.num_bytes(segment, heads),), 255, dtype=torch.uint8)
+    payload = _ship(codec_for(layout, wire), source, target, segment, heads, from_slots, to_slots)
     assert payload.numel() == 2 * 21 * row_bytes
-    codec.pack(source, segment, heads, from_slots, payload)
-    codec.unpack(payload, target, segment, heads, to_slots)
     for layer in segment.layers:
         before, after = (
             pool.read(layer, torch.arange(8), torch.float32)[0, 0, slots]
@@ -157,7 +161,7 @@ def test_latent_rows_keep_their_rotated_key(dtype: str, wire: str, row_bytes: in
 def test_feature_rows_of_full_blocks_are_sent_with_the_last_layer(wire: str, ends: tuple[int, ...]) -> None:
     """Feature rows are sent for full blocks only, in any number of pieces, unchanged on every wire."""
     layout = replace(_layout("float32"), draft="heads", num_draft_layers=1, feature_bytes=12)
-    source, target = (KVPool(layout, num_blocks=8, device=torch.device("cpu")) for _ in range(2))
+    source, target = _pool(layout), _pool(layout)
     source.features.copy_(torch.randint(1, 256, source.features.shape, dtype=torch.uint8))
     codec, sent, received = codec_for(layout, wire), torch.tensor([6, 1, 3]), torch.tensor([0, 7, 2])
     slots_BS = torch.arange(16)
@@ -165,10 +169,8 @@ def test_feature_rows_of_full_blocks_are_sent_with_the_last_layer(wire: str, end
     for end in ends:
         for layer in range(layout.num_layers):
             segment = replace(_SEGMENT, first_layer=layer, num_layers=1, first_token=start, num_tokens=end - start)
-            payload = torch.full((codec.num_bytes(segment, heads),), 255, dtype=torch.uint8)
-            from_T, to_T = ((blocks[:, None] * 16 + slots_BS).flatten()[start:end] for blocks in (sent, received))
-            codec.pack(source, segment, heads, from_T, payload)
-            codec.unpack(payload, target, segment, heads, to_T)
+            slots = ((blocks[:, None] * 16 + slots_BS).flatten()[start:end] for blocks in (sent, received))
+            _ship(codec, source, target, segment, heads, *slots)
         start = end
     assert torch.equal(target.features[received[:2]], source.features[sent[:2]])
     assert not target.features[[1, 2, 3, 4, 5, 6]].any()

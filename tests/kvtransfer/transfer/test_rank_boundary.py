@@ -21,7 +21,6 @@ from core.rpc import transfer_pb2_grpc as rpc
 from core.rpc import worker_pb2, worker_pb2_grpc
 from core.types.errors import HandoffExpired, RequestError, TransferError
 from core.types.handoff import Handoff
-from core.types.wire_version import WIRE_VERSION
 from core.wire.frames import FrameHub
 from core.wire.messages import handoff_to_proto
 from engine.kv.layout import KVLayout
@@ -43,16 +42,7 @@ from worker.replica_service import ReplicaService
 _LAYOUT = KVLayout(model="m", num_layers=2, num_kv_heads=4, head_dim=16, block_size=8, dtype="float32")
 _NUM_BLOCKS, _NUM_TOKENS = 12, 20
 _ROW_BYTES = 2 * 4 * 16 * 4  # one position of one layer
-_HELLO = pb.Hello(
-    wire_version=WIRE_VERSION,
-    layout=_LAYOUT.fingerprint,
-    sender="prefill-9/0",
-    epoch=1,
-    backend="tcp",
-    wire_dtype="raw",
-    sender_rank=0,
-    sender_ranks=1,
-)
+_HELLO = link_config(_LAYOUT, name="prefill-9").hello(epoch=1)
 
 
 class ServedRank:
@@ -228,22 +218,6 @@ async def test_call_without_a_hello_ends() -> None:
     async with _rank() as rank:
         assert [answer async for answer in rank.stub.Connect(iter([]), timeout=10)] == []
         assert [a.WhichOneof("frame") async for a in rank.stub.Connect(iter([_segment()]), timeout=10)] == ["rejected"]
-
-
-async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() -> None:
-    async with _rank() as rank, _sender() as sender:
-        for number in range(5):
-            await rank.stub.Open(_opening(handoff=f"h{number}"), timeout=10)
-            transfer = sender.senders[0].begin(_handoff(rank.made.addresses, id=f"h{number}"), [0, 1, 2])
-            assert transfer
-            transfer.layer_ready(0, 0, _NUM_TOKENS)
-            assert await rank.hears(pb.SenderFrame(hello=_HELLO), _segment(num_layers=9)) == ["welcome"]
-            assert await rank.rejects("Open", pb.OpenRequest(handoff="x", block_ids=[1 << 30]), "block_ids")
-            transfer.layer_ready(1, 0, _NUM_TOKENS)
-            transfer.commit(_NUM_TOKENS, [7])
-            assert (await rank.made.landed()).handoff == f"h{number}"
-            assert (await sender.shipped()).error is None
-        assert (rank.receiver.config.pool.codes[1][[3, 1]] == 1.5).all()
 
 
 class FakeDevice:
