@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import product
 from multiprocessing.connection import Connection
@@ -86,11 +86,13 @@ def _serve_peer(backend: str, place: str, orders: Connection) -> None:
         orders.send(bytes(payload.cpu().numpy()))
 
 
+@dataclass
 class Peer:
     """A link and the process at its other end."""
 
-    def __init__(self, link: Link, process: mp.Process, orders: Connection) -> None:
-        self.link, self.process, self.orders = link, process, orders
+    link: Link
+    process: mp.Process
+    orders: Connection
 
     def kill(self, with_signal: signal.Signals) -> None:
         assert self.process.pid

@@ -56,7 +56,6 @@ class Job:
     blocks: list[int]
     outgoing: OutgoingTransfer[Job] | None = None
     num_computed: int = 0
-    is_wanted: bool = True
 
 
 class Link:
@@ -98,8 +97,6 @@ class Link:
                 self._send(link_transfer.announce_commit(item))
         elif link_transfer.start_reading():
             self.reading = (link_transfer, item)
-        else:
-            link_transfer.num_sent += 1
 
     def _finish_read(self) -> None:
         assert self.reading
@@ -107,11 +104,9 @@ class Link:
         self.sender.check_read(link_transfer.transfer, segment)
         link_transfer.stop_reading()
         self._changed(link_transfer)
-        link_transfer.num_sent += 1
         if not link_transfer.is_ended:
-            self._send(
-                link_transfer.announce(segment, num_bytes=1, checksum=hash((link_transfer.key, segment)) % 2**64)
-            )
+            checksum = hash((link_transfer.key, segment)) % 2**64
+            self._send(link_transfer.announce(segment, num_bytes=1, checksum=checksum))
 
     def deliver(self) -> None:
         """Deliver the next frame to the receiving rank."""
@@ -155,15 +150,15 @@ class SendingRank:
         if mine:
             transfer = RankTransfer(job.handoff, job.blocks, layout=layout(self.replica.tp))
             self.transfers[transfer.key] = transfer
-            transfer.link_transfers = [LinkTransfer(transfer, copy, self._link_to(copy)) for copy in mine]
-            for link_transfer, copy in zip(transfer.link_transfers, mine, strict=True):
+            for copy in mine:
                 link = self._link_to(copy)
-                link.link_transfers[link_transfer.key] = link_transfer
+                link.link_transfers[transfer.key] = LinkTransfer(transfer, copy, link)
+                transfer.link_transfers.append(link.link_transfers[transfer.key])
 
     def compute(self, job: Job, start: int, end: int) -> None:
         for position in range(start, end):
             self.pool[slot_of(job.blocks, position)] = (job.handoff.id, position)
-        if transfer := self.transfers.get((job.handoff.id, job.handoff.epoch)):
+        if transfer := self.transfers.get(job.handoff.key):
             for layer in range(NUM_LAYERS):
                 transfer.layer_ready(layer, start, end)
             if end == job.handoff.num_tokens:
@@ -177,7 +172,7 @@ class SendingRank:
     def serve_fetch(self, handoff: Handoff, blocks: list[int], num_tokens: int) -> None:
         """Execute the order as worker.gang_runner does."""
         self.begin(Job(handoff, blocks))
-        if transfer := self.transfers.get((handoff.id, handoff.epoch)):
+        if transfer := self.transfers.get(handoff.key):
             transfer.all_layers_ready(0, num_tokens)
             transfer.commit(num_tokens)
 
@@ -275,7 +270,6 @@ class Prefill:
         self.order_aborts()
 
     def _stop(self, job: Job, error: TransferError) -> None:
-        job.is_wanted = False
         self._release(job)
         if job.outgoing:
             self.outgoing_transfers.abort(job.outgoing, error)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,25 +13,12 @@ from kvtransfer.protocol.incoming_transfers import IncomingTransfer, IncomingTra
 from kvtransfer.protocol.ledger import Landing
 
 
-@dataclass
-class FakeRanks:
-    closed: list[str] = field(default_factory=list)
-
-    def open(self, opening: Opening) -> None:
-        pass
-
-    def close(self, handoff: str) -> None:
-        self.closed.append(handoff)
-
-    def close_elsewhere(self, handoff: str, then: Callable[[], None]) -> None:
-        then()
-
-
 def _incoming_transfers(num_ranks: int = 2) -> tuple[IncomingTransfers[str], IncomingTransfer[str], BlockManager]:
-    blocks, ranks = BlockManager(8), FakeRanks()
+    blocks = BlockManager(8)
     taken, _ = blocks.allocate([], 3) or ([], 0)
+    receiver: Any = SimpleNamespace(open=lambda opening: None, close=lambda handoff: None)
     incoming_transfers: IncomingTransfers[str] = IncomingTransfers(
-        ranks, blocks, num_ranks=num_ranks, close_elsewhere=ranks.close_elsewhere
+        receiver, blocks, num_ranks=num_ranks, close_elsewhere=lambda handoff, then: then()
     )
     opening = Opening(handoff="h", num_tokens=20, max_tokens=24, block_ids=tuple(taken))
     return incoming_transfers, incoming_transfers.open(opening, owner="request", expires_at=1000.0), blocks
