@@ -21,8 +21,8 @@ from tests.kvtransfer.protocol.sending_world import BLOCK_SIZE, NUM_BLOCKS, NUM_
 from tests.kvtransfer.replicas import handoff_to
 
 if TYPE_CHECKING:
-    from tests.kvtransfer.protocol.protocol_world import World
     from tests.kvtransfer.protocol.sending_world import Link, Prefill
+    from tests.kvtransfer.protocol.test_protocol import World
 
 
 @dataclass(eq=False)

@@ -20,8 +20,8 @@ from kvtransfer.protocol.rank_transfer import LinkTransfer, RankTransfer, Shipme
 from kvtransfer.transfer.serve_fetches import ServedFetches, ServedFetchListener
 
 if TYPE_CHECKING:
-    from tests.kvtransfer.protocol.protocol_world import World
     from tests.kvtransfer.protocol.receiving_world import ReceivingRank
+    from tests.kvtransfer.protocol.test_protocol import World
 
 # Small pools, so that they are nearly always full.
 BLOCK_SIZE, NUM_BLOCKS, NUM_LAYERS = 2, 8, 2

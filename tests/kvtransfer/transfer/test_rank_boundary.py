@@ -12,7 +12,6 @@ from typing import Any
 
 import grpc
 import pytest
-import torch
 from grpc import aio
 from torch.distributed import PrefixStore
 
@@ -220,33 +219,40 @@ async def test_call_without_a_hello_ends() -> None:
         assert [a.WhichOneof("frame") async for a in rank.stub.Connect(iter([_segment()]), timeout=10)] == ["rejected"]
 
 
-class FakeDevice:
-    """Event that records the threads that use it, because each may block on the device."""
+async def test_a_transfer_goes_on_beside_links_that_are_refused_or_broken_off() -> None:
+    async with _rank() as rank, _sender() as sender:
+        await rank.stub.Open(_opening(), timeout=10)
+        transfer = sender.senders[0].begin(_handoff(rank.made.addresses), [0, 1, 2])
+        assert transfer
+        transfer.layer_ready(0, 0, _NUM_TOKENS)
+        assert await rank.hears(pb.SenderFrame(hello=_HELLO), _segment(num_layers=9)) == ["welcome"]
+        assert await rank.rejects("Open", pb.OpenRequest(handoff="x", block_ids=[1 << 30]), "block_ids")
+        transfer.layer_ready(1, 0, _NUM_TOKENS)
+        transfer.commit(_NUM_TOKENS, [7])
+        await rank.made.landed()
+        assert (await sender.shipped()).error is None
+        assert (rank.receiver.config.pool.codes[1][[3, 1]] == 1.5).all()
+
+
+class FakeDevice(streams.AtOnce):
+    """Device that records the threads that use it, because each may block on it."""
 
     is_at_once = False
 
     def __init__(self) -> None:
         self.threads: set[int] = set()
 
-    def streams_of(self, device: torch.device) -> FakeDevice:
-        return self
-
-    def mark(self) -> FakeDevice:
-        self.threads.add(threading.get_ident())
-        return self
-
-    device_stream = mark
-
-    def __getattr__(self, name: str) -> Any:
-        self.threads.add(threading.get_ident())
-        return getattr(streams.AtOnce(), name)
+    def __getattribute__(self, name: str) -> Any:
+        if name != "threads":
+            self.threads.add(threading.get_ident())
+        return super().__getattribute__(name)
 
 
 async def test_event_loop_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device may lag many steps behind, and waiting for it on the event loop would block every other call."""
     async with _rank() as rank, _sender() as sender:
         device = FakeDevice()
-        monkeypatch.setattr(streams, "streams_of", device.streams_of)
+        monkeypatch.setattr(streams, "streams_of", lambda of: device)
         await rank.stub.Open(_opening(), timeout=10)
         assert device.threads, "slots were not brought to it"
         await asyncio.to_thread(sender.ship, _handoff(rank.made.addresses), [0, 1, 2])  # as the step thread does
