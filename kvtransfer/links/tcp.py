@@ -64,7 +64,8 @@ class TcpLink:
             raise LinkClosed("the link is closed")
 
     def send(self, payload: Tensor) -> Operation:
-        connection, remaining, encrypted = self._connected, payload.numpy().data, None
+        connection, remaining = self._connected, payload.numpy().data
+        encrypted: memoryview | None = None
         if self._cipher is None:
             remaining = self._send_now(connection, remaining)
         else:
