@@ -74,9 +74,6 @@ class PrefixFetches(Generic[T]):
         self._call = call
         self._under_way: dict[T, Fetch[T]] = {}
 
-    def __len__(self) -> int:
-        return len(self._under_way)
-
     def begin(
         self,
         owner: T,

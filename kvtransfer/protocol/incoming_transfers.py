@@ -70,9 +70,6 @@ class IncomingTransfers(Generic[T]):
         self._close_elsewhere = close_elsewhere
         self._open: dict[str, IncomingTransfer[T]] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def open(self, opening: Opening, *, owner: T, expires_at: float) -> IncomingTransfer[T]:
         """Open a handoff on this rank. The other ranks must open it too before the handoff is sent to a peer."""
         incoming = self._open[opening.handoff] = IncomingTransfer(owner, opening, expires_at)

@@ -8,6 +8,7 @@ rank. At the end no block is held.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -117,7 +118,8 @@ class World:
         self.check()
         for replica in (self.decode, *self.prefills):
             assert replica.blocks.num_available == NUM_BLOCKS, "blocks leaked"
-        assert not len(self.decode.incoming_transfers) and not len(self.decode.fetcher.prefix_fetches)
+        assert not self.decode.incoming_transfers.expired(math.inf)
+        assert not self.decode.fetcher.prefix_fetches.expired(math.inf)
         assert not any(len(rank.register) for rank in self.decode.ranks), "a handoff is open for ever"
         for prefill in self.prefills:
             assert not len(prefill.outgoing_transfers) and not len(prefill.served_fetches)
