@@ -45,9 +45,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("backend", [*ours, *metafunc.config.getoption("link")])
 
 
-def _end(backend: str, store: Store, *, is_sender: bool, timeout_s: float) -> LinkEnd:
-    device = torch.device("cuda", _gpu(is_sender=is_sender)) if backend == "nccl" else torch.device("cpu")
-    return LinkEnd(
+def _make(backend: str, store: Store, *, is_sender: bool, timeout_s: float = 20.0) -> Link:
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", 0 if is_sender or torch.cuda.device_count() < 2 else 1)
+    end = LinkEnd(
         store=store,
         prefix="link/1",
         is_sender=is_sender,
@@ -56,14 +58,6 @@ def _end(backend: str, store: Store, *, is_sender: bool, timeout_s: float) -> Li
         timeout_s=timeout_s,
         guard=LinkGuard(_SECRET, is_encrypted=backend == _ENCRYPTED),
     )
-
-
-def _gpu(*, is_sender: bool) -> int:
-    return 0 if is_sender or torch.cuda.device_count() < 2 else 1
-
-
-def _make(backend: str, store: Store, *, is_sender: bool, timeout_s: float = 20.0) -> Link:
-    end = _end(backend, store, is_sender=is_sender, timeout_s=timeout_s)
     return make_link("tcp" if backend == _ENCRYPTED else backend, end)
 
 

@@ -126,7 +126,7 @@ async def test_restarted_receiver_is_reached_under_a_new_epoch() -> None:
         with _receiver() as first:
             _ship(ours, first, 0)
             assert await _error(ours) is None
-        for _ in range(3):  # the first of them breaks the link, the others find nobody
+        for _ in range(3):  # the first breaks the link, the others find no listener
             _ship(ours, first, 1)
             assert isinstance(await _error(ours), LinkClosed)
         with _receiver(int(first.address.rsplit(":", 1)[1])) as second:
